@@ -1,0 +1,30 @@
+"""Training accelerators as composable optax transformations.
+
+Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
+"""
+
+from optax_boost._base import NoEffectWarning
+from optax_boost._centralization import centralize
+from optax_boost._lars import ScaleByLarsTrustRatioState
+from optax_boost._lars import lars
+from optax_boost._lars import scale_by_lars_trust_ratio
+from optax_boost._lars import trust_ratio
+from optax_boost._train_step import TrainState
+from optax_boost._train_step import TrainStep
+from optax_boost._train_step import make_train_step
+from optax_boost._tree import path_mask
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "NoEffectWarning",
+  "ScaleByLarsTrustRatioState",
+  "TrainState",
+  "TrainStep",
+  "centralize",
+  "lars",
+  "make_train_step",
+  "path_mask",
+  "scale_by_lars_trust_ratio",
+  "trust_ratio",
+]

@@ -1,0 +1,113 @@
+"""Types and argument checks that every method shares; imports nothing else of ours."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+import numbers
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+# A set of leaves: one or several regular expressions, a tree of bools, a callable from the
+# params to such a tree (optax's mask convention), or None for no leaf.
+LeafSelector: TypeAlias = Any
+# Axes of a leaf, by regular expression.
+AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
+
+
+class NoEffectWarning(UserWarning):
+  """A pattern, mask or method was given a tree in which it matches nothing."""
+
+
+def check_number(
+  name: str,
+  value: Any,
+  *,
+  minimum: float = -math.inf,
+  below: float = math.inf,
+  positive: bool = False,
+) -> None:
+  """Checks a hyperparameter, if it is a concrete number.
+
+  Traced values and arrays pass: under ``optax.inject_hyperparams`` a hyperparameter is an array
+  whose value is not known when the transformation is built.
+
+  Args:
+    name: the argument's name, for the message.
+    value: what came.
+    minimum: smallest value allowed.
+    below: the value must be smaller than this.
+    positive: whether zero is refused too.
+
+  Raises:
+    TypeError: `value` is neither a real number nor an array.
+    ValueError: `value` is a number out of range, or an array that is not a scalar.
+  """
+  if isinstance(value, jax.Array) or hasattr(value, "__jax_array__"):
+    if jnp.ndim(value) != 0:
+      raise ValueError(f"`{name}` must be a scalar; got an array of shape {jnp.shape(value)}.")
+    return
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise TypeError(
+      f"`{name}` must be a real number or a scalar array; got {value!r} of type"
+      f" {type(value).__name__}."
+    )
+  allowed = [f">= {minimum:g}"] if minimum > -math.inf else []
+  allowed += ["> 0"] if positive else []
+  allowed += [f"< {below:g}"] if below < math.inf else []
+  number = float(value)
+  if not (minimum <= number < below and math.isfinite(number)) or (positive and number <= 0):
+    raise ValueError(f"`{name}` must be finite and {' and '.join(allowed)}; got {value!r}.")
+
+
+def check_learning_rate(learning_rate: Any) -> None:
+  """Checks a learning rate: a number >= 0, a scalar array, or a schedule.
+
+  Args:
+    learning_rate: what came.
+
+  Raises:
+    TypeError: it is none of the three.
+    ValueError: it is a number below zero or not finite.
+  """
+  if not callable(learning_rate):
+    check_number("learning_rate", learning_rate, minimum=0.0)
+
+
+def require_params(params: Any, method: str) -> None:
+  """Refuses a call of ``update`` without params.
+
+  Args:
+    params: what came as `params`.
+    method: the method's name, for the message.
+
+  Raises:
+    ValueError: `params` is None.
+  """
+  if params is None:
+    raise ValueError(
+      f"`{method}` needs the current params; got params=None. Call"
+      " `tx.update(grads, state, params)`, or let `optax_boost.make_train_step` do it."
+    )
+
+
+def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
+  """Refuses a call of ``update`` without an extra argument that the method needs.
+
+  Args:
+    value: what came.
+    name: the extra argument's name.
+    method: the method's name.
+    purpose: what the argument is, in a few words.
+
+  Raises:
+    ValueError: `value` is None.
+  """
+  if value is None:
+    raise ValueError(
+      f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
+      f" `tx.update(grads, state, params, {name}=...)`, or let"
+      " `optax_boost.make_train_step` do it."
+    )

@@ -1,0 +1,193 @@
+r"""Gradient centralization.
+
+For a layer y = x W with kernel W (fan-in x out), and its gradient G:
+
+  G <- G - mean of G over the fan-in, for each output
+
+which projects G onto the hyperplane orthogonal to the vector of ones in each output's fan-in.
+
+Source: Yong, Huang, Hua, Zhang, "Gradient Centralization: A New Optimization Technique for Deep
+Neural Networks", arXiv:2004.01461.
+"""
+
+import re
+from typing import Any
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _tree
+
+_NO_KERNEL = re.compile(r"(^|/)(bias|scale|beta|gamma|[a-z_]*embedding)$")
+# The projections of Flax's attention layers: (features, heads, head features), of which only the
+# first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+
+_Layout = Literal["flax", "torch"]
+
+
+def fan_in_axes_of(leaf: _tree.Leaf, layout: _Layout) -> tuple[int, ...]:
+  """The axes of a leaf over which one output's incoming weights run.
+
+  Args:
+    leaf: the leaf.
+    layout: ``"flax"`` (output axis last) or ``"torch"`` (output axis first).
+
+  Returns:
+    The axes; stacked axes are not among them.
+  """
+  axes = leaf.layer_axes
+  if layout == "torch":
+    return axes[1:]
+  if len(axes) == 3 and _ATTENTION_INPUT.search(leaf.path):
+    return axes[:1]
+  return axes[:-1]
+
+
+def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
+  # A normalized head divides its kernel by its norm and has a `multiplier` beside it.
+  heads = {leaf.path.rpartition("/")[0] for leaf in leaves if _name(leaf) == "multiplier"}
+  input_axis = 1 if layout == "torch" else -2
+
+  def alone(leaf: _tree.Leaf) -> bool:
+    shape = leaf.layer_shape
+    if len(shape) <= 1 or _NO_KERNEL.search(leaf.path):
+      return True
+    depthwise = len(shape) >= 3 and shape[input_axis] == 1
+    return depthwise or leaf.path.rpartition("/")[0] in heads
+
+  return [alone(leaf) for leaf in leaves]
+
+
+def _name(leaf: _tree.Leaf) -> str:
+  return leaf.path.rpartition("/")[2]
+
+
+def subtract_mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  """`x` minus its mean over `axes`, the mean taken in at least float32.
+
+  Args:
+    x: an array of any floating dtype.
+    axes: the axes of the mean.
+
+  Returns:
+    An array of the shape and dtype of `x`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from optax_boost._centralization import subtract_mean
+    >>> subtract_mean(jnp.array([[1.0, 10.0], [3.0, 30.0]]), (0,)).tolist()
+    [[-1.0, -10.0], [1.0, 10.0]]
+  """
+  wide = x.astype(_tree.accumulator_dtype(x.dtype))
+  return (wide - jnp.mean(wide, axes, keepdims=True)).astype(x.dtype)
+
+
+def centralize(
+  *,
+  exclude: _base.LeafSelector = "auto",
+  layout: _Layout = "flax",
+  fan_in_axes: _base.AxesByPattern | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Subtracts from each kernel's gradient its mean over the fan-in.
+
+  .. math::
+    G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
+
+  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
+  the optimizer in a chain. Where it stands relative to ``optax.add_decayed_weights`` decides
+  whether the decay is centralized too: decay first, as in the reference, or decay after.
+
+  A gradient that is not finite stays so, within the output it belongs to; nothing is kept.
+
+  Args:
+    exclude: the leaves to leave alone: regular expressions searched in the leaf's path, a tree of
+      bools, a callable from params to one, or None. ``"auto"``: biases, normalizations,
+      embeddings, leaves with at most one axis, kernels of one input channel (depthwise
+      convolutions; a first convolution on grey images looks the same) and a normalized head.
+    layout: where a kernel has its output axis: ``"flax"``, last: Dense ``(in, out)``, Conv
+      ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
+    fan_in_axes: by regular expression, the axes to average over, for kernels whose layout the
+      shape does not tell (``DenseGeneral`` with several output axes). Flax's attention
+      projections are known.
+    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as in
+      ``{"layers/": 0}``; each layer is centralized on its own.
+    axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
+      sharded into equal parts: means are taken across them. Not needed under ``jit``.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'
+    dtype; means are taken in float32 (float64 for float64).
+
+  Raises:
+    ValueError: `layout` is unknown, or a pattern names axes that its leaf lacks.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> grads = {"kernel": jnp.array([[1.0, 10.0], [3.0, 30.0]]), "bias": jnp.ones(2)}
+    >>> tx = optax_boost.centralize()
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> updates["kernel"].tolist(), updates["bias"].tolist()
+    ([[-1.0, -10.0], [1.0, 10.0]], [1.0, 1.0])
+    >>> sgd = optax.chain(optax_boost.centralize(), optax.sgd(0.1))
+
+  References:
+    Yong, Huang, Hua, Zhang, `Gradient Centralization
+    <https://arxiv.org/abs/2004.01461>`_, 2020.
+
+  .. note::
+    ``optax.centralize`` averages over all axes but the first, which is the fan-in of a torch
+    kernel, not of a Flax one.
+  """
+  if layout not in ("flax", "torch"):
+    raise ValueError(f"`layout` must be 'flax' or 'torch'; got {layout!r}.")
+
+  def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
+    """The axes to average over for each leaf, None where it is left alone."""
+    leaves = _tree.describe(tree, stacked_axes)
+    named = _tree.axes_by_pattern(
+      [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves], fan_in_axes, "fan_in_axes"
+    )
+    skipped = _tree.select(
+      tree, exclude, "exclude", lambda found: _left_alone(found, layout), stacked_axes
+    )
+    # Axes that were named for a leaf are a stronger word than the automatic exclusion.
+    return [
+      axes or (None if skip else fan_in_axes_of(leaf, layout) or None)
+      for leaf, axes, skip in zip(leaves, named, skipped, strict=True)
+    ]
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    paths = _tree.leaf_paths(params)
+    if paths and not any(plan(params)):
+      _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params, extra_args
+
+    def apply(g: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+      if not axes or g.size == 0:
+        return g
+      if axis_name is None:
+        return subtract_mean(g, axes)
+      wide = g.astype(_tree.accumulator_dtype(g.dtype))
+      mean = jax.lax.pmean(jnp.mean(wide, axes, keepdims=True), axis_name)
+      return (wide - mean).astype(g.dtype)
+
+    leaves, structure = jax.tree.flatten(updates)
+    centred = [apply(g, axes) for g, axes in zip(leaves, plan(updates), strict=True)]
+    return jax.tree.unflatten(structure, centred), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

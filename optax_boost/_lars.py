@@ -1,0 +1,312 @@
+r"""LARS: layer-wise adaptive rate scaling.
+
+For each layer, with weights w, gradient g and norms taken over the whole layer:
+
+  ratio = eta |w| / (|g| + wd |w| + eps)      1 where |w| or |g| is zero
+  d     = ratio (clip(g) + wd w)
+  m    <- momentum m - lr d
+  w    <- w + m
+
+  w, g, d, m   the layer's shape
+  ratio        scalar: one per layer; |.| the Euclidean norm, in float32
+  eta          trust coefficient, dimensionless
+  wd           weight decay
+  lr           learning rate; inside the momentum, so that a change of the rate does not rescale
+               what the momentum holds
+
+Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
+arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
+"""
+
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _tree
+
+_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
+
+
+def bias_or_norm(leaves: list[_tree.Leaf]) -> list[bool]:
+  """LARS's rule for ``"auto"``: which leaves are a bias or belong to a normalization.
+
+  Args:
+    leaves: the leaves.
+
+  Returns:
+    True where the last key is one of Flax's or the references' names for them, or where a layer
+    has at most one axis.
+  """
+  return [bool(_BIAS_OR_NORM.search(x.path)) or len(x.layer_shape) <= 1 for x in leaves]
+
+
+def trust_ratio(
+  param_norm: jax.Array,
+  grad_norm: jax.Array,
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
+  weight_decay: jax.typing.ArrayLike = 0.0,
+  eps: jax.typing.ArrayLike = 1e-8,
+) -> jax.Array:
+  r"""The trust ratio of a layer, :math:`\eta |w| / (|g| + \lambda |w| + \epsilon)`.
+
+  Args:
+    param_norm: norm of the layer's weights, any shape.
+    grad_norm: norm of its gradient, the same shape.
+    trust_coefficient: :math:`\eta`.
+    weight_decay: :math:`\lambda`.
+    eps: :math:`\epsilon`.
+
+  Returns:
+    The ratio; 1 where a norm is zero or not finite.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> ratio = optax_boost.trust_ratio(jnp.array([2.0, 0.0]), jnp.array([4.0, 4.0]))
+    >>> [round(float(r), 6) for r in ratio]
+    [0.0005, 1.0]
+  """
+  ratio = trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps)
+  usable = (param_norm > 0) & (grad_norm > 0)
+  usable &= jnp.isfinite(param_norm) & jnp.isfinite(grad_norm)
+  return jnp.where(usable, ratio, jnp.ones_like(ratio))
+
+
+class ScaleByLarsTrustRatioState(NamedTuple):
+  """State of :func:`scale_by_lars_trust_ratio`.
+
+  Attributes:
+    trust_ratio: tree of the params' structure with the last step's ratio of each leaf, float32
+      (float64 for float64 leaves); scalars, or one value per layer for stacked leaves.
+    notfinite_count: scalar int32, the steps in which the gradient of a leaf was not finite.
+  """
+
+  trust_ratio: optax.Params
+  notfinite_count: jax.Array
+
+
+def scale_by_lars_trust_ratio(
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
+  weight_decay: jax.typing.ArrayLike = 0.0,
+  eps: jax.typing.ArrayLike = 1e-8,
+  *,
+  clip: jax.typing.ArrayLike | None = None,
+  exclude: _base.LeafSelector = "auto",
+  weight_decay_mask: _base.LeafSelector | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Adds weight decay and scales each layer by its LARS trust ratio.
+
+  .. math::
+    d = \frac{\eta |w|}{|g| + \lambda |w| + \epsilon} (\mathrm{clip}(g) + \lambda w)
+
+  A layer whose gradient is not finite makes no step: its update is zero and `notfinite_count`
+  grows, so that one bad batch does not stay in the momentum behind it.
+
+  Args:
+    trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
+      every layer move faster.
+    weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
+    eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
+    clip: bound on the magnitude of each gradient entry; acts after the ratio was formed and
+      before weight decay. None: no clipping.
+    exclude: the leaves that keep ratio 1: regular expressions searched in the leaf's path
+      (``"block_1/conv/kernel"``), a tree of bools, a callable from params to one, or None.
+      ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one axis.
+    weight_decay_mask: the leaves that are decayed, given in the same ways. None: all of them.
+    stacked_axes: for leaves that hold many layers (``nn.scan``, ``nnx.vmap``), the stacked axes
+      by regular expression, as in ``{"layers/": 0}``; each layer gets a ratio of its own.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
+      summed over them. Not needed under ``jit`` with sharded arrays. Every leaf is taken as
+      sharded; of a replicated leaf both norms grow alike, which only weakens `eps`.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
+    gradients' dtype, norms are taken in float32 (float64 for float64).
+
+  Raises:
+    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> params = {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.zeros(2)}
+    >>> grads = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    >>> tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01)
+    >>> updates, state = tx.update(grads, tx.init(params), params)
+    >>> jax.tree.map(lambda r: round(float(r), 6), state.trust_ratio)
+    {'bias': 1.0, 'kernel': 0.03}
+    >>> [round(float(u), 6) for u in updates["kernel"].ravel()]
+    [0.03, 0.03, 0.03, 0.03]
+
+  References:
+    You, Gitman, Ginsburg, `Large Batch Training of Convolutional Networks
+    <https://arxiv.org/abs/1708.03888>`_, 2017.
+
+  .. note::
+    ``optax.scale_by_trust_ratio`` divides by :math:`|g + \lambda w|`, this by
+    :math:`|g| + \lambda |w|`, as the paper does. A callable for `exclude` or `weight_decay_mask`
+    under ``optax.inject_hyperparams`` belongs into its `static_args`.
+  """
+  method = "scale_by_lars_trust_ratio"
+  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
+  _base.check_number("weight_decay", weight_decay, minimum=0.0)
+  _base.check_number("eps", eps, minimum=0.0)
+  if clip is not None:
+    _base.check_number("clip", clip, minimum=0.0)
+
+  def plan(params: optax.Params) -> tuple[list[_tree.Leaf], list[bool], list[bool]]:
+    leaves = _tree.describe(params, stacked_axes)
+    excluded = _tree.select(params, exclude, "exclude", bias_or_norm, stacked_axes)
+    decayed = [True] * len(leaves)
+    if weight_decay_mask is not None:
+      decayed = _tree.select(params, weight_decay_mask, "weight_decay_mask")
+    return leaves, excluded, decayed
+
+  def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
+    _tree.check_floating(params, method)
+    leaves, _, _ = plan(params)
+    ratios = [
+      jnp.ones([leaf.shape[axis] for axis in leaf.stacked], _tree.accumulator_dtype(p.dtype))
+      for leaf, p in zip(leaves, jax.tree.leaves(params), strict=True)
+    ]
+    return ScaleByLarsTrustRatioState(
+      trust_ratio=jax.tree.unflatten(jax.tree.structure(params), ratios),
+      notfinite_count=jnp.zeros([], jnp.int32),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: ScaleByLarsTrustRatioState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
+    del extra_args
+    _base.require_params(params, method)
+    _tree.check_same_tree(updates, params, method)
+    _tree.check_floating(updates, method)
+    structure = jax.tree.structure(updates)
+    leaves, excluded, decayed = plan(params)
+    decays = [weight_decay if flag else 0.0 for flag in decayed]
+
+    grads, weights = jax.tree.leaves(updates), jax.tree.leaves(params)
+    squares = [
+      (_tree.sum_squares(w, leaf.layer_axes), _tree.sum_squares(g, leaf.layer_axes))
+      for leaf, w, g in zip(leaves, weights, grads, strict=True)
+    ]
+    if axis_name is not None:
+      squares = jax.lax.psum(squares, axis_name)
+
+    outputs, ratios, finite = [], [], []
+    for leaf, w, g, (w2, g2), wd, skip in zip(
+      leaves, weights, grads, squares, decays, excluded, strict=True
+    ):
+      dtype = _tree.accumulator_dtype(g.dtype)
+      ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
+      ratio = jnp.ones_like(w2) if skip else ratio.astype(w2.dtype)
+      direction = g.astype(dtype)
+      if clip is not None:
+        direction = jnp.clip(direction, -jnp.asarray(clip), clip)
+      direction = _tree.keep_dims(ratio, leaf) * (direction + wd * w.astype(dtype))
+      good = jnp.isfinite(g2)
+      direction = jnp.where(_tree.keep_dims(good, leaf), direction, jnp.zeros_like(direction))
+      outputs.append(direction.astype(g.dtype))
+      ratios.append(ratio)
+      finite.append(jnp.all(good))
+
+    all_finite = jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+    return jax.tree.unflatten(structure, outputs), ScaleByLarsTrustRatioState(
+      trust_ratio=jax.tree.unflatten(structure, ratios),
+      notfinite_count=state.notfinite_count + jnp.where(all_finite, 0, 1),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def lars(
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: jax.typing.ArrayLike = 0.0,
+  momentum: jax.typing.ArrayLike | None = 0.9,
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
+  eps: jax.typing.ArrayLike = 1e-8,
+  *,
+  nesterov: bool = False,
+  clip: jax.typing.ArrayLike | None = None,
+  exclude: _base.LeafSelector = "auto",
+  weight_decay_mask: _base.LeafSelector | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
+
+  .. math::
+    m \leftarrow \mu m - \alpha \frac{\eta |w|}{|g| + \lambda |w| + \epsilon}
+      (\mathrm{clip}(g) + \lambda w), \qquad w \leftarrow w + m
+
+  For batches of thousands, where one learning rate for all layers diverges before it is high
+  enough. On small batches plain momentum SGD does as well.
+
+  Args:
+    learning_rate: :math:`\alpha`, a number or a schedule; inside the momentum, so a change of it
+      does not rescale past steps.
+    weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
+    momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
+    trust_coefficient: :math:`\eta`; the size of a step relative to the weights.
+    eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
+    nesterov: whether the momentum looks one step ahead.
+    clip: bound on each gradient entry, applied after the ratio; None: no clipping.
+    exclude: leaves that keep ratio 1; see :func:`scale_by_lars_trust_ratio`.
+    weight_decay_mask: leaves that are decayed; None: all, as in MXNet 2.
+    stacked_axes: stacked axes by regular expression, one ratio per layer.
+    axis_name: inside ``shard_map``, the axes over which the params are sharded.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+
+  Raises:
+    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> rate = optax.cosine_decay_schedule(10.0, decay_steps=100)
+    >>> tx = optax_boost.lars(rate, weight_decay=1e-4)
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss = lambda p: jnp.sum((p["kernel"] - 2.0) ** 2)
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> bool(loss(params) < 0.01)
+    True
+
+  References:
+    You, Gitman, Ginsburg, `Large Batch Training of Convolutional Networks
+    <https://arxiv.org/abs/1708.03888>`_, 2017.
+
+  .. note::
+    ``optax.lars`` divides by :math:`|g + \lambda w|`, gives biases a ratio of their own unless
+    masked, and overflows in float16.
+  """
+  _base.check_learning_rate(learning_rate)
+  if momentum is not None:
+    _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
+  scaling = scale_by_lars_trust_ratio(
+    trust_coefficient,
+    weight_decay,
+    eps,
+    clip=clip,
+    exclude=exclude,
+    weight_decay_mask=weight_decay_mask,
+    stacked_axes=stacked_axes,
+    axis_name=axis_name,
+  )
+  rate = optax.scale_by_learning_rate(learning_rate)
+  if momentum is None:
+    return optax.chain(scaling, rate)
+  return optax.chain(scaling, rate, optax.trace(momentum, nesterov))

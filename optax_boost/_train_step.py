@@ -1,0 +1,298 @@
+"""A train step that hands every method what it needs.
+
+Line searches, variance reduction and freezing need more than a gradient. optax passes that as
+extra arguments of ``update``; this module makes them, once, for any chain:
+
+  value              the loss at the current params
+  grad               its gradient there
+  value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
+  grad_fn(params)    the gradient elsewhere, likewise
+
+The closures cost nothing unless a transformation calls them, and what they compute on the side
+(aux, new statistics) is dropped: those come from the one forward pass at the current params.
+"""
+
+from collections.abc import Callable
+import inspect
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Metrics: TypeAlias = dict[str, Any]
+
+# State fields that are reported, by the name under which every method keeps them.
+METRIC_NAMES = ("notfinite_count", "trust_ratio")
+
+
+class TrainState(NamedTuple):
+  """What training carries from step to step; a tree, to be saved and restored whole.
+
+  Attributes:
+    params: the trainable arrays.
+    opt_state: the transformation's state.
+    model_state: mutable statistics (BatchNorm) that the loss returns anew, or None.
+    step: scalar int32, the number of steps made.
+  """
+
+  params: optax.Params
+  opt_state: optax.OptState
+  model_state: Any
+  step: jax.Array
+
+
+class TrainStep:
+  """A jitted train step; made by :func:`make_train_step`."""
+
+  def __init__(
+    self, step: Callable[..., tuple[TrainState, Metrics]], tx: optax.GradientTransformation
+  ):
+    self._step = step
+    self._tx = tx
+
+  def init(self, params: optax.Params, model_state: Any = None) -> TrainState:
+    """Makes the state to start from.
+
+    Params and statistics are copied: the first step donates the state, and the caller's arrays
+    stay usable. Params that are sharded over a mesh keep their sharding.
+
+    Args:
+      params: the initial params.
+      model_state: the initial mutable statistics, if the loss takes any.
+
+    Returns:
+      A :class:`TrainState`.
+    """
+    params, model_state = jax.tree.map(jnp.array, (params, model_state))
+    state = TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
+    return settle(state)
+
+  def __call__(
+    self, state: TrainState, batch: Any, rng: jax.Array | None = None
+  ) -> tuple[TrainState, Metrics]:
+    """Makes one step; `state` is donated and must not be used afterwards.
+
+    Args:
+      state: the current state.
+      batch: a tree of arrays, handed to the loss as it is.
+      rng: a key, or None if the loss takes none. The step number is folded in, so the same key
+        may be passed at every step, and a run that resumes draws what it would have drawn.
+
+    Returns:
+      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and what the methods
+      keep in their state (``trust_ratio``, ...). A name that occurs in several states gets a
+      number: ``trust_ratio_0``, ``trust_ratio_1``.
+    """
+    return self._step(state, batch, rng)
+
+  def lower(self, state: TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Lowers the step for inspection, like ``jax.jit(...).lower``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Lowered``.
+    """
+    return self._step.lower(state, batch, rng)  # type: ignore[attr-defined]
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  *,
+  has_aux: bool = False,
+  has_model_state: bool = False,
+  donate: bool = True,
+) -> TrainStep:
+  """Makes a jitted train step that feeds any optax transformation.
+
+  ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
+  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and our own methods work unwired.
+
+  Args:
+    loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called
+      with a key. Returns the scalar loss, or ``(loss, aux)``.
+    tx: the transformation.
+    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
+    has_model_state: whether the loss carries mutable statistics. It is then called as
+      ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
+      `has_aux` ``(loss, (model_state, aux))``.
+    donate: whether the old state's memory is reused for the new one.
+
+  Returns:
+    A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
+
+  Raises:
+    TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
+      returns something else than it was said to.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> batch = {"x": jnp.eye(3), "y": jnp.array([1.0, 2.0, 3.0])}
+    >>> step = optax_boost.make_train_step(loss_fn, optax.lbfgs())
+    >>> state = step.init({"w": jnp.zeros(3)})
+    >>> for _ in range(5):
+    ...   state, metrics = step(state, batch)
+    >>> bool(metrics["loss"] < 1e-6), int(state.step)
+    (True, 5)
+  """
+  if not callable(loss_fn):
+    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  if not isinstance(tx, optax.GradientTransformation):
+    raise TypeError(
+      f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
+      " instead of what it returns?"
+    )
+
+  def step_fn(state: TrainState, batch: Any, rng: jax.Array | None) -> tuple[TrainState, Metrics]:
+    rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
+    stats = (state.model_state,) if has_model_state else ()
+
+    def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
+      return _split_output(loss_fn(params, *stats, batch, *rngs), has_aux, has_model_state)
+
+    # optax's line searches refuse extra arguments that `value_fn` does not name.
+    def value_fn(params: optax.Params, grad_fn: Any = None) -> jax.Array:
+      del grad_fn
+      return forward(params)[0]
+
+    grad_fn = jax.grad(value_fn)
+    (value, (model_state, aux)), grad = jax.value_and_grad(forward, has_aux=True)(state.params)
+    extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
+    updates, opt_state = tx.update(
+      grad, state.opt_state, state.params, **_understood(tx.update, extra)
+    )
+    params = optax.apply_updates(state.params, updates)
+    metrics = {"loss": value, **state_metrics(opt_state)}
+    if has_aux:
+      metrics["aux"] = aux
+    new_state = TrainState(params, opt_state, model_state, state.step + 1)
+    return jax.tree.map(_strong, new_state), metrics
+
+  return TrainStep(jax.jit(step_fn, donate_argnums=(0,) if donate else ()), tx)
+
+
+def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
+  """Brings what a loss returns into the form ``loss, (model_state, aux)``."""
+  expected = "loss"
+  if has_aux and has_model_state:
+    expected = "(loss, (model_state, aux))"
+  elif has_model_state:
+    expected = "(loss, model_state)"
+  elif has_aux:
+    expected = "(loss, aux)"
+  parts = expected.count(",")
+  if parts and not (isinstance(output, tuple) and len(output) == 2):
+    raise TypeError(f"`loss_fn` must return {expected}; got {_kind(output)}.")
+  if parts == 2 and not (isinstance(output[1], tuple) and len(output[1]) == 2):
+    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(output[1])}).")
+  loss, rest = output if parts else (output, None)
+  if not hasattr(loss, "shape") or jnp.shape(loss) != ():
+    hint = "" if has_aux else " If it returns aux as well, pass has_aux=True."
+    raise TypeError(
+      f"`loss_fn` must return {expected} with a scalar loss; got {_kind(loss)} as the loss."
+      f" Take the mean over the batch.{hint}"
+    )
+  if has_aux and has_model_state:
+    return loss, rest
+  model_state, aux = (rest, None) if has_model_state else (None, rest)
+  return loss, (model_state, aux)
+
+
+def with_model_state(output: Any, model_state: Any, has_aux: bool) -> Any:
+  """Adds the new statistics to what a loss without them returned.
+
+  Args:
+    output: the loss, or ``(loss, aux)``.
+    model_state: the statistics after the forward pass.
+    has_aux: which of the two `output` is.
+
+  Returns:
+    ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
+
+  Raises:
+    TypeError: `output` is no pair though `has_aux` says so.
+  """
+  if not has_aux:
+    return output, model_state
+  loss, (_, aux) = _split_output(output, has_aux, False)
+  return loss, (model_state, aux)
+
+
+def _kind(value: Any) -> str:
+  if hasattr(value, "shape"):
+    return f"an array of shape {value.shape}"
+  if isinstance(value, tuple):
+    return f"a tuple of length {len(value)}"
+  return f"a {type(value).__name__}"
+
+
+def _understood(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+  """Those of the extra arguments that `update` takes; some of optax's methods refuse others."""
+  parameters = inspect.signature(update).parameters.values()
+  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    return extra
+  return {p.name: extra[p.name] for p in parameters if p.name in extra}
+
+
+def state_metrics(opt_state: optax.OptState) -> Metrics:
+  """Collects the diagnostics that methods keep in their state.
+
+  Args:
+    opt_state: the state of any chain.
+
+  Returns:
+    Values by name; a name that occurs several times is numbered.
+  """
+  metrics: Metrics = {}
+  for name in METRIC_NAMES:
+    found = [value for _, value in optax.tree.get_all_with_path(opt_state, name)]
+    if len(found) == 1:
+      metrics[name] = found[0]
+    else:
+      metrics |= {f"{name}_{i}": value for i, value in enumerate(found)}
+  return metrics
+
+
+def settle(state: TrainState) -> TrainState:
+  """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
+
+  Weak types are removed, and what the optimizer state adds is replicated over the mesh of the
+  params. An array that occurs twice is copied, as donation demands: some of optax's states hold
+  the params themselves, and tied weights occur twice.
+
+  Args:
+    state: a state that was put together outside of a step.
+
+  Returns:
+    The state, each of its arrays a buffer of its own.
+  """
+  shardings = [p.sharding for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
+  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+  replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+  seen: set[int] = set()
+
+  def settled(leaf: Any) -> jax.Array:
+    leaf = _strong(leaf)
+    if replicated and not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+      leaf = jax.device_put(leaf, replicated)
+    if id(leaf) in seen:
+      leaf = jnp.array(leaf)
+    seen.add(id(leaf))
+    return leaf
+
+  return jax.tree.map(settled, state)
+
+
+def _strong(leaf: Any) -> jax.Array:
+  if isinstance(leaf, jax.Array) and not leaf.weak_type:
+    return leaf
+  return jnp.asarray(leaf, jnp.result_type(leaf))

@@ -1,0 +1,322 @@
+"""Leaf paths, selecting leaves by pattern, and norms in full precision."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import re
+from typing import Any
+from typing import NamedTuple
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _base
+
+
+class Leaf(NamedTuple):
+  """One leaf of a tree, as the rules of the methods see it.
+
+  Attributes:
+    path: the keys joined by ``/``, as in ``block_1/conv/kernel``.
+    shape: the leaf's shape.
+    stacked: the axes along which layers are stacked, not negative, ascending.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  stacked: tuple[int, ...]
+
+  @property
+  def layer_axes(self) -> tuple[int, ...]:
+    """The axes of one layer: all but the stacked ones."""
+    return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
+
+  @property
+  def layer_shape(self) -> tuple[int, ...]:
+    """The shape of one layer."""
+    return tuple(self.shape[axis] for axis in self.layer_axes)
+
+
+def path_string(key_path: Sequence[Any]) -> str:
+  """Joins a JAX key path with ``/``.
+
+  A trailing ``.value`` is dropped: it is the inside of a Flax NNX variable, and a rule for
+  ``conv/kernel`` must not depend on whether the tree holds variables or arrays.
+
+  Args:
+    key_path: a key path of ``jax.tree_util``.
+
+  Returns:
+    The path, ``""`` for a tree that is a single leaf.
+  """
+  keys = list(key_path)
+  last = keys[-1] if keys else None
+  if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
+    keys.pop()
+  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def leaf_paths(tree: Any) -> list[str]:
+  """The path of every leaf, in the order of ``jax.tree.leaves``.
+
+  Args:
+    tree: any tree; ``None`` and ``optax.MaskedNode`` are no leaves.
+
+  Returns:
+    The paths.
+  """
+  return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
+  """Describes every leaf, in the order of ``jax.tree.leaves``.
+
+  Args:
+    tree: a tree of arrays or abstract values.
+    stacked_axes: by pattern, the axes along which the leaves of several layers are stacked.
+
+  Returns:
+    One :class:`Leaf` each.
+
+  Raises:
+    ValueError: a leaf lacks an axis that a pattern names.
+  """
+  paths = leaf_paths(tree)
+  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+  axes = axes_by_pattern(paths, shapes, stacked_axes, "stacked_axes")
+  return [Leaf(*leaf) for leaf in zip(paths, shapes, (a or () for a in axes), strict=True)]
+
+
+def axes_by_pattern(
+  paths: Sequence[str],
+  shapes: Sequence[tuple[int, ...]],
+  patterns: _base.AxesByPattern | None,
+  argument: str,
+) -> list[tuple[int, ...] | None]:
+  """Looks up the axes of each leaf.
+
+  Args:
+    paths: the leaves' paths.
+    shapes: the leaves' shapes.
+    patterns: axes by regular expression, searched in the path; the first that matches counts.
+    argument: the argument's name, for messages.
+
+  Returns:
+    For each leaf its axes, not negative and ascending, or None where no pattern matches.
+
+  Raises:
+    ValueError: a leaf lacks an axis that a pattern names.
+  """
+  if patterns is None:
+    return [None] * len(paths)
+  if not hasattr(patterns, "items"):
+    raise TypeError(
+      f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
+      f" {patterns!r}."
+    )
+  unused = set(patterns)
+  found: list[tuple[int, ...] | None] = []
+  for path, shape in zip(paths, shapes, strict=True):
+    pattern = next((p for p in patterns if re.search(p, path)), None)
+    if pattern is None:
+      found.append(None)
+      continue
+    unused.discard(pattern)
+    wanted = patterns[pattern]
+    axes = (wanted,) if isinstance(wanted, int) else tuple(wanted)
+    if any(not -len(shape) <= axis < len(shape) for axis in axes):
+      raise ValueError(
+        f"`{argument}` names the axes {axes} for {pattern!r}, but the leaf '{path}' has shape"
+        f" {shape}. Narrow the pattern, or name axes that the leaf has."
+      )
+    found.append(tuple(sorted(axis % len(shape) for axis in axes)))
+  if unused and paths:
+    warn_no_effect(f"`{argument}` has patterns that match no leaf: {sorted(unused)}.", paths)
+  return found
+
+
+def select(
+  tree: Any,
+  selector: _base.LeafSelector,
+  argument: str,
+  auto: Callable[[list[Leaf]], list[bool]] | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+) -> list[bool]:
+  """Says of each leaf whether a selector selects it.
+
+  Args:
+    tree: the params or the gradients.
+    selector: regular expressions (searched in the leaves' paths), a tree of bools or a prefix of
+      one, a callable from `tree` to such a tree, ``"auto"``, or None.
+    argument: the argument's name, for messages.
+    auto: the method's own rule, meant by ``"auto"``.
+    stacked_axes: passed on to the rule.
+
+  Returns:
+    A bool per leaf, in the order of ``jax.tree.leaves``.
+
+  Raises:
+    TypeError: `selector` is none of these.
+    ValueError: the tree of bools does not fit `tree`.
+  """
+  paths = leaf_paths(tree)
+  if selector is None:
+    return [False] * len(paths)
+  if selector == "auto" and auto is not None:
+    return auto(describe(tree, stacked_axes))
+  patterns = (selector,) if isinstance(selector, str) else selector
+  if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
+    chosen = [any(re.search(p, path) for p in patterns) for path in paths]
+    idle = [p for p in patterns if not any(re.search(p, path) for path in paths)]
+    if idle and paths:
+      warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
+    return chosen
+  mask = selector(tree) if callable(selector) else selector
+  return _broadcast_mask(mask, tree, argument)
+
+
+def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
+  flags = jax.tree.leaves(mask)
+  if not all(isinstance(flag, bool) for flag in flags):
+    raise TypeError(
+      f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one,"
+      f" or None; got {mask!r}. Under `optax.inject_hyperparams` a callable must be named in"
+      " `static_args`, or it is taken for a schedule."
+    )
+  try:
+    full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, tree)
+  except ValueError as error:
+    raise ValueError(
+      f"`{argument}` must be a tree of bools with the structure of the params, or a prefix of"
+      f" it; got {jax.tree.structure(mask)} for params {jax.tree.structure(tree)}."
+    ) from error
+  return jax.tree.leaves(full)
+
+
+def path_mask(*patterns: str) -> Callable[[Any], Any]:
+  """A mask for ``optax.masked`` that selects leaves by their path.
+
+  Args:
+    *patterns: regular expressions, searched in the leaves' paths (keys joined by ``/``).
+
+  Returns:
+    A function from params to a tree of bools of the same structure: True where a pattern is
+    found. It raises :class:`NoEffectWarning` where a pattern matches nothing.
+
+  Raises:
+    TypeError: a pattern is no string.
+    re.error: a pattern is no regular expression.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
+    >>> kernels = optax_boost.path_mask("kernel$")
+    >>> kernels(params)
+    {'conv': {'bias': False, 'kernel': True}}
+    >>> decay = optax.masked(optax.add_decayed_weights(1e-4), kernels)
+  """
+  for pattern in patterns:
+    if not isinstance(pattern, str):
+      raise TypeError(f"`path_mask` takes regular expressions; got {pattern!r}.")
+    re.compile(pattern)
+
+  def mask(params: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(params), select(params, patterns, "patterns"))
+
+  return mask
+
+
+def warn_no_effect(message: str, paths: Sequence[str]) -> None:
+  """Issues a :class:`NoEffectWarning` that shows what there was to match.
+
+  Args:
+    message: what had no effect.
+    paths: the paths that the tree has.
+  """
+  shown = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+  warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
+
+
+def check_same_tree(updates: Any, params: Any, method: str) -> None:
+  """Refuses gradients that do not fit the params.
+
+  Args:
+    updates: the gradients.
+    params: the params.
+    method: the method's name, for the message.
+
+  Raises:
+    ValueError: structure or shapes differ.
+  """
+  got: Any = jax.tree.structure(updates)
+  want: Any = jax.tree.structure(params)
+  if got != want:
+    raise ValueError(
+      f"`{method}` needs gradients and params of the same tree structure; got gradients"
+      f" {got} for params {want}. Pass the params that the gradients were taken with respect to."
+    )
+  shapes = zip(leaf_paths(updates), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+  for path, update, param in shapes:
+    if jnp.shape(update) != jnp.shape(param):
+      raise ValueError(
+        f"`{method}` needs gradients of the params' shapes; got {jnp.shape(update)} for the"
+        f" leaf '{path}' of shape {jnp.shape(param)}."
+      )
+
+
+def check_floating(tree: Any, method: str) -> None:
+  """Refuses leaves that are not real floating-point numbers.
+
+  Args:
+    tree: params or gradients.
+    method: the method's name, for the message.
+
+  Raises:
+    TypeError: a leaf is of another kind.
+  """
+  for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"`{method}` needs real floating-point leaves; the leaf '{path}' is {dtype}. Leave it"
+        " out with `optax.masked` or `optax.partition`."
+      )
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+  """The dtype for reductions over values of `dtype`: at least float32.
+
+  Args:
+    dtype: a floating dtype.
+
+  Returns:
+    float32, or float64 for float64.
+  """
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+  """Sum of squares over `axes` (None: all), squared and summed in at least float32.
+
+  Args:
+    x: an array of any floating dtype.
+    axes: the axes to sum over.
+
+  Returns:
+    The sums, in :func:`accumulator_dtype`.
+  """
+  wide = x.astype(accumulator_dtype(x.dtype))
+  return jnp.sum(wide * wide, axis=axes)
+
+
+def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
+  """Gives per-layer values of a leaf the leaf's rank, so that they broadcast against it.
+
+  Args:
+    x: an array of the sizes of ``leaf.stacked``.
+    leaf: the leaf.
+
+  Returns:
+    `x` with axes of length 1 inserted at ``leaf.layer_axes``.
+  """
+  return jnp.expand_dims(x, leaf.layer_axes)

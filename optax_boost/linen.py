@@ -1,0 +1,166 @@
+"""The train step for Flax Linen modules; needs the extra ``flax``."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen as nn
+import jax
+import optax
+
+from optax_boost import _train_step
+
+
+class BoundModel:
+  """A Linen module with its variables, as the loss sees it.
+
+  Calls are ``module.apply`` with the params, statistics and rngs of this step. Statistics that a
+  call changes are seen by the next call.
+  """
+
+  def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
+    self._module = module
+    self._params = params
+    self._rngs = rngs
+    self._calls = 0
+    self.collections = dict(collections)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Applies the module.
+
+    Args:
+      *args: the module's arguments.
+      **kwargs: the module's keyword arguments, and `method`.
+
+    Returns:
+      What the module returns.
+    """
+    # Two calls within one loss draw different masks.
+    rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
+    self._calls += 1
+    output, changed = self._module.apply(
+      {"params": self._params, **self.collections},
+      *args,
+      rngs=rngs,
+      mutable=list(self.collections),
+      **kwargs,
+    )
+    self.collections |= changed
+    return output
+
+
+class TrainStep:
+  """A jitted train step for a Linen module; made by :func:`make_train_step`."""
+
+  def __init__(self, step: _train_step.TrainStep):
+    self._step = step
+
+  def init(self, variables: Any) -> _train_step.TrainState:
+    """Makes the state to start from.
+
+    Args:
+      variables: what ``module.init`` returned: the collection ``params``, and others (BatchNorm's
+        ``batch_stats``), which are carried as mutable statistics. They are copied.
+
+    Returns:
+      A :class:`optax_boost.TrainState`, the other collections in its `model_state`.
+
+    Raises:
+      ValueError: `variables` has no collection ``params``.
+    """
+    if "params" not in variables:
+      raise ValueError(
+        "`variables` must be what `module.init` returned, with a collection 'params'; got"
+        f" {sorted(variables)}."
+      )
+    collections = {name: value for name, value in variables.items() if name != "params"}
+    return self._step.init(variables["params"], collections)
+
+  def __call__(
+    self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None
+  ) -> tuple[_train_step.TrainState, _train_step.Metrics]:
+    """Makes one step; `state` is donated and must not be used afterwards.
+
+    Args:
+      state: the current state.
+      batch: a tree of arrays, handed to the loss as it is.
+      rng: a key, from which the module's rng streams are made, or None. The step number is folded
+        in, so the same key may be passed at every step.
+
+    Returns:
+      The new state and the metrics, as :class:`optax_boost.TrainStep` does.
+    """
+    return self._step(state, batch, rng)
+
+
+def variables(state: _train_step.TrainState) -> dict[str, Any]:
+  """The variables of a state, for ``module.apply``.
+
+  Args:
+    state: a state made by this module's train step.
+
+  Returns:
+    The params and the other collections.
+  """
+  return {"params": state.params, **state.model_state}
+
+
+def make_train_step(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+  has_aux: bool = False,
+  donate: bool = True,
+) -> TrainStep:
+  """Makes a jitted train step for Linen that feeds any optax transformation.
+
+  ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`. Statistics come from the one
+  forward pass at the current params; trial points of a line search see the same dropout masks and
+  change nothing.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
+      scalar loss, or ``(loss, aux)``.
+    tx: the transformation.
+    rngs: the names of the module's rng streams.
+    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
+    donate: whether the old state's memory is reused for the new one.
+
+  Returns:
+    A :class:`TrainStep`: ``state = step.init(module.init(key, x))``, then
+    ``state, metrics = step(state, batch, key)``.
+
+  Raises:
+    TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
+    >>> module = nn.Dense(1)
+    >>> def loss_fn(model, batch):
+    ...   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+    >>> step = optax_boost.linen.make_train_step(module, loss_fn, optax.lbfgs())
+    >>> batch = {"x": jnp.eye(3), "y": jnp.arange(3.0)[:, None]}
+    >>> state = step.init(module.init(jax.random.key(0), batch["x"]))
+    >>> for _ in range(8):
+    ...   state, metrics = step(state, batch)
+    >>> bool(metrics["loss"] < 1e-3)
+    True
+  """
+  if not isinstance(module, nn.Module):
+    raise TypeError(f"`module` must be a Linen module; got {module!r}.")
+  if not callable(loss_fn):
+    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+
+  def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
+    model = BoundModel(module, params, collections, keys)
+    output = loss_fn(model, batch)
+    return _train_step.with_model_state(output, model.collections, has_aux)
+
+  return TrainStep(
+    _train_step.make_train_step(pure_loss, tx, has_aux=has_aux, has_model_state=True, donate=donate)
+  )
