@@ -150,6 +150,7 @@ def centralize(
 
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
+    _tree.check_floating(tree, "centralize")
     leaves = _tree.describe(tree, stacked_axes)
     named = _tree.axes_by_pattern(
       [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves], fan_in_axes, "fan_in_axes"

@@ -194,6 +194,7 @@ def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[An
     raise TypeError(f"`loss_fn` must return {expected}; got {_kind(output)}.")
   if parts == 2 and not (isinstance(output[1], tuple) and len(output[1]) == 2):
     raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(output[1])}).")
+  rest: Any = None
   loss, rest = output if parts else (output, None)
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
     hint = "" if has_aux else " If it returns aux as well, pass has_aux=True."
@@ -293,6 +294,7 @@ def settle(state: TrainState) -> TrainState:
 
 
 def _strong(leaf: Any) -> jax.Array:
-  if isinstance(leaf, jax.Array) and not leaf.weak_type:
+  # Typed PRNG keys have no weak type.
+  if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf
   return jnp.asarray(leaf, jnp.result_type(leaf))

@@ -171,18 +171,25 @@ def select(
     if idle and paths:
       warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
     return chosen
+  if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
+    # What is left of a callable that `inject_hyperparams` called as a schedule.
+    raise _not_a_selector(argument, selector)
   mask = selector(tree) if callable(selector) else selector
   return _broadcast_mask(mask, tree, argument)
+
+
+def _not_a_selector(argument: str, got: Any) -> TypeError:
+  return TypeError(
+    f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
+    f" None; got {got!r}. Under `optax.inject_hyperparams` a callable must be named in"
+    " `static_args`, or it is taken for a schedule."
+  )
 
 
 def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
   flags = jax.tree.leaves(mask)
   if not all(isinstance(flag, bool) for flag in flags):
-    raise TypeError(
-      f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one,"
-      f" or None; got {mask!r}. Under `optax.inject_hyperparams` a callable must be named in"
-      " `static_args`, or it is taken for a schedule."
-    )
+    raise _not_a_selector(argument, mask)
   try:
     full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, tree)
   except ValueError as error:

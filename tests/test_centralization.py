@@ -1,0 +1,205 @@
+"""Gradient centralization against MindSpore's recorded run, and against NumPy."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+RNG = np.random.default_rng(0)
+
+
+def gradient(*shape):
+  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def centralized(grads, **kwargs):
+  tx = optax_boost.centralize(**kwargs)
+  return tx.update(grads, tx.init(grads))[0]
+
+
+def recorded():
+  with np.load(GOLDEN / "centralization.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  names = [key.removeprefix("init_") for key in arrays if key.startswith("init_")]
+  return arrays, names
+
+
+def test_agrees_with_mindspore_where_its_gate_is_open():
+  arrays, names = recorded()
+  for name in names:
+    grad = arrays[f"grad_{name}"][0]
+    if grad.ndim >= 2 and grad.shape[1] % 16 == 0:
+      found = centralized({name: jnp.asarray(grad)}, layout="torch")[name]
+      scale = np.abs(grad).max()
+      np.testing.assert_allclose(found, arrays[f"gc_{name}"], rtol=0, atol=1e-6 * scale)
+
+
+def test_centralizes_the_leaves_that_mindspore_leaves_out_silently():
+  arrays, _ = recorded()
+  for name in ("conv_first_weight", "dense_odd_weight"):
+    grad = arrays[f"grad_{name}"][0]
+    np.testing.assert_array_equal(arrays[f"gc_{name}"], grad)
+    found = centralized({name: jnp.asarray(grad)}, layout="torch")[name]
+    np.testing.assert_allclose(np.mean(found, axis=tuple(range(1, grad.ndim))), 0, atol=1e-6)
+
+
+def test_a_chain_in_the_references_order_reproduces_its_training_run():
+  arrays, names = recorded()
+  hyper = json.loads(str(arrays["meta_json"]))["hyper"]
+  closed = [n for n in names if arrays[f"init_{n}"].ndim < 2 or arrays[f"init_{n}"].shape[1] % 16]
+  tx = optax.chain(
+    optax.add_decayed_weights(hyper["weight_decay"]),
+    optax_boost.centralize(layout="torch", exclude=[f"^{name}$" for name in closed]),
+    optax.sgd(hyper["learning_rate"], hyper["momentum"]),
+  )
+  params = {name: jnp.asarray(arrays[f"init_{name}"]) for name in names}
+  state = tx.init(params)
+  for t in range(hyper["steps"]):
+    grads = {name: jnp.asarray(arrays[f"grad_{name}"][t]) for name in names}
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    for name in names:
+      np.testing.assert_allclose(params[name], arrays[f"weight_{name}"][t], rtol=1e-6, atol=1e-6)
+
+
+def test_decay_after_centralization_is_not_centralized():
+  params = {"kernel": jnp.full((4, 2), 3.0)}
+  before = optax.chain(optax.add_decayed_weights(0.1), optax_boost.centralize())
+  after = optax.chain(optax_boost.centralize(), optax.add_decayed_weights(0.1))
+  zero = jax.tree.map(jnp.zeros_like, params)
+  first, _ = before.update(zero, before.init(params), params)
+  second, _ = after.update(zero, after.init(params), params)
+  np.testing.assert_allclose(first["kernel"], 0.0, atol=1e-7)
+  np.testing.assert_allclose(second["kernel"], 0.3, rtol=1e-6)
+
+
+def test_selects_what_the_reference_selects():
+  with open(GOLDEN / "centralization_groups.json") as file:
+    groups = json.load(file)["output_groups"]
+  # The reference's names and its torch-like layout; its 16 input features as in the file. The
+  # dense layer `gamma_like` is excluded there for its name alone, and centralized here.
+  shapes = {
+    "conv1": {"weight": (8, 3, 3, 3)},
+    "bn1": {"gamma": (8,), "beta": (8,)},
+    "dw": {"weight": (8, 1, 3, 3)},
+    "conv2": {"weight": (8, 16, 3, 3), "bias": (8,)},
+    "fc1": {"weight": (16, 32), "bias": (16,)},
+    "gamma_like": {"weight": (16, 16), "bias": (16,)},
+    "head": {"weight": (4, 16), "multiplier": (), "bias": (4,)},
+  }
+  grads = jax.tree.map(lambda s: gradient(*s), shapes, is_leaf=lambda s: isinstance(s, tuple))
+  updates = centralized(grads, layout="torch")
+  changed = {
+    f"{layer}.{name}"
+    for layer, leaves in grads.items()
+    for name, leaf in leaves.items()
+    if not np.array_equal(leaf, updates[layer][name])
+  }
+  assert changed == set(groups[0]["params"]) | {"gamma_like.weight"}
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "axes"),
+  [
+    ("dense/kernel", (6, 4), (0,)),
+    ("conv/kernel", (3, 3, 5, 4), (0, 1, 2)),
+    ("conv1d/kernel", (3, 5, 4), (0, 1)),
+    ("attention/query/kernel", (6, 2, 3), (0,)),
+    ("attention/value/kernel", (6, 2, 3), (0,)),
+    ("attention/out/kernel", (2, 3, 6), (0, 1)),
+    ("general/kernel", (2, 3, 6), (0, 1)),
+    ("depthwise/kernel", (3, 3, 1, 4), None),
+    ("embed/embedding", (10, 4), None),
+    ("position_embedding", (10, 4), None),
+    ("dense/bias", (4,), None),
+    ("attention/query/bias", (2, 3), None),
+    ("norm/scale", (4,), None),
+    ("temperature", (), None),
+  ],
+)
+def test_averages_over_the_fan_in_of_flax_layers(path, shape, axes):
+  grad = gradient(*shape)
+  tree = grad
+  for key in reversed(path.split("/")):
+    tree = {key: tree}
+  tx = optax_boost.centralize()
+  (found,) = jax.tree.leaves(tx.update(tree, optax.EmptyState())[0])
+  expected = grad if axes is None else grad - np.mean(grad, axes, keepdims=True)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_normalized_head_is_left_alone():
+  grads = {"head": {"kernel": gradient(6, 4), "multiplier": gradient()}, "kernel": gradient(6, 4)}
+  updates = centralized(grads)
+  np.testing.assert_array_equal(updates["head"]["kernel"], grads["head"]["kernel"])
+  assert not np.array_equal(updates["kernel"], grads["kernel"])
+
+
+def test_fan_in_axes_are_a_stronger_word_than_the_automatic_rules():
+  grads = {"general": {"kernel": gradient(6, 2, 3)}, "depthwise": {"kernel": gradient(3, 3, 1, 4)}}
+  updates = centralized(grads, fan_in_axes={"general": 0, "depthwise": (0, 1, -2)})
+  np.testing.assert_allclose(np.mean(updates["general"]["kernel"], 0), 0, atol=1e-6)
+  np.testing.assert_allclose(np.mean(updates["depthwise"]["kernel"], (0, 1, 2)), 0, atol=1e-6)
+
+
+def test_stacked_layers_are_centralized_one_by_one():
+  grads = {"layers": {"kernel": gradient(5, 6, 4), "bias": gradient(5, 4)}}
+  updates = centralized(grads, stacked_axes={"layers/": 0})["layers"]
+  for i in range(5):
+    alone = centralized({"kernel": grads["layers"]["kernel"][i]})
+    np.testing.assert_allclose(updates["kernel"][i], alone["kernel"], rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(updates["bias"], grads["layers"]["bias"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_means_of_half_precision_gradients_are_taken_in_float32(dtype):
+  grad = jnp.full((4096, 2), 60.0, dtype).at[0].set(0)
+  found = centralized({"kernel": grad})["kernel"]
+  assert found.dtype == grad.dtype
+  wide = np.asarray(grad, np.float64)
+  # Rounding of the result alone: a float16 sum of these would be infinite.
+  np.testing.assert_allclose(
+    found.astype(jnp.float32), wide - wide.mean(0), rtol=2 * jnp.finfo(dtype).eps, atol=1e-3
+  )
+
+
+def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  grads = {"kernel": gradient(16, 4)}
+  tx = optax_boost.centralize(axis_name="rows")
+  spec = jax.sharding.PartitionSpec("rows")
+  step = jax.shard_map(
+    lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh, in_specs=spec, out_specs=spec
+  )
+  found = jax.jit(step)(grads)
+  np.testing.assert_allclose(found["kernel"], centralized(grads)["kernel"], rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_to_centralize_warns():
+  with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: bias"):
+    optax_boost.centralize().init({"bias": jnp.ones(3)})
+
+
+def test_a_bad_gradient_spoils_only_its_own_output():
+  grad = gradient(6, 3).at[2, 1].set(jnp.nan)
+  found = centralized({"kernel": grad})["kernel"]
+  assert np.all(np.isnan(found[:, 1]))
+  assert np.all(np.isfinite(found[:, [0, 2]]))
+
+
+def test_refuses_an_unknown_layout():
+  with pytest.raises(ValueError, match=r"`layout` must be 'flax' or 'torch'; got 'nchw'"):
+    optax_boost.centralize(layout="nchw")
+
+
+def test_refuses_axes_that_a_leaf_lacks():
+  tx = optax_boost.centralize(fan_in_axes={"kernel": 2})
+  with pytest.raises(ValueError, match=r"`fan_in_axes` names the axes \(2,\) .* 'kernel' has sh"):
+    tx.init({"kernel": jnp.ones((2, 2))})

@@ -1,0 +1,387 @@
+"""What every transformation keeps to: each test is a column, run for every row of the registry."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_boost
+from tests import problems
+from tests import registry
+
+every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def run(tx: optax.GradientTransformation, params: Any, steps: int, state: Any = None) -> Any:
+  """The plain loop that everything else is compared with."""
+  state = tx.init(params) if state is None else state
+  for step in range(steps):
+    updates, state = update(tx, params, state, step)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
+  grads = problems.grads(params, step)
+  return tx.update(grads, state, params, **more)
+
+
+def spec(tree: Any) -> Any:
+  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+@every_row
+def test_acts(row):
+  params = problems.params()
+  ours, _ = update(row.make(), params, row.make().init(params), 0)
+  base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
+  change = optax.tree.norm(optax.tree.sub(ours, base)) / optax.tree.norm(base)
+  assert change > 1e-2
+
+
+@every_row
+def test_solves_its_problem(row):
+  params = jax.tree.map(lambda x: 0.1 * x, row.reachable(problems.params()))
+  goal = row.reachable(problems.target(params))
+  tx = row.optimizer()
+
+  @jax.jit
+  def solve(params):
+    def body(carry, _):
+      params, state = carry
+      updates, state = tx.update(jax.grad(problems.distance)(params, goal), state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(body, (params, tx.init(params)), length=row.steps)[0][0]
+
+  assert problems.distance(solve(params), goal) < 1e-3 * problems.distance(params, goal)
+
+
+@every_row
+def test_takes_extra_arguments_it_does_not_know(row):
+  params = problems.params()
+  tx = row.make()
+  expected = update(tx, params, tx.init(params), 0)
+  chex.assert_trees_all_equal(update(tx, params, tx.init(params), 0, unheard_of=1), expected)
+
+
+@every_row
+def test_says_that_it_needs_params(row):
+  tx, params = row.make(), problems.params()
+  state, grads = tx.init(params), problems.grads(params)
+  if row.needs_params:
+    with pytest.raises(ValueError, match=r"needs the current params; got params=None. Call"):
+      tx.update(grads, state)
+  else:
+    tx.update(grads, state)
+
+
+@every_row
+def test_jit_equals_the_plain_loop(row):
+  tx, params = row.optimizer(), problems.params()
+  expected = run(tx, params, 3)
+  step = jax.jit(lambda params, state, t: update(tx, params, state, t))
+  state = tx.init(params)
+  for t in range(3):
+    updates, state = step(params, state, t)
+    params = optax.apply_updates(params, updates)
+  chex.assert_trees_all_close((params, state), expected, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_scan_equals_the_plain_loop(row):
+  tx, params = row.optimizer(), problems.params()
+
+  def body(carry, t):
+    params, state = carry
+    updates, state = update(tx, params, state, t)
+    return (optax.apply_updates(params, updates), state), None
+
+  carry, _ = jax.lax.scan(body, (params, tx.init(params)), jnp.arange(3))
+  chex.assert_trees_all_close(carry, run(tx, params, 3), rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_vmap_over_a_population_equals_the_plain_loop(row):
+  tx = row.optimizer()
+  members = [jax.tree.map(lambda x, s=s: s * x, problems.params()) for s in (0.5, 1.0, 2.0)]
+  population = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+
+  def body(carry, t):
+    params, state = carry
+    updates, state = jax.vmap(lambda p, s: update(tx, p, s, t))(params, state)
+    return (optax.apply_updates(params, updates), state), None
+
+  carry = (population, jax.vmap(tx.init)(population))
+  params, _ = jax.lax.scan(body, carry, jnp.arange(3))[0]
+  for i, member in enumerate(members):
+    one = jax.tree.map(lambda x, i=i: x[i], params)
+    chex.assert_trees_all_close(one, run(tx, member, 3)[0], rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_compiles_once(row):
+  tx, params = row.make(), problems.params()
+  step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+  state = tx.init(params)
+  for t in range(3):
+    _, state = step(problems.grads(params, t), state, params)
+  assert step._cache_size() == 1
+
+
+@every_row
+def test_params_and_state_can_be_donated_together(row):
+  tx, params = row.optimizer(), problems.params()
+  expected = run(tx, params, 2)
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, state, t):
+    updates, state = update(tx, params, state, t)
+    return optax.apply_updates(params, updates), state
+
+  params = jax.tree.map(jnp.array, params)
+  state = tx.init(params)
+  old = params
+  for t in range(2):
+    params, state = step(params, state, t)
+  assert all(x.is_deleted() for x in jax.tree.leaves(old))
+  chex.assert_trees_all_close((params, state), expected, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_none_and_masked_leaves_pass_through(row):
+  tx = row.make()
+  params = problems.params()
+  holes = params | {"none": None, "masked": optax.MaskedNode()}
+  grads = problems.grads(params)
+  full = grads | {"none": None, "masked": optax.MaskedNode()}
+  updates, _ = tx.update(full, tx.init(holes), holes)
+  assert updates.pop("none") is None
+  assert updates.pop("masked") == optax.MaskedNode()
+  chex.assert_trees_all_equal(updates, tx.update(grads, tx.init(params), params)[0])
+
+
+@every_row
+@pytest.mark.parametrize("params", [{}, ()], ids=repr)
+def test_empty_trees(row, params):
+  tx = row.make()
+  state = tx.init(params)
+  updates, after = jax.jit(tx.update)(params, state, params)
+  assert updates == params
+  assert spec(after) == spec(state)
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1,), (1, 1)], ids=str)
+def test_scalars_and_leaves_without_entries(row, shape):
+  tx = row.make()
+  params = {"kernel": jnp.ones(shape)}
+  state = tx.init(params)
+  updates, after = jax.jit(tx.update)({"kernel": jnp.full(shape, 0.5)}, state, params)
+  assert updates["kernel"].shape == shape
+  chex.assert_tree_all_finite((updates, after))
+  assert spec(after) == spec(state)
+
+
+@every_row
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
+  with jax.enable_x64(dtype == "float64"):
+    params = problems.params(dtype)
+    tx = row.make()
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(problems.grads(params), state, params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    assert spec(after) == spec(state)
+    chex.assert_tree_all_finite(updates)
+
+
+@every_row
+def test_injected_hyperparams_change_nothing(row):
+  params = problems.params()
+  tx = row.make()
+  factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
+  injected = factory(**row.kwargs)
+  state = injected.init(params)
+  step = jax.jit(lambda grads, state, params: injected.update(grads, state, params))
+  inner = tx.init(params)
+  for t in range(2):
+    grads = problems.grads(params, t)
+    updates, state = step(grads, state, params)
+    expected, inner = tx.update(grads, inner, params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+  assert step._cache_size() == 1
+
+
+@every_row
+def test_inside_masked_only_the_chosen_leaves_change(row):
+  params = problems.params()
+  mask = optax_boost.path_mask("kernel$")
+  tx = optax.masked(row.make(), mask)
+  updates, _ = update(tx, params, tx.init(params), 0)
+  grads = problems.grads(params, 0)
+  chex.assert_trees_all_equal(updates["norm"], grads["norm"])
+  assert not np.allclose(updates["dense"]["kernel"], grads["dense"]["kernel"])
+
+
+@every_row
+def test_inside_partition_with_a_schedule(row):
+  params = problems.params()
+  labels = jax.tree.map(lambda x: "ours" if x.ndim > 1 else "other", params)
+  rate = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
+  tx = optax.partition({"ours": optax.chain(row.make(), rate), "other": optax.sgd(0.1)}, labels)
+  state = tx.init(params)
+  step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+  for t in range(2):
+    updates, state = step(problems.grads(params, t), state, params)
+  chex.assert_tree_all_finite(updates)
+  bias = problems.grads(params, 1)["dense"]["bias"]
+  np.testing.assert_allclose(updates["dense"]["bias"], -0.1 * bias, rtol=1e-6)
+
+
+@every_row
+def test_inside_multi_steps_the_mean_gradient_arrives(row):
+  params = problems.params()
+  tx = row.make()
+  multi = optax.MultiSteps(tx, every_k_schedule=2)
+  state = multi.init(params)
+  grads = [problems.grads(params, t) for t in range(2)]
+  updates, state = multi.update(grads[0], state, params)
+  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+  updates, state = jax.jit(multi.update)(grads[1], state, params)
+  mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+  expected, _ = tx.update(mean, tx.init(params), params)
+  chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-6)
+
+
+@every_row
+def test_inside_apply_if_finite_a_bad_step_changes_nothing(row):
+  params = problems.params()
+  tx = optax.apply_if_finite(row.make(), max_consecutive_errors=3)
+  state = tx.init(params)
+  _, state = update(tx, params, state, 0)
+  bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), problems.grads(params))
+  updates, after = tx.update(bad, state, params)
+  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+  chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+
+
+@every_row
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_step_after_a_bad_gradient_is_good(row, bad):
+  params = problems.params()
+  tx = row.make()
+  step = jax.jit(tx.update)
+  poisoned = problems.grads(params, 0)
+  poisoned["dense"]["kernel"] = poisoned["dense"]["kernel"].at[3, 2].set(bad)
+  poisoned["dense"]["bias"] = poisoned["dense"]["bias"].at[1].set(bad)
+  _, state = step(poisoned, tx.init(params), params)
+  updates, state = step(problems.grads(params, 1), state, params)
+  chex.assert_tree_all_finite((updates, state))
+  assert jnp.any(updates["dense"]["kernel"])
+
+
+@every_row
+def test_init_works_on_abstract_values(row):
+  tx, params = row.make(), problems.params()
+  abstract = jax.eval_shape(lambda: params)
+  assert spec(jax.eval_shape(tx.init, abstract)) == spec(tx.init(params))
+
+
+@every_row
+def test_optax_can_map_over_the_params_in_the_state(row):
+  tx, params = row.make(), problems.params()
+  state = tx.init(params)
+  chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda v: v, state), state)
+
+
+@every_row
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+  def place(tree):
+    def sharding(x):
+      axes = [None] * (x.ndim - 1) + ["x"]
+      return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
+
+  params, tx = problems.params(), row.make()
+  grads = problems.grads(params)
+  expected = tx.update(grads, tx.init(params), params)
+  with jax.set_mesh(mesh):
+    sharded, grads = place(params), place(grads)
+    state = tx.init(sharded)
+    compiled = jax.jit(tx.update).lower(grads, state, sharded).compile()
+    updates, after = compiled(grads, state, sharded)
+  assert "all-gather" not in compiled.as_text()
+  shardings = {x.shape: x.sharding for x in jax.tree.leaves(sharded)}
+  for leaf in jax.tree.leaves((updates, after)):
+    if leaf.shape in shardings:
+      assert leaf.sharding.is_equivalent_to(shardings[leaf.shape], leaf.ndim)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, after)), jax.device_get(expected), rtol=1e-5, atol=1e-6
+  )
+
+
+@every_row
+def test_refuses_gradients_of_another_tree(row):
+  if not row.needs_params:
+    return
+  tx, params = row.make(), problems.params()
+  grads = problems.grads(params)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match=r"same tree structure; got .* Pass the params that"):
+    tx.update({"dense": grads["dense"]}, state, params)
+  grads["dense"]["kernel"] = grads["dense"]["kernel"].T
+  with pytest.raises(ValueError, match=r"got \(8, 16\) for the leaf 'dense/kernel' of shape"):
+    tx.update(grads, state, params)
+
+
+@every_row
+def test_refuses_integer_leaves(row):
+  params = {"kernel": jnp.ones((2, 2)), "steps": jnp.ones((2, 2), jnp.int32)}
+  with pytest.raises(TypeError, match=r"'steps' is int32. Leave it out with `optax.masked`"):
+    row.make().init(params)
+
+
+def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
+  """All rows in one process, since starting one takes seconds."""
+  expected = {}
+  for index, row in enumerate(registry.ROWS):
+    tx = row.optimizer()
+    halfway = run(tx, problems.params(), 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(tmp_path / str(index), halfway)
+    params, state = halfway
+    for t in (2, 3):
+      updates, state = jax.jit(functools.partial(update, tx))(params, state, t)
+      params = optax.apply_updates(params, updates)
+    expected[str(index)] = [np.asarray(x) for x in jax.tree.leaves((params, state))]
+  program = pathlib.Path(__file__).with_name("resume.py")
+  root = str(program.parent.parent)
+  result = subprocess.run(
+    [sys.executable, str(program), str(tmp_path)],
+    env=os.environ | {"PYTHONPATH": root},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  for index, leaves in expected.items():
+    with np.load(tmp_path / f"{index}.npz") as resumed:
+      found = [resumed[f"arr_{i}"] for i in range(len(leaves))]
+    chex.assert_trees_all_equal(found, leaves)

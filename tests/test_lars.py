@@ -1,0 +1,374 @@
+"""LARS against the recorded runs of MXNet and MindSpore, and against NumPy."""
+
+import json
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _lars
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def load(name):
+  with np.load(GOLDEN / f"{name}.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  return arrays, json.loads(str(arrays["meta_json"]))["hyper"]
+
+
+def unflatten(arrays, vector):
+  """Cuts a trace's concatenated vector into its named tensors."""
+  tree, start = {}, 0
+  for name, text in zip(arrays["param_names"], arrays["param_shapes"], strict=True):
+    shape = tuple(int(n) for n in text.split(","))
+    tree[str(name)] = jnp.asarray(vector[start : start + np.prod(shape)].reshape(shape))
+    start += int(np.prod(shape))
+  return tree
+
+
+def flatten(arrays, tree):
+  return np.concatenate([np.ravel(tree[str(name)]) for name in arrays["param_names"]])
+
+
+def mxnet_lars(arrays, case, **kwargs):
+  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  return optax_boost.lars(
+    lambda count: rates[count],
+    weight_decay=case["wd"],
+    momentum=case["momentum"] or None,
+    trust_coefficient=case["eta"],
+    eps=case["eps"],
+    clip=case["clip_gradient"],
+    exclude="(gamma|beta|bias)$",
+    **kwargs,
+  )
+
+
+def replay(arrays, case, tx):
+  """Weights and momenta after every step of a trace."""
+  grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
+  params = unflatten(arrays, arrays["init"].astype(np.float32))
+  state, update = tx.init(params), jax.jit(tx.update)
+  weights, momenta = [], []
+  for t in range(len(grads)):
+    g = unflatten(arrays, grads[t].astype(np.float32) * np.float32(case["rescale_grad"]))
+    updates, state = update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    weights.append(flatten(arrays, params))
+    if case["momentum"]:
+      momenta.append(flatten(arrays, optax.tree.get(state, "trace")))
+  return np.stack(weights), np.stack(momenta) if momenta else None
+
+
+def assert_close(found, expected, rtol):
+  """Relative to the largest entry, as the traces state their own errors."""
+  np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
+
+
+MXNET2 = [("lars_mxnet200beta1_fp32", case) for case in range(26)]
+
+
+@pytest.mark.parametrize(("name", "number"), MXNET2)
+def test_agrees_with_mxnet_2(name, number):
+  arrays, hyper = load(name)
+  case = hyper["cases"][number]
+  weights, momenta = replay(arrays, case, mxnet_lars(arrays, case))
+  assert_close(weights, arrays[f"c{number:02}_w"], 1e-6)
+  if case["momentum"]:
+    assert_close(momenta, arrays[f"c{number:02}_m"], 1e-6)
+
+
+def test_agrees_with_mxnet_2_on_float16_gradients_and_float32_masters():
+  arrays, hyper = load("lars_mxnet200beta1_fp16mp")
+  weights, _ = replay(arrays, hyper["cases"][14], mxnet_lars(arrays, hyper["cases"][14]))
+  assert_close(weights, arrays["unfused_c14_w"], 1e-6)
+  for number, case in enumerate(hyper["cases"]):
+    # The fused path takes the norm of the float16 copy of the weights, we that of the master.
+    weights, _ = replay(arrays, case, mxnet_lars(arrays, case))
+    assert_close(weights, arrays[f"c{number:02}_w"], 5e-5)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_agrees_with_mxnet_1_9_where_it_has_no_momentum_to_correct(number):
+  arrays, hyper = load("lars_mxnet191_fp32")
+  tx = mxnet_lars(arrays, hyper["cases"][number], weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, hyper["cases"][number], tx)
+  assert_close(weights, arrays[f"c{number:02}_w"], 1e-6)
+
+
+def test_agrees_with_mxnet_1_9_without_momentum_correction():
+  arrays, hyper = load("lars_mxnet191_fp32")
+  tx = mxnet_lars(arrays, hyper["cases"][22], weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, hyper["cases"][22], tx)
+  assert_close(weights, arrays["nocorrection_c22_w"], 1e-6)
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
+  arrays, hyper = load("lars_mxnet191_fp16mp")
+  case = hyper["cases"][number]
+  if case["momentum"] and number != 14:
+    return
+  tx = mxnet_lars(arrays, case, weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, case, tx)
+  expected = arrays["nocorrection_c14_w" if number == 14 else f"c{number:02}_w"]
+  assert_close(weights, expected, 5e-4)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4, 6, 9])
+def test_agrees_with_mindspore_where_norms_are_not_zero(number):
+  arrays, hyper = load("lars_mindspore")
+  case = hyper["cases"][number]
+  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  tx = optax.chain(
+    optax.scale(1 / case["loss_scale"]),
+    optax_boost.scale_by_lars_trust_ratio(
+      hyper["coefficient"],
+      case["weight_decay"],
+      hyper["epsilon"],
+      exclude=("LayerNorm", "bias"),
+      weight_decay_mask=r"^(fc1\.weight|conv)",
+    ),
+    optax.trace(case["momentum"]),  # MindSpore's SGD keeps the rate outside of the momentum.
+    optax.scale_by_learning_rate(lambda count: rates[count]),
+  )
+  params = unflatten(arrays, arrays["init"])
+  state = tx.init(params)
+  for t, grads in enumerate(arrays["grads"]):
+    updates, state = tx.update(unflatten(arrays, grads * case["loss_scale"]), state, params)
+    params = optax.apply_updates(params, updates)
+    expected = unflatten(arrays, arrays[f"c{number:02}_w"][t])
+    for name in ("fc1.weight", "conv.weight", "bn.gamma", "bn.beta", "fc1.bias"):
+      assert_close(params[name], np.asarray(expected[name]), 1e-6)
+
+
+def test_trust_ratio_is_one_where_a_norm_is_zero_or_not_finite():
+  zero_nan_inf = jnp.array([0.0, jnp.nan, jnp.inf])
+  one = jnp.ones(3)
+  np.testing.assert_array_equal(optax_boost.trust_ratio(zero_nan_inf, one), one)
+  np.testing.assert_array_equal(optax_boost.trust_ratio(one, zero_nan_inf), one)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norms_of_half_precision_kernels_do_not_overflow(dtype):
+  kernel = {"kernel": jnp.full((1024, 1024), 0.5, dtype)}
+  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01, eps=0.0)
+  updates, state = tx.update(kernel, tx.init(kernel), kernel)
+  np.testing.assert_allclose(state.trust_ratio["kernel"], 0.01, rtol=1e-6)
+  assert state.trust_ratio["kernel"].dtype == jnp.float32
+  np.testing.assert_allclose(updates["kernel"].astype(jnp.float32), 0.005, rtol=1e-2)
+
+
+def test_a_layer_with_a_bad_gradient_stands_still_and_is_counted():
+  params = {"good": jnp.ones((2, 2)), "bad": jnp.ones((2, 2))}
+  grads = {"good": jnp.ones((2, 2)), "bad": jnp.array([[1.0, jnp.nan], [1.0, 1.0]])}
+  tx = optax_boost.lars(1.0, weight_decay=0.1)
+  updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+  assert not jnp.any(updates["bad"])
+  assert jnp.all(updates["good"] < 0)
+  assert optax.tree.get(state, "notfinite_count") == 1
+  _, state = tx.update(params, state, params)
+  assert optax.tree.get(state, "notfinite_count") == 1
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "expected"),
+  [
+    ("dense/kernel", (3, 4), False),
+    ("dense/bias", (4,), True),
+    ("attention/query/bias", (2, 4), True),
+    ("norm/scale", (4,), True),
+    ("batch_norm/gamma", (4,), True),
+    ("rescale_net/kernel", (3, 3), False),
+    ("vector", (4,), True),
+    ("scalar", (), True),
+    ("embedding", (10, 4), False),
+  ],
+)
+def test_biases_and_normalizations_are_excluded_by_flax_name_and_rank(path, shape, expected):
+  keys = path.split("/")
+  tree = jnp.ones(shape)
+  for key in reversed(keys):
+    tree = {key: tree}
+  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.5)
+  _, state = tx.update(tree, tx.init(tree), tree)
+  (ratio,) = jax.tree.leaves(state.trust_ratio)
+  assert (ratio == 1) == expected
+
+
+def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
+  rng = np.random.default_rng(0)
+  layers = [rng.normal(size=(4, 3)).astype(np.float32) * s for s in (0.1, 1.0, 10.0)]
+  grads = [rng.normal(size=(4, 3)).astype(np.float32) for _ in layers]
+  tx = optax_boost.lars(0.1, 1e-2, stacked_axes={"layers/": 1})
+  stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
+  stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
+  updates, state = tx.update(stacked_grads, tx.init(stacked), stacked)
+  ratios = optax.tree.get(state, "trust_ratio")["layers"]
+  assert ratios["kernel"].shape == (3,)
+  np.testing.assert_array_equal(ratios["bias"], np.ones(3))
+  alone = optax_boost.lars(0.1, 1e-2)
+  for i, (w, g) in enumerate(zip(layers, grads, strict=True)):
+    expected, _ = alone.update({"kernel": g}, alone.init({"kernel": w}), {"kernel": w})
+    np.testing.assert_allclose(
+      updates["layers"]["kernel"][:, i], expected["kernel"], rtol=1e-5, atol=1e-8
+    )
+
+
+def test_weight_decay_mask_leaves_the_others_undecayed():
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  zero = jax.tree.map(jnp.zeros_like, params)
+  for mask in ("kernel", {"kernel": True, "bias": False}, optax_boost.path_mask("kernel")):
+    tx = optax_boost.lars(1.0, 0.5, momentum=None, weight_decay_mask=mask)
+    updates, _ = tx.update(zero, tx.init(params), params)
+    assert jnp.all(updates["kernel"] == -0.5)
+    assert not jnp.any(updates["bias"])
+
+
+def test_nesterov_looks_one_step_ahead():
+  params = {"kernel": jnp.ones((2, 2))}
+  plain = optax_boost.lars(1.0, momentum=0.9)
+  ahead = optax_boost.lars(1.0, momentum=0.9, nesterov=True)
+  first, _ = plain.update(params, plain.init(params), params)
+  second, _ = ahead.update(params, ahead.init(params), params)
+  np.testing.assert_allclose(second["kernel"], 1.9 * first["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["rows", ("rows",)])
+def test_inside_shard_map_norms_run_over_all_shards(axis):
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  rng = np.random.default_rng(0)
+  params = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
+  grads = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
+  whole = optax_boost.lars(0.1, 1e-2)
+  expected, state = whole.update(grads, whole.init(params), params)
+  tx = optax_boost.lars(0.1, 1e-2, axis_name=axis)
+
+  def step(grads, params):
+    updates, state = tx.update(grads, tx.init(params), params)
+    return updates, optax.tree.get(state, "trust_ratio")
+
+  spec = jax.sharding.PartitionSpec("rows")
+  sharded = jax.shard_map(
+    step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, jax.sharding.PartitionSpec())
+  )
+  updates, ratio = jax.jit(sharded)(grads, params)
+  np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
+  np.testing.assert_allclose(
+    ratio["kernel"], optax.tree.get(state, "trust_ratio")["kernel"], rtol=1e-6
+  )
+  text = jax.jit(sharded).lower(grads, params).compile().as_text()
+  assert "all-gather" not in text
+
+
+def test_there_is_no_buffer_beyond_the_norms():
+  shapes = [(256, 256), (512, 128), (3, 3, 64, 64)]
+  params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
+  tx = optax_boost.lars(0.1, 1e-4)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < 4096
+
+
+def test_accepts_a_schedule_and_keeps_the_rate_inside_the_momentum():
+  params = {"kernel": jnp.ones((1, 1))}
+  tx = optax_boost.lars(lambda count: 1.0 / (1 + count), momentum=0.5, exclude=".*")
+  state = tx.init(params)
+  first, state = tx.update(params, state, params)
+  second, _ = tx.update(params, state, params)
+  np.testing.assert_allclose(first["kernel"], -1.0)
+  np.testing.assert_allclose(second["kernel"], 0.5 * -1.0 - 0.5)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"learning_rate": -1.0}, ValueError, r"`learning_rate` must be finite and >= 0; got -1"),
+    ({"learning_rate": "fast"}, TypeError, r"`learning_rate` must be a real number .* str"),
+    ({"learning_rate": None}, TypeError, r"`learning_rate` must be a real number .* NoneType"),
+    ({"weight_decay": float("nan")}, ValueError, r"`weight_decay` must be finite"),
+    ({"momentum": 1.0}, ValueError, r"`momentum` must be finite and >= 0 and < 1; got 1.0"),
+    ({"trust_coefficient": 0}, ValueError, r"`trust_coefficient` must be finite and > 0"),
+    ({"eps": -1e-8}, ValueError, r"`eps` must be finite and >= 0"),
+    ({"clip": -1.0}, ValueError, r"`clip` must be finite and >= 0"),
+    ({"momentum": True}, TypeError, r"`momentum` must be a real number"),
+    ({"eps": jnp.ones(3)}, ValueError, r"`eps` must be a scalar; got .* \(3,\)"),
+  ],
+  ids=lambda value: str(value)[:30],
+)
+def test_refuses_hyperparameters_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.lars(**({"learning_rate": 0.1} | kwargs))
+
+
+def test_a_pattern_that_matches_nothing_warns_and_shows_the_leaves():
+  tx = optax_boost.lars(0.1, exclude=("bias", "gain"))
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gain'\]. The leaves are: bias, ker"):
+    tx.init(params)
+
+
+@pytest.mark.parametrize(
+  ("exclude", "error", "message"),
+  [
+    (3, TypeError, r"`exclude` must be regular expressions, a tree of bools.* got 3"),
+    (lambda params: 1.0, TypeError, r"static_args"),
+    ({"other": True}, ValueError, r"`exclude` must be a tree of bools with the structure"),
+  ],
+)
+def test_refuses_an_exclusion_it_cannot_read(exclude, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.lars(0.1, exclude=exclude).init({"kernel": jnp.ones((2, 2))})
+
+
+def test_a_callable_mask_under_inject_hyperparams_works_as_a_static_argument():
+  params = {"kernel": jnp.ones((2, 2))}
+  factory = optax.inject_hyperparams(
+    optax_boost.scale_by_lars_trust_ratio, static_args=("exclude",)
+  )
+  tx = factory(exclude=lambda tree: jax.tree.map(lambda _: True, tree))
+  updates, _ = tx.update(params, tx.init(params), params)
+  np.testing.assert_array_equal(updates["kernel"], params["kernel"])
+
+
+def test_a_callable_mask_under_inject_hyperparams_is_never_ignored_silently():
+  params = {"kernel": jnp.ones((2, 2))}
+  factory = optax.inject_hyperparams(optax_boost.scale_by_lars_trust_ratio)
+  for mask in (lambda tree: jax.tree.map(lambda _: True, tree), optax_boost.path_mask("kernel")):
+    with (
+      pytest.raises(TypeError, match=r"static_args"),
+      warnings.catch_warnings(action="ignore"),
+    ):
+      factory(exclude=mask).init(params)
+
+
+@pytest.mark.parametrize(
+  ("stacked_axes", "error", "message"),
+  [
+    ({"kernel": 2}, ValueError, r"names the axes \(2,\) for 'kernel', but the leaf 'kernel'"),
+    (0, TypeError, r"`stacked_axes` must map regular expressions to axes"),
+  ],
+)
+def test_refuses_stacked_axes_that_a_leaf_lacks(stacked_axes, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.lars(0.1, stacked_axes=stacked_axes).init({"kernel": jnp.ones((2, 2))})
+
+
+def test_no_warning_where_the_automatic_rule_excludes_nothing():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    optax_boost.lars(0.1).init({"kernel": jnp.ones((2, 2))})
+
+
+def test_bias_or_norm_is_a_pure_function_of_the_leaves():
+  assert _lars.bias_or_norm([]) == []

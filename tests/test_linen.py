@@ -1,0 +1,124 @@
+"""The train step on a Flax Linen module with BatchNorm, dropout and aux."""
+
+import itertools
+
+import chex
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_boost import linen
+from tests.test_train_step import BATCH
+from tests.test_train_step import CLOSURE_USERS
+
+KEY = jax.random.key(0)
+
+
+class Network(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    h = nn.Dense(16)(x)
+    h = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(h))
+    return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(h))[:, 0]
+
+
+def loss_fn(model, batch):
+  prediction = model(batch["x"], train=True)
+  return jnp.mean((prediction - batch["y"]) ** 2), {"prediction": prediction}
+
+
+def start(step):
+  return step.init(Network().init(jax.random.key(1), BATCH["x"], train=False))
+
+
+def by_hand(state, key):
+  """The forward pass as a user of Linen writes it."""
+  key = jax.random.split(jax.random.fold_in(key, state.step), 1)[0]
+  prediction, changed = Network().apply(
+    linen.variables(state),
+    BATCH["x"],
+    train=True,
+    mutable=["batch_stats"],
+    rngs={"dropout": jax.random.fold_in(key, 0)},
+  )
+  return jnp.mean((prediction - BATCH["y"]) ** 2), prediction, changed
+
+
+@pytest.mark.parametrize("name", CLOSURE_USERS)
+def test_trains_with_methods_that_need_closures(name):
+  traces = itertools.count()
+
+  def counted(model, batch):
+    next(traces)
+    return loss_fn(model, batch)
+
+  step = linen.make_train_step(Network(), counted, CLOSURE_USERS[name](), has_aux=True)
+  state = start(step)
+  losses = []
+  for t in range(5):
+    loss, prediction, changed = by_hand(state, KEY)
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(metrics["loss"])
+    if t == 0:
+      seen = next(traces)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["aux"]["prediction"], prediction, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(state.model_state, changed, rtol=1e-5, atol=1e-6)
+  assert losses[-1] < losses[0]
+  assert next(traces) == seen + 1, "the loss was traced again after the first step"
+
+
+def test_two_calls_in_one_loss_draw_different_masks_and_chain_their_statistics():
+  seen = {}
+
+  def twice(model, batch):
+    first, second = model(batch["x"]), model(batch["x"])
+    seen["collections"] = len(model.collections)
+    return jnp.mean((first - second) ** 2), None
+
+  step = linen.make_train_step(Network(), twice, optax.sgd(0.0), has_aux=True)
+  state = start(step)
+  after, metrics = step(state, BATCH, KEY)
+  assert metrics["loss"] > 0
+  assert seen["collections"] == 1
+  one = linen.make_train_step(Network(), loss_fn, optax.sgd(0.0), has_aux=True)
+  once, _ = one(start(one), BATCH, KEY)
+  mean = after.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+  np.testing.assert_allclose(
+    mean, 1.9 * once.model_state["batch_stats"]["BatchNorm_0"]["mean"], rtol=1e-4, atol=1e-6
+  )
+
+
+def test_a_module_without_statistics_or_dropout_needs_no_key():
+  step = linen.make_train_step(
+    nn.Dense(1), lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), optax.lbfgs()
+  )
+  state = step.init(nn.Dense(1).init(KEY, BATCH["x"]))
+  first = None
+  for _ in range(5):
+    state, metrics = step(state, BATCH)
+    first = metrics["loss"] if first is None else first
+  assert metrics["loss"] < first
+  assert nn.Dense(1).apply(linen.variables(state), BATCH["x"]).shape == (32, 1)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    ((nn.Dense, loss_fn, optax.sgd(0.1)), r"`module` must be a Linen module"),
+    ((nn.Dense(1), None, optax.sgd(0.1)), r"`loss_fn` must be callable"),
+    ((nn.Dense(1), loss_fn, optax.sgd), r"Did you pass the factory"),
+  ],
+)
+def test_refuses_arguments_of_the_wrong_kind(args, message):
+  with pytest.raises(TypeError, match=message):
+    linen.make_train_step(*args)
+
+
+def test_refuses_variables_without_params():
+  step = linen.make_train_step(Network(), loss_fn, optax.sgd(0.1), has_aux=True)
+  with pytest.raises(ValueError, match=r"with a collection 'params'; got \['kernel'\]"):
+    step.init({"kernel": jnp.ones(3)})

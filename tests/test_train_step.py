@@ -1,0 +1,307 @@
+"""The train step on plain JAX functions."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_boost
+
+KEY = jax.random.key(0)
+BATCH = {
+  "x": jax.random.normal(jax.random.key(1), (32, 8)),
+  "y": jax.random.normal(jax.random.key(2), (32,)),
+}
+
+
+def initial():
+  keys = jax.random.split(jax.random.key(3))
+  params = {
+    "hidden": {"kernel": jax.random.normal(keys[0], (8, 16)) / 3, "scale": jnp.ones(16)},
+    "out": {"kernel": jax.random.normal(keys[1], (16, 1)) / 4},
+  }
+  return params, {"mean": jnp.zeros(16), "calls": jnp.zeros([], jnp.int32)}
+
+
+def normed_loss(params, stats, batch, rng):
+  """A network with normalization, running statistics, dropout and aux."""
+  h = batch["x"] @ params["hidden"]["kernel"]
+  mean = jnp.mean(h, 0)
+  h = jax.nn.relu((h - mean) * params["hidden"]["scale"])
+  h = jnp.where(jax.random.bernoulli(rng, 0.9, h.shape), h / 0.9, 0.0)
+  prediction = (h @ params["out"]["kernel"])[:, 0]
+  stats = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "calls": stats["calls"] + 1}
+  return jnp.mean((prediction - batch["y"]) ** 2), (stats, {"prediction": prediction})
+
+
+def quadratic(params, batch):
+  return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def normed_step(tx, **kwargs):
+  return optax_boost.make_train_step(normed_loss, tx, has_aux=True, has_model_state=True, **kwargs)
+
+
+CLOSURE_USERS = {
+  "lbfgs": lambda: optax.lbfgs(),
+  "backtracking": lambda: optax.chain(
+    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10)
+  ),
+  "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2)),
+  "ours in front": lambda: optax.chain(optax_boost.centralize(), optax.lbfgs()),
+  "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+}
+
+
+@pytest.fixture(scope="module", params=CLOSURE_USERS)
+def trained(request):
+  """Five steps of a method that needs closures: states, metrics and traces of the loss."""
+  traces = itertools.count()
+
+  def counted(*args):
+    next(traces)
+    return normed_loss(*args)
+
+  step = optax_boost.make_train_step(
+    counted, CLOSURE_USERS[request.param](), has_aux=True, has_model_state=True
+  )
+  state = step.init(*initial())
+  history = []
+  for _ in range(5):
+    before = jax.tree.map(jnp.array, state)
+    state, metrics = step(state, BATCH, KEY)
+    history.append((before, metrics, next(traces)))
+  return history, state
+
+
+def test_methods_that_need_closures_train(trained):
+  history, _ = trained
+  assert history[-1][1]["loss"] < history[0][1]["loss"]
+
+
+def test_the_loss_is_traced_in_the_first_step_only(trained):
+  counts = [traces for _, _, traces in trained[0]]
+  # Reading the counter moves it by one.
+  assert [b - a for a, b in itertools.pairwise(counts)] == [1, 1, 1, 1]
+
+
+def test_statistics_and_aux_come_from_the_one_pass_at_the_current_params(trained):
+  history, last = trained
+  states = [before for before, _, _ in history] + [last]
+  for (before, metrics, _), after in zip(history, states[1:], strict=True):
+    rng = jax.random.fold_in(KEY, before.step)
+    loss, (stats, aux) = normed_loss(before.params, before.model_state, BATCH, rng)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    chex.assert_trees_all_close(after.model_state, stats, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(metrics["aux"], aux, rtol=1e-4, atol=1e-5)
+  assert last.model_state["calls"] == 5
+
+
+def probe():
+  """A transformation that keeps what it was given."""
+
+  def init(params):
+    zero = jnp.zeros([])
+    return {"value": zero, "again": zero, "elsewhere": zero, "grad": params, "grad_at": params}
+
+  def update(updates, state, params, *, value, grad, value_fn, grad_fn, **extra):
+    del state, extra
+    half = jax.tree.map(lambda p: p / 2, params)
+    return updates, {
+      "value": value,
+      "again": value_fn(params),
+      "elsewhere": value_fn(half),
+      "grad": grad,
+      "grad_at": grad_fn(half),
+    }
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_closures_share_batch_rng_and_statistics_with_the_forward_pass():
+  params, stats = initial()
+  step = normed_step(probe())
+  state, _ = step(step.init(params, stats), BATCH, KEY)
+  seen = state.opt_state
+  rng = jax.random.fold_in(KEY, 0)
+
+  def loss(p):
+    return normed_loss(p, stats, BATCH, rng)[0]
+
+  half = jax.tree.map(lambda p: p / 2, params)
+  assert seen["value"] == seen["again"]
+  np.testing.assert_allclose(seen["value"], loss(params), rtol=1e-6)
+  np.testing.assert_allclose(seen["elsewhere"], loss(half), rtol=1e-6)
+  chex.assert_trees_all_close(seen["grad"], jax.grad(loss)(params), rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(seen["grad_at"], jax.grad(loss)(half), rtol=1e-5, atol=1e-6)
+
+
+def test_closures_cost_nothing_unless_called():
+  params, stats = initial()
+  ignoring = normed_step(optax.sgd(0.1))
+  lowered = ignoring.lower(ignoring.init(params, stats), BATCH, KEY)
+  flops = lowered.compile().cost_analysis()["flops"]
+
+  def plain(params, stats, rng):
+    (_, rest), grads = jax.value_and_grad(normed_loss, has_aux=True)(params, stats, BATCH, rng)
+    return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads)), rest
+
+  by_hand = jax.jit(plain).lower(params, stats, KEY).compile().cost_analysis()["flops"]
+  # What remains is the step counter and folding it into the key.
+  assert flops < by_hand + 1000
+
+
+def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
+  step = normed_step(optax.sgd(0.0), donate=False)
+  state = step.init(*initial())
+  losses = []
+  for _ in range(3):
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(float(metrics["loss"]))
+    if len(losses) == 2:
+      with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+  assert len(set(losses)) == 3
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(tmp_path / "state", step.init(*initial()))
+  assert float(step(restored, BATCH, KEY)[1]["loss"]) == losses[2]
+
+
+def test_the_old_state_is_donated_and_the_callers_arrays_are_not():
+  params, stats = initial()
+  step = normed_step(optax.adam(1e-3))
+  state = step.init(params, stats)
+  step(state, BATCH, KEY)
+  assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
+  assert not any(x.is_deleted() for x in jax.tree.leaves((params, stats)))
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [optax.contrib.schedule_free_sgd(0.1), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))],
+  ids=["state holds the params", "refuses extra arguments"],
+)
+def test_runs_methods_that_are_hard_to_please(tx):
+  step = optax_boost.make_train_step(quadratic, tx)
+  state = step.init({"w": jnp.zeros(8)})
+  losses = []
+  for _ in range(6):
+    state, metrics = step(state, BATCH)
+    losses.append(metrics["loss"])
+  assert losses[-1] < losses[0]
+
+
+def test_tied_weights_can_be_donated():
+  tied = jnp.zeros(8)
+  step = optax_boost.make_train_step(
+    lambda p, b: jnp.mean((b["x"] @ (p["a"] + p["b"]) - b["y"]) ** 2), optax.sgd(0.1)
+  )
+  state, _ = step(step.init({"a": tied, "b": tied}), BATCH)
+  np.testing.assert_array_equal(state.params["a"], state.params["b"])
+
+
+def test_a_transformation_without_extra_arguments_works():
+  plain = optax.GradientTransformation(
+    lambda params: optax.EmptyState(),
+    lambda updates, state, params=None: (jax.tree.map(lambda g: -0.1 * g, updates), state),
+  )
+  step = optax_boost.make_train_step(quadratic, plain)
+  state, metrics = step(step.init({"w": jnp.zeros(8)}), BATCH)
+  assert quadratic(state.params, BATCH) < metrics["loss"]
+
+
+def test_runs_inside_the_callers_own_scan():
+  step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1))
+  params = {"w": jnp.ones(8)}
+  scanned, metrics = jax.lax.scan(lambda state, _: step(state, BATCH), step.init(params), length=4)
+  state = step.init(params)
+  for _ in range(4):
+    state, last = step(state, BATCH)
+  chex.assert_trees_all_close(scanned, state, rtol=1e-6)
+  np.testing.assert_allclose(metrics["loss"][-1], last["loss"], rtol=1e-6)
+
+
+def test_metrics_of_the_state_surface_under_their_names():
+  step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1, exclude=None))
+  state, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
+  assert metrics.keys() == {"loss", "trust_ratio", "notfinite_count"}
+  np.testing.assert_array_equal(
+    metrics["trust_ratio"]["w"], optax.tree.get(state.opt_state, "trust_ratio")["w"]
+  )
+
+
+def test_a_metric_that_occurs_twice_is_numbered():
+  tx = optax.chain(optax_boost.scale_by_lars_trust_ratio(), optax_boost.scale_by_lars_trust_ratio())
+  step = optax_boost.make_train_step(quadratic, tx)
+  _, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
+  assert {"trust_ratio_0", "trust_ratio_1"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax_boost.lars(0.1)], ids=["adam", "lars"])
+def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  traces = itertools.count()
+
+  def loss(params, batch):
+    next(traces)
+    return quadratic(params, batch)
+
+  step = optax_boost.make_train_step(loss, tx)
+  params = {"w": jax.device_put(jnp.ones(8), rows)}
+  batch = jax.device_put(BATCH, rows)
+  state = step.init(params)
+  state, _ = step(state, batch)
+  after_one = next(traces)
+  for _ in range(2):
+    state, metrics = step(state, batch)
+  assert next(traces) == after_one + 1
+  assert step._step._cache_size() == 1
+  assert state.params["w"].sharding == rows
+  alone = optax_boost.make_train_step(quadratic, tx)
+  single = alone.init({"w": jnp.ones(8)})
+  for _ in range(3):
+    single, expected = alone(single, BATCH)
+  np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+  np.testing.assert_allclose(state.params["w"], single.params["w"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("loss", "flags", "message"),
+  [
+    (lambda p, b: b["y"], {}, r"scalar loss; got an array of shape \(32,\) .* mean"),
+    (lambda p, b: (jnp.sum(p["w"]), 1), {}, r"a tuple of length 2 as the loss.*has_aux=True"),
+    (lambda p, b: jnp.sum(p["w"]), {"has_aux": True}, r"return \(loss, aux\); got an array"),
+    (
+      lambda p, s, b: jnp.sum(p["w"]),
+      {"has_model_state": True},
+      r"return \(loss, model_state\); got an array",
+    ),
+    (
+      lambda p, s, b: (jnp.sum(p["w"]), 1),
+      {"has_model_state": True, "has_aux": True},
+      r"return \(loss, \(model_state, aux\)\); got \(loss, a int\)",
+    ),
+  ],
+)
+def test_refuses_a_loss_that_returns_something_else(loss, flags, message):
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1), **flags)
+  with pytest.raises(TypeError, match=message):
+    step(step.init({"w": jnp.ones(8)}, {}), BATCH)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    ((None, optax.sgd(0.1)), r"`loss_fn` must be callable; got None"),
+    ((quadratic, optax.sgd), r"Did you pass the factory instead of what it returns\?"),
+  ],
+)
+def test_refuses_arguments_of_the_wrong_kind(args, message):
+  with pytest.raises(TypeError, match=message):
+    optax_boost.make_train_step(*args)

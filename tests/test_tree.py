@@ -1,0 +1,84 @@
+"""Leaf paths, patterns and masks."""
+
+import warnings
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _tree
+
+PARAMS = {"block": [{"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, {"scale": jnp.ones(3)}]}
+
+
+def test_paths_join_keys_and_indices():
+  assert _tree.leaf_paths(PARAMS) == ["block/0/bias", "block/0/kernel", "block/1/scale"]
+  assert _tree.leaf_paths(jnp.ones(2)) == [""]
+  assert _tree.leaf_paths({"a": None, "b": optax.MaskedNode()}) == []
+
+
+def test_paths_of_nnx_variables_and_of_their_arrays_are_the_same():
+  state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+  assert _tree.leaf_paths(state) == ["bias", "kernel"]
+  assert _tree.leaf_paths(nnx.as_pure(state)) == ["bias", "kernel"]
+
+
+def test_a_key_that_is_called_value_stays():
+  assert _tree.leaf_paths({"value": jnp.ones(1)}) == ["value"]
+
+
+def test_path_mask_selects_by_regular_expression_inside_optax_masked():
+  tx = optax.masked(optax.scale(0.0), optax_boost.path_mask("kernel$", "scale$"))
+  updates, _ = tx.update(PARAMS, tx.init(PARAMS))
+  assert not jnp.any(updates["block"][0]["kernel"])
+  assert not jnp.any(updates["block"][1]["scale"])
+  assert jnp.all(updates["block"][0]["bias"] == 1)
+
+
+def test_path_mask_warns_of_a_pattern_that_matches_nothing():
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gamma'\]. The leaves are: block/0/b"):
+    optax_boost.path_mask("kernel", "gamma")(PARAMS)
+
+
+def test_path_mask_refuses_what_is_no_pattern():
+  with pytest.raises(TypeError, match=r"takes regular expressions; got 3"):
+    optax_boost.path_mask(3)
+
+
+def test_patterns_are_silent_on_an_empty_tree():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert _tree.select({}, "kernel", "exclude") == []
+
+
+@pytest.mark.parametrize(
+  ("selector", "expected"),
+  [
+    (None, [False, False, False]),
+    ("kernel", [False, True, False]),
+    (["kernel", "scale"], [False, True, True]),
+    ({"block": [True, False]}, [True, True, False]),
+    (lambda tree: jax.tree.map(lambda x: x.ndim == 2, tree), [False, True, False]),
+  ],
+)
+def test_selectors(selector, expected):
+  assert _tree.select(PARAMS, selector, "exclude") == expected
+
+
+def test_stacked_axes_are_counted_from_the_front_and_sorted():
+  (leaf,) = _tree.describe({"k": jnp.ones((4, 5, 6))}, {"k": (-1, 0)})
+  assert leaf.stacked == (0, 2)
+  assert leaf.layer_shape == (5,)
+  assert _tree.keep_dims(jnp.ones((4, 6)), leaf).shape == (4, 1, 6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_sums_of_squares_do_not_overflow(dtype):
+  x = jnp.full((100,), 300.0, dtype)
+  total = _tree.sum_squares(x)
+  assert total.dtype == jnp.float32
+  np.testing.assert_allclose(total, 9e6, rtol=1e-2)
