@@ -70,7 +70,7 @@ def test_flax_is_imported_in_two_files_only(path):
   assert uses == (layer(path) in FLAX)
 
 
-def run_python(code, **environment):
+def run_python(code, folder, **environment):
   result = subprocess.run(
     [sys.executable, "-c", code],
     env=os.environ | environment,
