@@ -73,6 +73,7 @@ def test_flax_is_imported_in_two_files_only(path):
 def run_python(code, folder, **environment):
   result = subprocess.run(
     [sys.executable, "-c", code],
+    cwd=folder,
     env=os.environ | environment,
     capture_output=True,
     text=True,
