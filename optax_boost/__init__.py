@@ -9,6 +9,7 @@ from optax_boost._lars import ScaleByLarsTrustRatioState
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
+from optax_boost._lars import trust_ratio_tree
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -27,4 +28,5 @@ __all__ = [
   "path_mask",
   "scale_by_lars_trust_ratio",
   "trust_ratio",
+  "trust_ratio_tree",
 ]

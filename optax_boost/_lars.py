@@ -18,6 +18,7 @@ Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
 arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
+import itertools
 import re
 from typing import Any
 from typing import NamedTuple
@@ -80,12 +81,14 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 
   Attributes:
-    trust_ratio: tree of the params' structure with the last step's ratio of each leaf, float32
-      (float64 for float64 leaves); scalars, or one value per layer for stacked leaves.
-    notfinite_count: scalar int32, the steps in which the gradient of a leaf was not finite.
+    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios in the order
+      of ``jax.tree.leaves``; one per leaf, or one per layer for stacked leaves. One array, because
+      each further buffer in a state costs a step some microseconds. :func:`trust_ratio_tree` gives
+      it the structure of the params.
+    notfinite_count: scalar int32, the steps in which the gradient norm of a layer was not finite.
   """
 
-  trust_ratio: optax.Params
+  trust_ratio: jax.Array
   notfinite_count: jax.Array
 
 
@@ -139,7 +142,8 @@ def scale_by_lars_trust_ratio(
     >>> grads = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     >>> tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01)
     >>> updates, state = tx.update(grads, tx.init(params), params)
-    >>> jax.tree.map(lambda r: round(float(r), 6), state.trust_ratio)
+    >>> ratios = optax_boost.trust_ratio_tree(state, params)
+    >>> jax.tree.map(lambda r: round(float(r), 6), ratios)
     {'bias': 1.0, 'kernel': 0.03}
     >>> [round(float(u), 6) for u in updates["kernel"].ravel()]
     [0.03, 0.03, 0.03, 0.03]
@@ -171,12 +175,11 @@ def scale_by_lars_trust_ratio(
   def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
     _tree.check_floating(params, method)
     leaves, _, _ = plan(params)
-    ratios = [
-      jnp.ones([leaf.shape[axis] for axis in leaf.stacked], _tree.accumulator_dtype(p.dtype))
-      for leaf, p in zip(leaves, jax.tree.leaves(params), strict=True)
-    ]
+    dtypes = [_tree.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
     return ScaleByLarsTrustRatioState(
-      trust_ratio=jax.tree.unflatten(jax.tree.structure(params), ratios),
+      trust_ratio=jnp.ones(
+        sum(leaf.layers for leaf in leaves), jnp.result_type(jnp.float32, *dtypes)
+      ),
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
@@ -216,16 +219,66 @@ def scale_by_lars_trust_ratio(
       good = jnp.isfinite(g2)
       direction = jnp.where(_tree.keep_dims(good, leaf), direction, jnp.zeros_like(direction))
       outputs.append(direction.astype(g.dtype))
-      ratios.append(ratio)
-      finite.append(jnp.all(good))
+      ratios.append(jnp.ravel(ratio))
+      finite.append(jnp.ravel(good))
 
-    all_finite = jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+    if not outputs:
+      return updates, state
+    bad = jnp.logical_not(jnp.all(jnp.concatenate(finite)))
     return jax.tree.unflatten(structure, outputs), ScaleByLarsTrustRatioState(
-      trust_ratio=jax.tree.unflatten(structure, ratios),
-      notfinite_count=state.notfinite_count + jnp.where(all_finite, 0, 1),
+      trust_ratio=jnp.concatenate(ratios),
+      notfinite_count=state.notfinite_count + bad.astype(jnp.int32),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def trust_ratio_tree(
+  opt_state: optax.OptState,
+  params: optax.Params,
+  *,
+  stacked_axes: _base.AxesByPattern | None = None,
+) -> optax.Params:
+  """The last step's trust ratios, in the structure of the params.
+
+  Args:
+    opt_state: the state of any chain that holds a :class:`ScaleByLarsTrustRatioState`.
+    params: the params that the transformation saw, or abstract values of them.
+    stacked_axes: as given to the transformation.
+
+  Returns:
+    A tree of scalars, or of arrays with the sizes of the stacked axes; under ``vmap``, with the
+    population's axes in front.
+
+  Raises:
+    ValueError: the state holds no trust ratios, or another number of them than `params` needs.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)}
+    >>> state = optax_boost.lars(0.1).init(params)
+    >>> {k: float(r) for k, r in optax_boost.trust_ratio_tree(state, params).items()}
+    {'bias': 1.0, 'kernel': 1.0}
+  """
+  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "trust_ratio")]
+  leaves = _tree.describe(params, stacked_axes)
+  ends = list(itertools.accumulate(leaf.layers for leaf in leaves))
+  if len(found) != 1 or found[0].shape[-1] != (ends or [0])[-1]:
+    sizes = [value.shape[-1] for value in found]
+    raise ValueError(
+      "`trust_ratio_tree` needs a state with the trust ratios of these params, and the"
+      f" `stacked_axes` of its transformation; got ratios of sizes {sizes} for"
+      f" {(ends or [0])[-1]} layers. Pass the part of the state and of the params that belong"
+      " together."
+    )
+  (values,) = found
+  return jax.tree.unflatten(
+    jax.tree.structure(params),
+    [
+      values[..., end - leaf.layers : end].reshape(values.shape[:-1] + leaf.stacked_shape)
+      for leaf, end in zip(leaves, ends, strict=True)
+    ],
+  )
 
 
 def lars(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -35,6 +36,16 @@ class Leaf(NamedTuple):
   def layer_shape(self) -> tuple[int, ...]:
     """The shape of one layer."""
     return tuple(self.shape[axis] for axis in self.layer_axes)
+
+  @property
+  def stacked_shape(self) -> tuple[int, ...]:
+    """The sizes of the stacked axes, ``()`` for a leaf that is one layer."""
+    return tuple(self.shape[axis] for axis in self.stacked)
+
+  @property
+  def layers(self) -> int:
+    """How many layers the leaf holds."""
+    return math.prod(self.stacked_shape)
 
 
 def path_string(key_path: Sequence[Any]) -> str:

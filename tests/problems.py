@@ -40,6 +40,7 @@ def distance(tree: Any, goal: Any) -> jax.Array:
   return 0.5 * jnp.sum(jnp.stack(jax.tree.leaves(parts)))
 
 
+@jax.jit
 def grads(tree: Any, step: jax.typing.ArrayLike = 0) -> Any:
   """Gradients of the distance, with noise that depends on the step."""
   gradients = jax.grad(distance)(tree, target(tree))

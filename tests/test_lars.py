@@ -160,8 +160,8 @@ def test_norms_of_half_precision_kernels_do_not_overflow(dtype):
   kernel = {"kernel": jnp.full((1024, 1024), 0.5, dtype)}
   tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01, eps=0.0)
   updates, state = tx.update(kernel, tx.init(kernel), kernel)
-  np.testing.assert_allclose(state.trust_ratio["kernel"], 0.01, rtol=1e-6)
-  assert state.trust_ratio["kernel"].dtype == jnp.float32
+  np.testing.assert_allclose(state.trust_ratio, [0.01], rtol=1e-6)
+  assert state.trust_ratio.dtype == jnp.float32
   np.testing.assert_allclose(updates["kernel"].astype(jnp.float32), 0.005, rtol=1e-2)
 
 
@@ -210,7 +210,7 @@ def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
   stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
   updates, state = tx.update(stacked_grads, tx.init(stacked), stacked)
-  ratios = optax.tree.get(state, "trust_ratio")["layers"]
+  ratios = optax_boost.trust_ratio_tree(state, stacked, stacked_axes={"layers/": 1})["layers"]
   assert ratios["kernel"].shape == (3,)
   np.testing.assert_array_equal(ratios["bias"], np.ones(3))
   alone = optax_boost.lars(0.1, 1e-2)
@@ -260,9 +260,7 @@ def test_inside_shard_map_norms_run_over_all_shards(axis):
   )
   updates, ratio = jax.jit(sharded)(grads, params)
   np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
-  np.testing.assert_allclose(
-    ratio["kernel"], optax.tree.get(state, "trust_ratio")["kernel"], rtol=1e-6
-  )
+  np.testing.assert_allclose(ratio, optax.tree.get(state, "trust_ratio"), rtol=1e-6)
   text = jax.jit(sharded).lower(grads, params).compile().as_text()
   assert "all-gather" not in text
 
@@ -372,3 +370,21 @@ def test_no_warning_where_the_automatic_rule_excludes_nothing():
 
 def test_bias_or_norm_is_a_pure_function_of_the_leaves():
   assert _lars.bias_or_norm([]) == []
+
+
+def test_trust_ratios_of_a_population_keep_its_axis():
+  params = {"kernel": jnp.ones((5, 2, 2)), "bias": jnp.ones((5, 2))}
+  tx = optax_boost.lars(0.1)
+  state = jax.vmap(tx.init)(params)
+  one = jax.tree.map(lambda x: x[0], params)
+  ratios = optax_boost.trust_ratio_tree(state, one)
+  assert jax.tree.map(jnp.shape, ratios) == {"kernel": (5,), "bias": (5,)}
+
+
+def test_trust_ratios_of_other_params_are_refused():
+  tx = optax_boost.lars(0.1)
+  state = tx.init({"kernel": jnp.ones((2, 2))})
+  with pytest.raises(ValueError, match=r"got ratios of sizes \[1\] for 2 layers"):
+    optax_boost.trust_ratio_tree(state, {"a": jnp.ones(2), "b": jnp.ones(2)})
+  with pytest.raises(ValueError, match=r"got ratios of sizes \[\] for 1 layers"):
+    optax_boost.trust_ratio_tree(optax.EmptyState(), {"a": jnp.ones(2)})
