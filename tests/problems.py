@@ -1,33 +1,26 @@
-"""Small problems that every method is run on."""
+"""Small problems that every method is run on, cheap to compile: no random numbers inside."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def params(dtype: Any = jnp.float32) -> dict[str, Any]:
   """Kernels, biases and a normalization, with sizes that eight devices can share."""
-  keys = jax.random.split(jax.random.key(0), 4)
+  rng = np.random.default_rng(0)
   tree = {
-    "conv": {"kernel": jax.random.normal(keys[0], (3, 3, 2, 8)), "bias": jnp.zeros(8)},
-    "dense": {"kernel": jax.random.normal(keys[1], (16, 8)), "bias": jnp.ones(8)},
-    "norm": {"scale": 1 + 0.1 * jax.random.normal(keys[2], (8,))},
+    "conv": {"kernel": rng.normal(size=(3, 3, 2, 8)), "bias": np.zeros(8)},
+    "dense": {"kernel": rng.normal(size=(16, 8)), "bias": np.ones(8)},
+    "norm": {"scale": rng.normal(1, 0.1, size=8)},
   }
-  return jax.tree.map(lambda x: x.astype(dtype), tree)
+  return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
 def target(like: Any) -> Any:
   """A target as far from zero as the params are."""
-  leaves, structure = jax.tree.flatten(like)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(
-    structure,
-    [
-      jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-      for k, x in zip(keys, leaves, strict=True)
-    ],
-  )
+  return jax.tree.map(lambda x: jnp.asarray(_wave(x.shape, 0.0), x.dtype), like)
 
 
 def distance(tree: Any, goal: Any) -> jax.Array:
@@ -37,17 +30,20 @@ def distance(tree: Any, goal: Any) -> jax.Array:
     tree,
     goal,
   )
-  return 0.5 * jnp.sum(jnp.stack(jax.tree.leaves(parts)))
+  return 0.5 * sum(jax.tree.leaves(parts), start=jnp.zeros([]))
 
 
-@jax.jit
 def grads(tree: Any, step: jax.typing.ArrayLike = 0) -> Any:
-  """Gradients of the distance, with noise that depends on the step."""
-  gradients = jax.grad(distance)(tree, target(tree))
-  leaves, structure = jax.tree.flatten(gradients)
-  keys = jax.random.split(jax.random.fold_in(jax.random.key(2), step), max(len(leaves), 1))
-  noisy = [
-    g + 0.1 * jax.random.normal(k, g.shape, jnp.float32).astype(g.dtype)
-    for k, g in zip(keys, leaves, strict=False)
-  ]
-  return jax.tree.unflatten(structure, noisy)
+  """Gradients of the distance to the target, with disturbances that depend on the step."""
+
+  def gradient(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    disturbed = wide - _wave(x.shape, 0.0) + 0.1 * _wave(x.shape, 1.0 + jnp.asarray(step))
+    return disturbed.astype(x.dtype)
+
+  return jax.tree.map(gradient, tree)
+
+
+def _wave(shape: tuple[int, ...], phase: jax.typing.ArrayLike) -> jax.Array:
+  positions = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+  return jnp.asarray(1.4 * jnp.sin(1.7 * positions + phase), jnp.float32)

@@ -23,18 +23,21 @@ every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def run(tx: optax.GradientTransformation, params: Any, steps: int, state: Any = None) -> Any:
-  """The plain loop that everything else is compared with."""
+def run(
+  tx: optax.GradientTransformation, params: Any, steps: range, state: Any = None, jit: bool = True
+) -> Any:
+  """The loop that everything else is compared with."""
   state = tx.init(params) if state is None else state
-  for step in range(steps):
-    updates, state = update(tx, params, state, step)
+  step = functools.partial(update, tx)
+  step = jax.jit(step) if jit else step
+  for t in steps:
+    updates, state = step(params, state, t)
     params = optax.apply_updates(params, updates)
   return params, state
 
 
 def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
-  grads = problems.grads(params, step)
-  return tx.update(grads, state, params, **more)
+  return tx.update(problems.grads(params, step), state, params, **more)
 
 
 def spec(tree: Any) -> Any:
@@ -90,13 +93,8 @@ def test_says_that_it_needs_params(row):
 @every_row
 def test_jit_equals_the_plain_loop(row):
   tx, params = row.optimizer(), problems.params()
-  expected = run(tx, params, 3)
-  step = jax.jit(lambda params, state, t: update(tx, params, state, t))
-  state = tx.init(params)
-  for t in range(3):
-    updates, state = step(params, state, t)
-    params = optax.apply_updates(params, updates)
-  chex.assert_trees_all_close((params, state), expected, rtol=1e-5, atol=1e-6)
+  expected = run(tx, params, range(3), jit=False)
+  chex.assert_trees_all_close(run(tx, params, range(3)), expected, rtol=1e-5, atol=1e-6)
 
 
 @every_row
@@ -109,7 +107,7 @@ def test_scan_equals_the_plain_loop(row):
     return (optax.apply_updates(params, updates), state), None
 
   carry, _ = jax.lax.scan(body, (params, tx.init(params)), jnp.arange(3))
-  chex.assert_trees_all_close(carry, run(tx, params, 3), rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(carry, run(tx, params, range(3)), rtol=1e-5, atol=1e-6)
 
 
 @every_row
@@ -127,7 +125,7 @@ def test_vmap_over_a_population_equals_the_plain_loop(row):
   params, _ = jax.lax.scan(body, carry, jnp.arange(3))[0]
   for i, member in enumerate(members):
     one = jax.tree.map(lambda x, i=i: x[i], params)
-    chex.assert_trees_all_close(one, run(tx, member, 3)[0], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(one, run(tx, member, range(3))[0], rtol=1e-5, atol=1e-6)
 
 
 @every_row
@@ -143,7 +141,7 @@ def test_compiles_once(row):
 @every_row
 def test_params_and_state_can_be_donated_together(row):
   tx, params = row.optimizer(), problems.params()
-  expected = run(tx, params, 2)
+  expected = run(tx, params, range(2))
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, t):
@@ -363,14 +361,11 @@ def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
   expected = {}
   for index, row in enumerate(registry.ROWS):
     tx = row.optimizer()
-    halfway = run(tx, problems.params(), 2)
+    halfway = run(tx, problems.params(), range(2))
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(tmp_path / str(index), halfway)
-    params, state = halfway
-    for t in (2, 3):
-      updates, state = jax.jit(functools.partial(update, tx))(params, state, t)
-      params = optax.apply_updates(params, updates)
-    expected[str(index)] = [np.asarray(x) for x in jax.tree.leaves((params, state))]
+    last = run(tx, halfway[0], range(2, 4), halfway[1])
+    expected[str(index)] = [np.asarray(x) for x in jax.tree.leaves(last)]
   program = pathlib.Path(__file__).with_name("resume.py")
   root = str(program.parent.parent)
   result = subprocess.run(
