@@ -1,0 +1,1 @@
+"""Benchmarks against live peers; each is run as ``python -m benchmarks.<method>``."""

@@ -1,0 +1,16 @@
+"""All benchmarks, one after the other: ``python -m benchmarks``."""
+
+import subprocess
+import sys
+
+NAMES = ("lars",)
+
+
+def main() -> None:
+  """Runs each benchmark in a process of its own, with the arguments given."""
+  for name in NAMES:
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]], check=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,323 @@
+"""Side-by-side timing: every contender once per round, in random order, reported as ratios.
+
+Rounds make the comparison fair on a machine whose speed drifts: contenders of one round see the
+same machine, so the ratio within a round means something even where the seconds don't.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+from importlib import metadata
+import json
+import os
+import pathlib
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+HERE = pathlib.Path(__file__).parent
+# Idle OpenMP threads would spin on the cores that the next contender needs.
+_NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+_TICKS = os.sysconf("SC_CLK_TCK")
+# Rounds count where strangers took at most this share of a core. The kernel counts in ticks of
+# some 10 ms, so it is asked about stretches that are long beside them.
+_QUIET = 0.12
+_STRETCH_SECONDS = 0.5
+_MOST_STRETCHES = 4
+
+
+class PeerUnavailable(Exception):
+  """A peer can't be installed or started here; its text goes into the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+  """What takes part in each round.
+
+  Attributes:
+    name: its row in the table.
+    run: does the work once and returns its seconds; None where the contender can't run here.
+    facts: further columns, such as seconds to compile.
+    note: why it can't run.
+    pid: the process that works for it, when that is not this one.
+  """
+
+  name: str
+  run: Callable[[], float] | None
+  facts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  note: str = ""
+  pid: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+  """A pinned virtual environment for a peer.
+
+  Attributes:
+    name: of its folder under ``benchmarks/.venvs``.
+    requirements: pinned, as pip takes them.
+    newest_python: the last Python that the peer's packages were built for.
+  """
+
+  name: str
+  requirements: tuple[str, ...]
+  newest_python: tuple[int, int]
+
+  def python(self) -> str:
+    """Returns the environment's interpreter, after installing what is missing."""
+    folder = HERE / ".venvs" / self.name
+    interpreter = str(folder / "bin" / "python")
+    pinned = folder / "requirements.txt"
+    wanted = "\n".join(self.requirements)
+    # Written last, so that an interrupted installation starts anew.
+    if pinned.is_file() and pinned.read_text() == wanted:
+      return interpreter
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+      for command in (
+        [self._base_python(), "-m", "venv", str(folder)],
+        [interpreter, "-m", "pip", "install", "--quiet", *self.requirements],
+      ):
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+      reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
+      raise PeerUnavailable(f"not installed: {reason}") from error
+    pinned.write_text(wanted)
+    return interpreter
+
+  def _base_python(self) -> str:
+    major, newest = self.newest_python
+    if sys.version_info[:2] <= self.newest_python:
+      return sys.executable
+    for minor in range(newest, 7, -1):
+      name = f"python{major}.{minor}"
+      # A pyenv shim exists even where its version does not run.
+      if shutil.which(name) and not subprocess.run([name, "-V"], capture_output=True).returncode:
+        return name
+    raise PeerUnavailable(f"not installed: needs Python <= {major}.{newest}")
+
+
+@contextlib.contextmanager
+def peer(name: str, environment: Environment, script: str, *arguments: str) -> Iterator[Contender]:
+  """Starts a peer in a process and an environment of its own.
+
+  Args:
+    name: its row in the table.
+    environment: where its packages are.
+    script: file under ``benchmarks/peers`` that calls ``serve``.
+    *arguments: of the script.
+
+  Yields:
+    The contender; without `run` where the peer is not to be had.
+  """
+  try:
+    process = _start([environment.python(), str(HERE / "peers" / script), *arguments])
+  except PeerUnavailable as error:
+    yield Contender(name, None, note=str(error))
+    return
+  try:
+    yield Contender(name, lambda: _ask(process), pid=process.pid)
+  finally:
+    process.stdin.close()
+    process.wait()
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen:
+  process = subprocess.Popen(
+    command,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+    bufsize=1,
+    env={**os.environ, **_NO_SPINNING},
+  )
+  if process.stdout.readline().strip() != "ready":
+    raise PeerUnavailable(f"did not start: exit status {process.wait()}")
+  return process
+
+
+def _ask(process: subprocess.Popen) -> float:
+  process.stdin.write("\n")
+  answer = process.stdout.readline()
+  if not answer:
+    raise RuntimeError(f"peer {process.args} died with exit status {process.wait()}")
+  return float(answer)
+
+
+def _busy_seconds() -> float:
+  """Seconds that all cores together have worked since boot."""
+  user, nice, system, _, _, irq, softirq, steal, *_ = _fields("/proc/stat", 1)
+  return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _own_seconds(pids: Sequence[int]) -> float:
+  """Processor seconds of this process and of the peers'."""
+  peers = sum(sum(_fields(f"/proc/{pid}/stat", 13)[:2]) for pid in pids)
+  return time.process_time() + peers / _TICKS
+
+
+def _fields(path: str, start: int) -> list[int]:
+  first_line = pathlib.Path(path).read_text().splitlines()[0].split()
+  return [int(x) for x in first_line[start : start + 10]]
+
+
+def measure(
+  contenders: Sequence[Contender], rounds: int, title: str
+) -> tuple[list[dict[str, float]], int]:
+  """Times all contenders, preferably in rounds that nobody else disturbed.
+
+  Args:
+    contenders: those without `run` are left out.
+    rounds: how many quiet rounds to collect. After four times as many it gives up and fills
+      what is missing with the last disturbed ones.
+    title: of the progress bar.
+
+  Returns:
+    One dictionary per round, from contender to seconds, and how many of them were quiet.
+  """
+  able = {c.name: c.run for c in contenders if c.run is not None}
+  pids = [c.pid for c in contenders if c.pid is not None]
+  order, shuffle = list(able), random.Random(0).shuffle
+  quiet: list[dict[str, float]] = []
+  disturbed: list[dict[str, float]] = []
+  with tqdm(total=rounds, desc=title, unit="round") as bar:
+    while len(quiet) < rounds and len(disturbed) < _MOST_STRETCHES * rounds:
+      stretch: list[dict[str, float]] = []
+      start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(pids)
+      while time.perf_counter() - start < _STRETCH_SECONDS:
+        shuffle(order)
+        stretch.append({name: able[name]() for name in order})
+      strangers = (_busy_seconds() - busy) - (_own_seconds(pids) - own)
+      if strangers <= _QUIET * (time.perf_counter() - start):
+        quiet += stretch
+        bar.update(min(len(stretch), rounds - bar.n))
+      else:
+        disturbed += stretch
+        time.sleep(_STRETCH_SECONDS)
+  kept = quiet[:rounds]
+  return kept + disturbed[len(kept) - rounds :][: rounds - len(kept)], len(kept)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+  """Returns the lower quartile, the median and the upper quartile."""
+  low, median, high = np.percentile(values, [25, 50, 75])
+  return float(low), float(median), float(high)
+
+
+def compare(
+  contenders: Sequence[Contender], references: Sequence[str], rounds: int, title: str
+) -> dict[str, Any]:
+  """Measures and reduces to one record per contender.
+
+  Args:
+    contenders: in the table's order.
+    references: contenders that the others are divided by, one column each.
+    rounds: see `measure`.
+    title: of the comparison.
+
+  Returns:
+    A JSON-able record: `title`, `rounds`, `quiet_rounds`, `references` and `rows`.
+  """
+  seconds, quiet = measure(contenders, rounds, title)
+  able = [c.name for c in contenders if c.run is not None]
+  references = [name for name in references if name in able]
+  rows = []
+  for contender in contenders:
+    row: dict[str, Any] = {"name": contender.name, "note": contender.note, "facts": contender.facts}
+    if contender.name in able:
+      row["milliseconds"] = quartiles([1e3 * s[contender.name] for s in seconds])
+      row["ratios"] = {
+        r: quartiles([s[contender.name] / s[r] for s in seconds]) for r in references
+      }
+    rows.append(row)
+  return {
+    "title": title,
+    "rounds": len(seconds),
+    "quiet_rounds": quiet,
+    "references": references,
+    "rows": rows,
+  }
+
+
+def machine(packages: Sequence[str]) -> dict[str, str]:
+  """Describes where the figures come from.
+
+  Args:
+    packages: distributions whose versions matter.
+  """
+  cpu = platform.machine()
+  with contextlib.suppress(OSError, StopIteration):
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(x for x in lines if x.startswith("model name")).split(":", 1)[1].strip()
+  versions = {name: metadata.version(name) for name in packages}
+  return {
+    "cpu": cpu,
+    "cores": str(os.cpu_count()),
+    "system": f"{platform.system()} {platform.release()}",
+    "python": platform.python_version(),
+    **versions,
+  }
+
+
+def write(
+  name: str,
+  about: str,
+  comparisons: Sequence[Mapping],
+  machine_description: Mapping[str, str],
+  folder: pathlib.Path,
+) -> None:
+  """Writes ``<folder>/<name>.md`` and ``.json``, whole or not at all.
+
+  Args:
+    name: of the benchmark.
+    about: a paragraph for the table's reader.
+    comparisons: what `compare` returned.
+    machine_description: what `machine` returned.
+    folder: made when missing.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  record = {"machine": machine_description, "comparisons": comparisons}
+  where = ", ".join(f"{key} {value}" for key, value in machine_description.items())
+  tables = "\n".join(map(_table, comparisons))
+  texts = {
+    "json": json.dumps(record, indent=2) + "\n",
+    "md": f"# {name}\n\n{about}\n\nMachine: {where}.\n\n{tables}",
+  }
+  for extension, text in texts.items():
+    partial = folder / f"{name}.{extension}.partial"
+    partial.write_text(text)
+    partial.replace(folder / f"{name}.{extension}")
+
+
+def _table(comparison: Mapping[str, Any]) -> str:
+  references, rows = comparison["references"], comparison["rows"]
+  # In the order of first appearance; peers have fewer of them.
+  facts = list(dict.fromkeys(fact for row in rows for fact in row["facts"]))
+  header = ["", "ms", *(f"x {r}" for r in references), *facts]
+  lines = [header, ["---"] * len(header)]
+  for row in rows:
+    if "milliseconds" not in row:
+      lines.append([row["name"], row["note"], *[""] * (len(header) - 2)])
+      continue
+    ratios = [_ratio(row["ratios"][r]) for r in references]
+    columns = [f"{row['facts'][f]:,.5g}" if f in row["facts"] else "" for f in facts]
+    lines.append([row["name"], f"{row['milliseconds'][1]:.2f}", *ratios, *columns])
+  body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  rounds = f"{comparison['rounds']} rounds, {comparison['quiet_rounds']} of them quiet"
+  return f"## {comparison['title']}\n\n{body}\n\nMedian [quartiles] over {rounds}.\n"
+
+
+def _ratio(values: Sequence[float]) -> str:
+  low, median, high = values
+  return f"**{median:.2f}** [{low:.2f}, {high:.2f}]"
