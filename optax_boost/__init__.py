@@ -3,6 +3,8 @@
 Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
 """
 
+from optax_boost._accumulation import AccumulateState
+from optax_boost._accumulation import accumulate
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._lars import ScaleByLarsTrustRatioState
@@ -10,6 +12,11 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._precision import DynamicLossScaleState
+from optax_boost._precision import MasterWeightsState
+from optax_boost._precision import dynamic_loss_scale
+from optax_boost._precision import master_weights
+from optax_boost._precision import next_loss_scale
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -18,13 +25,20 @@ from optax_boost._tree import path_mask
 __version__ = "0.1.0"
 
 __all__ = [
+  "AccumulateState",
+  "DynamicLossScaleState",
+  "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
   "TrainState",
   "TrainStep",
+  "accumulate",
   "centralize",
+  "dynamic_loss_scale",
   "lars",
   "make_train_step",
+  "master_weights",
+  "next_loss_scale",
   "path_mask",
   "scale_by_lars_trust_ratio",
   "trust_ratio",

@@ -8,6 +8,9 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
   grad_fn(params)    the gradient elsewhere, likewise
 
+Where the optimizer state holds a `loss_scale`, the two gradients are those of the loss times it;
+the values are of the loss itself.
+
 The closures cost nothing unless a transformation calls them, and what they compute on the side
 (aux, new statistics) is dropped: those come from the one forward pass at the current params.
 """
@@ -25,7 +28,7 @@ import optax
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("notfinite_count", "trust_ratio")
+METRIC_NAMES = ("loss_scale", "notfinite_count", "trust_ratio")
 
 
 class TrainState(NamedTuple):
@@ -164,8 +167,16 @@ def make_train_step(
       del grad_fn
       return forward(params)[0]
 
-    grad_fn = jax.grad(value_fn)
-    (value, (model_state, aux)), grad = jax.value_and_grad(forward, has_aux=True)(state.params)
+    scale = _loss_scale(state.opt_state)
+
+    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+      value, rest = forward(params)
+      # In float32: a float16 loss times its scale would overflow.
+      return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
+
+    # What is differentiated carries the scale, here as at the current params.
+    grad_fn = jax.grad(lambda params: scaled(params)[0])
+    grad, (value, (model_state, aux)) = jax.grad(scaled, has_aux=True)(state.params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
     updates, opt_state = tx.update(
       grad, state.opt_state, state.params, **_understood(tx.update, extra)
@@ -178,6 +189,17 @@ def make_train_step(
     return jax.tree.map(_strong, new_state), metrics
 
   return TrainStep(jax.jit(step_fn, donate_argnums=(0,) if donate else ()), tx)
+
+
+def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:
+  """What the optimizer asks the loss to be multiplied by before it is differentiated."""
+  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "loss_scale")]
+  if len(found) > 1:
+    raise ValueError(
+      f"`make_train_step` needs one loss scale; the optimizer state holds {len(found)}. Put one"
+      " `dynamic_loss_scale` around the whole optimizer."
+    )
+  return found[0] if found else None
 
 
 def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
