@@ -81,6 +81,21 @@ def _small_steps_arrive(tx: Any, baseline: Any) -> bool:
   return bool(jnp.all(train(tx) > 1) & jnp.all(train(baseline) == 1))
 
 
+def _first_group_stands_still(tx: Any, baseline: Any) -> bool:
+  """Whether a leaf of the first group makes fewer steps than in the baseline."""
+
+  def steps(tx: Any) -> int:
+    params = {"conv": jnp.ones(3), "dense": jnp.ones(3), "norm": jnp.ones(3)}
+    state = tx.init(params)
+    moved = 0
+    for _ in range(8):
+      updates, state = tx.update(params, state, params)
+      moved += int(jnp.any(updates["conv"]))
+    return moved
+
+  return 0 < steps(tx) < steps(baseline)
+
+
 ROWS = (
   Row(
     "accumulate",
@@ -101,6 +116,33 @@ ROWS = (
     needs_params=True,
     acts=_small_steps_arrive,
     widens=True,
+  ),
+  Row(
+    "freeze",
+    {
+      "inner": optax.sgd(0.1),
+      "groups": ("conv", "dense|norm"),
+      "schedule": optax_boost.interval_freezing(2, frozen_fraction=0.4),
+    },
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+    acts=_first_group_stands_still,
+  ),
+  Row(
+    "freeze",
+    {
+      "inner": optax.sgd(0.1),
+      "groups": ("conv", "dense|norm"),
+      "schedule": optax_boost.progressive_freezing(2, 1000, first=0.002),
+      "key": 3,
+    },
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+    acts=_first_group_stands_still,
+    reachable=lambda tree: jax.tree.map_with_path(
+      lambda path, x: 0 * x if "conv" in str(path) else x, tree
+    ),
+    label="progressive",
   ),
   Row(
     "scale_by_lars_trust_ratio",

@@ -1,0 +1,481 @@
+"""Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
+
+import fractions
+import pathlib
+
+import chex
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _freezing
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "freeze_sequences.npz")
+LAYERS = 4
+
+
+# The reference's sequences; seq_s0_g10_p070_n150: strategy 0, 10 groups, freeze_p 0.70.
+def recorded(strategy):
+  for name in GOLDEN.files:
+    kind, *rest = name.split("_")
+    if kind == "seq" and rest[0] == f"s{strategy}":
+      yield pytest.param(name, int(rest[1][1:]), 1 - int(rest[2][1:]) / 100, id=name)
+
+
+@pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
+def test_continuous_freezing_is_the_references(name, groups, share):
+  schedule = optax_boost.continuous_freezing(groups, share)
+  steps = jnp.arange(len(GOLDEN[name]))
+  np.testing.assert_array_equal(schedule.frozen_groups(steps, None), GOLDEN[name])
+
+
+@pytest.mark.parametrize(("name", "groups", "share"), list(recorded(1)))
+def test_interval_freezing_is_the_references_given_its_draws(name, groups, share):
+  sequence = GOLDEN[name]
+  if groups == 1:
+    assert not sequence.any()
+    return
+  freezes = _freezing.interval_freezes(jnp.arange(len(sequence)), fractions.Fraction(share))
+  np.testing.assert_array_equal(freezes, sequence > 0)
+  draws = GOLDEN[name.replace("seq", "uniform")]
+  np.testing.assert_array_equal(
+    _freezing.interval_depth(draws, groups), sequence[np.asarray(freezes)]
+  )
+
+
+def test_interval_freezing_draws_depths_as_often_as_the_reference():
+  schedule = optax_boost.interval_freezing(10, 0.5)
+  key = jax.random.key(0)
+  depths = jax.vmap(lambda t: schedule.frozen_groups(t, key))(jnp.arange(20_000))
+  counts = np.bincount(depths, minlength=10)
+  assert counts[0] == 10_000
+  expected = 10_000 * GOLDEN["freq_expected_share_of_nonzero"]
+  assert np.sum((counts[1:] - expected) ** 2 / expected) < 26  # chi-square, 8 degrees, p = 0.001
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.62, 0.9])
+def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(share):
+  steps = jnp.arange(10_000, 20_000)
+  interval = optax_boost.interval_freezing(2, share)
+  depths = jax.vmap(lambda t: interval.frozen_groups(t, jax.random.key(0)))(steps)
+  assert int(jnp.sum(depths > 0)) == round(10_000 * share)
+
+
+def test_schedules_stay_exact_after_billions_of_steps():
+  share = fractions.Fraction(3, 10)
+  late = _freezing.interval_freezes(2_000_000_000 + jnp.arange(10), share)
+  np.testing.assert_array_equal(late, _freezing.interval_freezes(10 + jnp.arange(10), share))
+
+
+def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
+  schedule = optax_boost.progressive_freezing(4, 100, first=0.4, power=3)
+  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(110)]
+  assert depths == sorted(depths)
+  ends = [round(100 * (0.4 + 0.6 * (i / 3) ** 3)) for i in range(3)]
+  assert [depths.index(i) for i in (1, 2, 3)] == ends
+  for t in (0, 17, 39):
+    expected = [0.5 * (1 + np.cos(np.pi * t / end)) for end in [*ends, 100]]
+    np.testing.assert_allclose(schedule.learning_rate_scale(jnp.int32(t)), expected, rtol=1e-4)
+
+
+# Named so that the order of names is the reverse of the forward pass.
+def chain_params(layers=LAYERS, width=8):
+  keys = jax.random.split(jax.random.key(0), layers)
+  return {
+    chr(ord("a") + layers - 1 - i): {
+      "bias": jnp.full(width, 0.1),
+      "kernel": jax.random.normal(keys[i], (width, width)) / np.sqrt(width),
+    }
+    for i in range(layers)
+  }
+
+
+def layer(params, x):
+  return jnp.tanh(x @ params["kernel"] + params["bias"])
+
+
+def chain_loss(params, batch, wrap=lambda f: f):
+  h = batch
+  for name in sorted(params, reverse=True):
+    h = wrap(layer)(params[name], h)
+  return jnp.mean(h**2)
+
+
+BATCH = jax.random.normal(jax.random.key(9), (16, 8))
+
+
+@jax.custom_vjp
+def with_custom_vjp(params, x):
+  return layer(params, x)
+
+
+with_custom_vjp.defvjp(
+  lambda params, x: (layer(params, x), (params, x)),
+  lambda saved, g: jax.vjp(layer, *saved)[1](g),
+)
+with_custom_jvp = jax.custom_jvp(layer)
+with_custom_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
+
+
+def in_scan(f):
+  return lambda params, x: jax.lax.scan(lambda h, _: (f(params, h), None), x, length=2)[0]
+
+
+def in_while(f):
+  return lambda params, x: jax.lax.fori_loop(0, x.shape[0], lambda i, h: f(params, h), x)
+
+
+def in_cond(f):
+  return lambda params, x: jax.lax.cond(x[0, 0] > 0, f, lambda p, h: 2 * f(p, h), params, x)
+
+
+WRAPPERS = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+  "remat": jax.checkpoint,
+  "custom_jvp": lambda f: with_custom_jvp,
+  "custom_vjp": lambda f: with_custom_vjp,
+  "scan": in_scan,
+  "while": in_while,
+  "cond": in_cond,
+  "vmap": lambda f: jax.vmap(f, (None, 0)),
+  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp))))),
+}
+IN_ORDER = tuple((f"{n}/kernel", f"{n}/bias") for n in "dcba")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_groups_follow_the_forward_pass_through(wrap):
+  params = chain_params()
+  plan = optax_boost.freeze_groups(
+    lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
+  )
+  assert plan.groups == IN_ORDER
+  assert plan.sizes == (72,) * LAYERS
+  assert plan.unused == plan.reused == ()
+
+
+@pytest.mark.parametrize(
+  "prepare",
+  [
+    lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p),
+    lambda p: jax.tree.map(lambda x: x / (1e-6 + jnp.linalg.norm(x)), p),
+    lambda p: jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(0), x.shape), p),
+  ],
+  ids=["cast", "normalized", "noise"],
+)
+def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare):
+  plan = optax_boost.freeze_groups(
+    lambda p, x: chain_loss(prepare(p), x), chain_params(), BATCH, num_groups=LAYERS
+  )
+  assert plan.groups == IN_ORDER
+
+
+def test_weight_decay_in_the_loss_is_no_use():
+  def loss(params, batch):
+    return 1e-3 * optax.tree.norm(params, squared=True) + chain_loss(params, batch)
+
+  plan = optax_boost.freeze_groups(loss, chain_params(), BATCH, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+  assert plan.reused == ()
+
+
+def test_a_loss_of_nothing_but_params_has_an_order():
+  params = chain_params()
+  plan = optax_boost.freeze_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
+  assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
+
+
+def test_the_plan_says_what_it_could_not_tell():
+  params = {"embed": jnp.ones((8, 8)), "body": jnp.ones((8, 8)), "idle": jnp.ones(3)}
+
+  def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["embed"] @ params["body"]) @ params["embed"].T)
+
+  plan = optax_boost.freeze_groups(loss, params, BATCH, num_groups=2)
+  assert plan.groups == (("embed",), ("body", "idle"))
+  assert str(plan).splitlines() == [
+    "group 0: 64 parameters (48.9 %): embed",
+    "group 1: 67 parameters (51.1 %), never frozen: body, idle",
+    "not used by the loss, so never frozen: idle",
+    "used again later, frozen where they are used first: embed",
+  ]
+
+
+def test_overrides_beat_the_trace():
+  plan = optax_boost.freeze_groups(
+    chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}
+  )
+  assert plan.groups[1] == ("d/bias", "b/kernel", "b/bias")
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`overrides` has patterns .*\['nowhere'\]"):
+    optax_boost.freeze_groups(
+      chain_loss, chain_params(), BATCH, num_groups=2, overrides={"nowhere": 1}
+    )
+
+
+class Convolutional(nn.Module):
+  """Convolutions with BatchNorm, and a dense layer."""
+
+  layers: int = 3
+  width: int = 4
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    for _ in range(self.layers):
+      x = nn.Conv(self.width, (3, 3))(x)
+      x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+    return nn.Dense(2)(jnp.mean(x, (1, 2)))
+
+
+IMAGES = jax.random.normal(jax.random.key(4), (4, 6, 6, 3))
+
+
+def image_loss(model, batch):
+  return jnp.mean(model(batch) ** 2)
+
+
+@pytest.fixture(scope="module")
+def variables():
+  return Convolutional().init(jax.random.key(0), IMAGES)
+
+
+def image_plan(variables, num_groups=4, **kwargs):
+  def loss(params, x):
+    output, _ = Convolutional(**kwargs).apply(
+      {**variables, "params": params}, x, mutable=["batch_stats"]
+    )
+    return jnp.mean(output**2)
+
+  return optax_boost.freeze_groups(loss, variables["params"], IMAGES, num_groups=num_groups)
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4])
+def test_bias_and_normalization_stay_with_their_convolution(variables, num_groups):
+  plan = image_plan(variables, num_groups)
+  for i in range(3):
+    (home,) = [g for g in plan.groups if f"Conv_{i}/kernel" in g]
+    assert {f"Conv_{i}/bias", f"BatchNorm_{i}/scale", f"BatchNorm_{i}/bias"} <= set(home)
+  assert "Dense_0/kernel" in plan.groups[-1]
+
+
+def test_scanned_layers_are_one_block_with_their_biases():
+  params = {"layers": jax.tree.map(lambda *x: jnp.stack(x), *chain_params().values()), "w": BATCH.T}
+
+  def loss(params, x):
+    h = jax.lax.scan(lambda h, p: (layer(p, h), None), x, params["layers"])[0]
+    return jnp.mean(h @ params["w"])
+
+  plan = optax_boost.freeze_groups(loss, params, BATCH, num_groups=2)
+  assert plan.groups == (("layers/kernel", "layers/bias"), ("w",))
+
+
+# Each depth once in eight steps, out of order.
+DEPTHS = np.array([0, 2, 1, 3, 0, 1, 3, 2])
+
+
+def fixed_schedule(depths=DEPTHS, num_groups=LAYERS):
+  table = jnp.asarray(depths)
+  return optax_boost.FreezeSchedule(num_groups, lambda t, key: table[t % len(depths)])
+
+
+def plan_of_chain():
+  return optax_boost.freeze_groups(chain_loss, chain_params(), BATCH, num_groups=LAYERS)
+
+
+def frozen(opt_state):
+  return int(optax.tree.get(opt_state, "frozen_groups"))
+
+
+INNERS = {
+  "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+  "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+  "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2)),
+  "masked decay": lambda: optax.chain(
+    optax.masked(optax.trace(0.9), optax_boost.path_mask("kernel$")), optax.scale(-0.1)
+  ),
+  "partition": lambda: optax.partition(
+    {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
+    lambda p: jax.tree.map_with_path(lambda path, _: "x" if "'b'" in str(path) else "y", p),
+  ),
+  "lars": lambda: optax_boost.lars(0.1, weight_decay=0.1),
+  "loss scale": lambda: optax_boost.dynamic_loss_scale(optax.adam(1e-2), 8.0),
+}
+
+
+def of_group(tree, name):
+  """What a tree (params or a state of them) holds of one layer of the chain."""
+  return [
+    leaf
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    if f"['{name}']" in jax.tree_util.keystr(path)
+  ]
+
+
+@pytest.mark.parametrize("make", INNERS.values(), ids=INNERS)
+def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
+  params = chain_params()
+  tx = optax_boost.freeze(make(), plan_of_chain(), fixed_schedule())
+  state = tx.init(params)
+  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+  for depth in DEPTHS:
+    assert frozen(state) == depth
+    updates, after = step(params, state)
+    moved = optax.apply_updates(params, updates)
+    for group, name in enumerate("dcba"):
+      same = [
+        bool(jnp.all(a == b))
+        for a, b in zip(
+          of_group((params, state.inner_state), name),
+          of_group((moved, after.inner_state), name),
+          strict=True,
+        )
+      ]
+      assert all(same) if group < depth else not any(same)
+    params, state = moved, after
+
+
+def test_clipping_counts_what_is_trained():
+  tx = optax_boost.freeze(
+    optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
+    ("d", "c|b|a"),
+    fixed_schedule([1], 2),
+  )
+  params = chain_params()
+  grads = jax.tree.map(lambda x: 100 * jnp.ones_like(x), params)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-5)
+
+
+def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
+  tx = optax_boost.freeze(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
+  params = chain_params()
+  grads = jax.tree.map(jnp.ones_like, params)
+  grads["d"] = jax.tree.map(lambda x: jnp.nan * x, grads["d"])
+  updates, state = tx.update(grads, tx.init(params), params)
+  chex.assert_tree_all_finite((updates, state))
+  assert not any(jnp.any(u) for u in jax.tree.leaves(updates["d"]))
+
+
+def test_progressive_freezing_scales_the_updates_of_each_group():
+  schedule = optax_boost.progressive_freezing(LAYERS, 8, first=0.5)
+  tx = optax_boost.freeze(optax.sgd(1.0), plan_of_chain(), schedule)
+  params = chain_params()
+  state = tx.init(params)
+  ones = jax.tree.map(jnp.ones_like, params)
+  for t in range(8):
+    updates, state = tx.update(ones, state, params)
+    scale = schedule.learning_rate_scale(jnp.int32(t))
+    depth = int(schedule.frozen_groups(jnp.int32(t), None))
+    for group, name in enumerate("dcba"):
+      expected = 0 if group < depth else -scale[group]
+      np.testing.assert_allclose(updates[name]["kernel"], expected, atol=1e-6)
+
+
+def test_a_rejected_step_repeats_its_depth():
+  tx = optax.apply_if_finite(
+    optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule()), 5
+  )
+  params = chain_params()
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  _, state = tx.update(grads, state, params)
+  assert frozen(state) == DEPTHS[1]
+  _, state = tx.update(jax.tree.map(lambda g: jnp.nan * g, grads), state, params)
+  assert frozen(state) == DEPTHS[1]
+  _, state = tx.update(grads, state, params)
+  assert frozen(state) == DEPTHS[2]
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax_boost.accumulate(tx, 2)],
+  ids=["MultiSteps", "accumulate"],
+)
+def test_a_window_of_accumulation_has_one_depth(wrap):
+  tx = wrap(optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule()))
+  params = chain_params()
+  state = tx.init(params)
+  seen = []
+  for _ in range(8):
+    seen.append(frozen(state))
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+  assert seen == [d for d in DEPTHS[:4] for _ in range(2)]
+
+
+GOOD = {"inner": optax.sgd(0.1), "groups": ("a", "b"), "schedule": fixed_schedule([0], 2)}
+BAD_ARGUMENTS = [
+  ({"inner": optax.sgd}, TypeError, r"`inner` must be .* Did you pass the factory"),
+  ({"groups": "a"}, TypeError, r"`groups` must be what `freeze_groups` returned.*got 'a'"),
+  ({"groups": ()}, TypeError, r"one per group; got \(\)"),
+  ({"schedule": 3}, TypeError, r"must be a FreezeSchedule; got 3. Call `interval_freezing`"),
+  ({"schedule": fixed_schedule([0], 3)}, ValueError, r"same number of groups .* got 3 and 2"),
+  ({"key": 0.5}, TypeError, r"`key` must be a key of `jax.random.key` or an integer seed; got 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD_ARGUMENTS)
+def test_refuses_arguments_of_the_wrong_kind(wrong, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.freeze(**(GOOD | wrong))
+
+
+def test_refuses_an_inner_optimizer_whose_state_it_cannot_read():
+  inner = optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x"))
+  tx = optax_boost.freeze(inner, ("a", "b"), fixed_schedule([0], 2))
+  params = {"a": jnp.ones(()), "b": jnp.ones(())}
+  with pytest.raises(TypeError, match=r"`optax.tree.map_params` can map.*pass them as trees"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_refuses_groups_of_other_params():
+  tx = optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  with pytest.raises(
+    ValueError, match=r"no group has the leaf 'x'. Make them with `freeze_groups`"
+  ):
+    tx.init({"x": jnp.ones(2)})
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
+    optax_boost.freeze(**GOOD).init({"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "message"),
+  [
+    (lambda: optax_boost.interval_freezing(2, 1.0), ValueError, r"`frozen_fraction` must .*< 1"),
+    (lambda: optax_boost.continuous_freezing(2, -0.1), ValueError, r">= 0 and < 1; got -0.1"),
+    (lambda: optax_boost.interval_freezing(2, jnp.array(0.1)), TypeError, r"Pass float\("),
+    (lambda: optax_boost.interval_freezing(2.0, 0.1), TypeError, r"`num_groups` must be an int"),
+    (lambda: optax_boost.interval_freezing(0, 0.1), ValueError, r"`num_groups` .*>= 1; got 0"),
+    (lambda: optax_boost.progressive_freezing(2, 1.5), TypeError, r"`total_steps` must be an int"),
+    (lambda: optax_boost.progressive_freezing(2, 0), ValueError, r"`total_steps` .*>= 1"),
+    (lambda: optax_boost.progressive_freezing(2, 9, 1.0), ValueError, r"`first` .*< 1; got 1.0"),
+    (lambda: optax_boost.progressive_freezing(2, 9, power=0), ValueError, r"`power` .*> 0; got 0"),
+    (lambda: optax_boost.freeze_groups(3, {}), TypeError, r"`loss_fn` must be callable; got 3"),
+    (
+      lambda: optax_boost.freeze_groups(chain_loss, chain_params(), BATCH),
+      ValueError,
+      r"can't make 10 groups of 4 blocks .* Pass num_groups=4 or fewer",
+    ),
+    (
+      lambda: optax_boost.freeze_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides={"a": 2}
+      ),
+      ValueError,
+      r"`overrides` must name groups 0 to 1; got 2 for 'a'",
+    ),
+    (
+      lambda: optax_boost.freeze_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides=["a"]
+      ),
+      TypeError,
+      r"`overrides` must map regular expressions to groups",
+    ),
+  ],
+)
+def test_refuses_schedules_and_plans_that_make_no_sense(call, error, message):
+  with pytest.raises(error, match=message):
+    call()
