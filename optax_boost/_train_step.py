@@ -11,6 +11,8 @@ extra arguments of ``update``; this module makes them, once, for any chain:
 Where the optimizer state holds a `loss_scale`, the two gradients are those of the loss times it;
 the values are of the loss itself.
 
+Where it holds a number of `frozen_groups`, their backward pass is not computed.
+
 The closures cost nothing unless a transformation calls them, and what they compute on the side
 (aux, new statistics) is dropped: those come from the one forward pass at the current params.
 """
@@ -23,7 +25,10 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from optax_boost import _freezing
 
 Metrics: TypeAlias = dict[str, Any]
 
@@ -51,10 +56,15 @@ class TrainStep:
   """A jitted train step; made by :func:`make_train_step`."""
 
   def __init__(
-    self, step: Callable[..., tuple[TrainState, Metrics]], tx: optax.GradientTransformation
+    self,
+    step: Callable[..., tuple[TrainState, Metrics]],
+    tx: optax.GradientTransformation,
+    freezing: _freezing.Execution = "auto",
   ):
     self._step = step
     self._tx = tx
+    self._freezing = freezing
+    self._depth_index: int | None = None
 
   def init(self, params: optax.Params, model_state: Any = None) -> TrainState:
     """Makes the state to start from.
@@ -89,7 +99,7 @@ class TrainStep:
       keep in their state (``trust_ratio``, ...). A name that occurs in several states gets a
       number: ``trust_ratio_0``, ``trust_ratio_1``.
     """
-    return self._step(state, batch, rng)
+    return self._step(state, batch, rng, self._depth(state))
 
   def lower(self, state: TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
@@ -102,7 +112,21 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    return self._step.lower(state, batch, rng)  # type: ignore[attr-defined]
+    depth = self._depth(state)
+    return self._step.lower(state, batch, rng, depth)  # type: ignore[attr-defined]
+
+  def _depth(self, state: TrainState) -> int | None:
+    """How many groups are frozen, where the host can know it; it chooses the compiled step."""
+    if self._freezing == "switch":
+      return None
+    leaves = jax.tree.leaves(state.opt_state)
+    if self._depth_index is None:
+      # Looking for a name takes a while in a large tree: once is enough.
+      depth = _frozen_groups(state.opt_state)
+      self._depth_index = next((i for i, x in enumerate(leaves) if x is depth), -1)
+    depth = leaves[self._depth_index] if self._depth_index >= 0 else None
+    concrete = isinstance(depth, jax.Array) and not isinstance(depth, jax.core.Tracer)
+    return int(depth) if concrete else None  # type: ignore[arg-type]
 
 
 def make_train_step(
@@ -112,6 +136,8 @@ def make_train_step(
   has_aux: bool = False,
   has_model_state: bool = False,
   donate: bool = True,
+  freezing: _freezing.Execution = "auto",
+  hold_frozen_statistics: bool = True,
 ) -> TrainStep:
   """Makes a jitted train step that feeds any optax transformation.
 
@@ -127,6 +153,14 @@ def make_train_step(
       ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
       `has_aux` ``(loss, (model_state, aux))``.
     donate: whether the old state's memory is reused for the new one.
+    freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
+      a compiled step for each number of frozen groups, made when it first occurs; the host reads
+      the number from the state before each step. ``"switch"``: by a conditional inside one
+      compiled step, which takes as long to compile as all of them. ``"auto"``: per depth; inside
+      your own ``jit`` or ``scan``, where only a conditional can do it, the switch, but on a CPU
+      not for convolutions, whose gradients it makes slower than no freezing at all (a warning
+      says so).
+    hold_frozen_statistics: whether the mutable statistics of frozen layers stand still.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
@@ -134,6 +168,8 @@ def make_train_step(
   Raises:
     TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
       returns something else than it was said to.
+    ValueError: `freezing` is unknown; when called: the state holds several loss scales, or
+      several :func:`freeze`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -155,7 +191,12 @@ def make_train_step(
       " instead of what it returns?"
     )
 
-  def step_fn(state: TrainState, batch: Any, rng: jax.Array | None) -> tuple[TrainState, Metrics]:
+  if freezing not in ("auto", "per_depth", "switch"):
+    raise ValueError(f"`freezing` must be 'auto', 'per_depth' or 'switch'; got {freezing!r}.")
+
+  def step_fn(
+    state: TrainState, batch: Any, rng: jax.Array | None, depth: int | None = None
+  ) -> tuple[TrainState, Metrics]:
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     stats = (state.model_state,) if has_model_state else ()
 
@@ -174,21 +215,54 @@ def make_train_step(
       # In float32: a float16 loss times its scale would overflow.
       return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
 
+    frozen_groups = _frozen_groups(state.opt_state)
+    found = None if frozen_groups is None else _freezing.find_groups(tx, state.params)
+    old_opt_state = state.opt_state
+    if found is None:
+      gradient = jax.grad(scaled, has_aux=True)
+    else:
+      if depth is not None:
+        frozen_groups = depth
+        # A constant in the state: nothing is computed for frozen leaves in `update` either.
+        old_opt_state = optax.tree.set(old_opt_state, frozen_groups=np.int32(depth))
+      gradient = _freezing.cut_gradient(scaled, found, frozen_groups, freezing)
+
     # What is differentiated carries the scale, here as at the current params.
-    grad_fn = jax.grad(lambda params: scaled(params)[0])
-    grad, (value, (model_state, aux)) = jax.grad(scaled, has_aux=True)(state.params)
+    def grad_fn(params: optax.Params) -> optax.Updates:
+      return gradient(params)[0]
+
+    grad, (value, (model_state, aux)) = gradient(state.params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
     updates, opt_state = tx.update(
-      grad, state.opt_state, state.params, **_understood(tx.update, extra)
+      grad, old_opt_state, state.params, **_understood(tx.update, extra)
     )
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": value, **state_metrics(opt_state)}
+    if found is not None:
+      # Of this step; the new state holds the next one's.
+      metrics["frozen_groups"] = jnp.asarray(frozen_groups, jnp.int32)
+      if hold_frozen_statistics:
+        model_state = _freezing.hold_statistics(
+          state.model_state, model_state, state.params, found, frozen_groups
+        )
     if has_aux:
       metrics["aux"] = aux
     new_state = TrainState(params, opt_state, model_state, state.step + 1)
     return jax.tree.map(_strong, new_state), metrics
 
-  return TrainStep(jax.jit(step_fn, donate_argnums=(0,) if donate else ()), tx)
+  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=3)
+  return TrainStep(jitted, tx, freezing)
+
+
+def _frozen_groups(opt_state: optax.OptState) -> Any:
+  """How many groups of leaves the optimizer freezes in the next step."""
+  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "frozen_groups")]
+  if len(found) > 1:
+    raise ValueError(
+      f"`make_train_step` needs one `freeze`; the optimizer state holds {len(found)}. Put one"
+      " `freeze` around the whole optimizer."
+    )
+  return found[0] if found else None
 
 
 def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:

@@ -1,13 +1,16 @@
 """The train step for Flax Linen modules; needs the extra ``flax``."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import Literal
 
 from flax import linen as nn
 import jax
 import optax
 
+from optax_boost import _freezing
 from optax_boost import _train_step
 
 
@@ -113,6 +116,8 @@ def make_train_step(
   rngs: Sequence[str] = ("dropout",),
   has_aux: bool = False,
   donate: bool = True,
+  freezing: Literal["auto", "per_depth", "switch"] = "auto",
+  hold_frozen_statistics: bool = True,
 ) -> TrainStep:
   """Makes a jitted train step for Linen that feeds any optax transformation.
 
@@ -128,6 +133,9 @@ def make_train_step(
     rngs: the names of the module's rng streams.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
     donate: whether the old state's memory is reused for the new one.
+    freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
+      :func:`optax_boost.make_train_step`.
+    hold_frozen_statistics: whether the statistics of frozen layers stand still.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(module.init(key, x))``, then
@@ -156,11 +164,76 @@ def make_train_step(
     raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
-    model = BoundModel(module, params, collections, keys)
+    model = BoundModel(module, params, collections, _keys(rng, rngs))
     output = loss_fn(model, batch)
     return _train_step.with_model_state(output, model.collections, has_aux)
 
   return TrainStep(
-    _train_step.make_train_step(pure_loss, tx, has_aux=has_aux, has_model_state=True, donate=donate)
+    _train_step.make_train_step(
+      pure_loss,
+      tx,
+      has_aux=has_aux,
+      has_model_state=True,
+      donate=donate,
+      freezing=freezing,
+      hold_frozen_statistics=hold_frozen_statistics,
+    )
+  )
+
+
+def _keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
+  if rng is None:
+    return {}
+  return dict(zip(names, jax.random.split(rng, len(names)), strict=True))
+
+
+def freeze_groups(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  variables: Any,
+  batch: Any,
+  rng: jax.Array | None = None,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+  num_groups: int = 10,
+  overrides: Mapping[str, int] | None = None,
+) -> _freezing.FreezeGroups:
+  """Groups a module's params along the forward pass: :func:`optax_boost.freeze_groups` for Linen.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    variables: what ``module.init`` returned.
+    batch: a batch.
+    rng: a key, if the module draws.
+    rngs: the names of the module's rng streams.
+    num_groups: how many groups.
+    overrides: group by regular expression.
+
+  Returns:
+    A :class:`optax_boost.FreezeGroups`.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> module, x = nn.Sequential([nn.Dense(4), nn.Dense(1)]), jnp.ones((2, 3))
+    >>> loss_fn = lambda model, x: jnp.mean(model(x))
+    >>> variables = module.init(jax.random.key(0), x)
+    >>> print(optax_boost.linen.freeze_groups(module, loss_fn, variables, x, num_groups=2))
+    group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
+    group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
+  """
+  collections = {name: value for name, value in variables.items() if name != "params"}
+
+  def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
+    return loss_fn(BoundModel(module, params, collections, _keys(rng, rngs)), batch)
+
+  return _freezing.freeze_groups(
+    pure_loss,
+    variables["params"],
+    collections,
+    batch,
+    rng,
+    num_groups=num_groups,
+    overrides=overrides,
   )

@@ -1,20 +1,23 @@
 """The train step for Flax NNX models; needs the extra ``flax``."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
+from typing import Literal
 
 from flax import nnx
 
+from optax_boost import _freezing
 from optax_boost import _train_step
 
 
 class TrainStep:
   """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
 
-  def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, donate: bool):
+  def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, **options: Any):
     self._loss_fn = loss_fn
     self._has_aux = has_aux
-    self._donate = donate
+    self._options = options
     self._compiled: dict[Any, _train_step.TrainStep] = {}
 
   def __call__(self, model: Any, optimizer: nnx.Optimizer, batch: Any) -> _train_step.Metrics:
@@ -57,7 +60,7 @@ class TrainStep:
       return _train_step.with_model_state(output, rest, self._has_aux)
 
     step = _train_step.make_train_step(
-      loss_fn, optimizer.tx, has_aux=self._has_aux, has_model_state=True, donate=self._donate
+      loss_fn, optimizer.tx, has_aux=self._has_aux, has_model_state=True, **self._options
     )
     self._compiled[key] = step
     return step
@@ -70,7 +73,12 @@ def _split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
 
 
 def make_train_step(
-  loss_fn: Callable[..., Any], *, has_aux: bool = False, donate: bool = True
+  loss_fn: Callable[..., Any],
+  *,
+  has_aux: bool = False,
+  donate: bool = True,
+  freezing: Literal["auto", "per_depth", "switch"] = "auto",
+  hold_frozen_statistics: bool = True,
 ) -> TrainStep:
   """Makes a jitted train step for NNX that feeds any optax transformation.
 
@@ -82,6 +90,9 @@ def make_train_step(
     loss_fn: ``loss_fn(model, batch)``; returns the scalar loss, or ``(loss, aux)``.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
     donate: whether the memory of the old arrays is reused for the new ones.
+    freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
+      :func:`optax_boost.make_train_step`.
+    hold_frozen_statistics: whether the statistics of frozen layers stand still.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)``.
@@ -105,4 +116,51 @@ def make_train_step(
   """
   if not callable(loss_fn):
     raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
-  return TrainStep(loss_fn, has_aux, donate)
+  return TrainStep(
+    loss_fn,
+    has_aux,
+    donate=donate,
+    freezing=freezing,
+    hold_frozen_statistics=hold_frozen_statistics,
+  )
+
+
+def freeze_groups(
+  loss_fn: Callable[..., Any],
+  model: Any,
+  *args: Any,
+  wrt: Any = nnx.Param,
+  num_groups: int = 10,
+  overrides: Mapping[str, int] | None = None,
+) -> _freezing.FreezeGroups:
+  """Groups a model's params along the forward pass: :func:`optax_boost.freeze_groups` for NNX.
+
+  Args:
+    loss_fn: ``loss_fn(model, *args)``.
+    model: the model; it is not changed.
+    *args: the loss's other arguments.
+    wrt: what is trained, as in ``nnx.Optimizer``.
+    num_groups: how many groups.
+    overrides: group by regular expression.
+
+  Returns:
+    A :class:`optax_boost.FreezeGroups`.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax_boost.nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
+    >>> loss_fn = lambda model, x: jnp.mean(model(x))
+    >>> print(optax_boost.nnx.freeze_groups(loss_fn, model, jnp.ones((2, 3)), num_groups=2))
+    group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
+    group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
+  """
+  graphdef, params, rest = _split(model, wrt)
+
+  def pure_loss(params: Any, rest: Any, *args: Any) -> Any:
+    return loss_fn(nnx.merge(graphdef, params, rest), *args)
+
+  return _freezing.freeze_groups(
+    pure_loss, params, rest, *args, num_groups=num_groups, overrides=overrides
+  )

@@ -1,18 +1,23 @@
 """Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
 
 import fractions
+import itertools
 import pathlib
 
 import chex
 from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
 from optax_boost import _freezing
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "freeze_sequences.npz")
 LAYERS = 4
@@ -87,7 +92,7 @@ def chain_params(layers=LAYERS, width=8):
   keys = jax.random.split(jax.random.key(0), layers)
   return {
     chr(ord("a") + layers - 1 - i): {
-      "bias": jnp.full(width, 0.1),
+      "bias": jnp.full(width, 0.1, jnp.float32),
       "kernel": jax.random.normal(keys[i], (width, width)) / np.sqrt(width),
     }
     for i in range(layers)
@@ -244,14 +249,10 @@ def variables():
   return Convolutional().init(jax.random.key(0), IMAGES)
 
 
-def image_plan(variables, num_groups=4, **kwargs):
-  def loss(params, x):
-    output, _ = Convolutional(**kwargs).apply(
-      {**variables, "params": params}, x, mutable=["batch_stats"]
-    )
-    return jnp.mean(output**2)
-
-  return optax_boost.freeze_groups(loss, variables["params"], IMAGES, num_groups=num_groups)
+def image_plan(variables, num_groups=4):
+  return ob_linen.freeze_groups(
+    Convolutional(), image_loss, variables, IMAGES, num_groups=num_groups
+  )
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 4])
@@ -479,3 +480,226 @@ def test_refuses_groups_of_other_params():
 def test_refuses_schedules_and_plans_that_make_no_sense(call, error, message):
   with pytest.raises(error, match=message):
     call()
+
+
+def train(step, state, steps=8):
+  history = []
+  for _ in range(steps):
+    state, metrics = step(state, BATCH)
+    history.append(metrics)
+  return state, history
+
+
+def chain_step(inner=None, schedule=None, wrap=lambda tx: tx, **options):
+  tx = optax_boost.freeze(
+    inner or optax.adamw(1e-2, weight_decay=0.1), plan_of_chain(), schedule or fixed_schedule()
+  )
+  return optax_boost.make_train_step(chain_loss, wrap(tx), **options)
+
+
+def masked_by_hand(tx, params):
+  """The whole gradient at every step: what freezing means, without saving anything."""
+  state = tx.init(params)
+  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+  for _ in DEPTHS:
+    updates, state = step(params, state)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+@pytest.mark.parametrize("name", ["momentum", "clip", "masked decay"])
+def test_all_executions_are_the_whole_gradient_masked(name):
+  tx = optax_boost.freeze(INNERS[name](), plan_of_chain(), fixed_schedule())
+  expected = masked_by_hand(tx, chain_params())
+  for freezing in ("per_depth", "switch"):
+    step = optax_boost.make_train_step(chain_loss, tx, freezing=freezing)
+    state, history = train(step, step.init(chain_params()))
+    assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS)
+    chex.assert_trees_all_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scan_over_the_step_takes_the_switch():
+  step = chain_step()
+  expected, _ = train(step, step.init(chain_params()))
+  carry, metrics = jax.lax.scan(
+    lambda state, _: step(state, BATCH), step.init(chain_params()), length=len(DEPTHS)
+  )
+  np.testing.assert_array_equal(metrics["frozen_groups"], DEPTHS)
+  chex.assert_trees_all_close(carry, expected, rtol=1e-5, atol=1e-7)
+  with pytest.raises(ValueError, match=r"freezing='per_depth' needs .* pass freezing='auto'"):
+    jax.jit(chain_step(freezing="per_depth"))(step.init(chain_params()), BATCH)
+
+
+def flops(step, state, batch, depth):
+  state = state._replace(opt_state=optax.tree.set(state.opt_state, frozen_groups=jnp.int32(depth)))
+  return step.lower(state, batch).compile().cost_analysis()["flops"]
+
+
+def test_the_compiled_program_of_each_depth_lacks_the_backward_pass_of_its_prefix():
+  width, batch = 128, jnp.ones((256, 128))
+  params = chain_params(width=width)
+  plan = optax_boost.freeze_groups(chain_loss, params, batch, num_groups=LAYERS)
+  tx = optax_boost.freeze(optax.sgd(0.1, 0.9), plan, fixed_schedule())
+  step = optax_boost.make_train_step(chain_loss, tx)
+  state = step.init(params)
+  counts = [flops(step, state, batch, depth) for depth in range(LAYERS)]
+  assert all(a > b for a, b in itertools.pairwise(counts))
+  matmul = 2 * 256 * width * width
+  # Forward, gradient of the weights, and of what comes in for all but the first trained layer.
+  expected = [matmul * (LAYERS + 2 * (LAYERS - d) - 1) for d in range(LAYERS)]
+  np.testing.assert_allclose(counts, expected, rtol=0.05)
+  plain = optax_boost.make_train_step(chain_loss, optax.sgd(0.1, 0.9))
+  none = plain.lower(plain.init(params), batch).compile().cost_analysis()["flops"]
+  assert counts[0] < 1.01 * none
+
+
+WRAPS = {
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+  "clip outside": lambda tx: optax.chain(optax.clip_by_global_norm(1e-3), tx),
+  "loss scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
+  "master weights": lambda tx: optax_boost.master_weights(tx),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_frozen_layers_stand_still_under(wrap):
+  step = chain_step(optax.adamw(1e-2, weight_decay=0.1), wrap=wrap, donate=False)
+  state = step.init(chain_params())
+  for _ in range(4):
+    after, metrics = step(state, BATCH)
+    for name in "dcba"[: int(metrics["frozen_groups"])]:
+      chex.assert_trees_all_equal(after.params[name], state.params[name])
+    state = after
+  assert int(optax.tree.get(state.opt_state, "frozen_groups")) in DEPTHS[2:5]
+
+
+def test_clipping_in_front_sees_no_gradient_of_frozen_layers():
+  step = chain_step(
+    optax.sgd(1.0), fixed_schedule([3]), lambda tx: optax.chain(optax.clip_by_global_norm(1e-6), tx)
+  )
+  params = chain_params()
+  state, _ = step(step.init(params), BATCH)
+  moved = optax.tree.sub(params, state.params)
+  np.testing.assert_allclose(optax.tree.norm(moved), 1e-6, rtol=0.2)
+
+
+def test_a_depth_that_comes_again_compiles_nothing():
+  traces = itertools.count()
+
+  def counted(params, batch):
+    next(traces)
+    return chain_loss(params, batch)
+
+  tx = optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  step = optax_boost.make_train_step(counted, tx)
+  state, _ = train(step, step.init(chain_params()))
+  assert step._step._cache_size() == LAYERS
+  seen = next(traces)
+  train(step, state)
+  assert step._step._cache_size() == LAYERS
+  assert next(traces) == seen + 1
+
+
+def test_resuming_mid_schedule_changes_nothing(tmp_path):
+  step = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6), donate=False)
+  state = step.init(chain_params())
+  states = [state]
+  for _ in range(8):
+    state, _ = step(state, BATCH)
+    states.append(state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", states[3])
+  again = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6))
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(tmp_path / "state", again.init(chain_params()))
+  resumed, _ = train(again, restored, 5)
+  chex.assert_trees_all_equal(resumed, states[8])
+
+
+def image_step(variables, depths, **options):
+  tx = optax_boost.freeze(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
+  return ob_linen.make_train_step(Convolutional(), image_loss, tx, **options)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
+  step = image_step(variables, [2], hold_frozen_statistics=hold)
+  state, metrics = step(step.init(variables), IMAGES)
+  assert metrics["frozen_groups"] == 2
+  for i in range(3):
+    before = variables["batch_stats"][f"BatchNorm_{i}"]["mean"]
+    after = state.model_state["batch_stats"][f"BatchNorm_{i}"]["mean"]
+    assert bool(jnp.all(before == after)) == (hold and i < 2)
+
+
+def test_convolutions_on_a_cpu_never_get_the_switch_unasked(variables):
+  step = image_step(variables, [2])
+  state = step.init(variables)
+  program = str(jax.make_jaxpr(image_step(variables, [2], freezing="switch"))(state, IMAGES))
+  assert " cond[" in program
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"saves no time.*freezing='switch' to ins"):
+    traced = jax.jit(step).trace(state, IMAGES)
+  assert " cond[" not in str(traced.jaxpr)
+  masked, _ = traced.lower().compile()(state, IMAGES)
+  expected, _ = step(state, IMAGES)
+  chex.assert_trees_all_close(masked, expected, rtol=1e-4, atol=1e-6)
+
+
+class Network(nnx.Module):
+  def __init__(self, rngs):
+    self.last = nnx.Linear(8, 1, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.first = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def test_a_model_of_nnx_freezes_its_first_layer():
+  model = Network(nnx.Rngs(0))
+  plan = ob_nnx.freeze_groups(image_loss, model, BATCH, num_groups=2)
+  assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
+  optimizer = nnx.Optimizer(
+    model, optax_boost.freeze(optax.adamw(0.1), plan, fixed_schedule([0, 1], 2)), wrt=nnx.Param
+  )
+  step = ob_nnx.make_train_step(image_loss)
+  pure = lambda: jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))  # noqa: E731
+  history = [pure()]
+  for depth in (0, 1, 0):
+    assert step(model, optimizer, BATCH)["frozen_groups"] == depth
+    history.append(pure())
+  chex.assert_trees_all_equal(history[1]["first"], history[2]["first"])
+  chex.assert_trees_all_equal(history[1]["norm"], history[2]["norm"])
+  assert model.dropout.rngs.count[...] == 3
+  for before, after in ((0, 1), (2, 3)):
+    for name in ("first", "norm", "last"):
+      same = jax.tree.map(
+        lambda a, b: bool(jnp.all(a == b)), *[h[name] for h in (history[before], history[after])]
+      )
+      assert not any(jax.tree.leaves(same))
+
+
+def test_sharded_params_stay_sharded_at_every_depth():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = jax.tree.map(lambda x: jax.device_put(x, place), chain_params())
+  step, alone = chain_step(), chain_step()
+  state, _ = train(step, step.init(params))
+  expected, _ = train(alone, alone.init(chain_params()))
+  assert {x.sharding for x in jax.tree.leaves(state.params)} == {place}
+  assert step._step._cache_size() == LAYERS
+  chex.assert_trees_all_close(
+    jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-4, atol=1e-6
+  )
+
+
+def test_the_train_step_refuses_two_freezes_and_unknown_executions():
+  tx = optax.chain(*[optax_boost.freeze(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
+  step = optax_boost.make_train_step(chain_loss, tx)
+  with pytest.raises(ValueError, match=r"needs one `freeze`; the optimizer state holds 2"):
+    step(step.init(chain_params()), BATCH)
+  with pytest.raises(ValueError, match=r"'auto', 'per_depth' or 'switch'; got 'none'"):
+    optax_boost.make_train_step(chain_loss, tx, freezing="none")
