@@ -34,7 +34,9 @@ evidence: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 docs: $(READY)
-	@echo "The documentation is README.md and the docstrings; its pages are not written yet."
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
+	@echo "docs/build/index.html"
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -85,7 +85,8 @@ class ScaleByLarsTrustRatioState(NamedTuple):
       of ``jax.tree.leaves``; one per leaf, or one per layer for stacked leaves. One array, because
       each further buffer in a state costs a step some microseconds. :func:`trust_ratio_tree` gives
       it the structure of the params.
-    notfinite_count: scalar int32, the steps in which the gradient norm of a layer was not finite.
+    notfinite_count: scalar int32, the steps in which a layer stood still because the norm of its
+      gradient was not finite; leaves that keep ratio 1 are not counted.
   """
 
   trust_ratio: jax.Array
@@ -108,8 +109,9 @@ def scale_by_lars_trust_ratio(
   .. math::
     d = \frac{\eta |w|}{|g| + \lambda |w| + \epsilon} (\mathrm{clip}(g) + \lambda w)
 
-  A layer whose gradient is not finite makes no step: its update is zero and `notfinite_count`
-  grows, so that one bad batch does not stay in the momentum behind it.
+  A layer whose gradient norm is not finite makes no step: its update is zero and
+  `notfinite_count` grows, so that one bad batch does not stay in the momentum behind it. In a leaf
+  that keeps ratio 1, only the entries that are not finite make none.
 
   Args:
     trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
@@ -198,29 +200,34 @@ def scale_by_lars_trust_ratio(
     decays = [weight_decay if flag else 0.0 for flag in decayed]
 
     grads, weights = jax.tree.leaves(updates), jax.tree.leaves(params)
+    # Leaves that keep ratio 1 need no norm; there are many, and on a CPU each costs a kernel.
     squares = [
-      (_tree.sum_squares(w, leaf.layer_axes), _tree.sum_squares(g, leaf.layer_axes))
-      for leaf, w, g in zip(leaves, weights, grads, strict=True)
+      None
+      if skip
+      else (_tree.sum_squares(w, leaf.layer_axes), _tree.sum_squares(g, leaf.layer_axes))
+      for leaf, w, g, skip in zip(leaves, weights, grads, excluded, strict=True)
     ]
     if axis_name is not None:
       squares = jax.lax.psum(squares, axis_name)
 
-    outputs, ratios, finite = [], [], []
-    for leaf, w, g, (w2, g2), wd, skip in zip(
-      leaves, weights, grads, squares, decays, excluded, strict=True
-    ):
+    outputs, ratios, finite = [], [], [jnp.ones(1, bool)]
+    for leaf, w, g, square, wd in zip(leaves, weights, grads, squares, decays, strict=True):
       dtype = _tree.accumulator_dtype(g.dtype)
-      ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
-      ratio = jnp.ones_like(w2) if skip else ratio.astype(w2.dtype)
+      if square is None:
+        ratio = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype)
+        good = jnp.isfinite(g)
+      else:
+        w2, g2 = square
+        ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
+        finite.append(jnp.ravel(jnp.isfinite(g2)))
+        good = _tree.keep_dims(jnp.isfinite(g2), leaf)
       direction = g.astype(dtype)
       if clip is not None:
         direction = jnp.clip(direction, -jnp.asarray(clip), clip)
       direction = _tree.keep_dims(ratio, leaf) * (direction + wd * w.astype(dtype))
-      good = jnp.isfinite(g2)
-      direction = jnp.where(_tree.keep_dims(good, leaf), direction, jnp.zeros_like(direction))
+      direction = jnp.where(good, direction, jnp.zeros_like(direction))
       outputs.append(direction.astype(g.dtype))
-      ratios.append(jnp.ravel(ratio))
-      finite.append(jnp.ravel(good))
+      ratios.append(jnp.ravel(ratio).astype(state.trust_ratio.dtype))
 
     if not outputs:
       return updates, state

@@ -90,8 +90,10 @@ class TrainStep:
 
   def _step_for(self, graphdef: Any, optimizer: nnx.Optimizer) -> _train_step.TrainStep:
     key = (graphdef, optimizer.tx, optimizer.wrt)
-    if key in self._compiled:
-      return self._compiled[key]
+    # Hashing the structure of a large model takes a while: once per step is enough.
+    found = self._compiled.get(key)
+    if found is not None:
+      return found
 
     def loss_fn(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
       # A model of its own for every call: what the forward pass changes in it (statistics, rng

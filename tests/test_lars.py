@@ -177,6 +177,13 @@ def test_a_layer_with_a_bad_gradient_stands_still_and_is_counted():
   assert optax.tree.get(state, "notfinite_count") == 1
 
 
+def test_in_an_excluded_leaf_only_the_bad_entries_stand_still():
+  params = {"bias": jnp.ones(3)}
+  tx = optax_boost.lars(1.0)
+  updates, _ = tx.update({"bias": jnp.array([1.0, jnp.inf, 2.0])}, tx.init(params), params)
+  np.testing.assert_array_equal(updates["bias"], [-1.0, 0.0, -2.0])
+
+
 @pytest.mark.parametrize(
   ("path", "shape", "expected"),
   [
