@@ -291,24 +291,21 @@ def _correct(
   """Corrected gradients and the state after them."""
   leaves, structure = jax.tree.flatten(updates)
   means = jax.tree.leaves(state.full_gradient)
-  corrected, finite = [], []
+  corrected = []
   deviations = jnp.zeros_like(state.squared_deviations)
   for g, h, mu in zip(leaves, jax.tree.leaves(elsewhere), means, strict=True):
-    raw = correction(h, mu, alpha)
-    usable = jnp.isfinite(raw)
-    shift = jnp.where(usable, raw, jnp.zeros_like(raw))
     wide = g.astype(mu.dtype)
-    plain = wide - mu
-    corrected.append((wide - shift).astype(g.dtype))
-    sums = (_tree.sum_squares(plain - shift), _tree.sum_squares(plain))
+    raw = wide - correction(h, mu, alpha)
+    corrected.append(jnp.where(jnp.isfinite(raw), raw, wide).astype(g.dtype))
+    # Each sum reads two arrays that exist anyway; of intermediate results XLA would make others.
+    sums = (_tree.sum_squares(raw - mu), _tree.sum_squares(wide - mu))
     deviations += jnp.stack(sums).astype(deviations.dtype)
-    finite.append(jnp.all(usable))
-  left_out = jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True)))
-  total = state.squared_deviations + deviations
-  total = jnp.where(jnp.all(jnp.isfinite(total)), total, state.squared_deviations)
+  finite = jnp.isfinite(deviations)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), deviations, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
   known = total[1] > 0
   ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
+  left_out = finite[1] & ~finite[0]
   return jax.tree.unflatten(structure, corrected), state._replace(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
