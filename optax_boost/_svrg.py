@@ -12,7 +12,7 @@ For params w, a snapshot s of earlier ones, and a batch B:
 
 g, h, mu and v have the structure and shapes of w; mu and the arithmetic are in at least float32.
 Since h varies with the batch as g does while s is near w, the difference varies less than g. How
-much less is told by ``variance_ratio``, the sums running over the steps since the last refresh:
+much less is told by ``variance_ratio``, the sums running over steps since the last refresh:
 
   sum |v - mu|^2 / sum |g - mu|^2
 
@@ -38,6 +38,10 @@ from optax_boost import _base
 from optax_boost import _tree
 
 _METHOD = "svrg"
+# Params of at most so many entries have their variance ratio measured at every step, larger ones
+# at every 16th.
+_SMALL = 65_536
+_MEASURE_EVERY = 16
 
 
 class SvrgState(NamedTuple):
@@ -52,12 +56,12 @@ class SvrgState(NamedTuple):
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: vector of two, the sums over the steps since the last refresh of
       ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v``, plain ones ``g`` and the
-      full gradient ``mu``.
+      full gradient ``mu``. With more than 65,536 params, over every 16th step only.
     variance_ratio: scalar, the first of the sums over the second: about the variance of the
       corrected over that of the plain gradient. 0 is a perfect correction, above 1 it does harm.
       As the true gradient moves away from ``mu``, the ratio is drawn towards 1, but never across.
-    notfinite_count: scalar int32, the steps in which a correction or a full gradient was not
-      finite and therefore not used.
+    notfinite_count: scalar int32, the refreshes that were not made, and those of the steps summed
+      above in which a part of the correction was left out, for numbers that are not finite.
   """
 
   snapshot: optax.Params
@@ -290,22 +294,36 @@ def _correct(
 ) -> tuple[Any, SvrgState]:
   """Corrected gradients and the state after them."""
   leaves, structure = jax.tree.flatten(updates)
-  means = jax.tree.leaves(state.full_gradient)
-  corrected = []
-  deviations = jnp.zeros_like(state.squared_deviations)
-  for g, h, mu in zip(leaves, jax.tree.leaves(elsewhere), means, strict=True):
-    wide = g.astype(mu.dtype)
-    raw = wide - correction(h, mu, alpha)
-    corrected.append(jnp.where(jnp.isfinite(raw), raw, wide).astype(g.dtype))
-    # Each sum reads two arrays that exist anyway; of intermediate results XLA would make others.
-    sums = (_tree.sum_squares(raw - mu), _tree.sum_squares(wide - mu))
-    deviations += jnp.stack(sums).astype(deviations.dtype)
-  finite = jnp.isfinite(deviations)
-  total = state.squared_deviations + jnp.where(jnp.all(finite), deviations, 0)
+  parts = list(
+    zip(leaves, jax.tree.leaves(elsewhere), jax.tree.leaves(state.full_gradient), strict=True)
+  )
+
+  def raw(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    return g.astype(mu.dtype) - correction(h, mu, alpha)
+
+  def deviations() -> jax.Array:
+    total = jnp.zeros_like(state.squared_deviations)
+    for g, h, mu in parts:
+      sums = (_tree.sum_squares(raw(g, h, mu) - mu), _tree.sum_squares(g.astype(mu.dtype) - mu))
+      total += jnp.stack(sums).astype(total.dtype)
+    return total
+
+  # The sums read all gradients once more: a twentieth of the step of a large network.
+  if sum(g.size for g in leaves) <= _SMALL:
+    seen = deviations()
+  else:
+    measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
+    seen = jax.lax.cond(measured, deviations, lambda: jnp.zeros_like(state.squared_deviations))
+  finite = jnp.isfinite(seen)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), seen, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
   known = total[1] > 0
   ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
   left_out = finite[1] & ~finite[0]
+  corrected = [
+    jnp.where(jnp.isfinite(v := raw(g, h, mu)), v, g.astype(mu.dtype)).astype(g.dtype)
+    for g, h, mu in parts
+  ]
   return jax.tree.unflatten(structure, corrected), state._replace(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
@@ -397,7 +415,8 @@ def full_gradient(
       every time, or it is compiled every time.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
-      PyTorch loader, Grain, a generator). Only one batch is held at a time.
+      PyTorch loader, Grain, a generator). Two of them are held at a time: the next one is loaded
+      while the gradient of the last is computed.
     rng: a key, for losses with dropout: ``grad_fn(params, batch, key)`` is then called, with a key
       of its own for each batch.
     weight_fn: from a batch to the number of its real examples, as in
@@ -446,6 +465,8 @@ def full_gradient(
       )
     weight = _weight(arrays, weight_fn, "full_gradient")
     key = () if rng is None else (jax.random.fold_in(rng, index),)
+    # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
+    jax.block_until_ready(weights)
     total, weights = _jitted_add((total, weights), bound, params, arrays, weight, *key)
   if structure is None:
     raise ValueError(
@@ -482,8 +503,9 @@ def scan_full_gradient(
       of its own for each batch.
     weight_fn: from a batch to the number of its real examples, for a padded last batch; see
       :func:`full_gradient`. None: all batches count the same.
-    unroll: how many batches make one iteration, True for all: compiles longer. Convolutional
-      networks on CPUs need True, or the gradient on the host.
+    unroll: how many batches make one iteration, True for all: compiles longer. On CPUs the
+      gradients of convolutions need True; inside the step, where the whole pass stands under
+      ``lax.cond``, that does not help either: refresh on the host.
 
   Returns:
     A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.

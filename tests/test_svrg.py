@@ -331,6 +331,31 @@ def test_half_precision_params_keep_a_full_gradient_in_float32():
   np.testing.assert_array_equal(state.full_gradient["w"], full["w"])
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_of_many_params_the_variance_ratio_is_measured_at_every_16th_step(kind):
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+  tx = optax_boost.svrg(None)
+  with jax.set_mesh(mesh):
+    params = {"w": jax.device_put(jnp.ones((16, 8192)), rows)}
+    ones = jax.tree.map(jnp.ones_like, params)
+    state = optax_boost.refresh_svrg(tx.init(params), params, ones)
+    grads = jax.tree.map(lambda w: 3 * w, ones)
+    step = jax.jit(
+      lambda s, p: tx.update(grads, s, p, grad_fn=lambda _: jax.tree.map(jnp.add, p, p))
+    )
+    measured = []
+    for _ in range(25):
+      updates, state = step(state, params)
+      measured.append(float(state.squared_deviations[1]) / ones["w"].size)
+    assert "all-gather" not in step.lower(state, params).compile().as_text()
+  # g = 3, h = 2, mu = 1, so that v = 2.
+  np.testing.assert_array_equal(updates["w"], 2 * ones["w"])
+  np.testing.assert_allclose(measured, [0.0] * 8 + [4.0] * 16 + [8.0])
+  np.testing.assert_allclose(state.variance_ratio, 0.25)
+  assert step._cache_size() == 1
+
+
 # Refreshing.
 
 
