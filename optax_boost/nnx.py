@@ -10,6 +10,8 @@ import jax
 
 from optax_boost import _train_step
 
+# Before flax 0.12.7 it was called `pure`, a name that warns since.
+_as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 # Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
 # model's own rng streams.
 _PASS_SEED = 0
@@ -48,7 +50,7 @@ class TrainStep:
     state, metrics = step(state, batch)
     nnx.update(model, state.params, state.model_state)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-    optimizer.step.set_value(state.step)
+    nnx.update(optimizer, {"step": state.step})
     return metrics
 
   def refresh(
@@ -83,9 +85,7 @@ class TrainStep:
   ) -> tuple[_train_step.TrainStep, _train_step.TrainState]:
     """The pure step for this model, and the state that model and optimizer are in."""
     graphdef, params, rest = _split(model, optimizer.wrt)
-    state = _train_step.TrainState(
-      params, nnx.as_pure(optimizer.opt_state), rest, optimizer.step[...]
-    )
+    state = _train_step.TrainState(params, _as_pure(optimizer.opt_state), rest, optimizer.step[...])
     return self._step_for(graphdef, optimizer), _train_step.settle(state)
 
   def _step_for(self, graphdef: Any, optimizer: nnx.Optimizer) -> _train_step.TrainStep:
@@ -123,7 +123,7 @@ class TrainStep:
 def _split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
   """A model's structure, its trainable arrays, and all its other arrays."""
   graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
-  return graphdef, nnx.as_pure(params), nnx.as_pure(rest)
+  return graphdef, _as_pure(params), _as_pure(rest)
 
 
 def _advance(model: Any, by: jax.Array) -> None:
