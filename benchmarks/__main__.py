@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("lars",)
+NAMES = ("lars", "svrg")
 
 
 def main() -> None:

@@ -10,6 +10,12 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._svrg import SvrgState
+from optax_boost._svrg import alpha_svrg_schedule
+from optax_boost._svrg import full_gradient
+from optax_boost._svrg import refresh_svrg
+from optax_boost._svrg import scan_full_gradient
+from optax_boost._svrg import svrg
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -20,13 +26,19 @@ __version__ = "0.1.0"
 __all__ = [
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "SvrgState",
   "TrainState",
   "TrainStep",
+  "alpha_svrg_schedule",
   "centralize",
+  "full_gradient",
   "lars",
   "make_train_step",
   "path_mask",
+  "refresh_svrg",
   "scale_by_lars_trust_ratio",
+  "scan_full_gradient",
+  "svrg",
   "trust_ratio",
   "trust_ratio_tree",
 ]

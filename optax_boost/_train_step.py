@@ -7,12 +7,16 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   grad               its gradient there
   value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
   grad_fn(params)    the gradient elsewhere, likewise
+  full_grad_fn(params)
+                     the mean gradient over all of the data, where the caller says how
 
 The closures cost nothing unless a transformation calls them, and what they compute on the side
 (aux, new statistics) is dropped: those come from the one forward pass at the current params.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
+import functools
 import inspect
 from typing import Any
 from typing import NamedTuple
@@ -20,12 +24,15 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from optax_boost import _svrg
 
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("notfinite_count", "trust_ratio")
+METRIC_NAMES = ("notfinite_count", "trust_ratio", "variance_ratio")
 
 
 class TrainState(NamedTuple):
@@ -48,10 +55,16 @@ class TrainStep:
   """A jitted train step; made by :func:`make_train_step`."""
 
   def __init__(
-    self, step: Callable[..., tuple[TrainState, Metrics]], tx: optax.GradientTransformation
+    self,
+    step: Callable[..., tuple[TrainState, Metrics]],
+    tx: optax.GradientTransformation,
+    gradient: Callable[..., Any],
+    data: dict[str, Any],
   ):
     self._step = step
     self._tx = tx
+    self._gradient = gradient
+    self._data = data
 
   def init(self, params: optax.Params, model_state: Any = None) -> TrainState:
     """Makes the state to start from.
@@ -86,7 +99,43 @@ class TrainStep:
       keep in their state (``trust_ratio``, ...). A name that occurs in several states gets a
       number: ``trust_ratio_0``, ``trust_ratio_1``.
     """
-    return self._step(state, batch, rng)
+    return self._step(state, batch, rng, self._data)
+
+  def refresh(
+    self,
+    state: TrainState,
+    batches: Iterable[Any],
+    rng: jax.Array | None = None,
+    *,
+    weight_fn: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+  ) -> TrainState:
+    """Renews the snapshot of :func:`svrg` with one pass over the data, between two steps.
+
+    The statistics that the loss returns are dropped. The pass takes the gradients of one batch
+    after the other, so the data need not fit into memory.
+
+    Args:
+      state: the current state; the new one shares its arrays, so don't use it afterwards.
+      batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
+      rng: a key, or None if the loss takes none. The step number is folded in, and the number of
+        the batch.
+      weight_fn: from a batch to the number of its real examples, for padded batches.
+      progress: whether to show a progress bar; needs ``tqdm``.
+
+    Returns:
+      The state to go on with.
+
+    Raises:
+      ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
+    """
+    if rng is not None:
+      rng = jax.random.fold_in(rng, state.step)
+    gradient = jax.tree_util.Partial(self._gradient, state.model_state)
+    full = _svrg.full_gradient(
+      gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
+    )
+    return settle(state._replace(opt_state=_svrg.refresh_svrg(state.opt_state, state.params, full)))
 
   def lower(self, state: TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
@@ -99,7 +148,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    return self._step.lower(state, batch, rng)  # type: ignore[attr-defined]
+    return self._step.lower(state, batch, rng, self._data)  # type: ignore[attr-defined]
 
 
 def make_train_step(
@@ -108,6 +157,7 @@ def make_train_step(
   *,
   has_aux: bool = False,
   has_model_state: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
 ) -> TrainStep:
   """Makes a jitted train step that feeds any optax transformation.
@@ -123,6 +173,12 @@ def make_train_step(
     has_model_state: whether the loss carries mutable statistics. It is then called as
       ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
       `has_aux` ``(loss, (model_state, aux))``.
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``: called as
+      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss
+      with this step's statistics; if the step is called with a key, as ``full_grad_fn(grad_fn,
+      params, rng=key)``, with ``grad_fn(params, batch, key)``. Of a ``functools.partial``, bound
+      arrays are handed to the compiled step as arguments, not built into it:
+      ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
 
   Returns:
@@ -146,13 +202,28 @@ def make_train_step(
   """
   if not callable(loss_fn):
     raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  if full_grad_fn is not None and not callable(full_grad_fn):
+    raise TypeError(f"`full_grad_fn` must be callable or None; got {full_grad_fn!r}.")
   if not isinstance(tx, optax.GradientTransformation):
     raise TypeError(
       f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
       " instead of what it returns?"
     )
 
-  def step_fn(state: TrainState, batch: Any, rng: jax.Array | None) -> tuple[TrainState, Metrics]:
+  full_grad_fn, data = _bound_arrays(full_grad_fn)
+
+  def gradient(model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+    """The gradient of the loss alone, on any batch."""
+    stats = (model_state,) if has_model_state else ()
+
+    def loss(params: optax.Params) -> jax.Array:
+      return _split_output(loss_fn(params, *stats, batch, *rngs), has_aux, has_model_state)[0]
+
+    return jax.grad(loss)(params)
+
+  def step_fn(
+    state: TrainState, batch: Any, rng: jax.Array | None, data: dict[str, Any]
+  ) -> tuple[TrainState, Metrics]:
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     stats = (state.model_state,) if has_model_state else ()
 
@@ -160,13 +231,20 @@ def make_train_step(
       return _split_output(loss_fn(params, *stats, batch, *rngs), has_aux, has_model_state)
 
     # optax's line searches refuse extra arguments that `value_fn` does not name.
-    def value_fn(params: optax.Params, grad_fn: Any = None) -> jax.Array:
-      del grad_fn
+    def value_fn(params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None) -> jax.Array:
+      del grad_fn, full_grad_fn
       return forward(params)[0]
 
     grad_fn = jax.grad(value_fn)
     (value, (model_state, aux)), grad = jax.value_and_grad(forward, has_aux=True)(state.params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
+    if full_grad_fn is not None:
+      extra["full_grad_fn"] = functools.partial(
+        full_grad_fn,
+        functools.partial(gradient, state.model_state),
+        **data,
+        **({"rng": rngs[0]} if rngs else {}),
+      )
     updates, opt_state = tx.update(
       grad, state.opt_state, state.params, **_understood(tx.update, extra)
     )
@@ -177,7 +255,21 @@ def make_train_step(
     new_state = TrainState(params, opt_state, model_state, state.step + 1)
     return jax.tree.map(_strong, new_state), metrics
 
-  return TrainStep(jax.jit(step_fn, donate_argnums=(0,) if donate else ()), tx)
+  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else ())
+  return TrainStep(jitted, tx, gradient, data)
+
+
+def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
+  if not isinstance(function, functools.partial):
+    return function, {}
+  data: dict[str, Any] = {}
+  rest: dict[str, Any] = {}
+  for name, value in function.keywords.items():
+    leaves = jax.tree.leaves(value)
+    arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+    (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
+  return functools.partial(function.func, *function.args, **rest), data
 
 
 def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
+from tests import problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Row:
     reachable: maps any target to one that the method can reach from zero.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     label: tells rows of the same factory apart.
+    extra: makes the extra arguments that ``update`` needs from its updates and params.
   """
 
   factory: str
@@ -42,10 +44,23 @@ class Row:
   reachable: Callable[[Any], Any] = lambda tree: tree
   static: tuple[str, ...] = ()
   label: str = ""
+  extra: Callable[[Any, Any], dict[str, Any]] | None = None
 
   def make(self) -> optax.GradientTransformationExtraArgs:
-    """The transformation itself."""
-    return getattr(optax_boost, self.factory)(**self.kwargs)
+    """The transformation itself, given what extra arguments it needs."""
+    return self.feed(getattr(optax_boost, self.factory)(**self.kwargs))
+
+  def feed(
+    self, tx: optax.GradientTransformationExtraArgs
+  ) -> optax.GradientTransformationExtraArgs:
+    """Has `tx` receive the row's extra arguments at every update."""
+    if self.extra is None:
+      return tx
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+      return tx.update(updates, state, params, **self.extra(updates, params), **more)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
   def optimizer(self) -> optax.GradientTransformationExtraArgs:
     """The transformation, made into something that descends."""
@@ -60,6 +75,18 @@ def _without_fan_in_mean(tree: Any) -> Any:
     return x - jnp.mean(x, range(x.ndim - 1), keepdims=True) if x.ndim > 1 else x
 
   return jax.tree.map(project, tree)
+
+
+def _gradients_elsewhere(updates: Any, params: Any) -> dict[str, Any]:
+  """Closures of the contract's problem, whose gradients differ as the points do."""
+
+  def grad_fn(point: Any) -> Any:
+    return jax.tree.map(lambda g, p, q: g + (q - p), updates, params, point)
+
+  def full_grad_fn(point: Any) -> Any:
+    return jax.tree.map(jnp.subtract, point, problems.target(point))
+
+  return {"grad_fn": grad_fn, "full_grad_fn": full_grad_fn}
 
 
 ROWS = (
@@ -100,6 +127,14 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     reachable=_without_fan_in_mean,
+  ),
+  Row(
+    "svrg",
+    {"refresh_every": 2, "coefficient": optax.linear_schedule(1.0, 0.5, 4)},
+    baseline=optax.identity,
+    needs_params=True,
+    descends=lambda: optax.sgd(0.1),
+    extra=_gradients_elsewhere,
   ),
 )
 
