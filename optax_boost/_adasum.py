@@ -25,6 +25,7 @@ Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", a
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 import inspect
 import itertools
 import math
@@ -156,19 +157,23 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
         f" got shape {jnp.shape(leaf)} for the leaf '{path}' and {jnp.shape(leaves[0])} for"
         f" '{paths[0]}'."
       )
+  found = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))
+  return jax.tree.unflatten(structure, found)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _reduce(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
+  """:func:`adasum_reduce` on leaves and the numbers of their groups."""
   replicas = leaves[0].shape[0]
   layouts = _layouts([jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], chunks=1)
-  joined = [
-    [jnp.concatenate([jnp.ravel(leaves[i][r]) for i in layout.leaves]) for r in range(replicas)]
-    for layout in layouts
-  ]
-  chunks = [
-    _Chunk(layout, [_fit(row, layout.chunk) for row in rows], jnp.asarray(layout.blocks[0]))
-    for layout, rows in zip(layouts, joined, strict=True)
-  ]
-  weights = _weigh(_gram(chunks), _group_of_leaf(paths, patterns))
-  outputs = _unpack([(chunk.layout, _combine(chunk, weights)) for chunk in chunks])
-  return jax.tree.unflatten(structure, outputs)
+  chunks = []
+  for layout in layouts:
+    rows = [leaves[i].reshape(replicas, math.prod(leaves[i].shape[1:])) for i in layout.leaves]
+    padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
+    joined = jnp.concatenate([*rows, padding], axis=1)
+    chunks.append(_Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
+  weights = _weigh(_gram(chunks), np.array(groups))
+  return _unpack([(chunk.layout, _combine(chunk, weights)) for chunk in chunks])
 
 
 def adasum(
@@ -372,7 +377,8 @@ class _Chunk(NamedTuple):
 
   Attributes:
     layout: of the vector that it is cut from.
-    rows: N vectors of M entries, one per replica.
+    rows: N vectors of M entries, one per replica; apart, since they arrive apart and joining
+      them would be a pass over memory.
     blocks: ``(T, 4)``, this chunk's part of ``layout.blocks``.
   """
 
@@ -413,7 +419,7 @@ def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
     chunk = max(1, -(-ends[-1] // chunks))
     block = min(chunk, max(_SHORTEST_BLOCK, -(-chunk // _MOST_BLOCKS)))
     lists = [_blocks(starts, ends, d * chunk, chunk, block) for d in range(chunks)]
-    table = np.zeros((chunks, max(map(len, lists)), 4), np.int32)
+    table = np.zeros((chunks, max(1, *map(len, lists)), 4), np.int32)
     for row, entries in zip(table, lists, strict=True):
       row[: len(entries)] = np.reshape(entries, (-1, 4))
     layouts.append(_Layout(tuple(members), shapes, starts, dtype, chunk, block, table))
@@ -473,49 +479,42 @@ def _unpack(vectors: Sequence[tuple[_Layout, jax.Array]]) -> list[jax.Array]:
 
 
 def _over_blocks(
-  chunk: _Chunk, result: jax.Array, body: Callable[[jax.Array, Any, Any, Any, Any], jax.Array]
+  chunk: _Chunk, result: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-  """Runs ``body(result, rows, counts, start, leaf)`` over a chunk's blocks.
+  """Runs ``result = body(result, block)`` over the rows of ``chunk.blocks``."""
+  turns = chunk.layout.blocks.shape[1]
+  return jax.lax.fori_loop(0, turns, lambda t, y: body(y, chunk.blocks[t]), result)
 
-  Args:
-    chunk: the chunk.
-    result: what the body is given first and passes on.
-    body: called with the N rows of the block ``(B,)`` in the accumulator's dtype, a mask ``(B,)``
-      of the columns that count, where the block starts and whose it is.
 
-  Returns:
-    The last result.
-  """
-  width = chunk.layout.block
-  wide = _tree.accumulator_dtype(chunk.layout.dtype)
-
-  def turn(t: Any, result: jax.Array) -> jax.Array:
-    start, low, high, leaf = chunk.blocks[t]
-    rows = [jax.lax.dynamic_slice(row, (start,), (width,)).astype(wide) for row in chunk.rows]
-    columns = jnp.arange(width)
-    return body(result, rows, (columns >= low) & (columns < high), start, leaf)
-
-  # Under `shard_map` the result must vary along the axes that the rows vary along.
-  varying = chunk.rows[0][0].astype(result.dtype)
-  result = jnp.where(jnp.zeros(result.shape, bool), varying, result)
-  return jax.lax.fori_loop(0, chunk.layout.blocks.shape[1], turn, result)
+def _counts(block: jax.Array, width: int) -> jax.Array:
+  """Which columns of a block belong to its leaf: a mask ``(B,)``."""
+  columns = jnp.arange(width)
+  return (columns >= block[1]) & (columns < block[2])
 
 
 def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
   """What these chunks hold of the Gram matrices ``(L, N, N)``, in the order of all leaves."""
 
-  def add(grams: jax.Array, rows: list[jax.Array], counts: Any, start: Any, leaf: Any) -> jax.Array:
-    del start
-    # Selected, not multiplied: what belongs to another leaf may be NaN.
-    block = jnp.where(counts, jnp.stack(rows), 0)
-    products = jnp.matmul(block, block.T, precision=jax.lax.Precision.HIGHEST)
-    return grams.at[leaf].add(products)
+  def partial_gram(chunk: _Chunk) -> jax.Array:
+    width, wide = chunk.layout.block, _tree.accumulator_dtype(chunk.layout.dtype)
+    replicas = len(chunk.rows)
 
-  found = []
-  for chunk in chunks:
-    count, replicas = len(chunk.layout.leaves), len(chunk.rows)
-    wide = _tree.accumulator_dtype(chunk.layout.dtype)
-    found.append(_over_blocks(chunk, jnp.zeros((count, replicas, replicas), wide), add))
+    def add(grams: jax.Array, block: jax.Array) -> jax.Array:
+      # Selected, not multiplied: what belongs to another leaf may be NaN.
+      counts = _counts(block, width)
+      parts = [jax.lax.dynamic_slice(row, (block[0],), (width,)) for row in chunk.rows]
+      parts = [jnp.where(counts, part.astype(wide), 0) for part in parts]
+      # Row by row and not fused: XLA's CPU code for stacking slices is slower than a copy.
+      columns = jnp.stack(jax.lax.optimization_barrier(parts))
+      products = jnp.matmul(columns, columns.T, precision=jax.lax.Precision.HIGHEST)
+      return grams.at[block[3]].add(products)
+
+    shape = (len(chunk.layout.leaves), replicas, replicas)
+    # Under `shard_map` the loop must know from the start that they vary as the gradients do.
+    varying = chunk.rows[0][0].astype(wide)
+    return _over_blocks(chunk, jnp.where(jnp.zeros(shape, bool), varying, 0), add)
+
+  found = [partial_gram(chunk) for chunk in chunks]
   if len(found) == 1:
     return found[0]
   widest = jnp.result_type(*found)
@@ -529,16 +528,18 @@ def _combine(chunk: _Chunk, weights: _Weights) -> jax.Array:
   wide = _tree.accumulator_dtype(layout.dtype)
   coefficients = weights.by_leaf[np.asarray(layout.leaves)].astype(wide)
 
-  def mix(y: jax.Array, rows: list[jax.Array], counts: Any, start: Any, leaf: Any) -> jax.Array:
-    mine = coefficients[leaf]
-    mixed = mine[0] * rows[0]
-    for r in range(1, len(rows)):
-      mixed += mine[r] * rows[r]
-    old = jax.lax.dynamic_slice(y, (start,), (layout.block,))
-    new = jnp.where(counts, mixed.astype(layout.dtype), old)
-    return jax.lax.dynamic_update_slice(y, new, (start,))
+  # The result takes the place of the first row: each column is read for the last time in the turn
+  # that writes it.
+  first, *others = chunk.rows
 
-  return _over_blocks(chunk, jnp.zeros(layout.chunk, layout.dtype), mix)
+  def mix(y: jax.Array, block: jax.Array) -> jax.Array:
+    parts = [jax.lax.dynamic_slice(row, (block[0],), (layout.block,)) for row in (y, *others)]
+    terms = [c * part.astype(wide) for c, part in zip(coefficients[block[3]], parts, strict=True)]
+    mixed = functools.reduce(jnp.add, terms).astype(layout.dtype)
+    new = jnp.where(_counts(block, layout.block), mixed, parts[0])
+    return jax.lax.dynamic_update_slice(y, new, (block[0],))
+
+  return _over_blocks(chunk, first, mix)
 
 
 def _weigh(gram: jax.Array, group_of_leaf: np.ndarray) -> _Weights:

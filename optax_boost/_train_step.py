@@ -25,7 +25,7 @@ import optax
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("notfinite_count", "trust_ratio")
+METRIC_NAMES = ("notfinite_count", "orthogonality", "trust_ratio")
 
 
 class TrainState(NamedTuple):

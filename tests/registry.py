@@ -31,6 +31,7 @@ class Row:
     reachable: maps any target to one that the method can reach from zero.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     label: tells rows of the same factory apart.
+    wrap: gives the transformation what it needs around it, such as a named axis.
   """
 
   factory: str
@@ -42,10 +43,11 @@ class Row:
   reachable: Callable[[Any], Any] = lambda tree: tree
   static: tuple[str, ...] = ()
   label: str = ""
+  wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
 
   def make(self) -> optax.GradientTransformationExtraArgs:
     """The transformation itself."""
-    return getattr(optax_boost, self.factory)(**self.kwargs)
+    return self.wrap(getattr(optax_boost, self.factory)(**self.kwargs))
 
   def optimizer(self) -> optax.GradientTransformationExtraArgs:
     """The transformation, made into something that descends."""
@@ -60,6 +62,38 @@ def _without_fan_in_mean(tree: Any) -> Any:
     return x - jnp.mean(x, range(x.ndim - 1), keepdims=True) if x.ndim > 1 else x
 
   return jax.tree.map(project, tree)
+
+
+def _on_two_replicas(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Runs `tx` on the axis "replicas", where gradients differ but have the given ones as mean.
+
+  Their last axis is sharded over the axis "x" of the mesh, if there is one.
+  """
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one_replica(weight: jax.Array, updates: Any, params: Any) -> Any:
+      # One replica sees most of what is positive, the other most of what is negative.
+      own = jax.tree.map(lambda g: g * (1 + weight * jnp.sign(g)).astype(g.dtype), updates)
+      return tx.update(own, state, params, **extra)
+
+    def both(updates: Any, params: Any) -> Any:
+      mapped = jax.vmap(one_replica, in_axes=(0, None, None), axis_name="replicas")
+      both_ways = mapped(jnp.array([0.8, -0.8]), updates, params)
+      return jax.tree.map(lambda x: x[0], both_ways)
+
+    if mesh.empty:
+      alone = jax.vmap(both, in_axes=None, out_axes=None, axis_name="x", axis_size=1)
+      return alone(updates, params)
+    split = jax.tree.map(lambda g: jax.sharding.PartitionSpec(*[None] * (g.ndim - 1), "x"), updates)
+    specs = (split, None if params is None else split)
+    outputs = (split, jax.sharding.PartitionSpec())
+    return jax.shard_map(both, in_specs=specs, out_specs=outputs, check_vma=False)(updates, params)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 ROWS = (
@@ -100,6 +134,14 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     reachable=_without_fan_in_mean,
+  ),
+  Row(
+    "adasum",
+    {"axis_name": "replicas", "shard_axis_name": "x"},
+    baseline=optax.identity,
+    needs_params=False,
+    descends=lambda: optax.sgd(0.1),
+    wrap=_on_two_replicas,
   ),
 )
 

@@ -211,7 +211,7 @@ def test_injected_hyperparams_change_nothing(row):
   params = problems.params()
   tx = row.make()
   factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
-  injected = factory(**row.kwargs)
+  injected = row.wrap(factory(**row.kwargs))
   state = injected.init(params)
   step = jax.jit(lambda grads, state, params: injected.update(grads, state, params))
   inner = tx.init(params)
