@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("lars",)
+NAMES = ("adasum", "lars")
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ Start it once per process, on one machine or many, or let ``--launch`` start the
   python examples/adasum_processes.py --coordinator 10.0.0.1:1234 --processes 4 --process 0 ...
 
 All processes together train the same model to the same weights as one process with as many
-virtual devices (``--devices 4``). When a process dies, JAX's runtime ends the others; the next
-start resumes from the last checkpoint.
+virtual devices (``--devices 4``). When a process dies, the others end with a message: at once
+when its connections close, after `HEARTBEAT_SECONDS` when it falls silent. The next start resumes
+from the last checkpoint.
 """
 
 import argparse
@@ -103,7 +104,9 @@ def train(options: argparse.Namespace) -> None:
 
     return jax.tree.map(lambda x: put(np.asarray(x)), tree)
 
-  carry = tuple(place(part, spec) for part, spec in zip(carry, (P(), P(REPLICAS), P()), strict=True))
+  carry = tuple(
+    place(part, spec) for part, spec in zip(carry, (P(), P(REPLICAS), P()), strict=True)
+  )
   whole = jax.jit(lambda tree: tree, out_shardings=replicated)
   print(f"process {jax.process_index()}: {mesh.size} replicas, from step {first}", flush=True)
   for step in range(first, options.steps):
@@ -195,7 +198,17 @@ def main() -> int:
       options.process,
       heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
-  train(options)
+  try:
+    train(options)
+  except jax.errors.JaxRuntimeError as error:
+    reason = str(error).splitlines()[0]
+    print(
+      f"process {options.process}: another process is gone ({reason}). Start all again to resume"
+      " from the last checkpoint.",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)  # an orderly end would wait for the process that is gone
   return 0
 
 
