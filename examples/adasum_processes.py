@@ -6,9 +6,9 @@ Start it once per process, on one machine or many, or let ``--launch`` start the
   python examples/adasum_processes.py --coordinator 10.0.0.1:1234 --processes 4 --process 0 ...
 
 All processes together train the same model to the same weights as one process with as many
-virtual devices (``--devices 4``). When a process dies, the others end with a message: at once
-when its connections close, after `HEARTBEAT_SECONDS` when it falls silent. The next start resumes
-from the last checkpoint.
+virtual devices (``--devices 4``). When a process dies, the others end with a message: this
+script's where an exchange with it fails, else the one of JAX's runtime, which misses its
+heartbeat after `HEARTBEAT_SECONDS`. The next start resumes from the last checkpoint.
 """
 
 import argparse

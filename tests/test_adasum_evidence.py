@@ -109,8 +109,9 @@ def test_digits_at_eight_times_the_batch():
     f"""# AdaSum on digits at eight times the batch
 
 Three-layer network, momentum SGD, {EPOCHS} epochs of 1,024 images; seeds {SEEDS}, mean and standard
-deviation. The same rate is {BASE_RATE}; tuned is the best of {RATES} on 373 validation images. Test
-accuracy on 400 others: one image is 0.25 points.
+deviation. The same rate is {BASE_RATE}, the tuned one of a single replica; tuned is the best of
+{RATES} on 373 validation images.
+Test accuracy on 400 others: one image is 0.25 points. Written by `make evidence`.
 
 | reduction | batch | rate is | rate | training loss | test accuracy, % |
 |---|---|---|---|---|---|
