@@ -289,6 +289,13 @@ def adasum(
     each level to the gradients' dtype; here the result is rounded once. A node that cancels to
     less than a thousandth of what it was added up from counts as zero: its direction would be
     that of rounding errors.
+
+  .. note::
+    No sure gain: on scikit-learn's digits at eight times the batch, gradients reduced by it reached
+    a lower training loss than their mean at an unchanged learning rate, but no better test
+    accuracy, and on the updates of momentum SGD it did worse than the mean
+    (``benchmarks/results/adasum_digits.md``). ``examples/adasum_processes.py`` runs it over several
+    processes or machines, with checkpoints.
   """
   method = "adasum"
   axes = _axes("axis_name", axis_name)
