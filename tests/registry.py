@@ -75,23 +75,23 @@ def _on_two_replicas(
   def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
 
-    def one_replica(weight: jax.Array, updates: Any, params: Any) -> Any:
+    def one_replica(weight: jax.Array, updates: Any, state: Any, params: Any) -> Any:
       # One replica sees most of what is positive, the other most of what is negative.
       own = jax.tree.map(lambda g: g * (1 + weight * jnp.sign(g)).astype(g.dtype), updates)
       return tx.update(own, state, params, **extra)
 
-    def both(updates: Any, params: Any) -> Any:
-      mapped = jax.vmap(one_replica, in_axes=(0, None, None), axis_name="replicas")
-      both_ways = mapped(jnp.array([0.8, -0.8]), updates, params)
-      return jax.tree.map(lambda x: x[0], both_ways)
+    def both(*given: Any) -> Any:
+      mapped = jax.vmap(one_replica, in_axes=(0, None, None, None), axis_name="replicas")
+      return jax.tree.map(lambda x: x[0], mapped(jnp.array([0.8, -0.8]), *given))
 
+    given = (updates, state, params)
     if mesh.empty:
       alone = jax.vmap(both, in_axes=None, out_axes=None, axis_name="x", axis_size=1)
-      return alone(updates, params)
+      return alone(*given)
     split = jax.tree.map(lambda g: jax.sharding.PartitionSpec(*[None] * (g.ndim - 1), "x"), updates)
-    specs = (split, None if params is None else split)
-    outputs = (split, jax.sharding.PartitionSpec())
-    return jax.shard_map(both, in_specs=specs, out_specs=outputs, check_vma=False)(updates, params)
+    whole = jax.sharding.PartitionSpec()
+    specs = {"in_specs": (split, whole, split), "out_specs": (split, whole)}
+    return jax.shard_map(both, **specs, check_vma=False)(*given)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
