@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("lars", "svrg")
+NAMES = ("adasum", "lars", "svrg")
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
 """
 
+from optax_boost._adasum import AdasumState
+from optax_boost._adasum import adasum
+from optax_boost._adasum import adasum_pair
+from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._lars import ScaleByLarsTrustRatioState
@@ -24,11 +28,15 @@ from optax_boost._tree import path_mask
 __version__ = "0.1.0"
 
 __all__ = [
+  "AdasumState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
   "TrainState",
   "TrainStep",
+  "adasum",
+  "adasum_pair",
+  "adasum_reduce",
   "alpha_svrg_schedule",
   "centralize",
   "full_gradient",

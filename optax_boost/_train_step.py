@@ -32,7 +32,7 @@ from optax_boost import _svrg
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("notfinite_count", "trust_ratio", "variance_ratio")
+METRIC_NAMES = ("notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
 
 
 class TrainState(NamedTuple):

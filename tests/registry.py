@@ -33,6 +33,7 @@ class Row:
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
+    wrap: gives the transformation what it needs around it, such as a named axis.
   """
 
   factory: str
@@ -44,6 +45,7 @@ class Row:
   reachable: Callable[[Any], Any] = lambda tree: tree
   static: tuple[str, ...] = ()
   label: str = ""
+  wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
 
   def make(self) -> optax.GradientTransformationExtraArgs:
@@ -53,7 +55,8 @@ class Row:
   def feed(
     self, tx: optax.GradientTransformationExtraArgs
   ) -> optax.GradientTransformationExtraArgs:
-    """Has `tx` receive the row's extra arguments at every update."""
+    """Puts around `tx` what the row needs: its surroundings, and extra arguments at each update."""
+    tx = self.wrap(tx)
     if self.extra is None:
       return tx
 
@@ -87,6 +90,38 @@ def _gradients_elsewhere(updates: Any, params: Any) -> dict[str, Any]:
     return jax.tree.map(jnp.subtract, point, problems.target(point))
 
   return {"grad_fn": grad_fn, "full_grad_fn": full_grad_fn}
+
+
+def _on_two_replicas(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Runs `tx` on the axis "replicas", where gradients differ but have the given ones as mean.
+
+  Their last axis is sharded over the axis "x" of the mesh, if there is one.
+  """
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one_replica(weight: jax.Array, updates: Any, state: Any, params: Any) -> Any:
+      # One replica sees most of what is positive, the other most of what is negative.
+      own = jax.tree.map(lambda g: g * (1 + weight * jnp.sign(g)).astype(g.dtype), updates)
+      return tx.update(own, state, params, **extra)
+
+    def both(*given: Any) -> Any:
+      mapped = jax.vmap(one_replica, in_axes=(0, None, None, None), axis_name="replicas")
+      return jax.tree.map(lambda x: x[0], mapped(jnp.array([0.8, -0.8]), *given))
+
+    given = (updates, state, params)
+    if mesh.empty:
+      alone = jax.vmap(both, in_axes=None, out_axes=None, axis_name="x", axis_size=1)
+      return alone(*given)
+    split = jax.tree.map(lambda g: jax.sharding.PartitionSpec(*[None] * (g.ndim - 1), "x"), updates)
+    whole = jax.sharding.PartitionSpec()
+    specs = {"in_specs": (split, whole, split), "out_specs": (split, whole)}
+    return jax.shard_map(both, **specs, check_vma=False)(*given)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 ROWS = (
@@ -135,6 +170,14 @@ ROWS = (
     needs_params=True,
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
+  ),
+  Row(
+    "adasum",
+    {"axis_name": "replicas", "shard_axis_name": "x"},
+    baseline=optax.identity,
+    needs_params=False,
+    descends=lambda: optax.sgd(0.1),
+    wrap=_on_two_replicas,
   ),
 )
 
