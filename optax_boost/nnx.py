@@ -7,6 +7,9 @@ from flax import nnx
 
 from optax_boost import _train_step
 
+# Before flax 0.12.7 it was called `pure`, a name that warns since.
+_as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
+
 
 class TrainStep:
   """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
@@ -31,14 +34,12 @@ class TrainStep:
       The metrics: ``loss``, ``aux`` if the loss has any, and what the methods keep in their state.
     """
     graphdef, params, rest = _split(model, optimizer.wrt)
-    state = _train_step.TrainState(
-      params, nnx.as_pure(optimizer.opt_state), rest, optimizer.step[...]
-    )
+    state = _train_step.TrainState(params, _as_pure(optimizer.opt_state), rest, optimizer.step[...])
     step = self._step_for(graphdef, optimizer)
     state, metrics = step(_train_step.settle(state), batch)
     nnx.update(model, state.params, state.model_state)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-    optimizer.step.set_value(state.step)
+    nnx.update(optimizer, {"step": state.step})
     return metrics
 
   def _step_for(self, graphdef: Any, optimizer: nnx.Optimizer) -> _train_step.TrainStep:
@@ -66,7 +67,7 @@ class TrainStep:
 def _split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
   """A model's structure, its trainable arrays, and all its other arrays."""
   graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
-  return graphdef, nnx.as_pure(params), nnx.as_pure(rest)
+  return graphdef, _as_pure(params), _as_pure(rest)
 
 
 def make_train_step(
