@@ -3,6 +3,8 @@
 Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
 """
 
+from optax_boost._accumulation import AccumulateState
+from optax_boost._accumulation import accumulate
 from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
@@ -14,6 +16,11 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._precision import DynamicLossScaleState
+from optax_boost._precision import MasterWeightsState
+from optax_boost._precision import dynamic_loss_scale
+from optax_boost._precision import master_weights
+from optax_boost._precision import next_loss_scale
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -28,20 +35,27 @@ from optax_boost._tree import path_mask
 __version__ = "0.1.0"
 
 __all__ = [
+  "AccumulateState",
   "AdasumState",
+  "DynamicLossScaleState",
+  "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
   "TrainState",
   "TrainStep",
+  "accumulate",
   "adasum",
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
   "centralize",
+  "dynamic_loss_scale",
   "full_gradient",
   "lars",
   "make_train_step",
+  "master_weights",
+  "next_loss_scale",
   "path_mask",
   "refresh_svrg",
   "scale_by_lars_trust_ratio",

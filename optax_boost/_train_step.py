@@ -10,6 +10,9 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   full_grad_fn(params)
                      the mean gradient over all of the data, where the caller says how
 
+Where the optimizer state holds a `loss_scale`, the two gradients are those of the loss times it;
+the values are of the loss itself.
+
 The closures cost nothing unless a transformation calls them, and what they compute on the side
 (aux, new statistics) is dropped: those come from the one forward pass at the current params.
 """
@@ -32,7 +35,7 @@ from optax_boost import _svrg
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
+METRIC_NAMES = ("loss_scale", "notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
 
 
 class TrainState(NamedTuple):
@@ -235,8 +238,16 @@ def make_train_step(
       del grad_fn, full_grad_fn
       return forward(params)[0]
 
-    grad_fn = jax.grad(value_fn)
-    (value, (model_state, aux)), grad = jax.value_and_grad(forward, has_aux=True)(state.params)
+    scale = _loss_scale(state.opt_state)
+
+    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+      value, rest = forward(params)
+      # In float32: a float16 loss times its scale would overflow.
+      return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
+
+    # What is differentiated carries the scale, here as at the current params.
+    grad_fn = jax.grad(lambda params: scaled(params)[0])
+    grad, (value, (model_state, aux)) = jax.grad(scaled, has_aux=True)(state.params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
     if full_grad_fn is not None:
       extra["full_grad_fn"] = functools.partial(
@@ -270,6 +281,17 @@ def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, A
     arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
     (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
   return functools.partial(function.func, *function.args, **rest), data
+
+
+def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:
+  """What the optimizer asks the loss to be multiplied by before it is differentiated."""
+  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "loss_scale")]
+  if len(found) > 1:
+    raise ValueError(
+      f"`make_train_step` needs one loss scale; the optimizer state holds {len(found)}. Put one"
+      " `dynamic_loss_scale` around the whole optimizer."
+    )
+  return found[0] if found else None
 
 
 def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:

@@ -338,3 +338,16 @@ def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
     `x` with axes of length 1 inserted at ``leaf.layer_axes``.
   """
   return jnp.expand_dims(x, leaf.layer_axes)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every entry of every leaf is finite.
+
+  Args:
+    tree: a tree of floating-point arrays.
+
+  Returns:
+    A scalar bool.
+  """
+  leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(leaves)) if leaves else jnp.asarray(True)

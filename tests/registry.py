@@ -31,6 +31,9 @@ class Row:
     steps: how many steps it needs to get close.
     reachable: maps any target to one that the method can reach from zero.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
+    acts: proves that the method acts, where comparing its first update with the baseline's does
+      not: gets the transformation and the baseline.
+    widens: whether updates are float32 where gradients have half precision.
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
     wrap: gives the transformation what it needs around it, such as a named axis.
@@ -44,6 +47,8 @@ class Row:
   steps: int = 500
   reachable: Callable[[Any], Any] = lambda tree: tree
   static: tuple[str, ...] = ()
+  acts: Callable[[Any, Any], bool] | None = None
+  widens: bool = False
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
@@ -124,7 +129,41 @@ def _on_two_replicas(
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def _small_steps_arrive(tx: Any, baseline: Any) -> bool:
+  """Whether steps too small for bfloat16 move the params, as they don't in the baseline."""
+
+  def train(tx: Any) -> jax.Array:
+    params = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(30):
+      updates, state = tx.update(jnp.full(3, -1e-2, params.dtype), state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  return bool(jnp.all(train(tx) > 1) & jnp.all(train(baseline) == 1))
+
+
 ROWS = (
+  Row(
+    "accumulate",
+    {"inner": optax.sgd(0.1), "every": 2},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+  ),
+  Row(
+    "dynamic_loss_scale",
+    {"inner": optax.sgd(0.1, momentum=0.5), "initial_scale": 2.0},
+    baseline=lambda: optax.sgd(0.1, momentum=0.5),
+    needs_params=False,
+  ),
+  Row(
+    "master_weights",
+    {"inner": optax.sgd(0.1)},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    acts=_small_steps_arrive,
+    widens=True,
+  ),
   Row(
     "scale_by_lars_trust_ratio",
     {"trust_coefficient": 0.02, "weight_decay": 1e-4},

@@ -46,6 +46,9 @@ def spec(tree: Any) -> Any:
 
 @every_row
 def test_acts(row):
+  if row.acts is not None:
+    assert row.acts(row.make(), row.baseline())
+    return
   params = problems.params()
   ours, _ = update(row.make(), params, row.make().init(params), 0)
   base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
@@ -208,7 +211,8 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
   tx = row.make()
   state = tx.init(params)
   updates, after = jax.jit(tx.update)(problems.grads(params), state, params)
-  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+  wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
   assert spec(after) == spec(state)
   chex.assert_tree_all_finite(updates)
 

@@ -1,0 +1,203 @@
+"""Gradient accumulation against MindSpore's recorded run, and what breaks naive accumulation."""
+
+import itertools
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "grad_accumulation.npz"
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_agrees_with_mindspore(name):
+  with np.load(GOLDEN) as file:
+    arrays = {key: file[key] for key in file.files}
+  decay = optax.add_decayed_weights(0.01 if name == "momentum" else 0.0)
+  tx = optax_boost.accumulate(
+    optax.chain(decay, optax.trace(0.9), optax.scale_by_learning_rate(0.1)), every=4
+  )
+  params = {n: jnp.asarray(arrays[f"init_{n}"]) for n in "wb"}
+  state, update = tx.init(params), jax.jit(tx.update)
+  for t in range(18):
+    grads = {n: jnp.asarray(arrays[f"grad_{n}"][t]) for n in "wb"}
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    assert state.count == arrays[f"{name}_counter"][t]
+    for n in "wb":
+      close = {"rtol": 0, "atol": 2e-6}
+      np.testing.assert_allclose(params[n], arrays[f"{name}_weight_{n}"][t], **close)
+      np.testing.assert_allclose(state.accumulator[n] / 4, arrays[f"{name}_accum_{n}"][t], **close)
+      trace = optax.tree.get(state, "trace")[n]
+      np.testing.assert_allclose(trace, arrays[f"{name}_velocity_{n}"][t], **close)
+
+
+def counting():
+  """An inner optimizer that reports every run of its update."""
+  runs = []
+
+  def update(updates, state, params=None, **extra):
+    del params, extra
+    jax.debug.callback(lambda: runs.append(1))
+    return updates, state + 1
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros([], jnp.int32), update
+  ), runs
+
+
+def test_the_inner_optimizer_runs_once_per_window():
+  inner, runs = counting()
+  tx = optax_boost.accumulate(inner, every=3)
+  state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
+  for _ in range(7):
+    _, state = update(jnp.ones(2), state)
+  jax.effects_barrier()
+  assert len(runs) == state.inner_count == state.inner_state == 2
+  assert state.count == 1
+
+
+def test_updates_between_inner_steps_are_exactly_zero():
+  tx = optax_boost.accumulate(optax.adamw(0.1), every=3)
+  params = {"w": jnp.ones(3)}
+  state = tx.init(params)
+  for step in range(6):
+    updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+    assert jnp.any(updates["w"]) == (step % 3 == 2)
+
+
+def test_weights_of_unequal_micro_batches_give_the_mean_over_all_examples():
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(10, 3)).astype(np.float32), rng.normal(size=10).astype(np.float32)
+
+  def loss(w, rows):
+    return jnp.mean((x[rows] @ w - y[rows]) ** 2)
+
+  w = jnp.ones(3)
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
+  state = tx.init(w)
+  for rows in (slice(0, 5), slice(5, 9), slice(9, 10)):
+    size = len(x[rows])
+    updates, state = tx.update(jax.grad(loss)(w, rows), state, w, weight=size)
+  np.testing.assert_allclose(updates, -jax.grad(loss)(w, slice(0, 10)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_micro_batch_is_dropped(bad):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
+  state = tx.init(jnp.zeros(2))
+  for grad in ([2.0, 0.0], [bad, 1.0], [4.0, 0.0]):
+    updates, state = jax.jit(tx.update)(jnp.array(grad), state)
+  np.testing.assert_array_equal(updates, [-3.0, 0.0])
+  assert state.notfinite_count == 1
+
+
+def test_a_window_of_bad_micro_batches_makes_no_inner_step():
+  tx = optax_boost.accumulate(optax.adam(1.0), every=2)
+  state = tx.init(jnp.zeros(2))
+  for _ in range(2):
+    updates, state = tx.update(jnp.full(2, jnp.nan), state)
+  assert not jnp.any(updates)
+  assert state.inner_count == 0
+  assert state.count == 0
+  for _ in range(2):
+    updates, state = tx.update(jnp.ones(2), state)
+  np.testing.assert_allclose(updates, -1.0, rtol=1e-5)
+
+
+def test_a_bad_micro_batch_that_is_kept_spoils_its_own_window_only():
+  inner = optax.apply_if_finite(optax.sgd(1.0), 5)
+  tx = optax_boost.accumulate(inner, every=2, not_finite="keep")
+  state = tx.init(jnp.zeros(2))
+  seen = []
+  for value in (1.0, np.nan, 1.0, 3.0):
+    updates, state = tx.update(jnp.full(2, value), state)
+    seen.append(updates.tolist())
+  assert seen == [[0, 0], [0, 0], [0, 0], [-2, -2]]
+  assert optax.tree.get(state, "total_notfinite") == 1
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, 1.0), ("float16", 0.0)])
+def test_half_precision_gradients_are_summed_in_float32_unless_told_otherwise(dtype, expected):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=2, accumulator_dtype=dtype)
+  big, small = jnp.array([2048.0], jnp.float16), jnp.array([1.0], jnp.float16)
+  state = tx.init(small)
+  _, state = tx.update(big, state)
+  assert state.accumulator.dtype == (dtype or "float32")
+  total = tx.update(small, state._replace(count=jnp.int32(-1)))[1].accumulator
+  assert total[0] - 2048 == expected
+
+
+def test_the_length_of_a_window_may_follow_the_inner_steps():
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=lambda inner_count: 1 + inner_count)
+  state = tx.init(jnp.zeros(1))
+  moved = []
+  for _ in range(6):
+    updates, state = jax.jit(tx.update)(jnp.ones(1), state)
+    moved.append(bool(jnp.any(updates)))
+  assert moved == [True, False, True, False, False, True]
+
+
+def test_the_inner_optimizer_sees_the_mean_as_grad_and_the_closures_of_the_last_micro_step():
+  def update(updates, state, params=None, *, grad, value, **extra):
+    del params, extra
+    return updates, {"grad": grad, "value": jnp.asarray(value)}
+
+  inner = optax.GradientTransformationExtraArgs(
+    lambda p: {"grad": p, "value": jnp.zeros([])}, update
+  )
+  tx = optax_boost.accumulate(inner, every=2)
+  state = tx.init(jnp.zeros(1))
+  for g in (1.0, 3.0):
+    grad = jnp.full(1, g)
+    _, state = tx.update(grad, state, grad=grad, value=10 * g)
+  chex.assert_trees_all_equal(
+    state.inner_state, {"grad": jnp.array([2.0]), "value": jnp.array(30.0)}
+  )
+
+
+def test_train_step_with_accumulation_equals_the_large_batch():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+
+  def loss(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  large = optax_boost.make_train_step(loss, optax_boost.lars(0.1, exclude=None))
+  small = optax_boost.make_train_step(
+    loss, optax_boost.accumulate(optax_boost.lars(0.1, exclude=None), 4)
+  )
+  expected, found = large.init(jnp.ones(3)), small.init(jnp.ones(3))
+  for _ in range(2):
+    expected, _ = large(expected, x)
+    for micro in itertools.batched(x, 2) if hasattr(itertools, "batched") else x.reshape(4, 2, 3):
+      found, metrics = small(found, jnp.asarray(micro))
+  np.testing.assert_allclose(found.params, expected.params, rtol=1e-5)
+  assert metrics["trust_ratio"].shape == (1,)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"every": 0}, ValueError, r"`every` must be finite and >= 1; got 0"),
+    ({"every": 2.5}, TypeError, r"`every` must be an integer; got 2.5"),
+    ({"every": 2, "not_finite": "skip"}, ValueError, r"must be 'drop' or 'keep'; got 'skip'"),
+  ],
+)
+def test_refuses_arguments_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.accumulate(optax.sgd(0.1), **kwargs)
+
+
+def test_refuses_a_weight_per_example():
+  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
+  with pytest.raises(
+    ValueError, match=r"`weight` must be a scalar, .* got an array of shape \(4,\)"
+  ):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)), weight=jnp.ones(4))
