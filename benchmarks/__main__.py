@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("lars", "freezing")
+NAMES = ("adasum", "freezing", "lars", "svrg")
 
 
 def main() -> None:

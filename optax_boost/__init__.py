@@ -5,6 +5,10 @@ Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imp
 
 from optax_boost._accumulation import AccumulateState
 from optax_boost._accumulation import accumulate
+from optax_boost._adasum import AdasumState
+from optax_boost._adasum import adasum
+from optax_boost._adasum import adasum_pair
+from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._freezing import FreezeGroups
@@ -25,6 +29,12 @@ from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_loss_scale
+from optax_boost._svrg import SvrgState
+from optax_boost._svrg import alpha_svrg_schedule
+from optax_boost._svrg import full_gradient
+from optax_boost._svrg import refresh_svrg
+from optax_boost._svrg import scan_full_gradient
+from optax_boost._svrg import svrg
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -34,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
+  "AdasumState",
   "DynamicLossScaleState",
   "FreezeGroups",
   "FreezeSchedule",
@@ -41,14 +52,20 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "SvrgState",
   "TrainState",
   "TrainStep",
   "accumulate",
+  "adasum",
+  "adasum_pair",
+  "adasum_reduce",
+  "alpha_svrg_schedule",
   "centralize",
   "continuous_freezing",
   "dynamic_loss_scale",
   "freeze",
   "freeze_groups",
+  "full_gradient",
   "interval_freezing",
   "lars",
   "make_train_step",
@@ -56,7 +73,10 @@ __all__ = [
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
+  "refresh_svrg",
   "scale_by_lars_trust_ratio",
+  "scan_full_gradient",
+  "svrg",
   "trust_ratio",
   "trust_ratio_tree",
 ]

@@ -326,9 +326,9 @@ def master_weights(
     if "grad" in extra:
       extra["grad"] = widen(extra["grad"])
     # The closures take the masters: the model computes in its params' dtype all the same.
-    for name in ("value_fn", "grad_fn"):
+    for name in ("value_fn", "grad_fn", "full_grad_fn"):
       if name in extra:
-        extra[name] = _at_rounded(extra[name], params, widen if name == "grad_fn" else None)
+        extra[name] = _at_rounded(extra[name], params, None if name == "value_fn" else widen)
     moves, inner_state = inner.update(
       widen(updates), state.inner_state, state.master_params, **extra
     )
@@ -350,8 +350,8 @@ def master_weights(
 
 
 def _at_rounded(function: Any, params: optax.Params, after: Any) -> Any:
-  def call(masters: optax.Params, grad_fn: Any = None) -> Any:
-    del grad_fn  # named, so that optax's line searches let it pass
+  def call(masters: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None) -> Any:
+    del grad_fn, full_grad_fn  # named, so that optax's line searches let them pass
     result = function(jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params))
     return result if after is None else after(result)
 

@@ -7,6 +7,8 @@ extra arguments of ``update``; this module makes them, once, for any chain:
   grad               its gradient there
   value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
   grad_fn(params)    the gradient elsewhere, likewise
+  full_grad_fn(params)
+                     the mean gradient over all of the data, where the caller says how
 
 Where the optimizer state holds a `loss_scale`, the two gradients are those of the loss times it;
 the values are of the loss itself.
@@ -18,6 +20,8 @@ The closures cost nothing unless a transformation calls them, and what they comp
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
+import functools
 import inspect
 from typing import Any
 from typing import NamedTuple
@@ -29,11 +33,12 @@ import numpy as np
 import optax
 
 from optax_boost import _freezing
+from optax_boost import _svrg
 
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("loss_scale", "notfinite_count", "trust_ratio")
+METRIC_NAMES = ("loss_scale", "notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
 
 
 class TrainState(NamedTuple):
@@ -59,10 +64,14 @@ class TrainStep:
     self,
     step: Callable[..., tuple[TrainState, Metrics]],
     tx: optax.GradientTransformation,
+    gradient: Callable[..., Any],
+    data: dict[str, Any],
     freezing: _freezing.Execution = "auto",
   ):
     self._step = step
     self._tx = tx
+    self._gradient = gradient
+    self._data = data
     self._freezing = freezing
     self._depth_index: int | None = None
 
@@ -99,7 +108,43 @@ class TrainStep:
       keep in their state (``trust_ratio``, ...). A name that occurs in several states gets a
       number: ``trust_ratio_0``, ``trust_ratio_1``.
     """
-    return self._step(state, batch, rng, self._depth(state))
+    return self._step(state, batch, rng, self._data, self._depth(state))
+
+  def refresh(
+    self,
+    state: TrainState,
+    batches: Iterable[Any],
+    rng: jax.Array | None = None,
+    *,
+    weight_fn: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+  ) -> TrainState:
+    """Renews the snapshot of :func:`svrg` with one pass over the data, between two steps.
+
+    The statistics that the loss returns are dropped. The pass takes the gradients of one batch
+    after the other, so the data need not fit into memory.
+
+    Args:
+      state: the current state; the new one shares its arrays, so don't use it afterwards.
+      batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
+      rng: a key, or None if the loss takes none. The step number is folded in, and the number of
+        the batch.
+      weight_fn: from a batch to the number of its real examples, for padded batches.
+      progress: whether to show a progress bar; needs ``tqdm``.
+
+    Returns:
+      The state to go on with.
+
+    Raises:
+      ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
+    """
+    if rng is not None:
+      rng = jax.random.fold_in(rng, state.step)
+    gradient = jax.tree_util.Partial(self._gradient, state.model_state)
+    full = _svrg.full_gradient(
+      gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
+    )
+    return settle(state._replace(opt_state=_svrg.refresh_svrg(state.opt_state, state.params, full)))
 
   def lower(self, state: TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
@@ -113,7 +158,7 @@ class TrainStep:
       A ``jax.stages.Lowered``.
     """
     depth = self._depth(state)
-    return self._step.lower(state, batch, rng, depth)  # type: ignore[attr-defined]
+    return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
   def _depth(self, state: TrainState) -> int | None:
     """How many groups are frozen, where the host can know it; it chooses the compiled step."""
@@ -135,6 +180,7 @@ def make_train_step(
   *,
   has_aux: bool = False,
   has_model_state: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
   freezing: _freezing.Execution = "auto",
   hold_frozen_statistics: bool = True,
@@ -152,6 +198,12 @@ def make_train_step(
     has_model_state: whether the loss carries mutable statistics. It is then called as
       ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
       `has_aux` ``(loss, (model_state, aux))``.
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``: called as
+      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss
+      with this step's statistics; if the step is called with a key, as ``full_grad_fn(grad_fn,
+      params, rng=key)``, with ``grad_fn(params, batch, key)``. Of a ``functools.partial``, bound
+      arrays are handed to the compiled step as arguments, not built into it:
+      ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
     freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
       a compiled step for each number of frozen groups, made when it first occurs; the host reads
@@ -185,6 +237,8 @@ def make_train_step(
   """
   if not callable(loss_fn):
     raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  if full_grad_fn is not None and not callable(full_grad_fn):
+    raise TypeError(f"`full_grad_fn` must be callable or None; got {full_grad_fn!r}.")
   if not isinstance(tx, optax.GradientTransformation):
     raise TypeError(
       f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
@@ -194,8 +248,23 @@ def make_train_step(
   if freezing not in ("auto", "per_depth", "switch"):
     raise ValueError(f"`freezing` must be 'auto', 'per_depth' or 'switch'; got {freezing!r}.")
 
+  full_grad_fn, data = _bound_arrays(full_grad_fn)
+
+  def gradient(model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+    """The gradient of the loss alone, on any batch."""
+    stats = (model_state,) if has_model_state else ()
+
+    def loss(params: optax.Params) -> jax.Array:
+      return _split_output(loss_fn(params, *stats, batch, *rngs), has_aux, has_model_state)[0]
+
+    return jax.grad(loss)(params)
+
   def step_fn(
-    state: TrainState, batch: Any, rng: jax.Array | None, depth: int | None = None
+    state: TrainState,
+    batch: Any,
+    rng: jax.Array | None,
+    data: dict[str, Any],
+    depth: int | None = None,
   ) -> tuple[TrainState, Metrics]:
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     stats = (state.model_state,) if has_model_state else ()
@@ -204,8 +273,8 @@ def make_train_step(
       return _split_output(loss_fn(params, *stats, batch, *rngs), has_aux, has_model_state)
 
     # optax's line searches refuse extra arguments that `value_fn` does not name.
-    def value_fn(params: optax.Params, grad_fn: Any = None) -> jax.Array:
-      del grad_fn
+    def value_fn(params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None) -> jax.Array:
+      del grad_fn, full_grad_fn
       return forward(params)[0]
 
     scale = _loss_scale(state.opt_state)
@@ -219,20 +288,27 @@ def make_train_step(
     found = None if frozen_groups is None else _freezing.find_groups(tx, state.params)
     old_opt_state = state.opt_state
     if found is None:
-      gradient = jax.grad(scaled, has_aux=True)
+      differentiate = jax.grad(scaled, has_aux=True)
     else:
       if depth is not None:
         frozen_groups = depth
         # A constant in the state: nothing is computed for frozen leaves in `update` either.
         old_opt_state = optax.tree.set(old_opt_state, frozen_groups=np.int32(depth))
-      gradient = _freezing.cut_gradient(scaled, found, frozen_groups, freezing)
+      differentiate = _freezing.cut_gradient(scaled, found, frozen_groups, freezing)
 
     # What is differentiated carries the scale, here as at the current params.
     def grad_fn(params: optax.Params) -> optax.Updates:
-      return gradient(params)[0]
+      return differentiate(params)[0]
 
-    grad, (value, (model_state, aux)) = gradient(state.params)
+    grad, (value, (model_state, aux)) = differentiate(state.params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
+    if full_grad_fn is not None:
+      extra["full_grad_fn"] = functools.partial(
+        full_grad_fn,
+        functools.partial(gradient, state.model_state),
+        **data,
+        **({"rng": rngs[0]} if rngs else {}),
+      )
     updates, opt_state = tx.update(
       grad, old_opt_state, state.params, **_understood(tx.update, extra)
     )
@@ -250,8 +326,8 @@ def make_train_step(
     new_state = TrainState(params, opt_state, model_state, state.step + 1)
     return jax.tree.map(_strong, new_state), metrics
 
-  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=3)
-  return TrainStep(jitted, tx, freezing)
+  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=4)
+  return TrainStep(jitted, tx, gradient, data, freezing)
 
 
 def _frozen_groups(opt_state: optax.OptState) -> Any:
@@ -263,6 +339,19 @@ def _frozen_groups(opt_state: optax.OptState) -> Any:
       " `freeze` around the whole optimizer."
     )
   return found[0] if found else None
+
+
+def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
+  if not isinstance(function, functools.partial):
+    return function, {}
+  data: dict[str, Any] = {}
+  rest: dict[str, Any] = {}
+  for name, value in function.keywords.items():
+    leaves = jax.tree.leaves(value)
+    arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+    (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
+  return functools.partial(function.func, *function.args, **rest), data
 
 
 def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:

@@ -1,6 +1,7 @@
 """The train step for Flax Linen modules; needs the extra ``flax``."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -95,6 +96,29 @@ class TrainStep:
     """
     return self._step(state, batch, rng)
 
+  def refresh(
+    self,
+    state: _train_step.TrainState,
+    batches: Iterable[Any],
+    rng: jax.Array | None = None,
+    *,
+    weight_fn: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+  ) -> _train_step.TrainState:
+    """Renews the snapshot of ``svrg`` with one pass over the data, between two steps.
+
+    Args:
+      state: the current state; the new one shares its arrays, so don't use it afterwards.
+      batches: an iterable of batches; see :func:`optax_boost.full_gradient`.
+      rng: a key for the module's rng streams, or None; each batch draws masks of its own.
+      weight_fn: from a batch to the number of its real examples, for padded batches.
+      progress: whether to show a progress bar; needs ``tqdm``.
+
+    Returns:
+      The state to go on with, its statistics unchanged.
+    """
+    return self._step.refresh(state, batches, rng, weight_fn=weight_fn, progress=progress)
+
 
 def variables(state: _train_step.TrainState) -> dict[str, Any]:
   """The variables of a state, for ``module.apply``.
@@ -115,6 +139,7 @@ def make_train_step(
   *,
   rngs: Sequence[str] = ("dropout",),
   has_aux: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
   freezing: Literal["auto", "per_depth", "switch"] = "auto",
   hold_frozen_statistics: bool = True,
@@ -132,6 +157,8 @@ def make_train_step(
     tx: the transformation.
     rngs: the names of the module's rng streams.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``; see
+      :func:`optax_boost.make_train_step`.
     donate: whether the old state's memory is reused for the new one.
     freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
       :func:`optax_boost.make_train_step`.
@@ -174,6 +201,7 @@ def make_train_step(
       tx,
       has_aux=has_aux,
       has_model_state=True,
+      full_grad_fn=full_grad_fn,
       donate=donate,
       freezing=freezing,
       hold_frozen_statistics=hold_frozen_statistics,

@@ -1,22 +1,38 @@
 """The train step for Flax NNX models; needs the extra ``flax``."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
+import functools
 from typing import Any
 from typing import Literal
 
 from flax import nnx
+import jax
 
 from optax_boost import _freezing
 from optax_boost import _train_step
+
+# Before flax 0.12.7 it was called `pure`, a name that warns since.
+_as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
+# Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
+# model's own rng streams.
+_PASS_SEED = 0
 
 
 class TrainStep:
   """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
 
-  def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, **options: Any):
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    full_grad_fn: Callable[..., Any] | None,
+    **options: Any,
+  ):
     self._loss_fn = loss_fn
     self._has_aux = has_aux
+    self._full_grad_fn = full_grad_fn
     self._options = options
     self._compiled: dict[Any, _train_step.TrainStep] = {}
 
@@ -33,16 +49,47 @@ class TrainStep:
     Returns:
       The metrics: ``loss``, ``aux`` if the loss has any, and what the methods keep in their state.
     """
-    graphdef, params, rest = _split(model, optimizer.wrt)
-    state = _train_step.TrainState(
-      params, nnx.as_pure(optimizer.opt_state), rest, optimizer.step[...]
-    )
-    step = self._step_for(graphdef, optimizer)
-    state, metrics = step(_train_step.settle(state), batch)
+    step, state = self._at(model, optimizer)
+    state, metrics = step(state, batch)
     nnx.update(model, state.params, state.model_state)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-    optimizer.step.set_value(state.step)
+    nnx.update(optimizer, {"step": state.step})
     return metrics
+
+  def refresh(
+    self,
+    model: Any,
+    optimizer: nnx.Optimizer,
+    batches: Iterable[Any],
+    *,
+    weight_fn: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+  ) -> None:
+    """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
+
+    The model stays as it is: statistics and rng counts are those from before. Dropout draws masks
+    of its own for each batch.
+
+    Args:
+      model: the model.
+      optimizer: its optimizer, whose state is updated in place.
+      batches: an iterable of batches; see :func:`optax_boost.full_gradient`.
+      weight_fn: from a batch to the number of its real examples, for padded batches.
+      progress: whether to show a progress bar; needs ``tqdm``.
+    """
+    step, state = self._at(model, optimizer)
+    state = step.refresh(
+      state, batches, jax.random.key(_PASS_SEED), weight_fn=weight_fn, progress=progress
+    )
+    nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+
+  def _at(
+    self, model: Any, optimizer: nnx.Optimizer
+  ) -> tuple[_train_step.TrainStep, _train_step.TrainState]:
+    """The pure step for this model, and the state that model and optimizer are in."""
+    graphdef, params, rest = _split(model, optimizer.wrt)
+    state = _train_step.TrainState(params, _as_pure(optimizer.opt_state), rest, optimizer.step[...])
+    return self._step_for(graphdef, optimizer), _train_step.settle(state)
 
   def _step_for(self, graphdef: Any, optimizer: nnx.Optimizer) -> _train_step.TrainStep:
     key = (graphdef, optimizer.tx, optimizer.wrt)
@@ -51,16 +98,26 @@ class TrainStep:
     if found is not None:
       return found
 
-    def loss_fn(params: Any, rest: Any, batch: Any) -> Any:
+    def loss_fn(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
       # A model of its own for every call: what the forward pass changes in it (statistics, rng
       # counts) is read off afterwards, and a trial point's changes are dropped with it.
       model = nnx.merge(graphdef, params, rest)
+      if rng is not None:
+        _advance(model, jax.random.bits(rng))
       output = self._loss_fn(model, batch)
       _, _, rest = _split(model, optimizer.wrt)
       return _train_step.with_model_state(output, rest, self._has_aux)
 
+    full_grad_fn = self._full_grad_fn and functools.partial(
+      self._full_grad_fn, rng=jax.random.key(_PASS_SEED)
+    )
     step = _train_step.make_train_step(
-      loss_fn, optimizer.tx, has_aux=self._has_aux, has_model_state=True, **self._options
+      loss_fn,
+      optimizer.tx,
+      has_aux=self._has_aux,
+      has_model_state=True,
+      full_grad_fn=full_grad_fn,
+      **self._options,
     )
     self._compiled[key] = step
     return step
@@ -69,13 +126,20 @@ class TrainStep:
 def _split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
   """A model's structure, its trainable arrays, and all its other arrays."""
   graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
-  return graphdef, nnx.as_pure(params), nnx.as_pure(rest)
+  return graphdef, _as_pure(params), _as_pure(rest)
+
+
+def _advance(model: Any, by: jax.Array) -> None:
+  """Moves all of a model's rng streams ahead, so that it draws other masks."""
+  counts = nnx.state(model, nnx.RngCount)
+  nnx.update(model, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
 
 def make_train_step(
   loss_fn: Callable[..., Any],
   *,
   has_aux: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
   freezing: Literal["auto", "per_depth", "switch"] = "auto",
   hold_frozen_statistics: bool = True,
@@ -89,6 +153,10 @@ def make_train_step(
   Args:
     loss_fn: ``loss_fn(model, batch)``; returns the scalar loss, or ``(loss, aux)``.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``; see
+      :func:`optax_boost.make_train_step`. Always called as ``full_grad_fn(grad_fn, params,
+      rng=key)``, with ``grad_fn(params, batch, key)`` for pure trees of params; the key moves the
+      model's rng streams.
     donate: whether the memory of the old arrays is reused for the new ones.
     freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
       :func:`optax_boost.make_train_step`.
@@ -119,6 +187,7 @@ def make_train_step(
   return TrainStep(
     loss_fn,
     has_aux,
+    full_grad_fn,
     donate=donate,
     freezing=freezing,
     hold_frozen_statistics=hold_frozen_statistics,

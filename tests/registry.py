@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
+from tests import problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Row:
       not: gets the transformation and the baseline.
     widens: whether updates are float32 where gradients have half precision.
     label: tells rows of the same factory apart.
+    extra: makes the extra arguments that ``update`` needs from its updates and params.
+    wrap: gives the transformation what it needs around it, such as a named axis.
   """
 
   factory: str
@@ -47,10 +50,25 @@ class Row:
   acts: Callable[[Any, Any], bool] | None = None
   widens: bool = False
   label: str = ""
+  wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
+  extra: Callable[[Any, Any], dict[str, Any]] | None = None
 
   def make(self) -> optax.GradientTransformationExtraArgs:
-    """The transformation itself."""
-    return getattr(optax_boost, self.factory)(**self.kwargs)
+    """The transformation itself, given what extra arguments it needs."""
+    return self.feed(getattr(optax_boost, self.factory)(**self.kwargs))
+
+  def feed(
+    self, tx: optax.GradientTransformationExtraArgs
+  ) -> optax.GradientTransformationExtraArgs:
+    """Puts around `tx` what the row needs: its surroundings, and extra arguments at each update."""
+    tx = self.wrap(tx)
+    if self.extra is None:
+      return tx
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+      return tx.update(updates, state, params, **self.extra(updates, params), **more)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
   def optimizer(self) -> optax.GradientTransformationExtraArgs:
     """The transformation, made into something that descends."""
@@ -65,6 +83,50 @@ def _without_fan_in_mean(tree: Any) -> Any:
     return x - jnp.mean(x, range(x.ndim - 1), keepdims=True) if x.ndim > 1 else x
 
   return jax.tree.map(project, tree)
+
+
+def _gradients_elsewhere(updates: Any, params: Any) -> dict[str, Any]:
+  """Closures of the contract's problem, whose gradients differ as the points do."""
+
+  def grad_fn(point: Any) -> Any:
+    return jax.tree.map(lambda g, p, q: g + (q - p), updates, params, point)
+
+  def full_grad_fn(point: Any) -> Any:
+    return jax.tree.map(jnp.subtract, point, problems.target(point))
+
+  return {"grad_fn": grad_fn, "full_grad_fn": full_grad_fn}
+
+
+def _on_two_replicas(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Runs `tx` on the axis "replicas", where gradients differ but have the given ones as mean.
+
+  Their last axis is sharded over the axis "x" of the mesh, if there is one.
+  """
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one_replica(weight: jax.Array, updates: Any, state: Any, params: Any) -> Any:
+      # One replica sees most of what is positive, the other most of what is negative.
+      own = jax.tree.map(lambda g: g * (1 + weight * jnp.sign(g)).astype(g.dtype), updates)
+      return tx.update(own, state, params, **extra)
+
+    def both(*given: Any) -> Any:
+      mapped = jax.vmap(one_replica, in_axes=(0, None, None, None), axis_name="replicas")
+      return jax.tree.map(lambda x: x[0], mapped(jnp.array([0.8, -0.8]), *given))
+
+    given = (updates, state, params)
+    if mesh.empty:
+      alone = jax.vmap(both, in_axes=None, out_axes=None, axis_name="x", axis_size=1)
+      return alone(*given)
+    split = jax.tree.map(lambda g: jax.sharding.PartitionSpec(*[None] * (g.ndim - 1), "x"), updates)
+    whole = jax.sharding.PartitionSpec()
+    specs = {"in_specs": (split, whole, split), "out_specs": (split, whole)}
+    return jax.shard_map(both, **specs, check_vma=False)(*given)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _small_steps_arrive(tx: Any, baseline: Any) -> bool:
@@ -181,6 +243,22 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     reachable=_without_fan_in_mean,
+  ),
+  Row(
+    "svrg",
+    {"refresh_every": 2, "coefficient": optax.linear_schedule(1.0, 0.5, 4)},
+    baseline=optax.identity,
+    needs_params=True,
+    descends=lambda: optax.sgd(0.1),
+    extra=_gradients_elsewhere,
+  ),
+  Row(
+    "adasum",
+    {"axis_name": "replicas", "shard_axis_name": "x"},
+    baseline=optax.identity,
+    needs_params=False,
+    descends=lambda: optax.sgd(0.1),
+    wrap=_on_two_replicas,
   ),
 )
 

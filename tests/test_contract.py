@@ -196,18 +196,25 @@ def test_scalars_and_leaves_without_entries(row, shape):
   assert spec(after) == spec(state)
 
 
+@pytest.fixture
+def dtype(request):
+  """A dtype by its name, with 64-bit types enabled where it is one."""
+  jax.config.update("jax_enable_x64", request.param == "float64")
+  yield request.param
+  jax.config.update("jax_enable_x64", False)
+
+
 @every_row
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
-  with jax.enable_x64(dtype == "float64"):
-    params = problems.params(dtype)
-    tx = row.make()
-    state = tx.init(params)
-    updates, after = jax.jit(tx.update)(problems.grads(params), state, params)
-    wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
-    assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
-    assert spec(after) == spec(state)
-    chex.assert_tree_all_finite(updates)
+  params = problems.params(dtype)
+  tx = row.make()
+  state = tx.init(params)
+  updates, after = jax.jit(tx.update)(problems.grads(params), state, params)
+  wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
+  assert spec(after) == spec(state)
+  chex.assert_tree_all_finite(updates)
 
 
 @every_row
@@ -215,7 +222,7 @@ def test_injected_hyperparams_change_nothing(row):
   params = problems.params()
   tx = row.make()
   factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
-  injected = factory(**row.kwargs)
+  injected = row.feed(factory(**row.kwargs))
   state = injected.init(params)
   step = jax.jit(lambda grads, state, params: injected.update(grads, state, params))
   inner = tx.init(params)

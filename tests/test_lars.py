@@ -281,7 +281,8 @@ def test_there_is_no_buffer_beyond_the_norms():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+  # Not donated: up to jax 0.8.1, XLA copies the donated arrays first on CPUs.
+  lowered = jax.jit(step).lower(params, tx.init(params), params)
   assert lowered.compile().memory_analysis().temp_size_in_bytes < 4096
 
 

@@ -125,9 +125,7 @@ def test_paths_of_an_nnx_model_read_like_its_attributes():
   )
   step = ob_nnx.make_train_step(loss_fn, has_aux=True)
   metrics = step(model, optimizer, BATCH)
-  ratios = optax_boost.trust_ratio_tree(
-    nnx.as_pure(optimizer.opt_state), nnx.state(model, nnx.Param)
-  )
+  ratios = optax_boost.trust_ratio_tree(optimizer.opt_state, nnx.state(model, nnx.Param))
   np.testing.assert_array_equal(metrics["trust_ratio"], jax.tree.leaves(ratios))
   ratios = nnx.to_pure_dict(ratios)
   assert ratios["norm"]["scale"] == ratios["hidden"]["bias"] == 1

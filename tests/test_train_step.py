@@ -222,8 +222,8 @@ def test_runs_inside_the_callers_own_scan():
   state = step.init(params)
   for _ in range(4):
     state, last = step(state, BATCH)
-  chex.assert_trees_all_close(scanned, state, rtol=1e-6)
-  np.testing.assert_allclose(metrics["loss"][-1], last["loss"], rtol=1e-6)
+  chex.assert_trees_all_close(scanned, state, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(metrics["loss"][-1], last["loss"], rtol=1e-5)
 
 
 def test_metrics_of_the_state_surface_under_their_names():

@@ -24,7 +24,7 @@ def test_paths_join_keys_and_indices():
 def test_paths_of_nnx_variables_and_of_their_arrays_are_the_same():
   state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
   assert _tree.leaf_paths(state) == ["bias", "kernel"]
-  assert _tree.leaf_paths(nnx.as_pure(state)) == ["bias", "kernel"]
+  assert _tree.leaf_paths(nnx.to_pure_dict(state)) == ["bias", "kernel"]
 
 
 def test_a_key_that_is_called_value_stays():

@@ -1,0 +1,224 @@
+"""Trains a small CNN with plain SGD and with optax_boost's methods, and compares them.
+
+`python examples/demo.py` takes scikit-learn's digits; `--data file.npz` takes other images. It
+prints a table and saves a picture of the curves.
+"""
+
+import argparse
+from collections.abc import Sequence
+import os
+from pathlib import Path
+import sys
+from typing import NamedTuple
+from typing import NoReturn
+
+INTERRUPTED = "demo: interrupted; no picture was written."
+
+try:  # JAX takes seconds to import: long enough for a Ctrl-C.
+  from _data import KEYS
+  from _data import Data
+  from _data import digits
+  from _data import from_npz
+  from _methods import BASELINE
+  from _methods import METHODS
+  from _report import Report
+  from _report import check_writable
+  from _report import save
+  from _training import BATCH_SIZE
+  from _training import STEPS
+  from _training import Curves
+  from _training import Trainer
+  from _training import default_epochs
+  from _training import steps_per_epoch
+  import jax
+  from matplotlib.figure import Figure
+  from tqdm import tqdm
+except KeyboardInterrupt:
+  print(INTERRUPTED, file=sys.stderr)
+  sys.exit(130)
+
+
+class Plan(NamedTuple):
+  """What is to be done; everything in it has been checked."""
+
+  data: Data
+  methods: list[str]
+  batch_size: int
+  epochs: int
+  seeds: range
+  out: Path
+
+  @property
+  def steps(self) -> int:
+    """Training steps in one run."""
+    return self.epochs * steps_per_epoch(self.data, self.batch_size)
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+  methods = "\n".join(
+    f"  {name.ljust(16)} {method.description}" for name, method in METHODS.items()
+  )
+  parser = _Parser(
+    prog="demo",
+    description=__doc__.partition("\n")[0],
+    epilog=f"methods:\n{methods}",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  add = parser.add_argument
+  add(
+    "--data",
+    metavar="FILE",
+    help=f"npz file with {', '.join(KEYS)}; images grey (n, h, w) or colour (n, h, w, c);"
+    " default: scikit-learn's digits",
+  )
+  add("--methods", metavar="A,B", default=",".join(METHODS), help="default: all of them")
+  add("--epochs", type=int, help=f"default: as many as make about {STEPS} steps")
+  add("--batch-size", type=int, help=f"default: {BATCH_SIZE}, or all images if there are fewer")
+  add("--seed", type=int, default=0, help="the first seed; default: 0")
+  add("--seeds", type=int, default=5, help="how many seeds; default: 5")
+  add("--out", metavar="FILE", default="out/demo.png", help="the picture; default: out/demo.png")
+  return parser
+
+
+def prepare(argv: Sequence[str] | None) -> Plan:
+  """Reads the command line and checks all of it, so that nothing fails after the training.
+
+  Args:
+    argv: the arguments; None: the process's.
+
+  Returns:
+    What is to be done.
+
+  Raises:
+    ValueError: an argument or the data is wrong.
+    OSError: the data can't be read, or the picture not be written.
+  """
+  options = _parser().parse_args(argv)
+  methods = [name.strip() for name in options.methods.split(",")]
+  for name in methods:
+    if name not in METHODS:
+      raise ValueError(f"unknown method '{name}'; choose from {', '.join(METHODS)}")
+  if len(set(methods)) < len(methods):
+    raise ValueError(f"--methods names a method twice: {options.methods}")
+  for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0), ("seeds", 1)):
+    value = getattr(options, name)
+    if value is not None and not least <= value < 2**31:
+      flag = "--" + name.replace("_", "-")
+      raise ValueError(f"{flag} must be at least {least} and below 2**31; got {value}")
+
+  data = digits() if options.data is None else from_npz(options.data)
+  images = len(data.train.labels)
+  batch_size = min(BATCH_SIZE, images) if options.batch_size is None else options.batch_size
+  if batch_size > images:
+    raise ValueError(f"--batch-size {batch_size} is more than the {images} training images")
+  epochs = default_epochs(data, batch_size) if options.epochs is None else options.epochs
+  out = Path(options.out)
+  check_writable(out)
+  seeds = range(options.seed, options.seed + options.seeds)
+  return Plan(data, methods, batch_size, epochs, seeds, out)
+
+
+def train(plan: Plan) -> dict[str, list[Curves]]:
+  """Trains each method with each seed, under a progress bar.
+
+  Args:
+    plan: what is to be done.
+
+  Returns:
+    For each method, the curves of each seed.
+  """
+  trainers = {}
+  for name in tqdm(plan.methods, desc="compiling", unit="method", leave=False):
+    method = METHODS[name]
+    tx = method.make(plan.steps, **method.chosen)
+    trainers[name] = Trainer(plan.data, tx, plan.batch_size, plan.epochs)
+    trainers[name].compile()
+
+  curves: dict[str, list[Curves]] = {name: [] for name in plan.methods}
+  total = plan.steps * len(plan.seeds) * len(trainers)
+  with tqdm(total=total, unit="step") as bar:
+    # Seed by seed, so that whatever else the machine does slows all methods alike.
+    for seed in plan.seeds:
+      for name, trainer in trainers.items():
+        bar.set_description(f"{name}, seed {seed}")
+        curves[name].append(trainer.run(seed, bar.update))
+    bar.set_description("trained")
+  return curves
+
+
+def _compare(plan: Plan) -> Figure:
+  data = plan.data
+  shape = " x ".join(map(str, data.train.images.shape[1:]))
+  seeds, spread = f"seed {plan.seeds[0]}", ""
+  if len(plan.seeds) > 1:
+    seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
+    spread = ", mean and one standard deviation"
+  print(
+    f"{data.name}: {len(data.train.labels):,} training and {len(data.test.labels):,} test images"
+    f" of {shape}, {data.classes} classes\n"
+    f"{plan.steps} steps (epochs: {plan.epochs}) in batches of"
+    f" {plan.batch_size}, {seeds}, on {jax.default_backend()}",
+    flush=True,
+  )
+  report = Report(train(plan), BASELINE)
+  print(f"\n{report.table()}\n\n{report.verdicts()}")
+  as_tuned = (data.name, plan.batch_size, plan.steps) == ("digits", BATCH_SIZE, STEPS)
+  print(
+    "\nEach method's hyperparameters were chosen on validation images of digits, for"
+    f" {STEPS} steps in\nbatches of {BATCH_SIZE} (examples/tune.py)."
+    + ("" if as_tuned else " Here others may be better, for any of them.")
+    + "\nThe network has a single BatchNorm. With one after every convolution SGD needs no help: it"
+    "\nthen does as well as the others (examples/_model.py)."
+  )
+  return report.picture(
+    f"A small CNN on {data.name}: {plan.steps} steps in batches of {plan.batch_size}",
+    f"{seeds.capitalize()}{spread}; dot: the first step at {report.target}% test accuracy or more",
+  )
+
+
+def _fail(error: Exception) -> int:
+  named = isinstance(error, OSError) and error.filename is not None
+  cause = f"{error.filename}: {error.strerror}" if named else str(error)
+  print(f"demo: error: {' '.join(cause.split())}", file=sys.stderr)
+  return 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the demo.
+
+  Args:
+    argv: the arguments; None: the process's.
+
+  Returns:
+    The exit status: 0, 2 after an error of the user's, 130 after Ctrl-C.
+  """
+  try:
+    try:
+      plan = prepare(argv)
+    except (OSError, ValueError) as error:
+      return _fail(error)
+    figure = _compare(plan)
+    try:
+      save(figure, plan.out)
+    except OSError as error:
+      return _fail(error)
+    print(f"\nThe curves are in {plan.out}")
+  except KeyboardInterrupt:
+    print(f"\n{INTERRUPTED}", file=sys.stderr)
+    return 130
+  return 0
+
+
+if __name__ == "__main__":
+  status = main()
+  if status == 130:
+    # JAX that was interrupted while it compiled can crash when Python shuts down.
+    sys.stdout.flush()
+    os._exit(status)
+  sys.exit(status)

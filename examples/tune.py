@@ -1,0 +1,42 @@
+"""Finds the hyperparameters that `_methods.py` holds: `python examples/tune.py [method ...]`.
+
+Each point of a method's grid is trained on the digits' training part and measured on their
+validation part, with seeds of its own; the test part is never looked at.
+"""
+
+import itertools
+import sys
+
+from _data import digits
+from _methods import METHODS
+from _training import BATCH_SIZE
+from _training import Trainer
+from _training import default_epochs
+from _training import steps_per_epoch
+import numpy as np
+
+SEEDS = range(1000, 1005)
+
+
+def main(names: list[str]) -> None:
+  """Prints each point of the grids, and the best of each method."""
+  if unknown := set(names) - METHODS.keys():
+    sys.exit(f"tune: error: unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
+  data = digits(test_on="validation")
+  epochs = default_epochs(data, BATCH_SIZE)
+  steps = epochs * steps_per_epoch(data, BATCH_SIZE)
+  for name in names:
+    method, found = METHODS[name], []
+    for values in itertools.product(*method.grid.values()):
+      point = dict(zip(method.grid, values, strict=True))
+      trainer = Trainer(data, method.make(steps, **point), BATCH_SIZE, epochs)
+      finals = [trainer.run(seed).accuracy[-1] for seed in SEEDS]
+      found.append((float(np.mean(finals)), point))
+      print(
+        f"{name} {point}: {100 * np.mean(finals):.2f} +- {100 * np.std(finals):.2f} %", flush=True
+      )
+    print(f"{name}: best is {max(found, key=lambda one: one[0])[1]}", flush=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:] or list(METHODS))

@@ -1,0 +1,430 @@
+"""AdaSum: the Horovod traces, any number of replicas, its collectives, and what it refuses."""
+
+import functools
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+P = jax.sharding.PartitionSpec
+SHAPES = {"bias": (5,), "conv": (3, 2, 4), "dense": (33, 7), "scalar": ()}
+
+
+def pair(a, b):
+  """The rule of the paper in float64."""
+  dot = np.sum(a * b)
+  parts = []
+  for x in (a, b):
+    square = np.sum(x * x)
+    parts.append(x * (1 - dot / (2 * square) if square > 0 else 1))
+  return parts[0] + parts[1]
+
+
+def tree_of_pairs(rows):
+  """The binary tree, neighbours first, walked with vectors in float64."""
+  nodes = [np.asarray(row, np.float64) for row in rows]
+  while len(nodes) > 1:
+    odd = nodes[len(nodes) // 2 * 2 :]
+    nodes = [pair(a, b) for a, b in zip(nodes[::2], nodes[1::2], strict=False)] + odd
+  return nodes[0]
+
+
+def gradients(replicas, shapes=SHAPES, seed=0, dtype=np.float32):
+  """Gradients that have something in common, with the replicas along a first axis."""
+  rng = np.random.default_rng(seed)
+
+  def leaf(shape):
+    return (rng.normal(size=shape) + 0.7 * rng.normal(size=(replicas, *shape))).astype(dtype)
+
+  return {name: leaf(shape) for name, shape in shapes.items()}
+
+
+def mesh_of(*sizes, names=("replicas", "near")):
+  devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+  return jax.sharding.Mesh(devices, names[: len(sizes)])
+
+
+def on_devices(tx, stacked, mesh=None, axes="replicas", **kwargs):
+  """Runs one update; returns what each replica got, stacked, and the state."""
+  mesh = mesh or mesh_of(len(jax.tree.leaves(stacked)[0]))
+
+  def one(grads):
+    grads = jax.tree.map(lambda g: g[0], grads)
+    updates, state = tx.update(grads, tx.init(grads))
+    return jax.tree.map(lambda u: u[None], updates), state
+
+  specs = {"in_specs": P(axes), "out_specs": (P(axes), P()), "check_vma": False} | kwargs
+  return jax.jit(jax.shard_map(one, mesh=mesh, **specs))(stacked)
+
+
+def replica(tree, index=0):
+  return jax.tree.map(lambda x: np.asarray(x)[index], tree)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 2e-3), ("float32", 1e-6)])
+def test_agrees_with_horovod_leaf_by_leaf(ranks, dtype, rtol):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace:
+    stacked = [jnp.asarray(trace[f"in{i}"], dtype) for i in range(5)]
+    expected = [trace[f"{dtype}_out{i}"] for i in range(5)]
+    cases = ("orthogonal", "identical", "parallel", "some_zero", "all_zero", "opposite")
+    if dtype == "float32":
+      stacked += [jnp.asarray(trace[f"{case}_in"], dtype) for case in cases]
+      expected += [trace[f"{dtype}_{case}_out"] for case in cases]
+  updates, _ = on_devices(optax_boost.adasum("replicas"), stacked)
+  for found, want, one in zip(replica(updates), expected, stacked, strict=True):
+    assert found.dtype == dtype
+    scale = np.abs(np.asarray(one, np.float64)).max()
+    np.testing.assert_allclose(found, want, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_agrees_with_horovod_in_float64_and_as_one_vector(ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace, jax.enable_x64(True):
+    stacked = [jnp.asarray(trace[f"in{i}"]) for i in range(5)]
+    found = optax_boost.adasum_reduce(stacked)
+    for i, leaf in enumerate(found):
+      np.testing.assert_allclose(leaf, trace[f"float64_out{i}"], rtol=1e-12)
+    flat = jax.tree.leaves(optax_boost.adasum_reduce(stacked, groups=".*"))
+    joined = np.concatenate([np.ravel(leaf) for leaf in flat])
+    np.testing.assert_allclose(joined, trace["float64_flat_out"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # the only ones that the traces have
+def test_trains_as_horovods_optimizer_with_a_momentum_per_replica(ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace:
+    xs, ys = trace["opt_x"], trace["opt_y"]
+    params = {"weight": trace["opt_init_weight"], "bias": trace["opt_init_bias"]}
+    expected = {"weight": trace["opt_weight"], "bias": trace["opt_bias"]}
+  inner, tx = optax.sgd(0.1, momentum=0.9), optax_boost.adasum("replicas")
+
+  def loss_fn(params, x, y):
+    return jnp.mean((x @ params["weight"].T + params["bias"] - y) ** 2)
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(ranks),
+    in_specs=(P(), P("replicas"), P("replicas"), P("replicas")),
+    out_specs=(P(), P("replicas")),
+  )
+  def step(params, state, x, y):
+    mine = jax.lax.pcast(params, "replicas", to="varying")
+    state = jax.tree.map(lambda s: s[0], state)
+    updates, state = inner.update(jax.grad(loss_fn)(mine, x[0], y[0]), state, mine)
+    updates, _ = tx.update(updates, tx.init(params), params)
+    state = jax.tree.map(lambda s: s[None], state)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.vmap(inner.init, in_axes=None, out_axes=0, axis_size=ranks)(params)
+  for t, (x, y) in enumerate(zip(xs, ys, strict=True)):
+    params, state = step(params, state, x, y)
+    for name, value in params.items():
+      np.testing.assert_allclose(value, expected[name][t], rtol=1e-5, atol=1e-6)
+  velocity = np.asarray(optax.tree.get(state, "trace")["weight"])
+  assert not np.allclose(velocity[0], velocity[1])
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_any_number_of_replicas_is_the_tree_of_pairs_and_all_get_the_same_bits(replicas):
+  stacked = gradients(replicas)
+  updates, state = on_devices(optax_boost.adasum("replicas"), stacked)
+  for name, rows in stacked.items():
+    expected = tree_of_pairs(rows)
+    scale = np.abs(rows).max()
+    np.testing.assert_allclose(updates[name][0], expected, rtol=1e-5, atol=1e-5 * scale)
+    for r in range(1, replicas):
+      np.testing.assert_array_equal(updates[name][r], updates[name][0])
+  before = sum(np.sum(np.square(rows, dtype=np.float64)) for rows in stacked.values())
+  after = sum(np.sum(np.square(tree_of_pairs(rows))) for rows in stacked.values())
+  np.testing.assert_allclose(state.orthogonality, after / before, rtol=1e-5)
+  assert state.notfinite_count == 0
+
+
+@pytest.mark.parametrize("replicas", [3, 8])
+def test_one_device_and_vmap_agree_with_many_devices(replicas):
+  stacked = gradients(replicas)
+  tx = optax_boost.adasum("replicas")
+  expected = replica(on_devices(tx, stacked)[0])
+  close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
+  close(optax_boost.adasum_reduce(stacked), expected)
+  update = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="replicas")
+  mapped, _ = jax.jit(update)(stacked)
+  close(replica(mapped, replicas - 1), expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 6, 7, 8])
+def test_identical_gradients_come_back_and_orthogonal_ones_are_summed(replicas):
+  one = gradients(1)
+  same = jax.tree.map(lambda g: np.repeat(g, replicas, axis=0), one)
+  chex.assert_trees_all_close(optax_boost.adasum_reduce(same), replica(one), rtol=1e-6)
+  rows = np.linalg.qr(np.random.default_rng(0).normal(size=(40, replicas)))[0].T
+  rows = (rows * np.arange(1, replicas + 1)[:, None]).astype(np.float32)
+  found, state = on_devices(optax_boost.adasum("replicas"), {"w": rows})
+  np.testing.assert_allclose(found["w"][0], rows.sum(axis=0), atol=2e-6)
+  np.testing.assert_allclose(state.orthogonality, 1.0, rtol=1e-5)
+
+
+def test_swapping_the_members_of_a_pair_changes_nothing_but_another_order_does():
+  stacked = gradients(4)
+  result = optax_boost.adasum_reduce(stacked)
+  for order in ([1, 0, 2, 3], [0, 1, 3, 2], [2, 3, 0, 1]):
+    other = optax_boost.adasum_reduce(jax.tree.map(lambda g, o=order: g[np.array(o)], stacked))
+    chex.assert_trees_all_close(other, result, rtol=1e-5, atol=1e-6)
+  crossed = optax_boost.adasum_reduce(jax.tree.map(lambda g: g[np.array([0, 2, 1, 3])], stacked))
+  assert not np.allclose(crossed["dense"], result["dense"], rtol=1e-3)
+
+
+def test_a_pair_is_the_rule_of_the_paper():
+  a, b = gradients(2)["dense"]
+  np.testing.assert_allclose(optax_boost.adasum_pair(a, b), pair(*np.float64([a, b])), rtol=1e-4)
+  zero = np.zeros_like(a)
+  np.testing.assert_array_equal(optax_boost.adasum_pair(a, zero), a)
+  np.testing.assert_array_equal(optax_boost.adasum_pair(zero, a), a)
+  np.testing.assert_array_equal(optax_boost.adasum_pair(zero, zero), zero)
+  half = optax_boost.adasum_pair(jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16))
+  assert half.dtype == jnp.bfloat16
+
+
+def test_half_precision_does_not_overflow_in_the_norms():
+  stacked = {"w": jnp.full((2, 1000), 300.0, jnp.float16)}  # squared norms beyond 65,504
+  found, _ = on_devices(optax_boost.adasum("replicas"), stacked)
+  np.testing.assert_array_equal(found["w"][0], stacked["w"][0])
+
+
+def test_leaves_of_several_dtypes_keep_them_in_one_tree():
+  with jax.enable_x64(True):
+    stacked = gradients(3, dtype=np.float64)
+    mixed = {
+      name: jnp.asarray(rows, dtype)
+      for (name, rows), dtype in zip(
+        stacked.items(), ("float64", "bfloat16", "float32", "bfloat16"), strict=True
+      )
+    }
+    found, _ = on_devices(optax_boost.adasum("replicas"), mixed)
+    alone = {name: optax_boost.adasum_reduce(rows) for name, rows in mixed.items()}
+    for name, rows in mixed.items():
+      assert found[name].dtype == rows.dtype
+      np.testing.assert_allclose(
+        np.float64(found[name][0]), np.float64(alone[name]), rtol=1e-2, atol=1e-2
+      )
+    np.testing.assert_allclose(found["bias"][0], tree_of_pairs(stacked["bias"]), rtol=1e-12)
+
+
+def test_long_leaves_are_cut_into_blocks_that_add_up():
+  stacked = gradients(3, {"long": (100_003,), "short": (11,), "next": (20_000,)})
+  found, _ = on_devices(optax_boost.adasum("replicas"), stacked)
+  for name, rows in stacked.items():
+    np.testing.assert_allclose(found[name][0], tree_of_pairs(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_groups_share_coefficients():
+  stacked = {"a": gradients(4), "b": gradients(4, seed=1)}
+  found = optax_boost.adasum_reduce(stacked, groups=("^a/(bias|dense)", "^b/"))
+  alone = optax_boost.adasum_reduce(stacked)
+
+  def joined(tree, names):
+    return np.concatenate([np.reshape(tree[name], (4, -1)) for name in names], axis=1)
+
+  expected = tree_of_pairs(joined(stacked["a"], ["bias", "dense"]))
+  np.testing.assert_allclose(found["a"]["bias"], expected[:5], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(np.ravel(found["a"]["dense"]), expected[5:], rtol=1e-4, atol=1e-5)
+  np.testing.assert_array_equal(found["a"]["conv"], alone["a"]["conv"])
+  names = sorted(SHAPES)
+  expected = tree_of_pairs(joined(stacked["b"], names))
+  whole = np.concatenate([np.ravel(found["b"][name]) for name in names])
+  np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
+  many, _ = on_devices(optax_boost.adasum("replicas", groups=("^a/(bias|dense)", "^b/")), stacked)
+  chex.assert_trees_all_close(replica(many), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (1, 3), (3, 1)])
+def test_hierarchy_is_a_mean_inside_a_node_and_the_tree_across(sizes):
+  stacked = gradients(sizes[0] * sizes[1])
+  tx = optax_boost.adasum("replicas", local_axis_name="near")
+  axes = (("replicas", "near"),)
+  found, _ = on_devices(tx, stacked, mesh_of(*sizes), *axes)
+  for name, rows in stacked.items():
+    nodes = rows.reshape(*sizes, *rows.shape[1:]).mean(axis=1)
+    scale = np.abs(rows).max()
+    expected = tree_of_pairs(nodes)
+    np.testing.assert_allclose(found[name][0], expected, rtol=1e-5, atol=1e-5 * scale)
+    for row in found[name][1:]:
+      np.testing.assert_array_equal(row, found[name][0])
+
+
+def test_two_axes_together_count_as_one():
+  stacked = gradients(6)
+  tx = optax_boost.adasum(("replicas", "near"))
+  found, _ = on_devices(tx, stacked, mesh_of(3, 2), ("replicas", "near"))
+  expected = optax_boost.adasum_reduce(stacked)
+  chex.assert_trees_all_close(replica(found), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_leaves_have_the_inner_products_of_the_whole():
+  stacked = {"w": gradients(2, {"w": (16, 6)})["w"]}
+  tx = optax_boost.adasum("replicas", shard_axis_name="near")
+  specs = {"in_specs": P("replicas", "near"), "out_specs": (P("replicas", "near"), P())}
+  found, _ = on_devices(tx, stacked, mesh_of(2, 4), **specs)
+  np.testing.assert_allclose(found["w"][0], tree_of_pairs(stacked["w"]), rtol=1e-4, atol=1e-5)
+
+
+def test_an_axis_of_size_one_is_the_identity():
+  stacked = gradients(1)
+  found, _ = on_devices(optax_boost.adasum("replicas"), stacked)
+  chex.assert_trees_all_equal(replica(found), replica(stacked))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_a_leaf_that_is_not_finite_somewhere_is_nan_everywhere_and_the_others_are_good(bad):
+  stacked = gradients(4)
+  good = optax_boost.adasum_reduce(stacked)
+  stacked["dense"][2, 3, 1] = bad
+  found, state = on_devices(optax_boost.adasum("replicas"), stacked)
+  assert np.all(np.isnan(found.pop("dense")))
+  good.pop("dense")
+  chex.assert_trees_all_close(replica(found), good, rtol=1e-5, atol=1e-5)
+  assert state.notfinite_count == 1
+  assert np.all(np.isnan(optax_boost.adasum_reduce(stacked)["dense"]))
+
+
+def compiled(shapes, replicas, tx=None, **kwargs):
+  tx = tx or optax_boost.adasum("replicas")
+  mesh = kwargs.pop("mesh", None) or mesh_of(replicas)
+
+  def one(grads):
+    return tx.update(grads, tx.init(grads))[0]
+
+  step = jax.shard_map(one, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), **kwargs)
+  abstract = [jax.ShapeDtypeStruct((mesh.size * s[0], *s[1:]), jnp.float32) for s in shapes]
+  return jax.jit(step).lower(abstract).compile()
+
+
+def collectives(program):
+  kinds = r"all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute"
+  return sorted(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
+
+
+@pytest.mark.parametrize(("replicas", "leaves"), [(2, 1), (8, 1), (8, 3), (7, 30)])
+def test_three_collectives_for_any_number_of_leaves_and_replicas(replicas, leaves):
+  program = compiled([(31, 7)] * leaves, replicas)
+  assert collectives(program) == ["all-gather", "all-reduce", "all-to-all"]
+
+
+def test_hierarchy_adds_one_collective():
+  tx = optax_boost.adasum("replicas", local_axis_name="near")
+  program = compiled([(31, 7)] * 3, 8, tx, mesh=mesh_of(4, 2))
+  assert len(collectives(program)) == 4
+
+
+@pytest.mark.parametrize("shapes", [[(1_000_000,)], [(1000, 50)] * 20, [(100, 100)] * 40])
+def test_temporaries_are_at_most_two_copies_of_the_params(shapes):
+  program = compiled(shapes, 8)
+  size = 4 * sum(map(np.prod, shapes))
+  assert program.memory_analysis().temp_size_in_bytes <= 2.02 * size
+
+
+def test_gradients_that_shard_map_has_summed_already_are_refused():
+  tx = optax_boost.adasum("replicas")
+
+  def one(params, x):
+    grads = jax.grad(lambda p: jnp.sum(p["w"] * x))(params)
+    return tx.update(grads, tx.init(params))[0]
+
+  step = jax.shard_map(one, mesh=mesh_of(2), in_specs=(P(), P("replicas")), out_specs=P())
+  message = r"differ along the axis 'replicas'; .* `jax.lax.pcast\(params, 'replicas', to='varyi"
+  with pytest.raises(ValueError, match=message):
+    step({"w": jnp.ones(3)}, jnp.ones((2, 3)))
+
+
+def test_a_leaf_that_is_the_same_everywhere_may_stand_beside_others():
+  tx = optax_boost.adasum("replicas")
+
+  def one(x):
+    grads = {"alike": jnp.ones(3), "own": x[0]}
+    return tx.update(grads, tx.init(grads))[0]
+
+  step = jax.shard_map(one, mesh=mesh_of(2), in_specs=P("replicas"), out_specs=P())
+  found = jax.jit(step)(jnp.eye(2))
+  np.testing.assert_array_equal(found["alike"], jnp.ones(3))
+  np.testing.assert_array_equal(found["own"], jnp.ones(2))
+
+
+def test_an_axis_that_is_not_bound_is_named():
+  tx = optax_boost.adasum("replicas")
+  grads = {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"the axis 'replicas'; it is not bound here. Call `update`"):
+    tx.update(grads, tx.init(grads))
+  for argument in ("local_axis_name", "shard_axis_name"):
+    more = optax_boost.adasum("replicas", **{argument: "other"})
+    with pytest.raises(ValueError, match=r"needs the axis 'other'; it is not bound here"):
+      on_devices(more, gradients(2))
+
+
+def test_trees_that_do_not_fit_are_refused():
+  tx = optax_boost.adasum("replicas")
+  grads = {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"`adasum` needs gradients and params of the same tree"):
+    tx.update(grads, tx.init(grads), {"v": jnp.ones(3)})
+  message = r"as many in each; got shape \(3, 2\) for the leaf 'b' and \(2, 2\) for 'a'"
+  with pytest.raises(ValueError, match=message):
+    optax_boost.adasum_reduce({"a": jnp.ones((2, 2)), "b": jnp.ones((3, 2))})
+  with pytest.raises(ValueError, match=r"got shape \(\) for the leaf 'a'"):
+    optax_boost.adasum_reduce({"a": jnp.ones(())})
+  with pytest.raises(ValueError, match=r"two arrays of one shape; got \(3,\) and \(1, 3\)"):
+    optax_boost.adasum_pair(jnp.ones(3), jnp.ones((1, 3)))
+  with pytest.raises(
+    TypeError, match=r"`adasum_reduce` needs real floating-point leaves; .* int32"
+  ):
+    optax_boost.adasum_reduce({"a": jnp.ones((2, 2), jnp.int32)})
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis .* got 3"),
+    ({"axis_name": ()}, TypeError, r"`axis_name` must be the name of a mesh axis .* got \(\)"),
+    ({"local_axis_name": ["a"]}, TypeError, r"`local_axis_name` must be the name of a mesh axis"),
+    ({"shard_axis_name": 0}, TypeError, r"`shard_axis_name` must be the name of a mesh axis"),
+    (
+      {"local_axis_name": "r"},
+      ValueError,
+      r"an axis of its own for each purpose; got axis_",
+    ),
+    ({"groups": 3}, TypeError, r"`groups` must be regular expressions or None; got 3"),
+    ({"groups": [True]}, TypeError, r"`groups` must be regular expressions or None; got \[True\]"),
+    ({"groups": "("}, re.error, r"unterminated subpattern"),
+  ],
+  ids=str,
+)
+def test_refuses_arguments_of_the_wrong_kind(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.adasum(**({"axis_name": "r"} | kwargs))
+
+
+def test_groups_without_effect_warn():
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  for groups in (("gain",), ("kernel", ".*", "bias")):
+    with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .* \['(gain|bia)"):
+      optax_boost.adasum("r", groups=groups).init(params)
+
+
+def test_the_metric_of_the_train_step_is_there():
+  params = {"w": jnp.ones(3)}
+  state = optax.chain(optax_boost.adasum("r"), optax.sgd(0.1)).init(params)
+  assert float(optax.tree.get(state, "orthogonality")) == 1.0
+
+
+def test_a_reduction_equals_pairs_of_pairs():
+  rows = gradients(4)["dense"]
+  left, right = optax_boost.adasum_pair(*rows[:2]), optax_boost.adasum_pair(*rows[2:])
+  expected = optax_boost.adasum_pair(left, right)
+  np.testing.assert_allclose(optax_boost.adasum_reduce(rows), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,299 @@
+"""The demo's command line, in process on tiny images."""
+
+import importlib
+from pathlib import Path
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def examples():
+  """The modules of examples/, imported as `python examples/demo.py` imports them."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(EXAMPLES))
+    yield {
+      name: importlib.import_module(name)
+      for name in ("demo", "_data", "_methods", "_report", "_training")
+    }
+
+
+@pytest.fixture(scope="module")
+def demo(examples):
+  return examples["demo"]
+
+
+def arrays(**replaced):
+  rng = np.random.default_rng(0)
+  return {
+    "train_images": rng.integers(0, 256, (20, 4, 5), np.uint8),
+    "train_labels": np.arange(20) % 3,
+    "test_images": rng.integers(0, 256, (7, 4, 5), np.uint8),
+    "test_labels": np.arange(7) % 3,
+  } | replaced
+
+
+@pytest.fixture
+def out(tmp_path):
+  return tmp_path / "pictures" / "curves.png"
+
+
+@pytest.fixture
+def data(tmp_path):
+  path = tmp_path / "images.npz"
+  np.savez(path, **arrays())
+  return path
+
+
+@pytest.fixture
+def tiny(data, out):
+  return [
+    f"--data={data}", f"--out={out}", "--methods=sgd,lars", "--batch-size=8", "--epochs=2",
+    "--seeds=2", "--seed=3",
+  ]  # fmt: skip
+
+
+def files(folder):
+  return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_it_prints_a_table_and_saves_a_picture(demo, tiny, tmp_path, out, capsys):
+  assert demo.main(tiny) == 0
+  printed, picture = capsys.readouterr().out, out.read_bytes()
+  assert "20 training and 7 test images of 4 x 5 x 1, 3 classes" in printed
+  assert "4 steps (epochs: 2) in batches of 8, seeds 3 to 4" in printed
+  number = r"[\d.]+ ± [\d.]+"
+  assert re.search(rf"^sgd +{number} +{number}% +- +\d+ +[\d.]+ +2$", printed, re.MULTILINE)
+  lars = rf"^lars +{number} +{number}% +[+-]{number} +\S+ +[\d.]+ +2$"
+  assert re.search(lars, printed, re.MULTILINE)
+  assert "What it bought, compared with sgd" in printed
+  assert "Here others may be better" in printed
+  assert picture.startswith(b"\x89PNG")
+  assert len(picture) > 10_000
+  assert files(tmp_path) == ["images.npz", "pictures/curves.png"]
+
+
+def test_the_same_seed_gives_the_same_numbers(examples, data):
+  training = examples["_training"]
+  method = examples["_methods"].METHODS["lars"]
+  images = examples["_data"].from_npz(str(data))
+  trainer = training.Trainer(images, method.make(4, **method.chosen), batch_size=8, epochs=2)
+  first, other, again = (trainer.run(seed) for seed in (3, 4, 3))
+  assert list(first.steps) == [1, 2, 3, 4]
+  assert np.array_equal(first.loss, again.loss)
+  assert np.array_equal(first.accuracy, again.accuracy)
+  assert not np.array_equal(first.loss, other.loss)
+
+
+def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(
+  demo, examples, tiny, tmp_path, capsys, monkeypatch
+):
+  def interrupted(*args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(examples["_training"].Trainer, "compile", interrupted)
+  assert demo.main(tiny) == 130
+  assert capsys.readouterr().err.splitlines()[-1] == "demo: interrupted; no picture was written."
+  assert files(tmp_path) == ["images.npz"]
+
+
+def test_ctrl_c_while_the_picture_is_written_leaves_the_old_one(examples, tmp_path):
+  class Figure:
+    def savefig(self, path, **_):
+      Path(path).write_bytes(b"half")
+      raise KeyboardInterrupt
+
+  picture = tmp_path / "curves.png"
+  picture.write_bytes(b"old")
+  with pytest.raises(KeyboardInterrupt):
+    examples["_report"].save(Figure(), picture)
+  assert files(tmp_path) == ["curves.png"]
+  assert picture.read_bytes() == b"old"
+
+
+def fails(demo, argv, capsys):
+  """Runs the demo on bad input and returns the one line that it prints."""
+  assert demo.main(argv) == 2
+  captured = capsys.readouterr()
+  assert captured.out == ""
+  (line,) = captured.err.splitlines()
+  assert line.startswith("demo: error: ")
+  return line
+
+
+@pytest.mark.parametrize(
+  ("argv", "cause"),
+  [
+    (["--methods=sgd,adam"], "unknown method 'adam'; choose from sgd, centralize, lars"),
+    (["--methods="], "unknown method ''"),
+    (["--methods=sgd,sgd"], "twice"),
+    (["--epochs=0"], "--epochs must be at least 1 and below 2**31; got 0"),
+    (["--epochs=many"], "--epochs: invalid int value: 'many'"),
+    (["--batch-size=-1"], "--batch-size must be at least 1 and below 2**31; got -1"),
+    (["--batch-size=21"], "--batch-size 21 is more than the 20 training images"),
+    (["--seed=-1"], "--seed must be at least 0 and below 2**31; got -1"),
+    (["--seed=9999999999"], "below 2**31; got 9999999999"),
+    (["--seeds=0"], "--seeds must be at least 1 and below 2**31; got 0"),
+    (["--sed=1"], "unrecognized arguments: --sed=1"),
+  ],
+)
+def test_a_bad_argument_is_one_line_and_writes_nothing(demo, tiny, tmp_path, capsys, argv, cause):
+  assert cause in fails(demo, [*tiny, *argv], capsys)
+  assert files(tmp_path) == ["images.npz"]
+
+
+@pytest.mark.parametrize(
+  ("replaced", "cause"),
+  [
+    ({"train_images": None}, "lacks train_images; it must hold train_images, train_labels,"),
+    ({"train_images": np.ones((20, 8))}, "must be of shape (n, h, w) or (n, h, w, c)"),
+    ({"train_images": np.ones((0, 4, 5))}, "not empty; got (0, 4, 5)"),
+    ({"train_images": np.full((20, 4, 5), np.nan)}, "not finite"),
+    ({"train_images": np.full((20, 4, 5), "x")}, "train_images must be integers or floats"),
+    ({"train_images": np.ones((20, 4, 5))}, "the pixels of train_images must differ"),
+    ({"test_images": np.ones((7, 5, 4))}, "(4, 5, 1) but test_images of (5, 4, 1)"),
+    ({"train_labels": np.arange(19)}, "there are 20 train_images but 19 train_labels"),
+    ({"test_labels": np.arange(8)}, "there are 7 test_images but 8 test_labels"),
+    ({"test_labels": np.ones(7)}, "test_labels must be integers; got float64"),
+    ({"test_labels": np.ones((7, 1), int)}, "test_labels must be of shape (n,); got (7, 1)"),
+    ({"test_labels": np.arange(7) - 1}, "test_labels must not be negative; got -1"),
+    ({"test_labels": np.arange(7)}, "test_labels has the class 6, train_labels none above 2"),
+    ({"train_labels": np.zeros(20, int)}, "the largest of 20 labels is 0"),
+    ({"train_labels": np.full(20, 10**9)}, "the largest of 20 labels is 1000000000"),
+    ({"train_images": np.array([{}], object)}, "is not a readable npz file"),
+  ],
+)
+def test_malformed_data_is_one_line_and_writes_nothing(
+  demo, tiny, tmp_path, data, capsys, replaced, cause
+):
+  kept = {key: value for key, value in arrays(**replaced).items() if value is not None}
+  np.savez(data, **kept)
+  assert cause in fails(demo, tiny, capsys)
+  assert files(tmp_path) == ["images.npz"]
+
+
+@pytest.mark.parametrize(
+  ("damage", "cause"),
+  [
+    (lambda path: path.unlink(), "images.npz: No such file or directory"),
+    (lambda path: (path.unlink(), path.mkdir()), "images.npz: Is a directory"),
+    (lambda path: path.write_text("no archive"), "is not a readable npz file"),
+    (lambda path: path.write_bytes(b""), "is not a readable npz file"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-200]), "is not a readable npz file"),
+    (
+      lambda path: (np.save(f"{path}.npy", np.ones(3)), Path(f"{path}.npy").rename(path)),
+      "is not a readable npz file",
+    ),
+  ],
+)
+def test_a_file_that_is_no_npz_is_one_line(demo, tiny, data, out, capsys, damage, cause):
+  damage(data)
+  assert cause in fails(demo, tiny, capsys)
+  assert not out.exists()
+
+
+@pytest.mark.parametrize(
+  ("name", "cause"),
+  [
+    ("images.npz/curves.png", "images.npz is no folder"),
+    ("curves", "must end in .png, .pdf, .svg"),
+    ("curves.docx", "must end in .png, .pdf, .svg"),
+    ("folder.png", "is no file that can be overwritten"),
+    (f"{'x' * 300}.png", "File name too long"),
+  ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(demo, tiny, tmp_path, capsys, name, cause):
+  (tmp_path / "folder.png").mkdir()
+  assert cause in fails(demo, [*tiny, f"--out={tmp_path / name}"], capsys)
+  assert files(tmp_path) == ["images.npz"]
+
+
+def test_help_names_every_method(demo, examples, capsys):
+  with pytest.raises(SystemExit, match="0"):
+    demo.main(["--help"])
+  text = capsys.readouterr().out
+  assert all(f"  {name} " in text for name in examples["_methods"].METHODS)
+
+
+def test_every_method_is_made_from_its_chosen_values_which_are_of_its_grid(examples):
+  params = {"kernel": jnp.ones((2, 3))}
+  for method in examples["_methods"].METHODS.values():
+    assert method.chosen.keys() == method.grid.keys()
+    assert all(value in method.grid[name] for name, value in method.chosen.items())
+    tx = method.make(10, **method.chosen)
+    tx.update(params, tx.init(params), params)
+
+
+def test_digits_are_split_into_parts_that_share_no_image(examples):
+  split = examples["_data"].digits
+  test, validation = split("test"), split("validation")
+  assert [len(part.labels) for part in (test.train, validation.test, test.test)] == [1024, 373, 400]
+  assert np.array_equal(test.train.images, validation.train.images)
+  together = np.concatenate([test.train.images, validation.test.images, test.test.images])
+  assert abs(test.train.images.mean()) < 1e-5
+  # scikit-learn's digits hold no image twice.
+  assert len(np.unique(together, axis=0)) == 1797
+
+
+def test_colour_and_float_images_are_read(examples, tmp_path):
+  rng = np.random.default_rng(0)
+  train, test = rng.random((20, 4, 5, 3)), rng.random((7, 4, 5, 3))
+  np.savez(tmp_path / "colour.npz", **arrays(train_images=train, test_images=test))
+  data = examples["_data"].from_npz(str(tmp_path / "colour.npz"))
+  assert (data.name, data.classes, data.test.images.dtype) == ("colour.npz", 3, np.float32)
+  expected = (test - train.mean()) / train.std()
+  np.testing.assert_allclose(data.test.images, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 100])
+def test_the_last_batch_of_an_evaluation_counts_by_its_images(examples, batch_size):
+  class Model:
+    """Answers with the first pixel."""
+
+    def __call__(self, images):
+      return jnp.eye(3)[images[:, 0, 0, 0].astype(int)]
+
+    def eval(self):
+      pass
+
+    train = eval
+
+  training = examples["_training"]
+  answers, labels = np.array([0, 1, 2, 0, 1, 2, 0]), np.array([0, 1, 2, 0, 0, 0, 0])
+  part = examples["_data"].Part(answers.reshape(7, 1, 1, 1), labels)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(training, "_count_right", training._count_right.__wrapped__)
+    assert training.accuracy(Model(), part, batch_size) == pytest.approx(5 / 7)
+
+
+def test_batches_are_whole_shuffled_anew_and_each_image_comes_once_an_epoch(examples):
+  part = examples["_data"].Part(np.zeros((10, 1, 1, 1)), np.arange(10))
+  feed = [batch["labels"] for batch in examples["_training"].batches(part, 5, epochs=2, seed=0)]
+  assert [len(labels) for labels in feed] == [5, 5, 5, 5]
+  first, second = np.concatenate(feed[:2]), np.concatenate(feed[2:])
+  assert sorted(first) == sorted(second) == list(range(10))
+  assert list(first) != list(second)
+
+
+def test_the_report_compares_with_the_baseline_seed_by_seed(examples):
+  Curves, Report = examples["_training"].Curves, examples["_report"].Report
+  steps, ones = np.array([1, 2, 3]), np.ones(3)
+
+  def runs(*finals):
+    return [Curves(steps, ones, np.array([0.1, f, f]), ones) for f in finals]
+
+  report = Report({"sgd": runs(0.71, 0.72, 0.73), "better": runs(0.81, 0.83, 0.82)}, "sgd")
+  assert report.target == 70
+  assert report.rows[1].gain == pytest.approx([10, 11, 9])
+  assert "better  10.0 points more accuracy; 70% after 2 steps" in report.verdicts()
+  worse = Report({"sgd": runs(0.71, 0.72, 0.73), "worse": runs(0.6, 0.61, 0.62)}, "sgd")
+  assert "worse  11.0 points LESS accuracy; 70% never reached" in worse.verdicts()
+  same = Report({"sgd": runs(0.71, 0.72, 0.73), "same": runs(0.7, 0.75, 0.71)}, "sgd")
+  assert "no clear difference in accuracy" in same.verdicts()
+  assert "nothing to compare" in Report({"lars": runs(0.5)}, "sgd").verdicts()
+  one = Report({"sgd": runs(0.5), "lars": runs(0.6)}, "sgd").verdicts()
+  assert "one seed says nothing about accuracy" in one
