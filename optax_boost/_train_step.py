@@ -330,15 +330,25 @@ def make_train_step(
   return TrainStep(jitted, tx, gradient, data, freezing)
 
 
-def _frozen_groups(opt_state: optax.OptState) -> Any:
-  """How many groups of leaves the optimizer freezes in the next step."""
-  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "frozen_groups")]
+def _asked_of_the_loss(opt_state: optax.OptState, field: str, what: str, method: str) -> Any:
+  """A state field by which the optimizer asks something of the loss, or None."""
+  found = [value for _, value in optax.tree.get_all_with_path(opt_state, field)]
   if len(found) > 1:
     raise ValueError(
-      f"`make_train_step` needs one `freeze`; the optimizer state holds {len(found)}. Put one"
-      " `freeze` around the whole optimizer."
+      f"`make_train_step` needs one {what}; the optimizer state holds {len(found)}. Put one"
+      f" `{method}` around the whole optimizer."
     )
   return found[0] if found else None
+
+
+def _frozen_groups(opt_state: optax.OptState) -> Any:
+  """How many groups of leaves the optimizer freezes in the next step."""
+  return _asked_of_the_loss(opt_state, "frozen_groups", "`freeze`", "freeze")
+
+
+def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:
+  """What the optimizer asks the loss to be multiplied by before it is differentiated."""
+  return _asked_of_the_loss(opt_state, "loss_scale", "loss scale", "dynamic_loss_scale")
 
 
 def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
@@ -352,17 +362,6 @@ def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, A
     arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
     (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
   return functools.partial(function.func, *function.args, **rest), data
-
-
-def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:
-  """What the optimizer asks the loss to be multiplied by before it is differentiated."""
-  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "loss_scale")]
-  if len(found) > 1:
-    raise ValueError(
-      f"`make_train_step` needs one loss scale; the optimizer state holds {len(found)}. Put one"
-      " `dynamic_loss_scale` around the whole optimizer."
-    )
-  return found[0] if found else None
 
 
 def _split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
