@@ -23,7 +23,6 @@ arXiv:2311.05589.
 
 from collections.abc import Callable
 from collections.abc import Iterable
-import functools
 import importlib.util
 import numbers
 from typing import Any
@@ -278,7 +277,7 @@ def _refresh_if_due(
 
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   """The state after a refresh, or as it was, with a count, where a number is not finite."""
-  good = _all_finite((params, full))
+  good = _tree.all_finite((params, full))
 
   def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(good, new.astype(old.dtype), old)
@@ -607,11 +606,6 @@ def _zeros(params: Any) -> Any:
     lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)),
     params,
   )
-
-
-def _all_finite(tree: Any) -> jax.Array:
-  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  return functools.reduce(jnp.logical_and, flags, jnp.array(True))
 
 
 def _check_gradients(gradients: Any, params: Any, source: str) -> None:
