@@ -11,14 +11,14 @@ from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
-from optax_boost._freezing import FreezeGroups
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import FreezeState
 from optax_boost._freezing import continuous_freezing
 from optax_boost._freezing import freeze
-from optax_boost._freezing import freeze_groups
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
+from optax_boost._groups import LayerGroups
+from optax_boost._groups import layer_groups
 from optax_boost._lars import ScaleByLarsTrustRatioState
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
@@ -46,9 +46,9 @@ __all__ = [
   "AccumulateState",
   "AdasumState",
   "DynamicLossScaleState",
-  "FreezeGroups",
   "FreezeSchedule",
   "FreezeState",
+  "LayerGroups",
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
@@ -64,10 +64,10 @@ __all__ = [
   "continuous_freezing",
   "dynamic_loss_scale",
   "freeze",
-  "freeze_groups",
   "full_gradient",
   "interval_freezing",
   "lars",
+  "layer_groups",
   "make_train_step",
   "master_weights",
   "next_loss_scale",

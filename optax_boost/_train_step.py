@@ -33,6 +33,7 @@ import numpy as np
 import optax
 
 from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _svrg
 
 Metrics: TypeAlias = dict[str, Any]
@@ -285,7 +286,7 @@ def make_train_step(
       return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
 
     frozen_groups = _frozen_groups(state.opt_state)
-    found = None if frozen_groups is None else _freezing.find_groups(tx, state.params)
+    found = None if frozen_groups is None else _groups.ask(tx, state.params).get("freeze")
     old_opt_state = state.opt_state
     if found is None:
       differentiate = jax.grad(scaled, has_aux=True)
