@@ -25,10 +25,14 @@ from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
 from optax_boost._precision import DynamicLossScaleState
+from optax_boost._precision import GroupLossScaleState
 from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
+from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
+from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
+from optax_boost._precision import scale_by_group
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -48,6 +52,7 @@ __all__ = [
   "DynamicLossScaleState",
   "FreezeSchedule",
   "FreezeState",
+  "GroupLossScaleState",
   "LayerGroups",
   "MasterWeightsState",
   "NoEffectWarning",
@@ -65,15 +70,18 @@ __all__ = [
   "dynamic_loss_scale",
   "freeze",
   "full_gradient",
+  "group_loss_scale",
   "interval_freezing",
   "lars",
   "layer_groups",
   "make_train_step",
   "master_weights",
+  "next_group_loss_scale",
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
   "refresh_svrg",
+  "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
   "svrg",

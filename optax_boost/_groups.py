@@ -263,6 +263,10 @@ class Found(NamedTuple):
   group: dict[str, int]
   num_groups: int
 
+  def numbers(self, params: optax.Params) -> list[int]:
+    """The group of each leaf; a leaf that the method has not seen is past the last."""
+    return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
+
 
 _SEEN: contextvars.ContextVar[dict[str, Found] | None] = contextvars.ContextVar(
   "groups", default=None

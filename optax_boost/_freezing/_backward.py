@@ -66,8 +66,7 @@ def _gradient_at(
 ) -> tuple[optax.Updates, Any]:
   leaves, structure = jax.tree.flatten(params)
   # What no group has is always trained.
-  groups = [found.group.get(path, found.num_groups) for path in _tree.leaf_paths(params)]
-  trained = [i for i, group in enumerate(groups) if group >= depth]
+  trained = [i for i, group in enumerate(found.numbers(params)) if group >= depth]
 
   def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:
     full = list(leaves)
