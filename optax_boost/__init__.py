@@ -39,6 +39,8 @@ from optax_boost._svrg import full_gradient
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import scan_full_gradient
 from optax_boost._svrg import svrg
+from optax_boost._switch import SwitchAfterState
+from optax_boost._switch import switch_after
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -58,6 +60,7 @@ __all__ = [
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
+  "SwitchAfterState",
   "TrainState",
   "TrainStep",
   "accumulate",
@@ -85,6 +88,7 @@ __all__ = [
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
   "svrg",
+  "switch_after",
   "trust_ratio",
   "trust_ratio_tree",
 ]

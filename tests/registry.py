@@ -225,6 +225,12 @@ ROWS = (
     label="progressive",
   ),
   Row(
+    "switch_after",
+    {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+  ),
+  Row(
     "scale_by_lars_trust_ratio",
     {"trust_coefficient": 0.02, "weight_decay": 1e-4},
     baseline=optax.identity,
