@@ -15,7 +15,7 @@ import optax_boost
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "optax_boost"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FOUNDATION = {"_base", "_tree", "_linalg"}
+FOUNDATION = {"_base", "_jaxpr", "_tree", "_linalg"}
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_train_step", "_auto"}
 FLAX = {"nnx", "linen"}
