@@ -468,6 +468,20 @@ def test_refuses_what_is_no_model_predicate_or_multiplier():
     ob_linen.less_bn(LinenNet(), X, multiplier=0.0)
 
 
+class Jitted(nn.Module):
+  block: nn.Module = nn.jit(LinenBlock, static_argnums=(2,))(3, BOTTLENECK)
+
+  def __call__(self, x, train=True):
+    return self.block(x, train)
+
+
+def test_refuses_a_module_whose_cached_traces_cannot_be_intercepted():
+  plan = ob_linen.plan_less_bn(Jitted(), X)
+  assert len(plan.removed) == 2
+  with pytest.raises(ValueError, match=r"If it has `nn.jit` inside, take that off"):
+    ob_linen.less_bn(Jitted(), plan=plan).init(jax.random.key(0), X)
+
+
 def test_refuses_a_plan_or_checkpoint_of_another_architecture():
   plan = ob_nnx.plan_less_bn(NnxNet(), X)
   with pytest.raises(ValueError, match=r"at 'blocks/0/norms/2' it expects a BatchNorm, .* nothing"):

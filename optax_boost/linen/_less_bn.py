@@ -86,7 +86,8 @@ class LessBN(nn.Module):
     if missed and method == "__call__":
       raise ValueError(
         f"The plan is for another architecture or call: the module has no '{min(missed)}'. Make it"
-        " with `plan_less_bn` from this module."
+        " with `plan_less_bn` from this module. If it has `nn.jit` inside, take that off: it keeps"
+        " traces from before, whose calls can't be intercepted."
       )
     return output
 
@@ -226,7 +227,8 @@ def less_bn(
   as in the reference.
 
   Initialize it anew, or load variables of the original module with :func:`load_original`. For
-  evaluation use the same module, with ``train=False`` or whatever the module's own flag is.
+  evaluation use the same module, with ``train=False`` or whatever the module's own flag is. Calls
+  are intercepted, so a module with ``nn.jit`` inside, which keeps traces from before, is refused.
 
   Args:
     module: the module.
