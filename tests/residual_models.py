@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 WIDTH = 4
+# Before flax 0.12 plain lists hold modules.
+List = getattr(nnx, "List", list)
 X = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
 
 
@@ -24,13 +26,13 @@ class NnxBlock(nnx.Module):
   def __init__(self, inputs, outputs, sizes, rngs, drop=False, pre=False):
     n = len(sizes)
     widths = [inputs, *[WIDTH] * (n - 1), outputs]
-    self.convs = nnx.List(
+    self.convs = List(
       [
         nnx.Conv(widths[i], widths[i + 1], (size, size), use_bias=False, rngs=rngs)
         for i, size in enumerate(sizes)
       ][::-1]
     )
-    self.norms = nnx.List(
+    self.norms = List(
       [
         identity if drop and i < n - 1 else nnx.BatchNorm(widths[i if pre else i + 1], rngs=rngs)
         for i in range(n)
@@ -60,7 +62,7 @@ class NnxNet(nnx.Module):
   def __init__(self, sizes=(1, 3, 1), rngs=None, drop=False, pre=False, block=NnxBlock):
     rngs = rngs or nnx.Rngs(0)
     self.last = nnx.Linear(2 * WIDTH, 5, rngs=rngs)
-    self.blocks = nnx.List(
+    self.blocks = List(
       [
         block(WIDTH, 2 * WIDTH, sizes, rngs, drop, pre),
         block(2 * WIDTH, 2 * WIDTH, sizes, rngs, drop, pre),

@@ -16,6 +16,7 @@ import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.residual_models import LinenBlock
 from tests.residual_models import LinenNet
+from tests.residual_models import List
 from tests.residual_models import NnxBlock
 from tests.residual_models import NnxNet
 from tests.residual_models import X
@@ -91,8 +92,8 @@ class Plain(nnx.Module):
   """Convolutions in a row, with a gelu that adds what stems from one value."""
 
   def __init__(self, rngs):
-    self.convs = nnx.List([nnx.Conv(3, 3, (3, 3), rngs=rngs) for _ in range(3)])
-    self.norms = nnx.List([nnx.BatchNorm(3, rngs=rngs) for _ in range(3)])
+    self.convs = List([nnx.Conv(3, 3, (3, 3), rngs=rngs) for _ in range(3)])
+    self.norms = List([nnx.BatchNorm(3, rngs=rngs) for _ in range(3)])
 
   def __call__(self, x):
     for conv, norm in zip(self.convs, self.norms, strict=True):
@@ -113,7 +114,7 @@ class Gated(NnxBlock):
 
   def __init__(self, inputs, outputs, sizes, rngs, drop, pre):
     super().__init__(inputs, outputs, sizes, rngs)
-    self.gate = nnx.List([nnx.Linear(outputs, outputs, rngs=rngs) for _ in range(2)])
+    self.gate = List([nnx.Linear(outputs, outputs, rngs=rngs) for _ in range(2)])
 
   def __call__(self, x):
     y = x
@@ -207,7 +208,7 @@ class Hourglass(nnx.Module):
   """A long skip around two residual blocks and a layer of its own."""
 
   def __init__(self, rngs):
-    self.inside = nnx.List([NnxBlock(3, 3, BOTTLENECK, rngs) for _ in range(2)])
+    self.inside = List([NnxBlock(3, 3, BOTTLENECK, rngs) for _ in range(2)])
     self.conv = nnx.Conv(3, 3, (3, 3), rngs=rngs)
     self.norm = nnx.BatchNorm(3, rngs=rngs)
 
@@ -427,19 +428,26 @@ def test_nothing_is_computed_to_plan():
 
 
 def test_containers_and_dtypes_are_kept():
+  data = getattr(nnx, "data", lambda value: value)
+
   class Holder(nnx.Module):
     def __init__(self, rngs):
-      norms = [nnx.BatchNorm(3, dtype=jnp.bfloat16, rngs=rngs) for _ in range(3)]
+      norms = [nnx.BatchNorm(3, dtype=jnp.bfloat16, rngs=rngs) for _ in range(5)]
       self.chain = nnx.Sequential(norms[0], nnx.relu)
-      self.named = nnx.Dict(norm=norms[1])
-      self.nested = nnx.List([nnx.List([norms[2]])])
+      self.own = List([List([norms[1]])])
+      self.pair = data((nnx.relu, norms[2]))
+      self.named = data({"norm": norms[3]})
+      self.several = data([norms[4]])
 
     def __call__(self, x):
-      return self.nested[0][0](self.named["norm"](self.chain(x)))
+      x = self.own[0][0](self.pair[1](self.chain(x)))
+      return self.several[0](self.named["norm"](x))
 
-  less = ob_nnx.less_bn(Holder(nnx.Rngs(0)), X, predicate=lambda place: True)
+  model = Holder(nnx.Rngs(0))
+  less = ob_nnx.less_bn(model, X, predicate=lambda place: True)
   np.testing.assert_array_equal(less(X), nnx.relu(X.astype(jnp.bfloat16)))
   assert not jax.tree.leaves(nnx.state(less))
+  assert isinstance(model.pair[1], nnx.BatchNorm)
 
 
 def test_the_plan_prints():

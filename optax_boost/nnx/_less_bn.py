@@ -70,17 +70,16 @@ def plan_less_bn(
     >>> class Bottleneck(nnx.Module):
     ...   def __init__(self, rngs):
     ...     conv = lambda size: nnx.Conv(4, 4, (size, size), use_bias=False, rngs=rngs)
-    ...     self.convs = nnx.List([conv(1), conv(3), conv(1)])
-    ...     self.norms = nnx.List([nnx.BatchNorm(4, rngs=rngs) for _ in range(3)])
+    ...     self.a, self.b, self.c = conv(1), conv(3), conv(1)
+    ...     self.x, self.y, self.z = [nnx.BatchNorm(4, rngs=rngs) for _ in range(3)]
     ...   def __call__(self, x):
-    ...     y = x
-    ...     for conv, norm in zip(self.convs, self.norms):
-    ...       y = norm(conv(nnx.relu(y)))
+    ...     y = nnx.relu(self.y(self.b(nnx.relu(self.x(self.a(x))))))
+    ...     y = self.z(self.c(y))
     ...     return x + y
     >>> x = jax.ShapeDtypeStruct((1, 8, 8, 4), jnp.float32)
     >>> print(optax_boost.nnx.plan_less_bn(Bottleneck(nnx.Rngs(0)), x))
-    removed 2 of 3 BatchNorms: norms/0, norms/1
-    kept, last of its residual branch: norms/2
+    removed 2 of 3 BatchNorms: x, y
+    kept, last of its residual branch: z
   """
   _check(model)
   return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
