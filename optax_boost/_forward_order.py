@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -12,6 +11,8 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from optax_boost import _jaxpr
 
 
 class _Value(NamedTuple):
@@ -100,11 +101,9 @@ def _equation(equation: Any, inputs: list[_Value], events: list[int]) -> list[_V
     return _loop(settings["body_jaxpr"], body, consts, len(body) - consts, events)
   if name == "cond":
     return _branches(settings["branches"], inputs[1:], events)
-  jaxprs = list(sub_jaxprs(equation))
-  if len(jaxprs) == 1:
-    inside = getattr(jaxprs[0], "jaxpr", jaxprs[0])
-    if len(inside.invars) == len(inputs) and len(inside.outvars) == len(equation.outvars):
-      return _inner(jaxprs[0], inputs, events)
+  call = _jaxpr.inlined(equation)
+  if call is not None:
+    return _inner(call, inputs, events)
   joined = _join(inputs)
   if joined.data and joined.params:
     # Where a penalty meets the data is not where its params are used; noted as ~leaf.
@@ -120,21 +119,6 @@ def _equation(equation: Any, inputs: list[_Value], events: list[int]) -> list[_V
     joined._replace(penalty=bool(joined.params) and summed and not variable.aval.shape)
     for variable in equation.outvars
   ]
-
-
-def sub_jaxprs(equation: Any) -> Iterator[Any]:
-  """The programs that an equation holds.
-
-  Args:
-    equation: an equation of a jaxpr.
-
-  Yields:
-    Jaxprs, closed or not.
-  """
-  for setting in equation.params.values():
-    for item in setting if isinstance(setting, list | tuple) else [setting]:
-      if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):
-        yield item
 
 
 def _join(values: Iterable[_Value]) -> _Value:
@@ -167,19 +151,3 @@ def _branches(branches: Sequence[Any], inputs: list[_Value], events: list[int]) 
     found += [leaf for leaf in own if leaf not in found]
   events += found
   return [_join(values) for values in zip(*results, strict=True)]
-
-
-def has_convolution(jaxpr: Any) -> bool:
-  """Whether a program holds a convolution, at any depth.
-
-  Args:
-    jaxpr: a jaxpr, closed or not.
-
-  Returns:
-    Whether it does.
-  """
-  return any(
-    equation.primitive.name == "conv_general_dilated"
-    or any(has_convolution(inside) for inside in sub_jaxprs(equation))
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
-  )

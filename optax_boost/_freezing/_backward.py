@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _forward_order
 from optax_boost import _groups
+from optax_boost import _jaxpr
 from optax_boost import _tree
 from optax_boost._freezing import _transform
 
@@ -85,7 +85,7 @@ def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
   # XLA's CPU backend makes the gradient of a convolution some 20 times slower inside a conditional.
   if jax.default_backend() != "cpu":
     return True
-  if not _forward_order.has_convolution(jax.make_jaxpr(objective)(params)):
+  if not _jaxpr.has_convolution(jax.make_jaxpr(objective)(params)):
     return True
   warnings.warn(
     "`freeze` saves no time in this step: its depth is traced (the train step runs inside your"

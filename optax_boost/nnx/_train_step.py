@@ -1,4 +1,4 @@
-"""The train step for Flax NNX models; needs the extra ``flax``."""
+"""The train step for Flax NNX models."""
 
 from collections.abc import Callable
 from collections.abc import Iterable

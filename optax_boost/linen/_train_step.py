@@ -1,4 +1,4 @@
-"""The train step for Flax Linen modules; needs the extra ``flax``."""
+"""The train step for Flax Linen modules."""
 
 from collections.abc import Callable
 from collections.abc import Iterable

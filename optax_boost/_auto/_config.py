@@ -1,0 +1,370 @@
+"""The configuration of ``auto_boost``: MindSpore Boost's dict and JSON schema, typed and strict."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+import difflib
+import json
+import math
+import os
+import pathlib
+from typing import Any
+from typing import NamedTuple
+from typing import TypeVar
+
+MODES = ("auto", "manual", "enable_all", "disable_all")
+_B = TypeVar("_B")
+
+
+class _Rule(NamedTuple):
+  """What a value must be: a test, and its words in an error."""
+
+  allows: Callable[[Any], bool]
+  words: str
+
+
+def _is_int(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_of(*values: Any) -> _Rule:
+  return _Rule(
+    lambda v: any(type(v) is type(w) and v == w for w in values), f"one of {list(values)}"
+  )
+
+
+_FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
+_SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
+_COUNT = _Rule(lambda v: _is_int(v) and v >= 1, "an integer >= 1")
+_SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
+_INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
+_DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")
+_RATE = _Rule(lambda v: _is_number(v) and v >= 0, "a number >= 0")
+_SECONDS = _Rule(lambda v: _is_number(v) and v > 0, "a number of seconds > 0")
+_PATH = _Rule(lambda v: v is None or (isinstance(v, str) and v != ""), "a path or null")
+_SPLITS = _Rule(
+  lambda v: (
+    isinstance(v, tuple)
+    and all(map(_is_int, v))
+    and list(v) == sorted(set(v))
+    and all(n > 0 for n in v)
+  ),
+  "a list of positive integers that grow",
+)
+
+
+def _key(default: Any, rule: _Rule) -> Any:
+  return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+class _Block:
+  """A block of the schema; its fields are checked however it is made."""
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+      value, rule = getattr(self, field.name), field.metadata["rule"]
+      if not rule.allows(value):
+        where = f"{_BLOCK_NAMES[type(self)]}.{field.name}"
+        hint = ""
+        if isinstance(value, str) and field.name == "mode":
+          hint = _nearest(value, MODES)
+        raise ValueError(f"`{where}` must be {rule.words}; got {value!r}.{hint}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches(_Block):
+  """The block ``boost``: which methods are on.
+
+  Attributes:
+    mode: ``"auto"``: those of the level; ``"manual"``: those of the level, but where a switch
+      below says otherwise; ``"enable_all"``; ``"disable_all"``.
+    less_bn: fewer BatchNorms, with a normalized head and gradient centralization. None, here and
+      below: not set.
+    grad_freeze: freezing.
+    adasum: adaptive summation over replicas.
+    grad_accumulation: gradient accumulation.
+    dim_reduce: training in a subspace.
+    loss_scale_group: a loss scale per group of layers.
+  """
+
+  mode: str = _key("auto", _one_of(*MODES))
+  less_bn: bool | None = _key(None, _SWITCH)
+  grad_freeze: bool | None = _key(None, _SWITCH)
+  adasum: bool | None = _key(None, _SWITCH)
+  grad_accumulation: bool | None = _key(None, _SWITCH)
+  dim_reduce: bool | None = _key(None, _SWITCH)
+  loss_scale_group: bool | None = _key(None, _SWITCH)
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(_Block):
+  """The block ``common``.
+
+  Attributes:
+    gradient_split_groups: where the reference cuts the parameters into groups for communication.
+      XLA groups collectives by itself: it is read, written and has no effect.
+    device_number: how many devices train together.
+  """
+
+  gradient_split_groups: tuple[int, ...] = _key((50, 100), _SPLITS)
+  device_number: int = _key(8, _COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class LessBNConfig(_Block):
+  """The block ``less_bn``.
+
+  Attributes:
+    fn_flag: whether the last dense layer is normalized.
+    gc_flag: whether gradients are centralized.
+  """
+
+  fn_flag: bool = _key(True, _FLAG)
+  gc_flag: bool = _key(True, _FLAG)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradFreeze(_Block):
+  """The block ``grad_freeze``.
+
+  Attributes:
+    param_groups: the number of groups of layers.
+    freeze_type: the schedule, 0: continuous, 1: interval.
+    freeze_p: the share of steps in which nothing is frozen.
+    total_steps: the number of training steps. Our schedules do not depend on it.
+  """
+
+  param_groups: int = _key(10, _COUNT)
+  freeze_type: int = _key(1, _one_of(0, 1))
+  freeze_p: float = _key(0.7, _SHARE)
+  total_steps: int = _key(65536, _COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradAccumulation(_Block):
+  """The block ``grad_accumulation``.
+
+  Attributes:
+    grad_accumulation_step: how many micro-batches make a step.
+  """
+
+  grad_accumulation_step: int = _key(1, _COUNT)
+
+
+@dataclasses.dataclass(frozen=True)
+class DimReduceConfig(_Block):
+  """The block ``dim_reduce``.
+
+  Attributes:
+    rho: factor of the line search's second candidate.
+    gamma: momentum of the residual.
+    alpha: learning rate of the residual.
+    sigma: sufficient decrease in the line search.
+    n_components: dimensions of the subspace.
+    pca_mat_path: a file with the projection, or None.
+    weight_load_dir: a directory of checkpoints to fit the projection to, or None.
+    timeout: how many seconds to wait for the projection's file.
+  """
+
+  rho: float = _key(0.55, _INSIDE)
+  gamma: float = _key(0.9, _DECAY)
+  alpha: float = _key(0.001, _RATE)
+  sigma: float = _key(0.4, _INSIDE)
+  n_components: int = _key(32, _COUNT)
+  pca_mat_path: str | None = _key(None, _PATH)
+  weight_load_dir: str | None = _key(None, _PATH)
+  timeout: float = _key(1800, _SECONDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoostConfig:
+  """What ``auto_boost`` is told beside its level; the schema is that of MindSpore's AutoBoost.
+
+  A dict and a JSON file have the same blocks and keys; those that are left out have the defaults
+  of the reference. Unknown blocks and keys, wrong types and values out of range are errors.
+
+  Attributes:
+    boost: which methods are on.
+    common: settings of several methods.
+    less_bn: fewer BatchNorms.
+    grad_freeze: freezing.
+    grad_accumulation: gradient accumulation.
+    dim_reduce: training in a subspace.
+
+  Examples:
+    >>> from optax_boost import BoostConfig
+    >>> config = BoostConfig.from_dict({"boost": {"mode": "manual", "grad_freeze": True}})
+    >>> config.grad_freeze.freeze_p
+    0.7
+    >>> BoostConfig.from_json(config.to_json()) == config
+    True
+    >>> BoostConfig.from_dict({"grad_freeze": {"freezep": 0.5}})
+    Traceback (most recent call last):
+    ValueError: `grad_freeze` has no key 'freezep'. Did you mean 'freeze_p'?
+  """
+
+  boost: Switches = Switches()
+  common: Common = Common()
+  less_bn: LessBNConfig = LessBNConfig()
+  grad_freeze: GradFreeze = GradFreeze()
+  grad_accumulation: GradAccumulation = GradAccumulation()
+  dim_reduce: DimReduceConfig = DimReduceConfig()
+
+  def __post_init__(self) -> None:
+    for name, kind in _BLOCKS.items():
+      if not isinstance(getattr(self, name), kind):
+        raise TypeError(
+          f"`{name}` must be a {kind.__name__}; got {getattr(self, name)!r}. From a dict:"
+          " `BoostConfig.from_dict`."
+        )
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any], base: "BoostConfig | None" = None) -> "BoostConfig":
+    """Reads a dict of the reference's schema.
+
+    Args:
+      config: blocks by name, each a dict of values by key; both may be left out.
+      base: where what is left out comes from; None: the defaults.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      TypeError: `config` or a block is no mapping.
+      ValueError: a block or a key is unknown, or a value wrong.
+    """
+    if not isinstance(config, Mapping):
+      raise TypeError(f"The configuration must be a mapping of blocks; got {config!r}.")
+    base = cls() if base is None else base
+    blocks = {name: _read(getattr(base, name), name, {}) for name in _BLOCKS}
+    for name, values in config.items():
+      if name not in _BLOCKS:
+        raise ValueError(f"The configuration has no block {name!r}.{_hint(name, _BLOCKS)}")
+      if not isinstance(values, Mapping):
+        raise TypeError(f"`{name}` must be a mapping of keys to values; got {values!r}.")
+      blocks[name] = _read(getattr(base, name), name, values)
+    return cls(**blocks)
+
+  def to_dict(self) -> dict[str, dict[str, Any]]:
+    """Writes a dict of the reference's schema.
+
+    Returns:
+      All blocks with all keys, but for switches that are not set.
+    """
+    blocks: dict[str, dict[str, Any]] = {}
+    for name in _BLOCKS:
+      values = {key: getattr(getattr(self, name), key) for key in _keys(name)}
+      blocks[name] = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in values.items()
+        if not (name == "boost" and value is None)
+      }
+    return blocks
+
+  @classmethod
+  def from_json(cls, text: str, base: "BoostConfig | None" = None) -> "BoostConfig":
+    """Reads JSON of the reference's schema.
+
+    Args:
+      text: the JSON itself.
+      base: where what is left out comes from; None: the defaults.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: the text is no JSON (the message has line and column), a key occurs twice, or
+        it is not of the schema.
+      TypeError: a block is no object.
+    """
+    return cls.from_dict(_parse(text, "the text"), base)
+
+  def to_json(self) -> str:
+    """Writes JSON of the reference's schema.
+
+    Returns:
+      The text, indented.
+    """
+    return json.dumps(self.to_dict(), indent=2) + "\n"
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str], base: "BoostConfig | None" = None) -> "BoostConfig":
+    """Reads a JSON file of the reference's schema.
+
+    Args:
+      path: the file.
+      base: where what is left out comes from; None: the defaults.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: as for :meth:`from_json`; the message names the file.
+    """
+    return cls.from_dict(_parse(pathlib.Path(path).read_text(encoding="utf-8"), str(path)), base)
+
+
+_BLOCKS: dict[str, type[Any]] = {
+  "boost": Switches,
+  "common": Common,
+  "less_bn": LessBNConfig,
+  "grad_freeze": GradFreeze,
+  "grad_accumulation": GradAccumulation,
+  "dim_reduce": DimReduceConfig,
+}
+_BLOCK_NAMES = {kind: name for name, kind in _BLOCKS.items()}
+
+
+def _keys(name: str) -> list[str]:
+  return [field.name for field in dataclasses.fields(_BLOCKS[name])]
+
+
+def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
+  for key in values:
+    if key not in _keys(name):
+      raise ValueError(f"`{name}` has no key {key!r}.{_hint(key, _keys(name))}")
+  # JSON has lists only; a bare number is one split.
+  given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+  if _is_int(given.get("gradient_split_groups")):
+    given["gradient_split_groups"] = (given["gradient_split_groups"],)
+  return dataclasses.replace(base, **given)  # type: ignore[type-var]
+
+
+def _hint(name: Any, known: Iterable[str]) -> str:
+  homes = [block for block in _BLOCKS if name in _keys(block) and name not in known]
+  if homes:
+    return f" It belongs to the block {homes[0]!r}."
+  return _nearest(name, known)
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+  known = list(known)
+  close = difflib.get_close_matches(str(name).lower(), known, 1, 0.6)
+  return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+
+
+def _parse(text: str, source: str) -> Any:
+  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+      if key in found:
+        raise ValueError(
+          f"{source} sets {key!r} twice, to {found[key]!r} and to {value!r}. Keep one."
+        )
+      found[key] = value
+    return found
+
+  def no_number(constant: str) -> Any:
+    raise ValueError(f"{source} has {constant}, which is no JSON number.")
+
+  try:
+    return json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
+  except json.JSONDecodeError as error:
+    raise ValueError(
+      f"{source} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}."
+    ) from error

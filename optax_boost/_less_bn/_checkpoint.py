@@ -1,0 +1,82 @@
+"""Loading what a model was before ``less_bn`` into what it is after."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _tree
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+  """What became of a checkpoint; ``print`` shows it.
+
+  Attributes:
+    loaded: paths that were loaded.
+    left_over: paths of the checkpoint for which the model has no place: those of BatchNorms that
+      are gone.
+    fresh: paths of the model that the checkpoint lacks, which stay as they are: a head's
+      multiplier, new biases.
+  """
+
+  loaded: tuple[str, ...]
+  left_over: tuple[str, ...]
+  fresh: tuple[str, ...]
+
+  def __str__(self) -> str:
+    lines = [f"loaded: {len(self.loaded)} of {len(self.loaded) + len(self.left_over)} arrays"]
+    if self.left_over:
+      lines.append("left over in the checkpoint: " + ", ".join(self.left_over))
+    if self.fresh:
+      lines.append("not in the checkpoint, left as they were: " + ", ".join(self.fresh))
+    return "\n".join(lines)
+
+
+def load_tree(
+  target: Any, checkpoint: Any, ignore: Callable[[str], bool] = lambda _: False
+) -> tuple[Any, LoadReport]:
+  """Loads by path.
+
+  Args:
+    target: a tree of arrays.
+    checkpoint: a tree of arrays with the same paths, more or fewer.
+    ignore: paths whose absence from the checkpoint is not reported.
+
+  Returns:
+    A tree like `target`, in its dtypes, and the report.
+
+  Raises:
+    ValueError: an array has another shape than its place, or nothing fits.
+  """
+  values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
+  paths = _tree.leaf_paths(target)
+  loaded = []
+
+  def load(path: str, old: Any) -> Any:
+    if path not in values:
+      return old
+    new = values[path]
+    if jnp.shape(new) != jnp.shape(old):
+      raise ValueError(
+        f"The checkpoint's '{path}' has shape {jnp.shape(new)}, the model's {jnp.shape(old)}: it"
+        " is not a checkpoint of this architecture."
+      )
+    loaded.append(path)
+    # Copied, so that the model can be donated.
+    return jnp.array(new, None if new.dtype == old.dtype else old.dtype)
+
+  leaves = [load(*pair) for pair in zip(paths, jax.tree.leaves(target), strict=True)]
+  if not loaded and paths:
+    raise ValueError(
+      f"The checkpoint has none of the model's paths, such as '{paths[0]}'; it has"
+      f" {sorted(values)[:3]}. Pass it in the model's own nesting."
+    )
+  report = LoadReport(
+    tuple(loaded),
+    tuple(path for path in values if path not in set(paths)),
+    tuple(path for path in paths if path not in values and not ignore(path)),
+  )
+  return jax.tree.unflatten(jax.tree.structure(target), leaves), report

@@ -1,0 +1,281 @@
+"""The path of the data through a traced model, as a graph without params.
+
+Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
+
+  node 0       the data: one input of the model
+  inputs(n)    the nodes that n is computed from; what is made of params or constants alone is none
+  ancestors(n) all nodes that lead to n, as the bits of an integer
+  gate(n)      the last node through which all of the data goes that reaches n: n's immediate
+               dominator. Where a residual block ends in n = a + b, its gate is where the two
+               paths parted.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+
+from optax_boost import _jaxpr
+from optax_boost import _tree
+
+_MARK = "optax_boost.norm:"
+_WEIGHTS = ("conv_general_dilated", "dot_general", "ragged_dot")
+_WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
+
+
+def mark_norm(x: jax.Array, path: str) -> jax.Array:
+  """Stands for a normalization while the model is traced.
+
+  Args:
+    x: its input.
+    path: the path of the module.
+
+  Returns:
+    `x`, under a name that :func:`trace` finds.
+  """
+  return checkpoint_name(x, _MARK + path)
+
+
+class Node(NamedTuple):
+  """One operation on data.
+
+  Attributes:
+    kind: the primitive's name; ``"norm"`` for a marked normalization.
+    inputs: the nodes it is computed from.
+    shape: the shape of its result.
+    path: the module of a normalization; of a layer with weights the path of its param.
+  """
+
+  kind: str
+  inputs: tuple[int, ...]
+  shape: tuple[int, ...]
+  path: str = ""
+
+
+class Flow:
+  """The graph of one input's data; see the top of the file."""
+
+  def __init__(self, nodes: Sequence[Node], outputs: frozenset[int]):
+    self.nodes = nodes
+    self.outputs = outputs
+    self.ancestors = [0] * len(nodes)
+    self.gate = [0] * len(nodes)
+    depth = [0] * len(nodes)
+    for n, node in enumerate(nodes[1:], 1):
+      self.ancestors[n] = functools.reduce(
+        lambda bits, i: bits | self.ancestors[i] | 1 << i, node.inputs, 0
+      )
+      gate = node.inputs[0]
+      for other in node.inputs[1:]:
+        while gate != other:
+          deeper = gate if depth[gate] >= depth[other] else other
+          gate, other = (self.gate[deeper], other) if deeper == gate else (gate, self.gate[deeper])
+      self.gate[n] = gate
+      depth[n] = depth[gate] + 1
+
+  def of_kind(self, kind: str) -> list[int]:
+    """The nodes of a kind.
+
+    Args:
+      kind: the kind.
+
+    Returns:
+      Their numbers.
+    """
+    return [n for n, node in enumerate(self.nodes) if node.kind == kind]
+
+  def has_weights(self, n: int) -> bool:
+    """Whether a node brings data and weights together: a convolution or a matrix product.
+
+    Args:
+      n: the node.
+
+    Returns:
+      Whether it does.
+    """
+    return self.nodes[n].kind in _WEIGHTS and len(self.nodes[n].inputs) == 1
+
+  def between(self, start: int, end: int) -> list[int]:
+    """The nodes after `start` on the paths from `start` to `end`, with `end`.
+
+    Args:
+      start: a node.
+      end: a node.
+
+    Returns:
+      Their numbers; none if the two are the same.
+    """
+    inside = self.ancestors[end] | 1 << end
+    return [n for n in range(start + 1, end + 1) if inside >> n & 1 and self.leads_to(start, n)]
+
+  def leads_to(self, start: int, end: int) -> bool:
+    """Whether `end` is computed from `start`.
+
+    Args:
+      start: a node.
+      end: a node.
+
+    Returns:
+      Whether it is.
+    """
+    return bool(self.ancestors[end] >> start & 1)
+
+  def source(self, n: int) -> int:
+    """Goes back from a node's input over biases, activations and casts.
+
+    Args:
+      n: a node with one input.
+
+    Returns:
+      The first node that is more than an elementwise function of one other.
+    """
+    current = self.nodes[n].inputs[0]
+    while current:
+      gate = self.gate[current]
+      if not all(self._elementwise(m) for m in self.between(gate, current)):
+        break
+      current = gate
+    return current
+
+  def _elementwise(self, n: int) -> bool:
+    node = self.nodes[n]
+    if node.kind in ("norm", *_WEIGHTS) or node.kind.startswith(_WINDOWS):
+      return False
+    return all(self.nodes[i].shape == node.shape for i in node.inputs)
+
+
+def trace(
+  apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
+) -> list[Flow]:
+  """Traces a model and follows each of its inputs.
+
+  Nothing is computed; params and inputs may be abstract. What is no array among the inputs (flags,
+  strings) is passed as it is.
+
+  Args:
+    apply: ``apply(params, state, *args, **kwargs)``, with its normalizations replaced by
+      :func:`mark_norm`.
+    params: a tree of arrays.
+    state: what else the model holds, a tree of arrays.
+    args: the model's arguments.
+    kwargs: its keyword arguments.
+
+  Returns:
+    A flow for each array among the inputs.
+  """
+  on_arrays, arrays = _on_arrays(apply, args, kwargs)
+  closed = jax.make_jaxpr(on_arrays)(params, state, *arrays)
+  paths = _tree.leaf_paths(params)
+  first = len(closed.jaxpr.invars) - len(arrays)
+  return [_follow(closed, paths, first + i) for i in range(len(arrays))]
+
+
+def abstract(
+  apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+  """What a function returns, as abstract values; its arguments are those of :func:`trace`.
+
+  Args:
+    apply: ``apply(params, state, *args, **kwargs)``.
+    params: a tree of arrays.
+    state: a tree of arrays.
+    args: arguments, arrays and others.
+    kwargs: keyword arguments.
+
+  Returns:
+    A tree of ``jax.ShapeDtypeStruct``.
+  """
+  on_arrays, arrays = _on_arrays(apply, args, kwargs)
+  return jax.eval_shape(on_arrays, params, state, *arrays)
+
+
+def _on_arrays(
+  apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+  """A function of the arrays among the arguments alone, and these."""
+  leaves, structure = jax.tree.flatten((args, kwargs))
+  places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+  def on_arrays(params: Any, state: Any, *values: Any) -> Any:
+    full = list(leaves)
+    for i, value in zip(places, values, strict=True):
+      full[i] = value
+    args, kwargs = jax.tree.unflatten(structure, full)
+    return apply(params, state, *args, **kwargs)
+
+  return on_arrays, [leaves[i] for i in places]
+
+
+class _Value(NamedTuple):
+  """What a value of the trace is: a node, or else made of these params alone."""
+
+  node: int | None = None
+  params: tuple[str, ...] = ()
+
+
+def _follow(closed: Any, paths: Sequence[str], data: int) -> Flow:
+  values = [_Value(params=(path,)) for path in paths]
+  values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
+  values[data] = _Value(0)
+  nodes = [Node("input", (), closed.jaxpr.invars[data].aval.shape)]
+  outputs = _inner(closed, values, nodes)
+  return Flow(nodes, frozenset(v.node for v in outputs if v.node is not None))
+
+
+def _inner(jaxpr: Any, arguments: Sequence[_Value], nodes: list[Node]) -> list[_Value]:
+  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+  known = dict.fromkeys(jaxpr.constvars, _Value())
+  known |= zip(jaxpr.invars, arguments, strict=True)
+
+  def read(atom: Any) -> _Value:
+    return _Value() if isinstance(atom, jax_core.Literal) else known[atom]
+
+  for equation in jaxpr.eqns:
+    outputs = _equation(equation, [read(atom) for atom in equation.invars], nodes)
+    known |= zip(equation.outvars, outputs, strict=True)
+  return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(equation: Any, inputs: list[_Value], nodes: list[Node]) -> list[_Value]:
+  name, settings = equation.primitive.name, equation.params
+  # One round shows all that a loop does.
+  if name == "scan":
+    return _inner(settings["jaxpr"], inputs, nodes)
+  if name == "while":
+    return _inner(settings["body_jaxpr"], inputs[settings["cond_nconsts"] :], nodes)
+  if name == "cond":
+    results = [_inner(branch, inputs[1:], nodes) for branch in settings["branches"]]
+    pairs = zip(zip(*results, strict=True), equation.outvars, strict=True)
+    return [_operation("cond", values, variable, nodes) for values, variable in pairs]
+  call = _jaxpr.inlined(equation)
+  if call is not None:
+    return _inner(call, inputs, nodes)
+  label = settings["name"] if name == "name" else ""
+  if label.startswith(_MARK):
+    marked = _operation("norm", inputs, equation.outvars[0], nodes, label.removeprefix(_MARK))
+    return [marked]
+  result = [_operation(name, inputs, variable, nodes) for variable in equation.outvars[:1]]
+  return result * len(equation.outvars)
+
+
+def _operation(
+  kind: str, inputs: Sequence[_Value], variable: Any, nodes: list[Node], path: str = ""
+) -> _Value:
+  params = tuple(dict.fromkeys(_all_params(inputs)))
+  data = tuple(dict.fromkeys(value.node for value in inputs if value.node is not None))
+  if not data:
+    return _Value(params=params)
+  path = path or (params[0] if kind in _WEIGHTS and params else "")
+  nodes.append(Node(kind, data, getattr(variable.aval, "shape", ()), path))
+  return _Value(len(nodes) - 1)
+
+
+def _all_params(values: Sequence[_Value]) -> Iterator[str]:
+  for value in values:
+    yield from value.params

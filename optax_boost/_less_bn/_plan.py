@@ -1,0 +1,262 @@
+"""Which BatchNorms go: the rule, and the plan that it makes.
+
+A residual addition is an ``a + b`` whose two operands stem from one earlier value. Of its two
+sides, the one with more layers is the branch; a side with at most one layer is the shortcut.
+"""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+import dataclasses
+from typing import Literal
+from typing import NamedTuple
+from typing import TypeAlias
+import warnings
+
+from optax_boost import _base
+from optax_boost._less_bn import _flow
+
+Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
+# Convolutions of a bottleneck block.
+_BOTTLENECK = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class NormPlace:
+  """Where a BatchNorm stands.
+
+  Attributes:
+    path: the path of its module.
+    role: ``"inner"``: in a residual branch, with another BatchNorm after it; ``"last"``: the last
+      of its branch; ``"shortcut"``; ``"outside"``: in no residual block (the stem).
+    layers: how many layers with weights its branch has next to a BatchNorm: 2 in a basic block, 3
+      in a bottleneck block. Those of a gate (squeeze and excitation) do not count.
+  """
+
+  path: str
+  role: Role
+  layers: int = 0
+
+
+Predicate: TypeAlias = Callable[[NormPlace], bool]
+
+
+def in_bottleneck(place: NormPlace) -> bool:
+  """The rule: all BatchNorms in the branch of a bottleneck block but the last.
+
+  Args:
+    place: where a BatchNorm stands.
+
+  Returns:
+    Whether it goes.
+
+  Examples:
+    >>> from optax_boost._less_bn import NormPlace, in_bottleneck
+    >>> in_bottleneck(NormPlace("block/bn1", "inner", layers=3))
+    True
+    >>> in_bottleneck(NormPlace("block/bn3", "last", layers=3))
+    False
+  """
+  return place.role == "inner" and place.layers >= _BOTTLENECK
+
+
+class Layers(NamedTuple):
+  """What the plan must know of the model's layers, by path.
+
+  Attributes:
+    norms: the BatchNorms.
+    without_bias: convolutions and dense layers that have no bias.
+    dense: dense layers.
+  """
+
+  norms: Sequence[str]
+  without_bias: Collection[str]
+  dense: Collection[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LessBNPlan:
+  """What ``less_bn`` does to a model; ``print`` shows it.
+
+  Attributes:
+    places: where each BatchNorm stands.
+    removed: the paths of those that go.
+    biases: the layers that get a bias in exchange.
+    head: the dense layer that becomes a ``NormalizedDense``, or None.
+    multiplier: what the head's multiplier starts from.
+  """
+
+  places: tuple[NormPlace, ...]
+  removed: tuple[str, ...]
+  biases: tuple[str, ...] = ()
+  head: str | None = None
+  multiplier: float = 1.0
+
+  def __str__(self) -> str:
+    lines = [f"removed {len(self.removed)} of {len(self.places)} BatchNorms: {_list(self.removed)}"]
+    for role, words in (
+      ("inner", "inside of a residual branch"),
+      ("last", "last of its residual branch"),
+      ("shortcut", "on a shortcut"),
+      ("outside", "in no residual block"),
+    ):
+      kept = [p.path for p in self.places if p.role == role and p.path not in self.removed]
+      if kept:
+        lines.append(f"kept, {words}: {_list(kept)}")
+    if self.biases:
+      lines.append(f"new biases: {_list(self.biases)}")
+    if self.head is not None:
+      lines.append(f"normalized head: {self.head}")
+    return "\n".join(lines)
+
+
+def _list(paths: Sequence[str]) -> str:
+  return ", ".join(paths) or "none"
+
+
+def make_plan(
+  flows: Sequence[_flow.Flow],
+  layers: Layers,
+  fn_flag: bool,
+  bias: bool,
+  predicate: Predicate | None,
+  multiplier: float,
+) -> LessBNPlan:
+  """Decides from the flows of a model's inputs.
+
+  Args:
+    flows: what :func:`optax_boost._less_bn.trace` returned.
+    layers: the model's layers.
+    fn_flag: whether the last dense layer becomes a normalized head.
+    bias: whether a removed BatchNorm leaves a bias.
+    predicate: which BatchNorms go; None: :func:`in_bottleneck`.
+    multiplier: what the head's multiplier starts from.
+
+  Returns:
+    The plan.
+
+  Raises:
+    TypeError: `predicate` is not callable.
+    ValueError: `multiplier` is not positive.
+  """
+  if predicate is not None and not callable(predicate):
+    raise TypeError(
+      "`predicate` must be a function from a NormPlace (path, role, layers) to whether that"
+      f" BatchNorm goes; got {predicate!r}."
+    )
+  _base.check_number("multiplier", multiplier, positive=True)
+  found = _places(flows)
+  in_order = [path for path in found if path in layers.norms]
+  unseen = [path for path in layers.norms if path not in found]
+  places = tuple([found[path] for path in in_order] + [NormPlace(p, "outside") for p in unseen])
+  removed = tuple(place.path for place in places if (predicate or in_bottleneck)(place))
+  if not removed:
+    _warn_nothing(places)
+  head = _last_dense(flows, layers.dense) if fn_flag else None
+  if fn_flag and head is None:
+    warnings.warn(
+      "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
+      " each of them, or there is none. Pass fn_flag=False.",
+      _base.NoEffectWarning,
+      stacklevel=4,
+    )
+  biases = _layers_before(flows, removed) if bias else []
+  return LessBNPlan(
+    places,
+    removed,
+    tuple(path for path in biases if path in layers.without_bias),
+    head,
+    multiplier,
+  )
+
+
+def _warn_nothing(places: Sequence[NormPlace]) -> None:
+  shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
+  warnings.warn(
+    "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
+    f" `predicate` selects none. The model's BatchNorms:\n{shown}",
+    _base.NoEffectWarning,
+    stacklevel=5,
+  )
+
+
+def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
+  """The place of each BatchNorm, seen from all inputs; a shared one goes if all its uses do."""
+  found: dict[str, NormPlace] = {}
+  for flow in flows:
+    here: dict[str, NormPlace] = {}
+    for n, place in _in_blocks(flow).items():
+      path = flow.nodes[n].path
+      other = here.setdefault(path, place)
+      if other.role == "inner":
+        here[path] = place if place.role != "inner" or place.layers < other.layers else other
+    for path, place in here.items():
+      if found.get(path, place).role in ("outside", place.role):
+        found[path] = place
+  return found
+
+
+class _Block(NamedTuple):
+  """A residual addition: its branch's or shortcut's nodes, and the size of the whole."""
+
+  side: list[int]
+  shortcut: bool
+  size: int
+
+
+def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
+  innermost: dict[int, _Block] = {}
+  for end, node in enumerate(flow.nodes):
+    if node.kind not in ("add", "add_any") or len(node.inputs) != 2:
+      continue
+    sides = [flow.between(flow.gate[end], operand) for operand in node.inputs]
+    weights = [sum(map(flow.has_weights, side)) for side in sides]
+    size = sum(map(len, sides))
+    for side, own, other in zip(sides, weights, reversed(weights), strict=True):
+      block = _Block(side, own <= 1 and own < other, size)
+      for n in side:
+        if flow.nodes[n].kind == "norm" and (n not in innermost or size < innermost[n].size):
+          innermost[n] = block
+  return {
+    n: _place(flow, n, innermost[n]) if n in innermost else NormPlace(flow.nodes[n].path, "outside")
+    for n in flow.of_kind("norm")
+  }
+
+
+def _place(flow: _flow.Flow, n: int, block: _Block) -> NormPlace:
+  norms = [m for m in block.side if flow.nodes[m].kind == "norm"]
+  before = {flow.source(m) for m in norms}
+  weights = [m for m in block.side if flow.has_weights(m)]
+  layers = sum(m in before or flow.nodes[flow.source(m)].kind == "norm" for m in weights)
+  role: Role = "last"
+  if block.shortcut:
+    role = "shortcut"
+  elif any(flow.leads_to(n, m) for m in norms):
+    role = "inner"
+  return NormPlace(flow.nodes[n].path, role, layers)
+
+
+def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> list[str]:
+  found: dict[str, None] = {}
+  for flow in flows:
+    for n in flow.of_kind("norm"):
+      source = flow.source(n)
+      if flow.nodes[n].path in removed and flow.has_weights(source):
+        found[_module(flow.nodes[source].path)] = None
+  return list(found)
+
+
+def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:
+  for flow in flows:
+    weights = [n for n in range(len(flow.nodes)) if flow.has_weights(n)]
+    for n in reversed(weights):
+      reaches = any(n == out or flow.leads_to(n, out) for out in flow.outputs)
+      if reaches and _module(flow.nodes[n].path) in dense:
+        return _module(flow.nodes[n].path)
+      if reaches:
+        break
+  return None
+
+
+def _module(param: str) -> str:
+  return param.rpartition("/")[0]

@@ -1,0 +1,34 @@
+"""What Flax Linen modules need: train steps, fewer BatchNorms, the normalized head.
+
+Needs the extra ``flax``.
+"""
+
+from optax_boost._less_bn import LessBNPlan
+from optax_boost._less_bn import LoadReport
+from optax_boost._less_bn import NormPlace
+from optax_boost.linen._head import NormalizedDense
+from optax_boost.linen._less_bn import LessBN
+from optax_boost.linen._less_bn import less_bn
+from optax_boost.linen._less_bn import load_original
+from optax_boost.linen._less_bn import plan_less_bn
+from optax_boost.linen._train_step import BoundModel
+from optax_boost.linen._train_step import TrainStep
+from optax_boost.linen._train_step import layer_groups
+from optax_boost.linen._train_step import make_train_step
+from optax_boost.linen._train_step import variables
+
+__all__ = [
+  "BoundModel",
+  "LessBN",
+  "LessBNPlan",
+  "LoadReport",
+  "NormPlace",
+  "NormalizedDense",
+  "TrainStep",
+  "layer_groups",
+  "less_bn",
+  "load_original",
+  "make_train_step",
+  "plan_less_bn",
+  "variables",
+]

@@ -1,0 +1,30 @@
+"""What Flax NNX models need: train steps, fewer BatchNorms, the normalized head.
+
+Needs the extra ``flax``.
+"""
+
+from optax_boost._less_bn import LessBNPlan
+from optax_boost._less_bn import LoadReport
+from optax_boost._less_bn import NormPlace
+from optax_boost.nnx._head import NormalizedDense
+from optax_boost.nnx._less_bn import RemovedBatchNorm
+from optax_boost.nnx._less_bn import less_bn
+from optax_boost.nnx._less_bn import load_original
+from optax_boost.nnx._less_bn import plan_less_bn
+from optax_boost.nnx._train_step import TrainStep
+from optax_boost.nnx._train_step import layer_groups
+from optax_boost.nnx._train_step import make_train_step
+
+__all__ = [
+  "LessBNPlan",
+  "LoadReport",
+  "NormPlace",
+  "NormalizedDense",
+  "RemovedBatchNorm",
+  "TrainStep",
+  "layer_groups",
+  "less_bn",
+  "load_original",
+  "make_train_step",
+  "plan_less_bn",
+]

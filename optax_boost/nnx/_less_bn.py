@@ -1,0 +1,316 @@
+"""Fewer BatchNorms for Flax NNX models, by surgery on a copy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _less_bn
+from optax_boost.nnx import _head
+from optax_boost.nnx._train_step import _as_pure
+
+_KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
+
+
+class RemovedBatchNorm(nnx.Module):
+  """What is left of a BatchNorm: it returns its input, in the dtype that the BatchNorm had."""
+
+  def __init__(self, dtype: Any = None, marked: str | None = None):
+    self.dtype = dtype
+    self.marked = marked
+
+  def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+    """Returns the input.
+
+    Args:
+      x: the input.
+      use_running_average: not used.
+      mask: not used.
+
+    Returns:
+      `x`.
+    """
+    del use_running_average, mask
+    x = x if self.dtype is None else x.astype(self.dtype)
+    return x if self.marked is None else _less_bn.mark_norm(x, self.marked)
+
+
+def plan_less_bn(
+  model: nnx.Module,
+  *args: Any,
+  fn_flag: bool = False,
+  bias: bool = False,
+  predicate: _less_bn.Predicate | None = None,
+  multiplier: float = 1.0,
+  **kwargs: Any,
+) -> _less_bn.LessBNPlan:
+  """Says what :func:`less_bn` would do to a model; ``print`` shows it.
+
+  Args:
+    model: the model; it is not changed.
+    *args: the model's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+    fn_flag: see :func:`less_bn`, as all that follows.
+    bias: whether a removed BatchNorm leaves a bias.
+    predicate: which BatchNorms go.
+    multiplier: what the head's multiplier starts from.
+    **kwargs: the model's keyword arguments.
+
+  Returns:
+    A plan for ``less_bn(model, plan=plan)``, on this model or another of the same architecture.
+
+  Raises:
+    TypeError: `model` is no NNX module or `predicate` not callable.
+    ValueError: `multiplier` is not positive.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp, optax_boost.nnx
+    >>> class Bottleneck(nnx.Module):
+    ...   def __init__(self, rngs):
+    ...     conv = lambda size: nnx.Conv(4, 4, (size, size), use_bias=False, rngs=rngs)
+    ...     self.a, self.b, self.c = conv(1), conv(3), conv(1)
+    ...     self.x, self.y, self.z = [nnx.BatchNorm(4, rngs=rngs) for _ in range(3)]
+    ...   def __call__(self, x):
+    ...     y = nnx.relu(self.y(self.b(nnx.relu(self.x(self.a(x))))))
+    ...     y = self.z(self.c(y))
+    ...     return x + y
+    >>> x = jax.ShapeDtypeStruct((1, 8, 8, 4), jnp.float32)
+    >>> print(optax_boost.nnx.plan_less_bn(Bottleneck(nnx.Rngs(0)), x))
+    removed 2 of 3 BatchNorms: x, y
+    kept, last of its residual branch: z
+  """
+  _check(model)
+  return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
+
+
+def _check(model: Any, plan: Any = None) -> None:
+  if not isinstance(model, nnx.Module):
+    raise TypeError(f"`model` must be an NNX module; got {model!r}.")
+  if plan is not None and not isinstance(plan, _less_bn.LessBNPlan):
+    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {plan!r}.")
+
+
+def _plan(
+  model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
+) -> _less_bn.LessBNPlan:
+  copy = nnx.clone(model)
+  modules = _modules(copy)
+  norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
+  _replace(copy, {id(norm): RemovedBatchNorm(norm.dtype, path) for path, norm in norms.items()})
+  graphdef, params, rest = nnx.split(copy, nnx.Param, ...)  # type: ignore[misc]
+
+  def apply(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+    return nnx.merge(graphdef, params, rest)(*args, **kwargs)
+
+  flows = _less_bn.trace(apply, _as_pure(params), _as_pure(rest), args, kwargs)
+  bare = [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None]
+  dense = [p for p, m in modules.items() if isinstance(m, nnx.Linear)]
+  return _less_bn.make_plan(
+    flows,
+    _less_bn.Layers(list(norms), bare, dense),
+    *options,
+  )
+
+
+def less_bn(
+  model: nnx.Module,
+  *args: Any,
+  fn_flag: bool = False,
+  bias: bool = False,
+  predicate: _less_bn.Predicate | None = None,
+  multiplier: float = 1.0,
+  plan: _less_bn.LessBNPlan | None = None,
+  **kwargs: Any,
+) -> Any:
+  """Returns a copy of a model with fewer BatchNorms: of each bottleneck's branch the last stays.
+
+  Which BatchNorm stands where is read from a trace of the model, not from names: a residual
+  block is an addition whose two operands stem from one value; its branch is the side with more
+  layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
+  as in the reference.
+
+  The copy has arrays of its own, those of the model. What the model has learned with the
+  BatchNorms it must learn again without: this is for training, from the start or nearly. For
+  evaluation, apply the plan of the training to a fresh model, load the trained weights
+  (:func:`load_original`) and call ``model.eval()``.
+
+  Args:
+    model: the model; it is not changed.
+    *args: the model's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do.
+    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense`, which keeps its
+      kernel and bias.
+    bias: whether a convolution or dense layer without bias gets one, of zeros, where the
+      BatchNorm after it goes.
+    predicate: which BatchNorms go, as a function of a :class:`NormPlace` (path, role, layers).
+      None: those inside of a branch of at least three layers. ``lambda place: place.role ==
+      "inner"`` takes in basic blocks.
+    multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
+      the start; the reference starts from 1.
+    plan: what :func:`plan_less_bn` returned, instead of all of these.
+    **kwargs: the model's keyword arguments.
+
+  Returns:
+    A model of the same class.
+
+  Raises:
+    TypeError: `model` is no NNX module or `predicate` not callable.
+    ValueError: the plan is for another architecture, or `multiplier` not positive.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax_boost.nnx
+    >>> class Head(nnx.Module):
+    ...   def __init__(self, rngs):
+    ...     self.norm = nnx.BatchNorm(4, rngs=rngs)
+    ...     self.fc = nnx.Linear(4, 2, rngs=rngs)
+    ...   def __call__(self, x):
+    ...     return self.fc(self.norm(x))
+    >>> head = optax_boost.nnx.less_bn(
+    ...   Head(nnx.Rngs(0)), jnp.ones((3, 4)), fn_flag=True, predicate=lambda place: True
+    ... )
+    >>> type(head.norm).__name__, type(head.fc).__name__
+    ('RemovedBatchNorm', 'NormalizedDense')
+
+  References:
+    MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
+    drops their biases.
+  """
+  _check(model, plan)
+  if plan is None:
+    plan = _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
+  copy = _copy(model)
+  modules = _modules(copy)
+
+  def layer(path: str, *kinds: type) -> Any:
+    if not isinstance(modules.get(path), kinds):
+      raise ValueError(
+        f"The plan is for another architecture: at '{path}' it expects a {kinds[0].__name__}, the"
+        f" model has {type(modules[path]).__name__ if path in modules else 'nothing'}."
+      )
+    return modules[path]
+
+  replacements: dict[int, Any] = {}
+  for path in plan.removed:
+    norm = layer(path, nnx.BatchNorm)
+    replacements[id(norm)] = RemovedBatchNorm(norm.dtype)
+  for path in plan.biases:
+    bare = layer(path, *_KERNEL_LAYERS)
+    bare.bias = nnx.Param(jnp.zeros(bare.kernel.shape[-1], bare.param_dtype))
+    bare.use_bias = True
+  if plan.head is not None:
+    dense = layer(plan.head, nnx.Linear)
+    replacements[id(dense)] = _normalized(dense, plan.multiplier)
+  _replace(copy, replacements)
+  return copy
+
+
+def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
+  """Loads the checkpoint of an original model into what :func:`less_bn` made of it, in place.
+
+  Args:
+    model: the model after :func:`less_bn`.
+    checkpoint: the original model, its ``nnx.state``, or a nested dict of its arrays. That of a
+      model after :func:`less_bn` loads too, with nothing left over.
+
+  Returns:
+    A report that prints: what was loaded, what is left over, what the checkpoint lacks.
+
+  Raises:
+    ValueError: an array has another shape than its place, or nothing fits.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax_boost.nnx
+    >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> print(optax_boost.nnx.load_original(model, {"kernel": jnp.eye(2), "scale": jnp.ones(2)}))
+    loaded: 1 of 2 arrays
+    left over in the checkpoint: scale
+    not in the checkpoint, left as they were: bias
+  """
+  if isinstance(checkpoint, nnx.Module):
+    checkpoint = nnx.state(checkpoint)
+  if isinstance(checkpoint, nnx.State):
+    checkpoint = _as_pure(checkpoint)
+  if not isinstance(checkpoint, Mapping):
+    raise TypeError(
+      "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got a"
+      f" {type(checkpoint).__name__}."
+    )
+  state = nnx.state(model)
+  rngs = {
+    path
+    for path, leaf in jax.tree_util.tree_flatten_with_path(
+      state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )[0]
+    if isinstance(leaf, nnx.RngState)
+  }
+  names = {_path(path) for path in rngs}
+  new, report = _less_bn.load_tree(_as_pure(state), checkpoint, names.__contains__)
+  nnx.update(model, new)
+  return report
+
+
+def _path(keys: Any) -> str:
+  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
+  head = _head.NormalizedDense(
+    dense.in_features,
+    dense.out_features,
+    use_bias=dense.bias is not None,
+    dtype=dense.dtype,
+    param_dtype=dense.param_dtype,
+    multiplier_init=nnx.initializers.constant(multiplier),
+    rngs=nnx.Rngs(0),
+  )
+  # The variables themselves, with their metadata.
+  head.kernel = dense.kernel
+  if dense.bias is not None:
+    head.bias = dense.bias
+  return head
+
+
+def _copy(model: nnx.Module) -> Any:
+  """A model with arrays of its own, so that either can be donated."""
+  graphdef, state = nnx.split(model)
+  copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
+  return nnx.merge(graphdef, copied)
+
+
+def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
+  found = [
+    ("/".join(map(str, path)), node)
+    for path, node in nnx.iter_graph(model)
+    if isinstance(node, nnx.Module)
+  ]
+  return dict(found)
+
+
+def _replace(model: nnx.Module, replacements: dict[int, Any]) -> None:
+  """Puts other modules in place of some, wherever they are referred to."""
+
+  def swapped(value: Any) -> Any:
+    if id(value) in replacements:
+      return replacements[id(value)]
+    if isinstance(value, nnx.Module | nnx.Variable):
+      return value
+    if isinstance(value, dict):
+      value.update({key: swapped(item) for key, item in value.items()})
+    elif isinstance(value, list):
+      value[:] = map(swapped, value)
+    elif isinstance(value, tuple):
+      items = tuple(map(swapped, value))
+      changed = any(a is not b for a, b in zip(items, value, strict=True))
+      return items if changed else value
+    return value
+
+  for node in list(_modules(model).values()):
+    for name, value in list(vars(node).items()):
+      if name.startswith("_pytree__") or name == "_object__state":
+        continue
+      new = swapped(value)
+      if new is not value:
+        setattr(node, name, nnx.data(new) if isinstance(new, tuple) else new)

@@ -1,0 +1,97 @@
+"""The normalized head against the recorded layer of MindSpore, in NNX and in Linen."""
+
+import pathlib
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_boost
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "fn_head.npz")
+CASES = ("bias", "nobias", "smallnorm")
+
+
+def recorded(case):
+  arrays = {k.removeprefix(f"{case}_"): GOLDEN[k] for k in GOLDEN.files if k.startswith(case)}
+  params = {"kernel": arrays["weight"].T, "multiplier": arrays["multiplier"]}
+  if "bias" in arrays:
+    params["bias"] = arrays["bias"]
+  return arrays, jax.tree.map(jnp.asarray, params)
+
+
+def in_nnx(params, x):
+  n, m = params["kernel"].shape
+  head = ob_nnx.NormalizedDense(n, m, use_bias="bias" in params, rngs=nnx.Rngs(0))
+  nnx.update(head, params)
+  return head(x)
+
+
+def in_linen(params, x):
+  head = ob_linen.NormalizedDense(params["kernel"].shape[1], use_bias="bias" in params)
+  return head.apply({"params": params}, x)
+
+
+APPLY = {"nnx": in_nnx, "linen": in_linen}
+
+
+def assert_close(found, expected, rtol=1e-6):
+  np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("flax", APPLY)
+def test_forward_and_gradients_are_the_references_where_those_are_true(case, flax):
+  arrays, params = recorded(case)
+  x = jnp.asarray(arrays["x"])
+  out, pull = jax.vjp(APPLY[flax], params, x)
+  assert_close(out, arrays["out"])
+  grads, dx = pull(jnp.asarray(arrays["dout"]))
+  # Where norms are clamped the reference returns another gradient than that of its forward pass;
+  # the recorded `true` ones are the derivative in float64.
+  assert_close(dx, arrays["dx_true"])
+  assert_close(grads["kernel"].T, arrays["d_weight_true"])
+  assert_close(grads["multiplier"], arrays["d_multiplier"])
+  if "bias" in params:
+    assert_close(grads["bias"], arrays["d_bias"])
+  clamped = np.linalg.norm(arrays["x"], axis=1) < 1e-2
+  assert clamped.any() == (case == "smallnorm")
+  assert_close(dx[~clamped], arrays["dx"][~clamped])
+  if case == "smallnorm":
+    assert np.abs(dx - arrays["dx"]).max() > 10
+
+
+@pytest.mark.parametrize("flax", APPLY)
+def test_a_zero_row_has_a_finite_gradient(flax):
+  _, params = recorded("bias")
+  dx = jax.grad(lambda x: jnp.sum(APPLY[flax](params, x) ** 2))(jnp.zeros((2, 6)))
+  assert np.all(np.isfinite(dx))
+
+
+@pytest.mark.parametrize("flax", APPLY)
+def test_half_precision_inputs_do_not_overflow_their_norm(flax):
+  arrays, params = recorded("bias")
+  half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+  big = (1000 * arrays["x"]).astype(jnp.float16)
+  out = APPLY[flax](half, jnp.asarray(big))
+  assert out.dtype == jnp.float16
+  np.testing.assert_allclose(out, arrays["out"], atol=5e-3)
+
+
+def test_any_leading_axes_are_rows():
+  arrays, params = recorded("bias")
+  x = jnp.stack([arrays["x"]] * 2)[None]
+  for apply in APPLY.values():
+    np.testing.assert_allclose(apply(params, x)[0, 1], arrays["out"], rtol=1e-5)
+
+
+def test_centralization_leaves_the_head_alone():
+  _, params = recorded("bias")
+  tree = {"dense": {"kernel": jnp.eye(4)}, "fc": params}
+  tx = optax_boost.centralize()
+  updates, _ = tx.update(tree, tx.init(tree))
+  np.testing.assert_array_equal(updates["fc"]["kernel"], params["kernel"])
