@@ -1,7 +1,9 @@
 """Types and argument checks that every method shares; imports nothing else of ours."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import importlib.util
 import math
 import numbers
 from typing import Any
@@ -63,23 +65,46 @@ def check_number(
 
 
 def check_whole_number(name: str, value: Any, *, minimum: int = 1, static: bool = False) -> None:
-  """Checks a count, if it is a concrete number.
+  """Checks an argument that counts something.
+
+  Args:
+    name: the argument's name, for the message.
+    value: what came. Traced values and arrays pass, as in :func:`check_number`.
+    minimum: smallest value allowed.
+    static: whether they don't, because the count sets a shape.
+
+  Raises:
+    TypeError: `value` is no whole number.
+    ValueError: `value` is below `minimum`, or an array that is not a scalar.
+  """
+  if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
+  check_number(name, value, minimum=minimum)
+  if static and not isinstance(value, numbers.Integral):
+    raise TypeError(
+      f"`{name}` sets a shape, so it must be a Python number; got {value!r}. Under"
+      " `optax.inject_hyperparams` name it in `static_args`."
+    )
+
+
+def check_floating_dtype(name: str, value: Any) -> None:
+  """Checks an argument that names a floating dtype.
 
   Args:
     name: the argument's name, for the message.
     value: what came.
-    minimum: smallest value allowed.
-    static: whether arrays are refused, since the count sets a shape.
 
   Raises:
-    TypeError: `value` is no integer.
-    ValueError: `value` is below `minimum`, or an array that is not a scalar.
+    TypeError: `value` is no dtype, or one of another kind.
   """
-  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  whole = isinstance(value, numbers.Integral)
-  if (real and not whole) or (static and not whole):
-    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
-  check_number(name, value, minimum=minimum)
+  try:
+    floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except TypeError:
+    floating = False
+  if not floating:
+    raise TypeError(
+      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {value!r}."
+    )
 
 
 def check_learning_rate(learning_rate: Any) -> None:
@@ -131,3 +156,22 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
       f" `tx.update(grads, state, params, {name}=...)`, or let"
       " `optax_boost.make_train_step` do it."
     )
+
+
+def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
+  """Shows a progress bar while something is iterated over, if wanted and if ``tqdm`` is there.
+
+  Args:
+    items: what is iterated over.
+    progress: whether to show one.
+    desc: what goes on.
+    unit: what an item is.
+
+  Returns:
+    `items`, or the bar around it.
+  """
+  if not progress or importlib.util.find_spec("tqdm") is None:
+    return items
+  from tqdm import tqdm
+
+  return tqdm(items, desc=desc, unit=unit)
