@@ -39,12 +39,24 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
 from optax_boost._tree import path_mask
+from optax_boost.dim_reduce import CheckpointSnapshots
+from optax_boost.dim_reduce import SnapshotStore
+from optax_boost.dim_reduce import Subspace
+from optax_boost.dim_reduce import TrajectoryState
+from optax_boost.dim_reduce import checkpoint_snapshots
+from optax_boost.dim_reduce import fit_subspace
+from optax_boost.dim_reduce import fit_subspace_streamed
+from optax_boost.dim_reduce import load_subspace
+from optax_boost.dim_reduce import record_trajectory
+from optax_boost.dim_reduce import save_subspace
+from optax_boost.dim_reduce import snapshots
 
 __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
   "AdasumState",
+  "CheckpointSnapshots",
   "DynamicLossScaleState",
   "FreezeGroups",
   "FreezeSchedule",
@@ -52,30 +64,40 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "SnapshotStore",
+  "Subspace",
   "SvrgState",
   "TrainState",
   "TrainStep",
+  "TrajectoryState",
   "accumulate",
   "adasum",
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
   "centralize",
+  "checkpoint_snapshots",
   "continuous_freezing",
   "dynamic_loss_scale",
+  "fit_subspace",
+  "fit_subspace_streamed",
   "freeze",
   "freeze_groups",
   "full_gradient",
   "interval_freezing",
   "lars",
+  "load_subspace",
   "make_train_step",
   "master_weights",
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
+  "record_trajectory",
   "refresh_svrg",
+  "save_subspace",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
+  "snapshots",
   "svrg",
   "trust_ratio",
   "trust_ratio_tree",

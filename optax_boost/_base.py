@@ -1,7 +1,9 @@
 """Types and argument checks that every method shares; imports nothing else of ours."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import importlib.util
 import math
 import numbers
 from typing import Any
@@ -62,6 +64,50 @@ def check_number(
     raise ValueError(f"`{name}` must be finite and {' and '.join(allowed)}; got {value!r}.")
 
 
+def check_count(name: str, value: Any, *, static: bool = False) -> None:
+  """Checks an argument that counts something: a whole number, at least 1.
+
+  Args:
+    name: the argument's name, for the message.
+    value: what came. Traced values and arrays pass, as in :func:`check_number`.
+    static: whether they don't, because the count sets a shape.
+
+  Raises:
+    TypeError: `value` is no whole number.
+    ValueError: `value` is below 1.
+  """
+  check_number(name, value, minimum=1)
+  if isinstance(value, numbers.Integral):
+    return
+  if isinstance(value, numbers.Real):
+    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
+  if static:
+    raise TypeError(
+      f"`{name}` sets a shape, so it must be a Python number; got {value!r}. Under"
+      " `optax.inject_hyperparams` name it in `static_args`."
+    )
+
+
+def check_floating_dtype(name: str, value: Any) -> None:
+  """Checks an argument that names a floating dtype.
+
+  Args:
+    name: the argument's name, for the message.
+    value: what came.
+
+  Raises:
+    TypeError: `value` is no dtype, or one of another kind.
+  """
+  try:
+    floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except TypeError:
+    floating = False
+  if not floating:
+    raise TypeError(
+      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {value!r}."
+    )
+
+
 def check_learning_rate(learning_rate: Any) -> None:
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule.
 
@@ -111,3 +157,22 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
       f" `tx.update(grads, state, params, {name}=...)`, or let"
       " `optax_boost.make_train_step` do it."
     )
+
+
+def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
+  """Shows a progress bar while something is iterated over, if wanted and if ``tqdm`` is there.
+
+  Args:
+    items: what is iterated over.
+    progress: whether to show one.
+    desc: what goes on.
+    unit: what an item is.
+
+  Returns:
+    `items`, or the bar around it.
+  """
+  if not progress or importlib.util.find_spec("tqdm") is None:
+    return items
+  from tqdm import tqdm
+
+  return tqdm(items, desc=desc, unit=unit)

@@ -23,7 +23,6 @@ arXiv:2311.05589.
 
 from collections.abc import Callable
 from collections.abc import Iterable
-import importlib.util
 import numbers
 from typing import Any
 from typing import NamedTuple
@@ -97,7 +96,7 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
     Yin, Xu, Li, Darrell, Liu, `A Coefficient Makes SVRG Effective
     <https://arxiv.org/abs/2311.05589>`_, 2025.
   """
-  _check_count("steps", steps)
+  _base.check_count("steps", steps)
   _base.check_number("initial", initial, minimum=0.0)
   return optax.linear_schedule(initial, 0.0, steps)
 
@@ -207,7 +206,7 @@ def svrg(
     of the last batch alone.
   """
   if refresh_every is not None:
-    _check_count("refresh_every", refresh_every)
+    _base.check_count("refresh_every", refresh_every)
   if not callable(coefficient):
     _base.check_number("coefficient", coefficient, minimum=0.0)
 
@@ -451,12 +450,14 @@ def full_gradient(
   _check_callable("grad_fn", grad_fn)
   if weight_fn is not None:
     _check_callable("weight_fn", weight_fn)
+  _check_iterable(batches)
   _tree.check_floating(params, "full_gradient")
   # A Partial goes into jit as an argument: what it binds may change without a recompilation.
   bound = grad_fn if isinstance(grad_fn, jax.tree_util.Partial) else jax.tree_util.Partial(grad_fn)
   total, weights = _zeros(params), jnp.zeros([])
   structure = None
-  for index, batch in enumerate(_with_progress(batches, progress)):
+  shown = _base.with_progress(batches, progress, "full gradient", "batch")
+  for index, batch in enumerate(shown):
     arrays = jax.tree.map(_as_array, batch)
     if structure is None:
       structure = jax.tree.structure(arrays)
@@ -584,14 +585,9 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, method: str) -> 
   return length
 
 
-def _with_progress(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+def _check_iterable(batches: Any) -> None:
   if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
     raise TypeError(f"`batches` must be an iterable of batches; got {batches!r}.")
-  if not progress or importlib.util.find_spec("tqdm") is None:
-    return batches
-  from tqdm import tqdm
-
-  return tqdm(batches, desc="full gradient", unit="batch")
 
 
 def _as_array(leaf: Any) -> Any:
@@ -622,9 +618,3 @@ def _check_gradients(gradients: Any, params: Any, source: str) -> None:
 def _check_callable(name: str, value: Any) -> None:
   if not callable(value):
     raise TypeError(f"`{name}` must be callable; got {value!r}.")
-
-
-def _check_count(name: str, value: Any) -> None:
-  _base.check_number(name, value, minimum=1)
-  if not isinstance(value, numbers.Integral) and isinstance(value, numbers.Real):
-    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")

@@ -33,6 +33,7 @@ class Row:
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
+    rewrites: whether it changes updates; what only observes the training acts on its state alone.
     widens: whether updates are float32 where gradients have half precision.
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
@@ -48,6 +49,7 @@ class Row:
   reachable: Callable[[Any], Any] = lambda tree: tree
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
+  rewrites: bool = True
   widens: bool = False
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
@@ -158,6 +160,20 @@ def _first_group_stands_still(tx: Any, baseline: Any) -> bool:
   return 0 < steps(tx) < steps(baseline)
 
 
+def _keeps_the_params_it_saw(tx: Any, baseline: Any) -> bool:
+  """Whether the state holds every second point of the way, and the updates are the baseline's."""
+  params, seen = jnp.ones(3), []
+  state, other = tx.init(params), baseline.init(params)
+  for _ in range(5):
+    seen.append(params)
+    updates, state = tx.update(0.5 * params, state, params)
+    expected, other = baseline.update(0.5 * params, other, params)
+    if jnp.any(updates != expected):
+      return False
+    params = params + updates
+  return bool(jnp.all(optax_boost.snapshots(state) == jnp.stack([seen[2], seen[4]])))
+
+
 ROWS = (
   Row(
     "accumulate",
@@ -251,6 +267,16 @@ ROWS = (
     needs_params=True,
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
+  ),
+  Row(
+    "record_trajectory",
+    {"every": 2, "capacity": 2},
+    baseline=optax.identity,
+    needs_params=True,
+    descends=lambda: optax.sgd(0.1),
+    static=("capacity",),
+    acts=_keeps_the_params_it_saw,
+    rewrites=False,
   ),
   Row(
     "adasum",

@@ -1,0 +1,208 @@
+"""Snapshots of the params from a directory of Orbax checkpoints, read one at a time."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_boost import _base
+from optax_boost import _tree
+
+# What every Orbax checkpoint of a tree holds.
+_METADATA = "_METADATA"
+
+
+class CheckpointSnapshots(Sequence[Any]):
+  """The snapshots in a directory of checkpoints; made by :func:`checkpoint_snapshots`.
+
+  A sequence in the order of the steps: indexing reads one snapshot from disk, and none is kept.
+  Iterating shows a progress bar if it was asked for.
+  """
+
+  def __init__(
+    self,
+    found: Sequence[tuple[int, pathlib.Path]],
+    like: Any,
+    subtree: tuple[str, ...],
+    progress: bool,
+  ):
+    self._found = list(found)
+    self._like = like
+    self._subtree = subtree
+    self._progress = progress
+
+  @property
+  def steps(self) -> list[int]:
+    """The steps of the checkpoints, ascending."""
+    return [step for step, _ in self._found]
+
+  def __len__(self) -> int:
+    return len(self._found)
+
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return CheckpointSnapshots(self._found[index], self._like, self._subtree, self._progress)
+    return _read(self._found[index][1], self._like, self._subtree)
+
+  def __iter__(self) -> Iterator[Any]:
+    paths = [path for _, path in self._found]
+    for path in _base.with_progress(paths, self._progress, "reading checkpoints", "checkpoint"):
+      yield _read(path, self._like, self._subtree)
+
+
+def checkpoint_snapshots(
+  directory: str | os.PathLike[str],
+  like: Any = None,
+  *,
+  subtree: str = "",
+  item: str | None = None,
+  progress: bool = False,
+) -> CheckpointSnapshots:
+  """Reads the params of the Orbax checkpoints in a directory, in the order of their steps.
+
+  Made for :func:`fit_subspace_streamed`, which needs a few snapshots at a time, or
+  :func:`fit_subspace`, which needs them all. Only the wanted part of each checkpoint is read.
+  Slices of the result are such sequences themselves: ``found[-40:]`` are the last 40.
+
+  Args:
+    directory: where a ``CheckpointManager`` keeps its steps, or one that holds a folder per
+      checkpoint whose name ends with the step (``step_100``). Other entries and unfinished
+      checkpoints are passed over.
+    like: a tree of arrays or of ``jax.ShapeDtypeStruct`` as the snapshots are to be: structure,
+      dtypes, and on which devices, if it says so. None: nested dicts and lists of NumPy arrays.
+    subtree: the keys that lead from the checkpoint's root to the params, joined by ``/``:
+      ``"params"`` if a train state was saved. ``""``: the checkpoint is the params.
+    item: the name of the item that was saved with ``ocp.args.Composite``. None: the only tree
+      that there is.
+    progress: whether iterating shows a progress bar; needs ``tqdm``, and is nothing without it.
+
+  Returns:
+    A :class:`CheckpointSnapshots`.
+
+  Raises:
+    ImportError: ``orbax-checkpoint`` is not installed.
+    ValueError: the directory holds no checkpoint, or not such an item; when read: there is no
+      such subtree, or it does not fit `like`.
+
+  Examples:
+    >>> import tempfile, jax.numpy as jnp, optax_boost, orbax.checkpoint as ocp
+    >>> folder = tempfile.mkdtemp()
+    >>> with ocp.CheckpointManager(folder) as manager:
+    ...   for step in (0, 5, 10):
+    ...     state = {"params": {"w": jnp.full(2, step, jnp.float32)}, "step": step}
+    ...     saved = manager.save(step, args=ocp.args.StandardSave(state))
+    >>> found = optax_boost.checkpoint_snapshots(folder, subtree="params")
+    >>> found.steps, found[-1]["w"].tolist()
+    ([0, 5, 10], [10.0, 10.0])
+  """
+  _orbax()
+  folder = pathlib.Path(directory).absolute()
+  numbered = []
+  for path in folder.iterdir() if folder.is_dir() else ():
+    # A checkpoint that is being written has another ending.
+    if path.is_dir() and (number := re.search(r"\d+$", path.name)):
+      numbered.append((int(number.group()), path))
+  if not numbered:
+    raise ValueError(
+      "`checkpoint_snapshots` needs a directory with a folder per checkpoint whose name ends with"
+      f" the step, as Orbax's CheckpointManager makes them; found none in {folder}."
+    )
+  found = [(step, _tree_folder(path, item)) for step, path in sorted(numbered)]
+  keys = tuple(key for key in subtree.split("/") if key)
+  return CheckpointSnapshots(found, like, keys, progress)
+
+
+def _orbax() -> Any:
+  try:
+    import orbax.checkpoint as ocp
+  except ImportError as error:
+    raise ImportError(
+      "`checkpoint_snapshots` needs Orbax: pip install orbax-checkpoint."
+    ) from error
+  return ocp
+
+
+def _tree_folder(step: pathlib.Path, item: str | None) -> pathlib.Path:
+  """Where in the folder of a step the tree lies."""
+  if item is None and (step / _METADATA).exists():
+    return step
+  items = sorted(path.parent.name for path in step.glob(f"*/{_METADATA}"))
+  if item is None and len(items) == 1:
+    item = items[0]
+  if item not in items:
+    raise ValueError(
+      f"`checkpoint_snapshots` needs one item that is a tree in each checkpoint; {step.name!r} has"
+      f" {items} and `item` is {item!r}. Name one of them, and remove what is no checkpoint."
+    )
+  return step / item
+
+
+def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
+  ocp = _orbax()
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    metadata = checkpointer.metadata(path)
+    tree = getattr(metadata, "item_metadata", metadata)
+    tree = getattr(tree, "tree", tree)
+    part = tree
+    for key in subtree:
+      if not isinstance(part, dict) or key not in part:
+        has = sorted(part) if isinstance(part, dict) else type(part).__name__
+        raise ValueError(
+          f"`checkpoint_snapshots` needs the subtree {'/'.join(subtree)!r} in each checkpoint;"
+          f" {path} has no {key!r}, but {has}. Pass the `subtree` that leads to the params."
+        )
+      part = part[key]
+    wanted = _by_path(part, like, path)
+    plain = ocp.RestoreArgs(restore_type=np.ndarray)
+
+    def how(key_path: Any, _: Any) -> Any:
+      target: Any = wanted.get(_key(key_path))
+      sharding = getattr(target, "sharding", None)
+      if sharding is None:
+        return plain
+      return ocp.ArrayRestoreArgs(sharding=sharding, dtype=target.dtype)
+
+    # Structures of their own: what is not named in them is not read.
+    item = jax.tree.map(lambda _: 0, part)
+    arguments = jax.tree_util.tree_map_with_path(how, part)
+    for key in reversed(subtree):
+      item, arguments = {key: item}, {key: arguments}
+    read = checkpointer.restore(
+      path, args=ocp.args.PyTreeRestore(item, arguments, partial_restore=True)
+    )
+  for key in subtree:
+    read = read[key]
+  if like is None:
+    return read
+  leaves = {_key(p): x for p, x in jax.tree_util.tree_flatten_with_path(read)[0]}
+  paths = _tree.leaf_paths(like)
+  ordered = [leaves[p].astype(x.dtype) for p, x in zip(paths, jax.tree.leaves(like), strict=True)]
+  return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+def _key(key_path: Any) -> str:
+  """A leaf's path; Orbax saves a Flax variable as a dict with its value in it."""
+  return re.sub(r"/(raw_)?value$", "", _tree.path_string(key_path))
+
+
+def _by_path(part: Any, like: Any, path: pathlib.Path) -> dict[str, Any]:
+  if like is None:
+    return {}
+  wanted = dict(zip(_tree.leaf_paths(like), jax.tree.leaves(like), strict=True))
+  saved = {_key(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(part)[0]}
+  shapes = {p: tuple(x.shape) for p, x in wanted.items()}
+  if saved != shapes:
+    differ = sorted(set(saved.items()) ^ set(shapes.items()))
+    name = differ[0][0]
+    raise ValueError(
+      "`checkpoint_snapshots` needs checkpoints of the tree and the shapes of `like`; at"
+      f" {name!r} {path} has {saved.get(name, 'nothing')} and `like` has"
+      f" {shapes.get(name, 'nothing')}. Pass the params of the model that was saved, and the"
+      " `subtree` under which they were."
+    )
+  return wanted

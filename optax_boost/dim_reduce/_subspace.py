@@ -1,0 +1,463 @@
+r"""The subspace in which the weights moved: principal components of snapshots of the params.
+
+  X   [m, n]   m snapshots of the params, n entries each
+  C   [m, n]   X minus the mean of its rows
+  B   [k, n]   basis: the leading right singular vectors of C, orthonormal over the whole tree
+  s   [k]      its singular values; the explained variance is s^2 / (m - 1)
+
+The mathematics, and why no leaf is flattened, is in ``_linalg.py``. Each row's sign is such that
+its entry of the largest magnitude is positive.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _base
+from optax_boost import _linalg
+from optax_boost import _tree
+from optax_boost.dim_reduce import _trajectory
+
+
+class Subspace(NamedTuple):
+  """A subspace of the params, as :func:`fit_subspace` finds it.
+
+  Attributes:
+    mean: a tree like the params, the mean of the snapshots in float32 (float64 for float64).
+    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, orthonormal over the
+      whole tree, the one of the largest variance first.
+    explained_variance: [k], the variances along the rows, with m - 1 as divisor.
+    explained_variance_ratio: [k], the same as fractions of the snapshots' whole variance.
+  """
+
+  mean: optax.Params
+  basis: optax.Params
+  explained_variance: jax.Array
+  explained_variance_ratio: jax.Array
+
+  @property
+  def components(self) -> int:
+    """How many dimensions the subspace has, k."""
+    return self.explained_variance.shape[-1]
+
+
+def fit_subspace(
+  snapshots: Any,
+  components: int,
+  *,
+  method: str = "exact",
+  key: jax.Array | None = None,
+  oversample: int = 10,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Subspace:
+  r"""Fits the subspace that holds most of the variance of snapshots of the params.
+
+  .. math::
+    C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
+
+  The snapshots are many times longer than they are many, so the eigenvectors of their m x m Gram
+  matrix give the components; one Rayleigh-Ritz step then removes what squaring lost. In float32,
+  components with less than 1e-7 of the first one's variance are not told apart from each other;
+  those with less than 1e-10 are rounding errors and are refused. Sharded params are not gathered:
+  what crosses devices has m or k rows and columns.
+
+  Inside ``jit``, where numbers can't be looked at, snapshots that are not finite are left out, and
+  where there are fewer directions than `components`, the last rows of the basis are zero.
+
+  Args:
+    snapshots: one of: an optimizer state with a :class:`TrajectoryState` in it; a sequence (list,
+      :class:`SnapshotStore`, :func:`checkpoint_snapshots`) of trees; a stacked tree, whose leaves
+      have the snapshots along their first axis. A list is always a sequence of snapshots.
+    components: k, the dimensions of the subspace; fewer than there are snapshots. Static.
+    method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
+      snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
+      one for m in the hundreds, and is as good where variances decay.
+    key: a PRNG key, for the randomized method only.
+    oversample: raising it makes the randomized method more exact.
+    dtype: what the basis is stored in; all is computed in float32 or wider. bfloat16 halves its
+      memory, and its rows are then orthonormal to 3 digits only.
+
+  Returns:
+    A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
+
+  Raises:
+    ValueError: there are too few snapshots, or they span too few directions; some are not finite,
+      or their trees differ; an argument is out of range.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_boost
+    >>> t = jnp.linspace(-1.0, 1.0, 9)
+    >>> path = {"a": jnp.stack([3 * t, 1 + 4 * t], axis=1), "b": t**2}
+    >>> subspace = optax_boost.fit_subspace(path, components=2)
+    >>> [round(float(x), 3) for x in subspace.basis["a"][0]]
+    [0.6, 0.8]
+    >>> [round(float(x), 3) for x in subspace.explained_variance_ratio]
+    [0.987, 0.013]
+
+  References:
+    Li, Tan, Huang, Tao, Liu, Huang, `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be
+    Trained in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2022.
+    Halko, Martinsson, Tropp, `Finding Structure with Randomness
+    <https://arxiv.org/abs/0909.4061>`_, 2011.
+  """
+  _check_components(components, dtype)
+  _base.check_count("oversample", oversample, static=True)
+  if method not in ("exact", "randomized"):
+    raise ValueError(f"`method` must be 'exact' or 'randomized'; got {method!r}.")
+  if method == "randomized" and key is None:
+    raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
+  rows, used = _stack(snapshots)
+  count = len(used)
+  sketch = None
+  if method == "randomized":
+    assert key is not None
+    width = min(count, components + oversample)
+    sketch = jax.random.normal(key, (count, width), _linalg_dtype(rows))
+  _check_enough(used, components, rows, stacked=True)
+  subspace, finite = _jitted_fit(rows, used, sketch, components=components, dtype=jnp.dtype(dtype))
+  if not isinstance(finite, jax.core.Tracer):
+    _check_finite(np.flatnonzero(np.asarray(used & ~finite)))
+    _check_rank(subspace, components)
+  return subspace
+
+
+def fit_subspace_streamed(
+  snapshots: Sequence[Any],
+  components: int,
+  *,
+  chunk: int,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  progress: bool = False,
+) -> Subspace:
+  """The same as an exact :func:`fit_subspace`, with few of the snapshots in memory at a time.
+
+  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times: the
+  Gram matrix is made block by block, and the basis and what refines it take two more passes. A
+  host loop, not for ``jit``.
+
+  Args:
+    snapshots: the snapshots, by index: anything with ``len`` and ``[i]``, such as
+      :func:`checkpoint_snapshots` or a :class:`SnapshotStore`. They are read again and again, and
+      must be the same each time.
+    components: k, the dimensions of the subspace; fewer than there are snapshots.
+    chunk: how many snapshots are held at a time, at least 2, beside the basis (k of them, twice
+      while it is refined) and the mean. Raising it saves reading.
+    dtype: what the basis is stored in; see :func:`fit_subspace`.
+    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
+
+  Returns:
+    A :class:`Subspace`, sharded as the snapshots are.
+
+  Raises:
+    ValueError: as for :func:`fit_subspace`.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> path = [{"w": jnp.array([3.0 * t, 4.0 * t])} for t in range(8)]
+    >>> subspace = optax_boost.fit_subspace_streamed(path, components=1, chunk=3)
+    >>> [round(float(x), 3) for x in subspace.basis["w"][0]]
+    [0.6, 0.8]
+  """
+  _check_components(components, dtype)
+  _base.check_count("chunk", chunk, static=True)
+  if chunk < 2:
+    raise ValueError(
+      f"`chunk` must be at least 2, a snapshot and one to compare it with; got {chunk}."
+    )
+  if not hasattr(snapshots, "__len__") or not hasattr(snapshots, "__getitem__"):
+    raise TypeError(
+      "`fit_subspace_streamed` needs snapshots that can be read again by index, with `len` and"
+      f" `[i]`; got {type(snapshots).__name__}. Of an iterator, make a list or use fit_subspace."
+    )
+  count = len(snapshots)
+  if count <= components:
+    raise _too_few(count, components)
+  if count <= chunk:
+    return fit_subspace([snapshots[i] for i in range(count)], components, dtype=dtype)
+  return _Stream(snapshots, components, chunk - 1, progress).fit(jnp.dtype(dtype))
+
+
+def _check_components(components: int, dtype: Any) -> None:
+  _base.check_count("components", components, static=True)
+  _base.check_floating_dtype("dtype", dtype)
+
+
+def _too_few(count: int, components: int) -> ValueError:
+  return ValueError(
+    f"{components} components need at least {components + 1} snapshots, since their mean takes one"
+    f" direction away; got {count}. Record more of them, or ask for at most"
+    f" {max(count - 1, 0)} components."
+  )
+
+
+def _check_enough(used: Any, components: int, tree: Any, stacked: bool) -> None:
+  count = len(used) if isinstance(used, jax.core.Tracer) else int(np.sum(np.asarray(used)))
+  if count <= components:
+    raise _too_few(count, components)
+  entries = sum(x.size // len(x) if stacked else x.size for x in jax.tree.leaves(tree))
+  if entries < components:
+    raise ValueError(
+      f"A subspace of {components} dimensions needs params with at least as many entries; got"
+      f" {entries}."
+    )
+
+
+def _check_finite(bad: Any) -> None:
+  if len(bad):
+    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+    raise ValueError(
+      f"A subspace can't be fitted to snapshots that are not finite; those with index {shown}"
+      " are not. Leave them out."
+    )
+
+
+def _check_rank(subspace: Subspace, components: int) -> None:
+  variances = np.asarray(subspace.explained_variance)
+  if not np.all(np.isfinite(variances)):
+    raise ValueError(
+      "The variance of the snapshots overflows; got values whose squares are not finite in"
+      f" {variances.dtype}. Leave out the snapshots after the training diverged."
+    )
+  rank = int(np.sum(variances > 0))
+  if rank < components:
+    raise ValueError(
+      f"{components} components need snapshots that differ in as many directions; these differ in"
+      f" {rank}, the rest is rounding. Ask for at most {rank} components, or take snapshots"
+      " further apart."
+    )
+
+
+def _linalg_dtype(tree: Any) -> Any:
+  dtypes = [_tree.accumulator_dtype(x.dtype) for x in jax.tree.leaves(tree)]
+  return jnp.result_type(jnp.float32, *dtypes)
+
+
+def _stack(snapshots: Any) -> tuple[Any, Any]:
+  """The snapshots as a stacked tree, and which of its rows hold one."""
+  if _trajectory.find_trajectories(snapshots):
+    state = _trajectory.one_trajectory(snapshots, "fit_subspace")
+    (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
+    return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
+  if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
+    trees = list(snapshots)
+    if not trees:
+      raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
+    for index, tree in enumerate(trees):
+      _check_like(tree, trees[0], index)
+    rows = jax.tree.map(_stack_leaf, *trees)
+    return _checked(rows), np.ones(len(trees), bool)
+  sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
+  if len(sizes) > 1 or sizes == {()}:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
+    raise ValueError(
+      "`fit_subspace` needs a stacked tree whose leaves all have the snapshots along their first"
+      f" axis; got shapes {shapes}. Pass a list of trees, or an optimizer state that holds a"
+      " TrajectoryState."
+    )
+  rows = jax.tree.map(jnp.asarray, snapshots)
+  return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+
+
+def _stack_leaf(*leaves: Any) -> jax.Array:
+  # NumPy's are joined on the host, and moved once.
+  if all(isinstance(x, np.ndarray) for x in leaves):
+    return jnp.asarray(np.stack(leaves))
+  return jnp.stack(leaves)
+
+
+def _checked(rows: Any) -> Any:
+  if not jax.tree.leaves(rows):
+    raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
+  _tree.check_floating(rows, "fit_subspace")
+  return rows
+
+
+def _check_like(tree: Any, first: Any, index: int) -> None:
+  got: Any = jax.tree.structure(tree)
+  want: Any = jax.tree.structure(first)
+  if got != want:
+    raise ValueError(
+      f"Snapshots must have one tree structure; number {index} has {got}, the first one {want}."
+    )
+  leaves = zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), jax.tree.leaves(first), strict=True)
+  for path, a, b in leaves:
+    if jnp.shape(a) != jnp.shape(b):
+      raise ValueError(
+        f"Snapshots must have leaves of the same shapes; at '{path}' number {index} has"
+        f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list is taken for a list of snapshots:"
+        " if it is one stacked tree, pass it as a tuple."
+      )
+
+
+@functools.partial(jax.jit, static_argnames=("components", "dtype"))
+def _jitted_fit(
+  rows: Any, used: jax.Array, sketch: jax.Array | None, *, components: int, dtype: Any
+) -> tuple[Subspace, jax.Array]:
+  finite = _linalg.finite_rows(rows)
+  used &= finite
+  mean, centred = _linalg.centre(rows, used)
+  if sketch is None:
+    found = _linalg.gram_pca(centred, components)
+  else:
+    found = _linalg.randomized_pca(centred, components, sketch)
+  return _subspace(mean, found, jnp.sum(used), dtype), finite
+
+
+def _subspace(
+  mean: Any, found: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
+) -> Subspace:
+  total = jnp.where(found.total > 0, found.total, 1)
+  return Subspace(
+    mean=mean,
+    basis=jax.tree.map(lambda x: x.astype(dtype), found.components),
+    explained_variance=found.variances / jnp.maximum(count - 1, 1),
+    explained_variance_ratio=found.variances / total,
+  )
+
+
+class _Stream:
+  """The passes of :func:`fit_subspace_streamed` over m snapshots, `size` of them and one at a time.
+
+  Snapshots are taken as distances to the first one, which are exact, and whose size is that of
+  the centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
+  """
+
+  def __init__(self, snapshots: Sequence[Any], components: int, size: int, progress: bool):
+    self.snapshots = snapshots
+    self.components = components
+    self.count = len(snapshots)
+    self.blocks = [
+      range(start, min(start + size, self.count)) for start in range(0, self.count, size)
+    ]
+    first = self._as_arrays(snapshots[0])
+    _checked(first)
+    _check_enough(np.ones(self.count, bool), components, first, stacked=False)
+    self.origin = first
+    self.block = _empty_rows(first, size)
+    gram_pass = [i for block in self.blocks for i in range(block.start, self.count)]
+    order = gram_pass + 2 * list(range(self.count))
+    shown = _base.with_progress(order, progress, "fitting the subspace", "snapshot")
+    self._order: Iterator[int] = iter(shown)
+
+  def fit(self, dtype: Any) -> Subspace:
+    gram = self._gram()
+    bad = np.flatnonzero(~np.isfinite(np.diagonal(gram)))
+    # The first one is in all the distances.
+    _check_finite(bad[:1] if 0 in bad else bad)
+    centring = np.eye(self.count) - 1 / self.count
+    gram = centring @ gram @ centring
+    _, vectors = np.linalg.eigh(gram)
+    shift, basis = self._combined(vectors[:, ::-1][:, : self.components].T)
+    coordinates = self._coordinates(basis)
+    coordinates -= coordinates.mean(axis=0)
+    total = np.trace(gram)
+    subspace = _finish(self.origin, shift, basis, coordinates, total, self.count, dtype=dtype)
+    _check_rank(subspace, self.components)
+    return subspace
+
+  def _read(self, expected: int) -> Any:
+    index = next(self._order)
+    assert index == expected
+    tree = self._as_arrays(self.snapshots[index])
+    _check_like(tree, self.origin, index)
+    return tree
+
+  @staticmethod
+  def _as_arrays(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
+
+  def _fill(self, block: range) -> None:
+    for row, index in enumerate(block):
+      self.block = _write(self.block, self.origin, self._read(index), row)
+
+  def _gram(self) -> Any:
+    gram = np.zeros((self.count, self.count))
+    for block in self.blocks:
+      self._fill(block)
+      here = slice(block.start, block.stop)
+      within = np.asarray(_inner(self.block, self.block), np.float64)
+      gram[here, here] = within[: len(block), : len(block)]
+      for index in range(block.stop, self.count):
+        across = np.asarray(_inner_with(self.block, self.origin, self._read(index)))[: len(block)]
+        gram[here, index] = gram[index, here] = across
+    return gram
+
+  def _combined(self, vectors: Any) -> tuple[Any, Any]:
+    """The mean and the basis, the latter orthonormal but for rounding errors."""
+    sums = (_empty_rows(self.origin, 1), _empty_rows(self.origin, len(vectors)))
+    for block in self.blocks:
+      self._fill(block)
+      # What a last, shorter block leaves in the other rows counts nothing.
+      coefficients = np.zeros((1 + len(vectors), len(self.blocks[0])))
+      coefficients[0, : len(block)] = 1 / self.count
+      coefficients[1:, : len(block)] = vectors[:, block.start : block.stop]
+      sums = _accumulate(sums, self.block, coefficients)
+    shift, basis = sums
+    return jax.tree.map(lambda x: x[0], shift), _orthonormalize(basis)
+
+  def _coordinates(self, basis: Any) -> Any:
+    found = []
+    for block in self.blocks:
+      self._fill(block)
+      found.append(np.asarray(_inner(self.block, basis), np.float64)[: len(block)])
+    return np.concatenate(found)
+
+
+def _distance(snapshot: jax.Array, origin: jax.Array) -> jax.Array:
+  wide = _tree.accumulator_dtype(origin.dtype)
+  return snapshot.astype(wide) - origin.astype(wide)
+
+
+def _empty_rows(like: Any, count: int) -> Any:
+  def empty(x: Any) -> jax.Array:
+    # A broadcast keeps the sharding of the leaf.
+    zero = jnp.zeros_like(x, dtype=_tree.accumulator_dtype(x.dtype))
+    return jnp.broadcast_to(zero, (count, *zero.shape))
+
+  return jax.tree.map(empty, like)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(block: Any, origin: Any, snapshot: Any, row: jax.Array) -> Any:
+  return jax.tree.map(
+    lambda b, o, s: jax.lax.dynamic_update_index_in_dim(b, _distance(s, o), row, 0),
+    block,
+    origin,
+    snapshot,
+  )
+
+
+_inner = jax.jit(_linalg.inner_products)
+
+
+@jax.jit
+def _inner_with(block: Any, origin: Any, snapshot: Any) -> jax.Array:
+  row = jax.tree.map(lambda s, o: _distance(s, o)[None], snapshot, origin)
+  return _linalg.inner_products(block, row)[:, 0]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _accumulate(sums: Any, block: Any, coefficients: jax.Array) -> Any:
+  new = tuple(_linalg.combine(c, block) for c in (coefficients[:1], coefficients[1:]))
+  return jax.tree.map(jnp.add, sums, new)
+
+
+_orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",), donate_argnums=2)
+def _finish(
+  origin: Any, shift: Any, basis: Any, coordinates: Any, total: Any, count: Any, *, dtype: Any
+) -> Subspace:
+  mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s, origin, shift)
+  found = _linalg.rayleigh_ritz(basis, jnp.asarray(coordinates), jnp.asarray(total))
+  return _subspace(mean, found, count, dtype)
