@@ -4,6 +4,7 @@ import builtins
 from typing import NamedTuple
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +62,14 @@ def test_snapshots_take_the_tree_and_the_devices_of_the_params(managed):
   assert np.asarray(found.kernel)[7, 1] == 5
   assert found.bias[0].dtype == np.float32
   assert found.bias[0].tolist() == [-5, -5, -5]
+
+
+def test_a_flax_state_is_read_back_as_one(tmp_path):
+  state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "1", state)
+  (found,) = optax_boost.checkpoint_snapshots(tmp_path, like=state)
+  chex.assert_trees_all_equal(found, state)
 
 
 def test_folders_named_by_step_and_nothing_else_are_read(tmp_path):
@@ -141,5 +150,5 @@ def test_says_that_it_needs_orbax(managed, monkeypatch):
     return real(name, *args, **kwargs)
 
   monkeypatch.setattr(builtins, "__import__", without_orbax)
-  with pytest.raises(ImportError, match=r"needs Orbax: pip install orbax-checkpoint"):
+  with pytest.raises(ImportError, match=r"needs Orbax: pip install 'optax-boost\[checkpoints\]'"):
     optax_boost.checkpoint_snapshots(managed)

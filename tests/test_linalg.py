@@ -126,19 +126,19 @@ def test_components_of_a_prescribed_spectrum(decay, seed):
 
 def test_small_components_are_as_good_as_a_single_precision_svd_of_the_rows_makes_them():
   # Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from its rounding errors.
-  singular = np.array([1.0, 1e-1, 1e-2, 1e-3, 1e-4])
-  rows, right = with_spectrum(singular, rows=8)
-  found = pca(tree(rows), 5)
+  singular = np.array([1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e-4])
+  rows, right = with_spectrum(singular, rows=15)
+  found = pca(tree(rows), 6)
   components = flat(found.components)
-  np.testing.assert_allclose(components @ components.T, np.eye(5), atol=2e-6)
+  np.testing.assert_allclose(components @ components.T, np.eye(6), atol=2e-6)
   np.testing.assert_allclose(np.sqrt(found.variances), singular, rtol=2e-3)
   np.testing.assert_allclose(np.abs(np.sum(components * right, axis=1)), 1, atol=1e-4)
 
 
 def test_what_is_rounding_error_is_zero():
-  rows, _ = with_spectrum(np.array([2.0, 1.0]), rows=6)
-  found = pca(tree(rows), 4)
-  assert (np.asarray(found.variances) > 0).tolist() == [True, True, False, False]
+  rows, _ = with_spectrum(np.array([2.0, 1.0]), rows=15)
+  found = pca(tree(rows), 6)
+  assert (np.asarray(found.variances) > 0).tolist() == [True, True, False, False, False, False]
   assert not flat(found.components)[2:].any()
 
 

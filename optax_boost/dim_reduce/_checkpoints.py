@@ -124,7 +124,7 @@ def _orbax() -> Any:
     import orbax.checkpoint as ocp
   except ImportError as error:
     raise ImportError(
-      "`checkpoint_snapshots` needs Orbax: pip install orbax-checkpoint."
+      "`checkpoint_snapshots` needs Orbax: pip install 'optax-boost[checkpoints]'."
     ) from error
   return ocp
 

@@ -74,7 +74,8 @@ def fit_subspace(
   Args:
     snapshots: one of: an optimizer state with a :class:`TrajectoryState` in it; a sequence (list,
       :class:`SnapshotStore`, :func:`checkpoint_snapshots`) of trees; a stacked tree, whose leaves
-      have the snapshots along their first axis. A list is always a sequence of snapshots.
+      have the snapshots along their first axis. A list is always a sequence of snapshots, so of
+      params that are a list pass the state or a list of trees.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
       snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
@@ -296,7 +297,7 @@ def _check_like(tree: Any, first: Any, index: int) -> None:
       raise ValueError(
         f"Snapshots must have leaves of the same shapes; at '{path}' number {index} has"
         f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list is taken for a list of snapshots:"
-        " if it is one stacked tree, pass it as a tuple."
+        " cut a stacked tree that is a list into one tree per snapshot."
       )
 
 
