@@ -118,7 +118,7 @@ def finite_rows(rows: Any) -> jax.Array:
   """
   parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
   # Counted by a contraction: what XLA can fuse, it repeats in the kernel of every leaf that uses
-  # it, and compiles for a minute where there are hundreds.
+  # it, and compiles for long where there are hundreds.
   return jnp.ones(len(parts)) @ jnp.stack(parts).astype(jnp.float32) == len(parts)
 
 
