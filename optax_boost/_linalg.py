@@ -12,8 +12,8 @@ Principal component analysis, with C the rows of X minus their mean:
   B = diag(1/s) U' C    [k, n]   the first k rows: the components
 
 Forming G squares the condition: eigenvectors for s below sqrt(eps) s_1 are mixed with each other
-and B's rows are no longer orthogonal. So the rows are normalised and orthogonalised, and a
-Rayleigh-Ritz step, the singular values of C B' taken without squaring, sets them right.
+and B's rows are no longer orthogonal. So a few rows more than wanted are taken, normalised and
+orthogonalised, and a Rayleigh-Ritz step, an SVD of C B' [m, l] without squaring, sets them right.
 
 The randomized form replaces the first two lines by a sketch Q' C with l = k + oversample rows, in
 which l is far below m. Source: Halko, Martinsson, Tropp, "Finding Structure with Randomness",
@@ -69,6 +69,10 @@ def inner_products(a: Any, b: Any) -> jax.Array:
     [m, l].
   """
   parts = [_contract(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+  return _sum(parts)
+
+
+def _sum(parts: list[jax.Array]) -> jax.Array:
   return sum(parts[1:], start=parts[0])
 
 
@@ -113,10 +117,9 @@ def finite_rows(rows: Any) -> jax.Array:
     [m], bool.
   """
   parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
-  good = parts[0]
-  for part in parts[1:]:
-    good &= part
-  return good
+  # Counted by a contraction: what XLA can fuse, it repeats in the kernel of every leaf that uses
+  # it, and compiles for long where there are hundreds.
+  return jnp.ones(len(parts)) @ jnp.stack(parts).astype(jnp.float32) == len(parts)
 
 
 def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
@@ -151,26 +154,48 @@ def orthonormalize(rows: Any) -> Any:
   """Orthonormal rows of which the first j span what the first j given ones do, for every j.
 
   Args:
-    rows: stacked tree, leaves [k, *shape], in order of importance. A row of zeros stays one.
+    rows: stacked tree, leaves [k, *shape], in order of importance.
 
   Returns:
-    A stacked tree like `rows`.
+    A stacked tree like `rows`, orthonormal to about k eps, less where a row sticks out of the span
+    of those before it by a few percent of its length. Where it does so by less than 1 % (in
+    float32; sqrt(1000 eps)), it is taken for a rounding error and zero.
   """
   gram = inner_products(rows, rows)
   norms = jnp.sqrt(jnp.diagonal(gram))
+  # Unit rows are near to orthogonal even if their lengths were not comparable.
   scale = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
-  # Unit rows of very different length before are still near to orthogonal; the little that is
-  # added keeps the factorization going where two are not, and costs as little of orthogonality.
-  gram = gram * scale[:, None] * scale[None, :]
-  little = 4 * len(norms) * jnp.finfo(gram.dtype).eps
-  gram += jnp.diag(jnp.where(norms > 0, little, 1))
-  return combine(_inverse_factor(gram) * scale[None, :], rows)
+  unit = gram * scale[:, None] * scale[None, :]
+  return combine(orthonormalizer(unit) * scale[None, :], rows)
 
 
-def _inverse_factor(gram: jax.Array) -> jax.Array:
-  factor = jnp.linalg.cholesky(gram)
-  unit = jnp.eye(len(gram), dtype=gram.dtype)
-  return jax.scipy.linalg.solve_triangular(factor, unit, lower=True)
+def orthonormalizer(gram: jax.Array) -> jax.Array:
+  """The lower triangular T for which T G T' is the identity, by the Gram-Schmidt process.
+
+  A Cholesky factor, but that dependent rows are left out instead of making everything nan.
+
+  Args:
+    gram: G, [k, k], with a diagonal of ones, or zeros for rows to leave out.
+
+  Returns:
+    T, [k, k], with rows of zeros for what depends on the rows before.
+  """
+  size = len(gram)
+  least = 1000 * jnp.finfo(gram.dtype).eps
+
+  def times(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=_PRECISION)
+
+  def add(j: jax.Array, found: jax.Array) -> jax.Array:
+    row = (jnp.arange(size) == j).astype(gram.dtype)
+    for _ in range(2):  # Twice is enough.
+      row = row - times(times(found, times(gram, row)), found)
+    square = times(row, times(gram, row))
+    good = square > least
+    row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
+    return jax.lax.dynamic_update_index_in_dim(found, row, j, 0)
+
+  return jax.lax.fori_loop(0, size, add, jnp.zeros_like(gram))
 
 
 def leading_directions(gram: jax.Array, count: int) -> jax.Array:
@@ -187,6 +212,19 @@ def leading_directions(gram: jax.Array, count: int) -> jax.Array:
   return vectors[:, ::-1][:, :count].T
 
 
+def guarded(count: int, rows: int) -> int:
+  """How many directions to start from, so that the last of those wanted are not mixed with others.
+
+  Args:
+    count: how many are wanted.
+    rows: how many centred rows there are.
+
+  Returns:
+    Eight more, or as many as there can be.
+  """
+  return min(count + 8, max(rows - 1, count))
+
+
 def gram_pca(centred: Any, count: int) -> PrincipalComponents:
   """Principal components by the Gram matrix of the rows.
 
@@ -197,9 +235,9 @@ def gram_pca(centred: Any, count: int) -> PrincipalComponents:
   Returns:
     The components, their signs as :func:`fix_signs` leaves them.
   """
-  start = combine(leading_directions(inner_products(centred, centred), count), centred)
-  basis = orthonormalize(start)
-  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred))
+  gram = inner_products(centred, centred)
+  basis = orthonormalize(combine(leading_directions(gram, guarded(count, len(gram))), centred))
+  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred), count)
 
 
 def randomized_pca(centred: Any, count: int, sketch: jax.Array) -> PrincipalComponents:
@@ -215,9 +253,10 @@ def randomized_pca(centred: Any, count: int, sketch: jax.Array) -> PrincipalComp
   """
   seen, _ = jnp.linalg.qr(inner_products(centred, combine(sketch.T, centred)))
   rows = combine(seen.T, centred)
-  start = combine(leading_directions(inner_products(rows, rows), count), rows)
-  basis = orthonormalize(start)
-  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred))
+  basis = orthonormalize(
+    combine(leading_directions(inner_products(rows, rows), len(sketch.T)), rows)
+  )
+  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred), count)
 
 
 def total_square(rows: Any) -> jax.Array:
@@ -229,32 +268,37 @@ def total_square(rows: Any) -> jax.Array:
   Returns:
     A scalar.
   """
-  parts = [jnp.sum(x * x) for x in jax.tree.leaves(rows)]
-  return sum(parts[1:], start=parts[0])
+  return _sum([jnp.sum(x * x) for x in jax.tree.leaves(rows)])
 
 
-def rayleigh_ritz(basis: Any, coordinates: jax.Array, total: jax.Array) -> PrincipalComponents:
+def rayleigh_ritz(
+  basis: Any, coordinates: jax.Array, total: jax.Array, count: int
+) -> PrincipalComponents:
   """The principal components within the span of rows that are orthonormal, or nearly so.
 
   Args:
-    basis: stacked tree, leaves [k, *shape].
-    coordinates: [m, k], the inner products of the centred rows with them.
+    basis: stacked tree, leaves [l, *shape]; rows of zeros count nothing.
+    coordinates: [m, l], the inner products of the centred rows with them.
     total: the sum of the squares of the centred rows.
+    count: how many components, at most l and m.
 
   Returns:
     The components. Those with less than 100 eps of the first one's singular value are rounding
     errors: they and their variances are zero.
   """
   gram = inner_products(basis, basis)
-  # A row of zeros must not make the factor singular.
-  inverse = _inverse_factor(gram + jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0)))
+  gram += jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0).astype(gram.dtype))
+  unit = jnp.eye(len(gram), dtype=gram.dtype)
+  inverse = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), unit, lower=True)
   exact = jnp.matmul(coordinates.astype(gram.dtype), inverse.T, precision=_PRECISION)
   _, singular, right = jnp.linalg.svd(exact, full_matrices=False)
+  singular, right = singular[:count], right[:count]
   real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[0]
-  rotation = jnp.matmul(right, inverse, precision=_PRECISION)
-  components = combine(jnp.where(real[:, None], rotation, 0), basis)
+  rotation = jnp.where(real[:, None], jnp.matmul(right, inverse, precision=_PRECISION), 0)
   return PrincipalComponents(
-    components=fix_signs(components), variances=jnp.where(real, singular**2, 0), total=total
+    components=fix_signs(combine(rotation, basis)),
+    variances=jnp.where(real, singular**2, 0),
+    total=total,
   )
 
 
@@ -271,7 +315,8 @@ def fix_signs(rows: Any) -> Any:
   if not leaves:
     return rows
   axes = [range(1, x.ndim) for x in leaves]
-  largest = jnp.stack([jnp.max(x, axis=a) for x, a in zip(leaves, axes, strict=True)]).max(0)
-  smallest = jnp.stack([jnp.min(x, axis=a) for x, a in zip(leaves, axes, strict=True)]).min(0)
-  sign = jnp.where(largest >= -smallest, 1, -1)
+  largest = jnp.stack([jnp.max(x, axis=a) for x, a in zip(leaves, axes, strict=True)])
+  smallest = jnp.stack([jnp.min(x, axis=a) for x, a in zip(leaves, axes, strict=True)])
+  # Sorting is not fused into the kernels of the leaves, as a maximum would be: see `finite_rows`.
+  sign = jnp.where(jnp.sort(largest, axis=0)[-1] >= -jnp.sort(smallest, axis=0)[0], 1, -1)
   return jax.tree.map(lambda x: x * per_row(sign.astype(x.dtype), x), rows)

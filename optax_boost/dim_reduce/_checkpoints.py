@@ -15,6 +15,8 @@ from optax_boost import _tree
 
 # What every Orbax checkpoint of a tree holds.
 _METADATA = "_METADATA"
+# What the names of those that are still being written have.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointSnapshots(Sequence[Any]):
@@ -104,8 +106,8 @@ def checkpoint_snapshots(
   folder = pathlib.Path(directory).absolute()
   numbered = []
   for path in folder.iterdir() if folder.is_dir() else ():
-    # A checkpoint that is being written has another ending.
-    if path.is_dir() and (number := re.search(r"\d+$", path.name)):
+    number = re.search(r"\d+$", path.name)
+    if path.is_dir() and number and _UNFINISHED not in path.name:
       numbered.append((int(number.group()), path))
   if not numbered:
     raise ValueError(
@@ -122,7 +124,7 @@ def _orbax() -> Any:
     import orbax.checkpoint as ocp
   except ImportError as error:
     raise ImportError(
-      "`checkpoint_snapshots` needs Orbax: pip install orbax-checkpoint."
+      "`checkpoint_snapshots` needs Orbax: pip install 'optax-boost[checkpoints]'."
     ) from error
   return ocp
 

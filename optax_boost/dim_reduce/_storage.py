@@ -145,34 +145,38 @@ def _digest(arrays: dict[str, Any]) -> str:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    with np.load(path, allow_pickle=False) as file:
-      arrays = {name: file[name] for name in file.files}
-    meta = json.loads(str(arrays.pop(_META)))
-    if (meta["format"], meta["version"]) != (_FORMAT, _VERSION):
-      raise ValueError(f"it is {meta['format']!r}, version {meta['version']!r}")
-    if meta["sha256"] != _digest(arrays):
-      raise ValueError("its content does not match its checksum")
-    return {name: x.view(jnp.dtype(meta["dtypes"][name])) for name, x in arrays.items()}
-  except FileNotFoundError:
-    raise
-  except (
+  # NumPy leaves a file open that it opened itself and can't read.
+  with open(path, "rb") as handle:
+    try:
+      return _checked_arrays(handle)
     # What NumPy, zipfile and json raise for files that are cut short, damaged or of other kinds.
-    AttributeError,
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    OSError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-    zlib.error,
-  ) as error:
-    raise ValueError(
-      f"`load_subspace` needs a whole file that `save_subspace` wrote (format {_FORMAT}, version"
-      f" {_VERSION}); {path} is truncated, damaged or of another kind: {error}. Fit and save the"
-      " subspace again."
-    ) from error
+    except (
+      AttributeError,
+      EOFError,
+      KeyError,
+      NotImplementedError,
+      OSError,
+      TypeError,
+      ValueError,
+      zipfile.BadZipFile,
+      zlib.error,
+    ) as error:
+      raise ValueError(
+        f"`load_subspace` needs a whole file that `save_subspace` wrote (format {_FORMAT}, version"
+        f" {_VERSION}); {path} is truncated, damaged or of another kind: {error}. Fit and save the"
+        " subspace again."
+      ) from error
+
+
+def _checked_arrays(handle: Any) -> dict[str, Any]:
+  with np.load(handle, allow_pickle=False) as file:
+    arrays = {name: file[name] for name in file.files}
+  meta = json.loads(str(arrays.pop(_META)))
+  if (meta["format"], meta["version"]) != (_FORMAT, _VERSION):
+    raise ValueError(f"it is {meta['format']!r}, version {meta['version']!r}")
+  if meta["sha256"] != _digest(arrays):
+    raise ValueError("its content does not match its checksum")
+  return {name: x.view(jnp.dtype(meta["dtypes"][name])) for name, x in arrays.items()}
 
 
 def _place(array: Any, like: Any, stacked: bool) -> jax.Array:

@@ -63,9 +63,9 @@ def fit_subspace(
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
   The snapshots are many times longer than they are many, so the eigenvectors of their m x m Gram
-  matrix give the components; one Rayleigh-Ritz step then removes what squaring lost. In float32,
-  components with less than 1e-7 of the first one's variance are not told apart from each other;
-  those with less than 1e-10 are rounding errors and are refused. Sharded params are not gathered:
+  matrix give the components; one Rayleigh-Ritz step then sets right what squaring lost. In float32,
+  components with less than 1e-7 of the first one's variance are found less exactly, those with
+  less than 1e-10 are rounding errors and are refused. Sharded params are not gathered:
   what crosses devices has m or k rows and columns.
 
   Inside ``jit``, where numbers can't be looked at, snapshots that are not finite are left out, and
@@ -74,7 +74,8 @@ def fit_subspace(
   Args:
     snapshots: one of: an optimizer state with a :class:`TrajectoryState` in it; a sequence (list,
       :class:`SnapshotStore`, :func:`checkpoint_snapshots`) of trees; a stacked tree, whose leaves
-      have the snapshots along their first axis. A list is always a sequence of snapshots.
+      have the snapshots along their first axis. A list is always a sequence of snapshots, so of
+      params that are a list pass the state or a list of trees.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
       snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
@@ -122,9 +123,16 @@ def fit_subspace(
     width = min(count, components + oversample)
     sketch = jax.random.normal(key, (count, width), _linalg_dtype(rows))
   _check_enough(used, components, rows, stacked=True)
-  subspace, finite = _jitted_fit(rows, used, sketch, components=components, dtype=jnp.dtype(dtype))
+  subspace, finite, total = _jitted_fit(
+    rows, used, sketch, components=components, dtype=jnp.dtype(dtype)
+  )
   if not isinstance(finite, jax.core.Tracer):
     _check_finite(np.flatnonzero(np.asarray(used & ~finite)))
+    if not jnp.isfinite(total):
+      raise ValueError(
+        f"The variance of the snapshots overflows; got a sum of squares of {total} in"
+        f" {total.dtype}. Leave out the snapshots after the training diverged."
+      )
     _check_rank(subspace, components)
   return subspace
 
@@ -148,8 +156,8 @@ def fit_subspace_streamed(
       :func:`checkpoint_snapshots` or a :class:`SnapshotStore`. They are read again and again, and
       must be the same each time.
     components: k, the dimensions of the subspace; fewer than there are snapshots.
-    chunk: how many snapshots are held at a time, at least 2, beside the basis (k of them, twice
-      while it is refined) and the mean. Raising it saves reading.
+    chunk: how many snapshots are held at a time, at least 2, beside the mean and the basis
+      (k + 8 of them, and k more when it is refined). Raising it saves reading.
     dtype: what the basis is stored in; see :func:`fit_subspace`.
     progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
 
@@ -171,7 +179,7 @@ def fit_subspace_streamed(
   _base.check_whole_number("chunk", chunk, static=True)
   if chunk < 2:
     raise ValueError(
-      f"`chunk` must be at least 2, a snapshot and one to compare it with; got {chunk}."
+      f"`chunk` must be at least 2: one snapshot to compare with another; got {chunk}."
     )
   if not hasattr(snapshots, "__len__") or not hasattr(snapshots, "__getitem__"):
     raise TypeError(
@@ -222,11 +230,6 @@ def _check_finite(bad: Any) -> None:
 
 def _check_rank(subspace: Subspace, components: int) -> None:
   variances = np.asarray(subspace.explained_variance)
-  if not np.all(np.isfinite(variances)):
-    raise ValueError(
-      "The variance of the snapshots overflows; got values whose squares are not finite in"
-      f" {variances.dtype}. Leave out the snapshots after the training diverged."
-    )
   rank = int(np.sum(variances > 0))
   if rank < components:
     raise ValueError(
@@ -294,14 +297,14 @@ def _check_like(tree: Any, first: Any, index: int) -> None:
       raise ValueError(
         f"Snapshots must have leaves of the same shapes; at '{path}' number {index} has"
         f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list is taken for a list of snapshots:"
-        " if it is one stacked tree, pass it as a tuple."
+        " cut a stacked tree that is a list into one tree per snapshot."
       )
 
 
 @functools.partial(jax.jit, static_argnames=("components", "dtype"))
 def _jitted_fit(
   rows: Any, used: jax.Array, sketch: jax.Array | None, *, components: int, dtype: Any
-) -> tuple[Subspace, jax.Array]:
+) -> tuple[Subspace, jax.Array, jax.Array]:
   finite = _linalg.finite_rows(rows)
   used &= finite
   mean, centred = _linalg.centre(rows, used)
@@ -309,7 +312,7 @@ def _jitted_fit(
     found = _linalg.gram_pca(centred, components)
   else:
     found = _linalg.randomized_pca(centred, components, sketch)
-  return _subspace(mean, found, jnp.sum(used), dtype), finite
+  return _subspace(mean, found, jnp.sum(used), dtype), finite, found.total
 
 
 def _subspace(
@@ -356,11 +359,17 @@ class _Stream:
     centring = np.eye(self.count) - 1 / self.count
     gram = centring @ gram @ centring
     _, vectors = np.linalg.eigh(gram)
-    shift, basis = self._combined(vectors[:, ::-1][:, : self.components].T)
+    width = _linalg.guarded(self.components, self.count)
+    shift, basis = self._combined(vectors[:, ::-1][:, :width].T)
     coordinates = self._coordinates(basis)
+    next(self._order, None)  # Lets the progress bar arrive.
     coordinates -= coordinates.mean(axis=0)
     total = np.trace(gram)
-    subspace = _finish(self.origin, shift, basis, coordinates, total, self.count, dtype=dtype)
+    subspace = _finish(
+      *(self.origin, shift, basis, coordinates, total, self.count),
+      components=self.components,
+      dtype=dtype,
+    )
     _check_rank(subspace, self.components)
     return subspace
 
@@ -454,10 +463,18 @@ def _accumulate(sums: Any, block: Any, coefficients: jax.Array) -> Any:
 _orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype",), donate_argnums=2)
+@functools.partial(jax.jit, static_argnames=("components", "dtype"))
 def _finish(
-  origin: Any, shift: Any, basis: Any, coordinates: Any, total: Any, count: Any, *, dtype: Any
+  origin: Any,
+  shift: Any,
+  basis: Any,
+  coordinates: Any,
+  total: Any,
+  count: Any,
+  *,
+  components: int,
+  dtype: Any,
 ) -> Subspace:
   mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s, origin, shift)
-  found = _linalg.rayleigh_ritz(basis, jnp.asarray(coordinates), jnp.asarray(total))
-  return _subspace(mean, found, count, dtype)
+  numbers = (jnp.asarray(coordinates), jnp.asarray(total))
+  return _subspace(mean, _linalg.rayleigh_ritz(basis, *numbers, components), count, dtype)

@@ -1,0 +1,437 @@
+"""The fitted subspace against MindSpore's recorded PCA and NumPy's SVD."""
+
+import functools
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _linalg
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "pca.npz"
+SHAPES = {"conv": (3, 2, 8), "dense": (4, 8), "bias": (8,), "scale": ()}
+ENTRIES = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+@pytest.fixture
+def x64():
+  """64-bit types, as the traces of the reference have them."""
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", False)
+
+
+def tree(matrix, dtype=jnp.float32):
+  """Cuts the columns of a matrix into leaves, one snapshot to each first index."""
+  leaves, start = {}, 0
+  for name, shape in SHAPES.items():
+    size = int(np.prod(shape))
+    leaves[name] = jnp.asarray(matrix[:, start : start + size].reshape(-1, *shape), dtype)
+    start += size
+  return leaves
+
+
+def flat(rows):
+  """The inverse of `tree`, in float64."""
+  parts = [np.asarray(rows[name], np.float64) for name in SHAPES]
+  return np.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
+
+
+def listed(rows):
+  return [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(len(jax.tree.leaves(rows)[0]))]
+
+
+def walk(count=14, seed=0):
+  """Snapshots of a random walk with a drift, far from the origin: like weights while training."""
+  rng = np.random.default_rng(seed)
+  drift = rng.normal(size=(3, ENTRIES)) * np.array([1.0, 0.3, 0.1])[:, None]
+  t = np.linspace(0, 1, count)[:, None]
+  way = t * drift[0] + t**2 * drift[1] + np.sin(5 * t) * drift[2]
+  noise = 0.01 * rng.normal(size=(count, ENTRIES)).cumsum(axis=0)
+  return tree(rng.normal(size=ENTRIES) * 5 + way + noise)
+
+
+def reference(rows, k):
+  """Mean, components, explained variance and its ratio, by NumPy in float64."""
+  data = flat(rows)
+  centred = data - data.mean(axis=0)
+  _, singular, right = np.linalg.svd(centred, full_matrices=False)
+  largest = np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1)
+  variance = singular**2 / (len(data) - 1)
+  return data.mean(axis=0), (right * np.sign(largest))[:k], variance[:k], variance / variance.sum()
+
+
+def assert_fits(subspace, rows, rtol=1e-4):
+  k = subspace.components
+  mean, components, variance, ratio = reference(rows, k)
+  np.testing.assert_allclose(
+    flat(jax.tree.map(lambda x: x[None], subspace.mean))[0], mean, rtol=1e-5, atol=1e-6
+  )
+  np.testing.assert_allclose(flat(subspace.basis), components, atol=rtol)
+  np.testing.assert_allclose(subspace.explained_variance, variance, rtol=rtol)
+  np.testing.assert_allclose(subspace.explained_variance_ratio, ratio[:k], rtol=rtol)
+
+
+@pytest.mark.parametrize("case", ["wide", "tall", "wide32"])
+def test_exact_components_are_those_of_the_reference(x64, case):
+  with np.load(GOLDEN) as golden:
+    data, expected = golden[f"{case}_data"], golden[f"{case}_components_full"]
+    singular = golden[f"{case}_singular_values"]
+  k = len(expected)
+  subspace = optax_boost.fit_subspace(
+    {"w": data.reshape(len(data), 2, -1)}, components=k, dtype=data.dtype
+  )
+  tolerance = 1e-11 if data.dtype == np.float64 else 1e-5
+  found = np.asarray(subspace.basis["w"]).reshape(k, -1)
+  assert found.dtype == data.dtype
+  np.testing.assert_allclose(found, expected, atol=tolerance)  # their sign convention is ours
+  variance = singular[:k] ** 2 / (len(data) - 1)
+  np.testing.assert_allclose(subspace.explained_variance, variance, rtol=10 * tolerance)
+
+
+def test_randomized_components_are_those_of_the_reference_with_its_random_numbers(x64):
+  with np.load(GOLDEN) as golden:
+    data, expected = golden["wide_data"], golden["wide_components_randomized"]
+    omega = golden["wide_omega"]
+  centred = jnp.asarray(data - data.mean(axis=0))
+  pca = jax.jit(_linalg.randomized_pca, static_argnums=1)
+  found = np.asarray(pca(centred, len(expected), jnp.asarray(omega)).components)
+  # The reference fixes its signs among the samples.
+  signs = np.sign(np.sum(found * expected, axis=1, keepdims=True))
+  np.testing.assert_allclose(found * signs, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("components", [3, 13])
+def test_exact_components_are_those_of_a_dense_svd(components):
+  for seed in range(4):
+    rows = walk(seed=seed)
+    assert_fits(optax_boost.fit_subspace(rows, components), rows)
+
+
+def test_rows_are_orthonormal_over_the_whole_tree():
+  basis = flat(optax_boost.fit_subspace(walk(), components=13).basis)
+  np.testing.assert_allclose(basis @ basis.T, np.eye(13), atol=3e-6)
+
+
+def test_randomized_components_hold_the_variance_that_decays():
+  rows, key = walk(count=40), jax.random.key(0)
+  found = optax_boost.fit_subspace(rows, 3, method="randomized", key=key, oversample=4)
+  _, components, variance, _ = reference(rows, 3)
+  cosines = np.linalg.svd(flat(found.basis) @ components.T)[1]
+  assert cosines.min() > 0.9999
+  np.testing.assert_allclose(found.explained_variance, variance, rtol=1e-3)
+  again = optax_boost.fit_subspace(rows, 3, method="randomized", key=key, oversample=4)
+  chex.assert_trees_all_equal(again, found)
+
+
+def test_a_list_of_trees_and_one_stacked_tree_are_the_same():
+  rows = walk()
+  stacked = optax_boost.fit_subspace(rows, 3)
+  chex.assert_trees_all_equal(optax_boost.fit_subspace(listed(rows), 3), stacked)
+  host = [jax.tree.map(np.asarray, snapshot) for snapshot in listed(rows)]
+  chex.assert_trees_all_equal(optax_boost.fit_subspace(host, 3), stacked)
+
+
+@pytest.mark.parametrize(("recorded", "jit"), [(6, True), (20, False)])
+def test_the_state_of_a_trajectory_is_fitted_as_its_snapshots_are(recorded, jit):
+  tx = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(every=1, capacity=14))
+  points = listed(walk(count=20))[:recorded]
+  state, update = tx.init(points[0]), jax.jit(tx.update)
+  for params in points:
+    _, state = update(params, state, params)
+
+  def fit(state):
+    return optax_boost.fit_subspace(state, 3)
+
+  assert_fits((jax.jit(fit) if jit else fit)(state), optax_boost.snapshots(state))
+
+
+@jax.jit
+def jitted(rows):
+  return optax_boost.fit_subspace(rows, 3)
+
+
+def test_inside_jit_snapshots_that_are_not_finite_are_left_out():
+  rows = walk()
+  bad = rows | {"bias": rows["bias"].at[0].set(jnp.nan).at[5, 2].set(jnp.inf)}
+  keep = np.array([i for i in range(14) if i not in (0, 5)])
+  assert_fits(jitted(bad), jax.tree.map(lambda x: x[keep], rows))
+
+
+def repeated(*kept):
+  """Fourteen snapshots of which only some are different."""
+  return jax.tree.map(lambda x: x[np.resize(kept, 14)], walk())
+
+
+def test_inside_jit_directions_that_are_not_there_are_zero():
+  found = jitted(repeated(0, 4, 9))
+  assert (np.asarray(found.explained_variance) > 0).tolist() == [True, True, False]
+  assert flat(found.basis).any(axis=1).tolist() == [True, True, False]
+  still = jitted(repeated(3))
+  chex.assert_tree_all_finite(still)
+  assert not flat(still.basis).any()
+
+
+def test_a_population_is_fitted_under_vmap():
+  members = [walk(seed=seed) for seed in range(2)]
+  population = jax.tree.map(lambda *x: jnp.stack(x), *members)
+  found = jax.vmap(lambda rows: optax_boost.fit_subspace(rows, 3))(population)
+  assert found.components == 3
+  for i, rows in enumerate(members):
+    assert_fits(jax.tree.map(lambda x, i=i: x[i], found), rows)
+
+
+def test_half_precision_is_for_storage_only():
+  rows = jax.tree.map(lambda x: x.astype(jnp.bfloat16), walk())
+  found = optax_boost.fit_subspace(rows, 3, dtype=jnp.bfloat16)
+  assert {x.dtype for x in jax.tree.leaves(found.basis)} == {jnp.dtype(jnp.bfloat16)}
+  assert {x.dtype for x in jax.tree.leaves(found._replace(basis=None))} == {jnp.dtype(jnp.float32)}
+  assert_fits(found._replace(basis=tree(reference(rows, 3)[1])), rows)
+  np.testing.assert_allclose(flat(found.basis), reference(rows, 3)[1], atol=2e-3)
+
+
+def test_none_and_masked_leaves_stay():
+  rows = walk() | {"none": None, "masked": optax.MaskedNode()}
+  found = jax.eval_shape(lambda rows: optax_boost.fit_subspace(rows, 2), rows)
+  for part in (found.mean, found.basis):
+    assert part["none"] is None
+    assert part["masked"] == optax.MaskedNode()
+    assert len(jax.tree.leaves(part)) == len(SHAPES)
+
+
+def test_params_that_are_a_list_keep_their_tree():
+  params = [jnp.ones(4), (jnp.ones(2), jnp.ones(2))]
+  state = optax_boost.record_trajectory(every=1, capacity=5).init(params)
+  fit = functools.partial(optax_boost.fit_subspace, components=2)
+  assert jax.tree.structure(jax.eval_shape(fit, state).basis) == jax.tree.structure(params)
+  found = jax.eval_shape(fit, [params] * 5)
+  assert jax.tree.structure(found.basis) == jax.tree.structure(params)
+
+
+def place(rows, mesh):
+  def sharding(x):
+    axes = [None] * (x.ndim - 1) + ["x"] if x.ndim > 1 else []
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+  return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), rows)
+
+
+def mesh_of(kind):
+  return jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(")
+
+
+def collectives(compiled):
+  """The collectives of a program, each with the number of entries in its result."""
+  found = []
+  for types, name, _ in COLLECTIVE.findall(compiled.as_text()):
+    sizes = [
+      int(np.prod([int(n) for n in dims.split(",") if n]))
+      for dims in re.findall(r"\w+\[([\d,]*)\]", types)
+    ]
+    found.append((name, sum(sizes)))
+  return found
+
+
+@pytest.mark.parametrize(
+  ("kind", "method"), [("Auto", "exact"), ("Explicit", "exact"), ("Explicit", "randomized")]
+)
+def test_fitting_sharded_snapshots_moves_small_matrices_only(kind, method):
+  rng = np.random.default_rng(0)
+  m, k, shapes = 6, 2, {"conv": (3, 3, 8, 64), "dense": (64, 128), "bias": (64,)}
+  rows = {name: np.float32(rng.normal(size=(m, *shape))) for name, shape in shapes.items()}
+  mesh = mesh_of(kind)
+  key = jax.random.key(0) if method == "randomized" else None
+
+  def fit(rows):
+    return optax_boost.fit_subspace(rows, k, method=method, key=key)
+
+  with jax.set_mesh(mesh):
+    sharded = place(rows, mesh)
+    compiled = jax.jit(fit).lower(sharded).compile()
+    found = compiled(sharded)
+  seen = collectives(compiled)
+  assert {name for name, _ in seen} == {"all-reduce"}
+  # Several sums may share one, but all of them together are less than a leaf.
+  assert sum(size for _, size in seen) < min(4608, 8192) / 4
+  assert found.basis["dense"].sharding.spec == jax.sharding.PartitionSpec(None, None, "x")
+  assert found.mean["dense"].sharding.spec == jax.sharding.PartitionSpec(None, "x")
+  data = np.concatenate([x.reshape(m, -1) for x in rows.values()], axis=1)
+  _, singular, right = np.linalg.svd(data - data.mean(axis=0), full_matrices=False)
+  basis = np.concatenate([np.asarray(found.basis[x]).reshape(k, -1) for x in rows], axis=1)
+  np.testing.assert_allclose(found.explained_variance, singular[:k] ** 2 / (m - 1), rtol=1e-4)
+  np.testing.assert_allclose(np.abs(np.sum(basis * right[:k], axis=1)), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("Auto", None), ("Explicit", 5)])
+def test_sharded_snapshots_are_fitted_outside_of_jit(kind, chunk):
+  rows = walk()
+  snapshots = listed(place(rows, mesh_of(kind)))
+  if chunk is None:
+    found = optax_boost.fit_subspace(snapshots, 3)
+  else:
+    found = optax_boost.fit_subspace_streamed(snapshots, 3, chunk=chunk)
+  assert not found.basis["conv"].sharding.is_fully_replicated
+  assert_fits(jax.device_get(found), rows)
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 13])
+def test_the_streamed_fit_is_the_exact_one(chunk):
+  rows = walk()
+  found = optax_boost.fit_subspace_streamed(listed(rows), 3, chunk=chunk)
+  assert_fits(found, rows)
+
+
+class Disk:
+  """Snapshots that are made when they are asked for, and what is held meanwhile."""
+
+  def __init__(self, rows):
+    self.rows = jax.tree.map(np.asarray, rows)
+    self.reads = 0
+    self.most = 0
+
+  def __len__(self):
+    return len(self.rows["bias"])
+
+  def __getitem__(self, index):
+    self.reads += 1
+    held = sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
+    self.most = max(self.most, held)
+    return jax.tree.map(lambda x: x[index], self.rows)
+
+
+def test_the_streamed_fit_holds_few_snapshots_and_reads_them_few_times():
+  rng = np.random.default_rng(0)
+  count, k, chunk = 40, 2, 6
+  disk = Disk({"bias": np.float32(rng.normal(size=(count, 50_000)))})
+  before = sum(x.nbytes for x in jax.live_arrays())
+  found = optax_boost.fit_subspace_streamed(disk, k, chunk=chunk)
+  # The one that is just made is not held by the device yet; the origin becomes the mean.
+  held = (disk.most - before) / (4 * 50_000)
+  assert held <= chunk + (k + 8) + 1.1
+  assert disk.reads <= count * (count / (2 * (chunk - 1)) + 3) + 1
+  mean = disk.rows["bias"].mean(axis=0)
+  np.testing.assert_allclose(found.mean["bias"], mean, atol=1e-5)
+  singular = np.linalg.svd(disk.rows["bias"] - mean, compute_uv=False)
+  np.testing.assert_allclose(found.explained_variance, singular[:k] ** 2 / (count - 1), rtol=1e-4)
+
+
+def test_the_streamed_fit_holds_everything_where_the_chunk_allows_it():
+  rows = walk()
+  found = optax_boost.fit_subspace_streamed(listed(rows), 3, chunk=14)
+  chex.assert_trees_all_equal(found, optax_boost.fit_subspace(rows, 3))
+
+
+def test_the_streamed_fit_stores_half_precision():
+  found = optax_boost.fit_subspace_streamed(listed(walk()), 3, chunk=5, dtype=jnp.bfloat16)
+  assert found.basis["bias"].dtype == jnp.bfloat16
+  np.testing.assert_allclose(flat(found.basis), reference(walk(), 3)[1], atol=2e-3)
+
+
+def test_the_streamed_fit_shows_its_progress(capsys):
+  optax_boost.fit_subspace_streamed(listed(walk()), 3, chunk=5, progress=True)
+  assert "fitting the subspace: 100%" in capsys.readouterr().err
+
+
+def stream(rows, components, **kwargs):
+  return optax_boost.fit_subspace_streamed(listed(rows), components, chunk=5, **kwargs)
+
+
+both = pytest.mark.parametrize("fit", [optax_boost.fit_subspace, stream])
+
+
+@both
+def test_fewer_snapshots_than_components_are_refused(fit):
+  rows = jax.tree.map(lambda x: x[:6], walk())
+  with pytest.raises(ValueError, match=r"6 components need at least 7 snapshots.* got 6. Record"):
+    fit(rows, 6)
+
+
+def test_a_trajectory_with_too_few_snapshots_is_refused():
+  tx = optax_boost.record_trajectory(every=1, capacity=9)
+  state = tx.init(jnp.ones(3))
+  _, state = tx.update(jnp.ones(3), state, jnp.ones(3))
+  with pytest.raises(ValueError, match=r"2 components need at least 3 snapshots, .* got 1"):
+    optax_boost.fit_subspace(state, 2)
+  with pytest.raises(ValueError, match=r"9 components need at least 10 snapshots, .* got 9"):
+    jax.jit(lambda state: optax_boost.fit_subspace(state, 9))(state)
+
+
+@both
+def test_more_components_than_entries_are_refused(fit):
+  with pytest.raises(ValueError, match=r"of 3 dimensions .* as many entries; got 2"):
+    fit({"w": jnp.arange(12.0).reshape(6, 2)}, 3)
+
+
+@both
+@pytest.mark.parametrize(("bad", "shown"), [([0], "0"), ([3], "3"), ([2, 7], "2, 7")])
+def test_snapshots_that_are_not_finite_are_refused(fit, bad, shown):
+  rows = walk()
+  rows["bias"] = rows["bias"].at[jnp.array(bad), 1].set(jnp.nan)
+  with pytest.raises(ValueError, match=rf"those with index {shown} are not. Leave them out"):
+    fit(rows, 3)
+
+
+@both
+def test_snapshots_that_differ_in_too_few_directions_are_refused(fit):
+  with pytest.raises(ValueError, match=r"3 components .* differ in 2, .* Ask for at most 2"):
+    fit(repeated(0, 4, 9), 3)
+
+
+def test_snapshots_whose_variance_overflows_are_refused():
+  with pytest.raises(ValueError, match=r"variance of the snapshots overflows; .* float32"):
+    optax_boost.fit_subspace(jnp.array([[1e30, 0.0], [-1e30, 1.0], [0.0, 0.0]]), 1)
+
+
+def test_snapshots_of_different_trees_are_refused():
+  snapshots = listed(walk())
+  fewer = {name: x for name, x in snapshots[3].items() if name != "bias"}
+  shorter = snapshots[3] | {"bias": jnp.ones(4)}
+  for kwargs in ({}, {"chunk": 3}):
+    fit = optax_boost.fit_subspace_streamed if kwargs else optax_boost.fit_subspace
+    with pytest.raises(ValueError, match=r"one tree structure; number 3 has .* the first one"):
+      fit([*snapshots[:3], fewer], 3, **kwargs)
+    with pytest.raises(ValueError, match=r"at 'bias' number 3 has \(4,\), the first one \(8,\)"):
+      fit([*snapshots[:3], shorter], 3, **kwargs)
+
+
+def test_stacked_trees_with_different_first_axes_are_refused():
+  with pytest.raises(ValueError, match=r"snapshots along their first axis; got shapes \[\(2,"):
+    optax_boost.fit_subspace({"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3))}, 1)
+  with pytest.raises(ValueError, match=r"got shapes \[\(\)\]"):
+    optax_boost.fit_subspace({"a": jnp.ones(())}, 1)
+
+
+def test_empty_input_is_refused():
+  with pytest.raises(ValueError, match=r"got an empty sequence"):
+    optax_boost.fit_subspace([], 1)
+  with pytest.raises(ValueError, match=r"at least one leaf; got an empty tree"):
+    optax_boost.fit_subspace({}, 1)
+
+
+def test_arguments_of_the_wrong_kind_are_refused():
+  rows = walk()
+  with pytest.raises(ValueError, match=r"`components` must be finite and >= 1; got 0"):
+    optax_boost.fit_subspace(rows, 0)
+  with pytest.raises(ValueError, match=r"`method` must be 'exact' or 'randomized'; got 'full'"):
+    optax_boost.fit_subspace(rows, 2, method="full")
+  with pytest.raises(ValueError, match=r"needs `key`, as jax.random.key\(0\)"):
+    optax_boost.fit_subspace(rows, 2, method="randomized")
+  with pytest.raises(TypeError, match=r"`dtype` must be a floating dtype"):
+    optax_boost.fit_subspace(rows, 2, dtype=jnp.int8)
+  with pytest.raises(TypeError, match=r"`fit_subspace` needs real floating-point leaves"):
+    optax_boost.fit_subspace(jnp.arange(6).reshape(3, 2), 1)
+  with pytest.raises(
+    ValueError, match=r"`chunk` must be at least 2: one snapshot to compare .* got 1"
+  ):
+    optax_boost.fit_subspace_streamed(listed(rows), 2, chunk=1)
+  with pytest.raises(TypeError, match=r"read again by index, .* got generator"):
+    optax_boost.fit_subspace_streamed((x for x in listed(rows)), 2, chunk=3)

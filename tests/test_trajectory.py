@@ -1,0 +1,155 @@
+"""Snapshots of the params: in the optimizer state, and in host memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+
+def record(tx, points):
+  """The state after `update` has seen each of the points."""
+  state = tx.init(points[0])
+  update = jax.jit(tx.update)
+  for params in points:
+    _, state = update(jax.tree.map(jnp.zeros_like, params), state, params)
+  return state
+
+
+def numbered(count):
+  return [{"w": jnp.full((2, 3), i, jnp.float32), "b": jnp.float32(-i)} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+  ("every", "capacity", "steps"), [(1, 3, 2), (1, 3, 7), (3, 4, 11), (2, 1, 6)]
+)
+def test_the_last_snapshots_are_kept_in_order(every, capacity, steps):
+  tx = optax_boost.record_trajectory(every, capacity)
+  state = record(tx, numbered(steps))
+  expected = list(range(0, steps, every))
+  found = optax_boost.snapshots(state)
+  assert found["b"].tolist() == [-i for i in expected[-capacity:]]
+  assert found["w"][:, 1, 2].tolist() == expected[-capacity:]
+  assert found["w"].shape[1:] == (2, 3)
+  assert (int(state.count), int(state.snapshot_count)) == (steps, len(expected))
+
+
+def test_snapshots_are_stored_in_another_dtype():
+  points = [{"w": jnp.full(3, x)} for x in (1.0, 1.0 + 2**-7, 1.0 + 2**-10)]
+  tx = optax_boost.record_trajectory(every=1, capacity=3, dtype=jnp.bfloat16)
+  found = optax_boost.snapshots(record(tx, points))["w"]
+  assert found.dtype == jnp.bfloat16
+  assert found[:, 0].tolist() == [1.0, 1.0 + 2**-7, 1.0]
+
+
+def test_params_that_are_not_finite_are_not_taken_but_counted():
+  points = numbered(4)
+  points[1]["b"], points[2]["w"] = jnp.float32(jnp.nan), points[2]["w"].at[0, 1].set(jnp.inf)
+  tx = optax_boost.record_trajectory(every=1, capacity=2)
+  state = record(tx, points)
+  assert optax_boost.snapshots(state)["b"].tolist() == [0.0, -3.0]
+  assert (int(state.snapshot_count), int(state.notfinite_count)) == (2, 2)
+
+
+def test_snapshots_are_copies():
+  tx = optax_boost.record_trajectory(every=1, capacity=2)
+  params = {"w": jnp.arange(3.0)}
+  step = jax.jit(lambda p, s: tx.update(p, s, p), donate_argnums=(0, 1))
+  _, state = step(params, tx.init(params))
+  assert params["w"].is_deleted()
+  assert optax_boost.snapshots(state)["w"].tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_a_donated_state_is_not_copied():
+  params = {"w": jnp.ones((64, 64))}
+  tx = optax_boost.record_trajectory(every=10, capacity=50)
+  step = jax.jit(lambda p, s: tx.update(p, s, p), donate_argnums=1)
+  memory = step.lower(params, tx.init(params)).compile().memory_analysis()
+  size = params["w"].nbytes
+  assert memory.temp_size_in_bytes < 3 * size
+  assert memory.alias_size_in_bytes >= 50 * size
+
+
+def test_it_records_within_a_chain_and_a_train_step():
+  tx = optax.chain(optax.sgd(0.5), optax_boost.record_trajectory(every=1, capacity=3))
+  step = optax_boost.make_train_step(lambda p, batch: 0.5 * jnp.sum(p["w"] ** 2) + batch, tx)
+  state = step.init({"w": jnp.array([8.0])})
+  for _ in range(4):
+    state, _ = step(state, 0.0)
+  assert optax_boost.snapshots(state.opt_state)["w"].tolist() == [[4.0], [2.0], [1.0]]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_snapshots_needs_a_state_with_one_trajectory(count):
+  tx = optax.chain(optax.identity(), *[optax_boost.record_trajectory(1, 2)] * count)
+  with pytest.raises(ValueError, match=rf"one TrajectoryState; got {count} of them .* once\?"):
+    optax_boost.snapshots(tx.init(jnp.ones(2)))
+
+
+def test_snapshots_needs_a_state_that_has_seen_params():
+  tx = optax_boost.record_trajectory(1, 2)
+  with pytest.raises(ValueError, match=r"after 0 steps .* Make a step first"):
+    optax_boost.snapshots(tx.init(jnp.ones(2)))
+
+
+def test_snapshots_needs_one_member_of_a_population():
+  tx = optax_boost.record_trajectory(1, 2)
+  population = jnp.arange(6.0).reshape(3, 2)
+  state = jax.vmap(tx.init)(population)
+  _, state = jax.vmap(tx.update)(population, state, population)
+  with pytest.raises(ValueError, match=r"population of shape \(3,\). Take a member"):
+    optax_boost.snapshots(state)
+  second = jax.tree.map(lambda x: x[1], state)
+  assert optax_boost.snapshots(second).tolist() == [[2.0, 3.0]]
+
+
+@pytest.mark.parametrize("make", [optax_boost.record_trajectory, optax_boost.SnapshotStore])
+def test_refuses_counts_and_dtypes_of_another_kind(make):
+  with pytest.raises(ValueError, match=r"`every` must be finite and >= 1; got 0"):
+    make(every=0, capacity=2)
+  with pytest.raises(TypeError, match=r"`capacity` must be a whole number; got 2.5"):
+    make(every=1, capacity=2.5)
+  with pytest.raises(TypeError, match=r"`capacity` sets a shape, .* name it in `static_args`"):
+    make(every=1, capacity=jnp.asarray(2))
+  for dtype in (jnp.int8, "no dtype"):
+    with pytest.raises(TypeError, match=r"`dtype` must be a floating dtype, as jnp.float32"):
+      make(every=1, capacity=2, dtype=dtype)
+
+
+def test_a_store_keeps_the_last_of_every_second_params_while_these_are_donated():
+  store = optax_boost.SnapshotStore(every=2, capacity=3)
+  step = jax.jit(functools.partial(jax.tree.map, lambda x: x + 1), donate_argnums=0)
+  params = {"w": jnp.zeros((2, 2)), "none": None}
+  for _ in range(9):
+    store.record(params)
+    params = step(params)
+  assert store.steps == [4, 6, 8]
+  assert [float(snapshot["w"][0, 1]) for snapshot in store] == [4.0, 6.0, 8.0]
+  assert store[-1]["none"] is None
+  assert len(store) == 3
+
+
+def test_a_store_keeps_the_sharding_and_another_dtype():
+  mesh = jax.make_mesh((8,), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  store = optax_boost.SnapshotStore(every=1, capacity=2, dtype=jnp.bfloat16)
+  store.record({"w": jax.device_put(jnp.arange(16.0), sharding)})
+  found = store[0]["w"]
+  assert found.sharding.is_equivalent_to(sharding, 1)
+  assert found.dtype == jnp.bfloat16
+  assert found.tolist() == list(range(16))
+  jax.block_until_ready(found + 1)
+
+
+def test_a_store_copies_numpy_params_and_refuses_integers():
+  store = optax_boost.SnapshotStore(every=1, capacity=2)
+  params = np.zeros(2, np.float32)
+  store.record(params)
+  params += 1
+  assert store[0].tolist() == [0.0, 0.0]
+  with pytest.raises(TypeError, match=r"`SnapshotStore` needs real floating-point leaves"):
+    store.record(jnp.arange(3))
