@@ -39,12 +39,17 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
 from optax_boost._tree import path_mask
+from optax_boost.dim_reduce import DimReduceState
+from optax_boost.dim_reduce import Subspace
+from optax_boost.dim_reduce import dim_reduce
+from optax_boost.dim_reduce import refresh_subspace
 
 __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
   "AdasumState",
+  "DimReduceState",
   "DynamicLossScaleState",
   "FreezeGroups",
   "FreezeSchedule",
@@ -52,6 +57,7 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "Subspace",
   "SvrgState",
   "TrainState",
   "TrainStep",
@@ -62,6 +68,7 @@ __all__ = [
   "alpha_svrg_schedule",
   "centralize",
   "continuous_freezing",
+  "dim_reduce",
   "dynamic_loss_scale",
   "freeze",
   "freeze_groups",
@@ -73,6 +80,7 @@ __all__ = [
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
+  "refresh_subspace",
   "refresh_svrg",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",

@@ -254,14 +254,7 @@ def group_numbers(tree: Any, groups: Groups) -> list[int]:
         " them with `freeze_groups` from these params."
       )
     return [number[path] for path in paths]
-  idle = [p for p in groups if not any(re.search(p, path) for path in paths)]
-  if idle and paths:
-    _tree.warn_no_effect(f"`groups` has patterns that match no leaf: {idle}.", paths)
-  last = len(groups) - 1
-  return [
-    next((g for g, pattern in enumerate(groups) if re.search(pattern, path)), last)
-    for path in paths
-  ]
+  return _tree.group_by_pattern(paths, groups)
 
 
 class _Value(NamedTuple):

@@ -38,7 +38,18 @@ from optax_boost import _svrg
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("loss_scale", "notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
+METRIC_NAMES = (
+  "accepted_rho",
+  "curvature",
+  "explained_gradient",
+  "line_search_steps",
+  "loss_scale",
+  "notfinite_count",
+  "orthogonality",
+  "rejected_count",
+  "trust_ratio",
+  "variance_ratio",
+)
 
 
 class TrainState(NamedTuple):

@@ -189,6 +189,27 @@ def select(
   return _broadcast_mask(mask, tree, argument)
 
 
+def group_by_pattern(paths: Sequence[str], patterns: Sequence[str]) -> list[int]:
+  """The number of each leaf's group, where groups are regular expressions.
+
+  Args:
+    paths: the leaves' paths.
+    patterns: for each group one, searched in the path; the first that matches counts, and a leaf
+      that none matches is in the last group.
+
+  Returns:
+    A number per path.
+  """
+  idle = [p for p in patterns if not any(re.search(p, path) for path in paths)]
+  if idle and paths:
+    warn_no_effect(f"`groups` has patterns that match no leaf: {idle}.", paths)
+  last = len(patterns) - 1
+  return [
+    next((g for g, pattern in enumerate(patterns) if re.search(pattern, path)), last)
+    for path in paths
+  ]
+
+
 def _not_a_selector(argument: str, got: Any) -> TypeError:
   return TypeError(
     f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
