@@ -58,7 +58,9 @@ def refresh_subspace(
         f"`refresh_subspace` needs a subspace of {old} components, as the state's; got"
         f" {_state.components(subspace)}. Fit as many, or make a new transformation."
       )
-    rows = jax.tree.map(lambda r, m: _state.placed(r, m, r.dtype), rows, node.momentum)
+    rows = jax.tree.map(
+      lambda r, m: _state.placed(r, m, _state.storage_dtype(None, r, m)), rows, node.momentum
+    )
     patterns = ("",) if groups is None else tuple(groups)
     if len(patterns) != node.projected_gradient.shape[0]:
       raise ValueError(

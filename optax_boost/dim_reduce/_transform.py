@@ -133,7 +133,7 @@ def dim_reduce(
     >>> tx = optax_boost.dim_reduce(plane, gamma=0.5, alpha=0.2)
     >>> step = optax_boost.make_train_step(loss_fn, tx)
     >>> state = step.init(jnp.zeros(3))
-    >>> for _ in range(20):
+    >>> for _ in range(30):
     ...   state, metrics = step(state, batch)
     >>> bool(metrics["loss"] < 1e-6)
     True
