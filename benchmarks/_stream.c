@@ -1,20 +1,21 @@
-/* The bandwidth floor of a momentum step: one pass that reads params, gradients and momentum and
- * writes params and momentum in place, five floats per parameter. No LARS step can do with fewer
- * bytes: its norms are free only if every tensor stays in cache between two uses. */
+/* The bandwidth floors of the benchmarks, as fast as this machine's memory allows. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
 #include <stddef.h>
 
 #define MOST_THREADS 64
+/* Sums kept apart, so that the compiler may add them as vectors. */
+#define LANES 64
 
 typedef struct {
   float *params, *momentum;
   const float *grads;
+  float sum;
   size_t begin, end;
 } slice;
 
-static void *run(void *argument) {
+static void *momentum_slice(void *argument) {
   const slice *s = argument;
   float *restrict params = s->params;
   float *restrict momentum = s->momentum;
@@ -26,13 +27,26 @@ static void *run(void *argument) {
   return NULL;
 }
 
+static void *read_slice(void *argument) {
+  slice *s = argument;
+  const float *restrict values = s->params;
+  float sums[LANES] = {0};
+  size_t i = s->begin;
+  for (; i + LANES <= s->end; i += LANES)
+    for (size_t j = 0; j < LANES; j++) sums[j] += values[i + j];
+  s->sum = 0;
+  for (; i < s->end; i++) s->sum += values[i];
+  for (size_t j = 0; j < LANES; j++) s->sum += sums[j];
+  return NULL;
+}
+
 /* One thread on each processor that we may use, pinned: left alone, two of them often share one. */
-int momentum_pass(float *params, float *momentum, const float *grads, size_t n) {
+static int on_all_cores(void *(*run)(void *), slice whole, float *sum) {
   pthread_t threads[MOST_THREADS];
   slice slices[MOST_THREADS];
   cpu_set_t allowed, one;
   if (sched_getaffinity(0, sizeof allowed, &allowed)) return -1;
-  size_t count = CPU_COUNT(&allowed), started = 0;
+  size_t n = whole.end, count = CPU_COUNT(&allowed), started = 0;
   if (count > MOST_THREADS) count = MOST_THREADS;
   for (int cpu = 0; cpu < CPU_SETSIZE && started < count; cpu++) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
@@ -41,13 +55,32 @@ int momentum_pass(float *params, float *momentum, const float *grads, size_t n) 
     CPU_SET(cpu, &one);
     pthread_attr_init(&attributes);
     pthread_attr_setaffinity_np(&attributes, sizeof one, &one);
-    slices[started] = (slice){params, momentum, grads, n * started / count,
-                              n * (started + 1) / count};
+    slices[started] = whole;
+    slices[started].begin = n * started / count;
+    slices[started].end = n * (started + 1) / count;
     int failed = pthread_create(&threads[started], &attributes, run, &slices[started]);
     pthread_attr_destroy(&attributes);
     if (failed) break;
     started++;
   }
-  for (size_t i = 0; i < started; i++) pthread_join(threads[i], NULL);
+  for (size_t i = 0; i < started; i++) {
+    pthread_join(threads[i], NULL);
+    if (sum) *sum += slices[i].sum;
+  }
   return started == count ? 0 : -1;
+}
+
+/* One pass that reads params, gradients and momentum and writes params and momentum in place, five
+ * floats per parameter. No LARS step can do with fewer bytes: its norms are free only if every
+ * tensor stays in cache between two uses. */
+int momentum_pass(float *params, float *momentum, const float *grads, size_t n) {
+  slice whole = {.params = params, .momentum = momentum, .grads = grads, .end = n};
+  return on_all_cores(momentum_slice, whole, NULL);
+}
+
+/* Reads and adds up all values. */
+int read_pass(float *values, float *sum, size_t n) {
+  slice whole = {.params = values, .end = n};
+  *sum = 0;
+  return on_all_cores(read_slice, whole, sum);
 }

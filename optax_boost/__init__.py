@@ -11,6 +11,20 @@ from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
+from optax_boost._dim_reduce import CheckpointSnapshots
+from optax_boost._dim_reduce import DimReduceState
+from optax_boost._dim_reduce import SnapshotStore
+from optax_boost._dim_reduce import Subspace
+from optax_boost._dim_reduce import TrajectoryState
+from optax_boost._dim_reduce import checkpoint_snapshots
+from optax_boost._dim_reduce import dim_reduce
+from optax_boost._dim_reduce import fit_subspace
+from optax_boost._dim_reduce import fit_subspace_streamed
+from optax_boost._dim_reduce import load_subspace
+from optax_boost._dim_reduce import record_trajectory
+from optax_boost._dim_reduce import refresh_subspace
+from optax_boost._dim_reduce import save_subspace
+from optax_boost._dim_reduce import snapshots
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import FreezeState
 from optax_boost._freezing import continuous_freezing
@@ -45,17 +59,6 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
 from optax_boost._tree import path_mask
-from optax_boost.dim_reduce import CheckpointSnapshots
-from optax_boost.dim_reduce import SnapshotStore
-from optax_boost.dim_reduce import Subspace
-from optax_boost.dim_reduce import TrajectoryState
-from optax_boost.dim_reduce import checkpoint_snapshots
-from optax_boost.dim_reduce import fit_subspace
-from optax_boost.dim_reduce import fit_subspace_streamed
-from optax_boost.dim_reduce import load_subspace
-from optax_boost.dim_reduce import record_trajectory
-from optax_boost.dim_reduce import save_subspace
-from optax_boost.dim_reduce import snapshots
 
 __version__ = "0.1.0"
 
@@ -63,6 +66,7 @@ __all__ = [
   "AccumulateState",
   "AdasumState",
   "CheckpointSnapshots",
+  "DimReduceState",
   "DynamicLossScaleState",
   "FreezeSchedule",
   "FreezeState",
@@ -86,6 +90,7 @@ __all__ = [
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",
+  "dim_reduce",
   "dynamic_loss_scale",
   "fit_subspace",
   "fit_subspace_streamed",
@@ -103,6 +108,7 @@ __all__ = [
   "path_mask",
   "progressive_freezing",
   "record_trajectory",
+  "refresh_subspace",
   "refresh_svrg",
   "save_subspace",
   "scale_by_group",

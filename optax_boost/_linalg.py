@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 # Full float32 on accelerators, whose default is fewer bits.
-_PRECISION = jax.lax.Precision.HIGHEST
+PRECISION = jax.lax.Precision.HIGHEST
 
 
 class PrincipalComponents(NamedTuple):
@@ -44,18 +44,26 @@ class PrincipalComponents(NamedTuple):
   total: jax.Array
 
 
-def _has_explicit_axes(x: jax.Array) -> bool:
-  return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+def contract(rows: jax.Array, leaf: jax.Array) -> jax.Array:
+  """Inner products over all axes of a leaf, replicated over its mesh.
 
+  Args:
+    rows: [k, *shape], float32 or wider.
+    leaf: [*shape] of the same dtype, or [m, *shape] for products with each of m; the rank decides.
 
-def _contract(a: jax.Array, b: jax.Array) -> jax.Array:
-  axes = tuple(range(1, a.ndim))
+  Returns:
+    [k] or [k, m].
+  """
+  many = leaf.ndim == rows.ndim
+  axes = tuple(range(1, rows.ndim)), tuple(range(many, leaf.ndim))
+  mesh = jax.typeof(rows).sharding.mesh
   out = None
-  if _has_explicit_axes(a):
+  if jax.sharding.AxisType.Explicit in mesh.axis_types:
     # The sum over a sharded axis has no sharding of its own: say that all devices need it.
-    mesh = jax.typeof(a).sharding.mesh
-    out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None))
-  return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), _PRECISION, out_sharding=out)
+    out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return jax.lax.dot_general(
+    rows, leaf, (axes, ((), ())), PRECISION, preferred_element_type=rows.dtype, out_sharding=out
+  )
 
 
 def inner_products(a: Any, b: Any) -> jax.Array:
@@ -68,7 +76,7 @@ def inner_products(a: Any, b: Any) -> jax.Array:
   Returns:
     [m, l].
   """
-  parts = [_contract(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+  parts = [contract(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
   return _sum(parts)
 
 
@@ -88,7 +96,7 @@ def combine(coefficients: jax.Array, rows: Any) -> Any:
   """
   return jax.tree.map(
     lambda x: jax.lax.dot_general(
-      coefficients.astype(x.dtype), x, (((1,), (0,)), ((), ())), _PRECISION
+      coefficients.astype(x.dtype), x, (((1,), (0,)), ((), ())), PRECISION
     ),
     rows,
   )
@@ -184,7 +192,7 @@ def orthonormalizer(gram: jax.Array) -> jax.Array:
   least = 1000 * jnp.finfo(gram.dtype).eps
 
   def times(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=_PRECISION)
+    return jnp.matmul(a, b, precision=PRECISION)
 
   def add(j: jax.Array, found: jax.Array) -> jax.Array:
     row = (jnp.arange(size) == j).astype(gram.dtype)
@@ -290,11 +298,11 @@ def rayleigh_ritz(
   gram += jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0).astype(gram.dtype))
   unit = jnp.eye(len(gram), dtype=gram.dtype)
   inverse = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), unit, lower=True)
-  exact = jnp.matmul(coordinates.astype(gram.dtype), inverse.T, precision=_PRECISION)
+  exact = jnp.matmul(coordinates.astype(gram.dtype), inverse.T, precision=PRECISION)
   _, singular, right = jnp.linalg.svd(exact, full_matrices=False)
   singular, right = singular[:count], right[:count]
   real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[0]
-  rotation = jnp.where(real[:, None], jnp.matmul(right, inverse, precision=_PRECISION), 0)
+  rotation = jnp.where(real[:, None], jnp.matmul(right, inverse, precision=PRECISION), 0)
   return PrincipalComponents(
     components=fix_signs(combine(rotation, basis)),
     variances=jnp.where(real, singular**2, 0),

@@ -42,10 +42,15 @@ Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
 METRIC_NAMES = (
+  "accepted_rho",
+  "curvature",
+  "explained_gradient",
   "group_loss_scale",
+  "line_search_steps",
   "loss_scale",
   "notfinite_count",
   "orthogonality",
+  "rejected_count",
   "trust_ratio",
   "variance_ratio",
 )

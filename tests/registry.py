@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_boost
@@ -129,6 +130,34 @@ def _on_two_replicas(
     return jax.shard_map(both, **specs, check_vma=False)(*given)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _three_waves(params: Any) -> optax_boost.Subspace:
+  """A subspace for any params: orthonormal rows, as far as there is room for them."""
+  leaves, structure = jax.tree.flatten(params)
+  sizes = [np.prod(leaf.shape, dtype=int) for leaf in leaves]
+  points = np.arange(sum(sizes), dtype=np.float64)
+  rows = np.stack([np.sin((0.3 * i + 1.5) * points) for i in range(3)])
+  rows = np.linalg.qr(rows.T)[0].T
+  rows = np.concatenate([rows, np.zeros((3 - len(rows), len(points)))])
+  parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1) if leaves else []
+  basis = [part.reshape(3, *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+  variance = np.ones(3, np.float32)
+  return optax_boost.Subspace(params, jax.tree.unflatten(structure, basis), variance, variance / 3)
+
+
+def _loss_nearby(updates: Any, params: Any) -> dict[str, Any]:
+  """A loss of curvature 1 that has the given gradient at the params."""
+
+  def value_fn(point: Any) -> jax.Array:
+    def part(g: Any, p: Any, q: Any) -> jax.Array:
+      moved = (q - p).astype(jnp.promote_types(p.dtype, jnp.float32))
+      return jnp.sum(g * moved + 0.5 * moved**2)
+
+    parts = jax.tree.map(part, updates, params, point)
+    return sum(jax.tree.leaves(parts), start=jnp.zeros([]))
+
+  return {"value": jnp.zeros([]), "value_fn": value_fn}
 
 
 def _small_steps_arrive(tx: Any, baseline: Any) -> bool:
@@ -301,6 +330,18 @@ ROWS = (
     static=("capacity",),
     acts=_keeps_the_params_it_saw,
     rewrites=False,
+  ),
+  Row(
+    "dim_reduce",
+    {
+      "subspace": _three_waves,
+      "alpha": 0.05,
+      "groups": ("conv", "."),
+    },
+    baseline=lambda: optax.sgd(0.05, momentum=0.9),
+    needs_params=True,
+    static=("subspace", "max_search"),
+    extra=_loss_nearby,
   ),
   Row(
     "adasum",

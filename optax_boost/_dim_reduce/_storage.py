@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from optax_boost import _tree
-from optax_boost.dim_reduce import _subspace
+from optax_boost._dim_reduce import _subspace
 
 _FORMAT = "optax_boost.subspace"
 _VERSION = 1

@@ -23,7 +23,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _linalg
 from optax_boost import _tree
-from optax_boost.dim_reduce import _trajectory
+from optax_boost._dim_reduce import _trajectory
 
 
 class Subspace(NamedTuple):
@@ -45,7 +45,7 @@ class Subspace(NamedTuple):
   @property
   def components(self) -> int:
     """How many dimensions the subspace has, k."""
-    return self.explained_variance.shape[-1]
+    return jnp.shape(self.explained_variance)[-1]
 
 
 def fit_subspace(

@@ -1,0 +1,185 @@
+"""Replaces the subspace while training goes on in it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _groups
+from optax_boost import _linalg
+from optax_boost import _tree
+from optax_boost._dim_reduce import _basis
+from optax_boost._dim_reduce import _state
+from optax_boost._dim_reduce._state import DimReduceState
+from optax_boost._dim_reduce._subspace import Subspace
+
+
+def refresh_subspace(
+  opt_state: optax.OptState, subspace: Subspace, groups: _groups.Groups | None = None
+) -> optax.OptState:
+  """Replaces the subspace in an optimizer state, on the host or under jit.
+
+  The residual momentum stays what it is, exactly; the quasi-Newton matrix starts anew.
+
+  Args:
+    opt_state: the state of any chain that holds a :class:`DimReduceState`; of several, all are
+      renewed.
+    subspace: the new subspace, of as many components. If it is not finite, the old one stays, and
+      `notfinite_count` grows.
+    groups: those that :func:`dim_reduce` was given.
+
+  Returns:
+    The new optimizer state. Its other parts are those of `opt_state`, not copies.
+
+  Raises:
+    ValueError: there is no such state, or the subspace does not fit.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> rows = jnp.eye(3)
+    >>> first = optax_boost.Subspace(jnp.zeros(3), rows[:2], jnp.ones(2), jnp.ones(2) / 2)
+    >>> tx = optax.chain(optax_boost.dim_reduce(first))
+    >>> state = tx.init(jnp.zeros(3))
+    >>> state = optax_boost.refresh_subspace(state, first._replace(basis=rows[1:]))
+    >>> optax.tree.get(state, "basis").tolist()
+    [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+  """
+  found = 0
+
+  def renewed(node: Any) -> Any:
+    nonlocal found
+    if not isinstance(node, DimReduceState):
+      return node
+    found += 1
+    rows = _state.fitting_basis(subspace, node.momentum)
+    old = node.projected_gradient.shape[-1]
+    if subspace.components != old:
+      raise ValueError(
+        f"`refresh_subspace` needs a subspace of {old} components, as the state's; got"
+        f" {subspace.components}. Fit as many, or make a new transformation."
+      )
+    rows = jax.tree.map(
+      lambda r, m: _state.placed(r, m, _state.storage_dtype(None, r, m)), rows, node.momentum
+    )
+    named = ("",) if groups is None else groups
+    if _groups.count_groups(named) != node.projected_gradient.shape[0]:
+      raise ValueError(
+        f"`refresh_subspace` needs the {node.projected_gradient.shape[0]} groups that `dim_reduce`"
+        f" was given; got {groups!r}."
+      )
+    numbers = _groups.group_numbers(node.momentum, named, "refresh_subspace")
+    return _jitted_renew(node, rows, tuple(numbers))
+
+  def is_state(node: Any) -> bool:
+    return isinstance(node, DimReduceState)
+
+  new_state = jax.tree.map(renewed, opt_state, is_leaf=is_state)
+  if not found:
+    raise ValueError(
+      "`refresh_subspace` needs an optimizer state with a DimReduceState in it; got"
+      f" {jax.tree.structure(opt_state)}. Is `optax_boost.dim_reduce` part of the chain?"
+    )
+  return new_state
+
+
+def refresh_if_due(
+  state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: Sequence[int]
+) -> DimReduceState:
+  """Keeps the params where their turn has come, and fits the basis anew where its has.
+
+  Args:
+    state: the state before a step.
+    params: the params before it.
+    refresh_every: steps from one refresh to the next.
+    group_of_leaf: the number of each leaf's group.
+
+  Returns:
+    The state with its snapshots, and perhaps its subspace, renewed.
+  """
+  leaves, structure = jax.tree.flatten(params)
+  if not leaves:
+    return state
+  held = jax.tree.leaves(state.snapshots)
+  number = held[0].shape[0]
+  every = max(1, refresh_every // number)
+  slot = state.count // every % number
+
+  def keep(kept: jax.Array, leaf: jax.Array) -> jax.Array:
+    old = jax.lax.dynamic_index_in_dim(kept, slot, keepdims=False)
+    new = jnp.where(state.count % every == 0, leaf, old)
+    return jax.lax.dynamic_update_index_in_dim(kept, new, slot, 0)
+
+  held = list(map(keep, held, leaves))
+
+  def renewed() -> DimReduceState:
+    k = state.projected_gradient.shape[-1]
+    basis, total = _components(held, k, group_of_leaf)
+    return renew(state, jax.tree.unflatten(structure, basis), group_of_leaf, jnp.isfinite(total))
+
+  due = (state.count > 0) & (state.count % refresh_every == 0)
+  state = jax.lax.cond(due, renewed, lambda: state)
+  return state._replace(snapshots=jax.tree.unflatten(structure, held))
+
+
+def _components(
+  held: Sequence[jax.Array], count: int, group_of_leaf: Sequence[int]
+) -> tuple[list[jax.Array], jax.Array]:
+  """The principal components of snapshots, each group's for itself, and the whole variance."""
+  basis: dict[int, jax.Array] = {}
+  total = jnp.zeros([])
+  for group in set(group_of_leaf):
+    members = [i for i, number in enumerate(group_of_leaf) if number == group]
+    rows = [held[i] for i in members]
+    _, centred = _linalg.centre(rows, jnp.ones(len(rows[0]), bool))
+    found = _linalg.gram_pca(centred, count)
+    basis |= dict(zip(members, found.components, strict=True))
+    total = total + found.total
+  return [basis[i] for i in range(len(held))], total
+
+
+def renew(
+  state: DimReduceState, basis: Any, group_of_leaf: Sequence[int], good: Any = None
+) -> DimReduceState:
+  """The state with another basis, its residual momentum unchanged.
+
+  Args:
+    state: the state.
+    basis: the new basis, in any floating dtype.
+    group_of_leaf: the number of each leaf's group.
+    good: whether to take the basis; None: where it is finite.
+
+  Returns:
+    The new state, or the old one with a count.
+  """
+  good = _tree.all_finite(basis) if good is None else good
+  leaves, structure = jax.tree.flatten(state.momentum)
+  olds = jax.tree.leaves(state.basis)
+  taken = jnp.where(good, state.projected_momentum, 0)
+  # M - P' q is what must not change, and q starts at 0.
+  momentum = [
+    m - _basis.combine(taken[group].astype(m.dtype), rows)
+    for group, m, rows in zip(group_of_leaf, leaves, olds, strict=True)
+  ]
+  rows = [
+    jnp.where(good, _state.store(new, old.dtype), old)
+    for new, old in zip(jax.tree.leaves(basis), olds, strict=True)
+  ]
+
+  def fresh(new: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
+    return jnp.where(good, new, old).astype(old.dtype)
+
+  return state._replace(
+    basis=jax.tree.unflatten(structure, rows),
+    momentum=jax.tree.unflatten(structure, momentum),
+    projected_momentum=fresh(0, state.projected_momentum),
+    inverse_hessian=fresh(_state.identities(state), state.inverse_hessian),
+    projected_gradient=fresh(0, state.projected_gradient),
+    last_step=fresh(0, state.last_step),
+    refresh_count=state.refresh_count + good,
+    notfinite_count=state.notfinite_count + ~good,
+  )
+
+
+_jitted_renew = jax.jit(renew, static_argnums=2)

@@ -1,0 +1,168 @@
+"""What :func:`dim_reduce` keeps, and how a subspace gets into it."""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _tree
+from optax_boost._dim_reduce import _basis
+from optax_boost._dim_reduce._subspace import Subspace
+
+METHOD = "dim_reduce"
+
+
+class DimReduceState(NamedTuple):
+  """State of :func:`dim_reduce`, for k components and G groups (1 without `groups`).
+
+  Attributes:
+    basis: the components, a copy; a tree like the params with leaves ``[k, *leaf.shape]``, sharded
+      as these are. With ``basis_dtype=uint16``, the bits of bfloat16 numbers.
+    momentum: ``M``, the momentum of the whole gradient, like the params, in at least float32.
+    projected_momentum: ``q``, ``[G, k]``; the residual momentum is ``M - P' q``.
+    inverse_hessian: ``B``, ``[G, k, k]``.
+    projected_gradient: ``[G, k]``, of the last step that was accepted.
+    last_step: ``s``, ``[G, k]``, the last accepted step in the subspace.
+    snapshots: the newest params, leaves ``[m, *leaf.shape]``; None without `refresh_every`.
+    count: scalar int32, the number of steps made.
+    line_search_steps: scalar int32, how many trial points the last step evaluated.
+    accepted_rho: scalar, the step length that the last step accepted; 0 where none was.
+    curvature: scalar, ``y's / s's`` of the last step: the mean curvature of the loss along the
+      accepted step before. Where it is not positive, ``B`` was not updated.
+    explained_gradient: scalar, ``|P g|^2 / |g|^2`` of the last step: the share of the gradient
+      that lies in the subspace, if the rows of the basis are orthonormal.
+    rejected_count: scalar int32, the steps that found no step length.
+    refresh_count: scalar int32, how often the subspace was replaced.
+    notfinite_count: scalar int32, what was met that is not finite: gradients, losses, and
+      subspaces that were not taken.
+  """
+
+  basis: optax.Params
+  momentum: optax.Updates
+  projected_momentum: jax.Array
+  inverse_hessian: jax.Array
+  projected_gradient: jax.Array
+  last_step: jax.Array
+  snapshots: optax.Params
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  line_search_steps: jax.Array
+  accepted_rho: jax.Array
+  curvature: jax.Array
+  explained_gradient: jax.Array
+  rejected_count: jax.Array
+  refresh_count: jax.Array
+  notfinite_count: jax.Array
+
+
+def fitting_basis(subspace: Subspace, params: Any) -> Any:
+  """The basis, cut down to the leaves that the params have.
+
+  Args:
+    subspace: the subspace.
+    params: params, or a part of them with ``optax.MaskedNode`` for the rest.
+
+  Returns:
+    A tree like the params, leaves ``[k, *leaf.shape]``.
+
+  Raises:
+    ValueError: the subspace is one of other params.
+  """
+  if not jax.tree.leaves(params):
+    return params
+
+  def is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+  try:
+    rows = jax.tree.map(
+      lambda p, r: p if is_masked(p) else r, params, subspace.basis, is_leaf=is_masked
+    )
+    if not jax.tree.all(jax.tree.map(lambda p, r: hasattr(r, "shape"), params, rows)):
+      raise ValueError("a leaf of the params is a tree in the basis")
+  except ValueError as error:
+    raise ValueError(
+      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
+      f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
+      " subspace to snapshots of these params."
+    ) from error
+  k = subspace.components
+  leaves = zip(_tree.leaf_paths(params), *map(jax.tree.leaves, (params, rows)), strict=True)
+  for path, leaf, r in leaves:
+    if jnp.shape(r) != (k, *jnp.shape(leaf)):
+      raise ValueError(
+        f"`{METHOD}` needs a basis of {k} rows of the params' shapes; got {jnp.shape(r)} for the"
+        f" leaf '{path}' of shape {jnp.shape(leaf)}. Fit the subspace to snapshots of these params."
+      )
+  return rows
+
+
+def storage_dtype(wanted: Any, rows: Any, leaf: Any) -> Any:
+  """The dtype that a leaf of the basis is kept in.
+
+  Args:
+    wanted: what the user said, or None.
+    rows: the leaf of the basis.
+    leaf: the leaf of the params.
+
+  Returns:
+    A dtype.
+  """
+  if wanted is None:
+    narrow = jnp.result_type(rows) == jnp.bfloat16
+    return jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
+  return wanted
+
+
+def placed(rows: Any, leaf: Any, dtype: Any) -> jax.Array:
+  """A copy of a stack of leaves, each sharded like the params' leaf.
+
+  Args:
+    rows: ``[k, *leaf.shape]``.
+    leaf: the leaf of the params.
+    dtype: of the copy, see :func:`storage_dtype`.
+
+  Returns:
+    The copy.
+  """
+  sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else None
+  if sharding is None and isinstance(leaf, jax.Array):
+    sharding = leaf.sharding
+  if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names:
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    stacked = jax.sharding.NamedSharding(sharding.mesh, spec)
+    # Before anything else, so that no device holds all of it.
+    if not isinstance(leaf, jax.core.Tracer):
+      rows = jax.device_put(rows, stacked)
+    elif jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+      rows = jax.sharding.reshard(rows, stacked)
+  stored = store(jnp.asarray(rows), dtype)
+  return jnp.array(stored)
+
+
+def store(rows: jax.Array, dtype: Any) -> jax.Array:
+  """Casts a leaf of a basis to the dtype that it is kept in.
+
+  Args:
+    rows: a floating-point array.
+    dtype: a floating dtype, or uint16 for the bits of bfloat16.
+
+  Returns:
+    The array.
+  """
+  return _basis.compress(rows) if dtype == jnp.uint16 else rows.astype(dtype)
+
+
+def identities(state: DimReduceState) -> jax.Array:
+  """The inverse Hessians to start from.
+
+  Args:
+    state: any state.
+
+  Returns:
+    ``[G, k, k]``.
+  """
+  groups, k = state.projected_gradient.shape
+  identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
+  return jnp.broadcast_to(identity, (groups, k, k))

@@ -1,0 +1,711 @@
+"""DimReduce against the recorded runs of MindSpore, and against NumPy."""
+
+import functools
+import json
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
+
+
+def subspace_of(rows, like):
+  """A subspace whose basis is a matrix of concatenated rows."""
+  leaves, structure = jax.tree.flatten(like)
+  parts = np.split(rows, np.cumsum([leaf.size for leaf in leaves])[:-1], axis=1)
+  k = len(rows)
+  basis = [part.reshape(k, *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+  ones = np.ones(k, np.float32)
+  return optax_boost.Subspace(like, jax.tree.unflatten(structure, basis), ones, ones / k)
+
+
+# The recorded runs.
+
+
+class Trace:
+  """A recorded run of MindSpore; its params are a list, in the columns' order."""
+
+  def __init__(self, name):
+    with np.load(GOLDEN / f"dimreduce_{name}.npz") as file:
+      self.arrays = {key: file[key] for key in file.files}
+    self.hyper = json.loads(str(self.arrays["meta_json"]))["hyper"]
+    self.names = {"linear": ["w", "b"], "mlp": ["w1", "b1", "w2", "b2"]}[self.hyper["model"]]
+    self.init = [jnp.asarray(self.arrays[f"init_{name}"]) for name in self.names]
+    self.steps = self.hyper["steps"]
+    h = self.hyper
+    subspace = subspace_of(self.arrays["P"], self.init)
+    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"])
+
+  def __getitem__(self, key):
+    return self.arrays[key]
+
+  def tree(self, prefix, step):
+    return [jnp.asarray(self.arrays[f"{prefix}_{name}"][step]) for name in self.names]
+
+  def loss(self, params, x, y):
+    if len(params) == 2:
+      return jnp.mean((x @ params[0] + params[1] - y) ** 2)
+    logits = jnp.tanh(x @ params[0] + params[1]) @ params[2] + params[3]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+  @functools.cached_property
+  def step(self):
+    @jax.jit
+    def step(params, state, x, y):
+      value_fn = functools.partial(self.loss, x=x, y=y)
+      value, grads = jax.value_and_grad(value_fn)(params)
+      updates, state = self.tx.update(grads, state, params, value=value, value_fn=value_fn)
+      return optax.apply_updates(params, updates), state
+
+    return step
+
+  def state_after(self, step):
+    """Our state after a recorded step; its residual momentum is all in `momentum`."""
+    state = self.tx.init(self.init)
+    if step < 0:
+      return state
+    return state._replace(
+      momentum=self.tree("grm", step),
+      inverse_hessian=jnp.asarray(self["bk"][step])[None],
+      projected_gradient=jnp.asarray(self["gk_last"][step])[None],
+      last_step=jnp.asarray(self["sk"][step])[None],
+    )
+
+  def params_before(self, step):
+    return self.tree("weight", step - 1) if step else self.init
+
+
+@functools.cache
+def trace_of(name):
+  return Trace(name)
+
+
+def residual(state):
+  """The residual momentum, out of its two parts."""
+  (q,) = state.projected_momentum
+  return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
+
+
+def assert_close(found, expected, rtol):
+  """Relative to the largest entry of all, as the traces state their own errors."""
+  a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (found, expected))
+  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max() + 1e-12)
+
+
+def assert_same_decisions(trace, t, before, state):
+  assert float(state.accepted_rho) == trace["rho"][t]
+  assert int(state.line_search_steps) == np.isfinite(trace["trial_loss"][t]).sum()
+  assert int(state.rejected_count - before.rejected_count) == (not trace["found"][t])
+  if t:
+    # Before any accepted step there is nothing to update with.
+    squared = float(jnp.sum(before.last_step**2))
+    expected = trace["ys"][t] / squared if squared else 0.0
+    np.testing.assert_allclose(state.curvature, expected, rtol=1e-3, atol=1e-5)
+    updated = not np.allclose(state.inverse_hessian, before.inverse_hessian, rtol=0, atol=0)
+    assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_step_agrees_with_mindspore(name):
+  trace = trace_of(name)
+  for t in range(trace.steps):
+    before = trace.state_after(t - 1)
+    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
+    assert_same_decisions(trace, t, before, state)
+    # MindSpore's tanh is less exact than the rest.
+    rtol = 3e-6 if trace.hyper["model"] == "mlp" else 1e-6
+    assert_close(params, trace.tree("weight", t), rtol)
+    assert_close(residual(state), trace.tree("grm", t), 3e-6)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+    assert_close(state.projected_gradient[0], trace["gk_last"][t], 5e-6)
+    assert_close(state.last_step[0], trace["sk"][t], 1e-4)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_whole_run_takes_the_branches_of_mindspore(name):
+  trace = trace_of(name)
+  params, state = trace.init, trace.tx.init(trace.init)
+  for t in range(trace.steps):
+    before = state
+    params, state = trace.step(params, before, trace["x"][t], trace["y"][t])
+    assert_same_decisions(trace, t, before, state)
+    assert_close(params, trace.tree("weight", t), 1e-5)
+    assert_close(residual(state), trace.tree("grm", t), 3e-5)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+  assert int(state.rejected_count) == int(np.sum(~trace["found"]))
+  assert int(state.notfinite_count) == 0
+
+
+def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_ones():
+  with np.load(GOLDEN / "dimreduce_distributed.npz") as file:
+    trace = {key: file[key] for key in file.files}
+  h = json.loads(str(trace["meta_json"]))["hyper"]
+  init = jnp.asarray(trace["init_w"])
+  subspace = subspace_of(trace["P"], init)
+  tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"])
+
+  @jax.jit
+  def step(params, state, x, y):
+    def value_fn(w):
+      return jnp.mean((x @ w - y) ** 2)
+
+    value, grads = jax.value_and_grad(value_fn)(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  differs = 0
+  for t in range(h["steps"]):
+    state, params = tx.init(init), init
+    if t:
+      params = jnp.asarray(trace["w"][t - 1])
+      state = state._replace(
+        momentum=jnp.asarray(trace["grm"][t - 1]),
+        inverse_hessian=jnp.asarray(trace["bk"][t - 1])[None],
+        projected_gradient=jnp.asarray(trace["gk_last"][t - 1])[None],
+        last_step=jnp.asarray(trace["sk"][t - 1])[None],
+      )
+    # Ranks and their batches side by side, as a sharded batch holds them.
+    params, state = step(params, state, trace["x"][t], trace["y"][t])
+    if t == 18:
+      # Theirs accepts the full step by rounding; what comes after it was not recorded.
+      assert float(state.accepted_rho) < trace["rho"][t] == 1
+    else:
+      assert float(state.accepted_rho) == trace["rho_without_floor"][t]
+    assert_close(residual(state), trace["grm"][t], 1e-6)
+    if trace["rho"][t] == trace["rho_without_floor"][t]:
+      assert_close(params, trace["w"][t], 1e-6)
+      assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-5)
+    else:
+      differs += 1
+  assert (
+    differs
+    == json.loads(str(trace["meta_json"]))["checks"]["steps_where_the_floor_changes_the_decision"]
+  )
+
+
+def test_a_loss_scale_is_divided_out_once_where_mindspore_leaves_it_in_the_residual():
+  trace = trace_of("sens")
+  scale = trace.hyper["sens"]
+  for t in range(trace.steps):
+    before = trace.state_after(t - 1)
+    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
+    assert float(state.accepted_rho) == trace["rho"][t]
+    assert_close(state.projected_gradient[0], trace["gk_last"][t], 5e-6)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+    # Theirs has (scale - 1) times the gradient too much.
+    excess = [(1 - 1 / scale) * g for g in trace.tree("grad", t)]
+    ours = residual(state)
+    assert_close(jax.tree.map(jnp.add, ours, excess), trace.tree("grm", t), 3e-6)
+    theirs = [w - trace.hyper["alpha"] * e for w, e in zip(params, excess, strict=True)]
+    assert_close(theirs, trace.tree("weight", t), 3e-6)
+
+
+def test_a_dynamic_loss_scale_around_it_changes_nothing():
+  trace = trace_of("linear_hard")
+  plain = trace.tx
+  scaled = optax_boost.dynamic_loss_scale(plain, initial_scale=1024.0)
+  runs = []
+  for tx in (plain, scaled):
+    step = optax_boost.make_train_step(lambda p, batch: trace.loss(p, *batch), tx)
+    state = step.init(trace.init)
+    lengths = []
+    for t in range(8):
+      state, metrics = step(state, (trace["x"][t], trace["y"][t]))
+      lengths.append((float(metrics["accepted_rho"]), int(metrics["line_search_steps"])))
+    runs.append((state.params, lengths))
+  assert runs[0][1] == runs[1][1] == list(zip(trace["rho"][:8], tried(trace)[:8], strict=True))
+  assert_close(runs[1][0], runs[0][0], 1e-6)
+
+
+def tried(trace):
+  return np.isfinite(trace["trial_loss"]).sum(1)
+
+
+# Against NumPy, and against itself.
+
+K = 3
+RNG = np.random.default_rng(0)
+PARAMS = {
+  "conv": jnp.asarray(RNG.normal(size=(3, 2, 8)), jnp.float32),
+  "dense": {"kernel": jnp.asarray(RNG.normal(size=(8, 16)), jnp.float32)},
+  "head": jnp.asarray(RNG.normal(size=8), jnp.float32),
+}
+SIZE = 48 + 128 + 8
+ROWS = np.linalg.qr(RNG.normal(size=(SIZE, K)))[0].T
+CURVATURES = RNG.uniform(0.5, 1.5, SIZE)
+SUBSPACE = subspace_of(ROWS, PARAMS)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def tree_of(vector, like=PARAMS):
+  leaves, structure = jax.tree.flatten(like)
+  parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
+  parts = [jnp.asarray(p.reshape(x.shape), x.dtype) for p, x in zip(parts, leaves, strict=True)]
+  return jax.tree.unflatten(structure, parts)
+
+
+WEIGHTS = tree_of(CURVATURES)
+
+
+def loss_fn(params, batch=1.0):
+  terms = jax.tree.map(lambda p, c: jnp.sum(c * p**2), params, WEIGHTS)
+  return 0.5 * batch * sum(jax.tree.leaves(terms))
+
+
+def gradient(w):
+  return CURVATURES * w
+
+
+def run(tx, steps, params=PARAMS, batch=1.0):
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(params)
+  for _ in range(steps):
+    state, metrics = step(state, batch)
+  return state, metrics
+
+
+def numpy_run(bases, steps, gamma, alpha):
+  """Full quasi-Newton steps without search, in float64, one matrix of rows per group."""
+  w, r = flat(PARAMS), np.zeros(SIZE)
+  b = [np.eye(K) for _ in bases]
+  s, last = [np.zeros(K) for _ in bases], [np.zeros(K) for _ in bases]
+  for _ in range(steps):
+    g = gradient(w)
+    r = gamma * r + g
+    move = np.zeros(SIZE)
+    for i, rows in enumerate(bases):
+      gk = rows @ g
+      y = gk - last[i]
+      if y @ s[i] > 1e-20:
+        t = np.eye(K) - np.outer(y, s[i]) / (y @ s[i])
+        b[i] = t.T @ b[i] @ t + np.outer(s[i], s[i]) / (y @ s[i])
+      s[i], last[i] = -b[i] @ gk, gk
+      move += rows.T @ s[i]
+      r -= rows.T @ gk
+    w = w + move - alpha * r
+  return w
+
+
+def test_without_a_search_the_full_step_is_taken_and_no_loss_is_needed():
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.5, alpha=0.1, max_search=None)
+  params, state = PARAMS, tx.init(PARAMS)
+  for _ in range(6):
+    updates, state = jax.jit(tx.update)(jax.grad(loss_fn)(params), state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(flat(params), numpy_run([ROWS], 6, 0.5, 0.1), rtol=0, atol=5e-6)
+  assert int(state.line_search_steps) == 0
+  assert float(state.accepted_rho) == 1
+
+
+def test_each_group_has_a_subspace_of_its_own():
+  groups = ("conv", "dense|head")
+  mask = np.arange(SIZE) < 48
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.5, alpha=0.1, max_search=None, groups=groups)
+  state, _ = run(tx, 6)
+  expected = numpy_run([ROWS * mask, ROWS * ~mask], 6, 0.5, 0.1)
+  np.testing.assert_allclose(flat(state.params), expected, rtol=0, atol=5e-6)
+  assert state.opt_state.inverse_hessian.shape == (2, K, K)
+
+
+def test_the_residual_momentum_in_two_parts_does_not_drift():
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.99, alpha=1e-3, max_search=None)
+  state, inputs = tx.init(PARAMS), RNG.normal(size=(50, SIZE))
+  gradients = jnp.asarray(inputs, jnp.float32)
+
+  @jax.jit
+  def many(state):
+    def body(state, t):
+      vector = gradients[t % 50] + 10.0  # an offset builds up in the momentum
+      parts = jnp.split(vector, [48, 176])
+      leaves = [p.reshape(x.shape) for p, x in zip(parts, jax.tree.leaves(PARAMS), strict=True)]
+      grads = jax.tree.unflatten(jax.tree.structure(PARAMS), leaves)
+      return tx.update(grads, state, PARAMS)[1], None
+
+    return jax.lax.scan(body, state, jnp.arange(5000))[0]
+
+  state = many(state)
+  r = np.zeros(SIZE)
+  for t in range(5000):
+    g = np.float64(np.float32(inputs[t % 50])) + 10.0
+    r = 0.99 * r + g - ROWS.T @ (ROWS @ g)
+  found = flat(residual(state))
+  assert np.abs(found - r).max() < 1e-5 * np.abs(r).max()
+
+
+def test_the_first_trial_costs_one_forward_pass_and_each_that_fails_one_more():
+  calls = []
+
+  def value_fn(params):
+    jax.debug.callback(lambda: calls.append(1))
+    return loss_fn(params)
+
+  tx = optax_boost.dim_reduce(SUBSPACE, max_search=4, rho=0.5, sigma=0.01)
+
+  @jax.jit
+  def step(steepness):
+    grads = jax.tree.map(lambda g: steepness * g, jax.grad(loss_fn)(PARAMS))
+    return tx.update(grads, tx.init(PARAMS), PARAMS, value=loss_fn(PARAMS), value_fn=value_fn)[1]
+
+  for steepness, trials, length in ((1, 1, 1), (3, 2, 0.5), (6, 3, 0.25), (1e6, 4, 0)):
+    calls.clear()
+    state = step(steepness)
+    jax.effects_barrier()
+    assert len(calls) == trials == int(state.line_search_steps)
+    assert float(state.accepted_rho) == length
+
+
+def test_the_share_of_the_gradient_and_the_curvature_are_those_of_the_loss():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.0)
+  _, metrics = run(tx, 2)
+  first = run(tx, 1)[0].params
+  g, step = gradient(flat(first)), flat(first) - flat(PARAMS)
+  share = np.sum((ROWS @ g) ** 2) / np.sum(g**2)
+  np.testing.assert_allclose(metrics["explained_gradient"], share, rtol=1e-4)
+  curvature = step @ (CURVATURES * step) / (step @ step)
+  np.testing.assert_allclose(metrics["curvature"], curvature, rtol=1e-4)
+
+
+# Bad numbers.
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_loss_that_is_not_finite_is_never_accepted(bad):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  grads = jax.grad(loss_fn)(PARAMS)
+  state = tx.init(PARAMS)
+  value = loss_fn(PARAMS)
+  _, after = tx.update(grads, state, PARAMS, value=value, value_fn=lambda p: bad * value)
+  assert float(after.accepted_rho) == 0
+  assert int(after.line_search_steps) == int(after.notfinite_count) == 2
+  assert int(after.rejected_count) == 1
+  chex.assert_trees_all_equal(after.inverse_hessian, state.inverse_hessian)
+  updates, after = tx.update(grads, after, PARAMS, value=jnp.asarray(bad), value_fn=loss_fn)
+  assert int(after.line_search_steps) == 0
+  assert int(after.notfinite_count) == 3
+  chex.assert_tree_all_finite((updates, after))
+  _, after = tx.update(grads, after, PARAMS, value=value, value_fn=loss_fn)
+  assert float(after.accepted_rho) == 1
+
+
+def test_a_matrix_whose_directions_overflow_starts_anew():
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  state = tx.init(PARAMS)
+  state = state._replace(inverse_hessian=jnp.full((1, K, K), 3e38))
+  grads = jax.tree.map(lambda g: 10 * g, jax.grad(loss_fn)(PARAMS))
+  updates, state = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=loss_fn)
+  chex.assert_tree_all_finite((updates, state))
+  np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
+  assert int(state.rejected_count) == 1
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_but_a_count():
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  step = jax.jit(lambda g, s: tx.update(g, s, PARAMS, value=1.0, value_fn=loss_fn))
+  grads = jax.grad(loss_fn)(PARAMS)
+  _, state = step(grads, tx.init(PARAMS))
+  bad = grads | {"head": grads["head"].at[2].set(jnp.nan)}
+  updates, after = step(bad, state)
+  assert int(after.notfinite_count) == 1
+  assert np.isnan(flat(updates)).sum() == 1
+  assert np.nansum(np.abs(flat(updates))) == 0
+  same = ("momentum", "projected_momentum", "inverse_hessian", "projected_gradient", "last_step")
+  for name in same:
+    chex.assert_trees_all_equal(getattr(after, name), getattr(state, name))
+
+
+# Several devices, and a population.
+
+
+def sharded(tree, mesh):
+  """The last axis over "x", the one before it over "y" where there is one."""
+
+  def place(leaf):
+    axes = [None] * max(leaf.ndim - 2, 0) + ["y", "x"][-min(leaf.ndim, 2) :]
+    spec = jax.sharding.PartitionSpec(*axes)
+    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, tree)
+
+
+def exchanged(program):
+  """Kind of each collective in a compiled program, and the sizes of what it sends."""
+  found = []
+  kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+  for line in program.as_text().splitlines():
+    match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
+    if match:
+      shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+      found += [(match[2], int(np.prod([int(n) for n in s.split(",") if n]))) for s in shapes]
+  return found
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+  ("kwargs", "largest"),
+  [
+    ({}, K),
+    ({"max_search": None, "basis_dtype": "uint16"}, K),
+    ({"groups": ("conv", "."), "basis_dtype": "bfloat16", "refresh_every": 1}, (K + 1) ** 2),
+  ],
+  ids=["plain", "compressed", "refreshed"],
+)
+def test_only_k_numbers_and_losses_cross_devices(kind, kwargs, largest):
+  axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, **kwargs)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params, value=loss_fn(PARAMS), value_fn=loss_nearby)
+    return optax.apply_updates(params, updates), state
+
+  def loss_nearby(params):
+    return 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def go(params, grads):
+    state = tx.init(params)
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+    for _ in range(2):
+      params, state = program(params, state, grads)
+    return params, state, program
+
+  grads = jax.grad(loss_fn)(PARAMS)
+  expected = go(jax.tree.map(jnp.array, PARAMS), grads)
+  with jax.set_mesh(mesh):
+    found = go(sharded(PARAMS, mesh), sharded(grads, mesh))
+  assert {name for name, _ in exchanged(found[2])} == {"all-reduce"}
+  assert max(size for _, size in exchanged(found[2])) <= largest
+  for rows, leaf in zip(*map(jax.tree.leaves, (found[1].basis, found[0])), strict=True):
+    assert rows.sharding.spec == jax.sharding.PartitionSpec(None, *leaf.sharding.spec)
+  np.testing.assert_allclose(flat(found[0]), flat(expected[0]), rtol=0, atol=1e-5)
+
+
+def test_the_basis_is_sharded_by_init_under_jit_on_an_explicit_mesh():
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  with jax.set_mesh(mesh):
+    state = jax.jit(tx.init)(sharded(PARAMS, mesh))
+  kernel = state.basis["dense"]["kernel"]
+  assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "y", "x")
+
+
+def test_a_population_can_share_one_basis():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, max_search=3)
+  scales = jnp.array([0.5, 1.0, 3.0])
+  population = jax.tree.map(lambda x: scales.reshape(3, *[1] * x.ndim) * x, PARAMS)
+  axes = jax.tree.map(lambda _: 0, tx.init(PARAMS))
+  axes = axes._replace(basis=None)
+
+  def step(params, state, batch):
+    value_fn = functools.partial(loss_fn, batch=batch)
+    value, grads = jax.value_and_grad(value_fn)(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.vmap(tx.init, out_axes=axes)(population)
+  steps = jax.jit(jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes)))
+  # What is too steep for one trial takes more of them than its neighbours.
+  batches = jnp.array([1.0, 2.5, 4.0])
+  different = []
+  for _ in range(4):
+    population, state = steps(population, state, batches)
+    different.append(len(set(state.line_search_steps.tolist())) > 1)
+  assert any(different)
+  assert state.basis["head"].shape == (K, 8)
+  for i in range(3):
+    one = jax.tree.map(lambda x, i=i: scales[i] * x, PARAMS)
+    alone, alone_state = one, tx.init(one)
+    for _ in range(4):
+      alone, alone_state = jax.jit(step)(alone, alone_state, batches[i])
+    member = jax.tree.map(lambda x, i=i: x[i], population)
+    np.testing.assert_allclose(flat(member), flat(alone), rtol=0, atol=1e-5)
+    assert int(state.rejected_count[i]) == int(alone_state.rejected_count)
+
+
+# The subspace is replaced.
+
+
+def test_a_refresh_fits_the_newest_params_and_keeps_the_residual_momentum():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, refresh_every=6, refresh_snapshots=6)
+  state, trajectory = tx.init(PARAMS), []
+  params = PARAMS
+
+  @jax.jit
+  def step(params, state):
+    value, grads = jax.value_and_grad(loss_fn)(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=loss_fn)
+    return optax.apply_updates(params, updates), state
+
+  for _ in range(6):
+    trajectory.append(flat(params))
+    params, state = step(params, state)
+  before, r = state, residual(state)
+  # The newest takes the place of the first.
+  trajectory[0] = flat(params)
+  g = gradient(flat(params))
+  _, state = step(params, state)
+  assert int(state.refresh_count) == 1
+  assert int(before.refresh_count) == 0
+  points = np.stack(trajectory)
+  rows = np.linalg.svd(points - points.mean(0), full_matrices=False)[2][:K]
+  found = np.stack([flat(jax.tree.map(lambda x, i=i: x[i], state.basis)) for i in range(K)])
+  np.testing.assert_allclose(np.abs(found @ rows.T), np.eye(K), rtol=0, atol=1e-3)
+  np.testing.assert_allclose(found @ found.T, np.eye(K), rtol=0, atol=1e-3)
+  expected = 0.9 * flat(r) + g - found.T @ (found @ g)
+  np.testing.assert_allclose(flat(residual(state)), expected, rtol=0, atol=1e-4)
+  # Nothing is known of the curvature in the new subspace.
+  np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
+
+
+@pytest.mark.parametrize("basis_dtype", ["float32", "uint16"])
+def test_training_goes_on_through_refreshes_with_donated_state(basis_dtype):
+  tx = optax_boost.dim_reduce(
+    SUBSPACE, alpha=0.05, refresh_every=5, groups=("conv", "."), basis_dtype=basis_dtype
+  )
+  state, metrics = run(tx, 40)
+  assert int(state.opt_state.refresh_count) == 7
+  assert metrics["loss"] < 1e-3 * loss_fn(PARAMS)
+  assert state.opt_state.basis["conv"].dtype == basis_dtype
+
+
+def test_snapshots_that_are_not_finite_leave_the_old_subspace():
+  tx = optax_boost.dim_reduce(SUBSPACE, max_search=None, refresh_every=2)
+  state = tx.init(PARAMS)
+  step = jax.jit(tx.update)
+  grads = jax.grad(loss_fn)(PARAMS)
+  bad = PARAMS | {"head": PARAMS["head"].at[0].set(jnp.nan)}
+  for params in (PARAMS, bad, bad):
+    _, state = step(grads, state, params)
+  assert int(state.refresh_count) == 0
+  assert int(state.notfinite_count) == 1
+  chex.assert_trees_all_equal(state.basis, tx.init(PARAMS).basis)
+  for _ in range(4):
+    _, state = step(grads, state, PARAMS)
+  assert int(state.refresh_count) == 1
+  chex.assert_tree_all_finite(state)
+
+
+def test_equal_snapshots_give_a_basis_of_zeros_and_momentum_goes_on():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, max_search=None, refresh_every=2)
+  state = tx.init(PARAMS)
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(jax.grad(loss_fn)(PARAMS), state, PARAMS)
+  assert int(state.refresh_count) == 1
+  assert not np.any(flat(state.basis))
+  np.testing.assert_allclose(flat(updates), -0.1 * flat(residual(state)), rtol=1e-6)
+
+
+def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
+  other = subspace_of(np.linalg.qr(RNG.normal(size=(SIZE, K)))[0].T, PARAMS)
+  chain = optax.chain(optax.clip(1e9), optax_boost.dim_reduce(SUBSPACE, alpha=0.1))
+  state, _ = run(chain, 3)
+  before = residual(state.opt_state[1])
+  renewed = optax_boost.refresh_subspace(state.opt_state, other)[1]
+  np.testing.assert_allclose(flat(residual(renewed)), flat(before), rtol=0, atol=1e-5)
+  chex.assert_trees_all_close(renewed.basis, other.basis, rtol=1e-6)
+  assert int(renewed.refresh_count) == 1
+  bad = other._replace(basis=jax.tree.map(lambda x: x * np.nan, other.basis))
+  kept = optax_boost.refresh_subspace(renewed, bad)
+  assert int(kept.notfinite_count) == 1
+  chex.assert_trees_all_equal(kept.basis, renewed.basis)
+  chex.assert_trees_all_equal(kept.momentum, renewed.momentum)
+
+
+# Narrow storage.
+
+
+# More rows than are expanded at a time, and some left over.
+@pytest.mark.parametrize(("basis_dtype", "k"), [("bfloat16", 3), ("uint16", 19)])
+def test_a_narrow_basis_is_that_of_rounded_numbers(basis_dtype, k):
+  rows = np.linalg.qr(np.random.default_rng(1).normal(size=(SIZE, k)))[0].T
+  rounded = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float32)
+  narrow = optax_boost.dim_reduce(subspace_of(rows, PARAMS), alpha=0.1, basis_dtype=basis_dtype)
+  wide = optax_boost.dim_reduce(subspace_of(rounded, PARAMS), alpha=0.1)
+  found, expected = run(narrow, 4)[0], run(wide, 4)[0]
+  np.testing.assert_allclose(flat(found.params), flat(expected.params), rtol=0, atol=1e-5)
+  size = sum(x.nbytes for x in jax.tree.leaves(found.opt_state.basis))
+  assert size == 2 * k * SIZE
+
+
+def test_a_bfloat16_subspace_is_kept_as_it_is():
+  half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), SUBSPACE.basis)
+  state = optax_boost.dim_reduce(SUBSPACE._replace(basis=half)).init(PARAMS)
+  assert state.basis["head"].dtype == jnp.bfloat16
+
+
+# What does not fit.
+
+
+def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
+  mask = optax_boost.path_mask("conv|head")
+  tx = optax.masked(optax_boost.dim_reduce(SUBSPACE), mask)
+  state = tx.init(PARAMS)
+  assert state.inner_state.basis["conv"].shape == (K, 3, 2, 8)
+  assert state.inner_state.basis["dense"] == {"kernel": optax.MaskedNode()}
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "text"),
+  [
+    ({"rho": 1.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 1.0"),
+    ({"rho": 0.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 0.0"),
+    ({"sigma": 1.0}, ValueError, r"`sigma` must be finite and >= 0 and < 1; got 1.0"),
+    ({"gamma": -0.1}, ValueError, r"`gamma` must be finite and >= 0 and < 1; got -0.1"),
+    ({"alpha": -1.0}, ValueError, r"`alpha` must be finite and >= 0; got -1.0"),
+    ({"max_search": 0}, ValueError, r"`max_search` must be finite and >= 1; got 0"),
+    ({"max_search": 1.5}, TypeError, r"`max_search` must be a whole number; got 1.5"),
+    ({"min_curvature": -1.0}, ValueError, r"`min_curvature` must be finite and >= 0; got -1.0"),
+    ({"groups": "conv"}, TypeError, r"or a sequence of regular expressions, one per group; got 'conv'"),
+    ({"groups": ()}, TypeError, r"or a sequence of regular expressions, one per group; got \(\)"),
+    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be finite and >= 1; got 0"),
+    ({"refresh_snapshots": 4}, ValueError, r"is for refreshes: give `refresh_every`, too"),
+    ({"basis_dtype": "int8"}, ValueError, r"one of float32, float64, bfloat16, uint16, or None"),
+    ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got an"),
+  ],
+  ids=str,
+)
+def test_refuses_arguments_out_of_range(kwargs, error, text):
+  with pytest.raises(error, match=text):
+    optax_boost.dim_reduce(**{"subspace": SUBSPACE} | kwargs)
+
+
+def test_refuses_a_subspace_of_other_params():
+  with pytest.raises(
+    ValueError, match=r"needs a subspace of its params; got a basis of the struct"
+  ):
+    optax_boost.dim_reduce(SUBSPACE).init({"dense": PARAMS["dense"]})
+  other = PARAMS | {"head": jnp.ones(9)}
+  with pytest.raises(ValueError, match=r"got \(3, 8\) for the leaf 'head' of shape \(9,\). Fit"):
+    optax_boost.dim_reduce(SUBSPACE).init(other)
+  with pytest.raises(ValueError, match=r"`refresh_snapshots` must exceed the number of compone"):
+    optax_boost.dim_reduce(SUBSPACE, refresh_every=9, refresh_snapshots=3).init(PARAMS)
+
+
+def test_refresh_subspace_refuses_what_does_not_fit():
+  state = optax_boost.dim_reduce(SUBSPACE).init(PARAMS)
+  with pytest.raises(ValueError, match=r"needs an optimizer state with a DimReduceState in it"):
+    optax_boost.refresh_subspace(optax.sgd(0.1).init(PARAMS), SUBSPACE)
+  with pytest.raises(ValueError, match=r"needs a subspace of 3 components, as the state's; got 2"):
+    optax_boost.refresh_subspace(state, subspace_of(ROWS[:2], PARAMS))
+  with pytest.raises(ValueError, match=r"needs the 1 groups that `dim_reduce` was given; got \["):
+    optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "."])
+
+
+@pytest.mark.parametrize("missing", ["value", "value_fn"])
+def test_says_that_a_search_needs_the_loss(missing):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  extra = {"value": loss_fn(PARAMS), "value_fn": loss_fn}
+  extra.pop(missing)
+  with pytest.raises(ValueError, match=rf"needs the extra argument `{missing}` \(.*make_train_st"):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)
