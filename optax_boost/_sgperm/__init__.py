@@ -1,0 +1,1 @@
+"""SGPerm and LaPerm: training by permuting weights."""
