@@ -29,6 +29,12 @@ from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_loss_scale
+from optax_boost._sgperm import SgpermState
+from optax_boost._sgperm import apply_permutation
+from optax_boost._sgperm import apply_permuted_params
+from optax_boost._sgperm import permutation
+from optax_boost._sgperm import permuted_params
+from optax_boost._sgperm import sgperm
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -52,6 +58,7 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "SgpermState",
   "SvrgState",
   "TrainState",
   "TrainStep",
@@ -60,6 +67,8 @@ __all__ = [
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
+  "apply_permutation",
+  "apply_permuted_params",
   "centralize",
   "continuous_freezing",
   "dynamic_loss_scale",
@@ -72,10 +81,13 @@ __all__ = [
   "master_weights",
   "next_loss_scale",
   "path_mask",
+  "permutation",
+  "permuted_params",
   "progressive_freezing",
   "refresh_svrg",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
+  "sgperm",
   "svrg",
   "trust_ratio",
   "trust_ratio_tree",

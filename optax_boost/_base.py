@@ -111,3 +111,23 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
       f" `tx.update(grads, state, params, {name}=...)`, or let"
       " `optax_boost.make_train_step` do it."
     )
+
+
+def as_key(name: str, key: Any) -> jax.Array:
+  """Makes a typed key of a key or a seed.
+
+  Args:
+    name: the argument's name, for the message.
+    key: what came.
+
+  Returns:
+    A key as ``jax.random.key`` makes it.
+
+  Raises:
+    TypeError: it is neither a typed key nor an integer.
+  """
+  if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    return key
+  if not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
+    raise TypeError(f"`{name}` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
+  return jax.random.key(key)

@@ -768,10 +768,7 @@ def freeze(
       f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
       f" and {num_groups}."
     )
-  typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-  if not typed and not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
-    raise TypeError(f"`key` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
-  key = key if typed else jax.random.key(key)
+  key = _base.as_key("key", key)
   inner = optax.with_extra_args_support(inner)
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:

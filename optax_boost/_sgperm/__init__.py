@@ -1,1 +1,17 @@
 """SGPerm and LaPerm: training by permuting weights."""
+
+from optax_boost._sgperm._permutation import apply_permutation
+from optax_boost._sgperm._permutation import apply_permuted_params
+from optax_boost._sgperm._permutation import permutation
+from optax_boost._sgperm._permutation import permuted_params
+from optax_boost._sgperm._transform import SgpermState
+from optax_boost._sgperm._transform import sgperm
+
+__all__ = [
+  "SgpermState",
+  "apply_permutation",
+  "apply_permuted_params",
+  "permutation",
+  "permuted_params",
+  "sgperm",
+]
