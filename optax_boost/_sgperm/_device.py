@@ -1,8 +1,9 @@
 r"""The exact step of SGPerm on the device.
 
-All subsets of all vectors advance side by side: a *lane* is a subset of a vector, and in turn t each
-lane tries its source number t. Shapes depend on the smallest and the largest size that a subset may
-ever have, not on its size in this step, so that nothing is compiled again while lamda grows.
+All subsets of all vectors advance side by side: a *lane* is a subset of a vector, and in turn t
+each lane tries its source number t. Shapes depend on the smallest and the largest size that a
+subset may ever have, not on its size in this step, so that nothing is compiled again while lamda
+grows.
 
   n, m     entries of a vector, vectors
   P        most lanes of a vector
@@ -67,7 +68,7 @@ def permute(
     ranges, subsets.brackets
   )
   source = jnp.take_along_axis(position, found, axis=0)
-  return _scatter(jnp.zeros_like(position), position, source)
+  return _sorting.scatter(jnp.zeros_like(position), position, source)
 
 
 def _arranged(
@@ -114,20 +115,11 @@ def _by_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
   """x[index] in each column; out of bounds the nearest entry."""
-  return jax.vmap(lambda a, i: a.at[i].get(mode="clip"), in_axes=-1, out_axes=-1)(x, index)
-
-
-def _scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-  """x[index] = values in each column; indices out of bounds are dropped."""
-
-  def one(a: jax.Array, i: jax.Array, v: jax.Array) -> jax.Array:
-    return a.at[i].set(v, mode="drop")
-
-  return jax.vmap(one, in_axes=-1, out_axes=-1)(x, index, values)
+  return jnp.take_along_axis(x, index, axis=0, mode="clip")
 
 
 def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """x < a + b, decided as in float64.
+  """X < a + b, decided as in float64.
 
   In float32 the sum's exact error decides what its rounding left open.
   """
@@ -254,9 +246,9 @@ class _Search:
     """Takes a run of live entries out of the links."""
     before, after = _gather(carry.below, low), _gather(carry.above, high)
     inside = where & (before >= self.base)
-    above = _scatter(carry.above, jnp.where(inside, before, self.n), after)
+    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), after)
     inside = where & (after < self.end)
-    below = _scatter(carry.below, jnp.where(inside, after, self.n), before)
+    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), before)
     return carry._replace(above=above, below=below)
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
@@ -295,7 +287,9 @@ class _Search:
     )
     last = jnp.where(done, jnp.where(direct, other, source), self.n)
     carry = carry._replace(
-      up=carry.up & ~gone, down=carry.down & ~gone, given=_scatter(carry.given, last, source)
+      up=carry.up & ~gone,
+      down=carry.down & ~gone,
+      given=_sorting.scatter(carry.given, last, source),
     )
     # An entry that wants to decrease cannot step to an equal weight: the path may wind.
     walk = _Walk(carry, (closes & tied).astype(jnp.int32), source, this, this)
@@ -327,8 +321,8 @@ class _Search:
     fails = pops & (entry == source)
 
     receives = jnp.where(closes | fails, source, jnp.where(pushes, target, -1))
-    given = _scatter(carry.given, jnp.where(searching, entry, self.n), receives)
-    parent = _scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
+    given = _sorting.scatter(carry.given, jnp.where(searching, entry, self.n), receives)
+    parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
     new = jnp.where(pushes, self._at(target_q), jnp.uint32(0))
     path = walk.path | new
     path = jnp.where(pops & ~fails, path & ~this, path)

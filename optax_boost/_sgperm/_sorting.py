@@ -66,6 +66,29 @@ def _composed(packed: jax.Array, index: jax.Array | None, index_bits: int) -> ja
   return step if index is None else jnp.take_along_axis(index, step, axis=0)
 
 
+def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+  """Writes into each column; indices out of bounds are dropped.
+
+  Args:
+    x: (n, m).
+    index: (k, m) int32.
+    values: (k, m).
+
+  Returns:
+    `x` with ``x[index[i, j], j] = values[i, j]``.
+  """
+  # As `jax.vmap` would write it, but without its transposes of x.
+  dimensions = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(),
+    inserted_window_dims=(0,),
+    scatter_dims_to_operand_dims=(0,),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(1,),
+  )
+  mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+  return jax.lax.scatter(x, index[..., None], values, dimensions, mode=mode)
+
+
 def inverse(index: jax.Array) -> jax.Array:
   """The inverse of permutations along axis 0.
 
@@ -75,9 +98,5 @@ def inverse(index: jax.Array) -> jax.Array:
   Returns:
     (n, m) int32: at ``index[i]`` stands i.
   """
-  here = jnp.arange(index.shape[0], dtype=jnp.int32)
-
-  def invert(column: jax.Array) -> jax.Array:
-    return jnp.zeros_like(here).at[column].set(here, unique_indices=True, mode="promise_in_bounds")
-
-  return jax.vmap(invert, in_axes=1, out_axes=1)(index)
+  here = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
+  return scatter(jnp.zeros_like(here), index, here)
