@@ -29,9 +29,11 @@ from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_loss_scale
+from optax_boost._sgperm import LapermState
 from optax_boost._sgperm import SgpermState
 from optax_boost._sgperm import apply_permutation
 from optax_boost._sgperm import apply_permuted_params
+from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permutation
 from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import sgperm
@@ -55,6 +57,7 @@ __all__ = [
   "FreezeGroups",
   "FreezeSchedule",
   "FreezeState",
+  "LapermState",
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
@@ -76,6 +79,7 @@ __all__ = [
   "freeze_groups",
   "full_gradient",
   "interval_freezing",
+  "laperm",
   "lars",
   "make_train_step",
   "master_weights",

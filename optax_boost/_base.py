@@ -131,3 +131,18 @@ def as_key(name: str, key: Any) -> jax.Array:
   if not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
     raise TypeError(f"`{name}` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
   return jax.random.key(key)
+
+
+def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
+  """Checks an argument that is one of several names.
+
+  Args:
+    argument: the argument's name, for the message.
+    value: what came.
+    allowed: the names.
+
+  Raises:
+    ValueError: it is none of them.
+  """
+  if value not in allowed:
+    raise ValueError(f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")

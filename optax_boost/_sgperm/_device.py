@@ -15,6 +15,7 @@ nearest live entry of the other direction, a few words of bits; and what each cy
 of links. Links of entries that are taken freeze, and in the end say which weight each receives.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 
 
+@functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(
   weights: jax.Array,
   wishes: jax.Array,

@@ -14,6 +14,8 @@ Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i
 ``rank`` is its minimum over all permutations (the rearrangement inequality); ``pairs`` tends to it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -21,6 +23,7 @@ from optax_boost import _tree
 from optax_boost._sgperm import _sorting
 
 
+@jax.jit
 def targets(
   weights: jax.Array, wishes: jax.Array, ranges: jax.Array, bracket: jax.Array
 ) -> jax.Array:
@@ -43,6 +46,7 @@ def targets(
   return weights.astype(dtype) - epsilon * (wishes / jnp.where(largest > 0, largest, 1))
 
 
+@functools.partial(jax.jit, static_argnames="rounds")
 def pairs(
   weights: jax.Array, flat: jax.Array, target: jax.Array, key: jax.Array, rounds: int
 ) -> jax.Array:
@@ -76,6 +80,7 @@ def pairs(
   return jax.lax.fori_loop(0, rounds, swap, (weights, flat))[1]
 
 
+@jax.jit
 def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
   """Gives the r-th smallest weight to the position of the r-th smallest target.
 

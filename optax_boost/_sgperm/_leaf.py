@@ -1,5 +1,10 @@
-"""One leaf in a step: its weight vectors as columns, what they hold now and what is wished."""
+"""One leaf in a step: its weight vectors as columns, what they hold now and what is wished.
 
+Functions here and in the kernels are jitted each for itself: outside of a user's ``jit``, which is
+where ``init`` runs, their many small operations would be compiled one by one.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
@@ -69,6 +74,7 @@ def leaf(
   return Leaf(layout, columns(wishes), columns(initial), columns(flat), ranks, ranges)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def sorted_entries(layout: _layout.Layout, ranks: jax.Array) -> jax.Array:
   """The entries of the raveled initial leaf by rising weight.
 
@@ -83,6 +89,7 @@ def sorted_entries(layout: _layout.Layout, ranks: jax.Array) -> jax.Array:
   return jnp.take_along_axis(layout.columns(entries), _sorting.inverse(ranks), axis=0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   """The ranks of a leaf's entries in their vectors; equal ones in natural order.
 
@@ -98,6 +105,7 @@ def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   return layout.leaf(_sorting.inverse(_sorting.argsort(layout.columns(x))))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def ranges_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   """The value range of each weight vector.
 

@@ -1,6 +1,7 @@
 """Permutations as what is kept of a training: integers, and the initial params."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ def identity(params: Any) -> Any:
   return jax.tree.map(one, params)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> jax.Array:
   """What a leaf holds after a permutation; vectors stay where they are, also sharded.
 
@@ -45,6 +47,23 @@ def take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> 
   """
   position = layout.position(layout.columns(permutation))
   return layout.leaf(jnp.take_along_axis(layout.columns(initial), position, axis=0))
+
+
+def sharded_like(old: jax.Array, new: jax.Array, finite: jax.Array) -> jax.Array:
+  """Returns `new`, with a hint at how to shard it.
+
+  What comes out of a sort or a gather has no sharding of its own. Under ``jit`` nothing can be said
+  about that of `old`, but it is passed on through a choice between the two.
+
+  Args:
+    old: an array that is sharded as `new` should be.
+    new: an array of the same shape.
+    finite: another one that is never NaN, which the compiler does not know.
+
+  Returns:
+    `new`.
+  """
+  return jnp.where(finite == finite, new, old)
 
 
 def mismatch(
@@ -85,7 +104,7 @@ def mismatch(
 
 
 def _found(opt_state: Any, name: str) -> Any:
-  """The single value of a field in a state; both methods here call the same thing the same."""
+  """The single value of a field in a state; both methods call the same thing alike."""
   found = [value for path, value in optax.tree.get_all_with_path(opt_state, name) if path]
   if len(found) != 1:
     raise ValueError(
@@ -199,7 +218,8 @@ def apply_permuted_params(
 
   In the place of ``optax.apply_updates``, which adds, and so may end one rounding beside a weight:
   ``p + (q - p)`` is not always ``q``. That rounding does not grow, for each step aims anew at
-  the exact weight; with this function there is none.
+  the exact weight; with this function there is none. Between two synchronizations of ``laperm``
+  params are no permutation, and it is ``optax.apply_updates``.
 
   Args:
     params: the params before.
@@ -222,7 +242,12 @@ def apply_permuted_params(
     >>> new["bias"].tolist() == params["bias"][::-1].tolist()
     True
   """
-  return permuted_params(opt_state, optax.apply_updates(params, updates))
+  added = optax.apply_updates(params, updates)
+  exact = permuted_params(opt_state, added)
+  between = optax.tree.get_all_with_path(opt_state, "synced")
+  if not between:
+    return exact
+  return jax.tree.map(lambda e, a: jnp.where(between[0][1], e, a), exact, added)
 
 
 def _mapped(

@@ -202,9 +202,9 @@ def sgperm(
       raise ValueError(f"`{name}` must be at most 1; got {value!r}.")
   for name, value in (("partition_size_min", partition_size_min), ("rounds", rounds)):
     _check_static(name, value)
-  _check_name("method", method, ("exact", "pairs", "rank"))
-  _check_name("backend", backend, ("auto", "device", "host"))
-  _check_name("layout", layout, ("flax", "torch"))
+  _base.check_name("method", method, ("exact", "pairs", "rank"))
+  _base.check_name("backend", backend, ("auto", "device", "host"))
+  _base.check_name("layout", layout, ("flax", "torch"))
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
   draws = method == "pairs" or (method == "exact" and schedules.sizes(_MANY, 1) != (_MANY, _MANY))
   if key is None and draws:
@@ -318,8 +318,9 @@ def sgperm(
         else:
           moved.append(_fast.by_rank(target, columns[i].ordered()))
     permuted = jax.tree.leaves(state.permutation)
+    wishes = jax.tree.leaves(recommended)
     for i, flat in zip(moving, moved, strict=True):
-      permuted[i] = layouts[i].leaf(flat)
+      permuted[i] = _permutation.sharded_like(permuted[i], layouts[i].leaf(flat), wishes[i])
     steps = [
       (_permutation.take(lay, initial, flat) - p).astype(g.dtype) if lay.movable else 0 * g
       for lay, initial, flat, p, g in zip(
@@ -359,11 +360,6 @@ def _check_static(name: str, value: Any) -> None:
       " `optax.inject_hyperparams` it belongs into `static_args`."
     )
   _base.check_number(name, value, minimum=1)
-
-
-def _check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-  if value not in allowed:
-    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 
 def _given_partitions(
