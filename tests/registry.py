@@ -317,16 +317,6 @@ ROWS = (
     label="pairs",
   ),
   Row(
-    "sgperm",
-    {"alpha": 0.5, "momentum": 0.0, "method": "rank"},
-    baseline=lambda: optax.sgd(0.1),
-    needs_params=True,
-    start=_reversed,
-    gathers=True,
-    static=("partition_size_min", "rounds", "key"),
-    label="rank",
-  ),
-  Row(
     "laperm",
     {"inner": optax.sgd(0.1), "sync_every": 20},
     baseline=lambda: optax.sgd(0.1),

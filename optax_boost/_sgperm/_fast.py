@@ -14,8 +14,6 @@ Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i
 ``rank`` is its minimum over all permutations (the rearrangement inequality); ``pairs`` tends to it.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -46,24 +44,20 @@ def targets(
   return weights.astype(dtype) - epsilon * (wishes / jnp.where(largest > 0, largest, 1))
 
 
-@functools.partial(jax.jit, static_argnames="rounds")
-def pairs(
-  weights: jax.Array, flat: jax.Array, target: jax.Array, key: jax.Array, rounds: int
-) -> jax.Array:
+@jax.jit
+def pairs(weights: jax.Array, flat: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
   """Swaps pairs of weights towards their targets.
 
   Args:
     weights: (n, vectors).
     flat: int32 of the same shape, what goes where its weight goes.
     target: from :func:`targets`.
-    key: from which the pairings are drawn.
-    rounds: how many there are.
+    bits: random uint32, one for each round.
 
   Returns:
     `flat`, permuted.
   """
-  n = weights.shape[0]
-  shifts = jax.random.randint(key, (rounds,), 0, n)
+  shifts = (bits % weights.shape[0]).astype(jnp.int32)
 
   def partner(x: jax.Array, shift: jax.Array) -> jax.Array:
     # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
@@ -77,7 +71,7 @@ def pairs(
     better = jnp.sign(other - w) * jnp.sign(wish - target) < 0
     return jnp.where(better, other, w), jnp.where(better, partner(f, shift), f)
 
-  return jax.lax.fori_loop(0, rounds, swap, (weights, flat))[1]
+  return jax.lax.fori_loop(0, bits.shape[0], swap, (weights, flat))[1]
 
 
 @jax.jit

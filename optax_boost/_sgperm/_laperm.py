@@ -26,6 +26,7 @@ from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
+from optax_boost._sgperm import _sharding
 
 _METHOD = "laperm"
 
@@ -167,26 +168,24 @@ def laperm(
     layouts = [lay for lay in plan(params) if lay is not None]
     chosen = [i for i, lay in enumerate(plan(params)) if lay is not None]
     current, free = jax.tree.leaves(params), jax.tree.leaves(steps)
-    start, held = jax.tree.leaves(state.initial), jax.tree.leaves(state.permutation)
-    ranks = jax.tree.leaves(state.ranks)
 
-    def synchronized() -> tuple[list[jax.Array], list[jax.Array]]:
-      new = list(free)
-      flats: list[jax.Array] = []
-      for i, lay, initial, rank in zip(chosen, layouts, start, ranks, strict=True):
-        trained = optax.apply_updates(current[i], free[i])
-        flat = held[len(flats)]
+    def synchronized(current: Any, free: Any, trees: Any) -> tuple[list[Any], list[Any]]:
+      new, permuted = list(free), []
+      for i, lay, initial, held, rank in zip(chosen, layouts, *trees, strict=True):
+        flat = held
         if lay.movable:
+          trained = lay.columns(optax.apply_updates(current[i], free[i]))
           ordered = _leaf.sorted_entries(lay, lay.columns(rank))
-          flat = _permutation.sharded_like(
-            flat, lay.leaf(_fast.by_rank(lay.columns(trained), ordered)), initial
-          )
+          found = lay.leaf(_fast.by_rank(trained, ordered))
+          flat = _sharding.same_as(held, found, initial)
         new[i] = (_permutation.take(lay, initial, flat) - current[i]).astype(free[i].dtype)
-        flats.append(flat)
-      return new, flats
+        permuted.append(flat)
+      return new, permuted
 
+    trees = [jax.tree.leaves(tree) for tree in (state.initial, state.permutation, state.ranks)]
+    synchronized = _sharding.automatic(synchronized, (free, trees[1]))
     # The sorts are paid for when they are due.
-    free, held = jax.lax.cond(due, synchronized, lambda: (free, held))
+    free, held = jax.lax.cond(due, synchronized, lambda c, f, t: (f, t[1]), current, free, trees)
     return jax.tree.unflatten(structure, free), LapermState(
       count=count,
       synced=due,

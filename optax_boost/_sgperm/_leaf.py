@@ -14,6 +14,7 @@ from optax_boost._sgperm import _exact
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 
 
@@ -102,7 +103,12 @@ def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   """
   if not layout.movable:
     return jnp.zeros(layout.shape, jnp.int32)
-  return layout.leaf(_sorting.inverse(_sorting.argsort(layout.columns(x))))
+
+  def ranks(x: jax.Array) -> jax.Array:
+    found = layout.leaf(_sorting.inverse(_sorting.argsort(layout.columns(x))))
+    return _sharding.same_as(jnp.zeros_like(x, jnp.int32), found, x)
+
+  return _sharding.automatic(ranks, x)(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -118,5 +124,9 @@ def ranges_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   """
   if not layout.movable:
     return jnp.zeros((1, layout.vectors), x.dtype)
-  columns = layout.columns(x)
-  return jnp.max(columns, axis=0, keepdims=True) - jnp.min(columns, axis=0, keepdims=True)
+
+  def ranges(x: jax.Array) -> jax.Array:
+    columns = layout.columns(x)
+    return jnp.max(columns, axis=0, keepdims=True) - jnp.min(columns, axis=0, keepdims=True)
+
+  return _sharding.automatic(ranges, None)(x)

@@ -11,6 +11,7 @@ import optax
 
 from optax_boost import _tree
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _sharding
 
 
 def identity(params: Any) -> Any:
@@ -45,25 +46,12 @@ def take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> 
   Returns:
     The leaf after.
   """
-  position = layout.position(layout.columns(permutation))
-  return layout.leaf(jnp.take_along_axis(layout.columns(initial), position, axis=0))
 
+  def taken(initial: jax.Array, permutation: jax.Array) -> jax.Array:
+    position = layout.position(layout.columns(permutation))
+    return layout.leaf(jnp.take_along_axis(layout.columns(initial), position, axis=0))
 
-def sharded_like(old: jax.Array, new: jax.Array, finite: jax.Array) -> jax.Array:
-  """Returns `new`, with a hint at how to shard it.
-
-  What comes out of a sort or a gather has no sharding of its own. Under ``jit`` nothing can be said
-  about that of `old`, but it is passed on through a choice between the two.
-
-  Args:
-    old: an array that is sharded as `new` should be.
-    new: an array of the same shape.
-    finite: another one that is never NaN, which the compiler does not know.
-
-  Returns:
-    `new`.
-  """
-  return jnp.where(finite == finite, new, old)
+  return _sharding.automatic(taken, initial)(initial, permutation)
 
 
 def mismatch(
@@ -172,7 +160,7 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
         f" '{_tree.path_string(path)}' is {jnp.result_type(index)} of shape {jnp.shape(index)} for"
         f" params of shape {jnp.shape(start)}. Pass what `permutation` returned for these params."
       )
-    return jnp.ravel(start)[index]
+    return _sharding.automatic(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
   return _mapped(one, initial, permutation, "apply_permutation")
 

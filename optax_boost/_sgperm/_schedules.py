@@ -10,6 +10,7 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
 transformation is built are run through the recurrence in Python, and the steps look it up.
 """
 
+from collections.abc import Callable
 import math
 from typing import Any
 from typing import NamedTuple
@@ -61,41 +62,44 @@ class Schedules:
   def _beyond(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = (jnp.asarray(x, float) for x in self._given)
     steps = (count + 1).astype(alpha.dtype)
-    return jnp.maximum(beta1**steps * alpha, alpha_min), jnp.minimum(
-      beta2**steps * lamda, lamda_max
-    )
+    later = jnp.maximum(beta1**steps * alpha, alpha_min)
+    return later, jnp.minimum(beta2**steps * lamda, lamda_max)
+
+  def _looked_up(self, table: np.ndarray, count: jax.Array, later: Callable[[], Any]) -> jax.Array:
+    """A step's entry; the last one serves on, unless the recurrence goes on behind it."""
+    found = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
+    return found if len(table) < _LONGEST else jnp.where(count < _LONGEST, found, later())
 
   def alpha(self, count: jax.Array) -> Wide:
     """Alpha in step `count`, from 0."""
-    later, _ = self._beyond(count)
     if not self._known:
+      later, _ = self._beyond(count)
       return Wide(later, jnp.zeros_like(later))
     table = np.asarray(self._alphas)
-    high = table.astype(later.dtype)
-    low = (table - high).astype(later.dtype)
-    step = jnp.minimum(count, len(table) - 1)
-    beyond = (count >= len(table)) & (len(table) == _LONGEST)
-    parts = jnp.asarray(high)[step], jnp.asarray(low)[step]
-    return Wide(jnp.where(beyond, later, parts[0]), jnp.where(beyond, 0, parts[1]))
+    high = table.astype(jnp.zeros([]).dtype)
+    low = (table - high).astype(high.dtype)
+    return Wide(
+      self._looked_up(high, count, lambda: self._beyond(count)[0]),
+      self._looked_up(low, count, lambda: 0),
+    )
 
   def lamda(self, count: jax.Array) -> jax.Array:
     """Lamda in step `count`, rounded; sizes are :meth:`size`'s."""
-    _, later = self._beyond(count)
     if not self._known:
-      return later
-    table = jnp.asarray(np.asarray(self._lamdas), later.dtype)
-    beyond = (count >= len(table)) & (len(table) == _LONGEST)
-    return jnp.where(beyond, later, table[jnp.minimum(count, len(table) - 1)])
+      return self._beyond(count)[1]
+    table = np.asarray(self._lamdas, jnp.zeros([]).dtype)
+    return self._looked_up(table, count, lambda: self._beyond(count)[1])
 
   def size(self, count: jax.Array, length: int, least: int) -> jax.Array:
     """The size of a subset in step `count`, at most `length`."""
-    _, later = self._beyond(count)
-    sizes = jnp.floor(later * length).astype(jnp.int32)
-    if self._known:
-      table = np.floor(np.asarray(self._lamdas) * length).astype(np.int32)
-      beyond = (count >= len(table)) & (len(table) == _LONGEST)
-      sizes = jnp.where(beyond, sizes, jnp.asarray(table)[jnp.minimum(count, len(table) - 1)])
-    return jnp.clip(sizes, min(least, length), length)
+
+    def later() -> jax.Array:
+      return jnp.floor(self._beyond(count)[1] * length).astype(jnp.int32)
+
+    if not self._known:
+      return jnp.clip(later(), min(least, length), length)
+    table = np.floor(np.asarray(self._lamdas) * length).astype(np.int32)
+    return jnp.clip(self._looked_up(table, count, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
     """The smallest and the largest size there will ever be; with them, shapes stay the same."""

@@ -16,6 +16,7 @@ larger one that wants to decrease and all between (and the mirror image of this)
 Source: Scabini, Bruno, "Training by permuting weights", arXiv:2003.02570, and its program SGPerm.
 """
 
+import itertools
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
+from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 
 _METHOD = "sgperm"
@@ -243,6 +245,46 @@ def sgperm(
   def _slot_dtype(leaf: jax.Array) -> Any:
     return _tree.accumulator_dtype(leaf.dtype) if accumulator_dtype is None else accumulator_dtype
 
+  def random_bits(count: jax.Array, key: jax.Array, found: list[_layout.Layout]) -> list[jax.Array]:
+    """What each leaf's step draws, from one draw for all: each is much to compile."""
+
+    def needed(lay: _layout.Layout) -> int:
+      if method == "exact":
+        return lay.length if schedules.sizes(lay.length, partition_size_min)[0] < lay.length else 0
+      return rounds if method == "pairs" else 0
+
+    ends = list(itertools.accumulate((needed(lay) for lay in found), initial=0))
+    drawn = jnp.zeros(0, jnp.uint32)
+    if ends[-1]:
+      step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(typed_key))
+      drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
+    return [drawn[start:end] for start, end in itertools.pairwise(ends)]
+
+  def exact_step(
+    count: jax.Array, columns: list[_leaf.Leaf], bits: list[jax.Array], given: list[Any]
+  ) -> list[jax.Array]:
+    works, sizes = [], []
+    for leaf, random, order in zip(columns, bits, given, strict=True):
+      length = leaf.layout.length
+      if order is None:
+        order = _sorting.argsort(random) if random.size else jnp.arange(length)
+      subsets = _host.Subsets(
+        order=order.astype(jnp.int32),
+        size=schedules.size(count, length, partition_size_min),
+        brackets=schedules.brackets(count, length).astype(leaf.initial.dtype),
+      )
+      works.append(leaf.work(subsets))
+      sizes.append(schedules.sizes(length, partition_size_min))
+    sources = _exact.permute(works, sizes, _exact.resolve(backend), include_partition_remainder)
+    pairs = zip(columns, sources, strict=True)
+    return [jnp.take_along_axis(leaf.flat, source, axis=0) for leaf, source in pairs]
+
+  def fast_step(count: jax.Array, leaf: _leaf.Leaf, random: jax.Array) -> jax.Array:
+    target = leaf.target(schedules.brackets(count, leaf.layout.length)[-1])
+    if method == "pairs":
+      return _fast.pairs(leaf.weights, leaf.flat, target, random)
+    return _fast.by_rank(target, leaf.ordered())
+
   def recommend(updates: Any, state: SgpermState) -> tuple[Any, jax.Array]:
     def one(g: jax.Array, m: jax.Array) -> jax.Array:
       return jnp.asarray(momentum_lr * g.astype(m.dtype) + momentum * m, m.dtype)
@@ -269,69 +311,32 @@ def sgperm(
     if check:
       mismatch += _permutation.mismatch(params, state.initial, state.permutation, layouts)
     recommended, bad = recommend(updates, state)
-    step_key = jax.random.fold_in(
-      jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(typed_key)), state.count
-    )
     given = _given_partitions(partitions, updates, layouts)
-    ranks = jax.tree.leaves(state.ranks) or [None] * len(layouts)
-    columns = [
-      _leaf.leaf(*leaf)
-      for leaf in zip(
-        layouts,
-        jax.tree.leaves(recommended),
-        jax.tree.leaves(state.initial),
-        jax.tree.leaves(state.permutation),
-        ranks,
-        jax.tree.leaves(state.ranges),
-        strict=True,
-      )
-    ]
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    keys = [jax.random.fold_in(step_key, i) for i in moving]
-    if method == "exact":
-      works, sizes = [], []
-      for i, leaf_key in zip(moving, keys, strict=True):
-        length = layouts[i].length
-        ends = schedules.sizes(length, partition_size_min)
-        order = given[i]
-        if order is None:
-          order = _shuffle(leaf_key, length) if ends[0] < length else jnp.arange(length)
-        subsets = _host.Subsets(
-          order=order.astype(jnp.int32),
-          size=schedules.size(state.count, length, partition_size_min),
-          brackets=schedules.brackets(state.count, length).astype(columns[i].weights.dtype),
-        )
-        works.append(columns[i].work(subsets))
-        sizes.append(ends)
-      sources = _exact.permute(works, sizes, _exact.resolve(backend), include_partition_remainder)
-      moved = [
-        jnp.take_along_axis(columns[i].flat, source, axis=0)
-        for i, source in zip(moving, sources, strict=True)
-      ]
-    else:
-      moved = []
-      for i, leaf_key in zip(moving, keys, strict=True):
-        bracket = schedules.brackets(state.count, layouts[i].length)[-1]
-        target = columns[i].target(bracket)
-        if method == "pairs":
-          moved.append(_fast.pairs(columns[i].weights, columns[i].flat, target, leaf_key, rounds))
-        else:
-          moved.append(_fast.by_rank(target, columns[i].ordered()))
-    permuted = jax.tree.leaves(state.permutation)
-    wishes = jax.tree.leaves(recommended)
-    for i, flat in zip(moving, moved, strict=True):
-      permuted[i] = _permutation.sharded_like(permuted[i], layouts[i].leaf(flat), wishes[i])
-    steps = [
-      (_permutation.take(lay, initial, flat) - p).astype(g.dtype) if lay.movable else 0 * g
-      for lay, initial, flat, p, g in zip(
-        layouts,
-        jax.tree.leaves(state.initial),
-        permuted,
-        jax.tree.leaves(params),
-        jax.tree.leaves(updates),
-        strict=True,
-      )
-    ]
+    leaves = [jax.tree.leaves(tree) for tree in (params, updates)]
+    trees = (recommended, state.initial, state.permutation, state.ranks, state.ranges)
+    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+
+    def act(
+      count: jax.Array, key: jax.Array, given: Any, parts: Any, leaves: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+      columns = [_leaf.leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
+      bits = random_bits(count, key, [x.layout for x in columns])
+      if method == "exact":
+        moved = exact_step(count, columns, bits, [given[i] for i in moving])
+      else:
+        moved = [fast_step(count, *pair) for pair in zip(columns, bits, strict=True)]
+      wishes, initial, permuted = parts[0], parts[1], list(parts[2])
+      steps = [0 * g for g in leaves[1]]
+      for i, flat in zip(moving, moved, strict=True):
+        new = _sharding.same_as(permuted[i], layouts[i].leaf(flat), wishes[i])
+        target = _permutation.take(layouts[i], initial[i], new)
+        steps[i] = (target - leaves[0][i]).astype(leaves[1][i].dtype)
+        permuted[i] = new
+      return permuted, steps
+
+    act = _sharding.automatic(act, (leaves[0], leaves[0]))
+    permuted, steps = act(state.count, state.key, given, parts, leaves)
     return jax.tree.unflatten(structure, steps), SgpermState(
       count=optax.safe_increment(state.count),
       alpha=schedules.alpha(state.count).high,
@@ -347,10 +352,6 @@ def sgperm(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _shuffle(key: jax.Array, length: int) -> jax.Array:
-  return _sorting.argsort(jax.random.bits(key, (length,)))
 
 
 def _check_static(name: str, value: Any) -> None:
