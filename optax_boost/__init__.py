@@ -47,6 +47,14 @@ from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
 from optax_boost._precision import scale_by_group
+from optax_boost._sgperm import LapermState
+from optax_boost._sgperm import SgpermState
+from optax_boost._sgperm import apply_permutation
+from optax_boost._sgperm import apply_permuted_params
+from optax_boost._sgperm import laperm
+from optax_boost._sgperm import permutation
+from optax_boost._sgperm import permuted_params
+from optax_boost._sgperm import sgperm
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -71,10 +79,12 @@ __all__ = [
   "FreezeSchedule",
   "FreezeState",
   "GroupLossScaleState",
+  "LapermState",
   "LayerGroups",
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
+  "SgpermState",
   "SnapshotStore",
   "Subspace",
   "SvrgState",
@@ -87,6 +97,8 @@ __all__ = [
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
+  "apply_permutation",
+  "apply_permuted_params",
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",
@@ -98,6 +110,7 @@ __all__ = [
   "full_gradient",
   "group_loss_scale",
   "interval_freezing",
+  "laperm",
   "lars",
   "layer_groups",
   "load_subspace",
@@ -106,6 +119,8 @@ __all__ = [
   "next_group_loss_scale",
   "next_loss_scale",
   "path_mask",
+  "permutation",
+  "permuted_params",
   "progressive_freezing",
   "record_trajectory",
   "refresh_subspace",
@@ -114,6 +129,7 @@ __all__ = [
   "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
+  "sgperm",
   "snapshots",
   "svrg",
   "switch_after",

@@ -175,3 +175,38 @@ def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) ->
   from tqdm import tqdm
 
   return tqdm(items, desc=desc, unit=unit)
+
+
+def as_key(name: str, key: Any) -> jax.Array:
+  """Makes a typed key of a key or a seed.
+
+  Args:
+    name: the argument's name, for the message.
+    key: what came.
+
+  Returns:
+    A key as ``jax.random.key`` makes it.
+
+  Raises:
+    TypeError: it is neither a typed key nor an integer.
+  """
+  if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    return key
+  if not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
+    raise TypeError(f"`{name}` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
+  return jax.random.key(key)
+
+
+def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
+  """Checks an argument that is one of several names.
+
+  Args:
+    argument: the argument's name, for the message.
+    value: what came.
+    allowed: the names.
+
+  Raises:
+    ValueError: it is none of them.
+  """
+  if value not in allowed:
+    raise ValueError(f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")

@@ -22,29 +22,7 @@ from optax_boost import _base
 from optax_boost import _tree
 
 _NO_KERNEL = re.compile(r"(^|/)(bias|scale|beta|gamma|[a-z_]*embedding)$")
-# The projections of Flax's attention layers: (features, heads, head features), of which only the
-# first axis is fan-in.
-_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
-
 _Layout = Literal["flax", "torch"]
-
-
-def fan_in_axes_of(leaf: _tree.Leaf, layout: _Layout) -> tuple[int, ...]:
-  """The axes of a leaf over which one output's incoming weights run.
-
-  Args:
-    leaf: the leaf.
-    layout: ``"flax"`` (output axis last) or ``"torch"`` (output axis first).
-
-  Returns:
-    The axes; stacked axes are not among them.
-  """
-  axes = leaf.layer_axes
-  if layout == "torch":
-    return axes[1:]
-  if len(axes) == 3 and _ATTENTION_INPUT.search(leaf.path):
-    return axes[:1]
-  return axes[:-1]
 
 
 def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
@@ -160,7 +138,7 @@ def centralize(
     )
     # Axes that were named for a leaf are a stronger word than the automatic exclusion.
     return [
-      axes or (None if skip else fan_in_axes_of(leaf, layout) or None)
+      axes or (None if skip else _tree.fan_in_axes(leaf, layout) or None)
       for leaf, axes, skip in zip(leaves, named, skipped, strict=True)
     ]
 

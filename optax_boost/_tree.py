@@ -13,6 +13,10 @@ import jax.numpy as jnp
 
 from optax_boost import _base
 
+# The projections of Flax's attention layers: (features, heads, head features), of which only the
+# first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+
 
 class Leaf(NamedTuple):
   """One leaf of a tree, as the rules of the methods see it.
@@ -96,6 +100,24 @@ def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
   axes = axes_by_pattern(paths, shapes, stacked_axes, "stacked_axes")
   return [Leaf(*leaf) for leaf in zip(paths, shapes, (a or () for a in axes), strict=True)]
+
+
+def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
+  """The axes of a leaf over which one output's incoming weights run.
+
+  Args:
+    leaf: the leaf.
+    layout: ``"flax"`` (output axis last) or ``"torch"`` (output axis first).
+
+  Returns:
+    The axes; stacked axes are not among them.
+  """
+  axes = leaf.layer_axes
+  if layout == "torch":
+    return axes[1:]
+  if len(axes) == 3 and _ATTENTION_INPUT.search(leaf.path):
+    return axes[:1]
+  return axes[:-1]
 
 
 def axes_by_pattern(

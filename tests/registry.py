@@ -31,6 +31,8 @@ class Row:
       that only rewrite gradients).
     steps: how many steps it needs to get close.
     reachable: maps any target to one that the method can reach from zero.
+    start: maps a target to where the solving starts, for methods that cannot reach it from zero.
+    gathers: whether it may gather sharded params.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
@@ -48,6 +50,8 @@ class Row:
   descends: Callable[[], optax.GradientTransformation] = optax.identity
   steps: int = 500
   reachable: Callable[[Any], Any] = lambda tree: tree
+  start: Callable[[Any], Any] | None = None
+  gathers: bool = False
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
   rewrites: bool = True
@@ -158,6 +162,29 @@ def _loss_nearby(updates: Any, params: Any) -> dict[str, Any]:
     return sum(jax.tree.leaves(parts), start=jnp.zeros([]))
 
   return {"value": jnp.zeros([]), "value_fn": value_fn}
+
+
+def _reversed(tree: Any) -> Any:
+  """What leads into each output, in reverse: a permutation of the given params."""
+  return jax.tree.map(lambda x: jnp.flip(x, range(max(x.ndim - 1, 1))), tree)
+
+
+def _ends_in_a_permutation(tx: Any, baseline: Any) -> bool:
+  """Whether 20 steps end in the initial values of each output, as they don't in the baseline."""
+
+  def train(tx: Any) -> jax.Array:
+    start = problems.params()["dense"]["kernel"]
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+      params, state = carry
+      updates, state = tx.update(problems.grads(params), state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    params, _ = jax.lax.scan(body, (start, tx.init(start)), length=20)[0]
+    moved = jnp.any(jnp.abs(params - start) > 0.1)
+    return moved & jnp.allclose(jnp.sort(params, axis=0), jnp.sort(start, axis=0), atol=1e-5)
+
+  return bool(train(tx)) and not bool(train(baseline))
 
 
 def _small_steps_arrive(tx: Any, baseline: Any) -> bool:
@@ -350,6 +377,45 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     wrap=_on_two_replicas,
+  ),
+  Row(
+    "sgperm",
+    {
+      "alpha": 0.5,
+      "beta1": 1.0,
+      "lamda": 0.5,
+      "lamda_max": 1.0,
+      "momentum": 0.0,
+      "partition_size_min": 4,
+      "backend": "host",
+      "key": 1,
+    },
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    start=_reversed,
+    gathers=True,
+    static=("partition_size_min", "rounds", "key"),
+    label="host",
+  ),
+  Row(
+    "sgperm",
+    {"alpha": 0.5, "momentum": 0.0, "method": "pairs", "key": 1},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    start=_reversed,
+    gathers=True,
+    static=("partition_size_min", "rounds", "key"),
+    label="pairs",
+  ),
+  Row(
+    "laperm",
+    {"inner": optax.sgd(0.1), "sync_every": 20},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    acts=_ends_in_a_permutation,
+    start=_reversed,
+    gathers=True,
+    static=("sync_every",),
   ),
 )
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
@@ -106,10 +107,7 @@ def freeze(
       f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
       f" and {num_groups}."
     )
-  typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-  if not typed and not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
-    raise TypeError(f"`key` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
-  key = key if typed else jax.random.key(key)
+  key = _base.as_key("key", key)
   inner = optax.with_extra_args_support(inner)
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:

@@ -1,0 +1,347 @@
+r"""The exact step of SGPerm on the device.
+
+All subsets of all vectors advance side by side: a *lane* is a subset of a vector, and in turn t
+each lane tries its source number t. Shapes depend on the smallest and the largest size that a
+subset may ever have, not on its size in this step, so that nothing is compiled again while lamda
+grows.
+
+  n, m     entries of a vector, vectors
+  P        most lanes of a vector
+  W        words of 32 bits that hold a set of entries of a lane
+  base     (P, 1), where a lane starts: its entries lie behind each other, by rising weight
+
+Weights are sorted once for all runs, for their ranks move with them. What each source needs is the
+nearest live entry of the other direction, a few words of bits; and what each cycle leaves is a pair
+of links. Links of entries that are taken freeze, and in the end say which weight each receives.
+"""
+
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _tree
+from optax_boost._sgperm import _bits
+from optax_boost._sgperm import _host
+from optax_boost._sgperm import _sorting
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
+def permute(
+  weights: jax.Array,
+  wishes: jax.Array,
+  ranks: jax.Array,
+  ranges: jax.Array,
+  subsets: _host.Subsets,
+  *,
+  sizes: tuple[int, int],
+  remainder: bool = True,
+) -> jax.Array:
+  """One exact step for a stack of weight vectors.
+
+  Args:
+    weights: (n, m).
+    wishes: (n, m), the recommendations.
+    ranks: (n, m) int32, the weights' ranks in their vectors, ties in any order.
+    ranges: (m,), the vectors' value ranges in the dtype of the weights.
+    subsets: the partition, alike for all or, as (n, m), for each vector.
+    sizes: the smallest and the largest size that a subset may ever have.
+    remainder: whether the subset that reaches the end of a vector takes part.
+
+  Returns:
+    (n, m) int32: for each position the one whose weight it receives.
+  """
+  n = weights.shape[0]
+  size = jnp.minimum(subsets.size, n)
+  position, values = _arranged(weights, ranks, subsets.order, size)
+  wanted = jnp.take_along_axis(wishes, position, axis=0)
+  segment = jnp.arange(n, dtype=jnp.int32) // size
+  pieces = -(-n // size)
+  # The negation puts NaN among what takes no part.
+  idle = jnp.logical_not(jnp.abs(wanted) > 0)
+  if not remainder:
+    idle |= ((pieces > 1) & (segment == pieces - 1))[:, None]
+  lanes = -(-n // sizes[0])
+  order = _by_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
+  up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
+  found = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32)).run(
+    ranges, subsets.brackets
+  )
+  source = jnp.take_along_axis(position, found, axis=0)
+  return _sorting.scatter(jnp.zeros_like(position), position, source)
+
+
+def _arranged(
+  weights: jax.Array, ranks: jax.Array, order: jax.Array, size: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Positions and weights, subset behind subset, each by rising weight."""
+  n = weights.shape[0]
+  position = _sorting.inverse(ranks)
+  values = jnp.take_along_axis(weights, position, axis=0)
+  here = jnp.arange(n, dtype=jnp.int32)
+  whole = size == n
+  each = order.ndim == 2
+  if each:
+    # A single subset is in natural order.
+    place = jnp.where(whole, here[:, None], _sorting.inverse(order))
+  new_value = jnp.concatenate([jnp.zeros_like(values[:1], bool), values[1:] != values[:-1]])
+
+  def with_ties() -> jax.Array:
+    group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
+    first = jnp.take_along_axis(place, position, axis=0) if each else position
+    return jax.lax.sort((group, first, position), dimension=0, num_keys=2)[2]
+
+  # Equal weights are in the order of their places; ranks tell only those of the first step.
+  position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
+  if each:
+    label = jnp.take_along_axis(place, position, axis=0) // size
+    index = _sorting.argsort(label.astype(jnp.uint32))
+    position = jnp.take_along_axis(position, index, axis=0)
+    return position, jnp.take_along_axis(weights, position, axis=0)
+  label = jnp.zeros_like(here).at[order].set(here // size, unique_indices=True)
+  label = jnp.where(whole, 0, label)
+  index = _sorting.argsort(label.astype(jnp.uint32))
+  # Equal weights change places alone: the sorted values are what they were.
+  return position[index], values[index]
+
+
+def _by_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
+  """Each segment's entries by falling size, of equal ones the last first."""
+  keys = jnp.flip(-sizes, 0)
+  high = jnp.broadcast_to(jnp.flip(segment, 0)[:, None], sizes.shape).astype(jnp.uint32)
+  index = _sorting.argsort(keys, high, (lanes - 1).bit_length())
+  return sizes.shape[0] - 1 - index
+
+
+def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x[index] in each column; out of bounds the nearest entry."""
+  return jnp.take_along_axis(x, index, axis=0, mode="clip")
+
+
+def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+  """X < a + b, decided as in float64.
+
+  In float32 the sum's exact error decides what its rounding left open.
+  """
+  total = a + b
+  if total.dtype == jnp.float64:
+    return x < total
+  part = total - a
+  error = (a - (total - part)) + (b - part)
+  return (x < total) | ((x == total) & (error > 0))
+
+
+class _Carry(NamedTuple):
+  """What changes from turn to turn.
+
+  Attributes:
+    up: (W, P, m), the live entries that want to increase.
+    down: (W, P, m), the live ones that want to decrease.
+    above: (n, m), the next live entry.
+    below: (n, m), the last live entry.
+    given: (n, m), the entry whose weight comes here, where the links do not say it, or -1.
+    parent: (n, m), scratch of the general search.
+  """
+
+  up: jax.Array
+  down: jax.Array
+  above: jax.Array
+  below: jax.Array
+  given: jax.Array
+  parent: jax.Array
+
+
+class _Walk(NamedTuple):
+  """A general search under way.
+
+  Attributes:
+    turn: what else changes.
+    mode: (P, m): 0 at rest, 1 searching, 2 removing what was found.
+    entry: (P, m), where it is.
+    visited: (W, P, m).
+    path: (W, P, m).
+  """
+
+  turn: _Carry
+  mode: jax.Array
+  entry: jax.Array
+  visited: jax.Array
+  path: jax.Array
+
+
+class _Search:
+  """The cycle search of all lanes."""
+
+  def __init__(
+    self,
+    values: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    order: jax.Array,
+    size: jax.Array,
+    lanes: int,
+    words: int,
+  ) -> None:
+    self.n, self.m = values.shape
+    self.words = words
+    self.order, self.is_up, self.is_down = order, up, down
+    self.base = (jnp.arange(lanes, dtype=jnp.int32) * size)[:, None]
+    self.end = jnp.minimum(self.base + size, self.n)
+    wide = jnp.promote_types(values.dtype, jax.dtypes.canonicalize_dtype(jnp.float64))
+    self.dtype = values.dtype
+    self.values = values.astype(wide)
+    tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
+    self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
+    # The first entry of a lane is tied with nothing before it.
+    self.ties &= ~_bits.at(words, jnp.zeros((lanes, self.m), jnp.int32))
+
+  def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
+    """Flags (n, m) as sets (W, P, m)."""
+    inner = jnp.arange(self.words * 32, dtype=jnp.int32).reshape(self.words, 32, 1)
+    row = self.base[:, 0] + inner
+    inside = ((inner < size) & (row < self.n))[..., None]
+    packed = sum(flag.astype(jnp.uint32) << k for k, flag in enumerate(flags))
+    rows = jnp.where(inside, jnp.asarray(packed).at[row].get(mode="clip"), 0)
+    bit = jnp.arange(32, dtype=jnp.uint32).reshape(1, 32, 1, 1)
+    return [jnp.sum(((rows >> k) & 1) << bit, axis=1, dtype=jnp.uint32) for k in range(len(flags))]
+
+  def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
+    """For each entry the one whose weight it receives."""
+    count = jnp.sum(
+      jax.lax.population_count(self.start_up | self.start_down), axis=0, dtype=jnp.int32
+    )
+    self.epsilon = self._epsilon(ranges, brackets, count)
+    here = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
+    takes_part = self.is_up | self.is_down
+    next_one = jax.lax.cummin(jnp.where(takes_part, here, self.n), axis=0, reverse=True)
+    last_one = jax.lax.cummax(jnp.where(takes_part, here, -1), axis=0)
+    edge = jnp.full((1, self.m), self.n, jnp.int32)
+    carry = _Carry(
+      up=self.start_up,
+      down=self.start_down,
+      above=jnp.concatenate([next_one[1:], edge]),
+      below=jnp.concatenate([-jnp.ones_like(edge), last_one[:-1]]),
+      given=jnp.full_like(here, -1),
+      parent=here,
+    )
+    end = jax.lax.fori_loop(
+      0, jnp.max(count, initial=0), lambda t, c: self._turn(t, c, t < count), carry
+    )
+    linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, here))
+    return jnp.where(end.given >= 0, end.given, linked)
+
+  def _epsilon(self, ranges: jax.Array, brackets: jax.Array, count: jax.Array) -> jax.Array:
+    """Rounded to the dtype of the weights, here and not in a sum that a compiler may fuse."""
+    dtype = _tree.accumulator_dtype(self.dtype)
+    product = ranges.astype(dtype) * brackets.astype(dtype)[count]
+    if self.dtype != dtype:
+      info: Any = jnp.finfo(self.dtype)
+      product = jax.lax.reduce_precision(product, int(info.nexp), int(info.nmant))
+    return product.astype(self.values.dtype)
+
+  def _at(self, q: jax.Array) -> jax.Array:
+    return _bits.at(self.words, q)
+
+  def _unlinked(self, carry: _Carry, low: jax.Array, high: jax.Array, where: jax.Array) -> _Carry:
+    """Takes a run of live entries out of the links."""
+    before, after = _gather(carry.below, low), _gather(carry.above, high)
+    inside = where & (before >= self.base)
+    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), after)
+    inside = where & (after < self.end)
+    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), before)
+    return carry._replace(above=above, below=below)
+
+  def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
+    """Each lane tries its source number t."""
+    words = self.words
+    source = self.order.at[self.base[:, 0] + t].get(mode="clip")
+    q = source - self.base
+    this = self._at(q)
+    up = _bits.some(carry.up & this)
+    active &= up | _bits.some(carry.down & this)
+    side = jnp.where(up, _bits.above(words, q), _bits.below(words, q))
+    exists, other_q = _bits.nearest(jnp.where(up, carry.down, carry.up) & side, up)
+    other = self.base + other_q
+    low_q, high_q = jnp.where(up, q, other_q), jnp.where(up, other_q, q)
+    live = carry.up | carry.down
+    between = _bits.above(words, low_q) & _bits.below(words, high_q)
+    neighbours = jnp.logical_not(_bits.some(live & between))
+    tied = _bits.some(live & self.ties & (between | self._at(high_q)))
+    mine, theirs = _gather(self.values, source), _gather(self.values, other)
+    low, high = jnp.where(up, mine, theirs), jnp.where(up, theirs, mine)
+    # An entry reaches upwards to less than, downwards to no less than.
+    down_reaches = jnp.logical_not(_less(low, high, -self.epsilon))
+    up_reaches = _less(high, low, self.epsilon)
+    closes = jnp.where(up, down_reaches, up_reaches)
+    closes &= ~neighbours | (down_reaches & up_reaches)
+    closes &= active & exists
+    direct = closes & ~tied
+    done = active & ~(closes & tied)
+    gone = jnp.where(direct, between | self._at(low_q) | self._at(high_q), this)
+    gone = jnp.where(done, gone, jnp.uint32(0))
+    carry = self._unlinked(
+      carry,
+      jnp.where(direct, self.base + low_q, source),
+      jnp.where(direct, self.base + high_q, source),
+      done,
+    )
+    last = jnp.where(done, jnp.where(direct, other, source), self.n)
+    carry = carry._replace(
+      up=carry.up & ~gone,
+      down=carry.down & ~gone,
+      given=_sorting.scatter(carry.given, last, source),
+    )
+    # An entry that wants to decrease cannot step to an equal weight: the path may wind.
+    walk = _Walk(carry, (closes & tied).astype(jnp.int32), source, this, this)
+    return jax.lax.while_loop(
+      lambda w: jnp.any(w.mode > 0), lambda w: self._step(w, source), walk
+    ).turn
+
+  def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
+    """One step of the depth-first search, or of taking its cycle out."""
+    words, carry, entry = self.words, walk.turn, walk.entry
+    searching, removing = walk.mode == 1, walk.mode == 2
+    q = entry - self.base
+    this = self._at(q)
+    up = _bits.some(self.start_up & this)
+    # Equal weights below are no targets: start below the first of them.
+    _, first_equal = _bits.nearest(~self.ties & _bits.below(words, q + 1), jnp.zeros_like(up))
+    side = jnp.where(up, _bits.above(words, q), _bits.below(words, first_equal))
+    free = (carry.up | carry.down) & ~walk.visited | self._at(source - self.base)
+    exists, target_q = _bits.nearest(free & side, up)
+    target = self.base + target_q
+    mine, theirs = _gather(self.values, entry), _gather(self.values, target)
+    reaches = jnp.where(
+      up, _less(theirs, mine, self.epsilon), jnp.logical_not(_less(theirs, mine, -self.epsilon))
+    )
+    reaches &= exists
+    closes = searching & reaches & (target == source)
+    pushes = searching & reaches & (target != source)
+    pops = searching & ~reaches
+    fails = pops & (entry == source)
+
+    receives = jnp.where(closes | fails, source, jnp.where(pushes, target, -1))
+    given = _sorting.scatter(carry.given, jnp.where(searching, entry, self.n), receives)
+    parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
+    new = jnp.where(pushes, self._at(target_q), jnp.uint32(0))
+    path = walk.path | new
+    path = jnp.where(pops & ~fails, path & ~this, path)
+    taken = jnp.where(closes | fails, path, jnp.uint32(0))
+    carry = carry._replace(
+      up=carry.up & ~taken, down=carry.down & ~taken, given=given, parent=parent
+    )
+    carry = self._unlinked(carry, entry, entry, removing)
+    follower = _gather(given, entry)
+    back = _gather(parent, entry)
+    ended = removing & (follower == source)
+    mode = jnp.where(closes | fails, 2, jnp.where(ended, 0, walk.mode))
+    entry = jnp.where(
+      pushes,
+      target,
+      jnp.where(
+        closes | fails, source, jnp.where(pops, back, jnp.where(removing, follower, entry))
+      ),
+    )
+    return _Walk(carry, mode, entry, walk.visited | new, path)

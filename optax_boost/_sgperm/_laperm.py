@@ -1,0 +1,198 @@
+r"""LaPerm: free training, brought back to a permutation of the initial weights every k steps.
+
+For each weight vector w (the n weights that lead into one output) with initial values v:
+
+  w <- w + u                          u from the inner optimizer, at each step
+  w_i <- v_(r),  r the rank of w_i    every k steps: the r-th smallest of v where the r-th smallest
+                                      of w is
+
+Of all permutations of v this is the nearest to w in the Euclidean norm.
+
+Source: Qiu, Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
+arXiv:2006.07541.
+"""
+
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _tree
+from optax_boost._sgperm import _fast
+from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _leaf
+from optax_boost._sgperm import _permutation
+from optax_boost._sgperm import _sharding
+
+_METHOD = "laperm"
+
+
+class LapermState(NamedTuple):
+  """State of :func:`laperm`: three copies of the params beside the inner state.
+
+  Leaves that are excluded are ``optax.MaskedNode()`` in the trees below.
+
+  Attributes:
+    count: scalar int32, the number of steps made.
+    synced: scalar bool, whether the last step ended in a permutation.
+    initial: a copy of the initial params.
+    permutation: int32 of the params' shapes, the permutation of the last synchronization: for each
+      entry of a leaf, which entry of the raveled initial leaf it held then.
+    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors.
+    inner_state: the inner optimizer's state.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  synced: jax.Array
+  initial: optax.Params
+  permutation: Any
+  ranks: Any
+  inner_state: optax.OptState
+
+
+def laperm(
+  inner: optax.GradientTransformation,
+  sync_every: int,
+  *,
+  exclude: _base.LeafSelector = None,
+  layout: Literal["flax", "torch"] = "flax",
+  fan_in_axes: _base.AxesByPattern | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
+
+  At a synchronization each weight vector gets its initial values back, in the order of the trained
+  ones: of all their permutations the nearest. Between two synchronizations params are no
+  permutation; evaluate and save :func:`permuted_params` of the state, which is that of the last
+  one, or its :func:`permutation`, with the initial params the whole model.
+
+  A weight vector is what leads into one output: for Flax all axes but the last, and of a bias the
+  whole. A vector whose initial weights are all alike, such as a zero bias, returns to them, which
+  undoes its training: exclude such leaves, or start them at random.
+
+  With ``optax.apply_updates``, params after a synchronization are within one rounding of the exact
+  permutation; with :func:`apply_permuted_params` in its place they are the permutation itself.
+
+  A gradient that is not finite goes to the inner optimizer. Weights that it makes NaN count as the
+  largest of their vector at the next synchronization.
+
+  Args:
+    inner: an optimizer that descends, with its learning rate. Its state is not reset.
+    sync_every: steps from one synchronization to the next; the state's permutation is as old.
+      Raising it trains more freely. Static.
+    exclude: the leaves that `inner` trains alone: regular expressions searched in the leaf's path,
+      a tree of bools, a callable from params to one, or None: no leaf.
+    layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
+    fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose layout the
+      shape does not tell. Flax's attention projections are known.
+    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+
+  Raises:
+    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> params = {"kernel": jax.random.normal(jax.random.key(0), (16, 4))}
+    >>> x = jax.random.normal(jax.random.key(1), (64, 16))
+    >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
+    >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
+    >>> tx = optax_boost.laperm(optax.adam(0.1), sync_every=10)
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   params = optax_boost.apply_permuted_params(params, updates, state)
+    >>> bool(loss(optax_boost.permuted_params(state)) < 0.01 * loss(state.initial))
+    True
+
+  References:
+    Qiu, Suda, `Train-by-Reconnect: Decoupling Locations of Weights from Their Values
+    <https://arxiv.org/abs/2006.07541>`_, 2020.
+  """
+  if isinstance(sync_every, bool) or not isinstance(sync_every, int):
+    raise TypeError(
+      f"`sync_every` must be an integer, known when the transformation is built; got"
+      f" {sync_every!r}. Under `optax.inject_hyperparams` it belongs into `static_args`."
+    )
+  _base.check_number("sync_every", sync_every, minimum=1)
+  _base.check_name("layout", layout, ("flax", "torch"))
+  inner = optax.with_extra_args_support(inner)
+
+  def plan(params: Any) -> list[_layout.Layout | None]:
+    """The layouts, None for leaves that are excluded."""
+    found = _layout.layouts(params, layout, fan_in_axes, stacked_axes)
+    excluded = _tree.select(params, exclude, "exclude")
+    return [None if skip else lay for lay, skip in zip(found, excluded, strict=True)]
+
+  def init_fn(params: optax.Params) -> LapermState:
+    _tree.check_floating(params, _METHOD)
+    leaves, structure = jax.tree.flatten(params)
+    layouts = plan(params)
+
+    def tree(values: list[Any]) -> Any:
+      masked = [
+        optax.MaskedNode() if lay is None else x for lay, x in zip(layouts, values, strict=True)
+      ]
+      return jax.tree.unflatten(structure, masked)
+
+    pairs = list(zip(layouts, leaves, strict=True))
+    return LapermState(
+      count=jnp.zeros([], jnp.int32),
+      synced=jnp.ones([], bool),
+      initial=tree([jnp.array(x) for x in leaves]),
+      permutation=tree(jax.tree.leaves(_permutation.identity(params))),
+      ranks=tree([x if lay is None else _leaf.ranks_of(lay, x) for lay, x in pairs]),
+      inner_state=inner.init(params),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: LapermState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, LapermState]:
+    _base.require_params(params, _METHOD)
+    _tree.check_same_tree(updates, params, _METHOD)
+    _tree.check_floating(updates, _METHOD)
+    steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    count = optax.safe_increment(state.count)
+    due = count % sync_every == 0
+    structure = jax.tree.structure(updates)
+    layouts = [lay for lay in plan(params) if lay is not None]
+    chosen = [i for i, lay in enumerate(plan(params)) if lay is not None]
+    current, free = jax.tree.leaves(params), jax.tree.leaves(steps)
+
+    def synchronized(current: Any, free: Any, trees: Any) -> tuple[list[Any], list[Any]]:
+      new, permuted = list(free), []
+      for i, lay, initial, held, rank in zip(chosen, layouts, *trees, strict=True):
+        flat = held
+        if lay.movable:
+          trained = lay.columns(optax.apply_updates(current[i], free[i]))
+          ordered = _leaf.sorted_entries(lay, lay.columns(rank))
+          found = lay.leaf(_fast.by_rank(trained, ordered))
+          flat = _sharding.same_as(held, found, initial)
+        new[i] = (_permutation.take(lay, initial, flat) - current[i]).astype(free[i].dtype)
+        permuted.append(flat)
+      return new, permuted
+
+    trees = [jax.tree.leaves(tree) for tree in (state.initial, state.permutation, state.ranks)]
+    synchronized = _sharding.automatic(synchronized, (free, trees[1]))
+    # The sorts are paid for when they are due.
+    free, held = jax.lax.cond(due, synchronized, lambda c, f, t: (f, t[1]), current, free, trees)
+    return jax.tree.unflatten(structure, free), LapermState(
+      count=count,
+      synced=due,
+      initial=state.initial,
+      permutation=jax.tree.unflatten(jax.tree.structure(state.permutation), held),
+      ranks=state.ranks,
+      inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
