@@ -1,12 +1,25 @@
 """SGPerm against the recorded runs, and against the published search in plain Python."""
 
+import functools
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_boost
+from optax_boost._sgperm import _device
+from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
+from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _schedules
+from optax_boost._sgperm import _sorting
 from tests import sgperm_oracle as oracle
 
 every_trace = pytest.mark.parametrize("name", oracle.NAMES)
@@ -66,10 +79,10 @@ def test_host_kernel_repeats_every_trace(name, compiled):
     same_bits(np.take_along_axis(weights, source, 1), after)
 
 
-def random_case(seed, tied):
+def random_case(seed, tied, n=None, remainder=None):
   """Small weight vectors, with many ties if wanted, and all that a step needs."""
   rng = np.random.default_rng(seed)
-  rows, n = 4, int(rng.integers(2, 33))
+  rows, n = 4, n or int(rng.integers(2, 33))
   if tied:
     weights = rng.integers(-6, 7, (rows, n)) / 16
     wishes = rng.integers(-4, 5, (rows, n))
@@ -79,7 +92,8 @@ def random_case(seed, tied):
   size = int(rng.integers(2, n + 2))
   order = np.stack([rng.permutation(n) for _ in range(rows)]).astype(np.int32)
   alpha = float(rng.choice([0.0, 0.03, 0.125, 0.25, 1.0]))
-  return weights, wishes, order, size, np.ptp(weights, axis=1), alpha, bool(rng.integers(2))
+  remainder = bool(rng.integers(2)) if remainder is None else remainder
+  return weights, wishes, order, size, np.ptp(weights, axis=1), alpha, remainder
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["python", "numba"])
@@ -128,17 +142,382 @@ def replayed(name, **changes):
 
 # The transformation, given recorded recommendations: with these numbers its momentum is they.
 RECOMMENDED = {"momentum": 0.0, "momentum_lr": 1.0}
+VARIED = ("model", "bounds", "part_noremainder", "ties_weights_part", "zeros_part")
 
 
-@pytest.mark.parametrize("name", [name for name in oracle.NAMES if name not in FLOAT64])
-def test_transformation_on_the_host_repeats_every_float32_trace(name):
-  replayed(name, backend="host", **RECOMMENDED)
+@pytest.mark.parametrize("name", VARIED)
+def test_transformation_repeats_the_recorded_runs(name):
+  replayed(f"sgperm_{name}", backend="host", **RECOMMENDED)
 
 
 @pytest.mark.parametrize("name", FLOAT64)
-def test_transformation_on_the_host_repeats_the_float64_traces(name, x64):
+def test_transformation_repeats_the_float64_runs(name, x64):
   replayed(name, backend="host", accumulator_dtype=jnp.float64, **RECOMMENDED)
 
 
-def test_whole_optimizer_repeats_the_run_without_roundings():
-  replayed("sgperm_dyadic", backend="host")
+@pytest.mark.parametrize("backend", ["host", "device"])
+def test_whole_optimizer_repeats_the_run_without_roundings(backend):
+  replayed("sgperm_dyadic", backend=backend)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
+def device_step(weights, wishes, order, size, ranges, fractions, *, sizes, remainder):
+  ranks = _sorting.inverse(_sorting.argsort(weights))
+  subsets = _host.Subsets(order, size, fractions)
+  return _device.permute(weights, wishes, ranks, ranges, subsets, sizes=sizes, remainder=remainder)
+
+
+def on_device(weights, wishes, order, size, ranges, alpha, remainder):
+  n = weights.shape[1]
+  given = (weights.T, wishes.T, order.T, np.int32(size), ranges, brackets(alpha, n, weights.dtype))
+  return np.asarray(device_step(*given, sizes=(min(n, 2), n), remainder=remainder)).T
+
+
+@pytest.mark.parametrize("name", [name for name in oracle.NAMES if name not in FLOAT64])
+def test_device_kernel_repeats_every_float32_trace(name):
+  for *given, after in trace_steps(name):
+    same_bits(np.take_along_axis(given[0], on_device(*given), 1), after)
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_device_kernel_repeats_the_float64_traces(name, x64):
+  for *given, after in trace_steps(name):
+    same_bits(np.take_along_axis(given[0], on_device(*given), 1), after)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_device_kernel_equals_the_published_search_on_random_vectors(tied):
+  for seed in range(40):
+    given = random_case(seed, tied, n=24, remainder=True)
+    np.testing.assert_array_equal(on_device(*given), oracle.permute(*given))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_both_kernels_agree_in_half_precision_where_many_weights_are_tied(dtype):
+  for seed in range(10):
+    weights, wishes, order, size, _, alpha, _ = random_case(seed, False, n=24, remainder=True)
+    weights = np.asarray(jnp.asarray(weights, dtype))
+    ranges = np.max(weights, 1) - np.min(weights, 1)
+    subsets = _host.Subsets(order, size, brackets(alpha, 24, weights.dtype))
+    expected = _host.permute(weights, wishes, subsets, ranges)
+    found = on_device(weights, wishes, order, size, ranges, alpha, True)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_brackets_are_rounded_from_float64_without_float64_on_the_device():
+  schedules = _schedules.Schedules(0.2, 0.1, 0.99, 1.005, 0.01, 0.5)
+  rounded = jax.jit(schedules.brackets, static_argnums=1)
+  alpha = 0.2
+  for count in range(20):
+    alpha = max(0.99 * alpha, 0.01)
+    found = rounded(jnp.int32(count), 784)
+    np.testing.assert_array_equal(found[1:], (alpha + 1 / np.arange(1, 785)).astype(np.float32))
+
+
+def test_traced_schedules_follow_the_recurrences():
+  numbers = (0.2, 0.1, 0.9, 1.3, 0.01, 0.5)
+  known = _schedules.Schedules(*numbers)
+  traced = _schedules.Schedules(*(jnp.float32(x) for x in numbers))
+  for count in map(jnp.int32, (0, 1, 5, 100)):
+    np.testing.assert_allclose(traced.alpha(count).high, known.alpha(count).high, rtol=1e-6)
+    np.testing.assert_allclose(traced.lamda(count), known.lamda(count), rtol=1e-6)
+  assert traced.sizes(784, 10) == (10, 784)
+  assert known.sizes(784, 10) == (101, 392)
+
+
+def problem():
+  """A kernel and a bias, and gradients that keep changing their minds."""
+  rng = np.random.default_rng(1)
+  params = {"kernel": rng.normal(size=(12, 3)), "bias": rng.normal(size=12)}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+  def grads(t):
+    return jax.tree.map(
+      lambda p: jnp.sin(jnp.arange(p.size) * 1.7 + 0.3 * t).reshape(p.shape), params
+    )
+
+  return params, grads
+
+
+METHODS = (
+  {"backend": "host", "lamda": 0.5, "partition_size_min": 3, "key": 0},
+  {"method": "pairs", "rounds": 3, "key": 0},
+  {"method": "rank"},
+)
+each_method = pytest.mark.parametrize("kwargs", METHODS, ids=["exact", "pairs", "rank"])
+
+
+def train(tx, params, grads, steps, apply):
+  """Runs in one scan; returns params and state."""
+
+  def body(carry, t):
+    params, state = carry
+    updates, state = tx.update(grads(t), state, params)
+    return (apply(params, updates, state), state), None
+
+  run = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(steps))[0])
+  return run((params, tx.init(params)))
+
+
+def added(params, updates, state):
+  return optax.apply_updates(params, updates)
+
+
+def test_after_ten_thousand_steps_params_are_within_one_rounding_of_a_permutation():
+  params, grads = problem()
+  tx = optax_boost.sgperm(alpha_min=0.3, method="pairs", rounds=2, key=0)
+  last, state = train(tx, params, grads, 10_000, added)
+  exact = optax_boost.permuted_params(state)
+  for name in params:
+    slack = 2 * 2**-24 * np.abs(params[name]).max()
+    np.testing.assert_allclose(last[name], exact[name], rtol=0, atol=slack)
+    assert not np.array_equal(exact[name], params[name])
+    np.testing.assert_array_equal(np.sort(exact[name], 0), np.sort(params[name], 0))
+
+
+@each_method
+def test_params_are_a_permutation_to_the_last_bit_and_integers_are_enough_to_save_it(kwargs):
+  params, grads = problem()
+  tx = optax_boost.sgperm(**kwargs)
+  last, state = train(tx, params, grads, 30, optax_boost.apply_permuted_params)
+  saved = jax.tree.map(np.asarray, optax_boost.permutation(state))
+  assert {x.dtype for x in jax.tree.leaves(saved)} == {np.dtype(np.int32)}
+  restored = optax_boost.apply_permutation(params, saved)
+  for name in params:
+    same_bits(last[name], optax_boost.permuted_params(state)[name])
+    same_bits(restored[name], last[name])
+    same_bits(np.sort(last[name], 0), np.sort(params[name], 0))
+    assert np.any(last[name] != params[name])
+
+
+@pytest.mark.parametrize("kwargs", [{"method": "rank"}, {"method": "pairs", "key": 0}])
+def test_a_target_that_is_a_permutation_is_found_but_for_neighbours(kwargs):
+  start = jnp.asarray(np.random.default_rng(3).normal(size=(64, 4)), jnp.float32)
+  goal = jnp.flip(start, 0)
+  tx = optax_boost.sgperm(alpha=0.5, momentum=0.0, **kwargs)
+
+  def body(carry, _):
+    params, state = carry
+    updates, state = tx.update(params - goal, state, params)
+    return (optax_boost.apply_permuted_params(params, updates, state), state), None
+
+  params, _ = jax.lax.scan(body, (start, tx.init(start)), length=500)[0]
+  assert jnp.sum((params - goal) ** 2) < 1e-3 * jnp.sum((start - goal) ** 2)
+
+
+def test_each_round_of_pairs_lowers_the_distance_to_the_targets():
+  rng = np.random.default_rng(4)
+  weights, target = jnp.asarray(rng.normal(size=(2, 20, 5)), jnp.float32)
+  places = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32)[:, None], weights.shape)
+  last = jnp.sum((weights - target) ** 2)
+  for rounds in range(1, 5):
+    bits = jnp.arange(rounds, dtype=jnp.uint32) * 7 + 3
+    moved = _fast.pairs(weights, places, target, bits)
+    np.testing.assert_array_equal(np.sort(moved, 0), places)
+    distance = jnp.sum((jnp.take_along_axis(weights, moved, 0) - target) ** 2)
+    assert distance < last
+    last = distance
+
+
+def test_rank_is_the_nearest_of_all_permutations():
+  weights, target = np.random.default_rng(5).normal(size=(2, 5)).astype(np.float32)
+  found = _fast.by_rank(jnp.asarray(target)[:, None], jnp.argsort(weights)[:, None])[:, 0]
+  orders = itertools.permutations(range(5))
+  nearest = min(np.sum((weights[list(order)] - target) ** 2) for order in orders)
+  np.testing.assert_allclose(np.sum((weights[found] - target) ** 2), nearest, rtol=1e-6)
+
+
+def test_nothing_is_compiled_again_while_lamda_grows():
+  params = problem()[0]["kernel"]
+  schedule = {"lamda": 0.2, "beta2": 1.2, "lamda_max": 1.0, "partition_size_min": 2}
+  tx = optax_boost.sgperm(**schedule, key=0, backend="device")
+  state, update = tx.init(params), jax.jit(tx.update)
+  sizes = set()
+  for _ in range(10):
+    _, state = update(params, state, params)
+    sizes.add(int(np.floor(12 * float(state.lamda))))
+  assert len(sizes) > 5
+  assert update._cache_size() == 1
+
+
+def test_device_and_host_agree_with_drawn_subsets():
+  params, grads = problem()
+  found = []
+  options = {"lamda": 0.4, "partition_size_min": 3, "momentum": 0.5, "momentum_lr": 0.5, "key": 7}
+  for backend in ("device", "host"):
+    tx = optax_boost.sgperm(**options, backend=backend)
+    found.append(optax_boost.permutation(train(tx, params, grads, 12, added)[1]))
+  jax.tree.map(np.testing.assert_array_equal, *found)
+  assert np.any(found[0]["bias"] != np.arange(12))
+
+
+def test_the_same_key_draws_the_same_and_another_key_does_not():
+  params, grads = problem()
+
+  def trained(key):
+    tx = optax_boost.sgperm(**METHODS[1] | {"key": key})
+    return optax_boost.permutation(train(tx, params, grads, 5, added)[1])["bias"].tolist()
+
+  assert trained(1) == trained(jax.random.key(1))
+  assert trained(1) != trained(2)
+
+
+def test_a_sharded_kernel_is_permuted_without_gathering():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+  kernel = jnp.asarray(np.random.default_rng(0).normal(size=(12, 8)), jnp.float32)
+  for kwargs in ({"backend": "device", "lamda": 1.0, "lamda_max": 1.0}, METHODS[1]):
+    tx = optax_boost.sgperm(**kwargs)
+    expected, _ = tx.update(kernel, tx.init(kernel), kernel)
+    sharded = jax.device_put(kernel, sharding)
+    state = tx.init(sharded)
+    compiled = jax.jit(tx.update).lower(sharded, state, sharded).compile()
+    updates, after = compiled(sharded, state, sharded)
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_array_equal(updates, expected)
+    for leaf in (updates, after.permutation, after.momentum, after.initial, after.ranks):
+      assert not len(leaf) or leaf.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():
+  program = pathlib.Path(__file__).with_name("sgperm_under_load.py")
+  result = subprocess.run(
+    [sys.executable, str(program)],
+    env=os.environ | {"PYTHONPATH": str(program.parent.parent)},
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+  )
+  assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "kwargs", "length", "vectors"),
+  [
+    ("dense/kernel", (5, 3), {}, 5, 3),
+    ("dense/bias", (3,), {}, 3, 1),
+    ("conv/kernel", (3, 3, 2, 4), {}, 18, 4),
+    ("scale", (), {}, 1, 1),
+    ("attention/query/kernel", (6, 2, 3), {}, 6, 6),
+    ("attention/out/kernel", (2, 3, 6), {}, 6, 6),
+    ("layers/kernel", (4, 5, 3), {"stacked_axes": {"layers": 0}}, 5, 12),
+    ("layers/bias", (4, 3), {"stacked_axes": {"layers": 0}}, 3, 4),
+    ("kernel", (5, 2, 3), {"fan_in_axes": {"kernel": 0}}, 5, 6),
+    ("weight", (3, 5, 2), {"layout": "torch"}, 10, 3),
+  ],
+)
+def test_leaves_of_any_rank_are_cut_into_vectors_and_put_together(
+  path, shape, kwargs, length, vectors
+):
+  tree = jnp.zeros(shape)
+  for key in reversed(path.split("/")):
+    tree = {key: tree}
+  options = {"layout": "flax", "fan_in_axes": None, "stacked_axes": None} | kwargs
+  (layout,) = _layout.layouts(tree, **options)
+  entries = jnp.arange(int(np.prod(shape)), dtype=jnp.int32).reshape(shape)
+  columns = layout.columns(entries)
+  assert columns.shape == (length, vectors) == (layout.length, layout.vectors)
+  np.testing.assert_array_equal(layout.leaf(columns), entries)
+  expected = np.broadcast_to(np.arange(length)[:, None], columns.shape)
+  np.testing.assert_array_equal(layout.position(columns), expected)
+
+
+@each_method
+def test_zero_ranges_and_single_weights_never_move(kwargs):
+  params = {"zero": jnp.zeros(6), "one": jnp.ones((1, 4)), "scalar": jnp.float32(2)}
+  tx = optax_boost.sgperm(**kwargs)
+  grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+
+
+def test_a_bad_gradient_entry_leaves_its_recommendation_and_is_counted():
+  params, grads = problem()
+  tx = optax_boost.sgperm(method="rank")
+  _, state = tx.update(grads(0), tx.init(params), params)
+  bad = grads(1)
+  bad["bias"] = bad["bias"].at[2].set(jnp.nan)
+  _, after = tx.update(bad, state, params)
+  assert after.momentum["bias"][2] == state.momentum["bias"][2]
+  assert after.momentum["bias"][3] != state.momentum["bias"][3]
+  assert after.notfinite_count == 1
+
+
+def test_leaves_that_were_masked_out_keep_out_of_the_permutation():
+  params, grads = problem()
+  labels = {"kernel": "permuted", "bias": "free"}
+  groups = {"permuted": optax_boost.sgperm(method="rank"), "free": optax.sgd(0.1)}
+  tx = optax.partition(groups, labels)
+  updates, state = tx.update(grads(0), tx.init(params), params)
+  last = optax_boost.apply_permuted_params(params, updates, state)
+  same_bits(np.sort(last["kernel"], 0), np.sort(params["kernel"], 0))
+  np.testing.assert_allclose(last["bias"], params["bias"] - 0.1 * grads(0)["bias"], rtol=1e-6)
+  assert optax_boost.permutation(state)["bias"] == optax.MaskedNode()
+  restored = optax_boost.apply_permutation(params, optax_boost.permutation(state))
+  same_bits(restored["kernel"], last["kernel"])
+  same_bits(restored["bias"], params["bias"])
+
+
+def test_check_finds_params_that_something_else_changed():
+  params, grads = problem()
+  tx = optax_boost.sgperm(method="rank", check=True)
+  updates, state = tx.update(grads(0), tx.init(params), params)
+  params = optax.apply_updates(params, updates)
+  _, state = tx.update(grads(1), state, params)
+  decayed = jax.tree.map(lambda p: 0.999 * p, params)
+  with pytest.raises(ValueError, match=r"leaf 'bias' is off by .* no weight decay, no scaling"):
+    tx.update(grads(1), state, decayed)
+  _, counted = jax.jit(tx.update)(grads(1), state, decayed)
+  assert counted.mismatch_count == 1
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"alpha": -0.1}, ValueError, r"`alpha` must be finite and >= 0; got -0.1"),
+    ({"lamda": 0.0}, ValueError, r"`lamda` must be finite and > 0; got 0.0"),
+    ({"lamda": 1.5}, ValueError, r"`lamda` must be at most 1; got 1.5"),
+    ({"beta1": 1.1}, ValueError, r"`beta1` must be at most 1; got 1.1"),
+    ({"momentum": 1.0}, ValueError, r"`momentum` must be finite and >= 0 and < 1; got 1.0"),
+    ({"momentum_lr": 0}, ValueError, r"`momentum_lr` must be finite and > 0; got 0"),
+    ({"alpha": "much"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'much'"),
+    ({"partition_size_min": 2.5}, TypeError, r"`partition_size_min` must be an integer"),
+    ({"rounds": 0}, ValueError, r"`rounds` must be finite and >= 1; got 0"),
+    ({"method": "sort"}, ValueError, r"`method` must be one of 'exact', 'pairs', 'rank'; got"),
+    ({"backend": "gpu"}, ValueError, r"`backend` must be one of 'auto', 'device', 'host'; got"),
+    ({"layout": "HWIO"}, ValueError, r"`layout` must be one of 'flax', 'torch'; got 'HWIO'"),
+    ({"key": None}, ValueError, r"draws subsets and needs a `key`; got none. Pass `key=jax"),
+    ({"key": None, "method": "pairs"}, ValueError, r"draws pairs and needs a `key`"),
+    ({"key": 0.5}, TypeError, r"`key` must be a key of `jax.random.key` or an integer seed"),
+  ],
+)
+def test_refuses_bad_arguments(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.sgperm(**{"key": 0} | kwargs)
+
+
+def test_refuses_complex_leaves():
+  with pytest.raises(TypeError, match=r"the leaf 'a' is complex64"):
+    optax_boost.sgperm(method="rank").init({"a": jnp.ones(2, jnp.complex64)})
+
+
+def test_refuses_partitions_of_another_shape():
+  params, grads = problem()
+  tx = optax_boost.sgperm(key=0)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match=r"`partitions` must have the tree structure"):
+    tx.update(grads(0), state, params, partitions={"bias": jnp.arange(12)})
+  orders = {"bias": jnp.arange(12), "kernel": jnp.zeros((12, 3), jnp.int32)}
+  with pytest.raises(ValueError, match=r"for the leaf 'bias' \(12, 1\); got int32 of shape"):
+    tx.update(grads(0), state, params, partitions=orders)
+
+
+def test_refuses_a_permutation_of_other_params():
+  params, _ = problem()
+  with pytest.raises(ValueError, match=r"integers of the params' shapes; the leaf 'bias' is float"):
+    optax_boost.apply_permutation(params, params)
+  with pytest.raises(ValueError, match=r"needs a permutation of the tree structure of the params"):
+    optax_boost.apply_permutation(params, {"bias": jnp.arange(12)})
+  with pytest.raises(ValueError, match=r"exactly one `permutation` is needed.*; got 0."):
+    optax_boost.permutation(optax.sgd(0.1).init(params))

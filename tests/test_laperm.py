@@ -1,0 +1,93 @@
+"""LaPerm against its two lines of NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+
+def params():
+  rng = np.random.default_rng(0)
+  tree = {"kernel": rng.normal(size=(3, 4, 5)), "bias": rng.normal(size=6)}
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def grads(t):
+  return jax.tree.map(lambda p: jnp.sin(jnp.arange(p.size) + t).reshape(p.shape), params())
+
+
+def synchronized(initial, trained):
+  """Each column's initial values in the order of the trained ones."""
+  shape = initial.shape
+  initial, trained = (
+    np.reshape(x, (-1, shape[-1] if len(shape) > 1 else 1)) for x in (initial, trained)
+  )
+  ranks = np.argsort(np.argsort(trained, 0, kind="stable"), 0, kind="stable")
+  return np.take_along_axis(np.sort(initial, 0), ranks, 0).reshape(shape)
+
+
+def test_every_k_steps_the_initial_values_return_in_the_order_of_the_trained():
+  start = params()
+  inner = optax.adam(0.3)
+  tx = optax_boost.laperm(inner, sync_every=3)
+  ours, state = start, tx.init(start)
+  theirs, inner_state = start, inner.init(start)
+  update = jax.jit(tx.update)
+  for t in range(6):
+    updates, state = update(grads(t), state, ours)
+    ours = optax_boost.apply_permuted_params(ours, updates, state)
+    updates, inner_state = inner.update(grads(t), inner_state, theirs)
+    theirs = optax.apply_updates(theirs, updates)
+    if t % 3 == 2:
+      theirs = jax.tree.map(lambda s, w: jnp.asarray(synchronized(s, w)), start, theirs)
+      jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+      jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state), theirs)
+      assert np.any(ours["kernel"] != start["kernel"])
+    else:
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, theirs)
+    assert bool(state.synced) == (t % 3 == 2)
+
+
+def test_a_checkpoint_of_integers_is_the_last_synchronization():
+  start = params()
+  tx = optax_boost.laperm(optax.sgd(1.0), sync_every=2)
+  now, state = start, tx.init(start)
+  for t in range(2):
+    updates, state = tx.update(grads(t), state, now)
+    now = optax.apply_updates(now, updates)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    now,
+    optax_boost.permuted_params(state),
+  )
+  saved = optax_boost.permutation(state)
+  _, state = tx.update(grads(2), state, now)
+  jax.tree.map(np.testing.assert_array_equal, optax_boost.permutation(state), saved)
+  restored = optax_boost.apply_permutation(start, saved)
+  jax.tree.map(np.testing.assert_array_equal, restored, optax_boost.permuted_params(state))
+
+
+def test_excluded_leaves_train_freely():
+  start = params()
+  tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias$")
+  updates, state = tx.update(grads(0), tx.init(start), start)
+  now = optax_boost.apply_permuted_params(start, updates, state)
+  np.testing.assert_allclose(now["bias"], start["bias"] - 0.1 * grads(0)["bias"], rtol=1e-6)
+  np.testing.assert_array_equal(now["kernel"], optax_boost.permuted_params(state)["kernel"])
+  assert optax_boost.permutation(state)["bias"] == optax.MaskedNode()
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"sync_every": 0}, ValueError, r"`sync_every` must be finite and >= 1; got 0"),
+    ({"sync_every": 1.5}, TypeError, r"`sync_every` must be an integer, known when"),
+    ({"sync_every": 1, "layout": "oihw"}, ValueError, r"`layout` must be one of 'flax', 'torch'"),
+  ],
+)
+def test_refuses_bad_arguments(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.laperm(optax.sgd(0.1), **kwargs)
