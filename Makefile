@@ -13,8 +13,8 @@ demo: $(READY)
 test: $(READY) lint type
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-# The oldest versions that are supported, in an environment of their own. AdaSum inside `shard_map`
-# needs JAX 0.10, for `jax.lax.pcast` and for what it infers of replication.
+# The oldest versions that are supported, in an environment of their own. AdaSum's tests and
+# examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
 NEWER := tests/test_adasum.py tests/test_adasum_processes.py optax_boost/_adasum.py
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest

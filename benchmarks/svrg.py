@@ -21,15 +21,17 @@ _MXNET = _harness.Environment(
   "mxnet-1.9.1", ("mxnet==1.9.1", "numpy==1.23.5"), newest_python=(3, 11)
 )
 _TWO = "two gradients in one jit"
+_BUFFERS = "two gradients, a step's buffers"
 _PEER = "MXNet SVRGModule"
 _ABOUT = f"""\
 One training step in float32, between two refreshes, of the train step made by
 `optax_boost.make_train_step` with `optax.chain(optax_boost.svrg(refresh_every=None),
 optax.sgd(...))`. Ratios are medians of the ratios within a round; below 1 is faster than the
 reference in the column's head. `{_TWO}` evaluates the loss, its gradient at the params and its
-gradient at the snapshot, and returns all three: no correction, no update, no state. `{_PEER}`
-(1.9.1) makes forward, backward and update in a process of its own. The first two problems take
-fractions of a millisecond, of which handling arguments is much."""
+gradient at the snapshot, and returns all three: no correction, no update, no state. `{_BUFFERS}`
+takes the step's arguments and returns arrays like its results, in donated memory, and computes
+nothing else. `{_PEER}` (1.9.1) makes forward, backward and update in a process of its own. The
+first two problems take fractions of a millisecond, of which handling arguments is much."""
 
 Layers = Sequence[int]
 
@@ -91,6 +93,11 @@ def step_contender(
   state = step.init(params)
   if svrg:
     state = step.refresh(state, [batch])
+  return contender(name, step, state, batch)
+
+
+def contender(name: str, step: Any, state: Any, batch: Any) -> _harness.Contender:
+  """Makes steps from `state` on, which they donate."""
   start = time.perf_counter()
   compiled = step.lower(state, batch).compile()
   facts = {
@@ -136,6 +143,23 @@ def two_gradients(params: Any, loss_fn: Any, batch: Any) -> _harness.Contender:
   return _harness.Contender(_TWO, run, facts)
 
 
+def two_gradients_in_buffers(
+  tx: optax.GradientTransformation, params: Any, loss_fn: Any, batch: Any
+) -> _harness.Contender:
+  """What is left of a step without its arithmetic: the two gradients, and handling its arrays."""
+  train = optax_boost.make_train_step(loss_fn, tx)
+  state = train.refresh(train.init(params), [batch])
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss_fn)(state.params, batch)
+    svrg, *rest = state.opt_state
+    svrg = svrg._replace(full_gradient=jax.grad(loss_fn)(svrg.snapshot, batch))
+    metrics = {"loss": value, "variance_ratio": value + 1, "notfinite_count": value + 2}
+    return state._replace(params=gradient, opt_state=(svrg, *rest)), metrics
+
+  return contender(_BUFFERS, jax.jit(step, donate_argnums=0), state, batch)
+
+
 def compare(
   title: str, problem: Any, rounds: int, peer_arguments: Sequence[int] = ()
 ) -> dict[str, Any]:
@@ -156,11 +180,12 @@ def compare(
       peers.append(running.enter_context(peer))
     contenders = [
       step_contender("optax_boost.svrg", ours, *problem, svrg=True),
+      two_gradients_in_buffers(ours, *problem),
       two_gradients(*problem),
       *peers,
       step_contender("optax.sgd", sgd, *problem, svrg=False),
     ]
-    return _harness.compare(contenders, [_TWO, _PEER], rounds, title)
+    return _harness.compare(contenders, [_TWO, _BUFFERS, _PEER], rounds, title)
 
 
 def main() -> None:

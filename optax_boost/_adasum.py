@@ -506,14 +506,20 @@ def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
     width, wide = chunk.layout.block, _tree.accumulator_dtype(chunk.layout.dtype)
     replicas = len(chunk.rows)
 
-    def add(grams: jax.Array, block: jax.Array) -> jax.Array:
-      # Selected, not multiplied: what belongs to another leaf may be NaN.
-      counts = _counts(block, width)
-      parts = [jax.lax.dynamic_slice(row, (block[0],), (width,)) for row in chunk.rows]
-      parts = [jnp.where(counts, part.astype(wide), 0) for part in parts]
+    def multiply(parts: list[jax.Array], counts: jax.Array | None = None) -> jax.Array:
+      parts = [part.astype(wide) for part in parts]
+      if counts is not None:
+        # Selected, not multiplied: what belongs to another leaf may be NaN.
+        parts = [jnp.where(counts, part, 0) for part in parts]
       # Row by row and not fused: XLA's CPU code for stacking slices is slower than a copy.
       columns = jnp.stack(jax.lax.optimization_barrier(parts))
-      products = jnp.matmul(columns, columns.T, precision=jax.lax.Precision.HIGHEST)
+      return jnp.matmul(columns, columns.T, precision=jax.lax.Precision.HIGHEST)
+
+    def add(grams: jax.Array, block: jax.Array) -> jax.Array:
+      parts = [jax.lax.dynamic_slice(row, (block[0],), (width,)) for row in chunk.rows]
+      # Most blocks lie in one leaf as a whole; selecting takes as long as multiplying.
+      cut = functools.partial(multiply, counts=_counts(block, width))
+      products = jax.lax.cond(block[2] - block[1] == width, multiply, cut, parts)
       return grams.at[block[3]].add(products)
 
     shape = (len(chunk.layout.leaves), replicas, replicas)
@@ -617,10 +623,15 @@ def _add_pairs(x: jax.Array, factors: jax.Array) -> jax.Array:
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """All chunks behind each other, on all devices."""
-  # Where `shard_map` keeps book of what varies, it must be told that the result does not.
-  can_say = "to" in inspect.signature(jax.lax.all_gather).parameters
-  same = {"to": "invarying"} if can_say and _varies_along(chunk) else {}
-  return jax.lax.all_gather(chunk, axes, tiled=True, **same)
+  if not _varies_along(chunk):
+    return jax.lax.all_gather(chunk, axes, tiled=True)
+  # `shard_map` keeps book of what varies: it must be told that the result does not.
+  if "to" in inspect.signature(jax.lax.all_gather).parameters:
+    return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
+  # Below JAX 0.10 only a sum can say so. It moves twice the bytes.
+  devices, owner = math.prod(map(_axis_size, axes)), jax.lax.axis_index(axes)
+  alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
+  return jax.lax.psum(alone.ravel(), axes)
 
 
 def _varies_along(x: jax.Array) -> frozenset[str]:
@@ -664,7 +675,8 @@ def _check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Non
         f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
         " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"
         " been summed already: take them with respect to"
-        f" `jax.lax.pcast(params, '{name}', to='varying')`."
+        f" `jax.lax.pcast(params, '{name}', to='varying')`, or `jax.lax.pvary(params, '{name}')`"
+        " where JAX is too old to have that."
       )
 
 

@@ -345,6 +345,23 @@ def test_gradients_that_shard_map_has_summed_already_are_refused():
     step({"w": jnp.ones(3)}, jnp.ones((2, 3)))
 
 
+def test_where_a_gather_cannot_say_that_its_result_is_the_same_a_sum_does(monkeypatch):
+  tx, stacked = optax_boost.adasum("replicas"), gradients(3)
+  expected, _ = on_devices(tx, stacked)
+  gather = jax.lax.all_gather
+
+  def of_older_jax(x, axis_name, *, tiled):
+    return gather(x, axis_name, tiled=tiled)
+
+  def one(grads):
+    return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(grads))[0]
+
+  monkeypatch.setattr(jax.lax, "all_gather", of_older_jax)
+  # The check is on, and takes `P()` only of what it knows to be the same.
+  step = jax.shard_map(one, mesh=mesh_of(3), in_specs=P("replicas"), out_specs=P())
+  chex.assert_trees_all_equal(jax.jit(step)(stacked), replica(expected))
+
+
 def test_a_leaf_that_is_the_same_everywhere_may_stand_beside_others():
   tx = optax_boost.adasum("replicas")
 
