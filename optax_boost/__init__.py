@@ -9,6 +9,16 @@ from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
+from optax_boost._auto import AutoBoost
+from optax_boost._auto import BoostConfig
+from optax_boost._auto import BoostSwitches
+from optax_boost._auto import CommonConfig
+from optax_boost._auto import Decision
+from optax_boost._auto import DimReduceConfig
+from optax_boost._auto import GradAccumulationConfig
+from optax_boost._auto import GradFreezeConfig
+from optax_boost._auto import LessBNConfig
+from optax_boost._auto import auto_boost
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._freezing import FreezeGroups
@@ -45,10 +55,19 @@ __version__ = "0.1.0"
 __all__ = [
   "AccumulateState",
   "AdasumState",
+  "AutoBoost",
+  "BoostConfig",
+  "BoostSwitches",
+  "CommonConfig",
+  "Decision",
+  "DimReduceConfig",
   "DynamicLossScaleState",
   "FreezeGroups",
   "FreezeSchedule",
   "FreezeState",
+  "GradAccumulationConfig",
+  "GradFreezeConfig",
+  "LessBNConfig",
   "MasterWeightsState",
   "NoEffectWarning",
   "ScaleByLarsTrustRatioState",
@@ -60,6 +79,7 @@ __all__ = [
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
+  "auto_boost",
   "centralize",
   "continuous_freezing",
   "dynamic_loss_scale",
