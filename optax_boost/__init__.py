@@ -34,6 +34,9 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._less_bn import LessBNPlan
+from optax_boost._less_bn import LoadReport
+from optax_boost._less_bn import NormPlace
 from optax_boost._precision import DynamicLossScaleState
 from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
@@ -68,8 +71,11 @@ __all__ = [
   "GradAccumulationConfig",
   "GradFreezeConfig",
   "LessBNConfig",
+  "LessBNPlan",
+  "LoadReport",
   "MasterWeightsState",
   "NoEffectWarning",
+  "NormPlace",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
   "TrainState",

@@ -41,8 +41,8 @@ def plan_in(flax, nnx_model, module, **options):
       path = path.replace(f"{name}_", f"{name}/")
     return path
 
-  return ob_linen.LessBNPlan(
-    tuple(ob_linen.NormPlace(renamed(p.path), p.role, p.layers) for p in plan.places),
+  return optax_boost.LessBNPlan(
+    tuple(optax_boost.NormPlace(renamed(p.path), p.role, p.layers) for p in plan.places),
     tuple(map(renamed, plan.removed)),
     tuple(map(renamed, plan.biases)),
     plan.head,

@@ -178,7 +178,8 @@ def _wanted(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, st
     elif mode == "manual" and switch is not None:
       wanted[name] = (switch, f"boost.{name} is {str(switch).lower()}")
     else:
-      wanted[name] = (name in LEVELS[level], f"level {level}")
+      included = name in LEVELS[level]
+      wanted[name] = (included, f"{'' if included else 'not '}in level {level}")
     # False is what the reference's own examples hold beside any mode; True was put there.
     if switch and not wanted[name][0]:
       raise ValueError(

@@ -3,9 +3,6 @@
 Needs the extra ``flax``.
 """
 
-from optax_boost._less_bn import LessBNPlan
-from optax_boost._less_bn import LoadReport
-from optax_boost._less_bn import NormPlace
 from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._head import NormalizedDense
@@ -23,9 +20,6 @@ __all__ = [
   "AutoBoost",
   "BoundModel",
   "LessBN",
-  "LessBNPlan",
-  "LoadReport",
-  "NormPlace",
   "NormalizedDense",
   "TrainStep",
   "auto_boost",

@@ -237,9 +237,9 @@ def less_bn(
       kernel and bias.
     bias: whether a convolution or dense layer without bias gets one where the BatchNorm after it
       goes.
-    predicate: which BatchNorms go, as a function of a :class:`NormPlace` (path, role, layers).
-      None: those inside of a branch of at least three layers. ``lambda place: place.role ==
-      "inner"`` takes in basic blocks.
+    predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
+      layers). None: those inside of a branch of at least three layers. To take in basic blocks:
+      ``lambda place: place.role == "inner"``.
     multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
       the start; the reference starts from 1.
     plan: what :func:`plan_less_bn` returned, instead of all of these.

@@ -3,9 +3,6 @@
 Needs the extra ``flax``.
 """
 
-from optax_boost._less_bn import LessBNPlan
-from optax_boost._less_bn import LoadReport
-from optax_boost._less_bn import NormPlace
 from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
 from optax_boost.nnx._head import NormalizedDense
@@ -19,9 +16,6 @@ from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [
   "AutoBoost",
-  "LessBNPlan",
-  "LoadReport",
-  "NormPlace",
   "NormalizedDense",
   "RemovedBatchNorm",
   "TrainStep",
