@@ -393,6 +393,28 @@ def test_a_checkpoint_of_the_original_loads_with_a_report():
   assert len(report.left_over) == 16
 
 
+def test_rng_streams_are_loaded_and_never_missed():
+  model = NnxNet(block=Stochastic)
+  less = ob_nnx.less_bn(NnxNet(block=Stochastic, rngs=nnx.Rngs(3)), X)
+  report = ob_nnx.load_original(less, model)
+  assert "blocks/0/depth/rngs/key" in report.loaded
+  np.testing.assert_array_equal(
+    jax.random.key_data(less.blocks[0].depth.rngs.key[...]),
+    jax.random.key_data(model.blocks[0].depth.rngs.key[...]),
+  )
+  params = nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+  assert ob_nnx.load_original(less, params).fresh == ()
+
+
+def test_what_is_loaded_takes_the_dtype_and_the_sharding_of_its_place():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  place = jax.device_put(jnp.zeros(4, jnp.bfloat16), sharding)
+  loaded, _ = ob_linen.load_original({"params": {"w": place}}, {"params": {"w": np.arange(4.0)}})
+  assert loaded["params"]["w"].dtype == jnp.bfloat16
+  assert loaded["params"]["w"].sharding == sharding
+
+
 def test_a_fresh_model_evaluates_what_was_trained():
   """The reference's `network_auto_process_eval`."""
   plan = ob_nnx.plan_less_bn(NnxNet(), X, fn_flag=True)
