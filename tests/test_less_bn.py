@@ -431,6 +431,22 @@ def test_a_fresh_model_evaluates_what_was_trained():
   np.testing.assert_array_equal(fresh(X), model(X))
 
 
+class Auxiliary(nn.Module):
+  """In training, a block on the side that evaluation leaves out."""
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    y = LinenBlock(3, BOTTLENECK, name="main")(x, train)
+    return (y, LinenBlock(3, BOTTLENECK, name="side")(x, train)) if train else y
+
+
+def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
+  less = ob_linen.less_bn(Auxiliary(), X)
+  assert len(less.plan.removed) == 4
+  variables = less.init(jax.random.key(0), X)
+  assert less.apply(variables, X, train=False).shape == X.shape
+
+
 def test_the_linen_train_step_takes_the_module():
   module = ob_linen.less_bn(LinenNet(), X, fn_flag=True)
   step = ob_linen.make_train_step(
