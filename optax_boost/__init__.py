@@ -9,6 +9,16 @@ from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
+from optax_boost._auto import AutoBoost
+from optax_boost._auto import BoostConfig
+from optax_boost._auto import BoostSwitches
+from optax_boost._auto import CommonConfig
+from optax_boost._auto import Decision
+from optax_boost._auto import DimReduceConfig
+from optax_boost._auto import GradAccumulationConfig
+from optax_boost._auto import GradFreezeConfig
+from optax_boost._auto import LessBNConfig
+from optax_boost._auto import auto_boost
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
@@ -38,6 +48,9 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._less_bn import LessBNPlan
+from optax_boost._less_bn import LoadReport
+from optax_boost._less_bn import NormPlace
 from optax_boost._precision import DynamicLossScaleState
 from optax_boost._precision import GroupLossScaleState
 from optax_boost._precision import MasterWeightsState
@@ -73,16 +86,28 @@ __version__ = "0.1.0"
 __all__ = [
   "AccumulateState",
   "AdasumState",
+  "AutoBoost",
+  "BoostConfig",
+  "BoostSwitches",
   "CheckpointSnapshots",
+  "CommonConfig",
+  "Decision",
+  "DimReduceConfig",
   "DimReduceState",
   "DynamicLossScaleState",
   "FreezeSchedule",
   "FreezeState",
+  "GradAccumulationConfig",
+  "GradFreezeConfig",
   "GroupLossScaleState",
   "LapermState",
   "LayerGroups",
+  "LessBNConfig",
+  "LessBNPlan",
+  "LoadReport",
   "MasterWeightsState",
   "NoEffectWarning",
+  "NormPlace",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "SnapshotStore",
@@ -99,6 +124,7 @@ __all__ = [
   "alpha_svrg_schedule",
   "apply_permutation",
   "apply_permuted_params",
+  "auto_boost",
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",

@@ -30,10 +30,15 @@ def inner(place):
   return place.role == "inner"
 
 
+def abstract_plan(make, *args, **options):
+  """Plans without computing any weights."""
+  return ob_nnx.plan_less_bn(nnx.eval_shape(make), *args, **options)
+
+
 def plan_in(flax, nnx_model, module, **options):
   """The plan, with the paths that NNX has, in the order of the forward pass."""
   if flax == "nnx":
-    return ob_nnx.plan_less_bn(nnx_model(), X, **options)
+    return abstract_plan(nnx_model, X, **options)
   plan = ob_linen.plan_less_bn(module, X, train=True, **options)
 
   def renamed(path):
@@ -41,8 +46,8 @@ def plan_in(flax, nnx_model, module, **options):
       path = path.replace(f"{name}_", f"{name}/")
     return path
 
-  return ob_linen.LessBNPlan(
-    tuple(ob_linen.NormPlace(renamed(p.path), p.role, p.layers) for p in plan.places),
+  return optax_boost.LessBNPlan(
+    tuple(optax_boost.NormPlace(renamed(p.path), p.role, p.layers) for p in plan.places),
     tuple(map(renamed, plan.removed)),
     tuple(map(renamed, plan.biases)),
     plan.head,
@@ -103,7 +108,7 @@ class Plain(nnx.Module):
 
 def test_a_plain_network_has_nothing_to_remove():
   with pytest.warns(optax_boost.NoEffectWarning, match=r"removes no BatchNorm.*\n.*outside"):
-    plan = ob_nnx.plan_less_bn(Plain(nnx.Rngs(0)), X)
+    plan = abstract_plan(lambda: Plain(nnx.Rngs(0)), X)
   assert {p.role for p in plan.places} == {"outside"}
   with pytest.warns(optax_boost.NoEffectWarning, match=r"BatchNorms:\n  none"):
     ob_linen.plan_less_bn(nn.Dense(2), X)
@@ -126,10 +131,10 @@ class Gated(NnxBlock):
 
 
 def test_the_layers_of_a_gate_make_no_bottleneck():
-  plan = ob_nnx.plan_less_bn(NnxNet(block=Gated), X)
+  plan = abstract_plan(lambda: NnxNet(block=Gated), X)
   assert list(plan.removed) == INNER
   with pytest.warns(optax_boost.NoEffectWarning):
-    plan = ob_nnx.plan_less_bn(NnxNet(BASIC, block=Gated), X)
+    plan = abstract_plan(lambda: NnxNet(BASIC, block=Gated), X)
   assert {p.layers for p in plan.places if p.role == "inner"} == {2}
 
 
@@ -152,7 +157,7 @@ class Stochastic(NnxBlock):
 
 
 def test_structure_is_seen_through_jit_remat_dropout_and_branching_activations():
-  plan = ob_nnx.plan_less_bn(NnxNet(block=Stochastic), X)
+  plan = abstract_plan(lambda: NnxNet(block=Stochastic), X)
   assert list(plan.removed) == INNER
 
 
@@ -169,7 +174,7 @@ class Conditioned(nnx.Module):
 
 
 def test_of_several_inputs_each_is_followed():
-  plan = ob_nnx.plan_less_bn(Conditioned(nnx.Rngs(0)), "train", jnp.ones((2, 2)), x=X)
+  plan = abstract_plan(lambda: Conditioned(nnx.Rngs(0)), "train", jnp.ones((2, 2)), x=X)
   assert list(plan.removed) == ["block/norms/2", "block/norms/1"]
 
 
@@ -197,11 +202,11 @@ def test_stacked_layers_lose_their_batch_norms_together(remat):
   module = Scanned(remat)
   less = ob_linen.less_bn(module, X)
   assert list(less.plan.removed) == ["block/norms_2", "block/norms_1"]
-  variables = less.init(jax.random.key(0), X)
+  variables = jax.eval_shape(less.init, jax.random.key(0), X)
   norms = [path for path in variables["params"]["block"] if path.startswith("norms")]
   assert norms == ["norms_0"]
   assert variables["params"]["block"]["norms_0"]["scale"].shape == (2, 3)
-  less.apply(variables, X, mutable="batch_stats")
+  jax.eval_shape(lambda v: less.apply(v, X, mutable="batch_stats"), variables)
 
 
 class Hourglass(nnx.Module):
@@ -220,7 +225,7 @@ class Hourglass(nnx.Module):
 
 
 def test_of_nested_blocks_the_innermost_counts():
-  plan = ob_nnx.plan_less_bn(Hourglass(nnx.Rngs(0)), X)
+  plan = abstract_plan(lambda: Hourglass(nnx.Rngs(0)), X)
   assert list(plan.removed) == [f"inside/{b}/norms/{i}" for b in (0, 1) for i in (2, 1)]
   roles = {p.path: p.role for p in plan.places}
   assert roles["norm"] == roles["inside/1/norms/0"] == "last"
@@ -241,7 +246,7 @@ class Shared(nnx.Module):
 
 
 def test_a_batch_norm_that_is_also_used_elsewhere_stays():
-  plan = ob_nnx.plan_less_bn(Shared(nnx.Rngs(0)), X)
+  plan = abstract_plan(lambda: Shared(nnx.Rngs(0)), X)
   assert list(plan.removed) == ["block/norms/1"]
 
 
@@ -363,13 +368,17 @@ def test_a_bias_takes_the_place_of_a_removed_batch_norm(flax):
 def test_new_biases_start_at_zero_and_are_trained():
   less = ob_nnx.less_bn(NnxNet(), X, bias=True)
   np.testing.assert_allclose(less(X), ob_nnx.less_bn(NnxNet(), X)(X), rtol=1e-5)
-  grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(less)
+  grads = nnx.jit(nnx.grad(lambda model: jnp.sum(model(X) ** 2)))(less)
   assert jnp.any(grads["blocks"][0]["convs"][2]["bias"][...] != 0)
   module = ob_linen.less_bn(LinenNet(), X, bias=True)
   variables = module.init(jax.random.key(0), X)
-  grads = jax.grad(lambda p: jnp.sum(module.apply({**variables, "params": p}, X) ** 2))(
-    variables["params"]
-  )
+
+  @jax.jit
+  @jax.grad
+  def gradient(params):
+    return jnp.sum(module.apply({**variables, "params": params}, X) ** 2)
+
+  grads = gradient(variables["params"])
   assert not jnp.any(variables["params"]["blocks_0"]["convs_2"]["bias"])
   assert jnp.any(grads["blocks_0"]["convs_2"]["bias"])
   assert "bias" not in variables["params"]["blocks_0"]["convs_0"]
@@ -377,7 +386,7 @@ def test_new_biases_start_at_zero_and_are_trained():
 
 def test_a_checkpoint_of_the_original_loads_with_a_report():
   trained = NnxNet(rngs=nnx.Rngs(7))
-  plan = ob_nnx.plan_less_bn(NnxNet(), X, fn_flag=True, bias=True)
+  plan = abstract_plan(NnxNet, X, fn_flag=True, bias=True)
   less = ob_nnx.less_bn(NnxNet(), plan=plan)
   report = ob_nnx.load_original(less, nnx.to_pure_dict(nnx.state(trained)))
   assert set(report.left_over) == {
@@ -393,9 +402,31 @@ def test_a_checkpoint_of_the_original_loads_with_a_report():
   assert len(report.left_over) == 16
 
 
+def test_rng_streams_are_loaded_and_never_missed():
+  model = NnxNet(block=Stochastic)
+  less = ob_nnx.less_bn(NnxNet(block=Stochastic, rngs=nnx.Rngs(3)), X)
+  report = ob_nnx.load_original(less, model)
+  assert "blocks/0/depth/rngs/key" in report.loaded
+  np.testing.assert_array_equal(
+    jax.random.key_data(less.blocks[0].depth.rngs.key[...]),
+    jax.random.key_data(model.blocks[0].depth.rngs.key[...]),
+  )
+  params = nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+  assert ob_nnx.load_original(less, params).fresh == ()
+
+
+def test_what_is_loaded_takes_the_dtype_and_the_sharding_of_its_place():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  place = jax.device_put(jnp.zeros(4, jnp.bfloat16), sharding)
+  loaded, _ = ob_linen.load_original({"params": {"w": place}}, {"params": {"w": np.arange(4.0)}})
+  assert loaded["params"]["w"].dtype == jnp.bfloat16
+  assert loaded["params"]["w"].sharding == sharding
+
+
 def test_a_fresh_model_evaluates_what_was_trained():
   """The reference's `network_auto_process_eval`."""
-  plan = ob_nnx.plan_less_bn(NnxNet(), X, fn_flag=True)
+  plan = abstract_plan(NnxNet, X, fn_flag=True)
   model = ob_nnx.less_bn(NnxNet(), plan=plan)
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
@@ -407,6 +438,23 @@ def test_a_fresh_model_evaluates_what_was_trained():
   fresh.eval()
   model.eval()
   np.testing.assert_array_equal(fresh(X), model(X))
+
+
+class Auxiliary(nn.Module):
+  """In training, a block on the side that evaluation leaves out."""
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    y = LinenBlock(3, BOTTLENECK, name="main")(x, train)
+    return (y, LinenBlock(3, BOTTLENECK, name="side")(x, train)) if train else y
+
+
+def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
+  less = ob_linen.less_bn(Auxiliary(), X)
+  assert len(less.plan.removed) == 4
+  variables = jax.eval_shape(less.init, jax.random.key(0), X)
+  evaluated = jax.eval_shape(lambda v: less.apply(v, X, train=False), variables)
+  assert evaluated.shape == X.shape
 
 
 def test_the_linen_train_step_takes_the_module():
@@ -451,7 +499,7 @@ def test_containers_and_dtypes_are_kept():
 
 
 def test_the_plan_prints():
-  plan = ob_nnx.plan_less_bn(NnxNet(), X, fn_flag=True, bias=True)
+  plan = abstract_plan(NnxNet, X, fn_flag=True, bias=True)
   assert str(plan).splitlines() == [
     "removed 4 of 8 BatchNorms: " + ", ".join(INNER),
     "kept, last of its residual branch: blocks/0/norms/0, blocks/1/norms/0",
@@ -487,17 +535,17 @@ def test_refuses_a_module_whose_cached_traces_cannot_be_intercepted():
   plan = ob_linen.plan_less_bn(Jitted(), X)
   assert len(plan.removed) == 2
   with pytest.raises(ValueError, match=r"If it has `nn.jit` inside, take that off"):
-    ob_linen.less_bn(Jitted(), plan=plan).init(jax.random.key(0), X)
+    jax.eval_shape(ob_linen.less_bn(Jitted(), plan=plan).init, jax.random.key(0), X)
 
 
 def test_refuses_a_plan_or_checkpoint_of_another_architecture():
-  plan = ob_nnx.plan_less_bn(NnxNet(), X)
+  plan = abstract_plan(NnxNet, X)
   with pytest.raises(ValueError, match=r"at 'blocks/0/norms/2' it expects a BatchNorm, .* nothing"):
     ob_nnx.less_bn(NnxNet(BASIC), plan=plan)
   linen_plan = ob_linen.plan_less_bn(LinenNet(), X)
   module = ob_linen.less_bn(LinenNet(BASIC), plan=linen_plan)
   with pytest.raises(ValueError, match=r"the module has no 'blocks_0/norms_2'"):
-    module.init(jax.random.key(0), X)
+    jax.eval_shape(module.init, jax.random.key(0), X)
   less = ob_nnx.less_bn(NnxNet(), plan=plan)
   with pytest.raises(ValueError, match=r"'last/bias' has shape \(3,\), the model's \(5,\)"):
     ob_nnx.load_original(less, {"last": {"bias": jnp.ones(3)}})

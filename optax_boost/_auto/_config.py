@@ -72,12 +72,12 @@ class _Block:
         where = f"{_BLOCK_NAMES[type(self)]}.{field.name}"
         hint = ""
         if isinstance(value, str) and field.name == "mode":
-          hint = _nearest(value, MODES)
+          hint = nearest(value, MODES)
         raise ValueError(f"`{where}` must be {rule.words}; got {value!r}.{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Switches(_Block):
+class BoostSwitches(_Block):
   """The block ``boost``: which methods are on.
 
   Attributes:
@@ -102,7 +102,7 @@ class Switches(_Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Common(_Block):
+class CommonConfig(_Block):
   """The block ``common``.
 
   Attributes:
@@ -129,7 +129,7 @@ class LessBNConfig(_Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradFreeze(_Block):
+class GradFreezeConfig(_Block):
   """The block ``grad_freeze``.
 
   Attributes:
@@ -146,7 +146,7 @@ class GradFreeze(_Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradAccumulation(_Block):
+class GradAccumulationConfig(_Block):
   """The block ``grad_accumulation``.
 
   Attributes:
@@ -208,11 +208,11 @@ class BoostConfig:
     ValueError: `grad_freeze` has no key 'freezep'. Did you mean 'freeze_p'?
   """
 
-  boost: Switches = Switches()
-  common: Common = Common()
+  boost: BoostSwitches = BoostSwitches()
+  common: CommonConfig = CommonConfig()
   less_bn: LessBNConfig = LessBNConfig()
-  grad_freeze: GradFreeze = GradFreeze()
-  grad_accumulation: GradAccumulation = GradAccumulation()
+  grad_freeze: GradFreezeConfig = GradFreezeConfig()
+  grad_accumulation: GradAccumulationConfig = GradAccumulationConfig()
   dim_reduce: DimReduceConfig = DimReduceConfig()
 
   def __post_init__(self) -> None:
@@ -310,11 +310,11 @@ class BoostConfig:
 
 
 _BLOCKS: dict[str, type[Any]] = {
-  "boost": Switches,
-  "common": Common,
+  "boost": BoostSwitches,
+  "common": CommonConfig,
   "less_bn": LessBNConfig,
-  "grad_freeze": GradFreeze,
-  "grad_accumulation": GradAccumulation,
+  "grad_freeze": GradFreezeConfig,
+  "grad_accumulation": GradAccumulationConfig,
   "dim_reduce": DimReduceConfig,
 }
 _BLOCK_NAMES = {kind: name for name, kind in _BLOCKS.items()}
@@ -339,12 +339,21 @@ def _hint(name: Any, known: Iterable[str]) -> str:
   homes = [block for block in _BLOCKS if name in _keys(block) and name not in known]
   if homes:
     return f" It belongs to the block {homes[0]!r}."
-  return _nearest(name, known)
+  return nearest(name, known)
 
 
-def _nearest(name: Any, known: Iterable[str]) -> str:
+def nearest(name: Any, known: Iterable[str]) -> str:
+  """Words for an error about an unknown name.
+
+  Args:
+    name: what came.
+    known: what there is.
+
+  Returns:
+    A question that names the nearest, or the list.
+  """
   known = list(known)
-  close = difflib.get_close_matches(str(name).lower(), known, 1, 0.6)
+  close = difflib.get_close_matches(str(name), known, 1, 0.5)
   return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
 
 

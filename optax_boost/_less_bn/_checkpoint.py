@@ -46,7 +46,7 @@ def load_tree(
     ignore: paths whose absence from the checkpoint is not reported.
 
   Returns:
-    A tree like `target`, in its dtypes, and the report.
+    A tree like `target`, in its dtypes and on its mesh, and the report.
 
   Raises:
     ValueError: an array has another shape than its place, or nothing fits.
@@ -66,7 +66,10 @@ def load_tree(
       )
     loaded.append(path)
     # Copied, so that the model can be donated.
-    return jnp.array(new, None if new.dtype == old.dtype else old.dtype)
+    copy = jnp.array(new, None if new.dtype == old.dtype else old.dtype)
+    sharding = getattr(old, "sharding", None)
+    sharded = isinstance(sharding, jax.sharding.NamedSharding)
+    return jax.device_put(copy, sharding) if sharded else copy
 
   leaves = [load(*pair) for pair in zip(paths, jax.tree.leaves(target), strict=True)]
   if not loaded and paths:

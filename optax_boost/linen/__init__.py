@@ -1,11 +1,10 @@
-"""What Flax Linen modules need: train steps, fewer BatchNorms, the normalized head.
+"""What Flax Linen modules need: train steps, levels, fewer BatchNorms, the normalized head.
 
 Needs the extra ``flax``.
 """
 
-from optax_boost._less_bn import LessBNPlan
-from optax_boost._less_bn import LoadReport
-from optax_boost._less_bn import NormPlace
+from optax_boost.linen._auto import AutoBoost
+from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._head import NormalizedDense
 from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
@@ -18,13 +17,12 @@ from optax_boost.linen._train_step import make_train_step
 from optax_boost.linen._train_step import variables
 
 __all__ = [
+  "AutoBoost",
   "BoundModel",
   "LessBN",
-  "LessBNPlan",
-  "LoadReport",
-  "NormPlace",
   "NormalizedDense",
   "TrainStep",
+  "auto_boost",
   "layer_groups",
   "less_bn",
   "load_original",

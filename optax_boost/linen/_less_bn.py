@@ -82,8 +82,11 @@ class LessBN(nn.Module):
 
     with nn.intercept_methods(intercept):
       output = getattr(self._bound, method)(*args, **kwargs)
-    missed = {*self.plan.removed, *self.plan.biases} - met
-    if missed and method == "__call__":
+    head = [] if self.plan.head is None else [self.plan.head]
+    planned = {*self.plan.removed, *self.plan.biases, *head}
+    missed = planned - met
+    # Another call than the plan was made for may leave out a branch, such as an auxiliary head.
+    if missed and method == "__call__" and (self.is_initializing() or missed == planned):
       raise ValueError(
         f"The plan is for another architecture or call: the module has no '{min(missed)}'. Make it"
         " with `plan_less_bn` from this module. If it has `nn.jit` inside, take that off: it keeps"
@@ -237,9 +240,9 @@ def less_bn(
       kernel and bias.
     bias: whether a convolution or dense layer without bias gets one where the BatchNorm after it
       goes.
-    predicate: which BatchNorms go, as a function of a :class:`NormPlace` (path, role, layers).
-      None: those inside of a branch of at least three layers. ``lambda place: place.role ==
-      "inner"`` takes in basic blocks.
+    predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
+      layers). None: those inside of a branch of at least three layers. To take in basic blocks:
+      ``lambda place: place.role == "inner"``.
     multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
       the start; the reference starts from 1.
     plan: what :func:`plan_less_bn` returned, instead of all of these.

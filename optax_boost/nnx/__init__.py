@@ -1,11 +1,10 @@
-"""What Flax NNX models need: train steps, fewer BatchNorms, the normalized head.
+"""What Flax NNX models need: train steps, levels, fewer BatchNorms, the normalized head.
 
 Needs the extra ``flax``.
 """
 
-from optax_boost._less_bn import LessBNPlan
-from optax_boost._less_bn import LoadReport
-from optax_boost._less_bn import NormPlace
+from optax_boost.nnx._auto import AutoBoost
+from optax_boost.nnx._auto import auto_boost
 from optax_boost.nnx._head import NormalizedDense
 from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
@@ -16,12 +15,11 @@ from optax_boost.nnx._train_step import layer_groups
 from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [
-  "LessBNPlan",
-  "LoadReport",
-  "NormPlace",
+  "AutoBoost",
   "NormalizedDense",
   "RemovedBatchNorm",
   "TrainStep",
+  "auto_boost",
   "layer_groups",
   "less_bn",
   "load_original",

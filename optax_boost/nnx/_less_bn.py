@@ -143,9 +143,9 @@ def less_bn(
       kernel and bias.
     bias: whether a convolution or dense layer without bias gets one, of zeros, where the
       BatchNorm after it goes.
-    predicate: which BatchNorms go, as a function of a :class:`NormPlace` (path, role, layers).
-      None: those inside of a branch of at least three layers. ``lambda place: place.role ==
-      "inner"`` takes in basic blocks.
+    predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
+      layers). None: those inside of a branch of at least three layers. To take in basic blocks:
+      ``lambda place: place.role == "inner"``.
     multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
       the start; the reference starts from 1.
     plan: what :func:`plan_less_bn` returned, instead of all of these.
@@ -180,7 +180,7 @@ def less_bn(
   _check(model, plan)
   if plan is None:
     plan = _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
-  copy = _copy(model)
+  copy = copy_model(model)
   modules = _modules(copy)
 
   def layer(path: str, *kinds: type) -> Any:
@@ -273,8 +273,15 @@ def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
   return head
 
 
-def _copy(model: nnx.Module) -> Any:
-  """A model with arrays of its own, so that either can be donated."""
+def copy_model(model: nnx.Module) -> Any:
+  """Copies a model with its arrays, so that either can be donated.
+
+  Args:
+    model: the model.
+
+  Returns:
+    A copy.
+  """
   graphdef, state = nnx.split(model)
   copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
   return nnx.merge(graphdef, copied)

@@ -1,0 +1,151 @@
+"""Trains a bottleneck ResNet on digits at AutoBoost's levels, and compares time and accuracy.
+
+`python examples/auto_boost_resnet.py` runs O0 and O1 with the reference's settings; `--config
+examples/configs/o1.json` takes others for all levels but O0. It prints what each level does, then
+a table: test accuracy over the seeds, and the mean time of a step beside that of O0. Steps that
+compile (the first of each depth of freezing) don't count.
+"""
+
+import argparse
+from pathlib import Path
+import time
+from typing import NamedTuple
+
+from _data import digits
+from _training import batches
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import optax_boost
+import optax_boost.nnx
+
+BATCH_SIZE = 64
+WIDTHS = (16, 32, 64)
+BASELINE = "O0"
+
+
+class Bottleneck(nnx.Module):
+  """Three convolutions beside a shortcut, which has one of its own where the width changes."""
+
+  def __init__(self, inputs: int, width: int, stride: int, *, rngs: nnx.Rngs):
+    def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nnx.Conv:
+      return nnx.Conv(inputs, outputs, (size, size), strides=stride, use_bias=False, rngs=rngs)
+
+    def norm(width: int) -> nnx.BatchNorm:
+      return nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
+
+    outputs = 4 * width
+    self.conv_1, self.norm_1 = conv(inputs, width, 1), norm(width)
+    self.conv_2, self.norm_2 = conv(width, width, 3, stride), norm(width)
+    self.conv_3, self.norm_3 = conv(width, outputs, 1), norm(outputs)
+    self.conv_4, self.norm_4 = conv(inputs, outputs, 1, stride), norm(outputs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps feature maps to feature maps."""
+    y = nnx.relu(self.norm_1(self.conv_1(x)))
+    y = self.norm_3(self.conv_3(nnx.relu(self.norm_2(self.conv_2(y)))))
+    return nnx.relu(y + self.norm_4(self.conv_4(x)))
+
+
+class ResNet(nnx.Module):
+  """A stem, three bottleneck blocks and a linear head."""
+
+  def __init__(self, classes: int, *, rngs: nnx.Rngs):
+    self.stem = nnx.Conv(1, WIDTHS[0], (3, 3), use_bias=False, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTHS[0], momentum=0.9, rngs=rngs)
+    self.block_1 = Bottleneck(WIDTHS[0], WIDTHS[0], 1, rngs=rngs)
+    self.block_2 = Bottleneck(4 * WIDTHS[0], WIDTHS[1], 2, rngs=rngs)
+    self.block_3 = Bottleneck(4 * WIDTHS[1], WIDTHS[2], 2, rngs=rngs)
+    self.head = nnx.Linear(4 * WIDTHS[2], classes, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps images ``(n, h, w, 1)`` to logits ``(n, classes)``."""
+    x = nnx.relu(self.norm(self.stem(x)))
+    x = self.block_3(self.block_2(self.block_1(x)))
+    return self.head(jnp.mean(x, (1, 2)))
+
+
+def loss_fn(model: ResNet, batch: dict[str, jax.Array]) -> jax.Array:
+  """Mean cross-entropy."""
+  logits = model(batch["images"])
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]))
+
+
+class Result(NamedTuple):
+  """Of one training run: test accuracy, and seconds per step that compiled nothing."""
+
+  accuracy: float
+  seconds: float
+
+
+def run(boost: optax_boost.nnx.AutoBoost, epochs: int, seed: int) -> Result:
+  """Trains and evaluates one model.
+
+  Args:
+    boost: the level, decided on.
+    epochs: passes over the training images.
+    seed: of the initial weights and the order of the images.
+
+  Returns:
+    A :class:`Result`.
+  """
+  data = digits()
+  sample = {"images": data.train.images[:BATCH_SIZE], "labels": data.train.labels[:BATCH_SIZE]}
+  model = boost.model(ResNet(data.classes, rngs=nnx.Rngs(seed)), sample["images"])
+  sgd = optax.sgd(0.05, momentum=0.9, nesterov=True)
+  tx = boost.optimizer(optax.chain(optax.add_decayed_weights(1e-4), sgd), model, loss_fn, sample)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = boost.train_step(loss_fn)
+  seconds: list[float] = []
+  compiled: set[int] = set()
+  for batch in batches(data.train, BATCH_SIZE, epochs, seed):
+    start = time.perf_counter()
+    metrics = jax.block_until_ready(step(model, optimizer, batch))
+    depth = int(metrics.get("frozen_groups", 0))
+    if depth in compiled:
+      seconds.append(time.perf_counter() - start)
+    compiled.add(depth)
+  fresh = ResNet(data.classes, rngs=nnx.Rngs(seed))
+  evaluated = boost.eval_model(fresh, model, sample["images"])
+  right = jnp.argmax(evaluated(data.test.images), -1) == data.test.labels
+  return Result(float(jnp.mean(right)), float(np.mean(seconds)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+  """Trains at every level and prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--levels", nargs="+", default=[BASELINE, "O1"])
+  parser.add_argument("--config", type=Path, help="a JSON file in the reference's schema")
+  parser.add_argument("--epochs", type=int, default=15)
+  parser.add_argument("--seeds", type=int, default=3)
+  options = parser.parse_args(arguments)
+  if options.epochs < 1 or options.seeds < 1:
+    parser.error("--epochs and --seeds must be at least 1")
+  try:
+    boosts = {
+      level: optax_boost.nnx.auto_boost(level, options.config if level != BASELINE else None)
+      for level in dict.fromkeys([BASELINE, *options.levels])
+    }
+  except (ValueError, NotImplementedError, OSError) as error:
+    parser.error(str(error))
+  images = jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32)
+  results: dict[str, list[Result]] = {}
+  for level, boost in boosts.items():
+    print(boost.explain())
+    print(boost.plan(ResNet(10, rngs=nnx.Rngs(0)), images) or "", end="\n\n")
+    seeds = tqdm(range(options.seeds), desc=level, unit="seed", leave=False)
+    results[level] = [run(boost, options.epochs, seed) for seed in seeds]
+  print("level  test accuracy    ms per step  of O0's")
+  base = np.mean([result.seconds for result in results[BASELINE]])
+  for level, found in results.items():
+    accuracy, seconds = np.array(found).T
+    spread = f"{100 * np.mean(accuracy):5.1f} +- {100 * np.std(accuracy):.1f} %"
+    print(f"{level:5}  {spread:15}  {1e3 * np.mean(seconds):11.2f}  {np.mean(seconds) / base:7.2f}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,290 @@
+"""From a level and a configuration to the transformation and the train step."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import os
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import optax
+
+from optax_boost import _accumulation
+from optax_boost import _adasum
+from optax_boost import _centralization
+from optax_boost import _freezing
+from optax_boost import _groups
+from optax_boost import _train_step
+from optax_boost._auto import _config
+from optax_boost._auto import _levels
+
+Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoBoost:
+  """A level and a configuration, decided on; made by :func:`auto_boost`. It changes nothing global.
+
+  Attributes:
+    level: the level.
+    config: the configuration.
+    decisions: whether each method is on, and why.
+    axis_name: the named axis of adasum, or None.
+    key: the seed of the freezing schedule.
+  """
+
+  level: str
+  config: _config.BoostConfig
+  decisions: tuple[_levels.Decision, ...]
+  axis_name: Any = None
+  key: jax.Array | int = 0
+
+  def is_on(self, method: str) -> bool:
+    """Whether a method is on.
+
+    Args:
+      method: its key in the configuration, as ``"grad_freeze"``.
+
+    Returns:
+      Whether it is.
+
+    Raises:
+      ValueError: there is no such method.
+    """
+    if method not in _levels.METHODS:
+      raise ValueError(f"There is no method {method!r}.{_config.nearest(method, _levels.METHODS)}")
+    return next(decision.on for decision in self.decisions if decision.method == method)
+
+  def explain(self) -> str:
+    """Says what is on, what is off and why.
+
+    Returns:
+      A table: for each method whether it is on, why, its settings, and what it is expected to save.
+    """
+    rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
+    rows.insert(0, ("method", "", "why", "settings", "saves"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
+
+  def optimizer(
+    self,
+    tx: optax.GradientTransformation,
+    params: optax.Params | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    *args: Any,
+    groups: _groups.Groups | None = None,
+  ) -> optax.GradientTransformationExtraArgs:
+    """Puts what is on around an optimizer.
+
+    From the inside out: centralization, adaptive summation, freezing, accumulation.
+
+    Args:
+      tx: the optimizer.
+      params: the params, for freezing.
+      loss_fn: the loss ``loss_fn(params, *args)``, from whose trace freezing reads the groups.
+      *args: the loss's other arguments.
+      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
+
+    Returns:
+      The transformation.
+
+    Raises:
+      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+    """
+    if self.is_on("grad_freeze") and groups is None:
+      if loss_fn is None:
+        raise ValueError(
+          "`grad_freeze` is on, so the optimizer must know the order of the layers: pass the params"
+          " or the model, the loss and its arguments, or groups=..."
+        )
+      groups = self._layer_groups(_groups.layer_groups, loss_fn, params, *args)
+    return self._around(tx, groups)
+
+  def train_step(
+    self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
+  ) -> Any:
+    """Makes the train step.
+
+    Args:
+      loss_fn: the loss, as for :func:`make_train_step`.
+      tx: what :meth:`optimizer` returned.
+      **options: those of :func:`make_train_step`.
+
+    Returns:
+      A :class:`TrainStep`.
+    """
+    return _train_step.make_train_step(loss_fn, tx, **options)
+
+  def _layer_groups(self, find: Callable[..., Any], *args: Any) -> _groups.LayerGroups:
+    number = self.config.grad_freeze.param_groups
+    try:
+      return find(*args, num_groups=number)
+    except ValueError as error:
+      raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
+
+  def _around(
+    self, tx: optax.GradientTransformation, groups: _groups.Groups | None
+  ) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(tx, optax.GradientTransformation):
+      raise TypeError(
+        f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
+        " instead of what it returns?"
+      )
+    built = optax.with_extra_args_support(tx)
+    for method, wrap in _WRAPS.items():
+      if self.is_on(method):
+        built = wrap(self, built, groups)
+    return built
+
+
+def _centralized(boost: AutoBoost, tx: Any, groups: Any) -> Any:
+  del groups
+  return optax.chain(_centralization.centralize(), tx) if boost.config.less_bn.gc_flag else tx
+
+
+def _summed(boost: AutoBoost, tx: Any, groups: Any) -> Any:
+  del groups
+  return optax.chain(_adasum.adasum(boost.axis_name), tx)
+
+
+def _frozen(boost: AutoBoost, tx: Any, groups: Any) -> Any:
+  block = boost.config.grad_freeze
+  # The key is the share of steps in which nothing is frozen.
+  schedule = (_freezing.continuous_freezing, _freezing.interval_freezing)[block.freeze_type]
+  return _freezing.freeze(
+    tx, groups, schedule(block.param_groups, 1 - block.freeze_p), key=boost.key
+  )
+
+
+def _accumulated(boost: AutoBoost, tx: Any, groups: Any) -> Any:
+  del groups
+  return _accumulation.accumulate(tx, boost.config.grad_accumulation.grad_accumulation_step)
+
+
+# What each method puts around the optimizer, from the inside out. A new method joins here and in
+# `_levels.METHODS`.
+_WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
+  "less_bn": _centralized,
+  "adasum": _summed,
+  "grad_freeze": _frozen,
+  "grad_accumulation": _accumulated,
+}
+
+
+def read_config(config: Config) -> _config.BoostConfig:
+  """Reads a configuration in any of its forms.
+
+  Args:
+    config: a :class:`BoostConfig`, a dict of its schema, the path of a JSON file, or None.
+
+  Returns:
+    The configuration.
+
+  Raises:
+    TypeError: it is none of these.
+    ValueError: it is not of the schema.
+  """
+  if config is None:
+    return _config.BoostConfig()
+  if isinstance(config, _config.BoostConfig):
+    return config
+  if isinstance(config, Mapping):
+    return _config.BoostConfig.from_dict(config)
+  if isinstance(config, str | os.PathLike):
+    return _config.BoostConfig.load(config)
+  raise TypeError(
+    f"`config` must be a BoostConfig, a dict, the path of a JSON file or None; got {config!r}."
+  )
+
+
+def decided(
+  level: str, config: Config, *, axis_name: Any, compose: bool, key: jax.Array | int
+) -> dict[str, Any]:
+  """The fields of an :class:`AutoBoost`.
+
+  Args:
+    level: the level.
+    config: the configuration in any form.
+    axis_name: the named axis of adasum, or None.
+    compose: whether methods are combined that the reference runs alone.
+    key: the seed of the freezing schedule.
+
+  Returns:
+    The fields.
+
+  Raises:
+    ValueError: adasum is on without an axis; or as :func:`auto_boost`.
+  """
+  _levels.check_level(level)
+  found = read_config(config)
+  decisions = _levels.decide(level, found, compose=compose)
+  if axis_name is None and any(d.on for d in decisions if d.method == "adasum"):
+    raise ValueError(
+      f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"
+      " got axis_name=None. Pass the axis of your `shard_map`, or turn adasum off: mode 'manual',"
+      " adasum false."
+    )
+  return {
+    "level": level,
+    "config": found,
+    "decisions": decisions,
+    "axis_name": axis_name,
+    "key": key,
+  }
+
+
+def auto_boost(
+  level: str = "O0",
+  config: Config = None,
+  *,
+  axis_name: Any = None,
+  compose: bool = False,
+  key: jax.Array | int = 0,
+) -> AutoBoost:
+  """Chooses and sets up several methods at once, by level or by a configuration.
+
+  For models in Flax use ``optax_boost.nnx.auto_boost`` or ``optax_boost.linen.auto_boost``, which
+  also change the model; here, in plain JAX, `less_bn` comes down to its centralized gradients.
+
+  Args:
+    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, a normalized head, centralized gradients
+      and freezing; ``"O2"``: adaptive summation over replicas as well.
+    config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a
+      JSON file. None: the reference's defaults.
+    axis_name: the named axis over which `adasum` runs, as for :func:`adasum`.
+    compose: whether methods are combined that the reference runs alone: there, freezing turns
+      adaptive summation and accumulation off. (`dim_reduce` takes the optimizer's place and is
+      always alone.)
+    key: the seed of the freezing schedule, or a key.
+
+  Returns:
+    An :class:`AutoBoost`: ``tx = boost.optimizer(tx, params, loss_fn, batch)``, ``step =
+    boost.train_step(loss_fn, tx)``, ``print(boost.explain())``.
+
+  Raises:
+    ValueError: a level, block or key is unknown, a value wrong, two settings contradict each
+      other, or adasum is on without an axis.
+    TypeError: `config` is of another kind.
+    NotImplementedError: a method is asked for that this version does not have.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"body": jnp.eye(3), "head": jnp.ones((3, 1))}
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
+    >>> boost = optax_boost.auto_boost("O1", {"grad_freeze": {"param_groups": 2}})
+    >>> tx = boost.optimizer(optax.sgd(0.1), params, loss_fn, jnp.eye(3))
+    >>> step = boost.train_step(loss_fn, tx)
+    >>> state = step.init(params)
+    >>> for _ in range(3):
+    ...   state, metrics = step(state, jnp.eye(3))
+    >>> [decision.method for decision in boost.decisions if decision.on]
+    ['less_bn', 'grad_freeze']
+
+  References:
+    MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
+    for all that follow, and unknown levels and keys pass silently.
+  """
+  return AutoBoost(**decided(level, config, axis_name=axis_name, compose=compose, key=key))

@@ -1,0 +1,161 @@
+"""Levels and configurations for Flax Linen modules."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+import jax
+import optax
+
+from optax_boost import _auto
+from optax_boost import _groups
+from optax_boost import _less_bn as _shared
+from optax_boost.linen import _less_bn
+from optax_boost.linen import _train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoBoost(_auto.AutoBoost):
+  """A level and a configuration, decided on, for Linen modules; made by :func:`auto_boost`.
+
+  Attributes:
+    level: the level.
+    config: the configuration.
+    decisions: whether each method is on, and why.
+    axis_name: the named axis of adasum, or None.
+    key: the seed of the freezing schedule.
+  """
+
+  def plan(self, module: nn.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
+    """Says what :meth:`model` does to a module.
+
+    Args:
+      module: the module.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      **kwargs: its keyword arguments, such as ``train=True``.
+
+    Returns:
+      A plan that prints, or None if `less_bn` is off.
+    """
+    if not self.is_on("less_bn"):
+      return None
+    fn_flag = self.config.less_bn.fn_flag
+    return _less_bn.plan_less_bn(module, *args, fn_flag=fn_flag, **kwargs)
+
+  def model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a module, for training and evaluation alike.
+
+    Args:
+      module: the module.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      **kwargs: its keyword arguments, such as ``train=True``.
+
+    Returns:
+      The module after :func:`less_bn`, or `module` itself if that is off.
+    """
+    plan = self.plan(module, *args, **kwargs)
+    return module if plan is None else _less_bn.less_bn(module, plan=plan)
+
+  def eval_model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode.
+
+    Args:
+      module: the original module.
+      *args: its inputs, as for a call.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      The module for ``apply`` with the trained variables.
+    """
+    return self.model(module, *args, **kwargs)
+
+  def optimizer(  # type: ignore[override]
+    self,
+    tx: optax.GradientTransformation,
+    module: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    variables: Any = None,
+    batch: Any = None,
+    rng: jax.Array | None = None,
+    *,
+    groups: _groups.Groups | None = None,
+  ) -> optax.GradientTransformationExtraArgs:
+    """Puts what is on around an optimizer.
+
+    Args:
+      tx: the optimizer.
+      module: what :meth:`model` returned, for freezing.
+      loss_fn: the loss ``loss_fn(model, batch)``, from whose trace freezing reads the groups.
+      variables: what ``module.init`` returned.
+      batch: a batch.
+      rng: a key, if the module draws.
+      groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
+
+    Returns:
+      The transformation.
+
+    Raises:
+      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+    """
+    if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
+      groups = self._layer_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
+    return super().optimizer(tx, groups=groups)
+
+  def train_step(  # type: ignore[override]
+    self,
+    module: nn.Module,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    **options: Any,
+  ) -> _train_step.TrainStep:
+    """Makes the train step.
+
+    Args:
+      module: what :meth:`model` returned.
+      loss_fn: the loss, as for :func:`make_train_step`.
+      tx: what :meth:`optimizer` returned.
+      **options: those of :func:`make_train_step`.
+
+    Returns:
+      A :class:`TrainStep`.
+    """
+    return _train_step.make_train_step(module, loss_fn, tx, **options)
+
+
+def auto_boost(
+  level: str = "O0",
+  config: _auto.Config = None,
+  *,
+  axis_name: Any = None,
+  compose: bool = False,
+  key: jax.Array | int = 0,
+) -> AutoBoost:
+  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen.
+
+  Args:
+    level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
+    config: a configuration, a dict of its schema, or the path of a JSON file.
+    axis_name: the named axis over which `adasum` runs.
+    compose: whether methods are combined that the reference runs alone.
+    key: the seed of the freezing schedule, or a key.
+
+  Returns:
+    An :class:`AutoBoost`.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
+    >>> module, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
+    >>> loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)
+    >>> config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 2}}
+    >>> boost = optax_boost.linen.auto_boost("O1", config)
+    >>> module = boost.model(module, x)
+    >>> variables = module.init(jax.random.key(0), x)
+    >>> tx = boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x)
+    >>> step = boost.train_step(module, loss_fn, tx)
+    >>> state, metrics = step(step.init(variables), x)
+    >>> int(metrics["frozen_groups"])
+    0
+  """
+  return AutoBoost(**_auto.decided(level, config, axis_name=axis_name, compose=compose, key=key))

@@ -1,0 +1,159 @@
+"""Levels and configurations for Flax NNX models."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import optax
+
+from optax_boost import _auto
+from optax_boost import _groups
+from optax_boost import _less_bn as _shared
+from optax_boost.nnx import _less_bn
+from optax_boost.nnx import _train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoBoost(_auto.AutoBoost):
+  """A level and a configuration, decided on, for NNX models; made by :func:`auto_boost`.
+
+  Attributes:
+    level: the level.
+    config: the configuration.
+    decisions: whether each method is on, and why.
+    axis_name: the named axis of adasum, or None.
+    key: the seed of the freezing schedule.
+  """
+
+  def plan(self, model: nnx.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
+    """Says what :meth:`model` does to a model.
+
+    Args:
+      model: the model.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A plan that prints, or None if `less_bn` is off.
+    """
+    if not self.is_on("less_bn"):
+      return None
+    fn_flag = self.config.less_bn.fn_flag
+    return _less_bn.plan_less_bn(model, *args, fn_flag=fn_flag, **kwargs)
+
+  def model(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a model for training.
+
+    Args:
+      model: the model; it is not changed.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A copy after :func:`less_bn`, or `model` itself if that is off.
+    """
+    plan = self.plan(model, *args, **kwargs)
+    return model if plan is None else _less_bn.less_bn(model, plan=plan)
+
+  def eval_model(self, model: nnx.Module, trained: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a fresh model for evaluation.
+
+    Args:
+      model: a model of the original architecture; it is not changed.
+      trained: what was trained after :meth:`model`, or its checkpoint; see :func:`load_original`.
+      *args: the model's inputs, as for a call.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A copy with the trained weights, in evaluation mode.
+    """
+    plan = self.plan(model, *args, **kwargs)
+    copy = _less_bn.copy_model(model) if plan is None else _less_bn.less_bn(model, plan=plan)
+    _less_bn.load_original(copy, trained)
+    copy.eval()
+    return copy
+
+  def optimizer(  # type: ignore[override]
+    self,
+    tx: optax.GradientTransformation,
+    model: nnx.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    *args: Any,
+    groups: _groups.Groups | None = None,
+    wrt: Any = nnx.Param,
+  ) -> optax.GradientTransformationExtraArgs:
+    """Puts what is on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
+
+    Args:
+      tx: the optimizer.
+      model: what :meth:`model` returned, for freezing.
+      loss_fn: the loss ``loss_fn(model, *args)``, from whose trace freezing reads the groups.
+      *args: the loss's other arguments.
+      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
+      wrt: what is trained.
+
+    Returns:
+      The transformation.
+
+    Raises:
+      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+    """
+    if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
+      find = functools.partial(_train_step.layer_groups, wrt=wrt)
+      groups = self._layer_groups(find, loss_fn, model, *args)
+    return super().optimizer(tx, groups=groups)
+
+  def train_step(  # type: ignore[override]
+    self, loss_fn: Callable[..., Any], **options: Any
+  ) -> _train_step.TrainStep:
+    """Makes the train step.
+
+    Args:
+      loss_fn: the loss, as for :func:`make_train_step`.
+      **options: those of :func:`make_train_step`.
+
+    Returns:
+      A :class:`TrainStep`.
+    """
+    return _train_step.make_train_step(loss_fn, **options)
+
+
+def auto_boost(
+  level: str = "O0",
+  config: _auto.Config = None,
+  *,
+  axis_name: Any = None,
+  compose: bool = False,
+  key: jax.Array | int = 0,
+) -> AutoBoost:
+  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for NNX.
+
+  Args:
+    level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
+    config: a configuration, a dict of its schema, or the path of a JSON file.
+    axis_name: the named axis over which `adasum` runs.
+    compose: whether methods are combined that the reference runs alone.
+    key: the seed of the freezing schedule, or a key.
+
+  Returns:
+    An :class:`AutoBoost`.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax, optax_boost.nnx
+    >>> rngs, x = nnx.Rngs(0), jnp.ones((4, 3))
+    >>> model = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.relu, nnx.Linear(8, 2, rngs=rngs))
+    >>> loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)
+    >>> config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 2}}
+    >>> boost = optax_boost.nnx.auto_boost("O1", config)
+    >>> model = boost.model(model, x)
+    >>> tx = boost.optimizer(optax.sgd(0.1), model, loss_fn, x)
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> metrics = boost.train_step(loss_fn)(model, optimizer, x)
+    >>> int(metrics["frozen_groups"])
+    0
+  """
+  return AutoBoost(**_auto.decided(level, config, axis_name=axis_name, compose=compose, key=key))

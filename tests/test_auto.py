@@ -1,0 +1,410 @@
+"""Levels and configurations: the reference's schema, the decision, and what is built of it."""
+
+import dataclasses
+import json
+import pathlib
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import BoostConfig
+from optax_boost import auto_boost
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+from tests.residual_models import LinenNet
+from tests.residual_models import NnxNet
+from tests.residual_models import X
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "examples" / "configs"
+# What the reference documents, with all of its defaults.
+DOCUMENTED = {
+  "boost": {
+    "mode": "auto",
+    "less_bn": False,
+    "grad_freeze": False,
+    "adasum": False,
+    "grad_accumulation": False,
+    "dim_reduce": False,
+    "loss_scale_group": False,
+  },
+  "common": {"gradient_split_groups": [50, 100], "device_number": 8},
+  "less_bn": {"fn_flag": True, "gc_flag": True},
+  "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.7, "total_steps": 65536},
+  "grad_accumulation": {"grad_accumulation_step": 1},
+  "dim_reduce": {
+    "rho": 0.55,
+    "gamma": 0.9,
+    "alpha": 0.001,
+    "sigma": 0.4,
+    "n_components": 32,
+    "pca_mat_path": None,
+    "weight_load_dir": None,
+    "timeout": 1800,
+  },
+}
+
+
+def test_the_documented_dict_is_read_and_written_as_it_is():
+  config = BoostConfig.from_dict(DOCUMENTED)
+  assert config.to_dict() == DOCUMENTED
+  assert json.loads(config.to_json()) == DOCUMENTED
+
+
+def test_the_defaults_are_the_documented_ones():
+  assert BoostConfig().to_dict() == DOCUMENTED | {"boost": {"mode": "auto"}}
+
+
+def test_a_configuration_survives_dict_json_and_file(tmp_path):
+  config = BoostConfig(
+    boost=optax_boost.BoostSwitches(mode="manual", grad_freeze=True, less_bn=False),
+    common=optax_boost.CommonConfig(gradient_split_groups=(3, 9)),
+    dim_reduce=optax_boost.DimReduceConfig(pca_mat_path="pca.npy", gamma=0),
+  )
+  assert BoostConfig.from_dict(config.to_dict()) == config
+  assert BoostConfig.from_json(config.to_json()) == config
+  (tmp_path / "boost.json").write_text(config.to_json())
+  assert BoostConfig.load(tmp_path / "boost.json") == config
+  assert auto_boost("O0", str(tmp_path / "boost.json"), key=1).config == config
+  assert hash(config) == hash(BoostConfig.from_dict(config.to_dict()))
+
+
+def test_what_is_left_out_comes_from_the_base():
+  base = BoostConfig.from_dict({"grad_freeze": {"freeze_p": 0.5, "param_groups": 4}})
+  config = BoostConfig.from_dict({"grad_freeze": {"param_groups": 6}}, base)
+  assert config.grad_freeze == optax_boost.GradFreezeConfig(param_groups=6, freeze_p=0.5)
+
+
+def test_a_bare_number_is_one_split():
+  config = BoostConfig.from_dict({"common": {"gradient_split_groups": 7}})
+  assert config.common.gradient_split_groups == (7,)
+
+
+WRONG = [
+  ({"bost": {}}, r"has no block 'bost'. Did you mean 'boost'\?"),
+  ({"freeze_p": 0.5}, r"has no block 'freeze_p'. It belongs to the block 'grad_freeze'"),
+  ({"boost": {"lessbn": True}}, r"`boost` has no key 'lessbn'. Did you mean 'less_bn'\?"),
+  ({"less_bn": {"freeze_p": 1}}, r"It belongs to the block 'grad_freeze'"),
+  ({"common": {"zzz": 1}}, r"There are: gradient_split_groups, device_number"),
+  ({"boost": {"mode": "manaul"}}, r"`boost.mode` must be one of .*Did you mean 'manual'\?"),
+  ({"boost": {"adasum": 1}}, r"`boost.adasum` must be true or false; got 1"),
+  ({"less_bn": {"fn_flag": None}}, r"`less_bn.fn_flag` must be true or false; got None"),
+  ({"grad_freeze": {"freeze_type": 2}}, r"must be one of \[0, 1\]; got 2"),
+  ({"grad_freeze": {"freeze_type": True}}, r"must be one of \[0, 1\]; got True"),
+  ({"grad_freeze": {"freeze_p": 0}}, r"`grad_freeze.freeze_p` must be a number > 0 and <= 1"),
+  ({"grad_freeze": {"freeze_p": "0.7"}}, r"got '0.7'"),
+  ({"grad_freeze": {"param_groups": 10.0}}, r"must be an integer >= 1; got 10.0"),
+  ({"grad_accumulation": {"grad_accumulation_step": 0}}, r"must be an integer >= 1; got 0"),
+  ({"dim_reduce": {"rho": 1.0}}, r"`dim_reduce.rho` must be a number > 0 and < 1"),
+  ({"dim_reduce": {"alpha": float("nan")}}, r"must be a number >= 0; got nan"),
+  ({"dim_reduce": {"timeout": 0}}, r"a number of seconds > 0"),
+  ({"dim_reduce": {"pca_mat_path": ""}}, r"must be a path or null; got ''"),
+  ({"common": {"gradient_split_groups": [9, 3]}}, r"positive integers that grow; got \(9, 3\)"),
+  ({"common": {"gradient_split_groups": "50"}}, r"positive integers that grow; got '50'"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(c) for c, _ in WRONG])
+def test_a_wrong_setting_is_an_error_that_names_it(config, message):
+  with pytest.raises(ValueError, match=message):
+    BoostConfig.from_dict(config)
+
+
+def test_a_wrong_value_is_refused_however_the_configuration_is_made():
+  with pytest.raises(ValueError, match=r"`grad_freeze.freeze_p` must be"):
+    optax_boost.GradFreezeConfig(freeze_p=2)
+  with pytest.raises(ValueError, match=r"`boost.mode` must be"):
+    dataclasses.replace(BoostConfig().boost, mode="O1")
+  with pytest.raises(TypeError, match=r"`less_bn` must be a LessBNConfig; got True"):
+    BoostConfig(less_bn=True)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    BoostConfig().less_bn.fn_flag = False
+
+
+MALFORMED = [
+  ('{\n  "boost": {"mode": "auto",}\n}', r"line 2, column 2\d"),
+  ("", r"line 1, column 1"),
+  ('{"dim_reduce": {"rho": NaN}}', r"has NaN, which is no JSON number"),
+  ('{"boost": {"adasum": true, "adasum": false}}', r"'adasum' twice, to True and to False"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MALFORMED)
+def test_malformed_json_is_an_error_with_its_place(text, message, tmp_path):
+  with pytest.raises(ValueError, match=message):
+    BoostConfig.from_json(text)
+  (tmp_path / "bad.json").write_text(text)
+  with pytest.raises(ValueError, match=rf"bad\.json .*{message}"):
+    auto_boost("O1", tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("config", [[], {"boost": True}, '[{"boost": 1}]'])
+def test_what_is_no_mapping_is_refused(config):
+  read = BoostConfig.from_json if isinstance(config, str) else BoostConfig.from_dict
+  with pytest.raises(TypeError, match="must be a mapping"):
+    read(config)
+  with pytest.raises(TypeError, match=r"`config` must be a BoostConfig, a dict, the path"):
+    auto_boost("O1", 7)
+
+
+def on(boost):
+  return [decision.method for decision in boost.decisions if decision.on]
+
+
+def manual(**switches):
+  return {
+    "boost": {"mode": "manual"} | switches,
+    "grad_accumulation": {"grad_accumulation_step": 2},
+  }
+
+
+def test_levels_turn_on_what_the_references_do():
+  assert on(auto_boost("O0")) == []
+  assert on(auto_boost("O1")) == ["less_bn", "grad_freeze"]
+  assert on(auto_boost("O2", compose=True, axis_name="x")) == ["less_bn", "grad_freeze", "adasum"]
+
+
+def test_modes_and_switches():
+  assert on(auto_boost("O1", DOCUMENTED)) == ["less_bn", "grad_freeze"]
+  assert on(auto_boost("O1", manual(less_bn=False))) == ["grad_freeze"]
+  assert on(auto_boost("O0", manual(less_bn=True))) == ["less_bn"]
+  assert on(auto_boost("O1", {"boost": {"mode": "disable_all"}})) == []
+
+
+def test_freezing_goes_before_adasum_and_accumulation_unless_they_are_to_be_combined():
+  config = manual(adasum=True, grad_accumulation=True)
+  assert on(auto_boost("O1", config)) == ["less_bn", "grad_freeze"]
+  why = {d.method: d.why for d in auto_boost("O1", config).decisions}
+  assert why["adasum"] == (
+    "grad_freeze goes before it, as in the reference; compose=True combines them"
+  )
+  both = ["adasum", "grad_accumulation"]
+  assert on(auto_boost("O1", config, compose=True, axis_name="x"))[2:] == both
+  # Without freezing they are reached, which they never were in the reference.
+  assert on(auto_boost("O2", manual(grad_freeze=False), axis_name="x")) == ["less_bn", "adasum"]
+
+
+CONTRADICTIONS = [
+  ("O0", {"boost": {"less_bn": True}}, {}, r"`boost.mode` 'auto' contradicts `boost.less_bn` true"),
+  (
+    "O1",
+    {"boost": {"mode": "disable_all", "adasum": True}},
+    {},
+    r"`boost.mode` 'disable_all' contradicts `boost.adasum` true",
+  ),
+  ("O2", None, {"compose": True}, r"level 'O2' .*`adasum` on, .*got axis_name=None"),
+  ("O3", None, {}, r"There is no level 'O3'"),
+  ("o1", None, {}, r"There is no level 'o1'. Did you mean 'O1'\?"),
+  (1, None, {}, r"There is no level 1"),
+]
+
+
+@pytest.mark.parametrize(("level", "config", "options", "message"), CONTRADICTIONS)
+def test_contradictions_and_unknown_levels_are_errors(level, config, options, message):
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    with pytest.raises(ValueError, match=message):
+      make(level, config, **options)
+
+
+@pytest.mark.parametrize("method", ["dim_reduce", "loss_scale_group"])
+def test_a_method_that_has_not_landed_is_refused_by_name(method):
+  with pytest.raises(NotImplementedError, match=rf"`{method}` is not in this version"):
+    auto_boost("O0", manual(**{method: True}))
+  with pytest.raises(NotImplementedError, match=r"\(mode 'enable_all'\)"):
+    auto_boost("O0", {"boost": {"mode": "enable_all"}})
+
+
+def test_accumulating_one_micro_batch_warns():
+  config = {"boost": {"mode": "manual", "grad_accumulation": True}}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"accumulates nothing"):
+    auto_boost("O0", config)
+
+
+def test_it_explains_itself():
+  config = {
+    "boost": {"mode": "manual", "grad_accumulation": True},
+    "grad_freeze": {"freeze_p": 0.6},
+  }
+  lines = auto_boost("O1", manual(grad_accumulation=True) | config).explain().splitlines()
+  assert lines[0] == "level O1, mode manual"
+  rows = {line.split()[0]: line for line in lines[1:]}
+  assert "on   in level O1" in rows["less_bn"]
+  assert "normalized head, centralized gradients" in rows["less_bn"]
+  assert "interval, 10 groups, 40% of the steps" in rows["grad_freeze"]
+  assert "backward pass in 40% of steps" in rows["grad_freeze"]
+  assert "off  grad_freeze goes before it" in rows["grad_accumulation"]
+  assert rows["dim_reduce"].split(maxsplit=2)[1:] == ["off", "not in level O1"]
+  with pytest.raises(ValueError, match=r"no method 'freeze'. .*'grad_freeze'"):
+    auto_boost("O1").is_on("freeze")
+
+
+def test_two_of_them_do_not_know_of_each_other():
+  first = auto_boost("O1", {"grad_freeze": {"param_groups": 3}})
+  second = auto_boost("O0")
+  assert first.config.grad_freeze.param_groups == 3
+  assert on(second) == []
+  assert on(first) == ["less_bn", "grad_freeze"]
+
+
+PARAMS = {"a_head": jnp.ones((4, 2)), "z_body": jnp.eye(4) + 0.1}
+DATA = jax.random.normal(jax.random.key(0), (8, 4))
+
+
+def loss_fn(params, x):
+  return jnp.mean((jnp.tanh(x @ params["z_body"]) @ params["a_head"] - 1.0) ** 2)
+
+
+def train(step, steps=8):
+  state, depths = step.init(PARAMS), []
+  for _ in range(steps):
+    state, metrics = step(state, DATA)
+    depths.append(int(metrics.get("frozen_groups", 0)))
+  return state.params, depths
+
+
+def small(**block):
+  return {"grad_freeze": {"param_groups": 2, "freeze_p": 0.6} | block}
+
+
+def test_the_optimizer_is_the_one_built_by_hand():
+  boost = auto_boost("O1", small(), key=3)
+  tx = boost.optimizer(optax.sgd(0.1, momentum=0.9), PARAMS, loss_fn, DATA)
+  groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
+  assert groups.groups[0] == ("z_body",)
+  by_hand = optax_boost.freeze(
+    optax.chain(optax_boost.centralize(), optax.sgd(0.1, momentum=0.9)),
+    groups,
+    optax_boost.interval_freezing(2, 0.4),
+    key=3,
+  )
+  found, depths = train(boost.train_step(loss_fn, tx))
+  expected, same = train(optax_boost.make_train_step(loss_fn, by_hand))
+  chex.assert_trees_all_equal(found, expected)
+  assert depths == same
+  assert sum(depths) == 3
+
+
+def test_continuous_freezing_by_patterns_without_centralization():
+  config = small(freeze_type=0, freeze_p=0.5) | {"less_bn": {"gc_flag": False}}
+  tx = auto_boost("O1", config).optimizer(optax.sgd(0.1), groups=["body", "head"])
+  by_hand = optax_boost.freeze(
+    optax.sgd(0.1), ["body", "head"], optax_boost.continuous_freezing(2, 0.5)
+  )
+  found, depths = train(optax_boost.make_train_step(loss_fn, tx))
+  chex.assert_trees_all_equal(found, train(optax_boost.make_train_step(loss_fn, by_hand))[0])
+  assert 1 in depths
+
+
+def test_level_zero_is_the_optimizer_alone():
+  boost = auto_boost("O0")
+  found, _ = train(boost.train_step(loss_fn, boost.optimizer(optax.adam(0.1))))
+  expected, _ = train(optax_boost.make_train_step(loss_fn, optax.adam(0.1)))
+  chex.assert_trees_all_equal(found, expected)
+
+
+def test_combined_methods_nest_as_documented():
+  boost = auto_boost(
+    "O2", small() | manual(grad_accumulation=True), compose=True, axis_name="replicas"
+  )
+  assert on(boost) == ["less_bn", "grad_freeze", "adasum", "grad_accumulation"]
+  tx = boost.optimizer(optax.sgd(0.1), groups=["body", "head"])
+  by_hand = optax_boost.accumulate(
+    optax_boost.freeze(
+      optax.chain(optax_boost.adasum("replicas"), optax_boost.centralize(), optax.sgd(0.1)),
+      ["body", "head"],
+      optax_boost.interval_freezing(2, 0.4),
+    ),
+    2,
+  )
+
+  def run(tx):
+    def one(x):
+      def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+      (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), length=6)
+      return params
+
+    return jax.jit(jax.vmap(one, axis_name="replicas"))(DATA.reshape(2, 4, 4))
+
+  found = run(tx)
+  chex.assert_trees_all_equal(found, run(by_hand))
+  np.testing.assert_array_equal(found["z_body"][0], found["z_body"][1])
+  assert jnp.any(found["z_body"][0] != PARAMS["z_body"])
+
+
+def test_the_optimizer_refuses_what_it_can_not_use():
+  with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
+    auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS)
+  with pytest.raises(ValueError, match=r"`grad_freeze.param_groups` is 10: .*2 blocks"):
+    auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  with pytest.raises(TypeError, match=r"Did you pass the factory"):
+    auto_boost("O0").optimizer(optax.sgd)
+
+
+def test_ten_lines_with_nnx():
+  boost = ob_nnx.auto_boost("O1", {"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}})
+  original = NnxNet()
+  model = boost.model(original, X)
+  tx = boost.optimizer(optax.sgd(0.05), model, nnx_loss, X)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = boost.train_step(nnx_loss)
+  metrics = [step(model, optimizer, X) for _ in range(3)]
+  assert metrics[-1]["loss"] < metrics[0]["loss"]
+  assert {int(m["frozen_groups"]) for m in metrics} == {0, 1}
+  assert isinstance(model.last, ob_nnx.NormalizedDense)
+  assert isinstance(model.blocks[0].norms[2], ob_nnx.RemovedBatchNorm)
+  evaluated = boost.eval_model(NnxNet(rngs=nnx.Rngs(5)), model, X)
+  model.eval()
+  np.testing.assert_array_equal(evaluated(X), model(X))
+  # Level 0 hands the model through; its form for evaluation is a copy.
+  plain = ob_nnx.auto_boost("O0")
+  assert plain.model(original, X) is original
+  copy = plain.eval_model(original, original, X)
+  assert copy is not original
+  assert copy.norm9.use_running_average
+  assert not original.norm9.use_running_average
+
+
+def nnx_loss(model, x):
+  return jnp.mean((model(x) - 1) ** 2)
+
+
+def test_ten_lines_with_linen():
+  boost = ob_linen.auto_boost("O1", {"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}})
+  module = boost.model(LinenNet(), X, train=True)
+  variables = module.init(jax.random.key(0), X)
+
+  def linen_loss(model, x):
+    return jnp.mean((model(x, train=True) - 1) ** 2)
+
+  tx = boost.optimizer(optax.sgd(0.05), module, linen_loss, variables, X)
+  step = boost.train_step(module, linen_loss, tx)
+  state, losses = step.init(variables), []
+  for _ in range(3):
+    state, metrics = step(state, X)
+    losses.append(metrics["loss"])
+  assert losses[-1] < losses[0]
+  evaluated = boost.eval_model(LinenNet(), X)
+  trained = ob_linen.variables(state)
+  np.testing.assert_array_equal(evaluated.apply(trained, X), module.apply(trained, X))
+  assert "multiplier" in state.params["last"]
+  assert ob_linen.auto_boost("O0").model(module) is module
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
+def test_the_example_configurations_train(path):
+  boost = auto_boost("O1", path)
+  boost = dataclasses.replace(
+    boost, config=BoostConfig.from_dict({"grad_freeze": {"param_groups": 2}}, boost.config)
+  )
+  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  params, _ = train(boost.train_step(loss_fn, tx), steps=4)
+  assert loss_fn(params, DATA) < loss_fn(PARAMS, DATA)

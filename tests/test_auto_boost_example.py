@@ -1,0 +1,43 @@
+"""The AutoBoost example runs its levels and prints its table."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def example():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("auto_boost_resnet")
+
+
+@pytest.mark.slow
+def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
+  config = tmp_path / "two_groups.json"
+  config.write_text('{"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}}')
+  example.main(["--config", str(config), "--epochs", "4", "--seeds", "1"])
+  printed = capsys.readouterr().out
+  assert "removed 6 of 13 BatchNorms" in printed
+  assert "normalized head: head" in printed
+  rows = re.findall(r"^(O\d) +(\d+\.\d) \+- .*% +(\d+\.\d+) +(\d\.\d+)$", printed, re.MULTILINE)
+  assert [row[0] for row in rows] == ["O0", "O1"]
+  assert all(float(row[1]) > 30 for row in rows), "nothing was learned"
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--levels", "O7"], "There is no level 'O7'"),
+    (["--levels", "O1", "--config", "nowhere.json"], "nowhere.json"),
+    (["--seeds", "0"], "must be at least 1"),
+  ],
+)
+def test_it_refuses_what_it_can_not_do(example, capsys, arguments, message):
+  with pytest.raises(SystemExit):
+    example.main(arguments)
+  assert message in capsys.readouterr().err
