@@ -13,7 +13,7 @@ The exact meaning of "nearest", down to ties and roundings, is that of the publi
 distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
 larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
 
-Source: Scabini, Bruno, "Training by permuting weights", arXiv:2003.02570, and its program SGPerm.
+Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.
 """
 
 import itertools
@@ -179,7 +179,7 @@ def sgperm(
     True
 
   References:
-    Scabini, Bruno, `Training by permuting weights <https://arxiv.org/abs/2003.02570>`_, 2020.
+    Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
 
   .. note::
     The published program orders equal recommendations as an unstable sort happens to leave them;
