@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("adasum", "freezing", "lars", "svrg")
+NAMES = ("adasum", "dim_reduce", "freezing", "lars", "svrg")
 
 
 def main() -> None:

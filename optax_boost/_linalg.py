@@ -182,12 +182,16 @@ def gram_pca(
   dtype = inner_dtype(stacked)
   numbers = [0] * len(leaves) if group_of_leaf is None else list(group_of_leaf)
   m = leaves[0].shape[0] if leaves else components + 1
-  wide = [leaf.astype(dtype) for leaf in leaves]
-  means = [jnp.mean(leaf, axis=0) for leaf in wide]
-  deviations = [leaf - mean for leaf, mean in zip(wide, means, strict=True)]
+
+  def deviation(leaf: jax.Array) -> jax.Array:
+    # Behind a barrier it is computed for each of its two uses, and never kept for all leaves.
+    wide = jax.lax.optimization_barrier(leaf).astype(dtype)
+    return wide - jnp.mean(wide, axis=0)
+
   grams: list[Any] = [jnp.zeros((m, m), dtype)] * (max(numbers, default=0) + 1)
-  for group, leaf in zip(numbers, deviations, strict=True):
-    grams[group] = grams[group] + contract(leaf, leaf, dtype)
+  for group, leaf in zip(numbers, leaves, strict=True):
+    part = deviation(leaf)
+    grams[group] = grams[group] + contract(part, part, dtype)
   squares, vectors = jnp.linalg.eigh(jnp.stack(grams))
   squares, vectors = squares[:, ::-1][:, :components], vectors[:, :, ::-1][:, :, :components]
   total = jnp.trace(jnp.stack(grams), axis1=1, axis2=2)
@@ -197,9 +201,10 @@ def gram_pca(
   scale = jnp.where(jnp.isfinite(total)[:, None], scale, jnp.nan)
   coefficients = jnp.swapaxes(vectors * scale[:, None, :], 1, 2)
   basis = [
-    combine(coefficients[group], leaf) for group, leaf in zip(numbers, deviations, strict=True)
+    combine(coefficients[group], deviation(leaf))
+    for group, leaf in zip(numbers, leaves, strict=True)
   ]
-  mean = [x.astype(leaf.dtype) for x, leaf in zip(means, leaves, strict=True)]
+  mean = [jnp.mean(leaf, axis=0, dtype=dtype).astype(leaf.dtype) for leaf in leaves]
   variance = jnp.where(real, squares, 0) / (m - 1)
   return (
     jax.tree.unflatten(structure, mean),

@@ -111,14 +111,19 @@ def refresh_if_due(
 
   held = list(map(keep, held, leaves))
 
-  def renewed() -> DimReduceState:
+  def renewed(carry: Any) -> Any:
+    _, state = carry
     k = state.projected_gradient.shape[-1]
     _, basis, _, total = _linalg.gram_pca(held, k, group_of_leaf)
     good = jnp.all(jnp.isfinite(total))
-    return renew(state, jax.tree.unflatten(structure, basis), group_of_leaf, good)
+    basis = jax.tree.unflatten(structure, basis)
+    return jnp.asarray(False), renew(state, basis, group_of_leaf, good)
 
+  # A loop of one turn or none: through a conditional the basis would be copied at every step, and
+  # under `vmap` fitted at every step.
   due = (state.count > 0) & (state.count % refresh_every == 0)
-  state = jax.lax.cond(due, renewed, lambda: state)
+  carry = (due, state._replace(snapshots=None))
+  _, state = jax.lax.while_loop(lambda carry: carry[0], renewed, carry)
   return state._replace(snapshots=jax.tree.unflatten(structure, held))
 
 
