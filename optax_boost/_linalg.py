@@ -20,6 +20,9 @@ EXACT = jax.lax.Precision.HIGHEST
 # Rows of a compressed basis that are widened at a time: enough to keep the cores busy, and few
 # enough to stay in cache.
 _BLOCK = 8
+# A compressed leaf of at most so many numbers is widened whole: it fits into cache, and the loops
+# that spare that take their time to compile.
+_SMALL = 2**18
 
 
 def contract(rows: jax.Array, leaf: jax.Array, dtype: Any) -> jax.Array:
@@ -34,8 +37,8 @@ def contract(rows: jax.Array, leaf: jax.Array, dtype: Any) -> jax.Array:
     ``[k]`` or ``[k, m]``.
   """
   leaf = leaf.astype(dtype)
-  if not _compressed(rows):
-    return _dot(rows.astype(dtype), leaf)
+  if not _needs_loop(rows):
+    return _dot(_widened(rows, dtype), leaf)
   k = rows.shape[0]
   whole = k - k % _BLOCK
 
@@ -79,7 +82,7 @@ def combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
     ``[*shape]`` or ``[c, *shape]``, in the dtype of the coefficients.
   """
   dtype = coefficients.dtype
-  if _compressed(rows):
+  if _needs_loop(rows):
     # Written out, so that it becomes one loop that expands each number where it is used.
     wide = [expand(row, dtype) for row in rows]
     sums = [
@@ -88,7 +91,7 @@ def combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.stack(sums) if coefficients.ndim == 2 else sums[0]
   return jax.lax.dot_general(
     coefficients,
-    rows.astype(dtype),
+    _widened(rows, dtype),
     (((coefficients.ndim - 1,), (0,)), ((), ())),
     precision=EXACT,
     preferred_element_type=dtype,
@@ -124,8 +127,12 @@ def expand(rows: jax.Array, dtype: Any) -> jax.Array:
   return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def _compressed(rows: jax.Array) -> bool:
-  return rows.dtype == jnp.uint16
+def _needs_loop(rows: jax.Array) -> bool:
+  return rows.dtype == jnp.uint16 and rows.size > _SMALL
+
+
+def _widened(rows: jax.Array, dtype: Any) -> jax.Array:
+  return expand(rows, dtype) if rows.dtype == jnp.uint16 else rows.astype(dtype)
 
 
 def project(
@@ -182,16 +189,11 @@ def gram_pca(
   dtype = inner_dtype(stacked)
   numbers = [0] * len(leaves) if group_of_leaf is None else list(group_of_leaf)
   m = leaves[0].shape[0] if leaves else components + 1
-
-  def deviation(leaf: jax.Array) -> jax.Array:
-    # Behind a barrier it is computed for each of its two uses, and never kept for all leaves.
-    wide = jax.lax.optimization_barrier(leaf).astype(dtype)
-    return wide - jnp.mean(wide, axis=0)
-
+  means = [jnp.mean(leaf, axis=0, dtype=dtype) for leaf in leaves]
+  deviations = [leaf.astype(dtype) - mean for leaf, mean in zip(leaves, means, strict=True)]
   grams: list[Any] = [jnp.zeros((m, m), dtype)] * (max(numbers, default=0) + 1)
-  for group, leaf in zip(numbers, leaves, strict=True):
-    part = deviation(leaf)
-    grams[group] = grams[group] + contract(part, part, dtype)
+  for group, leaf in zip(numbers, deviations, strict=True):
+    grams[group] = grams[group] + contract(leaf, leaf, dtype)
   squares, vectors = jnp.linalg.eigh(jnp.stack(grams))
   squares, vectors = squares[:, ::-1][:, :components], vectors[:, :, ::-1][:, :, :components]
   total = jnp.trace(jnp.stack(grams), axis1=1, axis2=2)
@@ -201,10 +203,9 @@ def gram_pca(
   scale = jnp.where(jnp.isfinite(total)[:, None], scale, jnp.nan)
   coefficients = jnp.swapaxes(vectors * scale[:, None, :], 1, 2)
   basis = [
-    combine(coefficients[group], deviation(leaf))
-    for group, leaf in zip(numbers, leaves, strict=True)
+    combine(coefficients[group], leaf) for group, leaf in zip(numbers, deviations, strict=True)
   ]
-  mean = [jnp.mean(leaf, axis=0, dtype=dtype).astype(leaf.dtype) for leaf in leaves]
+  mean = [x.astype(leaf.dtype) for x, leaf in zip(means, leaves, strict=True)]
   variance = jnp.where(real, squares, 0) / (m - 1)
   return (
     jax.tree.unflatten(structure, mean),

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _linalg
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
@@ -461,7 +462,8 @@ def exchanged(program):
   ],
   ids=["plain", "compressed", "refreshed"],
 )
-def test_only_k_numbers_and_losses_cross_devices(kind, kwargs, largest):
+def test_only_k_numbers_and_losses_cross_devices(kind, kwargs, largest, monkeypatch):
+  monkeypatch.setattr(_linalg, "_SMALL", 0)
   axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, **kwargs)
@@ -626,8 +628,12 @@ def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
 
 
 # More rows than are expanded at a time, and some left over.
-@pytest.mark.parametrize(("basis_dtype", "k"), [("bfloat16", 3), ("uint16", 19)])
-def test_a_narrow_basis_is_that_of_rounded_numbers(basis_dtype, k):
+@pytest.mark.parametrize(
+  ("basis_dtype", "k", "small"), [("bfloat16", 3, 0), ("uint16", 19, 0), ("uint16", 3, 10**6)]
+)
+def test_a_narrow_basis_is_that_of_rounded_numbers(basis_dtype, k, small, monkeypatch):
+  # Both ways of widening, whatever the size.
+  monkeypatch.setattr(_linalg, "_SMALL", small)
   rows = np.linalg.qr(np.random.default_rng(1).normal(size=(SIZE, k)))[0].T
   rounded = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float32)
   narrow = optax_boost.dim_reduce(subspace_of(rows, PARAMS), alpha=0.1, basis_dtype=basis_dtype)

@@ -104,7 +104,8 @@ def dim_reduce(
       subspace, and a :math:`B`, of its own; they share the step length. The rows of the basis then
       hold a component of each group, orthonormal within it. None: one group.
     refresh_every: the steps after which the subspace is fitted anew, inside the step, to the
-      newest params; :math:`B` starts anew too. None: never; see :func:`refresh_subspace`.
+      newest params; :math:`B` starts anew too. The compiled step then sets aside some three bases
+      of scratch memory, touched by refreshes alone. None: never, or by :func:`refresh_subspace`.
     refresh_snapshots: how many params a refresh is fitted to, evenly spaced over the steps since
       the last one; static, above the number of components. The state holds them. Default: one
       more than components.
