@@ -85,7 +85,7 @@ def refresh_subspace(
 def refresh_if_due(
   state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: Sequence[int]
 ) -> DimReduceState:
-  """Keeps the params where their turn has come, and fits the basis anew where its has.
+  """Keeps the params, and fits the basis anew where its turn has come.
 
   Args:
     state: the state before a step.
@@ -104,12 +104,11 @@ def refresh_if_due(
   every = max(1, refresh_every // number)
   slot = state.count // every % number
 
-  def keep(kept: jax.Array, leaf: jax.Array) -> jax.Array:
-    old = jax.lax.dynamic_index_in_dim(kept, slot, keepdims=False)
-    new = jnp.where(state.count % every == 0, leaf, old)
-    return jax.lax.dynamic_update_index_in_dim(kept, new, slot, 0)
-
-  held = list(map(keep, held, leaves))
+  # Of the params that share a slot the last stay: unconditional, the write is in place.
+  held = [
+    jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0)
+    for kept, leaf in zip(held, leaves, strict=True)
+  ]
 
   def renewed(carry: Any) -> Any:
     _, state = carry
