@@ -535,6 +535,32 @@ def test_a_population_can_share_one_basis():
     assert int(state.rejected_count[i]) == int(alone_state.rejected_count)
 
 
+# Memory.
+
+
+@pytest.mark.parametrize("max_search", [None, 2])
+def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_state(max_search):
+  like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
+  size, k = sum(x.size for x in like.values()), 8
+  subspace = subspace_of(np.ones((k, size), np.float32), like)
+  tx = optax_boost.dim_reduce(subspace, max_search=max_search)
+
+  def value_fn(params):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def step(params, state, grads):
+    value = value_fn(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(like)
+  compiled = jax.jit(step, donate_argnums=(0, 1)).lower(like, state, like).compile()
+  memory = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * 4 * size
+  # Params, momentum and basis are all written where they were.
+  assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
+
+
 # The subspace is replaced.
 
 

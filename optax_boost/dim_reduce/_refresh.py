@@ -101,7 +101,7 @@ def refresh_if_due(
     return state
   held = jax.tree.leaves(state.snapshots)
   number = held[0].shape[0]
-  every = max(1, refresh_every // number)
+  every = jnp.maximum(1, refresh_every // number)
   slot = state.count // every % number
 
   # Of the params that share a slot the last stay: unconditional, the write is in place.
