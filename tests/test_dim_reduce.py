@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._dim_reduce import _basis
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
@@ -461,7 +462,8 @@ def exchanged(program):
   ],
   ids=["plain", "compressed", "refreshed"],
 )
-def test_only_k_numbers_and_losses_cross_devices(kind, kwargs, largest):
+def test_only_k_numbers_and_losses_cross_devices(kind, kwargs, largest, monkeypatch):
+  monkeypatch.setattr(_basis, "_SMALL", 0)
   axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
   mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, **kwargs)
@@ -531,6 +533,32 @@ def test_a_population_can_share_one_basis():
     member = jax.tree.map(lambda x, i=i: x[i], population)
     np.testing.assert_allclose(flat(member), flat(alone), rtol=0, atol=1e-5)
     assert int(state.rejected_count[i]) == int(alone_state.rejected_count)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("max_search", [None, 2])
+def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_state(max_search):
+  like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
+  size, k = sum(x.size for x in like.values()), 8
+  subspace = subspace_of(np.ones((k, size), np.float32), like)
+  tx = optax_boost.dim_reduce(subspace, max_search=max_search)
+
+  def value_fn(params):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def step(params, state, grads):
+    value = value_fn(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(like)
+  compiled = jax.jit(step, donate_argnums=(0, 1)).lower(like, state, like).compile()
+  memory = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * 4 * size
+  # Params, momentum and basis are all written where they were.
+  assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
 
 
 # The subspace is replaced.
@@ -626,8 +654,12 @@ def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
 
 
 # More rows than are expanded at a time, and some left over.
-@pytest.mark.parametrize(("basis_dtype", "k"), [("bfloat16", 3), ("uint16", 19)])
-def test_a_narrow_basis_is_that_of_rounded_numbers(basis_dtype, k):
+@pytest.mark.parametrize(
+  ("basis_dtype", "k", "small"), [("bfloat16", 3, 0), ("uint16", 19, 0), ("uint16", 3, 10**6)]
+)
+def test_a_narrow_basis_is_that_of_rounded_numbers(basis_dtype, k, small, monkeypatch):
+  # Both ways of widening, whatever the size.
+  monkeypatch.setattr(_basis, "_SMALL", small)
   rows = np.linalg.qr(np.random.default_rng(1).normal(size=(SIZE, k)))[0].T
   rounded = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float32)
   narrow = optax_boost.dim_reduce(subspace_of(rows, PARAMS), alpha=0.1, basis_dtype=basis_dtype)

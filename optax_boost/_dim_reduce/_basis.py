@@ -17,6 +17,9 @@ from optax_boost import _linalg
 # Rows of a compressed basis that are widened at a time: enough to keep the cores busy, and few
 # enough to stay in cache.
 _BLOCK = 8
+# A compressed leaf of at most so many numbers is widened whole: it fits into cache, and the loops
+# that spare that take their time to compile.
+_SMALL = 2**18
 
 
 def contract(rows: jax.Array, leaf: jax.Array, dtype: Any) -> jax.Array:
@@ -31,8 +34,8 @@ def contract(rows: jax.Array, leaf: jax.Array, dtype: Any) -> jax.Array:
     ``[k]`` or ``[k, m]``.
   """
   leaf = leaf.astype(dtype)
-  if not _compressed(rows):
-    return _linalg.contract(rows.astype(dtype), leaf)
+  if not _needs_loop(rows):
+    return _linalg.contract(_widened(rows, dtype), leaf)
   k = rows.shape[0]
   whole = k - k % _BLOCK
 
@@ -59,7 +62,7 @@ def combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
     ``[*shape]`` or ``[c, *shape]``, in the dtype of the coefficients.
   """
   dtype = coefficients.dtype
-  if _compressed(rows):
+  if _needs_loop(rows):
     # Written out, so that it becomes one loop that expands each number where it is used.
     wide = [expand(row, dtype) for row in rows]
     sums = [
@@ -68,7 +71,7 @@ def combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.stack(sums) if coefficients.ndim == 2 else sums[0]
   return jax.lax.dot_general(
     coefficients,
-    rows.astype(dtype),
+    _widened(rows, dtype),
     (((coefficients.ndim - 1,), (0,)), ((), ())),
     precision=_linalg.PRECISION,
     preferred_element_type=dtype,
@@ -104,8 +107,12 @@ def expand(rows: jax.Array, dtype: Any) -> jax.Array:
   return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def _compressed(rows: jax.Array) -> bool:
-  return rows.dtype == jnp.uint16
+def _needs_loop(rows: jax.Array) -> bool:
+  return rows.dtype == jnp.uint16 and rows.size > _SMALL
+
+
+def _widened(rows: jax.Array, dtype: Any) -> jax.Array:
+  return expand(rows, dtype) if rows.dtype == jnp.uint16 else rows.astype(dtype)
 
 
 def project(

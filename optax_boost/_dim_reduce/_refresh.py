@@ -87,7 +87,7 @@ def refresh_subspace(
 def refresh_if_due(
   state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: Sequence[int]
 ) -> DimReduceState:
-  """Keeps the params where their turn has come, and fits the basis anew where its has.
+  """Keeps the params, and fits the basis anew where its turn has come.
 
   Args:
     state: the state before a step.
@@ -103,23 +103,27 @@ def refresh_if_due(
     return state
   held = jax.tree.leaves(state.snapshots)
   number = held[0].shape[0]
-  every = max(1, refresh_every // number)
+  every = jnp.maximum(1, refresh_every // number)
   slot = state.count // every % number
 
-  def keep(kept: jax.Array, leaf: jax.Array) -> jax.Array:
-    old = jax.lax.dynamic_index_in_dim(kept, slot, keepdims=False)
-    new = jnp.where(state.count % every == 0, leaf, old)
-    return jax.lax.dynamic_update_index_in_dim(kept, new, slot, 0)
+  # Of the params that share a slot the last stay: unconditional, the write is in place.
+  held = [
+    jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0)
+    for kept, leaf in zip(held, leaves, strict=True)
+  ]
 
-  held = list(map(keep, held, leaves))
-
-  def renewed() -> DimReduceState:
+  def renewed(carry: Any) -> Any:
+    _, state = carry
     k = state.projected_gradient.shape[-1]
     basis, total = _components(held, k, group_of_leaf)
-    return renew(state, jax.tree.unflatten(structure, basis), group_of_leaf, jnp.isfinite(total))
+    basis = jax.tree.unflatten(structure, basis)
+    return jnp.asarray(False), renew(state, basis, group_of_leaf, jnp.isfinite(total))
 
+  # A loop of one turn or none: through a conditional the basis would be copied at every step, and
+  # under `vmap` fitted at every step.
   due = (state.count > 0) & (state.count % refresh_every == 0)
-  state = jax.lax.cond(due, renewed, lambda: state)
+  carry = (due, state._replace(snapshots=None))
+  _, state = jax.lax.while_loop(lambda carry: carry[0], renewed, carry)
   return state._replace(snapshots=jax.tree.unflatten(structure, held))
 
 

@@ -97,24 +97,28 @@ def dim_reduce(
       more steps.
     gamma: the decay of the residual momentum, in [0, 1).
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
-    max_search: the most trials in a step; the first is the full step. None: the full step is taken
-      untried, which needs no forward pass and no loss.
+    max_search: the most trials in a step; the first is the full step. The reference's 2 is little
+      where the loss is steep: on digits, a dense network of three layers rejected 40 to 59 of 60
+      steps with 2 and at most one with 8, and ended at a training loss of 0.023 to 0.028 instead of
+      0.039 to 0.069. None: the full step is taken untried, which needs no forward pass and no loss.
     groups: what :func:`layer_groups` returned; or regular expressions, searched in the leaves'
       paths, one per group of leaves; the first that matches counts, and a leaf that none matches
       is in the last group. Each group has a
       subspace, and a :math:`B`, of its own; they share the step length. The rows of the basis then
       hold a component of each group, orthonormal within it. None: one group.
-    refresh_every: the steps after which the subspace is fitted anew, under ``lax.cond``, to the
-      newest params; :math:`B` starts anew too. None: never; see :func:`refresh_subspace`.
+    refresh_every: the steps after which the subspace is fitted anew, inside the step, to the
+      newest params; :math:`B` starts anew too. The compiled step then sets aside some three bases
+      of scratch memory, touched by refreshes alone. None: never, or by :func:`refresh_subspace`.
     refresh_snapshots: how many params a refresh is fitted to, evenly spaced over the steps since
       the last one; static, above the number of components. The state holds them. Default: one
       more than components.
     min_curvature: :math:`B` is updated only where the change of the projected gradient times the
       step exceeds this. Raising it keeps :math:`B` from growing.
     basis_dtype: float32, bfloat16, or uint16 for bfloat16 numbers kept as bits; the products are
-      in float32 all the same. bfloat16 halves the memory on GPUs and TPUs; on CPUs XLA expands
-      it before each use, and uint16 is what halves the memory there, and the time of large
-      params. Default: that of the basis if bfloat16, else float32 (float64 for float64 params).
+      in float32 all the same. For CPUs, where XLA would expand all of a bfloat16 basis before each
+      use, it is uint16 that halves the memory; GPUs and TPUs have bfloat16 of their own. On the
+      digits above, training came to the same with all three. Default: that of the basis if
+      bfloat16, else float32 (float64 for float64 params).
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -150,7 +154,10 @@ def dim_reduce(
     components will do, and gradients arrive unscaled. Inside ``optax.masked`` or
     ``optax.partition`` the basis is cut down to the leaves that are there, and ``value_fn`` is
     called with the masked params. In a population under ``vmap`` each member gets a copy of the
-    basis, unless the axes of the state say None for it.
+    basis, unless the axes of the state say None for it. Components come first in the basis
+    because then each device reads it in order, whatever the leaf: right for GPUs and TPUs as for
+    CPUs, by reasoning and not by measurement; TPUs pad the last two axes to 8 x 128, which wastes
+    memory for kernels with fewer channels.
   """
   _check_arguments(subspace, rho, sigma, gamma, alpha, max_search, min_curvature)
   storage = _check_dtype(basis_dtype)
