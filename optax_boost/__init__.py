@@ -33,6 +33,9 @@ from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
 from optax_boost._precision import scale_by_group
+from optax_boost._race import RaceCurves
+from optax_boost._race import RaceResult
+from optax_boost._race import race
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -58,6 +61,8 @@ __all__ = [
   "LayerGroups",
   "MasterWeightsState",
   "NoEffectWarning",
+  "RaceCurves",
+  "RaceResult",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
   "SwitchAfterState",
@@ -83,6 +88,7 @@ __all__ = [
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
+  "race",
   "refresh_svrg",
   "scale_by_group",
   "scale_by_lars_trust_ratio",
