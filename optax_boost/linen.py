@@ -281,6 +281,7 @@ def race(
   seeds: int | Sequence[int] = 3,
   evaluate: Callable[..., Any] | None = None,
   points: int = 40,
+  jit_evaluate: bool = True,
   full_grad_fn: Callable[..., Any] | None = None,
   baseline: str | None = None,
   seeds_at_once: int | None = None,
@@ -301,6 +302,7 @@ def race(
     evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
       scalar, or a dictionary of scalars. Tell the module that it is evaluated, as it asks for it.
     points: how many points the curves have, at most.
+    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
     seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
@@ -358,6 +360,7 @@ def race(
     seeds=seeds,
     evaluate=None if evaluate is None else metrics,
     points=points,
+    jit_evaluate=jit_evaluate,
     has_model_state=True,
     takes_rng=True,
     full_grad_fn=full_grad_fn,

@@ -249,6 +249,7 @@ def race(
   seeds: int | Sequence[int] = 3,
   evaluate: Callable[..., Any] | None = None,
   points: int = 40,
+  jit_evaluate: bool = True,
   wrt: Any = nnx.Param,
   full_grad_fn: Callable[..., Any] | None = None,
   baseline: str | None = None,
@@ -268,6 +269,7 @@ def race(
     evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
       dictionary of scalars.
     points: how many points the curves have, at most.
+    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
     wrt: what is trained, as in ``nnx.Optimizer``.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
@@ -334,6 +336,7 @@ def race(
     seeds=seeds,
     evaluate=None if evaluate is None else metrics,
     points=points,
+    jit_evaluate=jit_evaluate,
     has_model_state=True,
     takes_rng=False,
     full_grad_fn=full_grad_fn and functools.partial(full_grad_fn, rng=jax.random.key(_PASS_SEED)),

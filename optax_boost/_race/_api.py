@@ -31,6 +31,7 @@ def race(
   seeds: int | Sequence[int] = 3,
   evaluate: Callable[..., Any] | None = None,
   points: int = 40,
+  jit_evaluate: bool = True,
   has_model_state: bool = False,
   full_grad_fn: Callable[..., Any] | None = None,
   baseline: str | None = None,
@@ -70,8 +71,10 @@ def race(
     batch_size: examples in a batch; None: all of them. Not with a function as `data`.
     seeds: how many, from 0, or which. More make the intervals narrower; 3 is few.
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
-      held-out data: a scalar, or a dictionary of scalars. It is jitted.
+      held-out data: a scalar, or a dictionary of scalars.
     points: how many points the curves have, at most. More cost more evaluations.
+    jit_evaluate: whether `evaluate` is jitted. False for one that goes through the held-out data
+      batch by batch, each with a function that it has jitted itself.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
@@ -139,6 +142,7 @@ def race(
     seeds=seeds,
     evaluate=None if evaluate is None else metrics,
     points=points,
+    jit_evaluate=jit_evaluate,
     has_model_state=has_model_state,
     takes_rng=_takes_rng(loss_fn, 3 if has_model_state else 2),
     full_grad_fn=full_grad_fn,
@@ -159,6 +163,7 @@ def race_from(
   seeds: int | Sequence[int],
   evaluate: Callable[[Any, Any], Any] | None,
   points: int,
+  jit_evaluate: bool,
   has_model_state: bool,
   takes_rng: bool,
   full_grad_fn: Callable[..., Any] | None,
@@ -178,6 +183,7 @@ def race_from(
     seeds: as for :func:`race`.
     evaluate: from params and statistics to a scalar or a dictionary of scalars.
     points: as for :func:`race`.
+    jit_evaluate: as for :func:`race`.
     has_model_state: as for :func:`race`.
     takes_rng: whether the loss takes a key.
     full_grad_fn: as for :func:`race`.
@@ -195,12 +201,17 @@ def race_from(
   chosen = _seeds(seeds)
   # Methods share what one seed starts from; it is copied before it is trained.
   latest = functools.lru_cache(maxsize=1)(start)
-  jitted = None if evaluate is None else jax.jit(lambda *state: _named(evaluate(*state)))
+
+  def named(params: Any, model_state: Any) -> dict[str, Any]:
+    assert evaluate is not None
+    return _named(evaluate(params, model_state))
+
+  measure = None if evaluate is None else (jax.jit(named) if jit_evaluate else named)
   problem = _run.Problem(
     loss_fn,
     latest,
     _data.batches_of(data, batch_size),
-    jitted,
+    measure,
     has_model_state,
     takes_rng,
     full_grad_fn,

@@ -48,10 +48,11 @@ def draw(
       "`RaceResult.plot` needs matplotlib; install it, or optax-boost with the extra:"
       ' pip install "optax-boost[race]".'
     ) from error
-  rows, columns = len(quantities), len(against)
+  # A single column is laid on its side.
+  rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 5.5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
   colours = method_colours(result)
-  panels = figure.subplots(rows, columns, squeeze=False)
+  panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
   for quantity, line in zip(quantities, panels, strict=True):
     logarithmic = "loss" in quantity and _all_positive(result, quantity)
     for of, axes in zip(against, line, strict=True):
@@ -133,6 +134,7 @@ def _logarithmic(axes: Any) -> None:
 def _name_lines(axes: Any, colours: dict[str, str]) -> None:
   """Names the lines at their right ends, spread out where they would overlap."""
   to_share = axes.transData + axes.transAxes.inverted()
+  to_data = to_share.inverted()
   ends = []
   for line, colour in zip(axes.get_lines(), colours.values(), strict=False):
     x, y = line.get_data()
@@ -146,9 +148,9 @@ def _name_lines(axes: Any, colours: dict[str, str]) -> None:
     last = f" {line.get_ydata()[-1]:.3g}" if len(line.get_ydata()) else ""
     axes.annotate(
       line.get_label() + last,
-      (1, height),
+      (1, to_data.transform((1, height))[1]),
       (7, 0),
-      xycoords="axes fraction",
+      xycoords=("axes fraction", "data"),
       textcoords="offset points",
       color=colour,
       fontsize=_FONT - 1,

@@ -205,7 +205,8 @@ class RaceResult:
     Args:
       path: where to save the picture, by a temporary name and renamed; None: it is not saved.
       quantities: a row of panels each; None: the first of `quantities`.
-      against: a column of panels each, of ``"steps"``, ``"gradient_evaluations"``, ``"seconds"``.
+      against: a column of panels each, of ``"steps"``, ``"gradient_evaluations"``, ``"seconds"``; a
+        single column is laid on its side.
 
     Returns:
       A matplotlib figure.

@@ -53,7 +53,7 @@ class Problem(NamedTuple):
     loss_fn: as ``make_train_step`` takes it.
     start: from the seed to the initial params and statistics (None without any).
     batches: from the seed to endless batches.
-    evaluate: from params and statistics to metrics, jitted; None without any.
+    evaluate: from params and statistics to metrics; None without any.
     has_model_state: whether the loss carries statistics.
     takes_rng: whether it takes a key.
     full_grad_fn: as ``make_train_step`` takes it.
