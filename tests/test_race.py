@@ -16,6 +16,7 @@ import pytest
 import optax_boost
 from optax_boost import _race
 from optax_boost._race import _cost
+from optax_boost._race import _data
 from optax_boost._race import _result
 from optax_boost._race import _run
 import optax_boost.linen
@@ -94,15 +95,12 @@ def test_a_method_that_diverges_is_reported_and_left_out_of_means(raced):
   assert math.isnan(raced.difference("wild", "error")[0])
 
 
-def test_seeds_at_once_give_what_they_give_one_at_a_time(raced):
+def test_seeds_at_once_give_what_they_give_one_at_a_time():
   methods = {"sgd": optax.sgd(0.05), "adam": optax.adam(0.1)}
-  results = []
-  with pytest.MonkeyPatch.context() as patch:
-    # As if all at once were always faster: what a test machine finds is chance.
-    patch.setattr(_run.Method, "_worthwhile", lambda self, seeds: self._at_once(0, len(seeds)))
-    results = [
-      small(methods, noisy_loss, seeds=4, evaluate=error, seeds_at_once=n) for n in (1, 2, None)
-    ]
+  results = [
+    small(methods, noisy_loss, seeds=4, evaluate=error, seeds_at_once=number)
+    for number in (1, 2, 5)
+  ]
   assert [r.curves["adam"].seeds_at_once for r in results] == [1, 2, 3]
   for result in results[1:]:
     assert result.seeds == (0, 1, 2, 3)
@@ -115,25 +113,49 @@ def test_seeds_at_once_give_what_they_give_one_at_a_time(raced):
       )
 
 
-def test_seeds_run_one_after_the_other_where_that_is_faster(monkeypatch):
-  at_once = _run._Training.advance
+@pytest.mark.parametrize(
+  ("compiling", "together", "expected"), [(0.0, 1e-9, 2), (0.0, 1e9, 1), (1e9, 1e-9, 1)]
+)
+def test_seeds_run_at_once_only_where_that_is_faster(monkeypatch, compiling, together, expected):
+  advance, run = _run._Training.advance, _run._interleave
 
-  def slow(self, count, versions=lambda: 0):
-    block = at_once(self, count, versions)
-    return block._replace(seconds=1e9) if block.losses.ndim == 2 else block
+  def timed(self, *args):
+    block = advance(self, *args)
+    return block._replace(seconds=together) if block.losses.ndim == 2 else block
 
-  monkeypatch.setattr(_run._Training, "advance", slow)
-  result = small({"sgd": optax.sgd(0.05)}, noisy_loss, seeds=3)
-  assert result.curves["sgd"].seeds_at_once == 1
-  np.testing.assert_allclose(
-    result.curves["sgd"].loss[2], by_hand(0.05, 2)[0].reshape(3, 2).mean(1)
+  def known(*args):
+    run(*args)
+    method.recording.compile_seconds = compiling
+
+  monkeypatch.setattr(_run._Training, "advance", timed)
+  problem = _run.Problem(
+    noisy_loss,
+    lambda seed: (init_fn(jax.random.key(seed)), None),
+    _data.batches_of(DATA, 8),
+    evaluate=None,
+    has_model_state=False,
+    takes_rng=True,
+    full_grad_fn=None,
   )
+  method = _run.Method(problem, optax.sgd(0.05), [2, 4, 6])
+  monkeypatch.setattr(_run, "_interleave", known)
+  _run.run({"sgd": method}, [0, 1, 2], None, _run.Bar(0, False))
+  assert method.recording.seeds_at_once == expected
+  expected_loss = by_hand(0.05, 2)[0].reshape(3, 2).mean(1)
+  np.testing.assert_allclose(method.recording.loss[2], expected_loss, rtol=1e-5)
 
 
 def test_no_more_seeds_are_trained_at_once_than_fit_into_memory(monkeypatch):
   monkeypatch.setattr(_run, "_bytes", lambda compiled: 100.0)
   monkeypatch.setattr(_run, "_free_memory", lambda: 10.0)
-  assert small({"sgd": optax.sgd(0.05)}, seeds=4).curves["sgd"].seeds_at_once == 1
+  result = small({"sgd": optax.sgd(0.05)}, seeds=4, seeds_at_once=3)
+  assert result.curves["sgd"].seeds_at_once == 1
+
+
+def test_memory_is_what_the_backend_says():
+  compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile()
+  assert _run._bytes(compiled) >= 2 * 64 * 64 * 4
+  assert 2**20 < _run._free_memory() <= math.inf
 
 
 def test_gradient_evaluations_are_counted():
@@ -429,7 +451,7 @@ def test_convolutions_run_one_seed_at_a_time_on_a_cpu():
     X,
     {"sgd": optax.sgd(0.05)},
     steps=2,
-    seeds=2,
+    seeds=3,
     progress=False,
   )
   assert result.curves["sgd"].seeds_at_once == 1

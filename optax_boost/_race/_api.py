@@ -53,9 +53,10 @@ def race(
     methods take turns on the clock, in random order, and the median over several such passes
     counts, so that what else the machine does slows all of them alike.
 
-  The seeds are trained at once (``jax.vmap``) where that fits into memory and is faster. One at a
+  The first seed is trained with all methods side by side, so that one state of each must fit into
+  memory. The other seeds are trained at once (``jax.vmap``) where that fits and is faster. One at a
   time are trained: methods that freeze layers, methods with the loss inside a loop or conditional,
-  and on a CPU networks with convolutions.
+  all of them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
 
   Args:
     loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
@@ -73,12 +74,14 @@ def race(
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
       held-out data: a scalar, or a dictionary of scalars.
     points: how many points the curves have, at most. More cost more evaluations.
-    jit_evaluate: whether `evaluate` is jitted. False for one that goes through the held-out data
-      batch by batch, each with a function that it has jitted itself.
+    jit_evaluate: whether `evaluate` is jitted, which makes the arrays that it closes over a part of
+      the program. False for one that goes through much held-out data batch by batch, with a
+      function that it has jitted itself.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; lowering it saves memory. None: see above.
+    seeds_at_once: the most seeds to train at once, if they fit, faster or not (those that freeze
+      layers aside). None: see above.
     progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
 
   Returns:

@@ -63,7 +63,7 @@ def draw(
       for name, colour in colours.items():
         _curve(axes, result, name, quantity, of, colour, logarithmic)
       axes.set_xlim(0, max(getattr(c, of)[-1] for c in result.curves.values()))
-      axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+      axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if of == "seconds" else 8))
       if logarithmic:
         _logarithmic(axes)
       if of != "steps":
@@ -145,7 +145,8 @@ def _name_lines(axes: Any, colours: dict[str, str]) -> None:
   for rank, (wanted, line, colour) in enumerate(ends):
     lowest_free = gap * (len(ends) - 1 - rank)
     height = min(max(wanted, lowest_free), height - gap)
-    last = f" {line.get_ydata()[-1]:.3g}" if len(line.get_ydata()) else ""
+    # The alternative form keeps trailing zeros, and a trailing point.
+    last = f" {line.get_ydata()[-1]:#.3g}".rstrip(".") if len(line.get_ydata()) else ""
     axes.annotate(
       line.get_label() + last,
       (1, to_data.transform((1, height))[1]),

@@ -5,7 +5,7 @@ the next, every method once, in random order. So whatever else the machine does 
 alike, and the same steps are timed of each: a schedule that makes late steps cheaper is seen. The
 median over these passes is a method's time from point to point. Every method runs at least its
 first seed this way, and again where that was too short to be timed well; its other seeds then run
-all at once, where that is faster.
+all at once, where that is faster, compiling included.
 """
 
 from collections.abc import Callable
@@ -212,6 +212,8 @@ class Method:
     self._per_step = _cost.traced(jaxpr)
     if optax.tree.get_all_with_path(training.state.opt_state, "frozen_groups"):
       self.alone, self.always_alone = "the host chooses its compiled step", True
+    elif self._problem.full_grad_fn is not None:
+      self.alone = "the data of the full gradient would be built into the program"
     elif self._per_step is None:
       self.alone = "a conditional around the loss would run all of its branches"
     elif jax.default_backend() == "cpu" and _forward_order.has_convolution(jaxpr):
@@ -266,7 +268,7 @@ class Method:
       yield length if records else 0
 
   def run_at_once(self, seeds: Sequence[int]) -> Iterator[int]:
-    """Trains several seeds at once, off the clock, or one after the other where that is faster.
+    """Trains several seeds at once, off the clock.
 
     Args:
       seeds: the seeds.
@@ -274,14 +276,12 @@ class Method:
     Yields:
       After each point of the curves, the steps made since the one before, over all seeds.
     """
-    step = self._worthwhile(seeds) if len(seeds) > 1 else None
-    if step is None:
-      for seed in seeds:
-        yield from self.run(seed, clocked=False)
+    if len(seeds) == 1:
+      yield from self.run(seeds[0], clocked=False)
       return
     recording = self.recording
     recording.seeds_at_once = max(recording.seeds_at_once, len(seeds))
-    training = self._begin_at_once(step, seeds)
+    training = self._begin_at_once(seeds)
     for seed in seeds:
       recording.loss[seed], recording.metrics[seed] = [], []
     for length in self._lengths:
@@ -292,6 +292,28 @@ class Method:
         )
         recording.loss[seed].append(float(np.mean(block.losses[:, i])))
       yield length * len(seeds)
+
+  def best_group(self, seeds: Sequence[int]) -> int:
+    """How many seeds to train at once: as many as fit into memory, or one if that is faster.
+
+    Args:
+      seeds: those that are left.
+
+    Returns:
+      At most their number, at least 1.
+    """
+    steps = sum(self._lengths)
+    alone = self.recording.seconds(self._lengths).sum()
+    # Compiling the step for several seeds takes at least as long as the one for one seed.
+    if len(seeds) * alone < self.recording.compile_seconds:
+      return 1
+    size = self.fitting(seeds[0], len(seeds))
+    if size > 1:
+      training = self._begin_at_once(seeds[:size])
+      together = min(training.advance(1).seconds for _ in range(_TRIAL_STEPS))
+      if together * steps >= size * alone:
+        return 1
+    return size
 
   def fitting(self, seed: int, most: int) -> int:
     """How many seeds fit into memory at once.
@@ -322,21 +344,13 @@ class Method:
       self._compiled[number] = step.lower(*jax.tree.map(stacked, arguments)).compile()
     return self._compiled[number]
 
-  def _worthwhile(self, seeds: Sequence[int]) -> Callable[..., Any] | None:
-    """The step for these seeds at once, or None where one after the other is faster."""
-    step = self._at_once(seeds[0], len(seeds))
-    alone = self.recording.seconds(self._lengths).sum() / sum(self._lengths)
-    training = self._begin_at_once(step, seeds)
-    together = min(training.advance(1).seconds for _ in range(_TRIAL_STEPS))
-    return step if together < len(seeds) * alone else None
-
   def _begin(self, step: _train_step.TrainStep, seed: int) -> _Training:
     problem = self._problem
     state = step.init(*problem.start(seed))
     return _Training(step, state, problem.batches(seed), problem.key(seed))
 
-  def _begin_at_once(self, step: Callable[..., Any], seeds: Sequence[int]) -> _Training:
-    problem = self._problem
+  def _begin_at_once(self, seeds: Sequence[int]) -> _Training:
+    problem, step = self._problem, self._at_once(seeds[0], len(seeds))
     states = [self._begin(self._plain, seed).state for seed in seeds]
     feeds = [problem.batches(seed) for seed in seeds]
     keys = [problem.key(seed) for seed in seeds]
@@ -460,11 +474,14 @@ def run(
     _interleave(trainings, shuffle, bar)
 
   others = seeds[1:]
-  sizes = {
-    name: method.fitting(seeds[0], min(seeds_at_once or len(others), len(others)))
-    for name, method in methods.items()
-    if name not in alone and others
-  }
+  sizes = {}
+  for name, method in methods.items():
+    if others and name not in alone:
+      bar.say(f"compiling {name} for several seeds")
+      if seeds_at_once is None:
+        sizes[name] = method.best_group(others)
+      else:
+        sizes[name] = method.fitting(others[0], min(seeds_at_once, len(others)))
   for start in range(len(others)):
     for name, size in sizes.items():
       if start % size == 0:
