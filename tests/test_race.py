@@ -196,6 +196,11 @@ def test_a_line_search_is_charged_for_its_trials():
   np.testing.assert_allclose(curves.gradient_evaluations, [1 + trials / 3, 2 + 2 * trials / 3])
 
 
+def test_what_the_trace_does_not_show_is_counted_by_running(monkeypatch):
+  monkeypatch.setattr(_cost, "_BACKWARD", "a name that no equation has")
+  assert small({"sgd": optax.sgd(0.05)}).curves["sgd"].gradient_evaluations.tolist() == [2, 4, 6]
+
+
 def test_only_control_flow_around_the_loss_needs_a_run_to_be_counted():
   counter = _cost.Counter()
   marked = counter.mark(loss_fn)
@@ -275,6 +280,16 @@ def test_a_budget_spent_before_the_first_point_is_no_value():
   line = result.table().partition("gradient evaluations")[2].partition("| dear")[2].splitlines()[0]
   assert line.split() == ["|", "-", "|", "-", "|", "1", "|"]
   assert "not known at equal gradient evaluations" in result.verdict("dear")
+
+
+def test_times_that_are_not_known_leave_the_rest_as_it_is():
+  nan = math.nan
+  result = result_of(a=curves_of([[3, 2, 1]]), b=curves_of([[3, 2, 1]], seconds=(nan, nan, nan)))
+  assert "At equal wall time (not known):" in result.table()
+  assert "not known at equal wall time" in result.verdict("b")
+  steps, _, seconds = result.plot().axes
+  assert [len(line.get_xdata()) for line in steps.get_lines()] == [3, 3]
+  assert [len(line.get_xdata()) for line in seconds.get_lines()] == [3, 0]
 
 
 def test_budgets_that_coincide_share_a_table():

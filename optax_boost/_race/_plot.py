@@ -62,11 +62,12 @@ def draw(
       axes.spines[["top", "right", "left"]].set_visible(False)
       for name, colour in colours.items():
         _curve(axes, result, name, quantity, of, colour, logarithmic)
-      axes.set_xlim(0, max(getattr(c, of)[-1] for c in result.curves.values()))
+      ends = [getattr(curves, of)[-1] for curves in result.curves.values()]
+      axes.set_xlim(0, max([end for end in ends if end > 0], default=1))
       axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if of == "seconds" else 8))
       if logarithmic:
         _logarithmic(axes)
-      if of != "steps":
+      if of != "steps" and np.isfinite(result.budget(of)):
         axes.axvline(result.budget(of), color=BASELINE_COLOUR, linewidth=1.2, linestyle=(0, (2, 3)))
     line[0].set_title(
       quantity + (" (logarithmic)" if logarithmic else ""), fontsize=_FONT + 1, loc="left"
@@ -107,7 +108,7 @@ def _curve(
   there, back = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
   with np.errstate(all="ignore"):
     mean, spread = there(rows).mean(0), there(rows).std(0)
-  known = np.isfinite(mean)
+  known = np.isfinite(mean) & np.isfinite(x)
   axes.fill_between(
     x[known],
     back(mean - spread)[known],

@@ -163,6 +163,7 @@ class RaceResult:
       names = [BUDGETS[of], *(BUDGETS[other] for other in others)]
       budget = self.budget(of)
       amount = f"{budget:.3g} s" if of == "seconds" else f"{budget:,.4g}"
+      amount = "not known" if math.isnan(budget) else amount
       parts.append(f"At equal {' and '.join(names)} ({amount}):\n\n{self._comparison(of)}")
     parts.append(f"What it costs:\n\n{self._costs()}")
     return "\n\n".join(parts)

@@ -196,9 +196,8 @@ class Method:
     self._per_step: _cost.Evaluations | None = None
     self._compiled: dict[int, Any] = {}
     self.recording = Recording()
-    # Why its seeds are better trained one at a time, and whether they must be.
-    self.alone = ""
-    self.always_alone = False
+    # Whether its seeds must be trained one at a time, and whether they had better be.
+    self.always_alone = self.better_alone = False
 
   def compile(self, seed: int) -> None:
     """Counts the gradients of a step as far as its program tells, and compiles it.
@@ -209,15 +208,21 @@ class Method:
     training = self._begin(self._plain, seed)
     batch = next(self._problem.batches(seed))
     jaxpr = self._marked.trace(training.state, batch, self._problem.key(seed)).jaxpr
-    self._per_step = _cost.traced(jaxpr)
-    if optax.tree.get_all_with_path(training.state.opt_state, "frozen_groups"):
-      self.alone, self.always_alone = "the host chooses its compiled step", True
-    elif self._problem.full_grad_fn is not None:
-      self.alone = "the data of the full gradient would be built into the program"
-    elif self._per_step is None:
-      self.alone = "a conditional around the loss would run all of its branches"
-    elif jax.default_backend() == "cpu" and _forward_order.has_convolution(jaxpr):
-      self.alone = "convolutions with weights of their own for each seed are slow on a CPU"
+    found = _cost.traced(jaxpr)
+    # A step without any gradient is one whose marks the trace does not show.
+    self._per_step = found if found is not None and found.gradients else None
+    # The host chooses the compiled step by the depth.
+    self.always_alone = bool(
+      optax.tree.get_all_with_path(training.state.opt_state, "frozen_groups")
+    )
+    self.better_alone = (
+      # A vectorized conditional runs all of its branches.
+      self._per_step is None
+      # Its data would be built into the program.
+      or self._problem.full_grad_fn is not None
+      # Weights of their own for each seed make it a slow grouped convolution.
+      or (jax.default_backend() == "cpu" and _forward_order.has_convolution(jaxpr))
+    )
     self.recording.steady = self._per_step is not None and not self.always_alone
     first, second = (_seconds(lambda: training.advance(1)) for _ in range(2))
     self.recording.compile_seconds = max(0.0, first - second)
@@ -264,7 +269,7 @@ class Method:
         recording.metrics[seed].append(
           self._evaluate(training.state.params, training.state.model_state)
         )
-        recording.loss[seed].append(float(np.mean(block.losses)))
+        recording.loss[seed].append(_mean(block.losses))
       yield length if records else 0
 
   def run_at_once(self, seeds: Sequence[int]) -> Iterator[int]:
@@ -290,7 +295,7 @@ class Method:
         recording.metrics[seed].append(
           self._evaluate(*_pick((training.state.params, training.state.model_state), i))
         )
-        recording.loss[seed].append(float(np.mean(block.losses[:, i])))
+        recording.loss[seed].append(_mean(block.losses[:, i]))
       yield length * len(seeds)
 
   def best_group(self, seeds: Sequence[int]) -> int:
@@ -368,6 +373,11 @@ def _seconds(work: Callable[[], Any]) -> float:
   begin = time.perf_counter()
   work()
   return time.perf_counter() - begin
+
+
+def _mean(losses: np.ndarray) -> float:
+  with np.errstate(all="ignore"):
+    return float(np.mean(losses))
 
 
 def _stack(trees: Sequence[Any]) -> Any:
@@ -452,7 +462,7 @@ def run(
   alone = {
     name
     for name, method in methods.items()
-    if seeds_at_once == 1 or method.always_alone or (seeds_at_once is None and method.alone)
+    if seeds_at_once == 1 or method.always_alone or (seeds_at_once is None and method.better_alone)
   }
   shuffle = random.Random(0).shuffle
   bar.say(f"seed {seeds[0]}")
