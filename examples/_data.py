@@ -1,5 +1,6 @@
 """The images that the demo trains on: scikit-learn's digits, or an npz file of one's own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 import zipfile
@@ -47,6 +48,27 @@ def digits(test_on: str = "test") -> Data:
   held_out = {"validation": validation, "test": test}[test_on]
   images, labels = bunch.images[..., None], bunch.target
   return _scaled("digits", images[train], labels[train], images[held_out], labels[held_out])
+
+
+def batches(part: Part, batch_size: int, epochs: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+  """Shuffles the images anew for each epoch and cuts them into batches.
+
+  Args:
+    part: the images.
+    batch_size: images in a batch. What is left over sits out that epoch: a smaller batch would be
+      compiled and weighted differently.
+    epochs: passes over the images.
+    seed: seeds the shuffling.
+
+  Yields:
+    Batches with the keys ``images`` and ``labels``.
+  """
+  rng = np.random.default_rng(seed)
+  for _ in range(epochs):
+    order = rng.permutation(len(part.labels))
+    for start in range(0, len(order) - batch_size + 1, batch_size):
+      chosen = order[start : start + batch_size]
+      yield {"images": part.images[chosen], "labels": part.labels[chosen]}
 
 
 def from_npz(path: str) -> Data:

@@ -26,13 +26,11 @@ try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   from _report import save
   from _training import BATCH_SIZE
   from _training import STEPS
-  from _training import Curves
-  from _training import Trainer
   from _training import default_epochs
+  from _training import race
   from _training import steps_per_epoch
   import jax
   from matplotlib.figure import Figure
-  from tqdm import tqdm
 except KeyboardInterrupt:
   print(INTERRUPTED, file=sys.stderr)
   sys.exit(130)
@@ -124,34 +122,6 @@ def prepare(argv: Sequence[str] | None) -> Plan:
   return Plan(data, methods, batch_size, epochs, seeds, out)
 
 
-def train(plan: Plan) -> dict[str, list[Curves]]:
-  """Trains each method with each seed, under a progress bar.
-
-  Args:
-    plan: what is to be done.
-
-  Returns:
-    For each method, the curves of each seed.
-  """
-  trainers = {}
-  for name in tqdm(plan.methods, desc="compiling", unit="method", leave=False):
-    method = METHODS[name]
-    tx = method.make(plan.steps, **method.chosen)
-    trainers[name] = Trainer(plan.data, tx, plan.batch_size, plan.epochs)
-    trainers[name].compile()
-
-  curves: dict[str, list[Curves]] = {name: [] for name in plan.methods}
-  total = plan.steps * len(plan.seeds) * len(trainers)
-  with tqdm(total=total, unit="step") as bar:
-    # Seed by seed, so that whatever else the machine does slows all methods alike.
-    for seed in plan.seeds:
-      for name, trainer in trainers.items():
-        bar.set_description(f"{name}, seed {seed}")
-        curves[name].append(trainer.run(seed, bar.update))
-    bar.set_description("trained")
-  return curves
-
-
 def _compare(plan: Plan) -> Figure:
   data = plan.data
   shape = " x ".join(map(str, data.train.images.shape[1:]))
@@ -166,8 +136,19 @@ def _compare(plan: Plan) -> Figure:
     f" {plan.batch_size}, {seeds}, on {jax.default_backend()}",
     flush=True,
   )
-  report = Report(train(plan), BASELINE)
+  chosen = {name: METHODS[name] for name in plan.methods}
+  result = race(
+    data,
+    {name: method.make(plan.steps, **method.chosen) for name, method in chosen.items()},
+    batch_size=plan.batch_size,
+    epochs=plan.epochs,
+    seeds=plan.seeds,
+    baseline=BASELINE if BASELINE in chosen else None,
+  )
+  report = Report(result, BASELINE)
   print(f"\n{report.table()}\n\n{report.verdicts()}")
+  if not result.complete:
+    raise KeyboardInterrupt
   as_tuned = (data.name, plan.batch_size, plan.steps) == ("digits", BATCH_SIZE, STEPS)
   print(
     "\nEach method's hyperparameters were chosen on validation images of digits, for"

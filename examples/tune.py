@@ -9,9 +9,10 @@ import sys
 
 from _data import digits
 from _methods import METHODS
+from _training import ACCURACY
 from _training import BATCH_SIZE
-from _training import Trainer
 from _training import default_epochs
+from _training import race
 from _training import steps_per_epoch
 import numpy as np
 
@@ -26,15 +27,23 @@ def main(names: list[str]) -> None:
   epochs = default_epochs(data, BATCH_SIZE)
   steps = epochs * steps_per_epoch(data, BATCH_SIZE)
   for name in names:
-    method, found = METHODS[name], []
-    for values in itertools.product(*method.grid.values()):
-      point = dict(zip(method.grid, values, strict=True))
-      trainer = Trainer(data, method.make(steps, **point), BATCH_SIZE, epochs)
-      finals = [trainer.run(seed).accuracy[-1] for seed in SEEDS]
+    method = METHODS[name]
+    grid = itertools.product(*method.grid.values())
+    points = [dict(zip(method.grid, values, strict=True)) for values in grid]
+    result = race(
+      data,
+      {str(point): method.make(steps, **point) for point in points},
+      batch_size=BATCH_SIZE,
+      epochs=epochs,
+      seeds=SEEDS,
+      points=1,
+    )
+    found = []
+    for point in points:
+      # Of all seeds: one that diverged is no better than guessing, and counts as that.
+      finals = result.rows(str(point), ACCURACY)[:, -1]
       found.append((float(np.mean(finals)), point))
-      print(
-        f"{name} {point}: {100 * np.mean(finals):.2f} +- {100 * np.std(finals):.2f} %", flush=True
-      )
+      print(f"{name} {point}: {np.mean(finals):.2f} +- {np.std(finals):.2f} %", flush=True)
     print(f"{name}: best is {max(found, key=lambda one: one[0])[1]}", flush=True)
 
 

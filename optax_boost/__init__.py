@@ -60,6 +60,9 @@ from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
 from optax_boost._precision import scale_by_group
+from optax_boost._race import RaceCurves
+from optax_boost._race import RaceResult
+from optax_boost._race import race
 from optax_boost._sgperm import LapermState
 from optax_boost._sgperm import SgpermState
 from optax_boost._sgperm import apply_permutation
@@ -108,6 +111,8 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "NormPlace",
+  "RaceCurves",
+  "RaceResult",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "SnapshotStore",
@@ -148,6 +153,7 @@ __all__ = [
   "permutation",
   "permuted_params",
   "progressive_freezing",
+  "race",
   "record_trajectory",
   "refresh_subspace",
   "refresh_svrg",

@@ -175,6 +175,24 @@ class TrainStep:
     depth = self._depth(state)
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
+  def trace(self, state: TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Traces the step for inspection, like ``jax.jit(...).trace``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    """
+    depth = self._depth(state)
+    return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
+
+  def cache_size(self) -> int:
+    """The number of programs that were compiled: one, or one per depth where groups are frozen."""
+    return self._step._cache_size()  # type: ignore[attr-defined]
+
   def _depth(self, state: TrainState) -> int | None:
     """How many groups are frozen, where the host can know it; it chooses the compiled step."""
     if self._freezing == "switch":

@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # In this order: each may import those before it.
 FOUNDATION = ["_base", "_jaxpr", "_tree", "_linalg", "_forward_order", "_groups"]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
-TOP = {"_train_step", "_auto"}
+TOP = {"_train_step", "_auto", "_race"}
 FLAX = {"nnx", "linen"}
 
 

@@ -1,5 +1,6 @@
 """The demo's command line, in process on tiny images."""
 
+import functools
 import importlib
 from pathlib import Path
 import re
@@ -7,6 +8,8 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import optax_boost
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -78,26 +81,53 @@ def test_it_prints_a_table_and_saves_a_picture(demo, tiny, tmp_path, out, capsys
 
 
 def test_the_same_seed_gives_the_same_numbers(examples, data):
-  training = examples["_training"]
   method = examples["_methods"].METHODS["lars"]
   images = examples["_data"].from_npz(str(data))
-  trainer = training.Trainer(images, method.make(4, **method.chosen), batch_size=8, epochs=2)
-  first, other, again = (trainer.run(seed) for seed in (3, 4, 3))
-  assert list(first.steps) == [1, 2, 3, 4]
-  assert np.array_equal(first.loss, again.loss)
-  assert np.array_equal(first.accuracy, again.accuracy)
-  assert not np.array_equal(first.loss, other.loss)
+  tx = method.make(4, **method.chosen)
+  race = functools.partial(examples["_training"].race, images, batch_size=8, epochs=2)
+  first, again = (race({"lars": tx, "other": tx}, seeds=seeds) for seeds in ([3, 4], [4, 3]))
+  assert list(first.curves["lars"].steps) == [1, 2, 3, 4]
+  for quantity in first.quantities:
+    rows = first.rows("lars", quantity)
+    assert np.array_equal(rows, first.rows("other", quantity))
+    assert np.array_equal(rows, again.rows("lars", quantity)[::-1])
+  assert not np.array_equal(*first.curves["lars"].loss)
+
+
+def interrupted_after(examples, monkeypatch, evaluations):
+  """Ctrl-C when the test part has been evaluated so many times."""
+  training = examples["_training"]
+  accuracy, made = training.accuracy, []
+
+  def interrupted(*args):
+    if len(made) == evaluations:
+      raise KeyboardInterrupt
+    made.append(1)
+    return accuracy(*args)
+
+  monkeypatch.setattr(training, "accuracy", interrupted)
 
 
 def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(
   demo, examples, tiny, tmp_path, capsys, monkeypatch
 ):
-  def interrupted(*args):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(examples["_training"].Trainer, "compile", interrupted)
+  interrupted_after(examples, monkeypatch, 0)
   assert demo.main(tiny) == 130
-  assert capsys.readouterr().err.splitlines()[-1] == "demo: interrupted; no picture was written."
+  captured = capsys.readouterr()
+  assert captured.err.splitlines()[-1] == "demo: interrupted; no picture was written."
+  assert "test accuracy" not in captured.out
+  assert files(tmp_path) == ["images.npz"]
+
+
+def test_ctrl_c_later_still_prints_the_table_of_what_is_there(
+  demo, examples, tiny, tmp_path, capsys, monkeypatch
+):
+  # One evaluation of each method to compile it, four of each with the first seed, and two more.
+  interrupted_after(examples, monkeypatch, 2 + 8 + 2)
+  assert demo.main(tiny) == 130
+  captured = capsys.readouterr()
+  assert captured.err.splitlines()[-1] == "demo: interrupted; no picture was written."
+  assert re.search(r"^sgd +[\d.]+ +[\d.]+% +- .* 1$", captured.out, re.MULTILINE)
   assert files(tmp_path) == ["images.npz"]
 
 
@@ -257,22 +287,17 @@ def test_the_last_batch_of_an_evaluation_counts_by_its_images(examples, batch_si
     def __call__(self, images):
       return jnp.eye(3)[images[:, 0, 0, 0].astype(int)]
 
-    def eval(self):
-      pass
-
-    train = eval
-
   training = examples["_training"]
   answers, labels = np.array([0, 1, 2, 0, 1, 2, 0]), np.array([0, 1, 2, 0, 0, 0, 0])
   part = examples["_data"].Part(answers.reshape(7, 1, 1, 1), labels)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(training, "_count_right", training._count_right.__wrapped__)
-    assert training.accuracy(Model(), part, batch_size) == pytest.approx(5 / 7)
+    assert training.accuracy(Model(), part, batch_size) == pytest.approx(500 / 7)
 
 
 def test_batches_are_whole_shuffled_anew_and_each_image_comes_once_an_epoch(examples):
   part = examples["_data"].Part(np.zeros((10, 1, 1, 1)), np.arange(10))
-  feed = [batch["labels"] for batch in examples["_training"].batches(part, 5, epochs=2, seed=0)]
+  feed = [batch["labels"] for batch in examples["_data"].batches(part, 5, epochs=2, seed=0)]
   assert [len(labels) for labels in feed] == [5, 5, 5, 5]
   first, second = np.concatenate(feed[:2]), np.concatenate(feed[2:])
   assert sorted(first) == sorted(second) == list(range(10))
@@ -280,20 +305,34 @@ def test_batches_are_whole_shuffled_anew_and_each_image_comes_once_an_epoch(exam
 
 
 def test_the_report_compares_with_the_baseline_seed_by_seed(examples):
-  Curves, Report = examples["_training"].Curves, examples["_report"].Report
-  steps, ones = np.array([1, 2, 3]), np.ones(3)
+  Report = examples["_report"].Report
 
-  def runs(*finals):
-    return [Curves(steps, ones, np.array([0.1, f, f]), ones) for f in finals]
+  def result(**finals):
+    steps, ones = np.array([1, 2, 3]), np.ones(3)
+    curves = {}
+    for name, ends in finals.items():
+      loss = np.ones((len(ends), 3))
+      loss[np.isnan(ends), -1] = np.nan
+      accuracy = np.array([[10, end, end] for end in ends])
+      metrics = {"test accuracy": accuracy}
+      curves[name] = optax_boost.RaceCurves(steps, loss, metrics, steps, ones, 0.0, 1)
+    seeds = tuple(range(len(ends)))
+    return optax_boost.RaceResult(curves, seeds, next(iter(finals)), True, "cpu")
 
-  report = Report({"sgd": runs(0.71, 0.72, 0.73), "better": runs(0.81, 0.83, 0.82)}, "sgd")
+  report = Report(result(sgd=[71, 72, 73], better=[81, 83, 82]), "sgd")
   assert report.target == 70
-  assert report.rows[1].gain == pytest.approx([10, 11, 9])
+  assert report.rows[1].gain == pytest.approx((10, 2.484), rel=1e-3)
   assert "better  10.0 points more accuracy; 70% after 2 steps" in report.verdicts()
-  worse = Report({"sgd": runs(0.71, 0.72, 0.73), "worse": runs(0.6, 0.61, 0.62)}, "sgd")
+  worse = Report(result(sgd=[71, 72, 73], worse=[60, 61, 62]), "sgd")
   assert "worse  11.0 points LESS accuracy; 70% never reached" in worse.verdicts()
-  same = Report({"sgd": runs(0.71, 0.72, 0.73), "same": runs(0.7, 0.75, 0.71)}, "sgd")
+  same = Report(result(sgd=[71, 72, 73], same=[70, 75, 71]), "sgd")
   assert "no clear difference in accuracy" in same.verdicts()
-  assert "nothing to compare" in Report({"lars": runs(0.5)}, "sgd").verdicts()
-  one = Report({"sgd": runs(0.5), "lars": runs(0.6)}, "sgd").verdicts()
+  assert "nothing to compare" in Report(result(lars=[50]), "sgd").verdicts()
+  one = Report(result(sgd=[50], lars=[60]), "sgd").verdicts()
   assert "one seed says nothing about accuracy" in one
+  lost = Report(result(sgd=[71, 72, 73], wild=[np.nan] * 3, half=[72, 73, np.nan]), "sgd")
+  assert "wild  diverged" in lost.verdicts()
+  assert re.search(r"^wild +- +- +- +never +3.0 +3, 3 diverged$", lost.table(), re.MULTILINE)
+  assert re.search(
+    r"^half +1.000 .* 72.5 ± 0.7% +\+1.0 ± 0.0 .* 3, 1 dive", lost.table(), re.MULTILINE
+  )

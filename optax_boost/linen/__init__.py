@@ -10,6 +10,7 @@ from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
 from optax_boost.linen._less_bn import load_original
 from optax_boost.linen._less_bn import plan_less_bn
+from optax_boost.linen._race import race
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import TrainStep
 from optax_boost.linen._train_step import layer_groups
@@ -28,5 +29,6 @@ __all__ = [
   "load_original",
   "make_train_step",
   "plan_less_bn",
+  "race",
   "variables",
 ]

@@ -191,7 +191,7 @@ def make_train_step(
     raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = BoundModel(module, params, collections, _keys(rng, rngs))
+    model = BoundModel(module, params, collections, keys(rng, rngs))
     output = loss_fn(model, batch)
     return _train_step.with_model_state(output, model.collections, has_aux)
 
@@ -209,7 +209,7 @@ def make_train_step(
   )
 
 
-def _keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
+def keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
   if rng is None:
     return {}
   return dict(zip(names, jax.random.split(rng, len(names)), strict=True))
@@ -254,7 +254,7 @@ def layer_groups(
   collections = {name: value for name, value in variables.items() if name != "params"}
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
-    return loss_fn(BoundModel(module, params, collections, _keys(rng, rngs)), batch)
+    return loss_fn(BoundModel(module, params, collections, keys(rng, rngs)), batch)
 
   return _groups.layer_groups(
     pure_loss,

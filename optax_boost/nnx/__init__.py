@@ -10,6 +10,7 @@ from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
 from optax_boost.nnx._less_bn import load_original
 from optax_boost.nnx._less_bn import plan_less_bn
+from optax_boost.nnx._race import race
 from optax_boost.nnx._train_step import TrainStep
 from optax_boost.nnx._train_step import layer_groups
 from optax_boost.nnx._train_step import make_train_step
@@ -25,4 +26,5 @@ __all__ = [
   "load_original",
   "make_train_step",
   "plan_less_bn",
+  "race",
 ]

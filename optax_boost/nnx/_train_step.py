@@ -17,7 +17,7 @@ from optax_boost import _train_step
 _as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 # Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
 # model's own rng streams.
-_PASS_SEED = 0
+PASS_SEED = 0
 
 
 class TrainStep:
@@ -79,7 +79,7 @@ class TrainStep:
     """
     step, state = self._at(model, optimizer)
     state = step.refresh(
-      state, batches, jax.random.key(_PASS_SEED), weight_fn=weight_fn, progress=progress
+      state, batches, jax.random.key(PASS_SEED), weight_fn=weight_fn, progress=progress
     )
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
 
@@ -87,7 +87,7 @@ class TrainStep:
     self, model: Any, optimizer: nnx.Optimizer
   ) -> tuple[_train_step.TrainStep, _train_step.TrainState]:
     """The pure step for this model, and the state that model and optimizer are in."""
-    graphdef, params, rest = _split(model, optimizer.wrt)
+    graphdef, params, rest = split(model, optimizer.wrt)
     state = _train_step.TrainState(params, _as_pure(optimizer.opt_state), rest, optimizer.step[...])
     return self._step_for(graphdef, optimizer), _train_step.settle(state)
 
@@ -103,13 +103,13 @@ class TrainStep:
       # counts) is read off afterwards, and a trial point's changes are dropped with it.
       model = nnx.merge(graphdef, params, rest)
       if rng is not None:
-        _advance(model, jax.random.bits(rng))
+        advance(model, jax.random.bits(rng))
       output = self._loss_fn(model, batch)
-      _, _, rest = _split(model, optimizer.wrt)
+      _, _, rest = split(model, optimizer.wrt)
       return _train_step.with_model_state(output, rest, self._has_aux)
 
     full_grad_fn = self._full_grad_fn and functools.partial(
-      self._full_grad_fn, rng=jax.random.key(_PASS_SEED)
+      self._full_grad_fn, rng=jax.random.key(PASS_SEED)
     )
     step = _train_step.make_train_step(
       loss_fn,
@@ -123,13 +123,13 @@ class TrainStep:
     return step
 
 
-def _split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
+def split(model: Any, wrt: Any) -> tuple[Any, Any, Any]:
   """A model's structure, its trainable arrays, and all its other arrays."""
   graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
   return graphdef, _as_pure(params), _as_pure(rest)
 
 
-def _advance(model: Any, by: jax.Array) -> None:
+def advance(model: Any, by: jax.Array) -> None:
   """Moves all of a model's rng streams ahead, so that it draws other masks."""
   counts = nnx.state(model, nnx.RngCount)
   nnx.update(model, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
@@ -225,7 +225,7 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
   """
-  graphdef, params, rest = _split(model, wrt)
+  graphdef, params, rest = split(model, wrt)
 
   def pure_loss(params: Any, rest: Any, *args: Any) -> Any:
     return loss_fn(nnx.merge(graphdef, params, rest), *args)

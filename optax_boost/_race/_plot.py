@@ -1,0 +1,162 @@
+"""The picture of a race; needs matplotlib."""
+
+from collections.abc import Sequence
+import itertools
+from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
+
+  from optax_boost._race import _result
+
+# Okabe and Ito's colours, told apart by colour-blind eyes too; the baseline is grey.
+BASELINE_COLOUR = "#5A5A5A"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_AXIS_LABELS = {
+  "steps": "training steps",
+  "gradient_evaluations": "gradient evaluations",
+  "seconds": "seconds on one seed, without compiling",
+}
+_FONT = 13
+
+
+def draw(
+  result: "_result.RaceResult", quantities: Sequence[str], against: Sequence[str]
+) -> "Figure":
+  """Draws panels: a row for each quantity, a column for each budget.
+
+  Args:
+    result: of a race.
+    quantities: of its `quantities`.
+    against: of the budgets.
+
+  Returns:
+    The figure. Its axes are in the order of reading; each line bears its method as its label. What
+    is called a loss is drawn on a logarithmic scale.
+
+  Raises:
+    ImportError: matplotlib is not installed.
+  """
+  try:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+  except ImportError as error:
+    raise ImportError(
+      "`RaceResult.plot` needs matplotlib; install it, or optax-boost with the extra:"
+      ' pip install "optax-boost[race]".'
+    ) from error
+  # A single column is laid on its side.
+  rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
+  figure = Figure(figsize=(1 + 5.5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
+  colours = method_colours(result)
+  panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
+  for quantity, line in zip(quantities, panels, strict=True):
+    logarithmic = "loss" in quantity and _all_positive(result, quantity)
+    for of, axes in zip(against, line, strict=True):
+      axes.set_xlabel(_AXIS_LABELS[of], fontsize=_FONT)
+      axes.tick_params(which="both", labelsize=_FONT - 1, length=0)
+      axes.grid(color="#E5E5E5", linewidth=0.8)
+      axes.spines[["top", "right", "left"]].set_visible(False)
+      for name, colour in colours.items():
+        _curve(axes, result, name, quantity, of, colour, logarithmic)
+      ends = [getattr(curves, of)[-1] for curves in result.curves.values()]
+      axes.set_xlim(0, max([end for end in ends if end > 0], default=1))
+      axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if of == "seconds" else 8))
+      if logarithmic:
+        _logarithmic(axes)
+      if of != "steps" and np.isfinite(result.budget(of)):
+        axes.axvline(result.budget(of), color=BASELINE_COLOUR, linewidth=1.2, linestyle=(0, (2, 3)))
+    line[0].set_title(
+      quantity + (" (logarithmic)" if logarithmic else ""), fontsize=_FONT + 1, loc="left"
+    )
+  _name_lines(panels[0, 0], colours)
+  return figure
+
+
+def method_colours(result: "_result.RaceResult") -> dict[str, str]:
+  """A colour for each method.
+
+  Args:
+    result: of a race.
+
+  Returns:
+    The colours, by name.
+  """
+  colours = itertools.cycle(_COLOURS)
+  return {
+    name: BASELINE_COLOUR if name == result.baseline else next(colours) for name in result.curves
+  }
+
+
+def _all_positive(result: Any, quantity: str) -> bool:
+  values = np.concatenate([np.ravel(result.rows(name, quantity)) for name in result.curves])
+  values = values[np.isfinite(values)]
+  return bool(values.size and (values > 0).all())
+
+
+def _curve(
+  axes: Any, result: Any, name: str, quantity: str, of: str, colour: str, logarithmic: bool
+) -> None:
+  x = getattr(result.curves[name], of)
+  rows = result.rows(name, quantity)
+  alive = rows[~result.curves[name].diverged]
+  # A method that never came through is shown as far as it got.
+  rows = alive if len(alive) else rows
+  there, back = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
+  with np.errstate(all="ignore"):
+    mean, spread = there(rows).mean(0), there(rows).std(0)
+  known = np.isfinite(mean) & np.isfinite(x)
+  axes.fill_between(
+    x[known],
+    back(mean - spread)[known],
+    back(mean + spread)[known],
+    color=colour,
+    alpha=0.15,
+    linewidth=0,
+  )
+  label = name + ("" if len(alive) else " (diverged)")
+  axes.plot(
+    x[known], back(mean[known]), color=colour, linewidth=2.4, label=label, solid_capstyle="round"
+  )
+
+
+def _logarithmic(axes: Any) -> None:
+  from matplotlib.ticker import LogLocator
+
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.yaxis.set_minor_formatter("")
+
+
+def _name_lines(axes: Any, colours: dict[str, str]) -> None:
+  """Names the lines at their right ends, spread out where they would overlap."""
+  to_share = axes.transData + axes.transAxes.inverted()
+  to_data = to_share.inverted()
+  ends = []
+  for line, colour in zip(axes.get_lines(), colours.values(), strict=False):
+    x, y = line.get_data()
+    height = float(to_share.transform((x[-1], y[-1]))[1]) if len(x) else 0.0
+    ends.append((height, line, colour))
+  gap, height = 0.065, np.inf
+  ends.sort(key=lambda end: -end[0])
+  for rank, (wanted, line, colour) in enumerate(ends):
+    lowest_free = gap * (len(ends) - 1 - rank)
+    height = min(max(wanted, lowest_free), height - gap)
+    # The alternative form keeps trailing zeros, and a trailing point.
+    last = f" {line.get_ydata()[-1]:#.3g}".rstrip(".") if len(line.get_ydata()) else ""
+    axes.annotate(
+      line.get_label() + last,
+      (1, to_data.transform((1, height))[1]),
+      (7, 0),
+      xycoords=("axes fraction", "data"),
+      textcoords="offset points",
+      color=colour,
+      fontsize=_FONT - 1,
+      fontweight="bold",
+      va="center",
+      annotation_clip=False,
+    )

@@ -1,0 +1,117 @@
+"""Races of transformations on a Linen module."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen as nn
+import jax
+import optax
+
+from optax_boost import _race
+from optax_boost import _train_step
+from optax_boost.linen._train_step import BoundModel
+from optax_boost.linen._train_step import keys
+
+
+def race(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  init_fn: Callable[[jax.Array], Any],
+  data: Any,
+  transformations: Mapping[str, optax.GradientTransformation],
+  *,
+  steps: int,
+  rngs: Sequence[str] = ("dropout",),
+  batch_size: int | None = None,
+  seeds: int | Sequence[int] = 3,
+  evaluate: Callable[..., Any] | None = None,
+  points: int = 40,
+  jit_evaluate: bool = True,
+  full_grad_fn: Callable[..., Any] | None = None,
+  baseline: str | None = None,
+  seeds_at_once: int | None = None,
+  progress: bool = True,
+) -> _race.RaceResult:
+  """Trains a module with each of several transformations: :func:`optax_boost.race` for Linen.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    init_fn: from a key to what ``module.init`` returns.
+    data: see :func:`optax_boost.race`.
+    transformations: by name.
+    steps: the length of each training.
+    rngs: the names of the module's rng streams.
+    batch_size: see :func:`optax_boost.race`.
+    seeds: how many, or which.
+    evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
+      scalar, or a dictionary of scalars. Tell the module that it is evaluated, as it asks for it.
+    points: how many points the curves have, at most.
+    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
+    full_grad_fn: as for :func:`make_train_step`.
+    baseline: the method that the others are compared with; None: the first.
+    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    progress: whether to show a progress bar.
+
+  Returns:
+    A :class:`optax_boost.RaceResult`.
+
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: an argument is out of range.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
+    >>> x = jax.random.normal(jax.random.key(0), (32, 3))
+    >>> module = nn.Dense(1)
+    >>> result = optax_boost.linen.race(
+    ...   module,
+    ...   lambda model, batch: jnp.mean((model(batch)[:, 0] - batch[:, 0]) ** 2),
+    ...   lambda key: module.init(key, x),
+    ...   x,
+    ...   {"slow": optax.sgd(0.01), "fast": optax.sgd(0.1)},
+    ...   steps=10,
+    ...   progress=False,
+    ... )
+    >>> result.difference("fast", "training loss")[0] < 0
+    True
+  """
+  if not isinstance(module, nn.Module):
+    raise TypeError(f"`module` must be a Linen module; got {module!r}.")
+  for name, value in (("loss_fn", loss_fn), ("init_fn", init_fn), ("evaluate", evaluate)):
+    if not callable(value) and not (value is None and name == "evaluate"):
+      raise TypeError(f"`{name}` must be callable; got {value!r}.")
+
+  def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array) -> Any:
+    model = BoundModel(module, params, collections, keys(rng, rngs))
+    return _train_step.with_model_state(loss_fn(model, batch), model.collections, False)
+
+  def start(seed: int) -> tuple[Any, Any]:
+    variables = dict(init_fn(jax.random.key(seed)))
+    return variables.pop("params"), variables
+
+  def metrics(params: Any, collections: Any) -> Any:
+    assert evaluate is not None
+    return evaluate(BoundModel(module, params, collections, {}))
+
+  return _race.race_from(
+    pure_loss,
+    start,
+    data,
+    transformations,
+    steps=steps,
+    batch_size=batch_size,
+    seeds=seeds,
+    evaluate=None if evaluate is None else metrics,
+    points=points,
+    jit_evaluate=jit_evaluate,
+    has_model_state=True,
+    takes_rng=True,
+    full_grad_fn=full_grad_fn,
+    baseline=baseline,
+    seeds_at_once=seeds_at_once,
+    progress=progress,
+  )

@@ -1,0 +1,125 @@
+"""Races of transformations on an NNX model."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import optax
+
+from optax_boost import _race
+from optax_boost import _train_step
+from optax_boost.nnx._train_step import PASS_SEED
+from optax_boost.nnx._train_step import advance
+from optax_boost.nnx._train_step import split
+
+
+def race(
+  loss_fn: Callable[..., Any],
+  make_model: Callable[[int], Any],
+  data: Any,
+  transformations: Mapping[str, optax.GradientTransformation],
+  *,
+  steps: int,
+  batch_size: int | None = None,
+  seeds: int | Sequence[int] = 3,
+  evaluate: Callable[..., Any] | None = None,
+  points: int = 40,
+  jit_evaluate: bool = True,
+  wrt: Any = nnx.Param,
+  full_grad_fn: Callable[..., Any] | None = None,
+  baseline: str | None = None,
+  seeds_at_once: int | None = None,
+  progress: bool = True,
+) -> _race.RaceResult:
+  """Trains a model with each of several transformations: :func:`optax_boost.race` for NNX.
+
+  Args:
+    loss_fn: ``loss_fn(model, batch)``.
+    make_model: from the seed to a new model, which draws all that it draws from that seed.
+    data: see :func:`optax_boost.race`.
+    transformations: by name.
+    steps: the length of each training.
+    batch_size: see :func:`optax_boost.race`.
+    seeds: how many, or which.
+    evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
+      dictionary of scalars.
+    points: how many points the curves have, at most.
+    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
+    wrt: what is trained, as in ``nnx.Optimizer``.
+    full_grad_fn: as for :func:`make_train_step`.
+    baseline: the method that the others are compared with; None: the first.
+    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    progress: whether to show a progress bar.
+
+  Returns:
+    A :class:`optax_boost.RaceResult`.
+
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: an argument is out of range, or the model's structure depends on the seed.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp, optax, optax_boost.nnx
+    >>> x = jax.random.normal(jax.random.key(0), (32, 3))
+    >>> result = optax_boost.nnx.race(
+    ...   lambda model, batch: jnp.mean((model(batch)[:, 0] - batch[:, 0]) ** 2),
+    ...   lambda seed: nnx.Linear(3, 1, rngs=nnx.Rngs(seed)),
+    ...   x,
+    ...   {"slow": optax.sgd(0.01), "fast": optax.sgd(0.1)},
+    ...   steps=10,
+    ...   progress=False,
+    ... )
+    >>> result.difference("fast", "training loss")[0] < 0
+    True
+  """
+  for name, value in (("loss_fn", loss_fn), ("make_model", make_model), ("evaluate", evaluate)):
+    if not callable(value) and not (value is None and name == "evaluate"):
+      raise TypeError(f"`{name}` must be callable; got {value!r}.")
+  structures: list[Any] = []
+
+  def start(seed: int) -> tuple[Any, Any]:
+    graphdef, params, rest = split(make_model(seed), wrt)
+    structures.append(graphdef)
+    if graphdef != structures[0]:
+      raise ValueError(
+        f"`make_model` must return models of one structure; that of seed {seed} differs. Let it"
+        " read nothing but the seed's random numbers."
+      )
+    return params, rest
+
+  def pure_loss(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    model = nnx.merge(structures[0], params, rest)
+    if rng is not None:
+      advance(model, jax.random.bits(rng))
+    loss = loss_fn(model, batch)
+    return _train_step.with_model_state(loss, split(model, wrt)[2], False)
+
+  def metrics(params: Any, rest: Any) -> Any:
+    assert evaluate is not None
+    model = nnx.merge(structures[0], params, rest)
+    model.eval()
+    return evaluate(model)
+
+  return _race.race_from(
+    pure_loss,
+    start,
+    data,
+    transformations,
+    steps=steps,
+    batch_size=batch_size,
+    seeds=seeds,
+    evaluate=None if evaluate is None else metrics,
+    points=points,
+    jit_evaluate=jit_evaluate,
+    has_model_state=True,
+    takes_rng=False,
+    full_grad_fn=full_grad_fn and functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED)),
+    baseline=baseline,
+    seeds_at_once=seeds_at_once,
+    progress=progress,
+  )

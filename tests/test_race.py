@@ -1,0 +1,702 @@
+"""The race: fair to every method, counted rightly, and honest about what went wrong."""
+
+import functools
+import json
+import math
+import sys
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _race
+from optax_boost._race import _cost
+from optax_boost._race import _data
+from optax_boost._race import _result
+from optax_boost._race import _run
+import optax_boost.linen
+import optax_boost.nnx
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(24, 3)).astype(np.float32)
+DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 0.5], np.float32)}
+KEY = jax.random.key(0)
+
+
+def loss_fn(w, batch):
+  return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def noisy_loss(w, batch, rng):
+  return loss_fn(w + 0.1 * jax.random.normal(rng, w.shape), batch)
+
+
+def init_fn(key):
+  return jax.random.normal(key, (3,))
+
+
+def error(w):
+  return {"error": jnp.mean((X @ w - DATA["y"]) ** 2)}
+
+
+def small(transformations, loss=loss_fn, **changed):
+  options = {"steps": 6, "batch_size": 8, "seeds": 2, "points": 3, "progress": False}
+  return optax_boost.race(loss, init_fn, DATA, transformations, **options | changed)
+
+
+@pytest.fixture(scope="module")
+def raced():
+  """SGD, twice as fast SGD, and one that diverges."""
+  methods = {"sgd": optax.sgd(0.05), "fast": optax.sgd(0.1), "wild": optax.sgd(1e20)}
+  return small(methods, noisy_loss, seeds=3, evaluate=error)
+
+
+def by_hand(rate, seed, steps=6):
+  """SGD in a plain loop: the losses, and the params after each step."""
+  w, losses, path = init_fn(jax.random.key(seed)), [], []
+  rng, key = np.random.default_rng(seed), jax.random.fold_in(jax.random.key(seed), 1)
+  order = []
+  for t in range(steps):
+    if not len(order):
+      order = rng.permutation(24)
+    chosen, order = order[:8], order[8:]
+    batch = jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], DATA)
+    loss, grad = jax.value_and_grad(noisy_loss)(w, batch, jax.random.fold_in(key, t))
+    w = w - rate * grad
+    losses.append(float(loss))
+    path.append(w)
+  return np.array(losses), path
+
+
+def test_curves_are_those_of_a_plain_loop_with_the_same_seeds(raced):
+  for name, rate in (("sgd", 0.05), ("fast", 0.1)):
+    curves = raced.curves[name]
+    assert curves.steps.tolist() == [2, 4, 6]
+    for row, seed in enumerate(raced.seeds):
+      losses, path = by_hand(rate, seed)
+      np.testing.assert_allclose(curves.loss[row], losses.reshape(3, 2).mean(1), rtol=1e-5)
+      expected = [float(error(path[step - 1])["error"]) for step in (2, 4, 6)]
+      np.testing.assert_allclose(curves.metrics["error"][row], expected, rtol=1e-5)
+
+
+def test_a_method_that_diverges_is_reported_and_left_out_of_means(raced):
+  assert raced.curves["wild"].diverged.all()
+  assert not raced.curves["sgd"].diverged.any()
+  table = raced.table()
+  assert table.count("diverged: 3 of 3") == len(table.split("At equal")) - 1
+  assert "nan" not in table.partition("What it costs")[0]
+  assert raced.verdict("wild") == "wild: diverged."
+  assert np.isnan(raced.values("wild", "error")).all()
+  assert math.isnan(raced.difference("wild", "error")[0])
+
+
+def test_seeds_at_once_give_what_they_give_one_at_a_time():
+  methods = {"sgd": optax.sgd(0.05), "adam": optax.adam(0.1)}
+  results = [
+    small(methods, noisy_loss, seeds=4, evaluate=error, seeds_at_once=number)
+    for number in (1, 2, 5)
+  ]
+  assert [r.curves["adam"].seeds_at_once for r in results] == [1, 2, 3]
+  for result in results[1:]:
+    assert result.seeds == (0, 1, 2, 3)
+    for name in methods:
+      np.testing.assert_allclose(
+        result.curves[name].loss, results[0].curves[name].loss, rtol=1e-5, atol=1e-6
+      )
+      np.testing.assert_allclose(
+        result.rows(name, "error"), results[0].rows(name, "error"), rtol=1e-4, atol=1e-6
+      )
+
+
+@pytest.mark.parametrize(
+  ("compiling", "together", "expected"), [(0.0, 1e-9, 2), (0.0, 1e9, 1), (1e9, 1e-9, 1)]
+)
+def test_seeds_run_at_once_only_where_that_is_faster(monkeypatch, compiling, together, expected):
+  advance, run = _run._Training.advance, _run._interleave
+
+  def timed(self, *args):
+    block = advance(self, *args)
+    return block._replace(seconds=together) if block.losses.ndim == 2 else block
+
+  def known(*args):
+    run(*args)
+    method.recording.compile_seconds = compiling
+
+  monkeypatch.setattr(_run._Training, "advance", timed)
+  problem = _run.Problem(
+    noisy_loss,
+    lambda seed: (init_fn(jax.random.key(seed)), None),
+    _data.batches_of(DATA, 8),
+    evaluate=None,
+    has_model_state=False,
+    takes_rng=True,
+    full_grad_fn=None,
+  )
+  method = _run.Method(problem, optax.sgd(0.05), [2, 4, 6])
+  monkeypatch.setattr(_run, "_interleave", known)
+  _run.run({"sgd": method}, [0, 1, 2], None, _run.Bar(0, False))
+  assert method.recording.seeds_at_once == expected
+  expected_loss = by_hand(0.05, 2)[0].reshape(3, 2).mean(1)
+  np.testing.assert_allclose(method.recording.loss[2], expected_loss, rtol=1e-5)
+
+
+def test_no_more_seeds_are_trained_at_once_than_fit_into_memory(monkeypatch):
+  monkeypatch.setattr(_run, "_bytes", lambda compiled: 100.0)
+  monkeypatch.setattr(_run, "_free_memory", lambda: 10.0)
+  result = small({"sgd": optax.sgd(0.05)}, seeds=4, seeds_at_once=3)
+  assert result.curves["sgd"].seeds_at_once == 1
+
+
+def test_memory_is_what_the_backend_says():
+  compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile()
+  assert _run._bytes(compiled) >= 2 * 64 * 64 * 4
+  assert 2**20 < _run._free_memory() <= math.inf
+
+
+def test_gradient_evaluations_are_counted():
+  batches = jax.tree.map(lambda leaf: leaf.reshape(3, 8, *leaf.shape[1:]), DATA)
+  methods = {
+    "sgd": optax.sgd(0.05),
+    "svrg": optax.chain(optax_boost.svrg(None), optax.sgd(0.05)),
+    "refreshed": optax.chain(optax_boost.svrg(refresh_every=3), optax.sgd(0.05)),
+    "scaled": optax_boost.dynamic_loss_scale(optax.sgd(0.05)),
+    "search": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
+  }
+  full_grad_fn = functools.partial(optax_boost.scan_full_gradient, batches=batches)
+  curves = small(methods, seeds=1, full_grad_fn=full_grad_fn).curves
+  spent = {name: curves[name].gradient_evaluations.tolist() for name in methods}
+  assert spent["sgd"] == spent["scaled"] == [2, 4, 6]
+  assert spent["svrg"] == [4, 8, 12]
+  # Two at each step; three more, the full pass, on steps 0 and 3.
+  assert spent["refreshed"] == [7, 14, 18]
+  # A gradient and at least one trial of a third at each step.
+  assert (np.diff(spent["search"], prepend=0) >= 2 + 2 / 3 - 1e-9).all()
+
+
+def test_a_line_search_is_charged_for_its_trials():
+  """Halving steps from 1 on a parabola: the number of trials is known."""
+  trials = 3
+
+  def parabola(w, batch):
+    return 3.9 * jnp.sum(w**2) / 2 + 0 * jnp.sum(batch["y"])  # stable below 2 / 3.9 = 0.51
+
+  tx = optax.chain(
+    optax.sgd(1.0),
+    optax.scale_by_backtracking_linesearch(
+      10, slope_rtol=0.1, increase_factor=math.inf, decrease_factor=0.5
+    ),
+  )
+  curves = small({"search": tx}, parabola, seeds=1, steps=2, points=2).curves["search"]
+  # 1 and 0.5 fail (0.5 lowers the loss by too little), 0.25 succeeds; the loss is known from there.
+  np.testing.assert_allclose(curves.gradient_evaluations, [1 + trials / 3, 2 + 2 * trials / 3])
+
+
+def test_what_the_trace_does_not_show_is_counted_by_running(monkeypatch):
+  monkeypatch.setattr(_cost, "_BACKWARD", "a name that no equation has")
+  assert small({"sgd": optax.sgd(0.05)}).curves["sgd"].gradient_evaluations.tolist() == [2, 4, 6]
+
+
+def test_only_control_flow_around_the_loss_needs_a_run_to_be_counted():
+  counter = _cost.Counter()
+  marked = counter.mark(loss_fn)
+  w, batch = jnp.ones(3), jax.tree.map(jnp.asarray, DATA)
+
+  def count(function):
+    return _cost.traced(jax.make_jaxpr(function)(w))
+
+  value, grad = (lambda w: marked(w, batch)), jax.grad(lambda w: marked(w, batch))
+  assert count(value) == (0, 1)
+  assert count(grad) == (1, 0)
+  assert count(jax.jit(jax.value_and_grad(value))) == (1, 0)
+  assert count(jax.checkpoint(grad)) == (1, 0)
+  assert count(lambda w: jax.lax.scan(lambda w, _: (w - grad(w), None), w, length=5)[0]) == (5, 0)
+  assert count(lambda w: jax.lax.cond(w[0] > 0, grad, lambda w: w, w)) is None
+  assert count(lambda w: jax.lax.cond(w[0] > 0, lambda w: -w, lambda w: w, grad(w))) == (1, 0)
+  jax.jit(lambda w: jax.lax.cond(w[0] > 0, grad, lambda w: w, w))(w)
+  assert counter.take() == (1, 0)
+  assert counter.take() == (0, 0)
+  assert _cost.Evaluations(2, 3).cost == pytest.approx(3)
+
+
+def curves_of(loss, evaluations=(1, 2, 3), seconds=(1.0, 2.0, 3.0)):
+  return optax_boost.RaceCurves(
+    steps=np.array([1, 2, 3]),
+    loss=np.array(loss, float),
+    metrics={},
+    gradient_evaluations=np.array(evaluations, float),
+    seconds=np.array(seconds),
+    compile_seconds=0.5,
+    seeds_at_once=1,
+  )
+
+
+def result_of(complete=True, **curves):
+  count = len(next(iter(curves.values())).loss)
+  return optax_boost.RaceResult(curves, tuple(range(count)), next(iter(curves)), complete, "cpu")
+
+
+def test_budgets_are_those_of_the_cheapest_and_curves_are_interpolated_there():
+  result = result_of(
+    cheap=curves_of([[9, 8, 7], [9, 6, 5]]),
+    dear=curves_of([[6, 4, 2], [4, 3, 1]], evaluations=(2, 4, 6), seconds=(1.5, 3.5, 5.0)),
+  )
+  assert [result.budget(of) for of in _result.BUDGETS] == [3, 3, 3.0]
+  loss = _result.LOSS
+  np.testing.assert_allclose(result.values("cheap", loss, "seconds"), [7, 5])
+  np.testing.assert_allclose(result.values("dear", loss, "steps"), [2, 1])
+  # 3 evaluations lie midway between the points at 2 and 4; 3 s three quarters from 1.5 to 3.5.
+  np.testing.assert_allclose(result.values("dear", loss, "gradient_evaluations"), [5, 3.5])
+  np.testing.assert_allclose(result.values("dear", loss, "seconds"), [4.5, 3.25])
+  mean, half = result.difference("dear", loss, "gradient_evaluations")
+  # Differences -2 and -1.5; Student's t for one degree of freedom is 12.706.
+  assert mean == -1.75
+  assert half == pytest.approx(12.706 * 0.25, rel=1e-4)
+  assert result.verdict("dear") == (
+    "dear: training loss against cheap: no clear difference (-4.5 ± 6.4) at equal steps;"
+    " no clear difference (-1.8 ± 3.2) at equal gradient evaluations;"
+    " no clear difference (-2.1 ± 4.8) at equal wall time."
+  )
+
+
+def test_a_clear_difference_is_called_higher_or_lower():
+  low, high = curves_of([[3, 2, 1], [3, 2, 1.1]]), curves_of([[4, 3, 2], [4, 3, 2.1]])
+  assert result_of(high=high, low=low).verdict("high") == "high: the baseline."
+  assert "training loss against high: lower by 1 ± " in result_of(high=high, low=low).verdict("low")
+  assert "higher by 1 ± " in result_of(low=low, high=high).verdict("high")
+  single = result_of(low=curves_of([[3, 2, 1]]), high=curves_of([[4, 3, 2]]))
+  assert "higher by 1 with the one seed, which says little" in single.verdict("high")
+
+
+def test_a_budget_spent_before_the_first_point_is_no_value():
+  result = result_of(
+    cheap=curves_of([[9, 8, 7]]), dear=curves_of([[1, 1, 1]], evaluations=(10, 20, 30))
+  )
+  assert np.isnan(result.values("dear", _result.LOSS, "gradient_evaluations")).all()
+  line = result.table().partition("gradient evaluations")[2].partition("| dear")[2].splitlines()[0]
+  assert line.split() == ["|", "-", "|", "-", "|", "1", "|"]
+  assert "not known at equal gradient evaluations" in result.verdict("dear")
+
+
+def test_times_that_are_not_known_leave_the_rest_as_it_is():
+  nan = math.nan
+  result = result_of(a=curves_of([[3, 2, 1]]), b=curves_of([[3, 2, 1]], seconds=(nan, nan, nan)))
+  assert "At equal wall time (not known):" in result.table()
+  assert "not known at equal wall time" in result.verdict("b")
+  steps, _, seconds = result.plot().axes
+  assert [len(line.get_xdata()) for line in steps.get_lines()] == [3, 3]
+  assert [len(line.get_xdata()) for line in seconds.get_lines()] == [3, 0]
+
+
+def test_budgets_that_coincide_share_a_table():
+  result = result_of(a=curves_of([[3, 2, 1]]), b=curves_of([[3, 2, 1]], seconds=(2, 4, 6)))
+  assert "At equal steps and gradient evaluations (3):" in result.table()
+  assert "At equal wall time (3 s):" in result.table()
+
+
+def test_some_diverged_seeds_are_left_out_of_pairs():
+  gap, bad = [9, np.nan, 7], [9, np.inf, np.inf]
+  result = result_of(a=curves_of([gap, [9, 8, 6], [9, 8, 5]]), b=curves_of([[8, 7, 6]] * 2 + [bad]))
+  assert result.curves["a"].diverged.tolist() == [False] * 3
+  assert result.curves["b"].diverged.tolist() == [False, False, True]
+  assert result.difference("b", _result.LOSS)[0] == -0.5
+  assert "diverged: 1 of 3" in result.table()
+  assert result.verdict("b").endswith("diverged on 1 of 3 seeds.")
+
+
+def test_spreads_are_written_to_their_second_digit():
+  assert _result.plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
+  assert _result.plus_minus(97.123, 1.23) == "97.1 ± 1.2"
+  assert _result.plus_minus(1234.5, 67.8, sign="+") == "+1234 ± 68"
+  assert _result.plus_minus(2.5e-9, 1.1e-10) == "2.500e-09 ± 1.1e-10"
+  assert _result.plus_minus(0.5, None) == "0.5"
+  assert _result.plus_minus(3.0, 0.0) == "3 ± 0"
+
+
+def equal(one, other):
+  assert one.seeds == other.seeds
+  for name, curves in one.curves.items():
+    read = other.curves[name]
+    jax.tree.map(np.testing.assert_array_equal, vars(curves), vars(read))
+  assert one.table() == other.table()
+
+
+def test_it_is_saved_and_loaded_whole_with_numbers_that_are_not_finite(raced, tmp_path):
+  raced.save(tmp_path / "race.json")
+  equal(raced, optax_boost.RaceResult.load(tmp_path / "race.json"))
+  assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
+  json.loads((tmp_path / "race.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_save_that_fails_leaves_the_old_file(raced, tmp_path, monkeypatch):
+  path = tmp_path / "race.json"
+  path.write_text("old")
+
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(_result.os, "replace", interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    raced.save(path)
+  assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
+  assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]", "{}", '{"curves": {"a": {}}}'])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+  (tmp_path / "race.json").write_text(text)
+  with pytest.raises(ValueError, match="needs a file that RaceResult"):
+    optax_boost.RaceResult.load(tmp_path / "race.json")
+
+
+def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_path):
+  figure = raced.plot(tmp_path / "race.png")
+  assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+  assert [axes.get_xlabel().split()[0] for axes in figure.axes] == [
+    "training",
+    "gradient",
+    "seconds",
+  ]
+  labels = [line.get_label() for line in figure.axes[0].get_lines()]
+  assert labels == ["sgd", "fast", "wild (diverged)"]
+  curve = figure.axes[0].get_lines()[1].get_data()
+  np.testing.assert_allclose(curve[1], raced.rows("fast", "error").mean(0))
+  both = raced.plot(quantities=raced.quantities, against=["steps"])
+  assert [axes.get_title(loc="left") for axes in both.axes] == [
+    "error", "training loss (logarithmic)",
+  ]  # fmt: skip
+  with pytest.raises(ValueError, match="`quantities` must be one of error, training loss; got 'x'"):
+    raced.plot(quantities=["x"])
+
+
+def test_without_matplotlib_it_says_what_to_install(raced, monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+  with pytest.raises(ImportError, match=r'needs matplotlib; .* pip install "optax-boost\[race\]"'):
+    raced.plot()
+
+
+def interrupting(monkeypatch, after):
+  """Ctrl-C in the block after so many."""
+  advance, made = _run._Training.advance, []
+
+  def interrupted(self, *args):
+    if len(made) == after:
+      raise KeyboardInterrupt
+    made.append(1)
+    return advance(self, *args)
+
+  monkeypatch.setattr(_run._Training, "advance", interrupted)
+
+
+METHODS = {"sgd": optax.sgd(0.05), "fast": optax.sgd(0.1)}
+WARM_UP = 2 * len(METHODS)
+
+
+def test_interrupted_in_the_first_seed_it_returns_the_points_that_all_have(monkeypatch):
+  whole = small(METHODS, seeds=2, evaluate=error, seeds_at_once=1)
+  interrupting(monkeypatch, WARM_UP + 5)
+  result = small(METHODS, seeds=2, evaluate=error, seeds_at_once=1)
+  assert not result.complete
+  assert result.seeds == (0,)
+  for name in METHODS:
+    assert result.curves[name].steps.tolist() == [2, 4]
+    np.testing.assert_array_equal(result.curves[name].loss, whole.curves[name].loss[:1, :2])
+    assert np.isfinite(result.curves[name].seconds).all()
+  assert "Interrupted: 1 seed of 4 steps is all there is." in result.table()
+
+
+def test_interrupted_later_it_returns_the_seeds_that_all_have_finished(monkeypatch):
+  interrupting(monkeypatch, WARM_UP + 2 * 6 + 3)
+  result = small(METHODS, seeds=3, seeds_at_once=1)
+  assert (result.seeds, result.complete) == ((0, 1), False)
+  assert "Interrupted: 2 seeds of 6 steps" in result.table()
+
+
+def test_interrupted_before_any_point_there_is_nothing_to_return(monkeypatch):
+  interrupting(monkeypatch, WARM_UP)
+  with pytest.raises(KeyboardInterrupt):
+    small(METHODS)
+
+
+def test_freezing_runs_alone_and_its_compilations_are_not_timed(monkeypatch):
+  run, methods = _run.run, {}
+  monkeypatch.setattr(_run, "run", lambda *args: (methods.update(args[0]), run(*args)))
+
+  def network(params, batch):
+    h = batch["x"] @ params["a"]["kernel"] @ params["b"]["kernel"]
+    return jnp.mean((h[:, 0] - batch["y"]) ** 2)
+
+  params = {"a": {"kernel": jnp.eye(3)}, "b": {"kernel": jnp.ones((3, 1))}}
+  groups = optax_boost.layer_groups(network, params, DATA, num_groups=2)
+  schedule = optax_boost.progressive_freezing(2, 6, first=0.5)
+  result = optax_boost.race(
+    network,
+    lambda key: params,
+    DATA,
+    {"sgd": optax.sgd(0.05), "freeze": optax_boost.freeze(optax.sgd(0.05), groups, schedule)},
+    steps=6,
+    seeds=2,
+    points=6,
+    progress=False,
+  )
+  curves = result.curves["freeze"]
+  assert curves.seeds_at_once == 1
+  assert curves.gradient_evaluations.tolist() == [1, 2, 3, 4, 5, 6]
+  # The step for the second depth is compiled at step 3, in the first pass alone.
+  first, second = methods["freeze"].recording.passes[:2]
+  assert np.isnan(first).tolist() == [False, False, False, True, False, False]
+  assert np.isfinite(second).all()
+  assert np.isfinite(curves.seconds).all()
+  assert np.array_equal(curves.loss[:, 0], result.curves["sgd"].loss[:, 0])
+  assert not np.allclose(curves.loss[:, -1], result.curves["sgd"].loss[:, -1])
+
+
+def test_convolutions_run_one_seed_at_a_time_on_a_cpu():
+  def convolved(w, batch):
+    out = jax.lax.conv(batch[:, None], w[None, None], (1,), "SAME")
+    return jnp.mean(out**2)
+
+  result = optax_boost.race(
+    convolved,
+    lambda key: jax.random.normal(key, (3,)),
+    X,
+    {"sgd": optax.sgd(0.05)},
+    steps=2,
+    seeds=3,
+    progress=False,
+  )
+  assert result.curves["sgd"].seeds_at_once == 1
+
+
+def test_data_may_be_a_function_from_the_seed_to_batches():
+  asked = []
+
+  def data(seed):
+    asked.append(seed)
+    return (jax.tree.map(lambda leaf, i=i: leaf[i : i + 8] + seed, DATA) for i in (0, 8))
+
+  result = optax_boost.race(
+    loss_fn, init_fn, data, {"sgd": optax.sgd(0.0)}, steps=4, seeds=[5, 3], progress=False
+  )
+  assert result.seeds == (5, 3)
+  assert set(asked) == {5, 3}
+  for row, seed in enumerate(result.seeds):
+    batches = list(data(seed))
+    w = init_fn(jax.random.key(seed))
+    expected = [float(loss_fn(w, batches[i % 2])) for i in range(4)]
+    np.testing.assert_allclose(result.curves["sgd"].loss[row], expected, rtol=1e-5)
+
+
+def test_statistics_are_carried_and_evaluated():
+  def loss(w, stats, batch):
+    return loss_fn(w, batch), stats + 1
+
+  result = optax_boost.race(
+    loss,
+    lambda key: (init_fn(key), jnp.zeros([])),
+    DATA,
+    {"sgd": optax.sgd(0.05)},
+    steps=3,
+    has_model_state=True,
+    evaluate=lambda w, stats: stats,
+    progress=False,
+  )
+  assert result.rows("sgd", "evaluation").tolist() == [[1, 2, 3]] * 3
+
+
+class Network(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(3, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.head = nnx.Linear(3, 1, rngs=rngs)
+
+  def __call__(self, x):
+    return self.head(self.dropout(self.norm(x)))[:, 0]
+
+
+def test_nnx_models_train_as_with_the_nnx_train_step():
+  def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+  def held_out(model):
+    return {"error": loss(model, DATA)}
+
+  result = optax_boost.nnx.race(
+    loss,
+    lambda seed: Network(nnx.Rngs(seed)),
+    DATA,
+    {"sgd": optax.sgd(0.05)},
+    steps=3,
+    seeds=[4, 7],
+    evaluate=held_out,
+    progress=False,
+  )
+  model = Network(nnx.Rngs(7))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(loss)
+  rng = np.random.default_rng(7)
+  for i in range(3):
+    order = rng.permutation(24)
+    batch = jax.tree.map(lambda leaf, order=order: leaf[order], DATA)
+    value = step(model, optimizer, batch)["loss"]
+    np.testing.assert_allclose(result.curves["sgd"].loss[1, i], value, rtol=1e-5)
+  model.eval()
+  np.testing.assert_allclose(
+    result.rows("sgd", "error")[1, -1], held_out(model)["error"], rtol=1e-5
+  )
+
+
+def test_nnx_models_must_have_one_structure():
+  with pytest.raises(ValueError, match="models of one structure; that of seed 1 differs"):
+    optax_boost.nnx.race(
+      lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+      lambda seed: nnx.Linear(3, seed + 1, rngs=nnx.Rngs(seed)),
+      DATA,
+      {"sgd": optax.sgd(0.05)},
+      steps=1,
+      seeds=2,
+      progress=False,
+    )
+
+
+class Module(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    x = nn.BatchNorm(use_running_average=not train)(x)
+    return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))[:, 0]
+
+
+def test_linen_modules_train_as_with_the_linen_train_step():
+  module = Module()
+
+  def loss(model, batch):
+    return jnp.mean((model(batch["x"], train=True) - batch["y"]) ** 2)
+
+  def held_out(model):
+    return jnp.mean((model(X, train=False) - DATA["y"]) ** 2)
+
+  def init(key):
+    return module.init(key, X, train=False)
+
+  result = optax_boost.linen.race(
+    module,
+    loss,
+    init,
+    DATA,
+    {"sgd": optax.sgd(0.05)},
+    steps=2,
+    seeds=[4, 7],
+    evaluate=held_out,
+    progress=False,
+  )
+  step = optax_boost.linen.make_train_step(module, loss, optax.sgd(0.05))
+  state = step.init(init(jax.random.key(7)))
+  rng, key = np.random.default_rng(7), jax.random.fold_in(jax.random.key(7), 1)
+  for i in range(2):
+    order = rng.permutation(24)
+    batch = jax.tree.map(lambda leaf, order=order: leaf[order], DATA)
+    state, metrics = step(state, batch, key)
+    np.testing.assert_allclose(result.curves["sgd"].loss[1, i], metrics["loss"], rtol=1e-5)
+  variables = optax_boost.linen.variables(state)
+  expected = jnp.mean((module.apply(variables, X, train=False) - DATA["y"]) ** 2)
+  np.testing.assert_allclose(result.rows("sgd", "evaluation")[1, -1], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("changed", "error", "text"),
+  [
+    ({"transformations": {}}, ValueError, "at least one transformation; got an empty one"),
+    ({"transformations": [optax.sgd(1.0)]}, TypeError, "must be a dictionary from names"),
+    ({"transformations": {"sgd": optax.sgd}}, TypeError, r"\['sgd'\].* pass the factory instead"),
+    ({"transformations": {1: optax.sgd(1.0)}}, TypeError, "strings as names; got 1"),
+    ({"baseline": "adam"}, ValueError, "`baseline` must be one of sgd; got 'adam'"),
+    ({"steps": 0}, ValueError, "`steps` must be finite and >= 1; got 0"),
+    ({"steps": 1.5}, TypeError, "`steps` must be a whole number; got 1.5"),
+    ({"points": 0}, ValueError, "`points` must be finite and >= 1"),
+    ({"seeds": 0}, ValueError, "`seeds` must be finite and >= 1"),
+    ({"seeds": []}, ValueError, "`seeds` must be a number of seeds or a sequence of them"),
+    ({"seeds": [1, 1]}, ValueError, r"`seeds` must differ; got \[1, 1\]"),
+    ({"seeds": "abc"}, TypeError, "`seeds` must be a whole number"),
+    ({"seeds_at_once": 0}, ValueError, "`seeds_at_once` must be finite and >= 1"),
+    ({"batch_size": 25}, ValueError, "at most the number of examples, 24; got 25"),
+    ({"batch_size": 0}, ValueError, "`batch_size` must be finite and >= 1"),
+    ({"data": {}}, ValueError, "got an empty tree"),
+    ({"data": {"x": X, "n": 3.0}}, ValueError, "leading axis of examples; got a scalar"),
+    (
+      {"data": {"x": X, "y": X[:5]}},
+      ValueError,
+      r"one leading axis of examples; got the lengths \{'x': 24, 'y': 5\}",
+    ),
+    ({"data": lambda seed: [DATA], "batch_size": 3}, ValueError, "data that is a tree of arrays"),
+    ({"data": lambda seed: []}, ValueError, r"data\(0\) gave none"),
+    ({"loss_fn": None}, TypeError, "`loss_fn` must be callable; got None"),
+    ({"init_fn": 3}, TypeError, "`init_fn` must be callable; got 3"),
+    ({"evaluate": 3}, TypeError, "`evaluate` must be callable; got 3"),
+    ({"evaluate": lambda w: w}, TypeError, r"scalar or a dictionary of scalars; .* shape \(3,\)"),
+    ({"evaluate": lambda w: {"a": "b"}}, TypeError, "for 'a'"),
+    ({"evaluate": lambda w: {"training loss": w[0]}}, ValueError, "measures that itself"),
+    ({"has_model_state": True}, TypeError, r"must return \(params, model_state\)"),
+    ({"loss_fn": lambda w, batch: batch["x"] @ w}, TypeError, "with a scalar loss"),
+  ],
+)
+def test_bad_input_is_refused(changed, error, text):
+  arguments = {
+    "loss_fn": loss_fn,
+    "init_fn": init_fn,
+    "data": DATA,
+    "transformations": {"sgd": optax.sgd(0.05)},
+    "steps": 1,
+    "seeds": 1,
+    "progress": False,
+  }
+  with pytest.raises(error, match=text):
+    optax_boost.race(**arguments | changed)
+
+
+def test_questions_about_unknown_names_are_refused(raced):
+  with pytest.raises(ValueError, match="`name` must be one of sgd, fast, wild; got 'x'"):
+    raced.verdict("x")
+  with pytest.raises(ValueError, match="`of` must be one of steps, gradient_evaluations, seconds"):
+    raced.budget("epochs")
+  with pytest.raises(
+    ValueError, match="`quantity` must be one of error, training loss; got 'loss'"
+  ):
+    raced.values("sgd", "loss")
+
+
+@pytest.mark.parametrize(
+  ("loss", "expected"),
+  [
+    (lambda params, batch: 0, False),
+    (lambda params, batch, key: 0, True),
+    (lambda params, batch, rng=None: 0, True),
+    (lambda params, batch, weight=0.5: 0, False),
+    (lambda *args: 0, False),
+    (functools.partial(lambda params, batch, key: 0), True),
+  ],
+)
+def test_a_loss_is_given_a_key_if_it_asks_for_one(loss, expected):
+  assert _race._api._takes_rng(loss, 2) == expected
+
+
+def test_the_progress_bar_counts_every_step_of_every_seed(monkeypatch):
+  counted = []
+  monkeypatch.setattr(_run.Bar, "add", lambda self, steps: counted.append(steps))
+  small(METHODS, seeds=3)
+  assert sum(counted) == 2 * 3 * 6
+
+
+def test_times_that_are_not_known_are_filled_in():
+  nan = math.nan
+  recording = _run.Recording(passes=[[nan, 2.0, 9.0], [1.0, 4.0, nan]], steady=False)
+  np.testing.assert_allclose(recording.seconds([1, 1, 1]), [1, 3, 9])
+  assert recording.seconds([1, 1, 1, 2])[-1] == pytest.approx(2 * 13 / 3)
+  rough = _run.Recording(passes=[[1.0, nan]], rough=[7.0, 8.0], steady=False)
+  np.testing.assert_allclose(rough.seconds([1, 1]), [1, 8])
+  steady = _run.Recording(passes=[[1.0, 5.0]])
+  np.testing.assert_allclose(steady.seconds([1, 2]), [2, 4])
+  assert np.isnan(_run.Recording().seconds([1, 1])).all()
