@@ -1,11 +1,11 @@
-# Six verbs and their set-up. Each works alone on a machine with Python 3.11+ and make.
+# The verbs and their set-up. Each works alone on a machine with Python 3.11+ and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test test-oldest lint type bench evidence docs clean
+.PHONY: demo test test-oldest lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,21 @@ docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
 	@echo "docs/build/index.html"
 
+# What would be uploaded: checked, then the tests of the sdist run on the wheel, from elsewhere.
+DIST := .venv-dist
+dist: $(READY)
+	rm -rf dist $(DIST)
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[test]"
+	mkdir $(DIST)/src
+	tar xzf dist/*.tar.gz --strip-components 1 -C $(DIST)/src
+	rm -r $(DIST)/src/optax_boost
+	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
+	  --ignore tests/test_architecture.py
+
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
@@ -49,4 +64,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .venv-oldest build dist out
+	rm -rf .venv .venv-oldest .venv-dist build dist docs/build out

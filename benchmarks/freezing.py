@@ -107,7 +107,7 @@ def contender(
   return _harness.Contender(name, run, facts)
 
 
-def fixed(plan: optax_boost.FreezeGroups, depth: int) -> optax.GradientTransformation:
+def fixed(plan: optax_boost.LayerGroups, depth: int) -> optax.GradientTransformation:
   """The optimizer with so many groups frozen in every step."""
   schedule = optax_boost.FreezeSchedule(_GROUPS, lambda count, key: depth)
   return optax_boost.freeze(optimizer(), plan, schedule)
@@ -133,7 +133,7 @@ def compare(
     switch: how many groups are frozen by the switch.
   """
   variables = module.init(jax.random.key(0), batch["x"])
-  plan = optax_boost.linen.freeze_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
+  plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
   print(plan)
   contenders = [contender(_PLAIN, module, optimizer(), batch, "auto")]
   contenders += [

@@ -14,6 +14,7 @@ extensions = [
 html_theme = "furo"
 html_title = "optax_boost"
 exclude_patterns = ["build"]
+myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say more than the types
 napoleon_use_ivar = True

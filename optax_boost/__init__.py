@@ -21,14 +21,14 @@ from optax_boost._auto import LessBNConfig
 from optax_boost._auto import auto_boost
 from optax_boost._base import NoEffectWarning
 from optax_boost._centralization import centralize
-from optax_boost._freezing import FreezeGroups
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import FreezeState
 from optax_boost._freezing import continuous_freezing
 from optax_boost._freezing import freeze
-from optax_boost._freezing import freeze_groups
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
+from optax_boost._groups import LayerGroups
+from optax_boost._groups import layer_groups
 from optax_boost._lars import ScaleByLarsTrustRatioState
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
@@ -38,16 +38,22 @@ from optax_boost._less_bn import LessBNPlan
 from optax_boost._less_bn import LoadReport
 from optax_boost._less_bn import NormPlace
 from optax_boost._precision import DynamicLossScaleState
+from optax_boost._precision import GroupLossScaleState
 from optax_boost._precision import MasterWeightsState
 from optax_boost._precision import dynamic_loss_scale
+from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
+from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
+from optax_boost._precision import scale_by_group
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import scan_full_gradient
 from optax_boost._svrg import svrg
+from optax_boost._switch import SwitchAfterState
+from optax_boost._switch import switch_after
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
@@ -65,11 +71,12 @@ __all__ = [
   "Decision",
   "DimReduceConfig",
   "DynamicLossScaleState",
-  "FreezeGroups",
   "FreezeSchedule",
   "FreezeState",
   "GradAccumulationConfig",
   "GradFreezeConfig",
+  "GroupLossScaleState",
+  "LayerGroups",
   "LessBNConfig",
   "LessBNPlan",
   "LoadReport",
@@ -78,6 +85,7 @@ __all__ = [
   "NormPlace",
   "ScaleByLarsTrustRatioState",
   "SvrgState",
+  "SwitchAfterState",
   "TrainState",
   "TrainStep",
   "accumulate",
@@ -90,19 +98,23 @@ __all__ = [
   "continuous_freezing",
   "dynamic_loss_scale",
   "freeze",
-  "freeze_groups",
   "full_gradient",
+  "group_loss_scale",
   "interval_freezing",
   "lars",
+  "layer_groups",
   "make_train_step",
   "master_weights",
+  "next_group_loss_scale",
   "next_loss_scale",
   "path_mask",
   "progressive_freezing",
   "refresh_svrg",
+  "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
   "svrg",
+  "switch_after",
   "trust_ratio",
   "trust_ratio_tree",
 ]

@@ -96,9 +96,7 @@ def accumulate(
     optimizer at every micro-step, and a NaN stays in its accumulator.
   """
   if not callable(every):
-    _base.check_number("every", every, minimum=1)
-    if isinstance(every, float):
-      raise TypeError(f"`every` must be an integer; got {every!r}.")
+    _base.check_whole_number("every", every)
   if not_finite not in ("drop", "keep"):
     raise ValueError(f"`not_finite` must be 'drop' or 'keep'; got {not_finite!r}.")
   inner = optax.with_extra_args_support(inner)

@@ -62,6 +62,26 @@ def check_number(
     raise ValueError(f"`{name}` must be finite and {' and '.join(allowed)}; got {value!r}.")
 
 
+def check_whole_number(name: str, value: Any, *, minimum: int = 1, static: bool = False) -> None:
+  """Checks a count, if it is a concrete number.
+
+  Args:
+    name: the argument's name, for the message.
+    value: what came.
+    minimum: smallest value allowed.
+    static: whether arrays are refused, since the count sets a shape.
+
+  Raises:
+    TypeError: `value` is no integer.
+    ValueError: `value` is below `minimum`, or an array that is not a scalar.
+  """
+  real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  whole = isinstance(value, numbers.Integral)
+  if (real and not whole) or (static and not whole):
+    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
+  check_number(name, value, minimum=minimum)
+
+
 def check_learning_rate(learning_rate: Any) -> None:
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule.
 

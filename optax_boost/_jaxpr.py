@@ -36,3 +36,19 @@ def inlined(equation: Any) -> Any:
   inside = getattr(jaxprs[0], "jaxpr", jaxprs[0])
   fits = len(inside.invars) == len(equation.invars) and len(inside.outvars) == len(equation.outvars)
   return jaxprs[0] if fits else None
+
+
+def has_convolution(jaxpr: Any) -> bool:
+  """Whether a program holds a convolution, at any depth.
+
+  Args:
+    jaxpr: a jaxpr, closed or not.
+
+  Returns:
+    Whether it does.
+  """
+  return any(
+    equation.primitive.name == "conv_general_dilated"
+    or any(has_convolution(inside) for inside in sub_jaxprs(equation))
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+  )

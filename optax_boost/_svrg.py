@@ -97,7 +97,7 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
     Yin, Xu, Li, Darrell, Liu, `A Coefficient Makes SVRG Effective
     <https://arxiv.org/abs/2311.05589>`_, 2025.
   """
-  _check_count("steps", steps)
+  _base.check_whole_number("steps", steps)
   _base.check_number("initial", initial, minimum=0.0)
   return optax.linear_schedule(initial, 0.0, steps)
 
@@ -207,7 +207,7 @@ def svrg(
     of the last batch alone.
   """
   if refresh_every is not None:
-    _check_count("refresh_every", refresh_every)
+    _base.check_whole_number("refresh_every", refresh_every)
   if not callable(coefficient):
     _base.check_number("coefficient", coefficient, minimum=0.0)
 
@@ -622,9 +622,3 @@ def _check_gradients(gradients: Any, params: Any, source: str) -> None:
 def _check_callable(name: str, value: Any) -> None:
   if not callable(value):
     raise TypeError(f"`{name}` must be callable; got {value!r}.")
-
-
-def _check_count(name: str, value: Any) -> None:
-  _base.check_number(name, value, minimum=1)
-  if not isinstance(value, numbers.Integral) and isinstance(value, numbers.Real):
-    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")

@@ -11,7 +11,8 @@ extra arguments of ``update``; this module makes them, once, for any chain:
                      the mean gradient over all of the data, where the caller says how
 
 Where the optimizer state holds a `loss_scale`, the two gradients are those of the loss times it;
-the values are of the loss itself.
+the values are of the loss itself. Where it holds a `group_loss_scale`, each group's gradients are
+multiplied by the group's.
 
 Where it holds a number of `frozen_groups`, their backward pass is not computed.
 
@@ -33,12 +34,21 @@ import numpy as np
 import optax
 
 from optax_boost import _freezing
+from optax_boost import _groups
+from optax_boost import _precision
 from optax_boost import _svrg
 
 Metrics: TypeAlias = dict[str, Any]
 
 # State fields that are reported, by the name under which every method keeps them.
-METRIC_NAMES = ("loss_scale", "notfinite_count", "orthogonality", "trust_ratio", "variance_ratio")
+METRIC_NAMES = (
+  "group_loss_scale",
+  "loss_scale",
+  "notfinite_count",
+  "orthogonality",
+  "trust_ratio",
+  "variance_ratio",
+)
 
 
 class TrainState(NamedTuple):
@@ -279,13 +289,26 @@ def make_train_step(
 
     scale = _loss_scale(state.opt_state)
 
-    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
-      value, rest = forward(params)
-      # In float32: a float16 loss times its scale would overflow.
-      return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
-
+    group_scale = _group_loss_scale(state.opt_state)
     frozen_groups = _frozen_groups(state.opt_state)
-    found = None if frozen_groups is None else _freezing.find_groups(tx, state.params)
+    told = {}
+    if frozen_groups is not None or group_scale is not None:
+      told = _groups.ask(tx, state.params)
+    found, scaled_groups = told.get("freeze"), told.get("group_loss_scale")
+
+    def objective(params: optax.Params) -> tuple[jax.Array, Any]:
+      value, rest = forward(params)
+      return value, (value, rest)
+
+    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+      if scaled_groups is None or group_scale is None:
+        value, rest = objective(params)
+      else:
+        numbers = scaled_groups.numbers(params)
+        value, rest = _precision.scaled_objective(objective, params, numbers, group_scale)
+      # In float32: a float16 loss times its scale would overflow.
+      return value if scale is None else value.astype(jnp.float32) * scale, rest
+
     old_opt_state = state.opt_state
     if found is None:
       differentiate = jax.grad(scaled, has_aux=True)
@@ -349,6 +372,11 @@ def _frozen_groups(opt_state: optax.OptState) -> Any:
 def _loss_scale(opt_state: optax.OptState) -> jax.Array | None:
   """What the optimizer asks the loss to be multiplied by before it is differentiated."""
   return _asked_of_the_loss(opt_state, "loss_scale", "loss scale", "dynamic_loss_scale")
+
+
+def _group_loss_scale(opt_state: optax.OptState) -> jax.Array | None:
+  """What it asks the gradients of each group to be multiplied by on their way back."""
+  return _asked_of_the_loss(opt_state, "group_loss_scale", "`group_loss_scale`", "group_loss_scale")
 
 
 def _bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:

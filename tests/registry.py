@@ -172,6 +172,24 @@ ROWS = (
     needs_params=False,
   ),
   Row(
+    "group_loss_scale",
+    {"inner": optax.sgd(0.1, momentum=0.5), "groups": ("conv", "dense|norm"), "initial_scale": 2.0},
+    baseline=lambda: optax.sgd(0.1, momentum=0.5),
+    needs_params=False,
+  ),
+  Row(
+    "group_loss_scale",
+    {
+      "inner": optax.sgd(0.1, momentum=0.5),
+      "groups": ("conv", "dense|norm"),
+      "initial_scale": 2.0,
+      "skip": "group",
+    },
+    baseline=lambda: optax.sgd(0.1, momentum=0.5),
+    needs_params=False,
+    label="skip-group",
+  ),
+  Row(
     "master_weights",
     {"inner": optax.sgd(0.1)},
     baseline=lambda: optax.sgd(0.1),
@@ -205,6 +223,12 @@ ROWS = (
       lambda path, x: 0 * x if "conv" in str(path) else x, tree
     ),
     label="progressive",
+  ),
+  Row(
+    "switch_after",
+    {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
   ),
   Row(
     "scale_by_lars_trust_ratio",

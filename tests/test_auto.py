@@ -274,7 +274,7 @@ def small(**block):
 def test_the_optimizer_is_the_one_built_by_hand():
   boost = auto_boost("O1", small(), key=3)
   tx = boost.optimizer(optax.sgd(0.1, momentum=0.9), PARAMS, loss_fn, DATA)
-  groups = optax_boost.freeze_groups(loss_fn, PARAMS, DATA, num_groups=2)
+  groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
   assert groups.groups[0] == ("z_body",)
   by_hand = optax_boost.freeze(
     optax.chain(optax_boost.centralize(), optax.sgd(0.1, momentum=0.9)),

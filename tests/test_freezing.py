@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from optax_boost import _freezing
+from optax_boost._freezing import _schedules
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 
@@ -44,11 +44,11 @@ def test_interval_freezing_is_the_references_given_its_draws(name, groups, share
   if groups == 1:
     assert not sequence.any()
     return
-  freezes = _freezing.interval_freezes(jnp.arange(len(sequence)), fractions.Fraction(share))
+  freezes = _schedules.interval_freezes(jnp.arange(len(sequence)), fractions.Fraction(share))
   np.testing.assert_array_equal(freezes, sequence > 0)
   draws = GOLDEN[name.replace("seq", "uniform")]
   np.testing.assert_array_equal(
-    _freezing.interval_depth(draws, groups), sequence[np.asarray(freezes)]
+    _schedules.interval_depth(draws, groups), sequence[np.asarray(freezes)]
   )
 
 
@@ -72,8 +72,8 @@ def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(
 
 def test_schedules_stay_exact_after_billions_of_steps():
   share = fractions.Fraction(3, 10)
-  late = _freezing.interval_freezes(2_000_000_000 + jnp.arange(10), share)
-  np.testing.assert_array_equal(late, _freezing.interval_freezes(10 + jnp.arange(10), share))
+  late = _schedules.interval_freezes(2_000_000_000 + jnp.arange(10), share)
+  np.testing.assert_array_equal(late, _schedules.interval_freezes(10 + jnp.arange(10), share))
 
 
 def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
@@ -157,7 +157,7 @@ IN_ORDER = tuple((f"{n}/kernel", f"{n}/bias") for n in "dcba")
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_groups_follow_the_forward_pass_through(wrap):
   params = chain_params()
-  plan = optax_boost.freeze_groups(
+  plan = optax_boost.layer_groups(
     lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
   )
   assert plan.groups == IN_ORDER
@@ -175,7 +175,7 @@ def test_groups_follow_the_forward_pass_through(wrap):
   ids=["cast", "normalized", "noise"],
 )
 def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare):
-  plan = optax_boost.freeze_groups(
+  plan = optax_boost.layer_groups(
     lambda p, x: chain_loss(prepare(p), x), chain_params(), BATCH, num_groups=LAYERS
   )
   assert plan.groups == IN_ORDER
@@ -185,14 +185,14 @@ def test_weight_decay_in_the_loss_is_no_use():
   def loss(params, batch):
     return 1e-3 * optax.tree.norm(params, squared=True) + chain_loss(params, batch)
 
-  plan = optax_boost.freeze_groups(loss, chain_params(), BATCH, num_groups=LAYERS)
+  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, num_groups=LAYERS)
   assert plan.groups == IN_ORDER
   assert plan.reused == ()
 
 
 def test_a_loss_of_nothing_but_params_has_an_order():
   params = chain_params()
-  plan = optax_boost.freeze_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
+  plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
   assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
 
 
@@ -202,7 +202,7 @@ def test_the_plan_says_what_it_could_not_tell():
   def loss(params, x):
     return jnp.mean(jnp.tanh(x @ params["embed"] @ params["body"]) @ params["embed"].T)
 
-  plan = optax_boost.freeze_groups(loss, params, BATCH, num_groups=2)
+  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
   assert plan.groups == (("embed",), ("body", "idle"))
   assert str(plan).splitlines() == [
     "group 0: 64 parameters (48.9 %): embed",
@@ -213,12 +213,12 @@ def test_the_plan_says_what_it_could_not_tell():
 
 
 def test_overrides_beat_the_trace():
-  plan = optax_boost.freeze_groups(
+  plan = optax_boost.layer_groups(
     chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}
   )
   assert plan.groups[1] == ("d/bias", "b/kernel", "b/bias")
   with pytest.warns(optax_boost.NoEffectWarning, match=r"`overrides` has patterns .*\['nowhere'\]"):
-    optax_boost.freeze_groups(
+    optax_boost.layer_groups(
       chain_loss, chain_params(), BATCH, num_groups=2, overrides={"nowhere": 1}
     )
 
@@ -250,7 +250,7 @@ def variables():
 
 
 def image_plan(variables, num_groups=4):
-  return ob_linen.freeze_groups(
+  return ob_linen.layer_groups(
     Convolutional(), image_loss, variables, IMAGES, num_groups=num_groups
   )
 
@@ -271,7 +271,7 @@ def test_scanned_layers_are_one_block_with_their_biases():
     h = jax.lax.scan(lambda h, p: (layer(p, h), None), x, params["layers"])[0]
     return jnp.mean(h @ params["w"])
 
-  plan = optax_boost.freeze_groups(loss, params, BATCH, num_groups=2)
+  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
   assert plan.groups == (("layers/kernel", "layers/bias"), ("w",))
 
 
@@ -285,7 +285,7 @@ def fixed_schedule(depths=DEPTHS, num_groups=LAYERS):
 
 
 def plan_of_chain():
-  return optax_boost.freeze_groups(chain_loss, chain_params(), BATCH, num_groups=LAYERS)
+  return optax_boost.layer_groups(chain_loss, chain_params(), BATCH, num_groups=LAYERS)
 
 
 def frozen(opt_state):
@@ -411,7 +411,7 @@ def test_a_window_of_accumulation_has_one_depth(wrap):
 GOOD = {"inner": optax.sgd(0.1), "groups": ("a", "b"), "schedule": fixed_schedule([0], 2)}
 BAD_ARGUMENTS = [
   ({"inner": optax.sgd}, TypeError, r"`inner` must be .* Did you pass the factory"),
-  ({"groups": "a"}, TypeError, r"`groups` must be what `freeze_groups` returned.*got 'a'"),
+  ({"groups": "a"}, TypeError, r"`groups` must be what `layer_groups` returned.*got 'a'"),
   ({"groups": ()}, TypeError, r"one per group; got \(\)"),
   ({"schedule": 3}, TypeError, r"must be a FreezeSchedule; got 3. Call `interval_freezing`"),
   ({"schedule": fixed_schedule([0], 3)}, ValueError, r"same number of groups .* got 3 and 2"),
@@ -435,9 +435,7 @@ def test_refuses_an_inner_optimizer_whose_state_it_cannot_read():
 
 def test_refuses_groups_of_other_params():
   tx = optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
-  with pytest.raises(
-    ValueError, match=r"no group has the leaf 'x'. Make them with `freeze_groups`"
-  ):
+  with pytest.raises(ValueError, match=r"no group has the leaf 'x'. Make them with `layer_groups`"):
     tx.init({"x": jnp.ones(2)})
   with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
     optax_boost.freeze(**GOOD).init({"a": jnp.ones(2)})
@@ -449,27 +447,35 @@ def test_refuses_groups_of_other_params():
     (lambda: optax_boost.interval_freezing(2, 1.0), ValueError, r"`frozen_fraction` must .*< 1"),
     (lambda: optax_boost.continuous_freezing(2, -0.1), ValueError, r">= 0 and < 1; got -0.1"),
     (lambda: optax_boost.interval_freezing(2, jnp.array(0.1)), TypeError, r"Pass float\("),
-    (lambda: optax_boost.interval_freezing(2.0, 0.1), TypeError, r"`num_groups` must be an int"),
+    (
+      lambda: optax_boost.interval_freezing(2.0, 0.1),
+      TypeError,
+      r"`num_groups` must be a whole",
+    ),
     (lambda: optax_boost.interval_freezing(0, 0.1), ValueError, r"`num_groups` .*>= 1; got 0"),
-    (lambda: optax_boost.progressive_freezing(2, 1.5), TypeError, r"`total_steps` must be an int"),
+    (
+      lambda: optax_boost.progressive_freezing(2, 1.5),
+      TypeError,
+      r"`total_steps` must be a whole",
+    ),
     (lambda: optax_boost.progressive_freezing(2, 0), ValueError, r"`total_steps` .*>= 1"),
     (lambda: optax_boost.progressive_freezing(2, 9, 1.0), ValueError, r"`first` .*< 1; got 1.0"),
     (lambda: optax_boost.progressive_freezing(2, 9, power=0), ValueError, r"`power` .*> 0; got 0"),
-    (lambda: optax_boost.freeze_groups(3, {}), TypeError, r"`loss_fn` must be callable; got 3"),
+    (lambda: optax_boost.layer_groups(3, {}), TypeError, r"`loss_fn` must be callable; got 3"),
     (
-      lambda: optax_boost.freeze_groups(chain_loss, chain_params(), BATCH),
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH),
       ValueError,
       r"can't make 10 groups of 4 blocks .* Pass num_groups=4 or fewer",
     ),
     (
-      lambda: optax_boost.freeze_groups(
+      lambda: optax_boost.layer_groups(
         chain_loss, chain_params(), BATCH, num_groups=2, overrides={"a": 2}
       ),
       ValueError,
       r"`overrides` must name groups 0 to 1; got 2 for 'a'",
     ),
     (
-      lambda: optax_boost.freeze_groups(
+      lambda: optax_boost.layer_groups(
         chain_loss, chain_params(), BATCH, num_groups=2, overrides=["a"]
       ),
       TypeError,
@@ -538,7 +544,7 @@ def flops(step, state, batch, depth):
 def test_the_compiled_program_of_each_depth_lacks_the_backward_pass_of_its_prefix():
   width, batch = 128, jnp.ones((256, 128))
   params = chain_params(width=width)
-  plan = optax_boost.freeze_groups(chain_loss, params, batch, num_groups=LAYERS)
+  plan = optax_boost.layer_groups(chain_loss, params, batch, num_groups=LAYERS)
   tx = optax_boost.freeze(optax.sgd(0.1, 0.9), plan, fixed_schedule())
   step = optax_boost.make_train_step(chain_loss, tx)
   state = step.init(params)
@@ -660,7 +666,7 @@ class Network(nnx.Module):
 
 def test_a_model_of_nnx_freezes_its_first_layer():
   model = Network(nnx.Rngs(0))
-  plan = ob_nnx.freeze_groups(image_loss, model, BATCH, num_groups=2)
+  plan = ob_nnx.layer_groups(image_loss, model, BATCH, num_groups=2)
   assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
   optimizer = nnx.Optimizer(
     model, optax_boost.freeze(optax.adamw(0.1), plan, fixed_schedule([0, 1], 2)), wrt=nnx.Param

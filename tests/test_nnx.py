@@ -155,3 +155,16 @@ def test_refuses_a_loss_without_the_aux_it_promised():
     ob_nnx.make_train_step(loss_fn)(model, optimizer, BATCH)
   with pytest.raises(TypeError, match=r"`loss_fn` must be callable; got 3"):
     ob_nnx.make_train_step(3)
+
+
+def test_scales_gradients_by_group_through_dropout_and_statistics():
+  plain, scaled = optax.sgd(0.1), optax_boost.group_loss_scale(optax.sgd(0.1), ["hidden", "out"], 8)
+  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
+  models = []
+  for tx in (plain, scaled):
+    model, optimizer = make(tx)
+    for _ in range(3):
+      metrics = step(model, optimizer, BATCH)
+    models.append(pure(model))
+  chex.assert_trees_all_close(*models, rtol=1e-5, atol=1e-6)
+  assert metrics["group_loss_scale"].shape == (2,)

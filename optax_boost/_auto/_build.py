@@ -14,6 +14,7 @@ from optax_boost import _accumulation
 from optax_boost import _adasum
 from optax_boost import _centralization
 from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _train_step
 from optax_boost._auto import _config
 from optax_boost._auto import _levels
@@ -73,7 +74,7 @@ class AutoBoost:
     params: optax.Params | None = None,
     loss_fn: Callable[..., Any] | None = None,
     *args: Any,
-    groups: _freezing.Groups | None = None,
+    groups: _groups.Groups | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts what is on around an optimizer.
 
@@ -84,7 +85,7 @@ class AutoBoost:
       params: the params, for freezing.
       loss_fn: the loss ``loss_fn(params, *args)``, from whose trace freezing reads the groups.
       *args: the loss's other arguments.
-      groups: instead of the three: groups of :func:`freeze_groups`, or regular expressions.
+      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
 
     Returns:
       The transformation.
@@ -98,7 +99,7 @@ class AutoBoost:
           "`grad_freeze` is on, so the optimizer must know the order of the layers: pass the params"
           " or the model, the loss and its arguments, or groups=..."
         )
-      groups = self._groups(_freezing.freeze_groups, loss_fn, params, *args)
+      groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
     return self._around(tx, groups)
 
   def train_step(
@@ -116,7 +117,7 @@ class AutoBoost:
     """
     return _train_step.make_train_step(loss_fn, tx, **options)
 
-  def _groups(self, find: Callable[..., Any], *args: Any) -> _freezing.FreezeGroups:
+  def _read_groups(self, find: Callable[..., Any], *args: Any) -> _groups.LayerGroups:
     number = self.config.grad_freeze.param_groups
     try:
       return find(*args, num_groups=number)
@@ -124,7 +125,7 @@ class AutoBoost:
       raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
 
   def _around(
-    self, tx: optax.GradientTransformation, groups: _freezing.Groups | None
+    self, tx: optax.GradientTransformation, groups: _groups.Groups | None
   ) -> optax.GradientTransformationExtraArgs:
     if not isinstance(tx, optax.GradientTransformation):
       raise TypeError(

@@ -12,7 +12,7 @@ from optax_boost.linen._less_bn import load_original
 from optax_boost.linen._less_bn import plan_less_bn
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import TrainStep
-from optax_boost.linen._train_step import freeze_groups
+from optax_boost.linen._train_step import layer_groups
 from optax_boost.linen._train_step import make_train_step
 from optax_boost.linen._train_step import variables
 
@@ -23,7 +23,7 @@ __all__ = [
   "NormalizedDense",
   "TrainStep",
   "auto_boost",
-  "freeze_groups",
+  "layer_groups",
   "less_bn",
   "load_original",
   "make_train_step",

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from optax_boost import _auto
-from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _less_bn as _shared
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
@@ -79,7 +79,7 @@ class AutoBoost(_auto.AutoBoost):
     batch: Any = None,
     rng: jax.Array | None = None,
     *,
-    groups: _freezing.Groups | None = None,
+    groups: _groups.Groups | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts what is on around an optimizer.
 
@@ -90,7 +90,7 @@ class AutoBoost(_auto.AutoBoost):
       variables: what ``module.init`` returned.
       batch: a batch.
       rng: a key, if the module draws.
-      groups: instead of all of these: groups of :func:`freeze_groups`, or regular expressions.
+      groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
 
     Returns:
       The transformation.
@@ -99,7 +99,7 @@ class AutoBoost(_auto.AutoBoost):
       ValueError: freezing is on without groups or a loss, or the loss has too few layers.
     """
     if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
-      groups = self._groups(_train_step.freeze_groups, module, loss_fn, variables, batch, rng)
+      groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
     return super().optimizer(tx, groups=groups)
 
   def train_step(  # type: ignore[override]

@@ -11,7 +11,7 @@ from flax import linen as nn
 import jax
 import optax
 
-from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _train_step
 
 
@@ -215,7 +215,7 @@ def _keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
   return dict(zip(names, jax.random.split(rng, len(names)), strict=True))
 
 
-def freeze_groups(
+def layer_groups(
   module: nn.Module,
   loss_fn: Callable[..., Any],
   variables: Any,
@@ -225,8 +225,8 @@ def freeze_groups(
   rngs: Sequence[str] = ("dropout",),
   num_groups: int = 10,
   overrides: Mapping[str, int] | None = None,
-) -> _freezing.FreezeGroups:
-  """Groups a module's params along the forward pass: :func:`optax_boost.freeze_groups` for Linen.
+) -> _groups.LayerGroups:
+  """Groups a module's params along the forward pass: :func:`optax_boost.layer_groups` for Linen.
 
   Args:
     module: the Linen module.
@@ -239,7 +239,7 @@ def freeze_groups(
     overrides: group by regular expression.
 
   Returns:
-    A :class:`optax_boost.FreezeGroups`.
+    A :class:`optax_boost.LayerGroups`.
 
   Examples:
     >>> from flax import linen as nn
@@ -247,7 +247,7 @@ def freeze_groups(
     >>> module, x = nn.Sequential([nn.Dense(4), nn.Dense(1)]), jnp.ones((2, 3))
     >>> loss_fn = lambda model, x: jnp.mean(model(x))
     >>> variables = module.init(jax.random.key(0), x)
-    >>> print(optax_boost.linen.freeze_groups(module, loss_fn, variables, x, num_groups=2))
+    >>> print(optax_boost.linen.layer_groups(module, loss_fn, variables, x, num_groups=2))
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
@@ -256,7 +256,7 @@ def freeze_groups(
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
     return loss_fn(BoundModel(module, params, collections, _keys(rng, rngs)), batch)
 
-  return _freezing.freeze_groups(
+  return _groups.layer_groups(
     pure_loss,
     variables["params"],
     collections,

@@ -11,7 +11,7 @@ from optax_boost.nnx._less_bn import less_bn
 from optax_boost.nnx._less_bn import load_original
 from optax_boost.nnx._less_bn import plan_less_bn
 from optax_boost.nnx._train_step import TrainStep
-from optax_boost.nnx._train_step import freeze_groups
+from optax_boost.nnx._train_step import layer_groups
 from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
   "RemovedBatchNorm",
   "TrainStep",
   "auto_boost",
-  "freeze_groups",
+  "layer_groups",
   "less_bn",
   "load_original",
   "make_train_step",

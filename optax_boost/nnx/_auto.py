@@ -10,7 +10,7 @@ import jax
 import optax
 
 from optax_boost import _auto
-from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _less_bn as _shared
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
@@ -82,7 +82,7 @@ class AutoBoost(_auto.AutoBoost):
     model: nnx.Module | None = None,
     loss_fn: Callable[..., Any] | None = None,
     *args: Any,
-    groups: _freezing.Groups | None = None,
+    groups: _groups.Groups | None = None,
     wrt: Any = nnx.Param,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts what is on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
@@ -92,7 +92,7 @@ class AutoBoost(_auto.AutoBoost):
       model: what :meth:`model` returned, for freezing.
       loss_fn: the loss ``loss_fn(model, *args)``, from whose trace freezing reads the groups.
       *args: the loss's other arguments.
-      groups: instead of the three: groups of :func:`freeze_groups`, or regular expressions.
+      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
       wrt: what is trained.
 
     Returns:
@@ -102,8 +102,8 @@ class AutoBoost(_auto.AutoBoost):
       ValueError: freezing is on without groups or a loss, or the loss has too few layers.
     """
     if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
-      find = functools.partial(_train_step.freeze_groups, wrt=wrt)
-      groups = self._groups(find, loss_fn, model, *args)
+      find = functools.partial(_train_step.layer_groups, wrt=wrt)
+      groups = self._read_groups(find, loss_fn, model, *args)
     return super().optimizer(tx, groups=groups)
 
   def train_step(  # type: ignore[override]

@@ -10,7 +10,7 @@ from typing import Literal
 from flax import nnx
 import jax
 
-from optax_boost import _freezing
+from optax_boost import _groups
 from optax_boost import _train_step
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
@@ -194,15 +194,15 @@ def make_train_step(
   )
 
 
-def freeze_groups(
+def layer_groups(
   loss_fn: Callable[..., Any],
   model: Any,
   *args: Any,
   wrt: Any = nnx.Param,
   num_groups: int = 10,
   overrides: Mapping[str, int] | None = None,
-) -> _freezing.FreezeGroups:
-  """Groups a model's params along the forward pass: :func:`optax_boost.freeze_groups` for NNX.
+) -> _groups.LayerGroups:
+  """Groups a model's params along the forward pass: :func:`optax_boost.layer_groups` for NNX.
 
   Args:
     loss_fn: ``loss_fn(model, *args)``.
@@ -213,7 +213,7 @@ def freeze_groups(
     overrides: group by regular expression.
 
   Returns:
-    A :class:`optax_boost.FreezeGroups`.
+    A :class:`optax_boost.LayerGroups`.
 
   Examples:
     >>> from flax import nnx
@@ -221,7 +221,7 @@ def freeze_groups(
     >>> rngs = nnx.Rngs(0)
     >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
     >>> loss_fn = lambda model, x: jnp.mean(model(x))
-    >>> print(optax_boost.nnx.freeze_groups(loss_fn, model, jnp.ones((2, 3)), num_groups=2))
+    >>> print(optax_boost.nnx.layer_groups(loss_fn, model, jnp.ones((2, 3)), num_groups=2))
     group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
   """
@@ -230,6 +230,6 @@ def freeze_groups(
   def pure_loss(params: Any, rest: Any, *args: Any) -> Any:
     return loss_fn(nnx.merge(graphdef, params, rest), *args)
 
-  return _freezing.freeze_groups(
+  return _groups.layer_groups(
     pure_loss, params, rest, *args, num_groups=num_groups, overrides=overrides
   )

@@ -1,0 +1,137 @@
+"""The gradient without the backward pass of what is frozen, and statistics that stand still."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _base
+from optax_boost import _groups
+from optax_boost import _jaxpr
+from optax_boost import _tree
+from optax_boost._freezing import _transform
+
+# What a loss to be differentiated returns: the value, and whatever else the step wants of it.
+Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
+Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
+
+
+def cut_gradient(
+  objective: Objective, found: _groups.Found, depth: int | jax.Array, execution: Execution
+) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
+  """The gradient of an objective, without the backward pass of what is frozen.
+
+  Args:
+    objective: from params to the value and the rest.
+    found: the groups.
+    depth: how many groups are frozen: an integer, or a traced scalar.
+    execution: how a traced depth is treated: a conditional over all depths, or, where ``"auto"``
+      finds that to be slower, the whole gradient.
+
+  Returns:
+    A function from params to the gradient, zero for frozen leaves, and the rest.
+
+  Raises:
+    ValueError: the depth is traced and `execution` is ``"per_depth"``.
+  """
+  if isinstance(depth, int):
+    return lambda params: _gradient_at(objective, found, depth, params)
+  if execution == "per_depth":
+    raise ValueError(
+      "freezing='per_depth' needs a state whose values are known, to choose the compiled step on"
+      " the host; got a traced one. Inside your own `jit`, `scan` or `vmap` pass freezing='auto'"
+      " or 'switch'."
+    )
+
+  def gradient(params: optax.Params) -> tuple[optax.Updates, Any]:
+    if execution == "auto" and not _switch_is_worth_it(objective, params):
+      return jax.grad(objective, has_aux=True)(params)
+    branches = [
+      functools.partial(_gradient_at, objective, found, d) for d in range(found.num_groups)
+    ]
+    return jax.lax.switch(depth, branches, params)
+
+  return gradient
+
+
+def _gradient_at(
+  objective: Objective, found: _groups.Found, depth: int, params: optax.Params
+) -> tuple[optax.Updates, Any]:
+  leaves, structure = jax.tree.flatten(params)
+  # What no group has is always trained.
+  trained = [i for i, group in enumerate(found.numbers(params)) if group >= depth]
+
+  def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:
+    full = list(leaves)
+    for i, value in zip(trained, values, strict=True):
+      full[i] = value
+    return objective(jax.tree.unflatten(structure, full))
+
+  grads, rest = jax.grad(of_trained, has_aux=True)([leaves[i] for i in trained])
+  full = [jnp.zeros_like(leaf) for leaf in leaves]
+  for i, grad in zip(trained, grads, strict=True):
+    full[i] = grad
+  return jax.tree.unflatten(structure, full), rest
+
+
+def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
+  # XLA's CPU backend makes the gradient of a convolution some 20 times slower inside a conditional.
+  if jax.default_backend() != "cpu":
+    return True
+  if not _jaxpr.has_convolution(jax.make_jaxpr(objective)(params)):
+    return True
+  warnings.warn(
+    "`freeze` saves no time in this step: its depth is traced (the train step runs inside your"
+    " own `jit`, `scan` or `vmap`, or is lowered for abstract values), and on a CPU the gradients"
+    " of convolutions inside a conditional are slower than without freezing. Call the train step"
+    " directly, or pass freezing='switch' to insist.",
+    _base.NoEffectWarning,
+    stacklevel=2,
+  )
+  return False
+
+
+def hold_statistics(
+  before: Any, after: Any, params: optax.Params, found: _groups.Found, depth: int | jax.Array
+) -> Any:
+  """Keeps the mutable statistics of frozen layers.
+
+  Statistics belong to the layer whose params have the same path, collection names aside:
+  ``batch_stats/norm/mean`` to ``norm/scale``. Those of layers without params go on.
+
+  Args:
+    before: the statistics before the forward pass.
+    after: those after it.
+    params: the params.
+    found: the groups.
+    depth: how many groups are frozen.
+
+  Returns:
+    `after`, with the floating-point entries of frozen layers from `before`.
+  """
+  structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
+  if structures[0] != structures[1]:
+    return after
+  modules: dict[str, int] = {}
+  for path in _tree.leaf_paths(params):
+    module = path.rpartition("/")[0]
+    group = found.group.get(path, found.num_groups)
+    modules[module] = max(modules.get(module, 0), group)
+  frozen = _transform.Frozen(np.int32(depth) if isinstance(depth, int) else depth)
+
+  def kept(key_path: Any, old: Any, new: Any) -> Any:
+    parts = _tree.path_string(key_path).split("/")[:-1]
+    homes = ["/".join(parts[start:]) for start in range(len(parts))]
+    home = next((h for h in homes if h in modules), None)
+    if home is None or not jnp.issubdtype(jnp.result_type(new), jnp.floating):
+      return new
+    return frozen.select(modules[home], old, new)
+
+  return jax.tree.map_with_path(kept, before, after)

@@ -1,0 +1,228 @@
+"""When how many groups are frozen: functions of the step and a key.
+
+  f   the share of steps in which something is frozen
+  G   the number of groups; the last is never frozen
+
+Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
+arXiv:1706.04983.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import fractions
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost import _base
+
+# Shares of steps are exact as fractions up to this denominator.
+_LARGEST_PERIOD = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeSchedule:
+  """How many groups are frozen in each step.
+
+  Attributes:
+    num_groups: the number of groups that it was made for.
+    frozen_groups: a function of the step (scalar int32) and a key, to how many groups are frozen
+      in that step; values are clipped to 0, ..., num_groups - 1.
+    learning_rate_scale: a function of the step to what each group's updates are multiplied by, an
+      array of `num_groups` numbers; None: ones.
+  """
+
+  num_groups: int
+  frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
+  learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
+
+
+def _check_schedule(num_groups: Any, frozen_fraction: Any) -> fractions.Fraction:
+  _base.check_whole_number("num_groups", num_groups, static=True)
+  _base.check_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
+  if isinstance(frozen_fraction, jax.Array):
+    raise TypeError(
+      "`frozen_fraction` must be a Python number: the schedule is made of exact fractions; got"
+      " an array. Pass float(frozen_fraction)."
+    )
+  return fractions.Fraction(frozen_fraction)
+
+
+def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
+  """In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
+
+  Args:
+    num_groups: the number of groups.
+    frozen_fraction: the share of steps in which something is frozen; raising it saves more time
+      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) The steps with
+      nothing frozen are rounded down to a whole number per turn.
+
+  Returns:
+    A :class:`FreezeSchedule` for :func:`freeze`.
+
+  Raises:
+    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` below 1.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.continuous_freezing(4, frozen_fraction=0.5)
+    >>> [int(schedule.frozen_groups(step, None)) for step in range(8)]
+    [0, 0, 0, 1, 2, 3, 0, 0]
+  """
+  share = _check_schedule(num_groups, frozen_fraction)
+  if share == 0 or num_groups == 1:
+    return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
+  full = math.floor((1 - share) * (num_groups - 1) / share)
+  turn = full + num_groups - 1
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return jnp.maximum(count % turn - full + 1, 0)
+
+  return FreezeSchedule(num_groups, frozen_groups)
+
+
+def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
+  """Freezes at regular intervals, a random number of groups each time, more often few than many.
+
+  Of `num_groups` G groups, i are frozen with a probability proportional to G - i.
+
+  Args:
+    num_groups: the number of groups.
+    frozen_fraction: the share of steps in which something is frozen; raising it saves more time
+      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
+
+  Returns:
+    A :class:`FreezeSchedule` for :func:`freeze`. Its steps are drawn from the key that
+    :func:`freeze` keeps, each on its own: what step 100 freezes does not depend on step 99.
+
+  Raises:
+    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` below 1.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import jax, optax_boost
+    >>> schedule = optax_boost.interval_freezing(4, frozen_fraction=0.5)
+    >>> depths = [int(schedule.frozen_groups(step, jax.random.key(0))) for step in range(8)]
+    >>> [depth > 0 for depth in depths]
+    [False, True, False, True, False, True, False, True]
+  """
+  share = _check_schedule(num_groups, frozen_fraction)
+  if share == 0 or num_groups == 1:
+    return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
+    return jnp.where(interval_freezes(count, share), interval_depth(uniform, num_groups), 0)
+
+  return FreezeSchedule(num_groups, frozen_groups)
+
+
+def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> jax.Array:
+  r"""Whether the interval schedule freezes in a step.
+
+  The reference freezes in step n if it froze in fewer than f n of the n steps before. By induction
+  that is whether :math:`\lceil f n \rceil > \lceil f (n - 1) \rceil`, and n may be taken modulo
+  f's denominator: no step depends on those before it, and no float loses digits.
+
+  Args:
+    count: the step n, from 0.
+    share: the share f of steps, exactly.
+
+  Returns:
+    A bool, or an array of them.
+  """
+  near = share.limit_denominator(_LARGEST_PERIOD)
+  # 1 - 0.7 is a little more than 3/10: then what would be a tie freezes.
+  above = share > near
+  count = jnp.asarray(count)
+  n = jnp.where(count > 0, (count - 1) % near.denominator + 1, 0)
+
+  def frozen_before(n: jax.Array) -> jax.Array:
+    product = n * near.numerator
+    whole = product // near.denominator
+    return whole + 1 if above else whole + (product % near.denominator > 0)
+
+  first = share > 0
+  return jnp.where(count > 1, frozen_before(n) > frozen_before(n - 1), first & (count == 1))
+
+
+def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
+  """How many groups the interval schedule freezes when it freezes.
+
+  Args:
+    uniform: a draw from [0, 1).
+    num_groups: the number of groups G.
+
+  Returns:
+    i in 1, ..., G-1 with a probability proportional to G - i: the draw is looked up among
+    G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in the reference.
+  """
+  weights = np.cumsum(np.arange(1, num_groups))
+  bounds = jnp.asarray(weights / weights[-1], jnp.float32)
+  below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)
+  return (num_groups - 1 - jnp.minimum(below, num_groups - 2)).astype(jnp.int32)
+
+
+def progressive_freezing(
+  num_groups: int, total_steps: int, first: float = 0.5, *, power: float = 1.0
+) -> FreezeSchedule:
+  r"""Anneals each group's learning rate to zero at its own time, then freezes it for good.
+
+  Group i is frozen from step :math:`t_i` on, and before that its updates are multiplied by
+
+  .. math::
+    \tfrac12 (1 + \cos(\pi t / t_i)), \qquad
+    t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
+
+  The last group's learning rate is annealed over the whole run and it is never frozen, so the
+  inner optimizer's learning rate should be constant.
+
+  Args:
+    num_groups: the number of groups G.
+    total_steps: the length T of the run, in steps.
+    first: when the first group is frozen, as a share of the run. Lowering it saves more time.
+    power: how the times of the others follow; raising it freezes the groups in the middle earlier
+      (the paper's cubic schedule: 3).
+
+  Returns:
+    A :class:`FreezeSchedule` for :func:`freeze`.
+
+  Raises:
+    ValueError: a number is out of range.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> schedule = optax_boost.progressive_freezing(3, total_steps=100, first=0.5)
+    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 49, 50, 75, 200)]
+    [0, 0, 1, 2, 2]
+    >>> [round(float(s), 2) for s in schedule.learning_rate_scale(jnp.int32(25))]
+    [0.5, 0.75, 0.85]
+
+  References:
+    Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
+  """
+  _base.check_whole_number("num_groups", num_groups, static=True)
+  _base.check_whole_number("total_steps", total_steps, static=True)
+  _base.check_number("first", first, positive=True, below=1.0)
+  _base.check_number("power", power, positive=True)
+  place = np.arange(num_groups) / max(num_groups - 1, 1)
+  if num_groups == 1:
+    place = np.ones(1)
+  times = np.maximum(np.round(total_steps * (first + (1 - first) * place**power)), 1)
+  ends = times.astype(np.int32)
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return jnp.sum(count >= ends[:-1], dtype=jnp.int32)
+
+  def learning_rate_scale(count: jax.Array) -> jax.Array:
+    passed = jnp.minimum(count / jnp.asarray(times, jnp.float32), 1.0)
+    return 0.5 * (1 + jnp.cos(jnp.pi * passed))
+
+  return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale)

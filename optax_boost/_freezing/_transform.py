@@ -1,0 +1,180 @@
+r"""Gradient freezing: on some steps the first layers stand still.
+
+The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i frozen groups trains
+the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _groups
+from optax_boost import _tree
+from optax_boost._freezing import _schedules
+
+
+class FreezeState(NamedTuple):
+  """State of :func:`freeze`.
+
+  Attributes:
+    count: scalar int32, steps made.
+    frozen_groups: scalar int32, how many groups the next step freezes.
+    key: raw key data of the schedule's generator.
+    inner_state: the inner optimizer's state.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  frozen_groups: jax.Array
+  key: jax.Array
+  inner_state: optax.OptState
+
+
+def freeze(
+  inner: optax.GradientTransformation,
+  groups: _groups.Groups,
+  schedule: _schedules.FreezeSchedule,
+  *,
+  key: jax.Array | int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Freezes the first groups of leaves on the steps that a schedule says.
+
+  A frozen leaf gets no update and no weight decay, and what the inner optimizer keeps of it
+  (momentum, second moments) stands still. Its gradient counts nowhere: norms that `inner` takes
+  for clipping are of what is trained. Inside :func:`make_train_step` the backward pass of frozen
+  groups is not computed either; by hand, gradients of frozen leaves are ignored, which saves
+  nothing.
+
+  Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
+  it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
+  ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
+
+  Args:
+    inner: the optimizer.
+    groups: what :func:`layer_groups` returned; or a sequence of regular expressions, one per
+      group in the order of freezing, searched in the leaves' paths. The first that matches
+      counts; a leaf that none matches is in the last group.
+    schedule: a :class:`FreezeSchedule` for as many groups: :func:`continuous_freezing`,
+      :func:`interval_freezing`, :func:`progressive_freezing` or your own.
+    key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs`. Updates have the inner optimizer's dtype.
+    Of the extra arguments, `inner` sees `grad` and `grad_fn` with zeros for frozen leaves.
+
+  Raises:
+    ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
+      params.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.freeze(
+    ...   optax.sgd(1.0), ["body", "head"], optax_boost.continuous_freezing(2, 0.5)
+    ... )
+    >>> params = {"body": jnp.zeros(2), "head": jnp.zeros(1)}
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...   updates, state = tx.update({"body": jnp.ones(2), "head": jnp.ones(1)}, state, params)
+    ...   print(updates["body"].tolist(), updates["head"].tolist())
+    [-1.0, -1.0] [-1.0]
+    [0.0, 0.0] [-1.0]
+
+  References:
+    Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
+
+  .. note::
+    What `inner` keeps as shared numbers (step counts, norms) goes on in every step. A leaf's
+    entries are recognized with ``optax.tree.map_params``.
+  """
+  if not isinstance(inner, optax.GradientTransformation):
+    raise TypeError(
+      f"`inner` must be an optax.GradientTransformation; got {inner!r}. Did you pass the factory"
+      " instead of what it returns?"
+    )
+  num_groups = _groups.count_groups(groups)
+  if not isinstance(schedule, _schedules.FreezeSchedule):
+    raise TypeError(
+      f"`schedule` must be a FreezeSchedule; got {schedule!r}. Call `interval_freezing`,"
+      " `continuous_freezing` or `progressive_freezing`, or make one of your own."
+    )
+  if schedule.num_groups != num_groups:
+    raise ValueError(
+      f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
+      f" and {num_groups}."
+    )
+  typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+  if not typed and not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
+    raise TypeError(f"`key` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
+  key = key if typed else jax.random.key(key)
+  inner = optax.with_extra_args_support(inner)
+
+  def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
+    wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))
+    depth = jnp.asarray(schedule.frozen_groups(count, wrapped))
+    return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
+
+  def init_fn(params: optax.Params) -> FreezeState:
+    _tree.check_floating(params, "freeze")
+    numbers = _groups.group_numbers(params, groups, "freeze")
+    _groups.tell("freeze", params, numbers, num_groups)
+    # A copy: the state is donated, the key stays with this function.
+    key_data = jnp.array(jax.random.key_data(key))
+    count = jnp.zeros([], jnp.int32)
+    return FreezeState(count, depth_at(count, key_data), key_data, inner.init(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: FreezeState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, FreezeState]:
+    if params is not None:
+      _tree.check_same_tree(updates, params, "freeze")
+    numbers = _groups.number_tree(updates, groups, "freeze")
+    frozen = Frozen(state.frozen_groups)
+
+    def without(grads: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda n, g: frozen.select(n, jnp.zeros_like(g), g), numbers, grads)
+
+    extra = dict(extra_args)
+    if "grad" in extra:
+      extra["grad"] = without(extra["grad"])
+    if "grad_fn" in extra:
+      grad_fn = extra["grad_fn"]
+      extra["grad_fn"] = lambda *args, **kwargs: without(grad_fn(*args, **kwargs))
+    out, moved = inner.update(without(updates), state.inner_state, params, **extra)
+    if schedule.learning_rate_scale is not None:
+      scale = schedule.learning_rate_scale(state.count)
+      out = jax.tree.map(lambda n, u: (u * scale[n]).astype(u.dtype), numbers, out)
+    count = state.count + 1
+    return without(out), FreezeState(
+      count=count,
+      frozen_groups=depth_at(count, state.key),
+      key=state.key,
+      inner_state=_groups.select_state(
+        "freeze", inner, frozen.select, numbers, state.inner_state, moved
+      ),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class Frozen:
+  """Which groups are frozen; decided while tracing where the depth is a constant.
+
+  The train step that is compiled for one depth puts a NumPy integer into the state. Nothing is
+  then computed for frozen leaves, and their state passes through untouched.
+  """
+
+  def __init__(self, depth: Any):
+    self._depth = depth
+    self._static = isinstance(depth, np.integer | np.ndarray)
+
+  def select(self, group: int, if_frozen: Any, otherwise: Any) -> Any:
+    if self._static:
+      return if_frozen if group < self._depth else otherwise
+    return jnp.where(group < self._depth, if_frozen, otherwise)

@@ -1,0 +1,378 @@
+"""Groups of layers along the forward pass, and how a method tells the train step of its own."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import contextvars
+import dataclasses
+import math
+import re
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
+
+import jax
+import optax
+
+from optax_boost import _base
+from optax_boost import _forward_order
+from optax_boost import _tree
+
+# Names of leaves that belong to the kernel before them; with stacked layers they may be matrices.
+_ATTACHED = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroups:
+  """Which leaf belongs to which group; ``print`` shows it. Made by :func:`layer_groups`.
+
+  Attributes:
+    groups: for each group, the paths of its leaves in the order of the forward pass.
+    sizes: for each group, the number of its parameters.
+    unused: leaves that the loss does not depend on. They are in the last group.
+    reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
+      They are frozen with the layer that uses them first.
+  """
+
+  groups: tuple[tuple[str, ...], ...]
+  sizes: tuple[int, ...]
+  unused: tuple[str, ...] = ()
+  reused: tuple[str, ...] = ()
+
+  def __str__(self) -> str:
+    total = max(sum(self.sizes), 1)
+    lines = []
+    for index, (paths, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+      never = ", never frozen" if index == len(self.groups) - 1 else ""
+      lines.append(
+        f"group {index}: {size:,} parameters ({100 * size / total:.1f} %){never}: "
+        + ", ".join(paths)
+      )
+    if self.unused:
+      lines.append("not used by the loss, so never frozen: " + ", ".join(self.unused))
+    if self.reused:
+      lines.append("used again later, frozen where they are used first: " + ", ".join(self.reused))
+    return "\n".join(lines)
+
+
+# A plan, or regular expressions for the groups 0, 1, ...
+Groups: TypeAlias = LayerGroups | Sequence[str]
+
+
+def layer_groups(
+  loss_fn: Callable[..., Any],
+  params: optax.Params,
+  *args: Any,
+  num_groups: int = 10,
+  overrides: Mapping[str, int] | None = None,
+) -> LayerGroups:
+  """Groups the leaves along the forward pass, as a trace of the loss shows it.
+
+  A leaf's place is where it first meets the data: casts and reshapes of params do not count, nor
+  does the order of names. Nothing is computed; arrays may be abstract. A bias or a normalization
+  stays with the kernel before it. The blocks that this makes are shared out evenly.
+
+  Args:
+    loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
+    params: the params.
+    *args: the loss's other arguments: statistics, batch, rng.
+    num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
+      each a program to compile.
+    overrides: group by regular expression, searched in the leaves' paths, against the trace. The
+      first that matches counts.
+
+  Returns:
+    A :class:`LayerGroups`.
+
+  Raises:
+    ValueError: there are fewer blocks than groups, or an override names no group.
+    TypeError: `loss_fn` is not callable.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> params = {"a_head": jnp.ones((8, 1)), "z_body": {"bias": jnp.ones(8), "kernel": jnp.eye(8)}}
+    >>> def loss_fn(params, x):
+    ...   h = jnp.tanh(x @ params["z_body"]["kernel"] + params["z_body"]["bias"])
+    ...   return jnp.mean(h @ params["a_head"])
+    >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8)), num_groups=2))
+    group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
+    group 1: 8 parameters (10.0 %), never frozen: a_head
+  """
+  if not callable(loss_fn):
+    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  _base.check_whole_number("num_groups", num_groups, static=True)
+  leaves = _tree.describe(params)
+  events = _forward_order.forward_uses(loss_fn, params, *args)
+  order = list(dict.fromkeys(events))
+  unused = [i for i in range(len(leaves)) if i not in set(order)]
+  blocks = _blocks(leaves, order)
+  if len(blocks) < num_groups:
+    raise ValueError(
+      f"`layer_groups` can't make {num_groups} groups of {len(blocks)} blocks (a kernel with its"
+      f" bias and normalization is one). Pass num_groups={max(len(blocks), 1)} or fewer."
+    )
+  group: dict[int, int] = {}
+  for index, block in enumerate(blocks):
+    group |= {leaf: index * num_groups // len(blocks) for leaf in block}
+  group |= {leaf: num_groups - 1 for leaf in unused}
+  for leaf, number in _overridden(leaves, overrides, num_groups).items():
+    group[leaf] = number
+  members = [[i for i in [*order, *unused] if group[i] == g] for g in range(num_groups)]
+  return LayerGroups(
+    groups=tuple(tuple(leaves[i].path for i in leaf_ids) for leaf_ids in members),
+    sizes=tuple(sum(math.prod(leaves[i].shape) for i in leaf_ids) for leaf_ids in members),
+    unused=tuple(leaves[i].path for i in unused),
+    reused=tuple(leaves[i].path for i in _reused(events, blocks)),
+  )
+
+
+def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
+  """Kernels in the order of the forward pass, each with what belongs to it."""
+
+  def attached(leaf: _tree.Leaf) -> bool:
+    return len(leaf.shape) <= 1 or _ATTACHED.search(leaf.path) is not None
+
+  def parent(leaf: _tree.Leaf) -> str:
+    return leaf.path.rpartition("/")[0]
+
+  kernels = [i for i in order if not attached(leaves[i])]
+  of_parent: dict[str, list[int]] = {}
+  for i in kernels:
+    of_parent.setdefault(parent(leaves[i]), []).append(i)
+  blocks: dict[int, list[int]] = {}
+  last = (kernels or order or [0])[0]
+  for i in order:
+    siblings = of_parent.get(parent(leaves[i]), [])
+    if not attached(leaves[i]):
+      last = home = i
+    else:
+      # A module's own kernel counts before the last one that was used.
+      home = siblings[0] if len(siblings) == 1 else last
+    blocks.setdefault(home, []).append(i)
+  # A kernel stands where it is used, even if its bias is used before it.
+  return [blocks[k] for k in order if k in blocks]
+
+
+def _reused(events: list[int], blocks: list[list[int]]) -> list[int]:
+  block_of = {leaf: index for index, block in enumerate(blocks) for leaf in block}
+  furthest = 0
+  seen: set[int] = set()
+  found: list[int] = []
+  for leaf in events:
+    if leaf in seen and block_of[leaf] < furthest and leaf not in found:
+      found.append(leaf)
+    seen.add(leaf)
+    furthest = max(furthest, block_of[leaf])
+  return found
+
+
+def _overridden(
+  leaves: list[_tree.Leaf], overrides: Mapping[str, int] | None, num_groups: int
+) -> dict[int, int]:
+  if not overrides:
+    return {}
+  if not hasattr(overrides, "items"):
+    raise TypeError(
+      f"`overrides` must map regular expressions to groups, as in {{'embed': 0}}; got"
+      f" {overrides!r}."
+    )
+  for pattern, number in overrides.items():
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < num_groups:
+      raise ValueError(
+        f"`overrides` must name groups 0 to {num_groups - 1}; got {number!r} for {pattern!r}."
+      )
+  found: dict[int, int] = {}
+  for i, leaf in enumerate(leaves):
+    matching = [number for p, number in overrides.items() if re.search(p, leaf.path)]
+    if matching:
+      found[i] = matching[0]
+  idle = [p for p in overrides if not any(re.search(p, leaf.path) for leaf in leaves)]
+  if idle:
+    _tree.warn_no_effect(
+      f"`overrides` has patterns that match no leaf: {idle}.", [leaf.path for leaf in leaves]
+    )
+  return found
+
+
+def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
+  """The group of each leaf.
+
+  Args:
+    tree: params or gradients, or a part of them.
+    groups: a plan or patterns.
+    method: the method's name, for messages.
+
+  Returns:
+    A number per leaf, in the order of ``jax.tree.leaves``.
+
+  Raises:
+    ValueError: a leaf is not in the plan.
+  """
+  paths = _tree.leaf_paths(tree)
+  if isinstance(groups, LayerGroups):
+    number = {path: g for g, group in enumerate(groups.groups) for path in group}
+    missing = [path for path in paths if path not in number]
+    if missing:
+      raise ValueError(
+        f"`{method}` was given groups for other params: no group has the leaf '{missing[0]}'. Make"
+        " them with `layer_groups` from these params."
+      )
+    return [number[path] for path in paths]
+  idle = [p for p in groups if not any(re.search(p, path) for path in paths)]
+  if idle and paths:
+    _tree.warn_no_effect(f"`groups` has patterns that match no leaf: {idle}.", paths)
+  last = len(groups) - 1
+  return [
+    next((g for g, pattern in enumerate(groups) if re.search(pattern, path)), last)
+    for path in paths
+  ]
+
+
+def count_groups(groups: Any) -> int:
+  """How many groups a plan or a sequence of patterns makes.
+
+  Args:
+    groups: what came as `groups`.
+
+  Returns:
+    Their number.
+
+  Raises:
+    TypeError: it is neither.
+  """
+  if isinstance(groups, LayerGroups):
+    return len(groups.groups)
+  strings = isinstance(groups, list | tuple) and all(isinstance(g, str) for g in groups)
+  if not strings or not groups:
+    raise TypeError(
+      "`groups` must be what `layer_groups` returned, or a sequence of regular expressions, one"
+      f" per group; got {groups!r}."
+    )
+  return len(groups)
+
+
+class Found(NamedTuple):
+  """The groups of a transformation, as the train step needs them.
+
+  Attributes:
+    group: for each leaf's path, its group.
+    num_groups: the number of groups.
+  """
+
+  group: dict[str, int]
+  num_groups: int
+
+  def numbers(self, params: optax.Params) -> list[int]:
+    """The group of each leaf; a leaf that the method has not seen is past the last."""
+    return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
+
+
+_SEEN: contextvars.ContextVar[dict[str, Found] | None] = contextvars.ContextVar(
+  "groups", default=None
+)
+
+
+def tell(method: str, params: optax.Params, numbers: Sequence[int], num_groups: int) -> None:
+  """Tells the train step of a method's groups; called in the method's ``init``.
+
+  Groups are static and can't be kept in the state, which holds arrays only. So a method tells
+  them while its ``init`` is traced, through whatever wrappers stand around it.
+
+  Args:
+    method: the method's name.
+    params: the params that ``init`` was given.
+    numbers: the group of each leaf.
+    num_groups: the number of groups.
+  """
+  seen = _SEEN.get()
+  if seen is not None:
+    seen[method] = Found(dict(zip(_tree.leaf_paths(params), numbers, strict=True)), num_groups)
+
+
+def ask(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Found]:
+  """Asks the methods in a chain for their groups.
+
+  Args:
+    tx: any transformation.
+    params: the params.
+
+  Returns:
+    By the methods' names, the groups that they told.
+  """
+  seen: dict[str, Found] = {}
+  token = _SEEN.set(seen)
+  with contextlib.ExitStack() as stack:
+    stack.callback(_SEEN.reset, token)
+    # A function of its own, so that no cached trace is taken instead.
+    jax.eval_shape(lambda p: tx.init(p), params)
+  return seen
+
+
+def number_tree(tree: Any, groups: Groups, method: str) -> Any:
+  """The group of each leaf, as a tree.
+
+  Args:
+    tree: params or gradients, or a part of them.
+    groups: a plan or patterns.
+    method: the method's name, for messages.
+
+  Returns:
+    Numbers in the structure of `tree`.
+  """
+  return jax.tree.unflatten(jax.tree.structure(tree), group_numbers(tree, groups, method))
+
+
+def select_state(
+  method: str,
+  inner: optax.GradientTransformation,
+  select: Callable[[int, Any, Any], Any],
+  numbers: Any,
+  before: optax.OptState,
+  after: optax.OptState,
+) -> optax.OptState:
+  """Takes what an optimizer keeps of some leaves from its state before the step.
+
+  What it keeps of no leaf in particular (step counts, norms) is that of after the step. A leaf's
+  entries are recognized with ``optax.tree.map_params``.
+
+  Args:
+    method: the method's name, for the message.
+    inner: the optimizer.
+    select: ``select(group, before, after)``, either value.
+    numbers: a tree of the params' structure, the group of each leaf.
+    before: the state before the step.
+    after: the state after it.
+
+  Returns:
+    The state to keep.
+
+  Raises:
+    TypeError: ``optax.tree.map_params`` can't map over the state.
+  """
+
+  def masked(value: Any) -> bool:
+    return isinstance(value, optax.MaskedNode)
+
+  try:
+    groups = optax.tree.map_params(
+      inner,
+      lambda value, number: value if masked(value) else number,
+      before,
+      numbers,
+      transform_non_params=lambda _: None,
+      is_leaf=masked,
+    )
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise TypeError(
+      f"`{method}` needs an inner optimizer over whose state `optax.tree.map_params` can map; it"
+      f" failed: {error}. Masks and labels that are callables must take any tree: use"
+      " `jax.tree.map_with_path` or `optax_boost.path_mask`, or pass them as trees."
+    ) from error
+  return jax.tree.map(
+    lambda group, old, new: new if group is None else select(group, old, new),
+    groups,
+    before,
+    after,
+    is_leaf=lambda value: value is None,
+  )

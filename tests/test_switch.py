@@ -1,0 +1,90 @@
+"""Switching from one transformation to another that was kept warm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
+
+
+def gradient(params, t):
+  return jax.tree.map(lambda p: p + 0.1 * t, params)
+
+
+def run(tx, steps, params=PARAMS):
+  state, update = tx.init(params), jax.jit(tx.update)
+  for t in range(steps):
+    updates, state = update(gradient(params, t), state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def test_the_first_acts_alone_until_the_switch():
+  found, _ = run(optax_boost.switch_after(3, optax.adam(0.1), optax.sgd(0.1, 0.9)), 3)
+  expected, _ = run(optax.adam(0.1), 3)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_second_takes_over_with_what_it_saw_meanwhile():
+  first, second = optax.sgd(0.1), optax.adam(0.1)
+  found, state = run(optax_boost.switch_after(2, first, second), 5)
+  params, warm = PARAMS, second.init(PARAMS)
+  first_state = first.init(PARAMS)
+  for t in range(5):
+    grads = gradient(params, t)
+    updates, warm = second.update(grads, warm, params)
+    if t < 2:
+      updates, first_state = first.update(grads, first_state, params)
+    params = optax.apply_updates(params, updates)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.second_state, warm)
+
+
+def test_the_first_is_not_computed_after_the_switch():
+  calls = []
+
+  def update(updates, state, params=None):
+    jax.debug.callback(lambda: calls.append(1))
+    return updates, state
+
+  first = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+  run(optax_boost.switch_after(2, first, optax.sgd(0.1)), 6)
+  jax.effects_barrier()
+  assert len(calls) == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_updates_have_the_wider_dtype_before_and_after(order):
+  params = jnp.ones(2, jnp.float16)
+  pair = [optax.sgd(0.1), optax_boost.master_weights(optax.sgd(0.1))][::order]
+  tx = optax_boost.switch_after(1, *pair)
+  state = tx.init(params)
+  for _ in range(2):
+    updates, state = tx.update(params, state, params)
+    assert updates.dtype == jnp.float32
+
+
+def test_the_step_may_be_traced():
+  def last(step):
+    return run(optax_boost.switch_after(step, optax.sgd(0.1), optax.sgd(0.0)), 4)[0]["b"]
+
+  # One step each of 0.9 * p - 0.01 * t until the switch, none after.
+  np.testing.assert_allclose(jax.vmap(last)(jnp.arange(3)), [0.5, 0.45, 0.395], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("args", "error", "message"),
+  [
+    ((-1, optax.sgd(1.0), optax.sgd(1.0)), ValueError, r"`step` must be finite and >= 0; got -1"),
+    ((1.5, optax.sgd(1.0), optax.sgd(1.0)), TypeError, r"`step` must be a whole number; got 1.5"),
+    ((1, optax.sgd, optax.sgd(1.0)), TypeError, r"`first` must be an optax.GradientTransf"),
+    ((1, optax.sgd(1.0), None), TypeError, r"`second` must be an optax.GradientTransf"),
+  ],
+)
+def test_refuses_bad_arguments(args, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.switch_after(*args)
