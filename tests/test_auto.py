@@ -211,7 +211,7 @@ def test_contradictions_and_unknown_levels_are_errors(level, config, options, me
       make(level, config, **options)
 
 
-@pytest.mark.parametrize("method", ["dim_reduce", "loss_scale_group"])
+@pytest.mark.parametrize("method", ["dim_reduce"])
 def test_a_method_that_has_not_landed_is_refused_by_name(method):
   with pytest.raises(NotImplementedError, match=rf"`{method}` is not in this version"):
     auto_boost("O0", manual(**{method: True}))
@@ -287,6 +287,25 @@ def test_the_optimizer_is_the_one_built_by_hand():
   chex.assert_trees_all_equal(found, expected)
   assert depths == same
   assert sum(depths) == 3
+
+
+@pytest.mark.parametrize("freezing", [False, True])
+def test_a_loss_scale_per_group_goes_around_the_rest(freezing):
+  config = small() | manual(loss_scale_group=True, grad_freeze=freezing)
+  boost = auto_boost("O0", config)
+  with pytest.raises(ValueError, match=r"`(grad_freeze|loss_scale_group)` is on, .* or groups="):
+    boost.optimizer(optax.sgd(0.1))
+  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
+  inner = optax.sgd(0.1)
+  if freezing:
+    inner = optax_boost.freeze(inner, groups, optax_boost.interval_freezing(2, 0.4))
+  by_hand = optax_boost.group_loss_scale(inner, groups)
+  found, depths = train(boost.train_step(loss_fn, tx))
+  expected, same = train(optax_boost.make_train_step(loss_fn, by_hand))
+  chex.assert_trees_all_equal(found, expected)
+  assert depths == same
+  assert (sum(depths) > 0) == freezing
 
 
 def test_continuous_freezing_by_patterns_without_centralization():

@@ -15,6 +15,7 @@ from optax_boost import _adasum
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
+from optax_boost import _precision
 from optax_boost import _train_step
 from optax_boost._auto import _config
 from optax_boost._auto import _levels
@@ -78,12 +79,12 @@ class AutoBoost:
   ) -> optax.GradientTransformationExtraArgs:
     """Puts what is on around an optimizer.
 
-    From the inside out: centralization, adaptive summation, freezing, accumulation.
+    From the inside out: centralization, adaptive summation, freezing, accumulation, loss scales.
 
     Args:
       tx: the optimizer.
-      params: the params, for freezing.
-      loss_fn: the loss ``loss_fn(params, *args)``, from whose trace freezing reads the groups.
+      params: the params, for freezing and loss scales.
+      loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
 
@@ -91,15 +92,17 @@ class AutoBoost:
       The transformation.
 
     Raises:
-      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+      ValueError: a method that needs groups is on without them or a loss, or the loss has too few
+        layers.
     """
-    if self.is_on("grad_freeze") and groups is None:
+    needing = self._needing_groups()
+    if needing and groups is None:
       if loss_fn is None:
         raise ValueError(
-          "`grad_freeze` is on, so the optimizer must know the order of the layers: pass the params"
-          " or the model, the loss and its arguments, or groups=..."
+          f"`{needing[0]}` is on, so the optimizer must know the order of the layers: pass the"
+          " params or the model, the loss and its arguments, or groups=..."
         )
-      groups = self._layer_groups(_groups.layer_groups, loss_fn, params, *args)
+      groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
     return self._around(tx, groups)
 
   def train_step(
@@ -117,7 +120,10 @@ class AutoBoost:
     """
     return _train_step.make_train_step(loss_fn, tx, **options)
 
-  def _layer_groups(self, find: Callable[..., Any], *args: Any) -> _groups.LayerGroups:
+  def _needing_groups(self) -> list[str]:
+    return [method for method in ("grad_freeze", "loss_scale_group") if self.is_on(method)]
+
+  def _read_groups(self, find: Callable[..., Any], *args: Any) -> _groups.LayerGroups:
     number = self.config.grad_freeze.param_groups
     try:
       return find(*args, num_groups=number)
@@ -163,6 +169,12 @@ def _accumulated(boost: AutoBoost, tx: Any, groups: Any) -> Any:
   return _accumulation.accumulate(tx, boost.config.grad_accumulation.grad_accumulation_step)
 
 
+def _scaled(boost: AutoBoost, tx: Any, groups: Any) -> Any:
+  # Where replicas have gradients of their own, the overflow of one counts for all.
+  axis_name = boost.axis_name if boost.is_on("adasum") else None
+  return _precision.group_loss_scale(tx, groups, axis_name=axis_name)
+
+
 # What each method puts around the optimizer, from the inside out. A new method joins here and in
 # `_levels.METHODS`.
 _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
@@ -170,6 +182,7 @@ _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
   "adasum": _summed,
   "grad_freeze": _frozen,
   "grad_accumulation": _accumulated,
+  "loss_scale_group": _scaled,
 }
 
 

@@ -89,7 +89,7 @@ class BoostSwitches(_Block):
     adasum: adaptive summation over replicas.
     grad_accumulation: gradient accumulation.
     dim_reduce: training in a subspace.
-    loss_scale_group: a loss scale per group of layers.
+    loss_scale_group: a loss scale per group of layers, with as many groups as freezing has.
   """
 
   mode: str = _key("auto", _one_of(*MODES))
@@ -133,7 +133,7 @@ class GradFreezeConfig(_Block):
   """The block ``grad_freeze``.
 
   Attributes:
-    param_groups: the number of groups of layers.
+    param_groups: the number of groups of layers, for `loss_scale_group` too.
     freeze_type: the schedule, 0: continuous, 1: interval.
     freeze_p: the share of steps in which nothing is frozen.
     total_steps: the number of training steps. Our schedules do not depend on it.

@@ -76,9 +76,8 @@ METHODS: dict[str, Method] = {
     saves=lambda c: "memory",
   ),
   "loss_scale_group": Method(
-    settings=lambda c: "a scale per group",
+    settings=lambda c: f"a scale for each of {c.grad_freeze.param_groups} groups",
     saves=lambda c: "what half precision saves",
-    available=False,
   ),
 }
 

@@ -85,8 +85,8 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       tx: the optimizer.
-      module: what :meth:`model` returned, for freezing.
-      loss_fn: the loss ``loss_fn(model, batch)``, from whose trace freezing reads the groups.
+      module: what :meth:`model` returned, for freezing and loss scales.
+      loss_fn: the loss ``loss_fn(model, batch)``, from whose trace they read the groups.
       variables: what ``module.init`` returned.
       batch: a batch.
       rng: a key, if the module draws.
@@ -96,10 +96,11 @@ class AutoBoost(_auto.AutoBoost):
       The transformation.
 
     Raises:
-      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+      ValueError: a method that needs groups is on without them or a loss, or the loss has too few
+        layers.
     """
-    if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
-      groups = self._layer_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
+    if self._needing_groups() and groups is None and loss_fn is not None:
+      groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
     return super().optimizer(tx, groups=groups)
 
   def train_step(  # type: ignore[override]

@@ -89,8 +89,8 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       tx: the optimizer.
-      model: what :meth:`model` returned, for freezing.
-      loss_fn: the loss ``loss_fn(model, *args)``, from whose trace freezing reads the groups.
+      model: what :meth:`model` returned, for freezing and loss scales.
+      loss_fn: the loss ``loss_fn(model, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
       wrt: what is trained.
@@ -99,11 +99,12 @@ class AutoBoost(_auto.AutoBoost):
       The transformation.
 
     Raises:
-      ValueError: freezing is on without groups or a loss, or the loss has too few layers.
+      ValueError: a method that needs groups is on without them or a loss, or the loss has too few
+        layers.
     """
-    if self.is_on("grad_freeze") and groups is None and loss_fn is not None:
+    if self._needing_groups() and groups is None and loss_fn is not None:
       find = functools.partial(_train_step.layer_groups, wrt=wrt)
-      groups = self._layer_groups(find, loss_fn, model, *args)
+      groups = self._read_groups(find, loss_fn, model, *args)
     return super().optimizer(tx, groups=groups)
 
   def train_step(  # type: ignore[override]
