@@ -70,6 +70,17 @@ def test_a_checkpoint_of_integers_is_the_last_synchronization():
   jax.tree.map(np.testing.assert_array_equal, restored, optax_boost.permuted_params(state))
 
 
+def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
+  start = params()
+  tx = optax_boost.laperm(optax.sgd(0.0), sync_every=1)
+  bad = jax.tree.map(jnp.zeros_like, start)
+  bad["bias"] = bad["bias"].at[2].set(-jnp.nan)
+  updates, state = tx.update(bad, tx.init(start), start)
+  now = optax_boost.apply_permuted_params(start, updates, state)
+  assert now["bias"][2] == jnp.max(start["bias"])
+  np.testing.assert_array_equal(np.sort(now["bias"]), np.sort(start["bias"]))
+
+
 def test_excluded_leaves_train_freely():
   start = params()
   tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias$")

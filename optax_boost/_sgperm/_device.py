@@ -56,7 +56,7 @@ def permute(
   n = weights.shape[0]
   size = jnp.minimum(subsets.size, n)
   position, values = _arranged(weights, ranks, subsets.order, size)
-  wanted = jnp.take_along_axis(wishes, position, axis=0)
+  wanted = _sorting.gather(wishes, position)
   segment = jnp.arange(n, dtype=jnp.int32) // size
   pieces = -(-n // size)
   # The negation puts NaN among what takes no part.
@@ -69,7 +69,7 @@ def permute(
   found = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32)).run(
     ranges, subsets.brackets
   )
-  source = jnp.take_along_axis(position, found, axis=0)
+  source = _sorting.gather(position, found)
   return _sorting.scatter(jnp.zeros_like(position), position, source)
 
 
@@ -79,7 +79,7 @@ def _arranged(
   """Positions and weights, subset behind subset, each by rising weight."""
   n = weights.shape[0]
   position = _sorting.inverse(ranks)
-  values = jnp.take_along_axis(weights, position, axis=0)
+  values = _sorting.gather(weights, position)
   here = jnp.arange(n, dtype=jnp.int32)
   whole = size == n
   each = order.ndim == 2
@@ -90,16 +90,16 @@ def _arranged(
 
   def with_ties() -> jax.Array:
     group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
-    first = jnp.take_along_axis(place, position, axis=0) if each else position
+    first = _sorting.gather(place, position) if each else position
     return jax.lax.sort((group, first, position), dimension=0, num_keys=2)[2]
 
   # Equal weights are in the order of their places; ranks tell only those of the first step.
   position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
   if each:
-    label = jnp.take_along_axis(place, position, axis=0) // size
+    label = _sorting.gather(place, position) // size
     index = _sorting.argsort(label.astype(jnp.uint32))
-    position = jnp.take_along_axis(position, index, axis=0)
-    return position, jnp.take_along_axis(weights, position, axis=0)
+    position = _sorting.gather(position, index)
+    return position, _sorting.gather(weights, position)
   label = jnp.zeros_like(here).at[order].set(here // size, unique_indices=True)
   label = jnp.where(whole, 0, label)
   index = _sorting.argsort(label.astype(jnp.uint32))

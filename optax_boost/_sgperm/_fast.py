@@ -86,4 +86,4 @@ def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
     `ordered`, permuted.
   """
   ranks = _sorting.inverse(_sorting.argsort(target))
-  return jnp.take_along_axis(ordered, ranks, axis=0)
+  return _sorting.gather(ordered, ranks)

@@ -71,7 +71,7 @@ def permute(
   rows, n = weights.shape
   # A single subset is in natural order.
   size = min(int(subsets.size), n)
-  values = weights.astype(np.float64)
+  values = weights.astype(np.promote_types(weights.dtype, np.float32))
   if size == n or subsets.order.ndim == 1:
     position = stable_argsort(values)
     label = np.empty(n, np.int64)
@@ -82,26 +82,28 @@ def permute(
     position = np.take_along_axis(subsets.order, place, 1)
     label = place // size
   pieces = -(-n // size)
-  wanted = np.take_along_axis(wishes, position, 1)
+  row = np.arange(rows)[:, None]
+  there = position + row * n
+  wanted = wishes.ravel()[there]
   # The negation puts NaN among what takes no part.
   idle = ~(np.abs(wanted) > 0)
   if pieces > 1 and not remainder:
     idle = idle | (label == pieces - 1)
-  group = np.where(idle, rows * pieces, np.arange(rows)[:, None] * pieces + label)
+  group = np.where(idle, rows * pieces, row * pieces + label)
   group = group.astype(np.min_scalar_type(rows * pieces)).ravel()
   count = np.bincount(group, minlength=rows * pieces + 1)
   total = len(group) - count[-1]
   entries = np.argsort(group, kind="stable")[:total]
   by_size = stable_argsort(np.where(idle, 0, np.abs(wanted)))[:, ::-1]
-  by_size = (by_size + np.arange(rows)[:, None] * n).ravel()
+  by_size = (by_size + row * n).ravel()
   by_size = by_size[np.argsort(group[by_size], kind="stable")[:total]]
   slot = np.empty(len(group), np.int64)
   slot[entries] = np.arange(total)
   count = count[:-1].reshape(rows, pieces)
   epsilon = (ranges[:, None] * subsets.brackets[count]).astype(np.float64)
-  flat = np.take_along_axis(values, position, 1).ravel()[entries]
+  there = there.ravel()[entries]
   found = _run(
-    flat,
+    values.ravel()[there].astype(np.float64),
     (wanted < 0).ravel()[entries],
     slot[by_size],
     np.concatenate([[0], np.cumsum(count)]),
@@ -109,8 +111,7 @@ def permute(
     have_numba() if compile_search is None else compile_search,
   )
   source = np.tile(np.arange(n, dtype=np.int32), (rows, 1)).ravel()
-  where = (position + np.arange(rows)[:, None] * n).ravel()[entries]
-  source[where] = position.ravel()[entries[found]]
+  source[there] = there[found] % n
   return source.reshape(rows, n)
 
 

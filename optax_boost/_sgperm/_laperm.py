@@ -175,6 +175,7 @@ def laperm(
         flat = held
         if lay.movable:
           trained = lay.columns(optax.apply_updates(current[i], free[i]))
+          trained = jnp.where(jnp.isnan(trained), jnp.inf, trained)
           ordered = _leaf.sorted_entries(lay, lay.columns(rank))
           found = lay.leaf(_fast.by_rank(trained, ordered))
           flat = _sharding.same_as(held, found, initial)

@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
     return self._taken(self.initial)
 
   def _taken(self, initial: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(initial, self.layout.position(self.flat), axis=0)
+    return _sorting.gather(initial, self.layout.position(self.flat))
 
   def work(self, subsets: _host.Subsets) -> _exact.Work:
     """What the exact step needs."""
@@ -87,7 +87,7 @@ def sorted_entries(layout: _layout.Layout, ranks: jax.Array) -> jax.Array:
     (n, vectors) int32.
   """
   entries = jnp.arange(layout.length * layout.vectors, dtype=jnp.int32).reshape(layout.shape)
-  return jnp.take_along_axis(layout.columns(entries), _sorting.inverse(ranks), axis=0)
+  return _sorting.gather(layout.columns(entries), _sorting.inverse(ranks))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -12,6 +12,7 @@ import optax
 from optax_boost import _tree
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sharding
+from optax_boost._sgperm import _sorting
 
 
 def identity(params: Any) -> Any:
@@ -49,7 +50,7 @@ def take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> 
 
   def taken(initial: jax.Array, permutation: jax.Array) -> jax.Array:
     position = layout.position(layout.columns(permutation))
-    return layout.leaf(jnp.take_along_axis(layout.columns(initial), position, axis=0))
+    return layout.leaf(_sorting.gather(layout.columns(initial), position))
 
   return _sharding.automatic(taken, initial)(initial, permutation)
 

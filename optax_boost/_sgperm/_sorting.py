@@ -45,7 +45,7 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
   index = None
 
   def taken(values: jax.Array) -> jax.Array:
-    return values if index is None else jnp.take_along_axis(values, index, axis=0)
+    return values if index is None else gather(values, index)
 
   for done in range(0, 32 + high_bits, digit_bits):
     digit = jnp.zeros_like(keys)
@@ -63,7 +63,20 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
 def _composed(packed: jax.Array, index: jax.Array | None, index_bits: int) -> jax.Array:
   """Composes the indices of one pass with those of the passes before."""
   step = (packed & jnp.uint32((1 << index_bits) - 1)).astype(jnp.int32)
-  return step if index is None else jnp.take_along_axis(index, step, axis=0)
+  return step if index is None else gather(index, step)
+
+
+def gather(x: jax.Array, index: jax.Array) -> jax.Array:
+  """Reads from each column, along axis 0.
+
+  Args:
+    x: (n, ...).
+    index: (k, ...) int32, all in bounds.
+
+  Returns:
+    (k, ...), ``x[index[i, j], j]``.
+  """
+  return jnp.take_along_axis(x, index, axis=0, mode="promise_in_bounds")
 
 
 def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:

@@ -277,7 +277,7 @@ def sgperm(
       sizes.append(schedules.sizes(length, partition_size_min))
     sources = _exact.permute(works, sizes, _exact.resolve(backend), include_partition_remainder)
     pairs = zip(columns, sources, strict=True)
-    return [jnp.take_along_axis(leaf.flat, source, axis=0) for leaf, source in pairs]
+    return [_sorting.gather(leaf.flat, source) for leaf, source in pairs]
 
   def fast_step(count: jax.Array, leaf: _leaf.Leaf, random: jax.Array) -> jax.Array:
     target = leaf.target(schedules.brackets(count, leaf.layout.length)[-1])
