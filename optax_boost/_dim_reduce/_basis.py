@@ -17,9 +17,9 @@ from optax_boost import _linalg
 # Rows of a compressed basis that are widened at a time: enough to keep the cores busy, and few
 # enough to stay in cache.
 _BLOCK = 8
-# A compressed leaf of at most so many numbers is widened whole: it fits into cache, and the loops
-# that spare that take their time to compile.
-_SMALL = 2**18
+# A compressed leaf of at most so many numbers is widened whole, which takes memory: biases and
+# scales, where the loops that spare it are not worth their time to compile.
+_SMALL = 2**16
 
 
 def contract(rows: jax.Array, leaf: jax.Array, dtype: Any) -> jax.Array:
