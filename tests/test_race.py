@@ -308,6 +308,16 @@ def test_some_diverged_seeds_are_left_out_of_pairs():
   assert result.verdict("b").endswith("diverged on 1 of 3 seeds.")
 
 
+def test_a_method_that_always_diverged_sets_no_budget():
+  lost = [9, 9, np.nan]
+  result = result_of(
+    a=curves_of([[3, 2, 1]] * 2, seconds=(2, 4, 6)), b=curves_of([lost] * 2, seconds=(1, 2, 3))
+  )
+  assert result.budget("seconds") == 6
+  assert result_of(a=curves_of([lost])).budget("seconds") == 3
+  assert "| a      |             - |" in result_of(a=curves_of([lost])).table()
+
+
 def test_spreads_are_written_to_their_second_digit():
   assert _result.plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
   assert _result.plus_minus(97.123, 1.23) == "97.1 ± 1.2"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+import functools
 from typing import Any
 from typing import TypeAlias
 
@@ -44,6 +45,9 @@ def batches_of(data: Any, batch_size: int | None) -> Batches:
     raise ValueError(
       f"`batch_size` must be at most the number of examples, {examples}; got {size}."
     )
+  if jax.default_backend() == "cpu":
+    # NumPy picks examples some ten times faster than JAX does outside of jit.
+    data = jax.tree.map(np.asarray, data)
   return lambda seed: _shuffled(data, examples, size, seed)
 
 
@@ -63,6 +67,15 @@ def _examples(data: Any) -> int:
   return len(leaves[0])
 
 
+@jax.jit
+def _take(leaf: jax.Array, chosen: jax.Array) -> jax.Array:
+  return leaf[chosen]
+
+
+def _picked(leaf: Any, chosen: np.ndarray) -> Any:
+  return _take(leaf, chosen) if isinstance(leaf, jax.Array) else leaf[chosen]
+
+
 def _shuffled(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
   """Whole batches, shuffled anew for each epoch; what is left over sits out that epoch."""
   rng = np.random.default_rng(seed)
@@ -70,7 +83,7 @@ def _shuffled(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
     order = rng.permutation(examples)
     for start in range(0, examples - size + 1, size):
       chosen = order[start : start + size]
-      yield jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], data)
+      yield jax.tree.map(functools.partial(_picked, chosen=chosen), data)
 
 
 def _repeated(data: Callable[[int], Iterable[Any]], seed: int) -> Iterator[Any]:

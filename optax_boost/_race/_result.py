@@ -90,7 +90,7 @@ class RaceResult:
     return [*self.curves[self.baseline].metrics, LOSS]
 
   def budget(self, of: str) -> float:
-    """What every method has spent at the end, at least.
+    """What every method has spent at the end, at least; those that always diverged aside.
 
     Args:
       of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
@@ -99,7 +99,9 @@ class RaceResult:
       The smallest total over the methods; nan if one is not known.
     """
     self._check(of, BUDGETS, "of")
-    return float(np.min([getattr(curves, of)[-1] for curves in self.curves.values()]))
+    curves = self.curves.values()
+    came_through = [one for one in curves if not one.diverged.all()] or curves
+    return float(np.min([getattr(one, of)[-1] for one in came_through]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
     """A method's values where it has spent the budget.
