@@ -77,7 +77,8 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, static: bool 
     TypeError: `value` is no whole number.
     ValueError: `value` is below `minimum`, or an array that is not a scalar.
   """
-  if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+  array = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
+  if isinstance(value, bool) or not (array or isinstance(value, numbers.Integral)):
     raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
   check_number(name, value, minimum=minimum)
   if static and not isinstance(value, numbers.Integral):

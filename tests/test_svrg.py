@@ -800,7 +800,7 @@ def test_a_missing_full_grad_fn_is_named_with_both_ways_out():
     ({"refresh_every": 0}, ValueError, r"`refresh_every` must be finite and >= 1; got 0"),
     ({"refresh_every": -3}, ValueError, r"`refresh_every` must be finite and >= 1; got -3"),
     ({"refresh_every": 2.5}, TypeError, r"`refresh_every` must be a whole number; got 2.5"),
-    ({"refresh_every": "often"}, TypeError, r"`refresh_every` must be a real number"),
+    ({"refresh_every": "often"}, TypeError, r"`refresh_every` must be a whole number"),
     (
       {"refresh_every": 1, "coefficient": -0.1},
       ValueError,
