@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("adasum", "dim_reduce", "freezing", "lars", "less_bn", "races", "svrg")
+NAMES = ("adasum", "dim_reduce", "freezing", "growth", "lars", "less_bn", "races", "svrg")
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import plot
+
 HERE = pathlib.Path(__file__).parent
 # Idle OpenMP threads would spin on the cores that the next contender needs.
 _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
@@ -277,7 +279,7 @@ def write(
   machine_description: Mapping[str, str],
   folder: pathlib.Path,
 ) -> None:
-  """Writes ``<folder>/<name>.md`` and ``.json``, whole or not at all.
+  """Writes ``<folder>/<name>.md``, ``.json`` and ``.png``, each whole or not at all.
 
   Args:
     name: of the benchmark.
@@ -298,6 +300,7 @@ def write(
     partial = folder / f"{name}.{extension}.partial"
     partial.write_text(text)
     partial.replace(folder / f"{name}.{extension}")
+  plot.save(comparisons, folder / f"{name}.png")
 
 
 def _table(comparison: Mapping[str, Any]) -> str:

@@ -1,0 +1,169 @@
+"""How the cost of a step grows: ``python -m benchmarks.growth --rounds 15``.
+
+With the number of parameters, of leaves, of a subspace's components and of devices.
+"""
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Sequence
+import os
+import pathlib
+import time
+from typing import Any
+
+# Before JAX starts.
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import _harness
+import optax_boost
+
+_BASE, _MEAN = "optax.sgd", "lax.pmean"
+_ABOUT = f"""\
+One optimizer step (`update` and `optax.apply_updates` in one jit, params and state donated) in
+float32. Ratios are medians of the ratios within a round to `{_BASE}` with momentum on the same
+leaves; for devices, to `{_MEAN}` over as many. Up to some 1e6 parameters all fits into cache, and
+handling arguments counts. Devices are virtual and share this machine's cores."""
+
+
+def shapes_of(size: int, leaves: int) -> list[tuple[int, ...]]:
+  """Square kernels of one size, about `size` numbers in all."""
+  side = max(1, round((size / leaves) ** 0.5))
+  return [(side, side)] * leaves
+
+
+def arrays(shapes: Sequence[tuple[int, ...]], scale: float, *leading: int) -> list[jax.Array]:
+  rng = np.random.default_rng(0)
+  return [
+    jnp.asarray(scale * rng.standard_normal((*leading, *s), dtype=np.float32)) for s in shapes
+  ]
+
+
+def subspace(shapes: Sequence[tuple[int, ...]], components: int) -> optax_boost.Subspace:
+  size = sum(int(np.prod(s)) for s in shapes)
+  variance = jnp.ones(components)
+  rows = arrays(shapes, size**-0.5, components)
+  return optax_boost.Subspace(arrays(shapes, 1.0), rows, variance, variance / components)
+
+
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+  "lars": lambda: optax_boost.lars(0.1, weight_decay=1e-4),
+  "centralize, sgd": lambda: optax.chain(optax_boost.centralize(), optax.sgd(0.1, 0.9)),
+  "dynamic_loss_scale(sgd)": lambda: optax_boost.dynamic_loss_scale(optax.sgd(0.1, 0.9)),
+  "accumulate(sgd, 4)": lambda: optax_boost.accumulate(optax.sgd(0.1, 0.9), 4),
+}
+
+
+def contender(
+  name: str, tx: optax.GradientTransformation, shapes: Sequence[tuple[int, ...]]
+) -> _harness.Contender:
+  """Compiles one step."""
+  params, grads = arrays(shapes, 0.05), arrays(shapes, 0.01)
+  state = tx.init(params)
+
+  def update(params, state, grads):
+    extra = {"value": jnp.zeros([]), "value_fn": lambda p: p[0][0, 0]}
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  start = time.perf_counter()
+  step = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+  facts = {
+    "trace and compile, s": time.perf_counter() - start,
+    "state bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
+    "temp bytes": step.memory_analysis().temp_size_in_bytes,
+  }
+
+  def run() -> float:
+    nonlocal params, state
+    start = time.perf_counter()
+    params, state = jax.block_until_ready(step(params, state, grads))
+    return time.perf_counter() - start
+
+  run()
+  run()
+  return _harness.Contender(name, run, facts)
+
+
+def of_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]:
+  shapes = shapes_of(size, leaves)
+  contenders = [contender(_BASE, optax.sgd(0.1, 0.9), shapes)]
+  contenders += [contender(name, make(), shapes) for name, make in METHODS.items()]
+  return _harness.compare(contenders, [_BASE], rounds, title)
+
+
+def of_components(components: int, rounds: int) -> dict[str, Any]:
+  shapes = shapes_of(1_000_000, 40)
+  contenders = [
+    contender(_BASE, optax.sgd(0.1, 0.9), shapes),
+    contender(
+      "dim_reduce, no search",
+      optax_boost.dim_reduce(subspace(shapes, components), max_search=None),
+      shapes,
+    ),
+  ]
+  return _harness.compare(contenders, [_BASE], rounds, f"{components} components")
+
+
+def of_devices(devices: int, rounds: int) -> dict[str, Any]:
+  mesh = jax.make_mesh(
+    (devices,), ("r",), devices=jax.devices()[:devices],
+    axis_types=(jax.sharding.AxisType.Auto,),
+  )  # fmt: skip
+  split = jax.sharding.PartitionSpec("r")
+  place = jax.sharding.NamedSharding(mesh, split)
+  grads = [jax.device_put(g, place) for g in arrays([(50_000,)] * 20, 1.0, devices)]
+  tx = optax_boost.adasum("r")
+
+  def made(name: str, reduce: Callable[[Any], Any]) -> _harness.Contender:
+    def one(grads: Any) -> Any:
+      return jax.tree.map(lambda u: u[None], reduce(jax.tree.map(lambda g: g[0], grads)))
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+
+    def run() -> float:
+      start = time.perf_counter()
+      jax.block_until_ready(step(grads))
+      return time.perf_counter() - start
+
+    run()
+    run()
+    return _harness.Contender(name, run, {})
+
+  contenders = [
+    made(_MEAN, lambda g: jax.tree.map(lambda x: jax.lax.pmean(x, "r"), g)),
+    made("adasum", lambda g: tx.update(g, tx.init(g))[0]),
+  ]
+  return _harness.compare(contenders, [_MEAN], rounds, f"{devices} devices")
+
+
+def main() -> None:
+  """Measures all axes and writes the table."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--rounds", type=int, default=15, help="quiet rounds to collect")
+  parser.add_argument("--largest", type=float, default=1e8, help="most parameters")
+  parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
+  options = parser.parse_args()
+  rounds = options.rounds
+  comparisons = [
+    of_leaves(int(n), 40, rounds, f"{n:.0e} parameters in 40 leaves")
+    for n in (1e5, 1e6, 1e7, 1e8)
+    if n <= options.largest
+  ]
+  comparisons += [
+    of_leaves(1_000_000, n, rounds, f"1e6 parameters in {n:,} leaves") for n in (10, 100, 500, 2000)
+  ]
+  comparisons += [of_components(k, rounds) for k in (8, 32, 128)]
+  comparisons += [of_devices(n, rounds) for n in (1, 2, 4, 8)]
+  where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
+  _harness.write("growth", _ABOUT, comparisons, where, options.out)
+
+
+if __name__ == "__main__":
+  main()
