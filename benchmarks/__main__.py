@@ -3,7 +3,17 @@
 import subprocess
 import sys
 
-NAMES = ("adasum", "dim_reduce", "freezing", "growth", "lars", "less_bn", "races", "svrg")
+NAMES = (
+  "adasum",
+  "dim_reduce",
+  "freezing",
+  "growth",
+  "lars",
+  "less_bn",
+  "optax_peers",
+  "races",
+  "svrg",
+)
 
 
 def main() -> None:
