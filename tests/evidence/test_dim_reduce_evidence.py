@@ -52,17 +52,37 @@ class Setting(NamedTuple):
 
 
 class Task(NamedTuple):
-  """A data set, the widths of the network's layers, the epochs of the whole schedule, a setting."""
+  """The network's widths, the epochs of the whole schedule, a setting, and how it was found."""
 
   widths: tuple[int, ...]
   epochs: int
   setting: Setting
+  found: str
 
 
 TASKS = {
-  "digits": Task((16, 32, 32), 12, Setting(0.1, 1e-3, 8, 20, 256, True)),
-  "mnist": Task((8, 16, 16), 8, Setting(0.05, 1e-3, 8, 40, 1024, True)),
-  "cifar10": Task((16, 32, 32), 12, Setting(0.05, 1e-3, 8, 40, 1024, True)),
+  "digits": Task(
+    (16, 32, 32),
+    12,
+    Setting(0.1, 1e-3, 8, 20, 256, True),
+    "Validation losses: SGD 0.080, average 0.058, DimReduce 0.054; with k = 40 at best 0.055.",
+  ),
+  "mnist": Task(
+    (8, 16, 16),
+    8,
+    Setting(0.05, 1e-2, 8, 40, 512, True),
+    "Validation losses: SGD 0.122, average 0.126, DimReduce 0.125; with the reference's two trials"
+    " 0.135, 19 % of the steps rejected.",
+  ),
+  "cifar10": Task(
+    (16, 32, 32),
+    8,
+    Setting(0.02, 0.0, 8, 40, 512, True),
+    "Validation losses: SGD 1.454, average 1.492, DimReduce 1.480. With the reference's two trials"
+    " and alpha 0.001 it was 1.458 in batches of 64 and 1.473 in batches of 512, but every step in"
+    " the subspace was rejected, so that only slow SGD outside of it was left; of the other"
+    " settings, this is the best.",
+  ),
 }
 SGD, AVERAGE = "SGD, rate dropped twice", "average of the snapshots"
 OURS, FROM_AVERAGE = "DimReduce", "DimReduce from the average"
@@ -258,7 +278,8 @@ def results(name):
     seeds.append(found)
   size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   about = {"params": size, "images": runs.size, "epochs": task.epochs}
-  return about | {"setting": task.setting._asdict(), "seeds": seeds}
+  about |= {"setting": task.setting._asdict(), "found": task.found}
+  return about | {"seeds": seeds}
 
 
 def wanted():
@@ -304,7 +325,7 @@ def section(name, found):
     f"{half} epochs of SGD in batches of {BATCH} at {s.rate:g}, momentum 0.9; then {half} more by"
     f" each method. DimReduce: k = {s.k}, alpha {s.alpha:g}, at most {s.max_search} trials, batches"
     f" of {s.batch}, subspace of {SNAPSHOTS} snapshots over"
-    f" {'the second half' if s.late else 'all'} of the first phase.",
+    f" {'the second half' if s.late else 'all'} of the first phase. {found['found']}",
     "",
     "| method | training loss | test loss | test accuracy, % | test loss at equal time |"
     " accuracy at equal time, % | seconds |",
