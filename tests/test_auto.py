@@ -5,11 +5,13 @@ import json
 import pathlib
 
 import chex
+from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
@@ -211,12 +213,13 @@ def test_contradictions_and_unknown_levels_are_errors(level, config, options, me
       make(level, config, **options)
 
 
-@pytest.mark.parametrize("method", ["dim_reduce"])
-def test_a_method_that_has_not_landed_is_refused_by_name(method):
-  with pytest.raises(NotImplementedError, match=rf"`{method}` is not in this version"):
-    auto_boost("O0", manual(**{method: True}))
-  with pytest.raises(NotImplementedError, match=r"\(mode 'enable_all'\)"):
-    auto_boost("O0", {"boost": {"mode": "enable_all"}})
+def test_the_subspace_is_alone():
+  boost = auto_boost("O2", {"boost": {"mode": "enable_all"}})
+  assert on(boost) == ["dim_reduce"]
+  assert "32 dimensions, in the optimizer's place" in boost.explain()
+  assert "off  dim_reduce goes before it, as in the reference\n" in boost.explain()
+  with pytest.raises(ValueError, match=r"contradicts `boost.dim_reduce` beside `boost.less_bn`"):
+    auto_boost("O2", {"boost": {"mode": "enable_all"}}, compose=True)
 
 
 def test_accumulating_one_micro_batch_warns():
@@ -416,6 +419,111 @@ def test_ten_lines_with_linen():
   np.testing.assert_array_equal(evaluated.apply(trained, X), module.apply(trained, X))
   assert "multiplier" in state.params["last"]
   assert ob_linen.auto_boost("O0").model(module) is module
+
+
+def plain_form(config):
+  boost = auto_boost("O0", config)
+  tx = boost.optimizer(optax.sgd(0.1), PARAMS)
+  step = boost.train_step(loss_fn, tx)
+  state = step.init(PARAMS)
+  for _ in range(3):
+    state, metrics = step(state, DATA)
+  return state.params, metrics
+
+
+def nnx_form(config):
+  boost = ob_nnx.auto_boost("O0", config)
+  model = boost.model(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+  tx = boost.optimizer(optax.sgd(0.1), model)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = boost.train_step(nnx_loss)
+  for _ in range(3):
+    metrics = step(model, optimizer, DATA)
+  return nnx.state(model, nnx.Param), metrics
+
+
+def linen_form(config):
+  boost = ob_linen.auto_boost("O0", config)
+  module = boost.model(nn.Dense(2))
+  variables = module.init(jax.random.key(0), DATA)
+  tx = boost.optimizer(optax.sgd(0.1), module, nnx_loss, variables)
+  step = boost.train_step(module, nnx_loss, tx)
+  state = step.init(variables)
+  for _ in range(3):
+    state, metrics = step(state, DATA)
+  return state.params, metrics
+
+
+# How each form starts, and its loss as a function of the params.
+def _nnx_pure(params, x):
+  graphdef, _ = nnx.split(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+  return nnx_loss(nnx.merge(graphdef, params), x)
+
+
+FORMS = {
+  "plain": (plain_form, lambda: PARAMS, loss_fn),
+  "nnx": (
+    nnx_form,
+    lambda: nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Param),
+    _nnx_pure,
+  ),
+  "linen": (
+    linen_form,
+    lambda: nn.Dense(2).init(jax.random.key(0), DATA)["params"],
+    lambda params, x: jnp.mean((nn.Dense(2).apply({"params": params}, x) - 1) ** 2),
+  ),
+}
+
+
+def moved(params, step):
+  """Params some way along a path that bends."""
+  return jax.tree.map(lambda p: p + 0.1 * step * jnp.sin(p + step) + 0.01 * step**2, params)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_subspace_is_fitted_to_checkpoints_saved_and_loaded_again(form, tmp_path):
+  run, start, loss = FORMS[form]
+  params = start()
+  with ocp.StandardCheckpointer() as checkpointer:
+    for step in range(4):
+      checkpointer.save(tmp_path / "weights" / str(step), moved(params, step))
+  block = {"n_components": 2, "alpha": 0.05, "rho": 0.5, "gamma": 0.8, "sigma": 0.1}
+  paths = {
+    "pca_mat_path": str(tmp_path / "pca.npz"),
+    "weight_load_dir": str(tmp_path / "weights"),
+  }
+  config = manual(dim_reduce=True) | {"dim_reduce": block | paths}
+  found, metrics = run(config)
+  # By hand, with the exact components of the same snapshots.
+  fitted = optax_boost.fit_subspace([moved(params, step) for step in range(4)], 2)
+  tx = optax_boost.dim_reduce(fitted, 0.5, 0.1, 0.8, 0.05)
+  by_hand = optax_boost.make_train_step(loss, tx)
+  state = by_hand.init(params)
+  for _ in range(3):
+    state, expected = by_hand(state, DATA)
+  chex.assert_trees_all_close(found, state.params, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
+  assert metrics["accepted_rho"] > 0
+  # The file is there now, and the checkpoints are needed no more.
+  config["dim_reduce"] |= {"weight_load_dir": None}
+  again, _ = run(config)
+  chex.assert_trees_all_equal(again, found)
+  config["dim_reduce"] |= {"n_components": 3}
+  with pytest.raises(ValueError, match=r"`dim_reduce.n_components` is 3, but .* has 2 dimensions"):
+    run(config)
+
+
+@pytest.mark.parametrize("path", [None, "nowhere.npz"])
+def test_a_subspace_needs_a_file_or_checkpoints_and_the_params(path):
+  config = manual(dim_reduce=True) | {"dim_reduce": {"pca_mat_path": path}}
+  got = "None" if path is None else "'nowhere.npz', which does not exist"
+  message = rf"`dim_reduce.pca_mat_path` must .* or `dim_reduce.weight_load_dir` .*; got {got}, and"
+  for run in (plain_form, nnx_form, linen_form):
+    with pytest.raises(ValueError, match=message):
+      run(config)
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    with pytest.raises(ValueError, match=r"`dim_reduce` is on, .* pass the params; for a Flax"):
+      make("O0", config).optimizer(optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)

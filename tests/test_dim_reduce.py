@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 import optax_boost
 from optax_boost._dim_reduce import _basis
+import optax_boost.nnx
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
@@ -690,6 +692,48 @@ def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
   state = tx.init(PARAMS)
   assert state.inner_state.basis["conv"].shape == (K, 3, 2, 8)
   assert state.inner_state.basis["dense"] == {"kernel": optax.MaskedNode()}
+
+
+def nnx_model():
+  rngs = nnx.Rngs(0)
+  return nnx.Sequential(nnx.Linear(6, 4, rngs=rngs), nnx.tanh, nnx.Linear(4, 1, rngs=rngs))
+
+
+def test_four_lines_train_an_nnx_model_and_go_on_in_its_subspace():
+  x = jax.random.normal(jax.random.key(0), (32, 6))
+  batch = {"x": x, "y": jnp.tanh(x @ jnp.arange(6.0)[:, None])}
+  model = nnx_model()
+  step = optax_boost.nnx.make_train_step(
+    lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+  )
+  # What the user adds: the recorder here, the subspace, and the optimizer.
+  tx = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(every=2, capacity=16))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  before = [step(model, optimizer, batch)["loss"] for _ in range(32)]
+  subspace = optax_boost.fit_subspace(optimizer.opt_state, components=4)
+  optimizer = nnx.Optimizer(model, optax_boost.dim_reduce(subspace), wrt=nnx.Param)
+  after = [step(model, optimizer, batch) for _ in range(8)]
+  assert all(metrics["accepted_rho"] > 0 for metrics in after)
+  losses = [float(metrics["loss"]) for metrics in after]
+  assert losses == sorted(losses, reverse=True)
+  # More in eight steps than in the eight before.
+  assert before[-1] - losses[-1] > before[-9] - before[-1]
+
+
+def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
+  state = nnx.state(nnx_model(), nnx.Param)
+  pure = nnx.as_pure(state) if hasattr(nnx, "as_pure") else nnx.pure(state)
+  rows = [jax.tree.map(lambda p, t=t: p + jnp.sin(7.0 * t + p), pure) for t in range(4)]
+  tx = optax_boost.dim_reduce(optax_boost.fit_subspace(rows, 2))
+  found = tx.init(state).basis
+  assert jax.tree.structure(found) == jax.tree.structure(state)
+  chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(tx.init(pure).basis))
+  part = optax.masked(tx, optax_boost.path_mask("0/kernel")).init(state).inner_state.basis
+  assert [leaf.shape for leaf in jax.tree.leaves(part)] == [(2, 6, 4)]
+  # Neither less nor more than the params have.
+  for params in (pure | {"more": jnp.ones(3)}, {"layers": {0: pure["layers"][0]}}):
+    with pytest.raises(ValueError, match=r"needs a subspace of its params; got a basis of the st"):
+      tx.init(params)
 
 
 @pytest.mark.parametrize(

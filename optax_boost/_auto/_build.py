@@ -19,6 +19,7 @@ from optax_boost import _precision
 from optax_boost import _train_step
 from optax_boost._auto import _config
 from optax_boost._auto import _levels
+from optax_boost._auto import _subspace
 
 Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -80,10 +81,12 @@ class AutoBoost:
     """Puts what is on around an optimizer.
 
     From the inside out: centralization, adaptive summation, freezing, accumulation, loss scales.
+    Or, if `dim_reduce` is on, that in its place: in the subspace of the file ``pca_mat_path``, if
+    there is one, else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file).
 
     Args:
       tx: the optimizer.
-      params: the params, for freezing and loss scales.
+      params: the params, for freezing, loss scales and the subspace.
       loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
@@ -93,7 +96,7 @@ class AutoBoost:
 
     Raises:
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers.
+        layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace.
     """
     needing = self._needing_groups()
     if needing and groups is None:
@@ -103,7 +106,7 @@ class AutoBoost:
           " params or the model, the loss and its arguments, or groups=..."
         )
       groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
-    return self._around(tx, groups)
+    return self._around(tx, groups, params)
 
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
@@ -131,13 +134,15 @@ class AutoBoost:
       raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
 
   def _around(
-    self, tx: optax.GradientTransformation, groups: _groups.Groups | None
+    self, tx: optax.GradientTransformation, groups: _groups.Groups | None, params: Any
   ) -> optax.GradientTransformationExtraArgs:
     if not isinstance(tx, optax.GradientTransformation):
       raise TypeError(
         f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
         " instead of what it returns?"
       )
+    if self.is_on("dim_reduce"):
+      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
     built = optax.with_extra_args_support(tx)
     for method, wrap in _WRAPS.items():
       if self.is_on(method):
@@ -280,7 +285,6 @@ def auto_boost(
     ValueError: a level, block or key is unknown, a value wrong, two settings contradict each
       other, or adasum is on without an axis.
     TypeError: `config` is of another kind.
-    NotImplementedError: a method is asked for that this version does not have.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

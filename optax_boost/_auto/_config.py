@@ -166,9 +166,11 @@ class DimReduceConfig(_Block):
     alpha: learning rate of the residual.
     sigma: sufficient decrease in the line search.
     n_components: dimensions of the subspace.
-    pca_mat_path: a file with the projection, or None.
-    weight_load_dir: a directory of checkpoints to fit the projection to, or None.
-    timeout: how many seconds to wait for the projection's file.
+    pca_mat_path: a file of :func:`save_subspace`, or None. It is read if it exists, else written.
+    weight_load_dir: a directory of checkpoints of the params, as :func:`checkpoint_snapshots` reads
+      them, to fit the subspace to if there is no file yet; or None.
+    timeout: how many seconds processes wait for the one that writes the file. Ours do not wait: of
+      several, let one write it first. It is read, written and has no effect.
   """
 
   rho: float = _key(0.55, _INSIDE)

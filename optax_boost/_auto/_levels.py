@@ -25,14 +25,12 @@ class Method:
     saves: what is expected of it, from the configuration.
     rules_out: the methods that it turns off, as in the reference.
     alone: whether it can't be combined with those even if asked to.
-    available: whether this version has it.
   """
 
   settings: Callable[[_config.BoostConfig], str]
   saves: Callable[[_config.BoostConfig], str]
   rules_out: tuple[str, ...] = ()
   alone: bool = False
-  available: bool = True
 
 
 def _less_bn_settings(config: _config.BoostConfig) -> str:
@@ -50,11 +48,10 @@ def _freeze_settings(config: _config.BoostConfig) -> str:
 # In the order of their precedence.
 METHODS: dict[str, Method] = {
   "dim_reduce": Method(
-    settings=lambda c: f"{c.dim_reduce.n_components} dimensions",
+    settings=lambda c: f"{c.dim_reduce.n_components} dimensions, in the optimizer's place",
     saves=lambda c: "steps, not time per step",
     rules_out=("less_bn", "grad_freeze", "adasum", "grad_accumulation", "loss_scale_group"),
     alone=True,
-    available=False,
   ),
   "less_bn": Method(
     settings=_less_bn_settings,
@@ -128,7 +125,6 @@ def decide(level: str, config: _config.BoostConfig, *, compose: bool) -> tuple[D
 
   Raises:
     ValueError: the level is unknown, or two settings contradict each other.
-    NotImplementedError: a method is asked for that this version does not have.
   """
   check_level(level)
   wanted = _wanted(level, config)
@@ -137,11 +133,6 @@ def decide(level: str, config: _config.BoostConfig, *, compose: bool) -> tuple[D
   for name, method in METHODS.items():
     if name not in on:
       continue
-    if not method.available:
-      raise NotImplementedError(
-        f"`{name}` is not in this version of optax_boost ({reasons[name]}). Leave it off:"
-        f" mode 'manual', {name} false."
-      )
     others = [other for other in method.rules_out if other in on]
     if compose and method.alone and others:
       raise ValueError(

@@ -72,21 +72,13 @@ def fitting_basis(subspace: Subspace, params: Any) -> Any:
   if not jax.tree.leaves(params):
     return params
 
-  def is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-  try:
-    rows = jax.tree.map(
-      lambda p, r: p if is_masked(p) else r, params, subspace.basis, is_leaf=is_masked
-    )
-    if not jax.tree.all(jax.tree.map(lambda p, r: hasattr(r, "shape"), params, rows)):
-      raise ValueError("a leaf of the params is a tree in the basis")
-  except ValueError as error:
+  rows = _matched(subspace.basis, params)
+  if rows is None:
     raise ValueError(
       f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
       f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
       " subspace to snapshots of these params."
-    ) from error
+    )
   k = subspace.components
   leaves = zip(_tree.leaf_paths(params), *map(jax.tree.leaves, (params, rows)), strict=True)
   for path, leaf, r in leaves:
@@ -96,6 +88,33 @@ def fitting_basis(subspace: Subspace, params: Any) -> Any:
         f" leaf '{path}' of shape {jnp.shape(leaf)}. Fit the subspace to snapshots of these params."
       )
   return rows
+
+
+def _matched(basis: Any, params: Any) -> Any:
+  """The leaves of a basis in the structure of the params, or None if they are those of others.
+
+  By path, not by structure: the states of a Flax NNX optimizer, and the snapshots in them, wrap
+  their arrays in other variables than a model does.
+  """
+
+  def is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+  rows = dict(zip(_tree.leaf_paths(basis), jax.tree.leaves(basis), strict=True))
+  wanted, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
+  found, masked = [], []
+  for key_path, leaf in wanted:
+    path = _tree.path_string(key_path)
+    if is_masked(leaf):
+      masked.append(path)
+      found.append(leaf)
+    elif path not in rows:
+      return None
+    else:
+      found.append(rows.pop(path))
+  if all(any(path == m or path.startswith(f"{m}/") for m in masked) for path in rows):
+    return jax.tree.unflatten(structure, found)
+  return None
 
 
 def storage_dtype(wanted: Any, rows: Any, leaf: Any) -> Any:

@@ -87,7 +87,7 @@ class AutoBoost(_auto.AutoBoost):
       tx: the optimizer.
       module: what :meth:`model` returned, for freezing and loss scales.
       loss_fn: the loss ``loss_fn(model, batch)``, from whose trace they read the groups.
-      variables: what ``module.init`` returned.
+      variables: what ``module.init`` returned, for these and the subspace.
       batch: a batch.
       rng: a key, if the module draws.
       groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
@@ -97,11 +97,12 @@ class AutoBoost(_auto.AutoBoost):
 
     Raises:
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers.
+        layers; `dim_reduce` is on without variables, or neither finds nor can fit the subspace.
     """
     if self._needing_groups() and groups is None and loss_fn is not None:
       groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
-    return super().optimizer(tx, groups=groups)
+    params = None if variables is None else variables["params"]
+    return super().optimizer(tx, params, groups=groups)
 
   def train_step(  # type: ignore[override]
     self,

@@ -89,7 +89,7 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       tx: the optimizer.
-      model: what :meth:`model` returned, for freezing and loss scales.
+      model: what :meth:`model` returned, for freezing, loss scales and the subspace.
       loss_fn: the loss ``loss_fn(model, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
@@ -100,12 +100,13 @@ class AutoBoost(_auto.AutoBoost):
 
     Raises:
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers.
+        layers; `dim_reduce` is on without a model, or neither finds nor can fit its subspace.
     """
     if self._needing_groups() and groups is None and loss_fn is not None:
       find = functools.partial(_train_step.layer_groups, wrt=wrt)
       groups = self._read_groups(find, loss_fn, model, *args)
-    return super().optimizer(tx, groups=groups)
+    params = None if model is None else nnx.state(model, wrt)
+    return super().optimizer(tx, params, groups=groups)
 
   def train_step(  # type: ignore[override]
     self, loss_fn: Callable[..., Any], **options: Any
