@@ -326,7 +326,8 @@ def sgperm(
         moved = exact_step(count, columns, bits, [given[i] for i in moving])
       else:
         moved = [fast_step(count, *pair) for pair in zip(columns, bits, strict=True)]
-      wishes, current, initial, permuted = *parts[:3], list(parts[3])
+      wishes, current, initial = parts[:3]
+      permuted = list(parts[3])
       steps = [0 * g for g in gradients]
       for i, position in zip(moving, moved, strict=True):
         target, new = _leaf.arranged(layouts[i], initial[i], position)
