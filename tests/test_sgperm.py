@@ -305,14 +305,18 @@ def test_a_target_that_is_a_permutation_is_found_but_for_neighbours(kwargs):
   assert jnp.sum((params - goal) ** 2) < 1e-3 * jnp.sum((start - goal) ** 2)
 
 
-def test_each_round_of_pairs_lowers_the_distance_to_the_targets():
+@pytest.mark.parametrize("together", [True, False])
+def test_each_round_of_pairs_lowers_the_distance_to_the_targets(together, monkeypatch):
+  # As if the vectors were too long for weight and place in one integer.
+  monkeypatch.setattr(_fast, "_LEAST_BITS", 16 if together else 33)
+  pairs = jax.jit(_fast.pairs.__wrapped__)
   rng = np.random.default_rng(4)
   weights, target = jnp.asarray(rng.normal(size=(2, 20, 5)), jnp.float32)
   places = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32)[:, None], weights.shape)
   last = jnp.sum((weights - target) ** 2)
   for rounds in range(1, 5):
     bits = jnp.arange(rounds, dtype=jnp.uint32) * 7 + 3
-    moved = _fast.pairs(weights, places, target, bits)
+    moved = pairs(weights, places, target, bits)
     np.testing.assert_array_equal(np.sort(moved, 0), places)
     distance = jnp.sum((jnp.take_along_axis(weights, moved, 0) - target) ** 2)
     assert distance < last
@@ -421,6 +425,7 @@ def test_leaves_of_any_rank_are_cut_into_vectors_and_put_together(
   np.testing.assert_array_equal(layout.leaf(columns), entries)
   expected = np.broadcast_to(np.arange(length)[:, None], columns.shape)
   np.testing.assert_array_equal(layout.position(columns), expected)
+  np.testing.assert_array_equal(layout.entries(expected), columns)
 
 
 @each_method

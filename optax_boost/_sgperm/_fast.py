@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from optax_boost import _tree
 from optax_boost._sgperm import _sorting
 
+# With fewer bits of a weight, too many of a vector would look the same.
+_LEAST_BITS = 16
+
 
 @jax.jit
 def targets(
@@ -45,33 +48,59 @@ def targets(
 
 
 @jax.jit
-def pairs(weights: jax.Array, flat: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
+def pairs(weights: jax.Array, places: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
   """Swaps pairs of weights towards their targets.
 
   Args:
     weights: (n, vectors).
-    flat: int32 of the same shape, what goes where its weight goes.
+    places: int32 of the same shape, numbers from 0 to n - 1 that go where their weights go.
     target: from :func:`targets`.
     bits: random uint32, one for each round.
 
   Returns:
-    `flat`, permuted.
+    `places`, permuted.
   """
-  shifts = (bits % weights.shape[0]).astype(jnp.int32)
+  n = weights.shape[0]
+  shifts = (bits % n).astype(jnp.int32)
+  place_bits = (n - 1).bit_length()
 
   def partner(x: jax.Array, shift: jax.Array) -> jax.Array:
     # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
     return jnp.roll(jnp.flip(x, 0), shift + 1, 0)
 
-  def swap(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    w, f = carry
-    shift = shifts[k]
+  def better(w: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Comparisons, for a product of differences may underflow.
     other, wish = partner(w, shift), partner(target, shift)
-    # The signs are compared, for the product may underflow.
-    better = jnp.sign(other - w) * jnp.sign(wish - target) < 0
-    return jnp.where(better, other, w), jnp.where(better, partner(f, shift), f)
+    return other, ((other > w) & (wish < target)) | ((other < w) & (wish > target))
 
-  return jax.lax.fori_loop(0, bits.shape[0], swap, (weights, flat))[1]
+  def swap(k: jax.Array, packed: jax.Array) -> jax.Array:
+    other, found = better(packed, shifts[k])
+    return jnp.where(found, other, packed)
+
+  def swap_both(k: jax.Array, both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    w, p = both
+    other, found = better(w, shifts[k])
+    return jnp.where(found, other, w), jnp.where(found, partner(p, shifts[k]), p)
+
+  # A round moves memory and hardly computes. So weight and place go as one integer where there is
+  # room; a weight's order among the n of its vector needs no more of its bits.
+  if 32 - place_bits < _LEAST_BITS:
+    return jax.lax.fori_loop(0, len(bits), swap_both, (weights, places))[1]
+  packed = (_levels(weights, 32 - place_bits) << place_bits) | places
+  packed = jax.lax.fori_loop(0, len(bits), swap, packed)
+  return packed & ((1 << place_bits) - 1)
+
+
+def _levels(weights: jax.Array, bits: int) -> jax.Array:
+  """Each weight's level among equally spaced ones, as signed integers of as many bits."""
+  # Counted in floats, where all of them are exact.
+  bits = min(bits, 24)
+  low, high = (f(weights, axis=0, keepdims=True) for f in (jnp.min, jnp.max))
+  dtype = _tree.accumulator_dtype(weights.dtype)
+  low, high = low.astype(dtype), high.astype(dtype)
+  share = (weights.astype(dtype) - low) / jnp.where(high > low, high - low, 1)
+  level = jnp.nan_to_num(share * (2**bits - 1))
+  return level.astype(jnp.int32) - 2 ** (bits - 1)
 
 
 @jax.jit

@@ -27,6 +27,7 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _sharding
+from optax_boost._sgperm import _sorting
 
 _METHOD = "laperm"
 
@@ -172,14 +173,14 @@ def laperm(
     def synchronized(current: Any, free: Any, trees: Any) -> tuple[list[Any], list[Any]]:
       new, permuted = list(free), []
       for i, lay, initial, held, rank in zip(chosen, layouts, *trees, strict=True):
-        flat = held
+        target, flat = initial, held
         if lay.movable:
           trained = lay.columns(optax.apply_updates(current[i], free[i]))
           trained = jnp.where(jnp.isnan(trained), jnp.inf, trained)
-          ordered = _leaf.sorted_entries(lay, lay.columns(rank))
-          found = lay.leaf(_fast.by_rank(trained, ordered))
+          ordered = _sorting.inverse(lay.columns(rank))
+          target, found = _leaf.arranged(lay, initial, _fast.by_rank(trained, ordered))
           flat = _sharding.same_as(held, found, initial)
-        new[i] = (_permutation.take(lay, initial, flat) - current[i]).astype(free[i].dtype)
+        new[i] = (target - current[i]).astype(free[i].dtype)
         permuted.append(flat)
       return new, permuted
 

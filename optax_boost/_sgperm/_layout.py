@@ -54,12 +54,44 @@ class Layout(NamedTuple):
     axes = self.fan_in + self.outputs
     return jnp.transpose(columns.reshape([self.shape[a] for a in axes]), np.argsort(axes).tolist())
 
+  def _runs(self) -> list[tuple[int, int]]:
+    """Length and stride of the axes along a vector, those that are one in memory as one."""
+    runs: list[tuple[int, int]] = []
+    for axis in reversed(self.fan_in):
+      length, stride = self.shape[axis], math.prod(self.shape[axis + 1 :])
+      if runs and stride == runs[0][0] * runs[0][1]:
+        runs[0] = (runs[0][0] * length, runs[0][1])
+      else:
+        runs.insert(0, (length, stride))
+    return runs
+
   def position(self, flat: jax.Array) -> jax.Array:
     """Where in its weight vector an entry of the raveled leaf lies."""
-    strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
     found = jnp.zeros_like(flat)
-    for axis in self.fan_in:
-      found = found * self.shape[axis] + flat // strides[axis] % self.shape[axis]
+    for length, stride in self._runs():
+      index = flat // stride
+      outermost = length * stride == math.prod(self.shape)
+      found = found * length + (index if outermost else index % length)
+    return found
+
+  def entries(self, position: jax.Array) -> jax.Array:
+    """Which entry of the raveled leaf lies where in its vector.
+
+    Args:
+      position: (n, vectors) int32, places in the vectors.
+
+    Returns:
+      int32 of the same shape.
+    """
+    shape = [self.shape[axis] for axis in self.outputs]
+    found = jnp.zeros(shape, jnp.int32)
+    for k, axis in enumerate(self.outputs):
+      here = jax.lax.broadcasted_iota(jnp.int32, shape, k)
+      found = found + here * math.prod(self.shape[axis + 1 :])
+    found = found.reshape(1, -1)
+    for length, stride in reversed(self._runs()):
+      found = found + position % length * stride
+      position = position // length
     return found
 
 

@@ -24,46 +24,42 @@ class Leaf(NamedTuple):
   Attributes:
     layout: how it is cut into weight vectors.
     wishes: (n, vectors), the recommendations.
+    params: (n, vectors), the weights now, which rounding may have touched.
     initial: (n, vectors), the initial weights.
-    flat: (n, vectors) int32, which entry of the raveled initial leaf stands where.
+    position: (n, vectors) int32, where in its vector each weight was at first.
     initial_ranks: (n, vectors) int32, or None where the method has no need of them.
     ranges: (1, vectors).
   """
 
   layout: _layout.Layout
   wishes: jax.Array
+  params: jax.Array
   initial: jax.Array
-  flat: jax.Array
+  position: jax.Array
   initial_ranks: jax.Array | None
   ranges: jax.Array
-
-  @property
-  def weights(self) -> jax.Array:
-    """(n, vectors), the weights now."""
-    return self._taken(self.initial)
-
-  def _taken(self, initial: jax.Array) -> jax.Array:
-    return _sorting.gather(initial, self.layout.position(self.flat))
 
   def work(self, subsets: _host.Subsets) -> _exact.Work:
     """What the exact step needs."""
     assert self.initial_ranks is not None
-    ranks = self._taken(self.initial_ranks)
-    return _exact.Work(self.weights, self.wishes, ranks, self.ranges[0], subsets)
+    weights = _sorting.gather(self.initial, self.position)
+    ranks = _sorting.gather(self.initial_ranks, self.position)
+    return _exact.Work(weights, self.wishes, ranks, self.ranges[0], subsets)
 
   def target(self, bracket: jax.Array) -> jax.Array:
     """Where each weight is wished to be; see ``_fast``."""
-    return _fast.targets(self.weights, self.wishes, self.ranges, bracket)
+    return _fast.targets(self.params, self.wishes, self.ranges, bracket)
 
   def ordered(self) -> jax.Array:
-    """(n, vectors) int32, the entries of the raveled initial leaf by rising weight."""
+    """(n, vectors) int32, the places of the initial weights by rising weight."""
     assert self.initial_ranks is not None
-    return sorted_entries(self.layout, self.initial_ranks)
+    return _sorting.inverse(self.initial_ranks)
 
 
 def leaf(
   layout: _layout.Layout,
   wishes: jax.Array,
+  params: jax.Array,
   initial: jax.Array,
   flat: jax.Array,
   initial_ranks: jax.Array | None,
@@ -71,23 +67,27 @@ def leaf(
 ) -> Leaf:
   """A :class:`Leaf` from arrays of the leaf's shape."""
   ranks = None if initial_ranks is None else layout.columns(initial_ranks)
-  columns = layout.columns
-  return Leaf(layout, columns(wishes), columns(initial), columns(flat), ranks, ranges)
+  position = layout.position(layout.columns(flat))
+  wishes, params, initial = (layout.columns(x) for x in (wishes, params, initial))
+  return Leaf(layout, wishes, params, initial, position, ranks, ranges)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sorted_entries(layout: _layout.Layout, ranks: jax.Array) -> jax.Array:
-  """The entries of the raveled initial leaf by rising weight.
+def arranged(
+  layout: _layout.Layout, initial: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """A leaf whose weights have been permuted.
 
   Args:
     layout: the leaf's.
-    ranks: (n, vectors) int32, the initial ranks.
+    initial: the leaf at first.
+    position: (n, vectors) int32, where in its vector each weight was at first.
 
   Returns:
-    (n, vectors) int32.
+    The leaf now, and for each entry which one of the raveled initial leaf it is.
   """
-  entries = jnp.arange(layout.length * layout.vectors, dtype=jnp.int32).reshape(layout.shape)
-  return _sorting.gather(layout.columns(entries), _sorting.inverse(ranks))
+  values = _sorting.gather(layout.columns(initial), position)
+  return layout.leaf(values), layout.leaf(layout.entries(position))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -277,12 +277,12 @@ def sgperm(
       sizes.append(schedules.sizes(length, partition_size_min))
     sources = _exact.permute(works, sizes, _exact.resolve(backend), include_partition_remainder)
     pairs = zip(columns, sources, strict=True)
-    return [_sorting.gather(leaf.flat, source) for leaf, source in pairs]
+    return [_sorting.gather(leaf.position, source) for leaf, source in pairs]
 
   def fast_step(count: jax.Array, leaf: _leaf.Leaf, random: jax.Array) -> jax.Array:
     target = leaf.target(schedules.brackets(count, leaf.layout.length)[-1])
     if method == "pairs":
-      return _fast.pairs(leaf.weights, leaf.flat, target, random)
+      return _fast.pairs(leaf.params, leaf.position, target, random)
     return _fast.by_rank(target, leaf.ordered())
 
   def recommend(updates: Any, state: SgpermState) -> tuple[Any, jax.Array]:
@@ -313,12 +313,12 @@ def sgperm(
     recommended, bad = recommend(updates, state)
     given = _given_partitions(partitions, updates, layouts)
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    leaves = [jax.tree.leaves(tree) for tree in (params, updates)]
-    trees = (recommended, state.initial, state.permutation, state.ranks, state.ranges)
+    gradients = jax.tree.leaves(updates)
+    trees = (recommended, params, state.initial, state.permutation, state.ranks, state.ranges)
     parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
 
     def act(
-      count: jax.Array, key: jax.Array, given: Any, parts: Any, leaves: Any
+      count: jax.Array, key: jax.Array, given: Any, parts: Any, gradients: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
       columns = [_leaf.leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
       bits = random_bits(count, key, [x.layout for x in columns])
@@ -326,17 +326,17 @@ def sgperm(
         moved = exact_step(count, columns, bits, [given[i] for i in moving])
       else:
         moved = [fast_step(count, *pair) for pair in zip(columns, bits, strict=True)]
-      wishes, initial, permuted = parts[0], parts[1], list(parts[2])
-      steps = [0 * g for g in leaves[1]]
-      for i, flat in zip(moving, moved, strict=True):
-        new = _sharding.same_as(permuted[i], layouts[i].leaf(flat), wishes[i])
-        target = _permutation.take(layouts[i], initial[i], new)
-        steps[i] = (target - leaves[0][i]).astype(leaves[1][i].dtype)
-        permuted[i] = new
+      wishes, current, initial = parts[:3]
+      permuted = list(parts[3])
+      steps = [0 * g for g in gradients]
+      for i, position in zip(moving, moved, strict=True):
+        target, new = _leaf.arranged(layouts[i], initial[i], position)
+        steps[i] = (target - current[i]).astype(gradients[i].dtype)
+        permuted[i] = _sharding.same_as(permuted[i], new, wishes[i])
       return permuted, steps
 
-    act = _sharding.automatic(act, (leaves[0], leaves[0]))
-    permuted, steps = act(state.count, state.key, given, parts, leaves)
+    act = _sharding.automatic(act, (parts[1], parts[1]))
+    permuted, steps = act(state.count, state.key, given, parts, gradients)
     return jax.tree.unflatten(structure, steps), SgpermState(
       count=optax.safe_increment(state.count),
       alpha=schedules.alpha(state.count).high,
