@@ -11,8 +11,8 @@ from pathlib import Path
 import time
 from typing import NamedTuple
 
+from _data import batches
 from _data import digits
-from _training import batches
 from flax import nnx
 import jax
 import jax.numpy as jnp
