@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-NAMES = ("adasum", "dim_reduce", "freezing", "lars", "less_bn", "svrg")
+NAMES = ("adasum", "auto_boost", "dim_reduce", "freezing", "lars", "less_bn", "svrg")
 
 
 def main() -> None:
