@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test test-oldest lint type bench evidence docs dist clean
+.PHONY: demo demo-auto test test-oldest lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+demo-auto: $(READY)
+	$(BIN)/python examples/auto_boost_resnet.py
 
 test: $(READY) lint type
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"

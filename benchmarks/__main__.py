@@ -5,6 +5,7 @@ import sys
 
 NAMES = (
   "adasum",
+  "auto_boost",
   "dim_reduce",
   "freezing",
   "growth",

@@ -175,15 +175,16 @@ def _fields(path: str, start: int) -> list[int]:
 
 
 def measure(
-  contenders: Sequence[Contender], rounds: int, title: str
+  contenders: Sequence[Contender], rounds: int, title: str, patience: int = _MOST_STRETCHES
 ) -> tuple[list[dict[str, float]], int]:
   """Times all contenders, preferably in rounds that nobody else disturbed.
 
   Args:
     contenders: those without `run` are left out.
-    rounds: how many quiet rounds to collect. After four times as many it gives up and fills
-      what is missing with the last disturbed ones.
+    rounds: how many quiet rounds to collect.
     title: of the progress bar.
+    patience: after so many times as many disturbed rounds it gives up and fills what is missing
+      with the last of them.
 
   Returns:
     One dictionary per round, from contender to seconds, and how many of them were quiet.
@@ -194,7 +195,7 @@ def measure(
   quiet: list[dict[str, float]] = []
   disturbed: list[dict[str, float]] = []
   with tqdm(total=rounds, desc=title, unit="round") as bar:
-    while len(quiet) < rounds and len(disturbed) < _MOST_STRETCHES * rounds:
+    while len(quiet) < rounds and len(disturbed) < patience * rounds:
       stretch: list[dict[str, float]] = []
       start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(pids)
       while time.perf_counter() - start < _STRETCH_SECONDS:
@@ -218,7 +219,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compare(
-  contenders: Sequence[Contender], references: Sequence[str], rounds: int, title: str
+  contenders: Sequence[Contender],
+  references: Sequence[str],
+  rounds: int,
+  title: str,
+  patience: int = _MOST_STRETCHES,
 ) -> dict[str, Any]:
   """Measures and reduces to one record per contender.
 
@@ -227,11 +232,12 @@ def compare(
     references: contenders that the others are divided by, one column each.
     rounds: see `measure`.
     title: of the comparison.
+    patience: see `measure`.
 
   Returns:
     A JSON-able record: `title`, `rounds`, `quiet_rounds`, `references` and `rows`.
   """
-  seconds, quiet = measure(contenders, rounds, title)
+  seconds, quiet = measure(contenders, rounds, title, patience)
   able = [c.name for c in contenders if c.run is not None]
   references = [name for name in references if name in able]
   rows = []

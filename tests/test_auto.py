@@ -62,6 +62,42 @@ def test_the_defaults_are_the_documented_ones():
   assert BoostConfig().to_dict() == DOCUMENTED | {"boost": {"mode": "auto"}}
 
 
+def test_the_levels_have_settings_of_their_own_and_the_references_stay_reachable():
+  found = {level: auto_boost(level).config.grad_freeze for level in ("O1", "O2")}
+  assert found["O1"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.5)
+  assert found["O2"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.35)
+  assert auto_boost("O1").config.less_bn == optax_boost.LessBNConfig(fn_flag=False)
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    assert make("O1", reference=True).config == BoostConfig()
+    assert make("O1", DOCUMENTED).config == BoostConfig.from_dict(DOCUMENTED)
+    assert make("O2", BoostConfig()).config == BoostConfig()
+
+
+def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_path):
+  config = {"grad_freeze": {"param_groups": 3}}
+  (tmp_path / "boost.json").write_text(json.dumps(config))
+  for given in (config, tmp_path / "boost.json"):
+    assert auto_boost("O2", given).config.grad_freeze == optax_boost.GradFreezeConfig(3, 0, 0.35)
+    reference = auto_boost("O2", given, reference=True)
+    assert reference.config.grad_freeze == optax_boost.GradFreezeConfig(3, 1, 0.7)
+
+
+def test_level_two_freezes_more_steps_than_level_one():
+  def frozen(level):
+    boost = auto_boost(level)
+    tx = boost.optimizer(optax.sgd(0.1), groups=["a", "b", "c", "d", "e"])
+    params = dict.fromkeys("abcde", jnp.ones((2, 2)))
+    state, depths = tx.init(params), []
+    update = jax.jit(tx.update)
+    for _ in range(24):
+      depths.append(int(optax.tree.get(state, "frozen_groups")))
+      _, state = update(params, state, params)
+    return depths
+
+  assert frozen("O1") == 3 * [0, 0, 0, 0, 1, 2, 3, 4]
+  assert frozen("O2") == 4 * [0, 0, 1, 2, 3, 4]
+
+
 def test_a_configuration_survives_dict_json_and_file(tmp_path):
   config = BoostConfig(
     boost=optax_boost.BoostSwitches(mode="manual", grad_freeze=True, less_bn=False),
@@ -183,10 +219,14 @@ def test_freezing_goes_before_adasum_and_accumulation_unless_they_are_to_be_comb
   assert on(auto_boost("O1", config)) == ["less_bn", "grad_freeze"]
   why = {d.method: d.why for d in auto_boost("O1", config).decisions}
   assert why["adasum"] == (
-    "grad_freeze goes before it, as in the reference; compose=True combines them"
+    "grad_freeze goes before it, as in the reference; axis_name=... or compose=True combines them"
   )
   both = ["adasum", "grad_accumulation"]
   assert on(auto_boost("O1", config, compose=True, axis_name="x"))[2:] == both
+  # Replicas have gradients of their own: an axis keeps the summation on.
+  assert on(auto_boost("O2", axis_name="x")) == ["less_bn", "grad_freeze", "adasum"]
+  assert on(auto_boost("O2", axis_name="x", reference=True)) == ["less_bn", "grad_freeze"]
+  assert on(auto_boost("O2")) == ["less_bn", "grad_freeze"]
   # Without freezing they are reached, which they never were in the reference.
   assert on(auto_boost("O2", manual(grad_freeze=False), axis_name="x")) == ["less_bn", "adasum"]
 
@@ -231,7 +271,8 @@ def test_accumulating_one_micro_batch_warns():
 def test_it_explains_itself():
   config = {
     "boost": {"mode": "manual", "grad_accumulation": True},
-    "grad_freeze": {"freeze_p": 0.6},
+    "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.6},
+    "less_bn": {"fn_flag": True},
   }
   lines = auto_boost("O1", manual(grad_accumulation=True) | config).explain().splitlines()
   assert lines[0] == "level O1, mode manual"
@@ -271,7 +312,7 @@ def train(step, steps=8):
 
 
 def small(**block):
-  return {"grad_freeze": {"param_groups": 2, "freeze_p": 0.6} | block}
+  return {"grad_freeze": {"param_groups": 2, "freeze_type": 1, "freeze_p": 0.6} | block}
 
 
 def test_the_optimizer_is_the_one_built_by_hand():
@@ -365,14 +406,15 @@ def test_combined_methods_nest_as_documented():
 def test_the_optimizer_refuses_what_it_can_not_use():
   with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
     auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS)
-  with pytest.raises(ValueError, match=r"`grad_freeze.param_groups` is 10: .*2 blocks"):
+  with pytest.raises(ValueError, match=r"`grad_freeze.param_groups` is 5: .*2 blocks"):
     auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
   with pytest.raises(TypeError, match=r"Did you pass the factory"):
     auto_boost("O0").optimizer(optax.sgd)
 
 
 def test_ten_lines_with_nnx():
-  boost = ob_nnx.auto_boost("O1", {"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}})
+  config = {"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": True}}
+  boost = ob_nnx.auto_boost("O1", config)
   original = NnxNet()
   model = boost.model(original, X)
   tx = boost.optimizer(optax.sgd(0.05), model, nnx_loss, X)
@@ -400,7 +442,8 @@ def nnx_loss(model, x):
 
 
 def test_ten_lines_with_linen():
-  boost = ob_linen.auto_boost("O1", {"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}})
+  config = {"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": True}}
+  boost = ob_linen.auto_boost("O1", config)
   module = boost.model(LinenNet(), X, train=True)
   variables = module.init(jax.random.key(0), X)
 

@@ -19,8 +19,11 @@ def example():
 @pytest.mark.slow
 def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
   config = tmp_path / "two_groups.json"
-  config.write_text('{"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}}')
-  example.main(["--config", str(config), "--epochs", "4", "--seeds", "1"])
+  config.write_text('{"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": true}}')
+  out = tmp_path / "levels.png"
+  options = ["--config", str(config), "--epochs", "4", "--seeds", "1", "--out", str(out)]
+  example.main(["--levels", "O0", "O1", *options])
+  assert out.read_bytes().startswith(b"\x89PNG")
   printed = capsys.readouterr().out
   assert "removed 6 of 13 BatchNorms" in printed
   assert "normalized head: head" in printed
@@ -35,6 +38,7 @@ def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
     (["--levels", "O7"], "There is no level 'O7'"),
     (["--levels", "O1", "--config", "nowhere.json"], "nowhere.json"),
     (["--seeds", "0"], "must be at least 1"),
+    (["--out", "levels.txt"], "levels.txt"),
   ],
 )
 def test_it_refuses_what_it_can_not_do(example, capsys, arguments, message):

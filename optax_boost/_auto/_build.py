@@ -63,11 +63,14 @@ class AutoBoost:
 
     Returns:
       A table: for each method whether it is on, why, its settings, and what it is expected to save.
+      With a level's own settings, also what it was measured to save, on which network and machine.
     """
     rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if self.config == _levels.SETTINGS[self.level] and self.level in _levels.MEASURED:
+      lines.append(f"measured: {_levels.MEASURED[self.level]}")
     return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
 
   def optimizer(
@@ -191,11 +194,12 @@ _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
 }
 
 
-def read_config(config: Config) -> _config.BoostConfig:
+def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
   """Reads a configuration in any of its forms.
 
   Args:
     config: a :class:`BoostConfig`, a dict of its schema, the path of a JSON file, or None.
+    base: where what a dict or a file leaves out comes from.
 
   Returns:
     The configuration.
@@ -205,20 +209,26 @@ def read_config(config: Config) -> _config.BoostConfig:
     ValueError: it is not of the schema.
   """
   if config is None:
-    return _config.BoostConfig()
+    return base
   if isinstance(config, _config.BoostConfig):
     return config
   if isinstance(config, Mapping):
-    return _config.BoostConfig.from_dict(config)
+    return _config.BoostConfig.from_dict(config, base)
   if isinstance(config, str | os.PathLike):
-    return _config.BoostConfig.load(config)
+    return _config.BoostConfig.load(config, base)
   raise TypeError(
     f"`config` must be a BoostConfig, a dict, the path of a JSON file or None; got {config!r}."
   )
 
 
 def decided(
-  level: str, config: Config, *, axis_name: Any, compose: bool, key: jax.Array | int
+  level: str,
+  config: Config,
+  *,
+  axis_name: Any,
+  compose: bool,
+  key: jax.Array | int,
+  reference: bool,
 ) -> dict[str, Any]:
   """The fields of an :class:`AutoBoost`.
 
@@ -228,6 +238,7 @@ def decided(
     axis_name: the named axis of adasum, or None.
     compose: whether methods are combined that the reference runs alone.
     key: the seed of the freezing schedule.
+    reference: whether the reference's defaults and precedence hold.
 
   Returns:
     The fields.
@@ -236,8 +247,9 @@ def decided(
     ValueError: adasum is on without an axis; or as :func:`auto_boost`.
   """
   _levels.check_level(level)
-  found = read_config(config)
-  decisions = _levels.decide(level, found, compose=compose)
+  found = read_config(config, _config.BoostConfig() if reference else _levels.SETTINGS[level])
+  replicas = axis_name is not None and not reference
+  decisions = _levels.decide(level, found, compose=compose, replicas=replicas)
   if axis_name is None and any(d.on for d in decisions if d.method == "adasum"):
     raise ValueError(
       f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"
@@ -260,6 +272,7 @@ def auto_boost(
   axis_name: Any = None,
   compose: bool = False,
   key: jax.Array | int = 0,
+  reference: bool = False,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once, by level or by a configuration.
 
@@ -267,15 +280,20 @@ def auto_boost(
   also change the model; here, in plain JAX, `less_bn` comes down to its centralized gradients.
 
   Args:
-    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, a normalized head, centralized gradients
-      and freezing; ``"O2"``: adaptive summation over replicas as well.
+    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and freezing in
+      half of the steps; ``"O2"``: freezing in two thirds of them, and adaptive summation where
+      `axis_name` is given.
     config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a
-      JSON file. None: the reference's defaults.
-    axis_name: the named axis over which `adasum` runs, as for :func:`adasum`.
+      JSON file. What a dict or a file leaves out has the level's settings (``auto_boost(level)
+      .config``); a :class:`BoostConfig` is taken as it is.
+    axis_name: the named axis over which `adasum` runs, as for :func:`adasum`; None: one replica.
     compose: whether methods are combined that the reference runs alone: there, freezing turns
       adaptive summation and accumulation off. (`dim_reduce` takes the optimizer's place and is
       always alone.)
     key: the seed of the freezing schedule, or a key.
+    reference: whether what is left out has the reference's defaults (a normalized head; the
+      interval schedule with 10 groups, in 30 % of the steps) instead of the level's settings.
+      Freezing then turns adaptive summation off unless `compose` is True.
 
   Returns:
     An :class:`AutoBoost`: ``tx = boost.optimizer(tx, params, loss_fn, batch)``, ``step =
@@ -304,4 +322,6 @@ def auto_boost(
     MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
     for all that follow, and unknown levels and keys pass silently.
   """
-  return AutoBoost(**decided(level, config, axis_name=axis_name, compose=compose, key=key))
+  return AutoBoost(
+    **decided(level, config, axis_name=axis_name, compose=compose, key=key, reference=reference)
+  )

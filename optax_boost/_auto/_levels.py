@@ -15,6 +15,26 @@ LEVELS: dict[str, tuple[str, ...]] = {
   "O2": ("less_bn", "grad_freeze", "adasum"),
 }
 
+# What each level takes for what is left out, instead of the reference's defaults. There, 30 % of
+# the steps freeze, mostly few groups: that saves too little. Depths in turns save the most per
+# frozen step, and five groups are five programs to compile, not ten. The normalized head saves no
+# time and, from the reference's multiplier of 1, learns slowly.
+_SETTINGS = _config.BoostConfig(
+  less_bn=_config.LessBNConfig(fn_flag=False),
+  grad_freeze=_config.GradFreezeConfig(param_groups=5, freeze_type=0, freeze_p=0.5),
+)
+SETTINGS: dict[str, _config.BoostConfig] = {
+  "O0": _SETTINGS,
+  "O1": _SETTINGS,
+  # Two steps with nothing frozen, then four that freeze.
+  "O2": dataclasses.replace(
+    _SETTINGS, grad_freeze=dataclasses.replace(_SETTINGS.grad_freeze, freeze_p=0.35)
+  ),
+}
+
+# What the levels did with these settings, for `explain`; from benchmarks/results/auto_boost.md.
+MEASURED: dict[str, str] = {}
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -112,13 +132,16 @@ def check_level(level: Any) -> None:
     raise ValueError(f"There is no level {level!r}.{hint}")
 
 
-def decide(level: str, config: _config.BoostConfig, *, compose: bool) -> tuple[Decision, ...]:
+def decide(
+  level: str, config: _config.BoostConfig, *, compose: bool, replicas: bool = False
+) -> tuple[Decision, ...]:
   """Decides which methods are on.
 
   Args:
     level: one of :data:`LEVELS`.
     config: the configuration.
     compose: whether methods that the reference runs alone are combined where ours do combine.
+    replicas: whether there is an axis to sum over: then adasum stays on beside freezing.
 
   Returns:
     A decision per method.
@@ -140,9 +163,12 @@ def decide(level: str, config: _config.BoostConfig, *, compose: bool) -> tuple[D
         " optimizer's place. Turn one of them off."
       )
     if not compose:
+      others = [other for other in others if method.alone or not (replicas and other == "adasum")]
       on -= set(others)
-      hint = "" if method.alone else "; compose=True combines them"
-      reasons |= {other: f"{name} goes before it, as in the reference{hint}" for other in others}
+      for other in others:
+        options = "axis_name=... or compose=True" if other == "adasum" else "compose=True"
+        hint = "" if method.alone else f"; {options} combines them"
+        reasons[other] = f"{name} goes before it, as in the reference{hint}"
   if "grad_accumulation" in on and config.grad_accumulation.grad_accumulation_step == 1:
     warnings.warn(
       "`boost.grad_accumulation` is on with `grad_accumulation.grad_accumulation_step` 1, which"

@@ -132,6 +132,7 @@ def auto_boost(
   axis_name: Any = None,
   compose: bool = False,
   key: jax.Array | int = 0,
+  reference: bool = False,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen.
 
@@ -141,6 +142,7 @@ def auto_boost(
     axis_name: the named axis over which `adasum` runs.
     compose: whether methods are combined that the reference runs alone.
     key: the seed of the freezing schedule, or a key.
+    reference: whether the reference's defaults hold instead of the level's settings.
 
   Returns:
     An :class:`AutoBoost`.
@@ -160,4 +162,8 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  return AutoBoost(**_auto.decided(level, config, axis_name=axis_name, compose=compose, key=key))
+  return AutoBoost(
+    **_auto.decided(
+      level, config, axis_name=axis_name, compose=compose, key=key, reference=reference
+    )
+  )

@@ -1,0 +1,357 @@
+"""AutoBoost's levels: ``python -m benchmarks.auto_boost --out benchmarks/results``.
+
+With the environment variable ``OPTAX_BOOST_DATA``, a folder that holds an npz file of CIFAR-10
+images (see ``--cifar``), it trains on those as well as on digits.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+from benchmarks import _harness
+import optax_boost.nnx
+
+_BASE = "O0"
+# Whole turns of both levels' schedules, of 8 and of 6 steps.
+_STEPS = 24
+_SEEDS = range(3)
+_TRAINING_BATCH = 64
+_PARTS = ("speed-8", "speed-32", "digits", "cifar")
+# On the larger network, whose programs take long to compile.
+_FEWER = (_BASE, "fewer BatchNorms", "freezing", "O1", "O2")
+_ABOUT = f"""\
+`optax_boost.nnx.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
+of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
+measurement is {_STEPS} steps of the NNX train step, data on the host, nothing compiled: whole turns
+of O1's and O2's schedules. Columns are medians of the ratios of seconds within a round: what O0 has
+over a row is by how much it makes more steps per second. Rows between O0 and O1 are single methods
+of O1; `O1, reference` are the reference's defaults, whose schedule is random in how many groups it
+freezes."""
+
+Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class Bottleneck(nnx.Module):
+  """Three convolutions beside a shortcut, which has one of its own where the width changes."""
+
+  def __init__(self, inputs: int, width: int, stride: int, *, rngs: nnx.Rngs):
+    outputs = 4 * width
+    shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
+    if inputs != outputs:
+      shapes.append((inputs, outputs, 1, stride))
+    self.convs = nnx.List(
+      [
+        nnx.Conv(i, o, (size, size), strides=s, use_bias=False, rngs=rngs)
+        for i, o, size, s in shapes
+      ]
+    )
+    self.norms = nnx.List([nnx.BatchNorm(o, momentum=0.9, rngs=rngs) for _, o, _, _ in shapes])
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps feature maps to feature maps."""
+    y = x
+    for i in range(3):
+      y = self.norms[i](self.convs[i](y))
+      y = nnx.relu(y) if i < 2 else y
+    return nnx.relu(y + (self.norms[3](self.convs[3](x)) if len(self.convs) == 4 else x))
+
+
+class ResNet(nnx.Module):
+  """A stem, three stages of bottleneck blocks, and a head."""
+
+  def __init__(self, channels: int, blocks: int, *, rngs: nnx.Rngs):
+    self.stem = nnx.Conv(channels, 16, (3, 3), use_bias=False, rngs=rngs)
+    self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+    made, inputs = [], 16
+    for stage, width in enumerate((16, 32, 64)):
+      for block in range(blocks):
+        made.append(Bottleneck(inputs, width, 2 if stage and not block else 1, rngs=rngs))
+        inputs = 4 * width
+    self.blocks = nnx.List(made)
+    self.head = nnx.Linear(inputs, 10, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps images to logits."""
+    x = nnx.relu(self.norm(self.stem(x)))
+    for block in self.blocks:
+      x = block(x)
+    return self.head(jnp.mean(x, (1, 2)))
+
+
+def loss_fn(model: ResNet, batch: dict[str, jax.Array]) -> jax.Array:
+  """Cross-entropy."""
+  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  return jnp.mean(losses)
+
+
+def _single(less_bn: bool, head: bool, gc: bool, freeze: bool) -> Any:
+  config = {
+    "boost": {"mode": "manual", "less_bn": less_bn, "grad_freeze": freeze},
+    "less_bn": {"fn_flag": head, "gc_flag": gc},
+  }
+  return optax_boost.nnx.auto_boost("O1", config)
+
+
+def contenders() -> dict[str, Any]:
+  """The levels, and the methods of O1 one by one."""
+  make = optax_boost.nnx.auto_boost
+  return {
+    _BASE: make("O0"),
+    "fewer BatchNorms": _single(True, False, False, False),
+    "fewer BatchNorms, normalized head": _single(True, True, False, False),
+    "freezing": _single(False, False, False, True),
+    "O1": make("O1"),
+    "O2": make("O2"),
+    "O1, reference": make("O1", reference=True),
+  }
+
+
+class Trainer:
+  """A level on one network: the step is compiled once, for all seeds.
+
+  Args:
+    boost: the level, decided on.
+    channels: of the images.
+    blocks: in each stage.
+    batch: of the form of all batches.
+  """
+
+  def __init__(self, boost: Any, channels: int, blocks: int, batch: Any):
+    self._boost, self._shape, self._batch = boost, (channels, blocks), batch
+    sgd = optax.sgd(0.05, momentum=0.9, nesterov=True)
+    inner = optax.chain(optax.add_decayed_weights(1e-4), sgd)
+    self._tx = boost.optimizer(inner, self.model(0), loss_fn, batch)
+    self.step = boost.train_step(loss_fn)
+
+  def fresh(self, seed: int) -> ResNet:
+    """The network as it is without the level."""
+    return ResNet(*self._shape, rngs=nnx.Rngs(seed))
+
+  def model(self, seed: int) -> Any:
+    """The network that is trained."""
+    return self._boost.model(self.fresh(seed), self._batch["x"])
+
+  def start(self, seed: int) -> tuple[Any, Any]:
+    """A model and its optimizer."""
+    model = self.model(seed)
+    return model, nnx.Optimizer(model, self._tx, wrt=nnx.Param)
+
+  def accuracy(self, model: Any, images: np.ndarray, labels: np.ndarray) -> float:
+    """Test accuracy in percent."""
+    evaluated = self._boost.eval_model(self.fresh(0), model, self._batch["x"])
+    predict = nnx.jit(lambda model, x: jnp.argmax(model(x), -1))
+    parts = range(0, len(labels), 500)
+    found = [predict(evaluated, images[i : i + 500]) for i in parts]
+    return 100 * float(np.mean(np.concatenate(found) == labels))
+
+
+def _contender(name: str, trainer: Trainer, batch: Any) -> _harness.Contender:
+  model, optimizer = trainer.start(0)
+
+  def run() -> float:
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+      metrics = trainer.step(model, optimizer, batch)
+    jax.block_until_ready((metrics, nnx.state(model)))
+    return time.perf_counter() - start
+
+  start = time.perf_counter()
+  run()
+  # A random schedule may take some time to have frozen each number of groups.
+  for _ in range(4 if "reference" in name else 0):
+    run()
+  return _harness.Contender(name, run, {"first steps, s": time.perf_counter() - start})
+
+
+def speed(
+  title: str,
+  shape: tuple[int, ...],
+  blocks: int,
+  rounds: int,
+  names: Sequence[str] = (),
+) -> dict[str, Any]:
+  """Compares the seconds of contenders on one network.
+
+  Args:
+    title: of the table.
+    shape: of a batch of images.
+    blocks: in each stage.
+    rounds: to measure.
+    names: the contenders; none: all.
+  """
+  chosen = contenders()
+  names = names or list(chosen)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=shape).astype(np.float32)
+  batch = {"x": x, "y": rng.integers(0, 10, shape[0], np.int32)}
+  able = [
+    _contender(name, Trainer(chosen[name], shape[-1], blocks, batch), batch)
+    for name in tqdm(names, desc="compiling", leave=False)
+  ]
+  return _harness.compare(able, [_BASE], rounds, title, patience=1)
+
+
+def _batches(x: np.ndarray, y: np.ndarray, steps: int, seed: int) -> Iterator[dict[str, Any]]:
+  rng = np.random.default_rng(seed)
+  order = np.empty(0, int)
+  for _ in range(steps):
+    if len(order) < _TRAINING_BATCH:
+      order = rng.permutation(len(y))
+    chosen, order = order[:_TRAINING_BATCH], order[_TRAINING_BATCH:]
+    yield {"x": x[chosen], "y": y[chosen]}
+
+
+def accuracies(data: Data, steps: int, names: list[str]) -> dict[str, list[float]]:
+  """Trains with some of the contenders on the small network.
+
+  Args:
+    data: training images and labels, test images and labels.
+    steps: of each training.
+    names: the contenders.
+
+  Returns:
+    Test accuracies by name, one per seed.
+  """
+  x, y, test_x, test_y = data
+  found = {}
+  for name in tqdm(names, desc=f"{steps} steps", unit="level"):
+    sample = next(_batches(x, y, 1, 0))
+    trainer = Trainer(contenders()[name], x.shape[-1], 1, sample)
+    found[name] = []
+    for seed in _SEEDS:
+      model, optimizer = trainer.start(seed)
+      for batch in _batches(x, y, steps, seed):
+        trainer.step(model, optimizer, batch)
+      found[name].append(trainer.accuracy(model, test_x, test_y))
+  return found
+
+
+def _scaled(x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> Data:
+  mean, spread = x.mean(), x.std()
+  scaled = [((part - mean) / spread).astype(np.float32) for part in (x, test_x)]
+  return scaled[0], y.astype(np.int32), scaled[1], test_y.astype(np.int32)
+
+
+def digits() -> Data:
+  """Scikit-learn's digits: 1,397 to train, 400 to test."""
+  bunch = load_digits()
+  order = np.random.default_rng(0).permutation(len(bunch.target))
+  train, test = order[:-400], order[-400:]
+  x = bunch.images[..., None]
+  return _scaled(x[train], bunch.target[train], x[test], bunch.target[test])
+
+
+def cifar(path: pathlib.Path) -> Data:
+  """CIFAR-10 images: the file's training images, and 2,000 of its test images."""
+  with np.load(path) as file:
+    names = ("train_images", "train_labels", "test_images", "test_labels")
+    x, y, test_x, test_y = (file[name] for name in names)
+  return _scaled(x, y, test_x[:2000], test_y[:2000])
+
+
+def accuracy_table(title: str, found: dict[str, list[float]]) -> str:
+  """Writes accuracies, and each seed's difference from O0 in points."""
+  base = np.array(found[_BASE])
+  lines = [
+    f"## {title}\n",
+    "| | test accuracy, % | against O0, points | seeds |",
+    "|---|---|---|---|",
+  ]
+  for name, values in found.items():
+    gain = np.array(values) - base
+    against = "" if name == _BASE else f"{gain.mean():+.2f} ± {gain.std(ddof=1):.2f}"
+    each = ", ".join(f"{value:.2f}" for value in values)
+    lines.append(
+      f"| {name} | {np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} | {against} | {each} |"
+    )
+  return "\n".join(lines) + "\n\nMean ± one standard deviation.\n"
+
+
+def picture(comparisons: list[Any], tables: dict[str, Any]) -> Figure:
+  """Draws steps per second against O0, and accuracies per seed."""
+  figure = Figure(figsize=(10, 3.2 * (1 + (len(tables) > 0))), layout="constrained")
+  axes = figure.subplots(
+    1 + (len(tables) > 0), max(len(comparisons), len(tables), 1), squeeze=False
+  )
+  for axis, comparison in zip(axes[0], comparisons, strict=False):
+    rows = comparison["rows"]
+    low, middle, high = np.array([row["ratios"][_BASE] for row in rows]).T
+    names = [row["name"] for row in rows]
+    error = np.stack([1 / middle - 1 / high, 1 / low - 1 / middle])
+    axis.barh(names, 1 / middle, xerr=error, color="tab:blue", capsize=3)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.set_xlabel("training steps per second, O0 = 1 (median, quartiles)")
+    axis.set_title(comparison["title"], fontsize=9)
+  for axis, (title, found) in zip(axes[-1], tables.items(), strict=False):
+    for i, values in enumerate(found.values()):
+      axis.plot(values, [i] * len(values), "o", color="tab:orange", alpha=0.7)
+      axis.plot(np.mean(values), i, "|", color="black", markersize=14)
+    axis.set_yticks(range(len(found)), list(found))
+    axis.invert_yaxis()
+    axis.set_xlabel("test accuracy, % (a dot per seed, their mean)")
+    axis.set_title(title, fontsize=9)
+  return figure
+
+
+def main() -> None:
+  """Measures and writes the tables and the picture."""
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--rounds", type=int, default=12, help="rounds on digits; a third on 32x32")
+  parser.add_argument("--steps", type=int, default=200, help="of each training")
+  parser.add_argument("--cifar", default="cifar10_24k.npz", help="in the folder OPTAX_BOOST_DATA")
+  parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
+  parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
+  options = parser.parse_args()
+  folder = os.environ.get("OPTAX_BOOST_DATA")
+  # Parts that are left out keep what an earlier run found.
+  found = pathlib.Path(options.out) / "auto_boost_parts.json"
+  parts = json.loads(found.read_text()) if found.is_file() else {}
+  few = max(2, options.rounds // 4)
+  for part in options.parts:
+    if part == "speed-8":
+      title = "Images of 8 x 8, batch 64: ResNet-11"
+      parts[part] = speed(title, (64, 8, 8, 1), 1, options.rounds)
+    elif part == "speed-32":
+      title = "Images of 32 x 32, batch 32: ResNet-29"
+      parts[part] = speed(title, (32, 32, 32, 3), 3, few, _FEWER)
+    elif part == "digits":
+      title = f"Digits: ResNet-11, {options.steps} steps in batches of {_TRAINING_BATCH}"
+      names = [_BASE, "O1", "O2", "O1, reference"]
+      parts[part] = title, accuracies(digits(), options.steps, names)
+    elif folder:
+      data = cifar(pathlib.Path(folder) / options.cifar)
+      title = (
+        f"CIFAR-10, {len(data[1]):,} images: ResNet-11, {options.steps} steps of {_TRAINING_BATCH}"
+      )
+      parts[part] = title, accuracies(data, options.steps, [_BASE, "O1", "O2"])
+    _write(parts, options.out)
+    found.write_text(json.dumps(parts))
+
+
+def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:
+  comparisons = [parts[part] for part in _PARTS[:2] if part in parts]
+  tables = dict(parts[part] for part in _PARTS[2:] if part in parts)
+  where = _harness.machine(["jax", "jaxlib", "optax", "flax"])
+  _harness.write("auto_boost", _ABOUT, comparisons, where, folder)
+  with (folder / "auto_boost.md").open("a") as file:
+    file.write("".join("\n" + accuracy_table(*item) for item in tables.items()))
+  picture(comparisons, tables).savefig(folder / "auto_boost.png", dpi=110)
+
+
+if __name__ == "__main__":
+  main()
