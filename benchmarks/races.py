@@ -4,7 +4,6 @@ Each trains on scikit-learn's digits. The tables go to ``results/races.md``, the
 docs include, to ``docs/figures``.
 """
 
-import argparse
 import functools
 import pathlib
 import sys
@@ -104,10 +103,8 @@ RACES = {"large_batches": large_batches, "freezing": freezing, "svrg": convex}
 
 def main() -> None:
   """Runs the races named on the command line, or all."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("names", nargs="*", choices=[[], *RACES], metavar="race", help="default: all")
-  # All benchmarks are called with the same options; races have no rounds.
-  wanted = parser.parse_known_args()[0].names or list(RACES)
+  # All benchmarks are called with the same options, such as --rounds 20, which races have not.
+  wanted = [name for name in sys.argv[1:] if name in RACES] or list(RACES)
   FIGURES.mkdir(exist_ok=True)
   path = pathlib.Path(__file__).parent / "results" / "races.md"
   text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks races`.\n"
