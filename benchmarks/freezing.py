@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import pathlib
 import time
 from typing import Any
@@ -19,6 +20,10 @@ import optax_boost.linen
 _GROUPS = 10
 _DEPTHS = (0, 2, 4, 6, 9)
 _PLAIN = "no freezing"
+_THEIR_PLAIN = "MindSpore, no freezing"
+_MINDSPORE = _harness.Environment(
+  "mindspore-2.10.0", ("mindspore==2.10.0", "numpy==1.26.4"), newest_python=(3, 11)
+)
 _ABOUT = f"""\
 One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
@@ -28,7 +33,17 @@ the host; `switch` is one step with a conditional. FLOPs and temporary memory ar
 compiled step; for the switch it counts its branches its own way, so they are left out.
 
 On a CPU the gradient of a convolution inside a conditional is many times slower than outside, as
-the last table shows; `freezing="auto"` never chooses the switch there."""
+the table of the CNN under the switch shows; `freezing="auto"` never chooses the switch there.
+
+The tables "beside MindSpore" measure ours and MindSpore 2.10.0 (graph mode, CPU, each step in a
+process of its own) in the same rounds. What freezing saves is read in the column of the *own*
+unfrozen step: `x {_PLAIN}` for ours, `x {_THEIR_PLAIN}` for MindSpore's, which is
+`nn.TrainOneStepCell` with `nn.SGD`, the same momentum and weight decay. `freeze_cell` is the cell
+that `mindspore.boost.freeze_cell` makes for the depth, compiled alone; `all depths` is
+`BoostTrainOneStepCell`, the step that a user of MindSpore Boost gets: the cells of all ten depths
+in one graph, chosen at run time. The groups of the CNN are those of `GradientFreeze`, and the same
+as ours. Those of the MLP are given to `FreezeOpt` as ours: `GradientFreeze` puts two dense layers
+into one group, finds five where ten are asked for, and then freezes nothing at any depth."""
 
 
 class ConvNet(nn.Module):
@@ -147,6 +162,36 @@ def compare(
   return _harness.compare(contenders, [_PLAIN], rounds, title)
 
 
+def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, rounds: int) -> Any:
+  """Runs all depths of one model here and in MindSpore.
+
+  Args:
+    title: of the table.
+    name: of the model in ``benchmarks/peers/mindspore_freeze.py``.
+    module: the model.
+    batch: what every step of ours gets.
+    rounds: quiet rounds to collect.
+  """
+  variables = module.init(jax.random.key(0), batch["x"])
+  plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
+  contenders = [contender(_PLAIN, module, optimizer(), batch, "auto")]
+  contenders += [
+    contender(f"per depth, {depth} frozen", module, fixed(plan, depth), batch, "per_depth")
+    for depth in _DEPTHS
+  ]
+  theirs = [(_THEIR_PLAIN, "plain", 0)]
+  theirs += [(f"MindSpore freeze_cell, {depth} frozen", "cell", depth) for depth in _DEPTHS]
+  theirs += [(f"MindSpore all depths, {depth} frozen", "boost", depth) for depth in (0, 9)]
+  with contextlib.ExitStack() as running:
+    contenders += [
+      running.enter_context(
+        _harness.peer(row, _MINDSPORE, "mindspore_freeze.py", name, form, str(depth))
+      )
+      for row, form, depth in theirs
+    ]
+    return _harness.compare(contenders, [_PLAIN, _THEIR_PLAIN], rounds, title)
+
+
 def main() -> None:
   """Measures both models and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -171,6 +216,8 @@ def main() -> None:
     ),
     compare("CNN: ResNet-20, batch 64", cnn, images, rounds),
     compare("The CNN under the switch", cnn, images, few, per_depth=[6], switch=[6]),
+    beside_mindspore("MLP beside MindSpore", "mlp", mlp, vectors, rounds),
+    beside_mindspore("CNN beside MindSpore", "cnn", cnn, images, min(rounds, 3)),
   ]
   where = _harness.machine(["jax", "jaxlib", "optax", "flax"])
   _harness.write("freezing", _ABOUT, comparisons, where, options.out)
