@@ -295,7 +295,7 @@ def picture(comparisons: list[Any], tables: dict[str, Any]) -> Figure:
     axis.barh(names, 1 / middle, xerr=error, color="tab:blue", capsize=3)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.invert_yaxis()
-    axis.set_xlabel("training steps per second, O0 = 1 (median, quartiles)")
+    axis.set_xlabel("steps per second, O0 = 1 (quartiles)")
     axis.set_title(comparison["title"], fontsize=9)
   for axis, (title, found) in zip(axes[-1], tables.items(), strict=False):
     for i, values in enumerate(found.values()):
@@ -305,6 +305,8 @@ def picture(comparisons: list[Any], tables: dict[str, Any]) -> Figure:
     axis.invert_yaxis()
     axis.set_xlabel("test accuracy, % (a dot per seed, their mean)")
     axis.set_title(title, fontsize=9)
+  for axis in axes.flat:
+    axis.set_visible(axis.has_data())
   return figure
 
 

@@ -287,6 +287,12 @@ def test_it_explains_itself():
     auto_boost("O1").is_on("freeze")
 
 
+def test_it_says_what_was_measured_only_of_the_settings_that_were():
+  assert "ResNet-29" in auto_boost("O1").explain()
+  assert "measured" not in auto_boost("O1", reference=True).explain()
+  assert "measured" not in auto_boost("O1", small()).explain()
+
+
 def test_two_of_them_do_not_know_of_each_other():
   first = auto_boost("O1", {"grad_freeze": {"param_groups": 3}})
   second = auto_boost("O0")
