@@ -76,8 +76,10 @@ def test_the_order_of_the_images_comes_from_the_key_and_each_comes_once_an_epoch
 
 @pytest.mark.parametrize("name", ["exact", "pairs", "rank", "laperm", "adam", "pairs, adam"])
 def test_all_methods_but_adam_keep_a_permutation(example, name):
-  state = example.METHODS[name].make(10).init(example.initial_params([4, 3], 0))
-  assert bool(optax.tree.get_all_with_path(state, "permutation")) == (name != "adam")
+  method = example.METHODS[name]
+  for setting in (method.digits, method.others):
+    state = method.make(10, **setting).init(example.initial_params([4, 3], 0))
+    assert bool(optax.tree.get_all_with_path(state, "permutation")) == (name != "adam")
 
 
 @pytest.mark.parametrize(

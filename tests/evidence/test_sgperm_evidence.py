@@ -119,8 +119,35 @@ TASKS = {
   ),
 }
 # Chosen by `tune`: of each grid, the highest mean accuracy on validation images after all steps.
-SETTINGS: dict[str, dict[str, dict[str, Any]]] = {}
-CHOSEN: dict[str, str] = {}
+_SPECIFIED = {"alpha": 0.2, "alpha_min": 0.01, "momentum": 0.9}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+  "digits, batch 64": {
+    PUBLISHED: _SPECIFIED,
+    "exact": {"alpha": 0.2, "alpha_min": 0.005, "momentum": 0.8},
+    "pairs": {"alpha": 0.4, "alpha_min": 0.01, "momentum": 0.8},
+    "rank": {"alpha": 0.4, "alpha_min": 0.005, "momentum": 0.8},
+    "LaPerm, Adam": {"peak": 0.03, "falls": False, "sync_every": 5},
+    "Adam": {"peak": 0.01, "falls": False},
+    "SGD, momentum 0.9": {"peak": 0.5, "falls": False},
+  },
+  "MNIST, batch 128": {
+    PUBLISHED: _SPECIFIED,
+    "exact": {"alpha": 0.2, "alpha_min": 0.005, "momentum": 0.95},
+    "pairs": {"alpha": 0.2, "alpha_min": 0.01, "momentum": 0.9},
+    "rank": {"alpha": 0.2, "alpha_min": 0.005, "momentum": 0.95},
+    "LaPerm, Adam": {"peak": 0.01, "falls": True, "sync_every": 25},
+    "Adam": {"peak": 0.01, "falls": True},
+    "SGD, momentum 0.9": {"peak": 0.2, "falls": True},
+  },
+}
+# How they were found, and what they reached on validation images.
+CHOSEN = {
+  "digits, batch 64": "Validation accuracies: exact 93.2, pairs 94.8, rank 95.0, LaPerm 94.4, Adam"
+  " 97.9, SGD 98.5 %, two seeds. SGD's and LaPerm's rates and most alphas and momenta are at the"
+  " ends of their grids.",
+  "MNIST, batch 128": "Validation accuracies: exact 94.3 (with the specification's setting 94.0),"
+  " pairs 94.6, rank 95.0, LaPerm 94.4, Adam 96.2, SGD 96.0 %, two seeds.",
+}
 # The specification's figures for exact SGPerm on MNIST in batches of 128, at `SHOWN`.
 SPECIFIED = (0.896, 0.912, 0.929, 0.943)
 
