@@ -184,7 +184,13 @@ def batches(part: Part, batch_size: int, key: jax.Array) -> Iterator[tuple[np.nd
 
 
 class History(NamedTuple):
-  """What a run leaves behind: mean training loss and test accuracy every so many steps."""
+  """What a run leaves behind, with one number for every so many steps.
+
+  Attributes:
+    loss: the mean training loss since the number before.
+    accuracy: on the test part, in percent.
+    seconds: per step, since the number before.
+  """
 
   loss: list[float]
   accuracy: list[float]
@@ -269,7 +275,8 @@ def table(histories: dict[str, list[History]], marks: Sequence[int]) -> str:
   lines = [f"{ACCURACY:{width}}" + "".join(f"{head:>16}" for head in heads) + "  ms per step"]
   for name, runs in histories.items():
     rows = np.array([run.accuracy for run in runs])[:, points]
-    cells = [f"{one.mean():.1f} +- {one.std():.1f}" for one in rows.T]
+    spreads = [f" +- {one.std():.1f}" if len(runs) > 1 else "" for one in rows.T]
+    cells = [f"{one.mean():.1f}{spread}" for one, spread in zip(rows.T, spreads, strict=True)]
     # The first points compile.
     milliseconds = 1e3 * np.median([run.seconds for run in runs])
     line = "".join(f"{cell:>16}" for cell in cells)
@@ -353,8 +360,8 @@ def main(arguments: list[str] | None = None) -> None:
   sizes = [data.train.images.shape[1], *options.hidden, data.classes]
   print(
     f"{data.name}: {images:,} training and {len(data.test.labels):,} test images; a network of"
-    f" {'-'.join(map(str, sizes))};\n{steps} steps in batches of {batch_size}, seeds 0 to"
-    f" {options.seeds - 1}, on {jax.default_backend()}",
+    f" {'-'.join(map(str, sizes))};\n{steps} steps in batches of {batch_size}, seeds:"
+    f" {options.seeds}, on {jax.default_backend()}",
     flush=True,
   )
 
