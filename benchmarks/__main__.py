@@ -6,6 +6,7 @@ import sys
 NAMES = (
   "adasum",
   "auto_boost",
+  "auto_boost_peer",
   "dim_reduce",
   "freezing",
   "growth",
