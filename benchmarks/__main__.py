@@ -15,6 +15,7 @@ NAMES = (
   "optax_peers",
   "races",
   "svrg",
+  "train_step",
 )
 
 

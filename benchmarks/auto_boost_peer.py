@@ -31,10 +31,9 @@ for Ascend only. On one device its O2 is its O1."""
 
 def ours(name: str, boost: Any, batch: dict[str, np.ndarray]) -> _harness.Contender:
   """A level here, its steps compiled."""
-  model = auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0))
+  model = boost.model(auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0)), batch["x"])
   inner = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
   tx = boost.optimizer(inner, model, auto_boost.loss_fn, batch)
-  model = boost.model(model, batch["x"])
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = boost.train_step(auto_boost.loss_fn)
 

@@ -173,7 +173,7 @@ def centralization_picture(results: Mapping[str, optax_boost.RaceResult]) -> Fig
   """Test accuracy at the end, by learning rate; a panel for each network."""
   figure = Figure(figsize=(11, 3.6), dpi=100, layout="constrained")
   panels = figure.subplots(1, len(results), sharey=True)
-  for axes, (title, result) in zip(panels, results.items(), strict=True):
+  for axes, (heading, result) in zip(panels, results.items(), strict=True):
     for method, colour in (("sgd", plot.OTHERS), ("centralize", plot.OURS)):
       ends = np.array([result.values(f"{method}, {r:g}", _training.ACCURACY) for r in _RATES])
       mean, spread = ends.mean(1), ends.std(1)
@@ -183,7 +183,7 @@ def centralization_picture(results: Mapping[str, optax_boost.RaceResult]) -> Fig
     axes.set(xscale="log", xlabel="peak learning rate", xticks=_RATES, ylim=(93, 99.5))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(heading.partition(": ")[2], loc="left", fontsize=11)
     axes.grid(color="#E5E5E5")
     axes.spines[["top", "right"]].set_visible(False)
   panels[0].set_ylabel("test accuracy, %")
@@ -307,8 +307,10 @@ RACES = {
   "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
   "centralize": Race(
     lambda: {
-      "One BatchNorm": centralization(CNN),
-      "A BatchNorm after every convolution": centralization(Normalized),
+      "Centralization by learning rate: one BatchNorm": centralization(CNN),
+      "Centralization by learning rate: a BatchNorm after every convolution": centralization(
+        Normalized
+      ),
     },
     centralization_picture,
   ),
