@@ -6,6 +6,8 @@ import re
 import sys
 import time
 
+_WORD = re.compile(r"\w").search
+
 
 def serve(step: Callable[[], object]) -> None:
   """Runs `step` once for each line read and answers with the seconds it took.
@@ -20,8 +22,8 @@ def serve(step: Callable[[], object]) -> None:
     step()
     step()
   except Exception as error:
-    # The first lines of the message that hold words, not rules.
-    said = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
+    # The first lines of the message that hold words, not rules, without advice.
+    said = [line.strip("- ").split(",")[0] for line in str(error).splitlines() if _WORD(line)]
     print("does not run:", *said[:2], file=pipe)
     raise
   print("ready", file=pipe)
