@@ -304,7 +304,7 @@ _LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training
 RACES = {
   "large_batches": _alone(large_batches, **_STEPS_AND_TIME),
   "freezing": _alone(freezing, **_STEPS_AND_TIME),
-  "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
+  "svrg": _alone(convex),
   "centralize": Race(
     lambda: {
       "Centralization by learning rate: one BatchNorm": centralization(CNN),
