@@ -103,7 +103,7 @@ def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.margins(y=0.3)  # room for the legend
+    axes.margins(y=0.45)  # room for the legend
     axes.grid(color="#E5E5E5")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(what if what == _COMPILE else f"time / {reference}", loc="left", fontsize=11)

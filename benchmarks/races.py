@@ -240,6 +240,30 @@ def accumulation() -> dict[str, optax_boost.RaceResult]:
   }
 
 
+def accumulation_memory() -> str:
+  """Temporary memory of the steps of `accumulation`."""
+  sgd = optax.sgd(0.1, 0.9)
+  made = {
+    "batches of 256": (sgd, 256),
+    "batches of 64": (sgd, 64),
+    "4 x 64, accumulated": (optax_boost.accumulate(sgd, every=4), 64),
+  }
+  graph, params = nnx.split(half.CNN(jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+  images, labels = digits().train
+  found = []
+  for name, (tx, size) in made.items():
+
+    def step(params: Any, state: Any, batch: Any, tx: Any = tx) -> Any:
+      grads = jax.grad(lambda params: half.loss_fn(nnx.merge(graph, params), batch))(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    batch = {"images": images[:size], "labels": labels[:size]}
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), batch).compile()
+    found.append(f"{name} {compiled.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB")
+  return f"\nTemporary memory of a step: {', '.join(found)}.\n"
+
+
 def accumulation_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figure:
   """Test accuracy by images seen."""
   figure = Figure(figsize=(7, 3.6), dpi=100, layout="constrained")
@@ -288,10 +312,12 @@ class Race:
   Attributes:
     run: trains; returns the results by their headings.
     draw: makes the picture of them.
+    note: what stands below the last table.
   """
 
   run: Callable[[], Mapping[str, optax_boost.RaceResult]]
   draw: Callable[[Mapping[str, optax_boost.RaceResult]], Figure]
+  note: Callable[[], str] = str
 
 
 def _alone(make: Callable[[], optax_boost.RaceResult], **kwargs: Any) -> Race:
@@ -316,7 +342,7 @@ RACES = {
   ),
   "half_precision": _alone(half_precision, **_LOSS_TOO),
   "master_weights": _alone(masters, **_LOSS_TOO),
-  "accumulate": Race(accumulation, accumulation_picture),
+  "accumulate": Race(accumulation, accumulation_picture, accumulation_memory),
   "switch_after": _alone(switching, **_LOSS_TOO),
 }
 
@@ -335,7 +361,8 @@ def main() -> None:
       before, found, after = text.partition(heading)
       if found and "\n## " in after:
         rest = "\n## " + after.partition("\n## ")[2]
-      text = f"{before}{heading}\n{result.table()}\n{rest}"
+      note = RACES[name].note() if title == list(results)[-1] else ""
+      text = f"{before}{heading}\n{result.table()}\n{note}{rest}"
       print(result.table())
     temporary = path.with_suffix(".part")
     temporary.write_text(text)
