@@ -6,6 +6,7 @@ import sys
 NAMES = (
   "adasum",
   "auto_boost",
+  "auto_boost_peer",
   "dim_reduce",
   "freezing",
   "growth",
@@ -14,6 +15,7 @@ NAMES = (
   "optax_peers",
   "races",
   "svrg",
+  "train_step",
 )
 
 

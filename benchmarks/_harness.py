@@ -109,6 +109,11 @@ class Environment:
     raise PeerUnavailable(f"not installed: needs Python <= {major}.{newest}")
 
 
+MINDSPORE = Environment(
+  "mindspore-2.10.0", ("mindspore==2.10.0", "numpy==1.26.4"), newest_python=(3, 11)
+)
+
+
 @contextlib.contextmanager
 def peer(name: str, environment: Environment, script: str, *arguments: str) -> Iterator[Contender]:
   """Starts a peer in a process and an environment of its own.
@@ -144,8 +149,9 @@ def _start(command: Sequence[str]) -> subprocess.Popen:
     bufsize=1,
     env={**os.environ, **_NO_SPINNING},
   )
-  if process.stdout.readline().strip() != "ready":
-    raise PeerUnavailable(f"did not start: exit status {process.wait()}")
+  answer = process.stdout.readline().strip()
+  if answer != "ready":
+    raise PeerUnavailable(answer or f"did not start: exit status {process.wait()}")
   return process
 
 

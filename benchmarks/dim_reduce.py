@@ -18,9 +18,6 @@ from benchmarks import _stream
 import optax_boost
 
 _K = 32
-_MINDSPORE = _harness.Environment(
-  "mindspore-2.10.0", ("mindspore==2.10.0", "numpy==1.26.4"), newest_python=(3, 11)
-)
 _TORCH = _harness.Environment("torch-2.13.0", ("torch==2.13.0",), newest_python=(3, 13))
 _READS = "C, reads the basis twice"
 _CELL = "MindSpore DimReduce"
@@ -101,7 +98,7 @@ def compare(size: int, leaves: int, rounds: int, with_peers: bool) -> dict[str, 
     if with_peers:
       peers = [
         running.enter_context(
-          _harness.peer(_CELL, _MINDSPORE, "mindspore_dim_reduce.py", *arguments)
+          _harness.peer(_CELL, _harness.MINDSPORE, "mindspore_dim_reduce.py", *arguments)
         ),
         running.enter_context(_harness.peer(_DLDR, _TORCH, "torch_dldr.py", *arguments)),
       ]

@@ -21,9 +21,6 @@ _GROUPS = 10
 _DEPTHS = (0, 2, 4, 6, 9)
 _PLAIN = "no freezing"
 _THEIR_PLAIN = "MindSpore, no freezing"
-_MINDSPORE = _harness.Environment(
-  "mindspore-2.10.0", ("mindspore==2.10.0", "numpy==1.26.4"), newest_python=(3, 11)
-)
 _ABOUT = f"""\
 One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
@@ -185,7 +182,7 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
   with contextlib.ExitStack() as running:
     contenders += [
       running.enter_context(
-        _harness.peer(row, _MINDSPORE, "mindspore_freeze.py", name, form, str(depth))
+        _harness.peer(row, _harness.MINDSPORE, "mindspore_freeze.py", name, form, str(depth))
       )
       for row, form, depth in theirs
     ]

@@ -20,16 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 from benchmarks import _harness
 import optax_boost
 
 _BASE, _MEAN = "optax.sgd", "lax.pmean"
+# On a busy machine the many tables would wait long for quiet rounds.
+_PATIENCE = 1
 _ABOUT = f"""\
 One optimizer step (`update` and `optax.apply_updates` in one jit, params and state donated) in
 float32. Ratios are medians of the ratios within a round to `{_BASE}` with momentum on the same
 leaves; for devices, to `{_MEAN}` over as many. Up to some 1e6 parameters all fits into cache, and
-handling arguments counts. Devices are virtual and share this machine's cores."""
+handling arguments counts. Devices are virtual and share this machine's cores. Leaves are square
+kernels of one size."""
 
 
 def shapes_of(size: int, leaves: int) -> list[tuple[int, ...]]:
@@ -61,10 +65,13 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def contender(
-  name: str, tx: optax.GradientTransformation, shapes: Sequence[tuple[int, ...]]
+  name: str,
+  tx: optax.GradientTransformation,
+  shapes: Sequence[tuple[int, ...]],
+  grads: list[jax.Array],
 ) -> _harness.Contender:
-  """Compiles one step."""
-  params, grads = arrays(shapes, 0.05), arrays(shapes, 0.01)
+  """Compiles one step; `grads` is what all contenders share."""
+  params = arrays(shapes, 0.05)
   state = tx.init(params)
 
   def update(params, state, grads):
@@ -93,22 +100,24 @@ def contender(
 
 def of_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]:
   shapes = shapes_of(size, leaves)
-  contenders = [contender(_BASE, optax.sgd(0.1, 0.9), shapes)]
-  contenders += [contender(name, make(), shapes) for name, make in METHODS.items()]
-  return _harness.compare(contenders, [_BASE], rounds, title)
+  grads = arrays(shapes, 0.01)
+  made = {_BASE: lambda: optax.sgd(0.1, 0.9), **METHODS}
+  contenders = [
+    contender(name, make(), shapes, grads) for name, make in tqdm(made.items(), desc="compiling")
+  ]
+  return _harness.compare(contenders, [_BASE], rounds, title, _PATIENCE)
 
 
 def of_components(components: int, rounds: int) -> dict[str, Any]:
   shapes = shapes_of(1_000_000, 40)
+  grads = arrays(shapes, 0.01)
+  reduced = optax_boost.dim_reduce(subspace(shapes, components), max_search=None)
   contenders = [
-    contender(_BASE, optax.sgd(0.1, 0.9), shapes),
-    contender(
-      "dim_reduce, no search",
-      optax_boost.dim_reduce(subspace(shapes, components), max_search=None),
-      shapes,
-    ),
+    contender(_BASE, optax.sgd(0.1, 0.9), shapes, grads),
+    contender("dim_reduce, no search", reduced, shapes, grads),
   ]
-  return _harness.compare(contenders, [_BASE], rounds, f"{components} components")
+  title = f"{components} components, 1e6 parameters in 40 leaves"
+  return _harness.compare(contenders, [_BASE], rounds, title, _PATIENCE)
 
 
 def of_devices(devices: int, rounds: int) -> dict[str, Any]:
@@ -140,7 +149,8 @@ def of_devices(devices: int, rounds: int) -> dict[str, Any]:
     made(_MEAN, lambda g: jax.tree.map(lambda x: jax.lax.pmean(x, "r"), g)),
     made("adasum", lambda g: tx.update(g, tx.init(g))[0]),
   ]
-  return _harness.compare(contenders, [_MEAN], rounds, f"{devices} devices")
+  title = f"{devices} {'device' if devices == 1 else 'devices'}, 1e6 floats in 20 leaves"
+  return _harness.compare(contenders, [_MEAN], rounds, title, _PATIENCE)
 
 
 def main() -> None:
@@ -151,16 +161,22 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   rounds = options.rounds
-  comparisons = [
-    of_leaves(int(n), 40, rounds, f"{n:.0e} parameters in 40 leaves")
-    for n in (1e5, 1e6, 1e7, 1e8)
-    if n <= options.largest
-  ]
-  comparisons += [
-    of_leaves(1_000_000, n, rounds, f"1e6 parameters in {n:,} leaves") for n in (10, 100, 500, 2000)
-  ]
-  comparisons += [of_components(k, rounds) for k in (8, 32, 128)]
-  comparisons += [of_devices(n, rounds) for n in (1, 2, 4, 8)]
+  comparisons = []
+
+  def measured(axis: str, at: float, comparison: dict[str, Any]) -> None:
+    comparisons.append({"axis": axis, "at": at, **comparison})
+
+  for size in (1e5, 1e6, 1e7, 1e8):
+    if size <= options.largest:
+      title = f"{size:.0e} parameters in 40 leaves"
+      measured("parameters", size, of_leaves(int(size), 40, rounds, title))
+  for leaves in (10, 100, 1000, 2000):
+    title = f"1e6 parameters in {leaves:,} leaves"
+    measured("leaves", leaves, of_leaves(1_000_000, leaves, rounds, title))
+  for components in (8, 32, 128):
+    measured("components", components, of_components(components, rounds))
+  for devices in (1, 2, 4, 8):
+    measured("devices", devices, of_devices(devices, rounds))
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
   _harness.write("growth", _ABOUT, comparisons, where, options.out)
 

@@ -1,27 +1,38 @@
-"""Draws the results: ``python -m benchmarks.plot`` redraws all of ``results/*.json``."""
+"""Draws the results: ``python -m benchmarks.plot`` redraws all of ``results/*.json``.
+
+What the docs show of them goes to ``docs/figures``; the pictures of races come from `races`.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import io
 import json
 import math
 import pathlib
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+import numpy as np
+from PIL import Image
 
-_OURS, _OTHERS = "#0072B2", "#9A9A9A"
+OURS, OTHERS = "#0072B2", "#9A9A9A"
+_COMPILE = "trace and compile, s"
 
 
 def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   """Draws a panel for each comparison: ratios to its first reference, on a logarithmic axis.
 
   Args:
-    comparisons: what `_harness.compare` returned.
+    comparisons: what `_harness.compare` returned. Where they name an `axis` and where they are on
+      it, there is a panel for each axis instead, with a line for each contender.
 
   Returns:
     The figure. Whiskers span the quartiles; a peer that could not run is left out.
   """
   shown = [c for c in comparisons if c["references"]]
+  if shown and all("axis" in c for c in shown):
+    return _growth(shown)
   columns = min(2, max(1, len(shown)))
   rows = math.ceil(max(1, len(shown)) / columns)
   lines = max([len(c["rows"]) for c in shown], default=1)
@@ -41,7 +52,7 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     for place, name in enumerate(names):
       axes.errorbar(
         median[place], place, xerr=[[whiskers[0][place]], [whiskers[1][place]]], fmt="o",
-        color=_OTHERS if name in others else _OURS, markersize=7, lw=2,
+        color=OTHERS if name in others else OURS, markersize=7, lw=2,
       )  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     # Positions, not bars: a logarithmic axis has no zero for them to start from.
@@ -63,6 +74,45 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   return figure
 
 
+def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
+  """Lines along each axis, and the seconds to compile where they grow with the leaves."""
+  along: dict[str, list[Mapping[str, Any]]] = {}
+  for comparison in comparisons:
+    along.setdefault(comparison["axis"], []).append(comparison)
+  panels = [(axis, "time") for axis in along] + [("leaves", _COMPILE)] * ("leaves" in along)
+  colours: dict[str, Any] = {}
+  figure = Figure(figsize=(15, 4 * math.ceil(len(panels) / 3)), dpi=70, layout="constrained")
+  places = figure.subplots(math.ceil(len(panels) / 3), 3, squeeze=False).ravel()
+  for axes, (axis, what) in zip(places, panels, strict=False):
+    reference = along[axis][0]["references"][0]
+    lines: dict[str, list[Any]] = {}
+    for comparison in along[axis]:
+      for row in comparison["rows"]:
+        if what == _COMPILE:
+          lines.setdefault(row["name"], []).append((comparison["at"], [row["facts"][_COMPILE]] * 3))
+        elif row["name"] != reference:
+          lines.setdefault(row["name"], []).append((comparison["at"], row["ratios"][reference]))
+    for name, points in lines.items():
+      at, values = zip(*points, strict=True)
+      low, median, high = zip(*values, strict=True)
+      colour = colours.setdefault(name, f"C{len(colours)}")
+      axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+      axes.plot(at, median, marker="o", color=colour, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=axis, xticks=[c["at"] for c in along[axis]])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.margins(y=0.45)  # room for the legend
+    axes.grid(color="#E5E5E5")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(what if what == _COMPILE else f"time / {reference}", loc="left", fontsize=11)
+    axes.legend(fontsize=9, frameon=False)
+  for axes in places[len(panels) :]:
+    axes.set_visible(False)
+  return figure
+
+
 def save(comparisons: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   """Draws and writes a picture, whole or not at all.
 
@@ -75,10 +125,102 @@ def save(comparisons: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   partial.replace(path)
 
 
+def small(figure: Figure, path: pathlib.Path) -> None:
+  """Writes a picture for the docs: some 1,200 pixels wide, in few colours.
+
+  Args:
+    figure: the picture.
+    path: of a PNG file, written whole or not at all.
+  """
+  drawn = io.BytesIO()
+  figure.savefig(drawn, format="png", dpi=1200 / figure.get_figwidth())
+  few = Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+  partial = path.with_suffix(".partial")
+  few.save(partial, format="png", optimize=True)
+  partial.replace(path)
+
+
+def adasum(table: str) -> Figure:
+  """Draws test accuracies of ``results/adasum_digits.md``.
+
+  Args:
+    table: the page.
+
+  Returns:
+    The figure: a row for each reduction and batch, a point for each rate.
+  """
+  lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
+  rows = [line for line in lines if line[-1].count("±") and line[0] != "reduction"]
+  names = list(dict.fromkeys(f"{row[0]}, batch {row[1]}" for row in rows))
+  figure = Figure(figsize=(8, 2.8), layout="constrained")
+  axes = figure.subplots()
+  for rate, colour, shift in (("same", OTHERS, -0.12), ("tuned", OURS, 0.12)):
+    chosen = [row for row in rows if row[2] == rate]
+    mean, spread = zip(*(map(float, row[-1].split("±")) for row in chosen), strict=True)
+    places = [names.index(f"{row[0]}, batch {row[1]}") + shift for row in chosen]
+    axes.errorbar(mean, places, xerr=spread, fmt="o", color=colour, label=f"{rate} rate", lw=2)
+  axes.set_yticks(range(len(names)), names)
+  axes.invert_yaxis()
+  axes.set_xlabel("test accuracy, %")
+  axes.grid(axis="x", color="#E5E5E5")
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(frameon=False)
+  return figure
+
+
+def dim_reduce(found: Mapping[str, Any]) -> Figure:
+  """Draws test losses of ``results/dim_reduce_evidence.json`` by gradients spent.
+
+  Args:
+    found: what the file holds.
+
+  Returns:
+    The figure: a panel for each data set, a line for each method.
+  """
+  colours = {
+    "SGD, rate dropped twice": OTHERS,
+    "average of the snapshots": "#E69F00",
+    "DimReduce": OURS,
+  }
+  figure = Figure(figsize=(12, 3.6), layout="constrained")
+  for axes, (name, data) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
+    before, _ = _mean_losses([seed["first"] for seed in data["seeds"]])
+    budget = data["epochs"]
+    for method, colour in colours.items():
+      x, y = _mean_losses([seed[method]["points"] for seed in data["seeds"]])
+      if len(x) == 1:
+        axes.axhline(y[0], color=colour, linestyle=":", lw=2, label=method)
+        continue
+      within = before[-1] + x <= 1.02 * budget  # whole steps
+      axes.plot(before[-1] + x[within], y[within], marker=".", color=colour, lw=2, label=method)
+    axes.set_xlabel("epochs of gradients")
+    axes.set_title(f"{name}: test loss", loc="left", fontsize=11)
+    axes.grid(color="#E5E5E5")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.35)
+    axes.legend(frameon=False, fontsize=9)
+  return figure
+
+
+def _mean_losses(runs: Sequence[Sequence[Mapping[str, float]]]) -> tuple[Any, ...]:
+  keys = ("epochs", "test loss")
+  return tuple(np.mean([[point[key] for point in run] for run in runs], 0) for key in keys)
+
+
 def main() -> None:
-  """Redraws all results."""
-  for path in sorted((pathlib.Path(__file__).parent / "results").glob("*.json")):
-    save(json.loads(path.read_text())["comparisons"], path.with_suffix(".png"))
+  """Redraws all results, and what the docs show of them."""
+  results = pathlib.Path(__file__).parent / "results"
+  figures = results.parent.parent / "docs" / "figures"
+  for path in sorted(results.glob("*.json")):
+    comparisons = json.loads(path.read_text()).get("comparisons")
+    # AutoBoost's benchmark draws a picture of its own.
+    if comparisons and path.stem != "auto_boost":
+      save(comparisons, path.with_suffix(".png"))
+  growth = json.loads((results / "growth.json").read_text())["comparisons"]
+  small(draw(growth), figures / "growth.png")
+  small(adasum((results / "adasum_digits.md").read_text()), figures / "adasum.png")
+  evidence = json.loads((results / "dim_reduce_evidence.json").read_text())
+  small(dim_reduce(evidence), figures / "dim_reduce.png")
 
 
 if __name__ == "__main__":

@@ -4,16 +4,23 @@ Each trains on scikit-learn's digits. The tables go to ``results/races.md``, the
 docs include, to ``docs/figures``.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
 import functools
 import pathlib
 import sys
+from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
+from matplotlib.figure import Figure
 import numpy as np
 import optax
 import scipy.optimize
 
+from benchmarks import plot
 import optax_boost
 import optax_boost.nnx
 
@@ -23,7 +30,14 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from _data import digits  # noqa: E402
 from _methods import METHODS  # noqa: E402
+from _methods import rate  # noqa: E402
+import _model  # noqa: E402
+from _model import CNN  # noqa: E402
 import _training  # noqa: E402
+import half_precision as half  # noqa: E402
+
+_RATES = (0.02, 0.05, 0.1, 0.2, 0.5)
+_BFLOAT = jnp.dtype("bfloat16")
 
 
 def large_batches() -> optax_boost.RaceResult:
@@ -98,7 +112,239 @@ def convex() -> optax_boost.RaceResult:
   )
 
 
-RACES = {"large_batches": large_batches, "freezing": freezing, "svrg": convex}
+class Normalized(CNN):
+  """The demo's network with a BatchNorm after every convolution."""
+
+  def __init__(self, channels: int, classes: int, *, rngs: nnx.Rngs):
+    super().__init__(channels, classes, rngs=rngs)
+    widths = (32, 32, 32, 64, 64)
+    self.norms = nnx.List([nnx.BatchNorm(width, momentum=0.5, rngs=rngs) for width in widths])
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps images to logits."""
+    x = nnx.relu(self.norm(self.conv_1(x)))
+    convs = (self.conv_2, self.conv_3, self.conv_4, self.conv_5, self.conv_6)
+    for conv, norm in zip(convs, self.norms, strict=True):
+      x = nnx.relu(norm(conv(x)))
+    return self.head(self.dropout(jnp.mean(x, axis=(1, 2))))
+
+
+def _on_digits(
+  network: Callable[..., Any],
+  loss_fn: Callable[..., Any],
+  transformations: Mapping[str, optax.GradientTransformation],
+  epochs: int,
+  batch_size: int = 64,
+  points: int = 40,
+) -> optax_boost.RaceResult:
+  data = digits()
+  return optax_boost.nnx.race(
+    loss_fn,
+    lambda seed: network(rngs=nnx.Rngs(seed)),
+    data.train._asdict(),
+    transformations,
+    steps=epochs * _training.steps_per_epoch(data, batch_size),
+    batch_size=batch_size,
+    evaluate=lambda model: {_training.ACCURACY: _training.accuracy(model, data.test, 400)},
+    jit_evaluate=False,
+    points=points,
+  )
+
+
+def _together(results: Mapping[str, optax_boost.RaceResult]) -> optax_boost.RaceResult:
+  """Races of one method each, on models of their own, as one: its times were not interleaved."""
+  curves = {name: next(iter(result.curves.values())) for name, result in results.items()}
+  first = next(iter(results))
+  return dataclasses.replace(results[first], curves=curves, baseline=first)
+
+
+def centralization(network: type[CNN]) -> optax_boost.RaceResult:
+  """SGD with and without centralization at each of some learning rates, batches of 64."""
+  steps = 5 * _training.steps_per_epoch(digits(), 64)
+  sgd = {peak: optax.sgd(rate(steps, peak), 0.9) for peak in _RATES}
+  methods = {f"sgd, {peak:g}": tx for peak, tx in sgd.items()}
+  methods |= {
+    f"centralize, {peak:g}": optax.chain(optax_boost.centralize(), tx) for peak, tx in sgd.items()
+  }
+  return _on_digits(functools.partial(network, 1, 10), _model.loss_fn, methods, epochs=5, points=5)
+
+
+def centralization_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figure:
+  """Test accuracy at the end, by learning rate; a panel for each network."""
+  figure = Figure(figsize=(11, 3.6), dpi=100, layout="constrained")
+  panels = figure.subplots(1, len(results), sharey=True)
+  for axes, (heading, result) in zip(panels, results.items(), strict=True):
+    for method, colour in (("sgd", plot.OTHERS), ("centralize", plot.OURS)):
+      ends = np.array([result.values(f"{method}, {r:g}", _training.ACCURACY) for r in _RATES])
+      mean, spread = ends.mean(1), ends.std(1)
+      axes.fill_between(_RATES, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+      axes.plot(_RATES, mean, marker="o", color=colour, label=method, linewidth=2)
+    # Where training fails, lines leave the panel.
+    axes.set(xscale="log", xlabel="peak learning rate", xticks=_RATES, ylim=(93, 99.5))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_title(heading.partition(": ")[2], loc="left", fontsize=11)
+    axes.grid(color="#E5E5E5")
+    axes.spines[["top", "right"]].set_visible(False)
+  panels[0].set_ylabel("test accuracy, %")
+  panels[0].legend(frameon=False, loc="lower center")
+  return figure
+
+
+def half_precision() -> optax_boost.RaceResult:
+  """A CNN in float32, in float16 alone, and in float16 with loss scale and masters."""
+  return _together(
+    {
+      name: _on_digits(
+        functools.partial(half.CNN, recipe.dtype),
+        half.loss_fn,
+        {name: recipe.make()},
+        epochs=15,
+      )
+      for name, recipe in half.RECIPES.items()
+    }
+  )
+
+
+def masters() -> optax_boost.RaceResult:
+  """A CNN in float32, and in bfloat16 without and with masters: Adam at a rate of 3e-4."""
+  adam = functools.partial(optax.adam, 3e-4)
+  recipes = {
+    "float32": (jnp.dtype("float32"), adam()),
+    "bfloat16": (_BFLOAT, adam()),
+    "bfloat16, masters": (_BFLOAT, optax_boost.master_weights(adam())),
+    "the same, stochastic": (_BFLOAT, optax_boost.master_weights(adam(), key=jax.random.key(0))),
+  }
+  return _together(
+    {
+      name: _on_digits(
+        functools.partial(half.CNN, dtype),
+        half.loss_fn,
+        {name: tx},
+        epochs=30,
+      )
+      for name, (dtype, tx) in recipes.items()
+    }
+  )
+
+
+def accumulation() -> dict[str, optax_boost.RaceResult]:
+  """SGD on batches of 256, on batches of 64, and on four times 64 accumulated."""
+  network, sgd = functools.partial(half.CNN, jnp.dtype("float32")), optax.sgd(0.1, 0.9)
+  small = {"batches of 64": sgd, "4 x 64, accumulated": optax_boost.accumulate(sgd, every=4)}
+  return {
+    "SGD on batches of 256": _on_digits(network, half.loss_fn, {"batches of 256": sgd}, 10, 256),
+    "SGD on batches of 64, as they are and four accumulated": _on_digits(
+      network, half.loss_fn, small, 10
+    ),
+  }
+
+
+def accumulation_memory() -> str:
+  """Temporary memory of the steps of `accumulation`."""
+  sgd = optax.sgd(0.1, 0.9)
+  made = {
+    "batches of 256": (sgd, 256),
+    "batches of 64": (sgd, 64),
+    "4 x 64, accumulated": (optax_boost.accumulate(sgd, every=4), 64),
+  }
+  graph, params = nnx.split(half.CNN(jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+  images, labels = digits().train
+  found = []
+  for name, (tx, size) in made.items():
+
+    def step(params: Any, state: Any, batch: Any, tx: Any = tx) -> Any:
+      grads = jax.grad(lambda params: half.loss_fn(nnx.merge(graph, params), batch))(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    batch = {"images": images[:size], "labels": labels[:size]}
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), batch).compile()
+    found.append(f"{name} {compiled.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB")
+  return f"\nTemporary memory of a step: {', '.join(found)}.\n"
+
+
+def accumulation_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figure:
+  """Test accuracy by images seen."""
+  figure = Figure(figsize=(7, 3.6), dpi=100, layout="constrained")
+  axes = figure.subplots()
+  styles = {
+    "batches of 64": (plot.OTHERS, "-", 2),
+    "batches of 256": ("#E69F00", "-", 6),
+    "4 x 64, accumulated": (plot.OURS, "--", 2),
+  }
+  for size, result in zip((256, 64), results.values(), strict=True):
+    for name, curves in result.curves.items():
+      colour, style, width = styles[name]
+      mean = curves.metrics[_training.ACCURACY].mean(0)
+      axes.plot(
+        curves.steps * size,
+        mean,
+        style,
+        color=colour,
+        linewidth=width,
+        label=name,
+        zorder=3 - width / 9,
+      )
+  axes.set(xlabel="images seen", ylabel="test accuracy, %", axisbelow=True)
+  axes.grid(color="#E5E5E5")
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(frameon=False, loc="lower right")
+  return figure
+
+
+def switching() -> optax_boost.RaceResult:
+  """Adam, then SGD: the demo's network, batches of 64, 6 epochs."""
+  steps = 6 * _training.steps_per_epoch(digits(), 64)
+  adam, sgd = functools.partial(optax.adam, 2e-3), functools.partial(optax.sgd, 0.02, 0.9)
+  methods = {
+    "adam": adam(),
+    "sgd": sgd(),
+    "adam, then sgd": optax_boost.switch_after(steps // 3, adam(), sgd()),
+  }
+  return _on_digits(functools.partial(CNN, 1, 10), _model.loss_fn, methods, epochs=6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+  """A race, or several for one picture.
+
+  Attributes:
+    run: trains; returns the results by their headings.
+    draw: makes the picture of them.
+    note: what stands below the last table.
+  """
+
+  run: Callable[[], Mapping[str, optax_boost.RaceResult]]
+  draw: Callable[[Mapping[str, optax_boost.RaceResult]], Figure]
+  note: Callable[[], str] = str
+
+
+def _alone(make: Callable[[], optax_boost.RaceResult], **kwargs: Any) -> Race:
+  heading = make.__doc__.partition("\n")[0]
+  return Race(lambda: {heading: make()}, lambda results: results[heading].plot(**kwargs))
+
+
+_STEPS_AND_TIME = {"against": ("steps", "seconds")}
+_LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training loss")}
+RACES = {
+  "large_batches": _alone(large_batches, **_STEPS_AND_TIME),
+  "freezing": _alone(freezing, **_STEPS_AND_TIME),
+  "svrg": _alone(convex),
+  "centralize": Race(
+    lambda: {
+      "Centralization by learning rate: one BatchNorm": centralization(CNN),
+      "Centralization by learning rate: a BatchNorm after every convolution": centralization(
+        Normalized
+      ),
+    },
+    centralization_picture,
+  ),
+  "half_precision": _alone(half_precision, **_LOSS_TOO),
+  "master_weights": _alone(masters, **_LOSS_TOO),
+  "accumulate": Race(accumulation, accumulation_picture, accumulation_memory),
+  "switch_after": _alone(switching, **_LOSS_TOO),
+}
 
 
 def main() -> None:
@@ -109,17 +355,19 @@ def main() -> None:
   path = pathlib.Path(__file__).parent / "results" / "races.md"
   text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks races`.\n"
   for name in wanted:
-    result = RACES[name]()
-    heading, rest = f"\n## {RACES[name].__doc__.partition(chr(10))[0]}\n", ""
-    before, found, after = text.partition(heading)
-    if found and "\n## " in after:
-      rest = "\n## " + after.partition("\n## ")[2]
-    text = f"{before}{heading}\n{result.table()}\n{rest}"
+    results = RACES[name].run()
+    for title, result in results.items():
+      heading, rest = f"\n## {title}\n", ""
+      before, found, after = text.partition(heading)
+      if found and "\n## " in after:
+        rest = "\n## " + after.partition("\n## ")[2]
+      note = RACES[name].note() if title == list(results)[-1] else ""
+      text = f"{before}{heading}\n{result.table()}\n{note}{rest}"
+      print(result.table())
     temporary = path.with_suffix(".part")
     temporary.write_text(text)
     temporary.replace(path)
-    result.plot(FIGURES / f"{name}.png")
-    print(result.table())
+    plot.small(RACES[name].draw(results), FIGURES / f"{name}.png")
 
 
 if __name__ == "__main__":

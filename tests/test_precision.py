@@ -271,6 +271,14 @@ def test_refuses_loss_scales_out_of_range(kwargs, error, message):
     optax_boost.dynamic_loss_scale(optax.sgd(0.1), **kwargs)
 
 
+def test_a_donated_state_leaves_the_key_for_the_next_one():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=jax.random.key(0))
+  step = jax.jit(lambda state, params: tx.update(params, state, params)[1], donate_argnums=0)
+  params = jnp.ones(2, jnp.bfloat16)
+  for _ in range(2):
+    assert int(step(tx.init(params), params).count) == 1
+
+
 @pytest.mark.parametrize("key", [0, jnp.zeros(2, jnp.uint32)], ids=["int", "raw"])
 def test_refuses_what_is_no_key(key):
   with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key`, or None; got"):

@@ -119,7 +119,8 @@ def master_weights(
       master_params=jax.tree.map(jnp.array, masters),
       count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      key=None if key is None else jax.random.key_data(key),
+      # A copy: the state is donated, the caller's key is not.
+      key=None if key is None else jnp.array(jax.random.key_data(key)),
       inner_state=inner.init(masters),
     )
 
