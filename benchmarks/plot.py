@@ -74,6 +74,18 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   return figure
 
 
+def save(comparisons: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+  """Draws and writes a picture, whole or not at all.
+
+  Args:
+    comparisons: what `_harness.compare` returned.
+    path: of a PNG file.
+  """
+  partial = path.with_suffix(".partial")
+  draw(comparisons).savefig(partial, format="png")
+  partial.replace(path)
+
+
 def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   """Lines along each axis, and the seconds to compile where they grow with the leaves."""
   along: dict[str, list[Mapping[str, Any]]] = {}
@@ -111,18 +123,6 @@ def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   for axes in places[len(panels) :]:
     axes.set_visible(False)
   return figure
-
-
-def save(comparisons: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-  """Draws and writes a picture, whole or not at all.
-
-  Args:
-    comparisons: what `_harness.compare` returned.
-    path: of a PNG file.
-  """
-  partial = path.with_suffix(".partial")
-  draw(comparisons).savefig(partial, format="png")
-  partial.replace(path)
 
 
 def small(figure: Figure, path: pathlib.Path) -> None:
