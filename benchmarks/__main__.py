@@ -13,6 +13,7 @@ NAMES = (
   "less_bn",
   "optax_peers",
   "races",
+  "sgperm",
   "svrg",
 )
 
