@@ -85,13 +85,15 @@ def _arranged(
   each = order.ndim == 2
   if each:
     # A single subset is in natural order.
-    place = jnp.where(whole, here[:, None], _sorting.inverse(order))
+    order = jnp.where(whole, here[:, None], order)
+    place = _sorting.inverse(order)
   new_value = jnp.concatenate([jnp.zeros_like(values[:1], bool), values[1:] != values[:-1]])
 
   def with_ties() -> jax.Array:
     group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
-    first = _sorting.gather(place, position) if each else position
-    return jax.lax.sort((group, first, position), dimension=0, num_keys=2)[2]
+    if not each:
+      return _sorting.within_groups(group, position)
+    return _sorting.gather(order, _sorting.within_groups(group, _sorting.gather(place, position)))
 
   # Equal weights are in the order of their places; ranks tell only those of the first step.
   position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)

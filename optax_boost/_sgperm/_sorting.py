@@ -66,6 +66,24 @@ def _composed(packed: jax.Array, index: jax.Array | None, index_bits: int) -> ja
   return step if index is None else gather(index, step)
 
 
+def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
+  """Sorts numbers along axis 0, each group of neighbours for itself.
+
+  Args:
+    group: (n, ...) int32 from 0 to n - 1, ascending.
+    x: int32 of the same shape, from 0 to n - 1.
+
+  Returns:
+    int32, `x` by group, then size.
+  """
+  bits = max(1, (x.shape[0] - 1).bit_length())
+  if 2 * bits > 32:
+    return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
+  packed = (group.astype(jnp.uint32) << bits) | x.astype(jnp.uint32)
+  packed = jax.lax.sort(packed, dimension=0, is_stable=False)
+  return (packed & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
+
+
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
   """Reads from each column, along axis 0.
 
