@@ -160,6 +160,22 @@ def test_whole_optimizer_repeats_the_run_without_roundings(backend):
   replayed("sgperm_dyadic", backend=backend)
 
 
+def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_alone():
+  argsort = jax.jit(_sorting.argsort, static_argnames="high_bits")
+  rng = np.random.default_rng(6)
+  normal = rng.normal(size=(300, 3))
+  narrow = 1 + np.finfo(np.float32).eps * rng.integers(0, 512, (300, 3))
+  neighbours = (
+    np.repeat(rng.normal(size=(150, 3)), 2, 0) * (1 - 6e-8 * (np.arange(300) % 2))[:, None]
+  )
+  for keys in (normal, narrow, neighbours, rng.integers(-2, 3, (300, 3)) * -0.5):
+    keys = keys.astype(np.float32)
+    np.testing.assert_array_equal(argsort(keys), np.argsort(keys, 0, kind="stable"))
+    high = rng.integers(0, 4, keys.shape).astype(np.uint32)
+    expected = np.lexsort((keys, high), 0)
+    np.testing.assert_array_equal(argsort(keys, high, high_bits=2), expected)
+
+
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def device_step(weights, wishes, order, size, ranges, fractions, *, sizes, remainder):
   ranks = _sorting.inverse(_sorting.argsort(weights))

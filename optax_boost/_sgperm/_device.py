@@ -99,12 +99,12 @@ def _arranged(
   position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
   if each:
     label = _sorting.gather(place, position) // size
-    index = _sorting.argsort(label.astype(jnp.uint32))
+    index = _sorting.within_groups(label, jax.lax.broadcasted_iota(jnp.int32, label.shape, 0))
     position = _sorting.gather(position, index)
     return position, _sorting.gather(weights, position)
   label = jnp.zeros_like(here).at[order].set(here // size, unique_indices=True)
   label = jnp.where(whole, 0, label)
-  index = _sorting.argsort(label.astype(jnp.uint32))
+  index = _sorting.within_groups(label, here)
   # Equal weights change places alone: the sorted values are what they were.
   return position[index], values[index]
 
