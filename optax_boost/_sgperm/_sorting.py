@@ -1,10 +1,12 @@
 """Sorting along the first axis, faster than XLA's own argsort on a CPU.
 
 XLA sorts one array of integers several times faster than a pair of arrays. So a sort packs as much
-of the key as there is room for and the index into one integer; the few that this leaves out of order
+of the key as there is room for and the index into one integer; the few that this leaves in disorder
 change places with their neighbours. Where they are many, the sort goes from the last digits to the
 first.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +52,13 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
 
   def digit(done: int, index: jax.Array | None) -> jax.Array:
     """Some bits of the keys, counted from the last."""
-    low, top = (v if v is None or index is None else gather(v, index) for v in (keys, high))
-    found = jnp.zeros_like(low) if done >= 32 else low >> done
-    if top is not None and done + digit_bits > 32:
-      found |= top << (32 - done) if done < 32 else top >> (done - 32)
+
+    def taken(values: jax.Array) -> jax.Array:
+      return values if index is None else gather(values, index)
+
+    found = jnp.zeros_like(keys) if done >= 32 else taken(keys) >> done
+    if high is not None and done + digit_bits > 32:
+      found |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
     return found & jnp.uint32((1 << digit_bits) - 1)
 
   def one_pass(done: int, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +90,7 @@ def _settled(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.A
   def wrong(keys: jax.Array) -> jax.Array:
     return inside & (keys > jnp.roll(keys, -1, 0))
 
-  def exchange(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  def exchange(carry: tuple[Any, ...]) -> tuple[Any, ...]:
     t, keys, index, _ = carry
     lower = wrong(keys) & (here % 2 == t % 2)
     upper = jnp.roll(lower, 1, 0)
@@ -96,10 +101,9 @@ def _settled(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.A
     keys = exchanged(keys)
     return t + 1, keys, exchanged(index), jnp.any(wrong(keys))
 
+  start: tuple[Any, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
   _, _, index, unsettled = jax.lax.while_loop(
-    lambda carry: carry[3] & (carry[0] < _EXCHANGES),
-    exchange,
-    (jnp.int32(0), keys, index, jnp.any(wrong(keys))),
+    lambda carry: carry[3] & (carry[0] < _EXCHANGES), exchange, start
   )
   return index, jnp.logical_not(unsettled)
 
