@@ -135,8 +135,8 @@ def _run(
     return source
   # Ready-made lists cost a fraction of converted arrays.
   found, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
-  flags, scratch = [True] * total, [[-1] * total for _ in range(3)]
-  _search.search(*[x.tolist() for x in given], found, above, below, flags, *scratch)
+  lists: list[Any] = [*(x.tolist() for x in given), found, above, below, [True] * total]
+  _search.search(*lists, *([-1] * total for _ in range(3)))
   return np.asarray(found, np.int64)
 
 
