@@ -14,6 +14,7 @@ NAMES = (
   "less_bn",
   "optax_peers",
   "races",
+  "sgperm",
   "svrg",
   "train_step",
 )

@@ -335,4 +335,4 @@ def _table(comparison: Mapping[str, Any]) -> str:
 
 def _ratio(values: Sequence[float]) -> str:
   low, median, high = values
-  return f"**{median:.2f}** [{low:.2f}, {high:.2f}]"
+  return f"**{plot.short(median)}** [{plot.short(low)}, {plot.short(high)}]"

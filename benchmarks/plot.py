@@ -63,7 +63,7 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     axes.axvline(1, color="black", lw=0.8)
     for place, value in enumerate(median):
       axes.annotate(
-        f"  {value:.2f}", (high[place], place), va="center", fontsize=9, annotation_clip=False
+        f"  {short(value)}", (high[place], place), va="center", fontsize=9, annotation_clip=False
       )
     axes.set_title(f"{comparison['title']}: time / {reference}", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -72,6 +72,11 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   for axes in panels[len(shown) :]:
     axes.set_visible(False)
   return figure
+
+
+def short(ratio: float) -> str:
+  """Writes a ratio with two decimals, or more where they would be zeros."""
+  return f"{ratio:.2f}" if ratio >= 0.01 else f"{ratio:.2g}"
 
 
 def save(comparisons: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:

@@ -85,24 +85,26 @@ def _arranged(
   each = order.ndim == 2
   if each:
     # A single subset is in natural order.
-    place = jnp.where(whole, here[:, None], _sorting.inverse(order))
+    order = jnp.where(whole, here[:, None], order)
+    place = _sorting.inverse(order)
   new_value = jnp.concatenate([jnp.zeros_like(values[:1], bool), values[1:] != values[:-1]])
 
   def with_ties() -> jax.Array:
     group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
-    first = _sorting.gather(place, position) if each else position
-    return jax.lax.sort((group, first, position), dimension=0, num_keys=2)[2]
+    if not each:
+      return _sorting.within_groups(group, position)
+    return _sorting.gather(order, _sorting.within_groups(group, _sorting.gather(place, position)))
 
   # Equal weights are in the order of their places; ranks tell only those of the first step.
   position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
   if each:
     label = _sorting.gather(place, position) // size
-    index = _sorting.argsort(label.astype(jnp.uint32))
+    index = _sorting.within_groups(label, jax.lax.broadcasted_iota(jnp.int32, label.shape, 0))
     position = _sorting.gather(position, index)
     return position, _sorting.gather(weights, position)
   label = jnp.zeros_like(here).at[order].set(here // size, unique_indices=True)
   label = jnp.where(whole, 0, label)
-  index = _sorting.argsort(label.astype(jnp.uint32))
+  index = _sorting.within_groups(label, here)
   # Equal weights change places alone: the sorted values are what they were.
   return position[index], values[index]
 

@@ -34,8 +34,8 @@ def search(
     starts: where each subset starts, and at last where they end.
     epsilon: per subset, how far a weight may move.
     source: receives for each entry whose weight it gets; starts as the entry itself.
-    above: scratch, the next live entry.
-    below: scratch, the last live entry.
+    above: scratch, the next live entry; starts as the next.
+    below: scratch, the last live entry; starts as the last.
     live: scratch, whether an entry may still be in a cycle; starts as true.
     seen: scratch, the last source whose search visited the entry; starts as -1.
     path: scratch.
@@ -44,9 +44,6 @@ def search(
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]
-    for i in range(first, last):
-      above[i] = i + 1
-      below[i] = i - 1
     for t in range(first, last):
       s = order[t]
       if not live[s]:

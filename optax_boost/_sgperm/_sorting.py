@@ -1,11 +1,18 @@
 """Sorting along the first axis, faster than XLA's own argsort on a CPU.
 
-XLA sorts one array of integers several times faster than a pair of arrays. So the sort goes from
-the last digits to the first, and packs a digit of the key and the index into one integer.
+XLA sorts one array of integers several times faster than a pair of arrays. So a sort packs as much
+of the key as there is room for and the index into one integer; the few that this leaves in disorder
+change places with their neighbours. Where they are many, the sort goes from the last digits to the
+first.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Rounds after which the long way is shorter.
+_EXCHANGES = 8
 
 
 def sortable(x: jax.Array) -> jax.Array:
@@ -42,28 +49,87 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
     return jax.lax.sort((*words, here), dimension=0, num_keys=len(words))[-1]
   keys = x if x.dtype == jnp.uint32 else sortable(x)
   here = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
-  index = None
 
-  def taken(values: jax.Array) -> jax.Array:
-    return values if index is None else gather(values, index)
+  def digit(done: int, index: jax.Array | None) -> jax.Array:
+    """Some bits of the keys, counted from the last."""
 
-  for done in range(0, 32 + high_bits, digit_bits):
-    digit = jnp.zeros_like(keys)
-    if done < 32:
-      digit = taken(keys) >> done
+    def taken(values: jax.Array) -> jax.Array:
+      return values if index is None else gather(values, index)
+
+    found = jnp.zeros_like(keys) if done >= 32 else taken(keys) >> done
     if high is not None and done + digit_bits > 32:
-      digit |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
-    digit &= jnp.uint32((1 << digit_bits) - 1)
-    packed = jax.lax.sort((digit << index_bits) | here, dimension=0, is_stable=False)
-    index = _composed(packed, index, index_bits)
-  assert index is not None
-  return index
+      found |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
+    return found & jnp.uint32((1 << digit_bits) - 1)
+
+  def one_pass(done: int, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    packed = (digit(done, index) << index_bits) | here
+    packed = jax.lax.sort(packed, dimension=0, is_stable=False)
+    return packed >> index_bits, _composed(packed, index, index_bits)
+
+  def all_passes() -> jax.Array:
+    index = None
+    for done in range(0, 32 + high_bits, digit_bits):
+      index = one_pass(done, index)[1]
+    assert index is not None
+    return index
+
+  group, index = one_pass(32 + high_bits - digit_bits, None)
+  index, settled = _settled(group, gather(keys, index), index)
+  return jax.lax.cond(settled, lambda: index, all_passes)
+
+
+def _settled(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Exchanges neighbours of a group that are out of order, for some rounds.
+
+  Returns:
+    The index after that, and whether all are in order.
+  """
+  here = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
+  inside = (group == jnp.roll(group, -1, 0)) & (here < len(keys) - 1)
+
+  def wrong(keys: jax.Array) -> jax.Array:
+    return inside & (keys > jnp.roll(keys, -1, 0))
+
+  def exchange(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    t, keys, index, _ = carry
+    lower = wrong(keys) & (here % 2 == t % 2)
+    upper = jnp.roll(lower, 1, 0)
+
+    def exchanged(x: jax.Array) -> jax.Array:
+      return jnp.where(lower, jnp.roll(x, -1, 0), jnp.where(upper, jnp.roll(x, 1, 0), x))
+
+    keys = exchanged(keys)
+    return t + 1, keys, exchanged(index), jnp.any(wrong(keys))
+
+  start: tuple[Any, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
+  _, _, index, unsettled = jax.lax.while_loop(
+    lambda carry: carry[3] & (carry[0] < _EXCHANGES), exchange, start
+  )
+  return index, jnp.logical_not(unsettled)
 
 
 def _composed(packed: jax.Array, index: jax.Array | None, index_bits: int) -> jax.Array:
   """Composes the indices of one pass with those of the passes before."""
   step = (packed & jnp.uint32((1 << index_bits) - 1)).astype(jnp.int32)
   return step if index is None else gather(index, step)
+
+
+def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
+  """Sorts numbers along axis 0, each group of neighbours for itself.
+
+  Args:
+    group: (n, ...) int32 from 0 to n - 1, ascending.
+    x: int32 of the same shape, from 0 to n - 1.
+
+  Returns:
+    int32, `x` by group, then size.
+  """
+  bits = max(1, (x.shape[0] - 1).bit_length())
+  if 2 * bits > 32:
+    return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
+  packed = (group.astype(jnp.uint32) << bits) | x.astype(jnp.uint32)
+  packed = jax.lax.sort(packed, dimension=0, is_stable=False)
+  return (packed & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
