@@ -42,7 +42,8 @@ measurement is {_STEPS} steps of the NNX train step, data on the host, nothing c
 of O1's and O2's schedules. Columns are medians of the ratios of seconds within a round: what O0 has
 over a row is by how much it makes more steps per second. Rows between O0 and O1 are single methods
 of O1; `O1, a third frozen` freezes in a third of the steps (`freeze_p` 0.67) instead of half;
-`O1, reference` are the reference's defaults, whose schedule is random in how many groups it freezes.
+`O1, reference` are the reference's defaults, whose schedule is random in how many groups it
+freezes.
 
 Accuracies are of a small ResNet-11 after equally many steps, on all test images. The learning rate
 rises in the first tenth of the steps, then falls to 0 (cosine). A seed means the same initial
