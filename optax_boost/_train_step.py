@@ -511,7 +511,9 @@ def settle(state: TrainState) -> TrainState:
   Returns:
     The state, each of its arrays a buffer of its own.
   """
-  shardings = [p.sharding for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
+  arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
+  # Inside a trace there is no placement to ask for.
+  shardings = [p.sharding for p in arrays if not isinstance(p, jax.core.Tracer)]
   meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   seen: set[int] = set()

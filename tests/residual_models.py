@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 WIDTH = 4
 # Before flax 0.12 plain lists hold modules.
@@ -79,6 +80,20 @@ class NnxNet(nnx.Module):
 
   def __call__(self, x):
     return self.last(self.features(x))
+
+
+def filled_nnx_net(seed):
+  """The same without flax's initializers, each of which is a program to compile for each shape."""
+  rng = np.random.default_rng(seed)
+  graphdef, state = nnx.split(nnx.eval_shape(NnxNet))
+
+  def fill(path, leaf):
+    name = path[-1].key
+    if name == "kernel":
+      return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype)
+    return jnp.asarray(np.full(leaf.shape, name in ("scale", "var")), leaf.dtype)
+
+  return nnx.merge(graphdef, jax.tree.map_with_path(fill, nnx.to_pure_dict(state)))
 
 
 class LinenBlock(nn.Module):
