@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._sgperm import _blocks
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
@@ -369,6 +370,45 @@ def test_device_and_host_agree_with_drawn_subsets():
     found.append(optax_boost.permutation(train(tx, params, grads, 12, added)[1]))
   jax.tree.map(np.testing.assert_array_equal, *found)
   assert np.any(found[0]["bias"] != np.arange(12))
+
+
+@pytest.mark.parametrize("method", ["exact", "exact, given subsets", "rank"])
+def test_a_large_leaf_is_permuted_in_blocks_of_vectors_as_at_once(method, monkeypatch):
+  rng = np.random.default_rng(0)
+  params = {"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)}
+  grads = [{"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)} for _ in range(3)]
+  given = {}
+  if "given" in method:
+    orders = rng.permuted(np.tile(np.arange(23)[:, None], (1, 11)), axis=0)
+    given = {"partitions": {"kernel": jnp.asarray(orders, jnp.int32)}}
+  tx = optax_boost.sgperm(
+    method=method.partition(",")[0], backend="device", key=0, lamda=0.4, partition_size_min=3
+  )
+
+  def permutation():
+    # A program made before would not look at the limit.
+    jax.clear_caches()
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for g in grads:
+      _, state = update(g, state, params, **given)
+    return optax_boost.permutation(state)["kernel"]
+
+  at_once = permutation()
+  sorted_shapes = []
+  argsort = _sorting.argsort
+
+  def seen(x, *rest):
+    sorted_shapes.append(x.shape)
+    return argsort(x, *rest)
+
+  monkeypatch.setattr(_sorting, "argsort", seen)
+  monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+  # Four vectors at a time; the last block is short of one.
+  monkeypatch.setattr(_blocks, "_WEIGHTS", 4 * 23)
+  np.testing.assert_array_equal(permutation(), at_once)
+  assert (23, 4) in sorted_shapes
+  assert (23, 11) not in sorted_shapes
 
 
 def test_the_same_key_draws_the_same_and_another_key_does_not():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost._sgperm import _blocks
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _host
 
@@ -63,10 +64,7 @@ def permute(
     Per leaf (n, vectors) int32: for each position the one whose weight it receives.
   """
   if backend == "device":
-    return [
-      _device.permute(*work, sizes=ends, remainder=remainder)
-      for work, ends in zip(works, sizes, strict=True)
-    ]
+    return [_on_device(*pair, remainder) for pair in zip(works, sizes, strict=True)]
   if not works:
     return []
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
@@ -74,6 +72,17 @@ def permute(
   lean = [work._replace(ranks=None) for work in works]
   callback = functools.partial(_on_host, remainder=remainder)
   return jax.pure_callback(callback, shapes, lean, vmap_method="broadcast_all")
+
+
+def _on_device(work: Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
+  *columns, subsets = work
+  shared = subsets.order.ndim == 1
+
+  def kernel(weights: Any, wishes: Any, ranks: Any, ranges: Any, order: Any = subsets.order) -> Any:
+    own = subsets._replace(order=order)
+    return _device.permute(weights, wishes, ranks, ranges, own, sizes=sizes, remainder=remainder)
+
+  return _blocks.in_blocks(kernel, columns if shared else [*columns, subsets.order], jnp.int32)
 
 
 def _on_host(works: list[Work], *, remainder: bool) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _tree
+from optax_boost._sgperm import _blocks
 from optax_boost._sgperm import _sorting
 
 # With fewer bits of a weight, too many of a vector would look the same.
@@ -114,5 +115,8 @@ def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
   Returns:
     `ordered`, permuted.
   """
-  ranks = _sorting.inverse(_sorting.argsort(target))
-  return _sorting.gather(ordered, ranks)
+
+  def kernel(target: jax.Array, ordered: jax.Array) -> jax.Array:
+    return _sorting.gather(ordered, _sorting.ranks(target))
+
+  return _blocks.in_blocks(kernel, (target, ordered), ordered.dtype)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_boost._sgperm import _blocks
 from optax_boost._sgperm import _exact
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
@@ -105,7 +106,7 @@ def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
     return jnp.zeros(layout.shape, jnp.int32)
 
   def ranks(x: jax.Array) -> jax.Array:
-    found = layout.leaf(_sorting.inverse(_sorting.argsort(layout.columns(x))))
+    found = layout.leaf(_blocks.in_blocks(_sorting.ranks, [layout.columns(x)], jnp.int32))
     return _sharding.same_as(jnp.zeros_like(x, jnp.int32), found, x)
 
   return _sharding.automatic(ranks, x)(x)
