@@ -28,6 +28,7 @@ import pytest
 from sklearn import datasets
 from tqdm import tqdm
 
+from benchmarks import plot
 import optax_boost
 
 pytestmark = pytest.mark.slow
@@ -377,7 +378,7 @@ CARD = (
 COLOURS = ("#56B4E9", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5A5A5A", "#E69F00")
 
 
-def picture(known, columns, path):
+def picture(known, columns=2):
   rows = -(-len(known) // columns)
   figure = Figure(figsize=(5.2 * columns, 3.9 * rows), dpi=90, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -397,7 +398,7 @@ def picture(known, columns, path):
     axes.grid(color="#E5E5E5")
     axes.spines[["top", "right"]].set_visible(False)
   panels[0].legend(fontsize=8, loc="lower right")
-  figure.savefig(path)
+  return figure
 
 
 def write(known):
@@ -420,9 +421,9 @@ def write(known):
     lines += section(name, found)
   lines += ["", "![test accuracy by steps](sgperm_evidence.png)"]
   (RESULTS / "sgperm_evidence.md").write_text("\n".join(lines) + "\n")
-  picture(known, 2, RESULTS / "sgperm_evidence.png")
+  picture(known).savefig(RESULTS / "sgperm_evidence.png")
   shown = {name: found for name, found in known.items() if name in CARD}
-  picture(shown or known, 2, FIGURES / "sgperm.png")
+  plot.small(picture(shown or known), FIGURES / "sgperm.png")
 
 
 def test_the_results_are_written():
