@@ -23,7 +23,7 @@ import jax
 _CAN_BIND = hasattr(nnx.Variable, "get_raw_value") and hasattr(nnx, "Pytree")
 _IMMUTABLE = (str, int, float, complex, bytes, type(None))
 # What flax keeps in each module about itself; it is put anew, not changed.
-_FLAX_OWN = tuple(type(v) for k, v in vars(nnx.Dict()).items() if k.startswith("_pytree__"))
+_FLAX_OWN = tuple(type(v) for k, v in vars(nnx.Module()).items() if k.startswith("_pytree__"))
 
 
 class Binding:
