@@ -50,7 +50,7 @@ kernel's search, with and without its compiler. `growing lamda` has subsets that
 it is measured at more than a quarter and up to half a vector, and `programs` counts what was
 compiled on the way. `pairs` and `rank` are the faster methods; `laperm` synchronizes every 20
 steps, over which it is measured. `state` and `temp` are in copies of the params; `temp` is what XLA
-takes beside arguments and results. The CNN has two rounds: one step of the reference takes
+takes beside arguments and results. The CNN has few rounds: one step of the reference takes
 seconds."""
 
 
@@ -260,8 +260,8 @@ def main() -> None:
   names = ("exact, host, python", "exact, host, numba", "exact, device", "pairs")
   mlp = dict(zip(names, (40.0, 200.0, 115.0, 1200.0), strict=True))
   cnn = dict(zip(names[1:], (800.0, 700.0, 9000.0), strict=True))
-  # A step of the published program takes seconds on the CNN: two have to do.
-  few = min(options.rounds, 2)
+  # A step of the published program takes seconds on the CNN: few have to do.
+  few = min(options.rounds, 5)
   comparisons = [
     compare("MLP: 784-100-10", Perceptron(), mlp, options.rounds, patience=2),
     compare("CNN: 3x3x1x32, 3x3x32x64, 1600x128, 128x10", ConvNet(), cnn, few, patience=1),

@@ -64,8 +64,8 @@ def test_the_defaults_are_the_documented_ones():
 
 def test_the_levels_have_settings_of_their_own_and_the_references_stay_reachable():
   found = {level: auto_boost(level).config.grad_freeze for level in ("O1", "O2")}
-  assert found["O1"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.5)
-  assert found["O2"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.35)
+  assert found["O1"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.67)
+  assert found["O2"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.5)
   assert auto_boost("O1").config.less_bn == optax_boost.LessBNConfig(fn_flag=False)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
     assert make("O1", reference=True).config == BoostConfig()
@@ -77,7 +77,7 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
   config = {"grad_freeze": {"param_groups": 3}}
   (tmp_path / "boost.json").write_text(json.dumps(config))
   for given in (config, tmp_path / "boost.json"):
-    assert auto_boost("O2", given).config.grad_freeze == optax_boost.GradFreezeConfig(3, 0, 0.35)
+    assert auto_boost("O2", given).config.grad_freeze == optax_boost.GradFreezeConfig(3, 0, 0.5)
     reference = auto_boost("O2", given, reference=True)
     assert reference.config.grad_freeze == optax_boost.GradFreezeConfig(3, 1, 0.7)
 

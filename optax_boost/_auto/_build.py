@@ -281,7 +281,7 @@ def auto_boost(
 
   Args:
     level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and freezing in
-      half of the steps; ``"O2"``: freezing in two thirds of them, and adaptive summation where
+      a third of the steps; ``"O2"``: freezing in half of them, and adaptive summation where
       `axis_name` is given.
     config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a
       JSON file. What a dict or a file leaves out has the level's settings (``auto_boost(level)

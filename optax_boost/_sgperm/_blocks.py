@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 # Weights that are worked on at once, on a CPU and on accelerators (there a guess, to bound memory).
-_WEIGHTS, _MANY_WEIGHTS = 2**17, 2**22
+_WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
 
 
 def in_blocks(
