@@ -94,8 +94,8 @@ def test_level_two_freezes_more_steps_than_level_one():
       _, state = update(params, state, params)
     return depths
 
-  assert frozen("O1") == 3 * [0, 0, 0, 0, 1, 2, 3, 4]
-  assert frozen("O2") == 4 * [0, 0, 1, 2, 3, 4]
+  assert frozen("O1") == 2 * [*8 * [0], 1, 2, 3, 4]
+  assert frozen("O2") == 3 * [0, 0, 0, 0, 1, 2, 3, 4]
 
 
 def test_a_configuration_survives_dict_json_and_file(tmp_path):
