@@ -22,6 +22,7 @@ import sys
 import time
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -59,6 +60,41 @@ class Contender:
   facts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   note: str = ""
   pid: int | None = None
+
+
+def carried(
+  name: str,
+  step: Callable[..., Any],
+  carry: tuple[Any, ...],
+  *rest: Any,
+  calls: int = 1,
+  facts: Mapping[str, float] | None = None,
+) -> Contender:
+  """A step that takes over what it carries, params and state say, and returns them anew.
+
+  Args:
+    name: its row in the table.
+    step: ``step(*carry, *rest)`` returns the next carry.
+    carry: the first one, which may be donated.
+    *rest: what every call gets.
+    calls: how many make a measurement.
+    facts: further columns.
+
+  Returns:
+    The contender, run twice already.
+  """
+
+  def run() -> float:
+    nonlocal carry
+    start = time.perf_counter()
+    for _ in range(calls):
+      carry = step(*carry, *rest)
+    jax.block_until_ready(carry)
+    return time.perf_counter() - start
+
+  run()
+  run()
+  return Contender(name, run, facts or {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,20 +46,26 @@ def gather(grads: Any) -> Any:
   return optax_boost.adasum_reduce(jax.lax.all_gather(grads, AXIS))
 
 
-def contender(name: str, reduce: Callable[[Any], Any], shapes: Shapes) -> _harness.Contender:
+def contender(
+  name: str, reduce: Callable[[Any], Any], shapes: Shapes, devices: int = 8
+) -> _harness.Contender:
   """Compiles one reduction.
 
   Args:
     name: of the contender.
     reduce: works on a list of leaves inside `shard_map`.
     shapes: of the leaves.
+    devices: how many reduce.
   """
-  mesh = jax.make_mesh((8,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = jax.make_mesh(
+    (devices,), (AXIS,), devices=jax.devices()[:devices],
+    axis_types=(jax.sharding.AxisType.Auto,),
+  )  # fmt: skip
   split = jax.sharding.PartitionSpec(AXIS)
   rng = np.random.default_rng(0)
   grads = [
     jax.device_put(
-      rng.standard_normal((8, *shape), dtype=np.float32), jax.NamedSharding(mesh, split)
+      rng.standard_normal((devices, *shape), dtype=np.float32), jax.NamedSharding(mesh, split)
     )
     for shape in shapes
   ]

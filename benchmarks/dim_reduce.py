@@ -78,15 +78,7 @@ def step_contender(name: str, shapes: Shapes, **kwargs: Any) -> _harness.Contend
     "basis, MB": sum(x.nbytes for x in state.basis) / 1e6,
   }
 
-  def run() -> float:
-    nonlocal params, state
-    start = time.perf_counter()
-    params, state = jax.block_until_ready(step(params, state, grads))
-    return time.perf_counter() - start
-
-  run()
-  run()
-  return _harness.Contender(name, run, facts)
+  return _harness.carried(name, step, (params, state), grads, facts=facts)
 
 
 def compare(size: int, leaves: int, rounds: int, with_peers: bool) -> dict[str, Any]:

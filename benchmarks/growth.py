@@ -6,15 +6,10 @@ With the number of parameters, of leaves, of a subspace's components and of devi
 import argparse
 from collections.abc import Callable
 from collections.abc import Sequence
-import os
+import dataclasses
 import pathlib
 import time
 from typing import Any
-
-# Before JAX starts.
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +18,7 @@ import optax
 from tqdm import tqdm
 
 from benchmarks import _harness
+from benchmarks import adasum  # Makes eight devices, before JAX starts.
 import optax_boost
 
 _BASE, _MEAN = "optax.sgd", "lax.pmean"
@@ -87,15 +83,7 @@ def contender(
     "temp bytes": step.memory_analysis().temp_size_in_bytes,
   }
 
-  def run() -> float:
-    nonlocal params, state
-    start = time.perf_counter()
-    params, state = jax.block_until_ready(step(params, state, grads))
-    return time.perf_counter() - start
-
-  run()
-  run()
-  return _harness.Contender(name, run, facts)
+  return _harness.carried(name, step, (params, state), grads, facts=facts)
 
 
 def of_leaves(size: int, leaves: int, rounds: int, title: str) -> dict[str, Any]:
@@ -121,33 +109,10 @@ def of_components(components: int, rounds: int) -> dict[str, Any]:
 
 
 def of_devices(devices: int, rounds: int) -> dict[str, Any]:
-  mesh = jax.make_mesh(
-    (devices,), ("r",), devices=jax.devices()[:devices],
-    axis_types=(jax.sharding.AxisType.Auto,),
-  )  # fmt: skip
-  split = jax.sharding.PartitionSpec("r")
-  place = jax.sharding.NamedSharding(mesh, split)
-  grads = [jax.device_put(g, place) for g in arrays([(50_000,)] * 20, 1.0, devices)]
-  tx = optax_boost.adasum("r")
-
-  def made(name: str, reduce: Callable[[Any], Any]) -> _harness.Contender:
-    def one(grads: Any) -> Any:
-      return jax.tree.map(lambda u: u[None], reduce(jax.tree.map(lambda g: g[0], grads)))
-
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
-
-    def run() -> float:
-      start = time.perf_counter()
-      jax.block_until_ready(step(grads))
-      return time.perf_counter() - start
-
-    run()
-    run()
-    return _harness.Contender(name, run, {})
-
+  reductions = {_MEAN: adasum.mean, "adasum": adasum.adasum}
   contenders = [
-    made(_MEAN, lambda g: jax.tree.map(lambda x: jax.lax.pmean(x, "r"), g)),
-    made("adasum", lambda g: tx.update(g, tx.init(g))[0]),
+    dataclasses.replace(adasum.contender(name, reduce, [(50_000,)] * 20, devices), facts={})
+    for name, reduce in reductions.items()
   ]
   title = f"{devices} {'device' if devices == 1 else 'devices'}, 1e6 floats in 20 leaves"
   return _harness.compare(contenders, [_MEAN], rounds, title, _PATIENCE)

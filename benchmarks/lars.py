@@ -88,16 +88,7 @@ def step_contender(
     "temp bytes": compiled.memory_analysis().temp_size_in_bytes,
   }
 
-  def run() -> float:
-    nonlocal params, state
-    start = time.perf_counter()
-    params, state = jitted(params, state, grads)
-    jax.block_until_ready((params, state))
-    return time.perf_counter() - start
-
-  run()
-  run()
-  return _harness.Contender(name, run, facts)
+  return _harness.carried(name, jitted, (params, state), grads, facts=facts)
 
 
 def floor(shapes: Shapes) -> _harness.Contender:

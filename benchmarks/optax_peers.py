@@ -51,17 +51,7 @@ def contender(
     "temp bytes": step.memory_analysis().temp_size_in_bytes,
   }
 
-  def run() -> float:
-    nonlocal params, state
-    start = time.perf_counter()
-    for _ in range(calls):
-      params, state = step(params, state, grads)
-    jax.block_until_ready(params)
-    return time.perf_counter() - start
-
-  run()
-  run()
-  return _harness.Contender(name, run, facts)
+  return _harness.carried(name, step, (params, state), grads, calls=calls, facts=facts)
 
 
 def compare(

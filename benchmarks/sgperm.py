@@ -5,6 +5,7 @@ gradients are those of a training on it; otherwise of one on scikit-learn's digi
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import time
@@ -76,6 +77,7 @@ class ConvNet(nn.Module):
     return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(len(x), -1))))
 
 
+@functools.cache
 def images_and_labels() -> tuple[str, np.ndarray, np.ndarray]:
   """MNIST if it is there; else digits of 20 x 20 about the middle of 28 x 28 images, as its are."""
   folder = os.environ.get("OPTAX_BOOST_DATA")
