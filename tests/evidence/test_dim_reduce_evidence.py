@@ -9,8 +9,6 @@ the losses on validation images by which the settings below were chosen.
 
 import functools
 import itertools
-import json
-import os
 import pathlib
 import sys
 import time
@@ -23,11 +21,11 @@ from matplotlib import pyplot as plt
 import numpy as np
 import optax
 import pytest
-from sklearn import datasets
 from tqdm import tqdm
 
 import optax_boost
 import optax_boost.linen
+from tests.evidence import common
 
 pytestmark = pytest.mark.slow
 RESULTS = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "results"
@@ -89,23 +87,13 @@ OURS, FROM_AVERAGE = "DimReduce", "DimReduce from the average"
 METHODS = (SGD, AVERAGE, OURS, FROM_AVERAGE)
 
 
-def file_of(name):
-  folder = os.environ.get("OPTAX_BOOST_DATA")
-  found = sorted(pathlib.Path(folder).glob(f"{name}*.npz")) if folder else []
-  return found[0] if found else None
-
-
 @functools.cache
 def data(name):
   """Parts ``train``, ``validation`` and ``test``, each images and labels."""
   if name == "digits":
-    y, x = (bunch := datasets.load_digits()).target, bunch.images[..., None]
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = x[order], y[order]
-    cut = {"train": (0, 1024), "validation": (1024, 1397), "test": (1397, None)}
-    parts = {part: (x[a:b], y[a:b]) for part, (a, b) in cut.items()}
+    parts = {part: (x[..., None], y) for part, (x, y) in common.digits().items()}
   else:
-    with np.load(file_of(name)) as file:
+    with np.load(common.file_of(name)) as file:
       x, y = file["train_images"][:10_000], file["train_labels"][:10_000]
       parts = {"train": (x[:8000], y[:8000]), "validation": (x[8000:], y[8000:])}
       parts["test"] = (file["test_images"][:4000], file["test_labels"][:4000])
@@ -283,7 +271,7 @@ def results(name):
 
 
 def wanted():
-  return [name for name in TASKS if name == "digits" or file_of(name)]
+  return [name for name in TASKS if name == "digits" or common.file_of(name)]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -411,13 +399,8 @@ def write(known):
 
 
 def test_the_results_are_written():
-  RESULTS.mkdir(parents=True, exist_ok=True)
-  path = RESULTS / "dim_reduce_evidence.json"
-  known = json.loads(path.read_text()) if path.exists() else {}
-  known |= {name: results(name) for name in wanted()}
-  known = {name: known[name] for name in TASKS if name in known}
-  path.write_text(json.dumps(known) + "\n")
-  write(known)
+  found = {name: results(name) for name in wanted()}
+  write(common.added(RESULTS / "dim_reduce_evidence.json", found, TASKS))
 
 
 def tune(name, batches, ks):

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import functools
 import itertools
 import json
-import os
 import pathlib
 import sys
 import time
@@ -25,11 +24,11 @@ from matplotlib.figure import Figure
 import numpy as np
 import optax
 import pytest
-from sklearn import datasets
 from tqdm import tqdm
 
 from benchmarks import plot
 import optax_boost
+from tests.evidence import common
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -172,23 +171,13 @@ EARLY_SEEDS = range(10, 20)
 SPECIFIED = (0.896, 0.912, 0.929, 0.943)
 
 
-def file_of(name):
-  folder = os.environ.get("OPTAX_BOOST_DATA")
-  found = sorted(pathlib.Path(folder).glob(f"{name}*.npz")) if folder else []
-  return found[0] if found else None
-
-
 @functools.cache
 def data(name):
   """Parts ``train``, ``validation`` and ``test``, each images from 0 to 1, and labels."""
   if name == "digits":
-    y, x = (bunch := datasets.load_digits()).target, bunch.images / 16
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = x[order], y[order]
-    cut = {"train": (0, 1024), "validation": (1024, 1397), "test": (1397, None)}
-    parts = {part: (x[a:b], y[a:b]) for part, (a, b) in cut.items()}
+    parts = {part: (x / 16, y) for part, (x, y) in common.digits().items()}
   else:
-    with np.load(file_of(name)) as file:
+    with np.load(common.file_of(name)) as file:
       x, y = file["train_images"] / np.float32(255), file["train_labels"]
       parts = {"train": (x[:50_000], y[:50_000]), "validation": (x[50_000:], y[50_000:])}
       parts["test"] = (file["test_images"] / np.float32(255), file["test_labels"])
@@ -296,7 +285,9 @@ def early():
 
 
 def wanted():
-  return [name for name, task in TASKS.items() if task.data == "digits" or file_of(task.data)]
+  return [
+    name for name, task in TASKS.items() if task.data == "digits" or common.file_of(task.data)
+  ]
 
 
 def at(curve, share):
@@ -427,13 +418,8 @@ def write(known):
 
 
 def test_the_results_are_written():
-  RESULTS.mkdir(parents=True, exist_ok=True)
-  path = RESULTS / "sgperm_evidence.json"
-  known = json.loads(path.read_text()) if path.exists() else {}
-  known |= {name: results(name) for name in wanted()}
-  known = {name: known[name] for name in TASKS if name in known}
-  path.write_text(json.dumps(known) + "\n")
-  write(known)
+  found = {name: results(name) for name in wanted()}
+  write(common.added(RESULTS / "sgperm_evidence.json", found, TASKS))
 
 
 def tune(name, seeds, only):
