@@ -1,7 +1,9 @@
 """Settings of the whole suite, made before JAX starts."""
 
 import atexit
+import importlib
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -18,6 +20,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="programs-")
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+@pytest.fixture(scope="module")
+def import_example():
+  """Imports a module of examples/ as `python examples/demo.py` imports it."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "examples"))
+    yield importlib.import_module
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,19 +1,13 @@
 """The AutoBoost example runs its levels and prints its table."""
 
-import importlib
-import pathlib
 import re
 
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-
 
 @pytest.fixture(scope="module")
-def example():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("auto_boost_resnet")
+def example(import_example):
+  return import_example("auto_boost_resnet")
 
 
 @pytest.mark.slow

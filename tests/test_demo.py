@@ -1,7 +1,6 @@
 """The demo's command line, in process on tiny images."""
 
 import functools
-import importlib
 from pathlib import Path
 import re
 
@@ -11,18 +10,11 @@ import pytest
 
 import optax_boost
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
 
 @pytest.fixture(scope="module")
-def examples():
-  """The modules of examples/, imported as `python examples/demo.py` imports them."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(EXAMPLES))
-    yield {
-      name: importlib.import_module(name)
-      for name in ("demo", "_data", "_methods", "_report", "_training")
-    }
+def examples(import_example):
+  names = ("demo", "_data", "_methods", "_report", "_training")
+  return {name: import_example(name) for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The SGPerm example trains by permuting, saves integers, and makes the model again from them."""
 
-import importlib
-import pathlib
 import re
 
 import jax
@@ -9,14 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-
 
 @pytest.fixture(scope="module")
-def example():
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("sgperm")
+def example(import_example):
+  return import_example("sgperm")
 
 
 @pytest.fixture
