@@ -45,7 +45,7 @@ def _least(works: dict[str, Work], number: int, rounds: int) -> dict[str, float]
     for name, work in works.items():
       start = time.process_time()
       for _ in range(number):
-        # One after the other, as where the host reads each step's depth.
+        # One after the other: what is dispatched ahead would count towards the next work.
         jax.block_until_ready(work())
       found[name].append(1e3 * (time.process_time() - start) / number)
   return {name: min(values) for name, values in found.items()}

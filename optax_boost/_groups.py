@@ -258,10 +258,12 @@ class Found(NamedTuple):
   Attributes:
     group: for each leaf's path, its group.
     num_groups: the number of groups.
+    depth_at: from the step count and raw key data to how many groups are frozen, if any are.
   """
 
   group: dict[str, int]
   num_groups: int
+  depth_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
   def numbers(self, params: optax.Params) -> list[int]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
@@ -273,7 +275,13 @@ _SEEN: contextvars.ContextVar[dict[str, Found] | None] = contextvars.ContextVar(
 )
 
 
-def tell(method: str, params: optax.Params, numbers: Sequence[int], num_groups: int) -> None:
+def tell(
+  method: str,
+  params: optax.Params,
+  numbers: Sequence[int],
+  num_groups: int,
+  depth_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> None:
   """Tells the train step of a method's groups; called in the method's ``init``.
 
   Groups are static and can't be kept in the state, which holds arrays only. So a method tells
@@ -284,10 +292,12 @@ def tell(method: str, params: optax.Params, numbers: Sequence[int], num_groups: 
     params: the params that ``init`` was given.
     numbers: the group of each leaf.
     num_groups: the number of groups.
+    depth_at: from the step count and raw key data to how many groups are frozen, if any are.
   """
   seen = _SEEN.get()
   if seen is not None:
-    seen[method] = Found(dict(zip(_tree.leaf_paths(params), numbers, strict=True)), num_groups)
+    group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
+    seen[method] = Found(group, num_groups, depth_at)
 
 
 def ask(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Found]:

@@ -88,7 +88,7 @@ class TrainStep:
     self._gradient = gradient
     self._data = data
     self._freezing = freezing
-    self._depth_index: int | None = None
+    self._depths = _freezing.HostDepths()
 
   def init(self, params: optax.Params, model_state: Any = None) -> TrainState:
     """Makes the state to start from.
@@ -123,7 +123,9 @@ class TrainStep:
       keep in their state (``trust_ratio``, ...). A name that occurs in several states gets a
       number: ``trust_ratio_0``, ``trust_ratio_1``.
     """
-    return self._step(state, batch, rng, self._data, self._depth(state))
+    state, metrics = self._step(state, batch, rng, self._data, self._depth(state))
+    self._depths.made_step(state.opt_state)
+    return state, metrics
 
   def refresh(
     self,
@@ -197,14 +199,11 @@ class TrainStep:
     """How many groups are frozen, where the host can know it; it chooses the compiled step."""
     if self._freezing == "switch":
       return None
-    leaves = jax.tree.leaves(state.opt_state)
-    if self._depth_index is None:
-      # Looking for a name takes a while in a large tree: once is enough.
-      depth = _frozen_groups(state.opt_state)
-      self._depth_index = next((i for i, x in enumerate(leaves) if x is depth), -1)
-    depth = leaves[self._depth_index] if self._depth_index >= 0 else None
-    concrete = isinstance(depth, jax.Array) and not isinstance(depth, jax.core.Tracer)
-    return int(depth) if concrete else None  # type: ignore[arg-type]
+
+    def schedule() -> Any:
+      return _groups.ask(self._tx, state.params)["freeze"].depth_at
+
+    return self._depths.next(state.opt_state, schedule)
 
 
 def make_train_step(
@@ -239,12 +238,12 @@ def make_train_step(
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
     freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
-      a compiled step for each number of frozen groups, made when it first occurs; the host reads
-      the number from the state before each step. ``"switch"``: by a conditional inside one
-      compiled step, which takes as long to compile as all of them. ``"auto"``: per depth; inside
-      your own ``jit`` or ``scan``, where only a conditional can do it, the switch, but on a CPU
-      not for convolutions, whose gradients it makes slower than no freezing at all (a warning
-      says so).
+      a compiled step for each number of frozen groups, made when it first occurs; the host counts
+      along to know it, but where a wrapper may skip steps reads it from the state, which waits for
+      the step before. ``"switch"``: by a conditional inside one compiled step, which takes as
+      long to compile as all of them. ``"auto"``: per depth; inside your own ``jit`` or ``scan``,
+      where only a conditional can do it, the switch, but on a CPU not for convolutions, whose
+      gradients it makes slower than no freezing at all (a warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still.
 
   Returns:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from optax_boost._freezing import _depths
 from optax_boost._freezing import _schedules
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
@@ -534,6 +535,45 @@ def test_a_scan_over_the_step_takes_the_switch():
   chex.assert_trees_all_close(carry, expected, rtol=1e-5, atol=1e-7)
   with pytest.raises(ValueError, match=r"freezing='per_depth' needs .* pass freezing='auto'"):
     jax.jit(chain_step(freezing="per_depth"))(step.init(chain_params()), BATCH)
+
+
+def test_the_host_reads_the_first_depth_and_counts_on(monkeypatch):
+  reads = []
+  value = _depths._value
+  monkeypatch.setattr(_depths, "_value", lambda x: reads.append(x) or value(x))
+  monkeypatch.setattr(_depths, "_CHUNK", 3)
+  interval = optax_boost.interval_freezing(LAYERS, 0.6)
+  step = chain_step(schedule=interval, wrap=lambda tx: optax.chain(optax.identity(), tx))
+  switch = chain_step(schedule=interval, freezing="switch")
+  _, history = train(step, step.init(chain_params()), 11)
+  _, expected = train(switch, switch.init(chain_params()), 11)
+  assert [int(m["frozen_groups"]) for m in history] == [int(m["frozen_groups"]) for m in expected]
+  # Of the state at the start, the count and the depth; nothing that a step computes.
+  assert len(reads) == 2
+
+
+def test_states_from_elsewhere_are_read():
+  step = chain_step(donate=False)
+  start = step.init(chain_params())
+  state, _ = train(step, start, 5)
+  # Back to an old state, one after the other, and with another depth or another count put in.
+  states = [start, state, start]
+  depths = [int(step(s, BATCH)[1]["frozen_groups"]) for s in states]
+  assert depths == [DEPTHS[0], DEPTHS[5], DEPTHS[0]]
+  other = optax.tree.set(step(start, BATCH)[0], frozen_groups=jnp.int32(LAYERS - 1))
+  state, metrics = step(other, BATCH)
+  assert int(metrics["frozen_groups"]) == LAYERS - 1
+  assert int(step(state, BATCH)[1]["frozen_groups"]) == DEPTHS[2]
+
+
+def test_a_step_that_a_wrapper_skips_repeats_its_depth():
+  step = chain_step(wrap=lambda tx: optax.apply_if_finite(tx, 10))
+  state = step.init(chain_params())
+  depths = []
+  for t in range(6):
+    state, metrics = step(state, BATCH * jnp.nan if t in (1, 2) else BATCH)
+    depths.append(int(metrics["frozen_groups"]))
+  assert depths == [DEPTHS[t] for t in (0, 1, 1, 1, 2, 3)]
 
 
 def flops(step, state, batch, depth):

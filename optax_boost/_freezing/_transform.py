@@ -118,7 +118,7 @@ def freeze(
   def init_fn(params: optax.Params) -> FreezeState:
     _tree.check_floating(params, "freeze")
     numbers = _groups.group_numbers(params, groups, "freeze")
-    _groups.tell("freeze", params, numbers, num_groups)
+    _groups.tell("freeze", params, numbers, num_groups, depth_at)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
