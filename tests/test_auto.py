@@ -64,8 +64,12 @@ def test_the_defaults_are_the_documented_ones():
 
 def test_the_levels_have_settings_of_their_own_and_the_references_stay_reachable():
   found = {level: auto_boost(level).config.grad_freeze for level in ("O1", "O2")}
-  assert found["O1"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.67)
-  assert found["O2"] == optax_boost.GradFreezeConfig(5, freeze_type=0, freeze_p=0.5)
+  assert found["O1"] == optax_boost.GradFreezeConfig(
+    2, freeze_type=2, freeze_p=0.7, total_steps=None
+  )
+  assert found["O2"] == optax_boost.GradFreezeConfig(
+    2, freeze_type=2, freeze_p=0.55, total_steps=None
+  )
   assert auto_boost("O1").config.less_bn == optax_boost.LessBNConfig(fn_flag=False)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
     assert make("O1", reference=True).config == BoostConfig()
@@ -77,16 +81,19 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
   config = {"grad_freeze": {"param_groups": 3}}
   (tmp_path / "boost.json").write_text(json.dumps(config))
   for given in (config, tmp_path / "boost.json"):
-    assert auto_boost("O2", given).config.grad_freeze == optax_boost.GradFreezeConfig(3, 0, 0.5)
+    level = auto_boost("O2", given, total_steps=9)
+    assert level.config.grad_freeze == optax_boost.GradFreezeConfig(3, 2, 0.55, 9)
     reference = auto_boost("O2", given, reference=True)
     assert reference.config.grad_freeze == optax_boost.GradFreezeConfig(3, 1, 0.7)
 
 
-def test_level_two_freezes_more_steps_than_level_one():
-  def frozen(level):
-    boost = auto_boost(level)
-    tx = boost.optimizer(optax.sgd(0.1), groups=["a", "b", "c", "d", "e"])
-    params = dict.fromkeys("abcde", jnp.ones((2, 2)))
+def test_the_levels_freeze_at_the_end_of_the_training_level_two_sooner():
+  def frozen(level, **freezing):
+    boost = auto_boost(level, {"grad_freeze": freezing}, total_steps=20)
+    tx = boost.optimizer(
+      optax.sgd(0.1), groups=list("abc")[: boost.config.grad_freeze.param_groups]
+    )
+    params = dict.fromkeys("abc", jnp.ones((2, 2)))
     state, depths = tx.init(params), []
     update = jax.jit(tx.update)
     for _ in range(24):
@@ -94,8 +101,24 @@ def test_level_two_freezes_more_steps_than_level_one():
       _, state = update(params, state, params)
     return depths
 
-  assert frozen("O1") == 2 * [*8 * [0], 1, 2, 3, 4]
-  assert frozen("O2") == 3 * [0, 0, 0, 0, 1, 2, 3, 4]
+  assert frozen("O1") == 14 * [0] + 10 * [1]
+  assert frozen("O2") == 11 * [0] + 13 * [1]
+  assert frozen("O2", param_groups=3, freeze_p=0.5) == 10 * [0] + 5 * [1] + 9 * [2]
+  assert frozen("O1", freeze_p=1.0) == 24 * [0]
+
+
+def test_freezing_at_the_end_needs_to_know_when_that_is():
+  message = r"last 30% of the training, .* pass auto_boost\(\.\.\., total_steps=\.\.\.\)"
+  with pytest.raises(ValueError, match=message):
+    auto_boost("O1").optimizer(optax.sgd(0.1), groups=["a", "b"])
+  with pytest.raises(
+    ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 or null"
+  ):
+    auto_boost("O1", total_steps=0)
+  # The argument goes before the configuration.
+  given = {"grad_freeze": {"total_steps": 7}}
+  assert auto_boost("O1", given).config.grad_freeze.total_steps == 7
+  assert auto_boost("O1", given, total_steps=8).config.grad_freeze.total_steps == 8
 
 
 def test_a_configuration_survives_dict_json_and_file(tmp_path):
@@ -132,8 +155,8 @@ WRONG = [
   ({"boost": {"mode": "manaul"}}, r"`boost.mode` must be one of .*Did you mean 'manual'\?"),
   ({"boost": {"adasum": 1}}, r"`boost.adasum` must be true or false; got 1"),
   ({"less_bn": {"fn_flag": None}}, r"`less_bn.fn_flag` must be true or false; got None"),
-  ({"grad_freeze": {"freeze_type": 2}}, r"must be one of \[0, 1\]; got 2"),
-  ({"grad_freeze": {"freeze_type": True}}, r"must be one of \[0, 1\]; got True"),
+  ({"grad_freeze": {"freeze_type": 3}}, r"must be one of \[0, 1, 2\]; got 3"),
+  ({"grad_freeze": {"freeze_type": True}}, r"must be one of \[0, 1, 2\]; got True"),
   ({"grad_freeze": {"freeze_p": 0}}, r"`grad_freeze.freeze_p` must be a number > 0 and <= 1"),
   ({"grad_freeze": {"freeze_p": "0.7"}}, r"got '0.7'"),
   ({"grad_freeze": {"param_groups": 10.0}}, r"must be an integer >= 1; got 10.0"),
@@ -289,6 +312,8 @@ def test_it_explains_itself():
 
 def test_it_says_what_was_measured_only_of_the_settings_that_were():
   assert "ResNet-29" in auto_boost("O1").explain()
+  assert "ResNet-29" in auto_boost("O1", total_steps=100).explain()
+  assert "at the end, 2 groups, 30% of the steps" in auto_boost("O1").explain()
   assert "measured" not in auto_boost("O1", reference=True).explain()
   assert "measured" not in auto_boost("O1", small()).explain()
 
@@ -358,12 +383,18 @@ def test_a_loss_scale_per_group_goes_around_the_rest(freezing):
   assert (sum(depths) > 0) == freezing
 
 
-def test_continuous_freezing_by_patterns_without_centralization():
-  config = small(freeze_type=0, freeze_p=0.5) | {"less_bn": {"gc_flag": False}}
-  tx = auto_boost("O1", config).optimizer(optax.sgd(0.1), groups=["body", "head"])
-  by_hand = optax_boost.freeze(
-    optax.sgd(0.1), ["body", "head"], optax_boost.continuous_freezing(2, 0.5)
-  )
+@pytest.mark.parametrize(
+  ("kind", "schedule"),
+  [
+    (0, optax_boost.continuous_freezing(2, 0.5)),
+    (2, optax_boost.progressive_freezing(2, 6, 0.5, anneal=False)),
+  ],
+)
+def test_other_schedules_by_patterns_without_centralization(kind, schedule):
+  config = small(freeze_type=kind, freeze_p=0.5) | {"less_bn": {"gc_flag": False}}
+  boost = auto_boost("O1", config, total_steps=6)
+  tx = boost.optimizer(optax.sgd(0.1), groups=["body", "head"])
+  by_hand = optax_boost.freeze(optax.sgd(0.1), ["body", "head"], schedule)
   found, depths = train(optax_boost.make_train_step(loss_fn, tx))
   chex.assert_trees_all_equal(found, train(optax_boost.make_train_step(loss_fn, by_hand))[0])
   assert 1 in depths
@@ -412,15 +443,15 @@ def test_combined_methods_nest_as_documented():
 def test_the_optimizer_refuses_what_it_can_not_use():
   with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
     auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS)
+  five = auto_boost("O1", {"grad_freeze": {"param_groups": 5}}, total_steps=10)
   with pytest.raises(ValueError, match=r"`grad_freeze.param_groups` is 5: .*2 blocks"):
-    auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+    five.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
   with pytest.raises(TypeError, match=r"Did you pass the factory"):
     auto_boost("O0").optimizer(optax.sgd)
 
 
 def test_ten_lines_with_nnx():
-  config = {"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": True}}
-  boost = ob_nnx.auto_boost("O1", config)
+  boost = ob_nnx.auto_boost("O1", {"less_bn": {"fn_flag": True}}, total_steps=3)
   original, other = filled_nnx_net(0), filled_nnx_net(5)
   model = boost.model(original, X)
   tx = boost.optimizer(optax.sgd(0.05), model, nnx_loss, X)
@@ -449,8 +480,7 @@ def nnx_loss(model, x):
 
 
 def test_ten_lines_with_linen():
-  config = {"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": True}}
-  boost = ob_linen.auto_boost("O1", config)
+  boost = ob_linen.auto_boost("O1", {"less_bn": {"fn_flag": True}}, total_steps=3)
   module = boost.model(LinenNet(), X, train=True)
   variables = module.init(jax.random.key(0), X)
 

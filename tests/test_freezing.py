@@ -363,6 +363,19 @@ def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
   assert not any(jnp.any(u) for u in jax.tree.leaves(updates["d"]))
 
 
+def test_progressive_freezing_leaves_the_rates_alone_if_told_to():
+  options = {"num_groups": 3, "total_steps": 10, "first": 0.4}
+  plain, annealed = (
+    optax_boost.progressive_freezing(**options, anneal=anneal) for anneal in (False, True)
+  )
+  assert plain.learning_rate_scale is None
+  steps = jnp.arange(12)
+  np.testing.assert_array_equal(
+    jax.vmap(lambda t: plain.frozen_groups(t, None))(steps),
+    jax.vmap(lambda t: annealed.frozen_groups(t, None))(steps),
+  )
+
+
 def test_progressive_freezing_scales_the_updates_of_each_group():
   schedule = optax_boost.progressive_freezing(LAYERS, 8, first=0.5)
   tx = optax_boost.freeze(optax.sgd(1.0), plan_of_chain(), schedule)

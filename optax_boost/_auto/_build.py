@@ -69,7 +69,9 @@ class AutoBoost:
     rows.insert(0, ("method", "", "why", "settings", "saves"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    if self.config == _levels.SETTINGS[self.level] and self.level in _levels.MEASURED:
+    freezing = dataclasses.replace(self.config.grad_freeze, total_steps=None)
+    settings = dataclasses.replace(self.config, grad_freeze=freezing)
+    if settings == _levels.SETTINGS[self.level] and self.level in _levels.MEASURED:
       lines.append(f"measured: {_levels.MEASURED[self.level]}")
     return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
 
@@ -164,11 +166,23 @@ def _summed(boost: AutoBoost, tx: Any, groups: Any) -> Any:
 
 
 def _frozen(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  block = boost.config.grad_freeze
-  # The key is the share of steps in which nothing is frozen.
-  schedule = (_freezing.continuous_freezing, _freezing.interval_freezing)[block.freeze_type]
-  return _freezing.freeze(
-    tx, groups, schedule(block.param_groups, 1 - block.freeze_p), key=boost.key
+  return _freezing.freeze(tx, groups, _schedule(boost.config.grad_freeze), key=boost.key)
+
+
+def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
+  # `freeze_p` is the share of steps in which nothing is frozen.
+  if block.freeze_type == 1:
+    return _freezing.interval_freezing(block.param_groups, 1 - block.freeze_p)
+  if block.freeze_type == 0 or block.freeze_p == 1:
+    return _freezing.continuous_freezing(block.param_groups, 1 - block.freeze_p)
+  if block.total_steps is None:
+    raise ValueError(
+      f"`grad_freeze` freezes in the last {1 - block.freeze_p:.0%} of the training, so it must know"
+      " how long that is: pass auto_boost(..., total_steps=...), in steps of the optimizer. Or"
+      " freeze all along: `grad_freeze.freeze_type` 0 or 1."
+    )
+  return _freezing.progressive_freezing(
+    block.param_groups, block.total_steps, block.freeze_p, anneal=False
   )
 
 
@@ -229,6 +243,7 @@ def decided(
   compose: bool,
   key: jax.Array | int,
   reference: bool,
+  total_steps: int | None,
 ) -> dict[str, Any]:
   """The fields of an :class:`AutoBoost`.
 
@@ -239,6 +254,7 @@ def decided(
     compose: whether methods are combined that the reference runs alone.
     key: the seed of the freezing schedule.
     reference: whether the reference's defaults and precedence hold.
+    total_steps: the length of the training, or None: as the configuration says.
 
   Returns:
     The fields.
@@ -248,6 +264,9 @@ def decided(
   """
   _levels.check_level(level)
   found = read_config(config, _config.BoostConfig() if reference else _levels.SETTINGS[level])
+  if total_steps is not None:
+    freezing = dataclasses.replace(found.grad_freeze, total_steps=total_steps)
+    found = dataclasses.replace(found, grad_freeze=freezing)
   replicas = axis_name is not None and not reference
   decisions = _levels.decide(level, found, compose=compose, replicas=replicas)
   if axis_name is None and any(d.on for d in decisions if d.method == "adasum"):
@@ -273,6 +292,7 @@ def auto_boost(
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
+  total_steps: int | None = None,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once, by level or by a configuration.
 
@@ -280,9 +300,10 @@ def auto_boost(
   also change the model; here, in plain JAX, `less_bn` comes down to its centralized gradients.
 
   Args:
-    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and freezing in
-      a third of the steps; ``"O2"``: freezing in half of them, and adaptive summation where
-      `axis_name` is given.
+    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and the first half
+      of the layers frozen in the last 30 % of the training; ``"O2"``: in its last 45 %, and
+      adaptive summation where `axis_name` is given. Both are meant for a learning rate that decays
+      over the training.
     config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a
       JSON file. What a dict or a file leaves out has the level's settings (``auto_boost(level)
       .config``); a :class:`BoostConfig` is taken as it is.
@@ -294,6 +315,8 @@ def auto_boost(
     reference: whether what is left out has the reference's defaults (a normalized head; the
       interval schedule with 10 groups, in 30 % of the steps) instead of the level's settings.
       Freezing then turns adaptive summation off unless `compose` is True.
+    total_steps: the length of the training in steps of the optimizer, for freezing at its end;
+      None: ``grad_freeze.total_steps`` of the configuration.
 
   Returns:
     An :class:`AutoBoost`: ``tx = boost.optimizer(tx, params, loss_fn, batch)``, ``step =
@@ -301,7 +324,8 @@ def auto_boost(
 
   Raises:
     ValueError: a level, block or key is unknown, a value wrong, two settings contradict each
-      other, or adasum is on without an axis.
+      other, or adasum is on without an axis. In ``optimizer``: a level's freezing is on without
+      `total_steps`.
     TypeError: `config` is of another kind.
 
   Examples:
@@ -309,7 +333,7 @@ def auto_boost(
     >>> params = {"body": jnp.eye(3), "head": jnp.ones((3, 1))}
     >>> def loss_fn(params, x):
     ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
-    >>> boost = optax_boost.auto_boost("O1", {"grad_freeze": {"param_groups": 2}})
+    >>> boost = optax_boost.auto_boost("O1", total_steps=10)
     >>> tx = boost.optimizer(optax.sgd(0.1), params, loss_fn, jnp.eye(3))
     >>> step = boost.train_step(loss_fn, tx)
     >>> state = step.init(params)
@@ -323,5 +347,13 @@ def auto_boost(
     for all that follow, and unknown levels and keys pass silently.
   """
   return AutoBoost(
-    **decided(level, config, axis_name=axis_name, compose=compose, key=key, reference=reference)
+    **decided(
+      level,
+      config,
+      axis_name=axis_name,
+      compose=compose,
+      key=key,
+      reference=reference,
+      total_steps=total_steps,
+    )
   )

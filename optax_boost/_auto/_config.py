@@ -41,6 +41,7 @@ def _one_of(*values: Any) -> _Rule:
 _FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
 _SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
 _COUNT = _Rule(lambda v: _is_int(v) and v >= 1, "an integer >= 1")
+_LENGTH = _Rule(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1 or null")
 _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")
@@ -134,15 +135,17 @@ class GradFreezeConfig(_Block):
 
   Attributes:
     param_groups: the number of groups of layers, for `loss_scale_group` too.
-    freeze_type: the schedule, 0: continuous, 1: interval.
+    freeze_type: the schedule, 0: continuous, 1: interval, as in the reference; 2: ours, at the
+      end of the training, for good.
     freeze_p: the share of steps in which nothing is frozen.
-    total_steps: the number of training steps. Our schedules do not depend on it.
+    total_steps: the number of training steps, for freeze_type 2; the others do not depend on it.
+      None: not known.
   """
 
   param_groups: int = _key(10, _COUNT)
-  freeze_type: int = _key(1, _one_of(0, 1))
+  freeze_type: int = _key(1, _one_of(0, 1, 2))
   freeze_p: float = _key(0.7, _SHARE)
-  total_steps: int = _key(65536, _COUNT)
+  total_steps: int | None = _key(65536, _LENGTH)
 
 
 @dataclasses.dataclass(frozen=True)

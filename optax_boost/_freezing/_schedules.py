@@ -169,9 +169,14 @@ def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
 
 
 def progressive_freezing(
-  num_groups: int, total_steps: int, first: float = 0.5, *, power: float = 1.0
+  num_groups: int,
+  total_steps: int,
+  first: float = 0.5,
+  *,
+  power: float = 1.0,
+  anneal: bool = True,
 ) -> FreezeSchedule:
-  r"""Anneals each group's learning rate to zero at its own time, then freezes it for good.
+  r"""Freezes each group for good at its own time, its learning rate annealed to zero until then.
 
   Group i is frozen from step :math:`t_i` on, and before that its updates are multiplied by
 
@@ -180,7 +185,8 @@ def progressive_freezing(
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
   The last group's learning rate is annealed over the whole run and it is never frozen, so the
-  inner optimizer's learning rate should be constant.
+  inner optimizer's learning rate should be constant. One that decays over the run by itself goes
+  with ``anneal=False``: by the time they are frozen, the first layers would hardly move.
 
   Args:
     num_groups: the number of groups G.
@@ -188,6 +194,7 @@ def progressive_freezing(
     first: when the first group is frozen, as a share of the run. Lowering it saves more time.
     power: how the times of the others follow; raising it freezes the groups in the middle earlier
       (the paper's cubic schedule: 3).
+    anneal: whether updates are multiplied.
 
   Returns:
     A :class:`FreezeSchedule` for :func:`freeze`.
@@ -203,6 +210,9 @@ def progressive_freezing(
     [0, 0, 1, 2, 2]
     >>> [round(float(s), 2) for s in schedule.learning_rate_scale(jnp.int32(25))]
     [0.5, 0.75, 0.85]
+    >>> half = optax_boost.progressive_freezing(2, total_steps=100, first=0.7, anneal=False)
+    >>> [int(half.frozen_groups(jnp.int32(step), None)) for step in (0, 69, 70, 99)]
+    [0, 0, 1, 1]
 
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
@@ -225,4 +235,4 @@ def progressive_freezing(
     passed = jnp.minimum(count / jnp.asarray(times, jnp.float32), 1.0)
     return 0.5 * (1 + jnp.cos(jnp.pi * passed))
 
-  return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale)
+  return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale if anneal else None)

@@ -133,6 +133,7 @@ def auto_boost(
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
+  total_steps: int | None = None,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen.
 
@@ -143,6 +144,7 @@ def auto_boost(
     compose: whether methods are combined that the reference runs alone.
     key: the seed of the freezing schedule, or a key.
     reference: whether the reference's defaults hold instead of the level's settings.
+    total_steps: the length of the training in steps of the optimizer.
 
   Returns:
     An :class:`AutoBoost`.
@@ -152,8 +154,8 @@ def auto_boost(
     >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
     >>> module, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
     >>> loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)
-    >>> config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 2}}
-    >>> boost = optax_boost.linen.auto_boost("O1", config)
+    >>> config = {"boost": {"mode": "manual", "less_bn": False}}
+    >>> boost = optax_boost.linen.auto_boost("O1", config, total_steps=10)
     >>> module = boost.model(module, x)
     >>> variables = module.init(jax.random.key(0), x)
     >>> tx = boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x)
@@ -164,6 +166,12 @@ def auto_boost(
   """
   return AutoBoost(
     **_auto.decided(
-      level, config, axis_name=axis_name, compose=compose, key=key, reference=reference
+      level,
+      config,
+      axis_name=axis_name,
+      compose=compose,
+      key=key,
+      reference=reference,
+      total_steps=total_steps,
     )
   )

@@ -131,6 +131,7 @@ def auto_boost(
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
+  total_steps: int | None = None,
 ) -> AutoBoost:
   """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for NNX.
 
@@ -141,6 +142,7 @@ def auto_boost(
     compose: whether methods are combined that the reference runs alone.
     key: the seed of the freezing schedule, or a key.
     reference: whether the reference's defaults hold instead of the level's settings.
+    total_steps: the length of the training in steps of the optimizer.
 
   Returns:
     An :class:`AutoBoost`.
@@ -151,8 +153,8 @@ def auto_boost(
     >>> rngs, x = nnx.Rngs(0), jnp.ones((4, 3))
     >>> model = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.relu, nnx.Linear(8, 2, rngs=rngs))
     >>> loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)
-    >>> config = {"boost": {"mode": "manual", "less_bn": False}, "grad_freeze": {"param_groups": 2}}
-    >>> boost = optax_boost.nnx.auto_boost("O1", config)
+    >>> config = {"boost": {"mode": "manual", "less_bn": False}}
+    >>> boost = optax_boost.nnx.auto_boost("O1", config, total_steps=10)
     >>> model = boost.model(model, x)
     >>> tx = boost.optimizer(optax.sgd(0.1), model, loss_fn, x)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -162,6 +164,12 @@ def auto_boost(
   """
   return AutoBoost(
     **_auto.decided(
-      level, config, axis_name=axis_name, compose=compose, key=key, reference=reference
+      level,
+      config,
+      axis_name=axis_name,
+      compose=compose,
+      key=key,
+      reference=reference,
+      total_steps=total_steps,
     )
   )
