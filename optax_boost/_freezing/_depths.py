@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -31,6 +30,7 @@ class HostDepths:
     # The depths of the steps from a count on.
     self._depths = np.empty(0, np.int32)
     self._start = 0
+    self._many: Any = None
     # Which leaf holds the number inside a wrapper; -1: none.
     self._leaf: int | None = None
 
@@ -39,7 +39,7 @@ class HostDepths:
 
     Args:
       opt_state: the optimizer's state.
-      find_depth_at: finds the schedule; called once in a while.
+      find_depth_at: finds the schedule; called once.
 
     Returns:
       The number; None where the state has none, or one that is traced.
@@ -50,12 +50,12 @@ class HostDepths:
     if self._last is None or not _same(state, self._last):
       # From elsewhere, a checkpoint say.
       self._depths = np.empty(0, np.int32)
-      self._count = _value(state.count) or 0
+      self._count = self._start = _value(state.count) or 0
       return _value(state.frozen_groups)
     place = self._count - self._start
     if place >= len(self._depths):
       place, self._start = 0, self._count
-      self._depths = _many(find_depth_at(), self._count, state.key)
+      self._depths = self._work_out(find_depth_at, state.key)
     return int(self._depths[place])
 
   def made_step(self, opt_state: optax.OptState) -> None:
@@ -68,6 +68,15 @@ class HostDepths:
     known = state is not None and not isinstance(state.count, jax.core.Tracer)
     self._last = state if known else None
     self._count += 1
+
+  def _work_out(self, find_depth_at: Callable[[], DepthAt], key: jax.Array) -> np.ndarray:
+    if self._many is None:
+      depth_at = find_depth_at()
+      # One after the other, since a schedule need not understand `vmap`.
+      self._many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
+    counts = np.arange(self._count, self._count + _CHUNK, dtype=np.int32)
+    # On values of the host: over many processes, each works them out for itself.
+    return np.asarray(self._many(counts, np.asarray(key)))
 
   def _inside(self, opt_state: optax.OptState) -> Any:
     if self._leaf == -1:
@@ -97,11 +106,3 @@ def _same(state: _transform.FreezeState, last: _transform.FreezeState) -> bool:
 def _value(number: Any) -> int | None:
   known = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
   return int(number) if known else None
-
-
-def _many(depth_at: DepthAt, count: int, key: jax.Array) -> np.ndarray:
-  # On values of the host: over many processes, each works them out for itself.
-  key = jnp.asarray(np.asarray(key))
-  counts = count + jnp.arange(_CHUNK, dtype=jnp.int32)
-  # One after the other, since a schedule need not understand `vmap`.
-  return np.asarray(jax.jit(lambda: jax.lax.map(lambda c: depth_at(c, key), counts))())
