@@ -5,14 +5,19 @@ images (see ``--cifar``), it trains on those as well as on digits.
 """
 
 import argparse
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import concurrent.futures
+import functools
 import json
+import multiprocessing
 import os
 import pathlib
 import textwrap
 import time
 from typing import Any
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -28,26 +33,32 @@ from benchmarks import plot
 import optax_boost.nnx
 
 _BASE = "O0"
-# Whole turns of both levels' schedules, of 12 and of 8 steps.
-_STEPS = 24
-_SEEDS = range(5)
+# Of a training whose time is taken. One more comes first; then O1 freezes in 6, O2 in 9 of these.
+STEPS = 20
 _PEAK_RATE = 0.05
 _TRAINING_BATCH = 64
-_PARTS = ("speed-8", "speed-32", "digits", "cifar")
+_PARTS = ("speed-8", "speed-16", "speed-32", "digits", "cifar", "cifar-long")
+# The parts that measure speed: a title, the shape of a batch, blocks per stage.
+_NETWORKS: dict[str, tuple[str, tuple[int, ...], int]] = {
+  "speed-8": ("Images of 8 x 8, batch 64: ResNet-11", (64, 8, 8, 1), 1),
+  "speed-16": ("Images of 16 x 16, batch 64: ResNet-11", (64, 16, 16, 3), 1),
+  "speed-32": ("Images of 32 x 32, batch 32: ResNet-29", (32, 32, 32, 3), 3),
+}
 # On the larger network, whose programs take long to compile.
 _FEWER = (_BASE, "fewer BatchNorms", "freezing", "O1", "O2")
 _ABOUT = f"""\
 `optax_boost.nnx.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
 of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
-measurement is {_STEPS} steps of the NNX train step, data on the host, nothing compiled: whole turns
-of O1's and O2's schedules. Columns are medians of the ratios of seconds within a round: what O0 has
-over a row is by how much it makes more steps per second. Rows between O0 and O1 are single methods
-of O1; `O1, reference` are the reference's defaults, whose schedule is random in how many groups it
-freezes.
+measurement is a whole training of {STEPS} steps of the NNX train step (and one before them), data
+on the host, nothing compiled: the levels freeze in the last 30 and 45 % of it. Columns are medians
+of the ratios of seconds within a round: what O0 has over a row is by how much it makes more steps
+per second. Rows between O0 and O1 are single methods of O1; `O1, reference` are the reference's
+defaults, whose schedule is random in how many groups it freezes, so its training goes on and on.
 
-Accuracies are of a small ResNet-11 after equally many steps, on all test images. The learning rate
+Accuracies are of the ResNet-11 after equally many steps, on all test images. The learning rate
 rises in the first tenth of the steps, then falls to 0 (cosine). A seed means the same initial
-weights and the same batches at every level, so differences are taken seed by seed."""
+weights and the same batches at every level. `augmented` images are shifted by up to two pixels and
+mirrored at random."""
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -105,22 +116,32 @@ def loss_fn(model: ResNet, batch: dict[str, jax.Array]) -> jax.Array:
   return jnp.mean(losses)
 
 
-def _single(less_bn: bool, head: bool, gc: bool, freeze: bool) -> Any:
-  config = {
-    "boost": {"mode": "manual", "less_bn": less_bn, "grad_freeze": freeze},
-    "less_bn": {"fn_flag": head, "gc_flag": gc},
-  }
-  return optax_boost.nnx.auto_boost("O1", config)
+def contenders(total_steps: int) -> dict[str, Any]:
+  """The levels, and the methods of O1 one by one.
 
+  Args:
+    total_steps: the length of the training.
 
-def contenders() -> dict[str, Any]:
-  """The levels, and the methods of O1 one by one."""
-  make = optax_boost.nnx.auto_boost
+  Returns:
+    What :func:`optax_boost.nnx.auto_boost` makes, by name.
+  """
+
+  def make(level: str, config: Any = None, **options: Any) -> Any:
+    return optax_boost.nnx.auto_boost(level, config, total_steps=total_steps, **options)
+
+  def single(less_bn: bool = False, head: bool = False, gc: bool = False) -> Any:
+    config = {
+      "boost": {"mode": "manual", "less_bn": less_bn, "grad_freeze": not less_bn},
+      "less_bn": {"fn_flag": head, "gc_flag": gc},
+    }
+    return make("O1", config)
+
   return {
     _BASE: make("O0"),
-    "fewer BatchNorms": _single(True, False, False, False),
-    "fewer BatchNorms, normalized head": _single(True, True, False, False),
-    "freezing": _single(False, False, False, True),
+    "fewer BatchNorms": single(less_bn=True),
+    "fewer BatchNorms, centralized": single(less_bn=True, gc=True),
+    "fewer BatchNorms, normalized head": single(less_bn=True, head=True),
+    "freezing": single(),
     "O1": make("O1"),
     "O2": make("O2"),
     "O1, reference": make("O1", reference=True),
@@ -138,7 +159,7 @@ class Trainer:
     steps: of a training: the learning rate rises in the first tenth, then falls to 0.
   """
 
-  def __init__(self, boost: Any, channels: int, blocks: int, batch: Any, steps: int = _STEPS):
+  def __init__(self, boost: Any, channels: int, blocks: int, batch: Any, steps: int):
     self._boost, self._shape, self._batch = boost, (channels, blocks), batch
     rate = optax.warmup_cosine_decay_schedule(0.0, _PEAK_RATE, steps // 10, steps)
     sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
@@ -168,85 +189,156 @@ class Trainer:
     return 100 * float(np.mean(np.concatenate(found) == labels))
 
 
-def _contender(name: str, trainer: Trainer, batch: Any) -> _harness.Contender:
-  model, optimizer = trainer.start(0)
+def contender(
+  name: str, start: Callable[[], tuple[Any, Any]], step: Any, batch: Any
+) -> _harness.Contender:
+  """Times whole trainings, or, of the reference's settings, one that goes on and on.
+
+  Args:
+    name: its name.
+    start: makes a model and its optimizer.
+    step: the train step.
+    batch: the batch of all steps.
+
+  Returns:
+    What has compiled all that it needs, and measures the seconds of :data:`STEPS` steps.
+  """
+  kept = start() if "reference" in name else None
 
   def run() -> float:
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-      metrics = trainer.step(model, optimizer, batch)
+    model, optimizer = kept or start()
+    # A new model's first call takes it apart.
+    jax.block_until_ready(step(model, optimizer, batch))
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+      metrics = step(model, optimizer, batch)
     jax.block_until_ready((metrics, nnx.state(model)))
-    return time.perf_counter() - start
+    return time.perf_counter() - begin
 
-  start = time.perf_counter()
+  begin = time.perf_counter()
   run()
   # A random schedule may take some time to have frozen each number of groups.
-  for _ in range(4 if "reference" in name else 0):
+  for _ in range(6 if kept else 0):
     run()
-  return _harness.Contender(name, run, {"first steps, s": time.perf_counter() - start})
+  return _harness.Contender(name, run, {"first steps, s": time.perf_counter() - begin})
 
 
 def speed(
-  title: str,
-  shape: tuple[int, ...],
-  blocks: int,
+  part: str,
   rounds: int,
   names: Sequence[str] = (),
 ) -> dict[str, Any]:
   """Compares the seconds of contenders on one network.
 
   Args:
-    title: of the table.
-    shape: of a batch of images.
-    blocks: in each stage.
+    part: which.
     rounds: to measure.
     names: the contenders; none: all.
   """
-  chosen = contenders()
+  title, shape, blocks = _NETWORKS[part]
+  chosen = contenders(STEPS + 1)
   names = names or list(chosen)
   rng = np.random.default_rng(0)
   x = rng.normal(size=shape).astype(np.float32)
   batch = {"x": x, "y": rng.integers(0, 10, shape[0], np.int32)}
-  able = [
-    _contender(name, Trainer(chosen[name], shape[-1], blocks, batch), batch)
-    for name in tqdm(names, desc="compiling", leave=False)
-  ]
+  able = []
+  for name in tqdm(names, desc="compiling", leave=False):
+    trainer = Trainer(chosen[name], shape[-1], blocks, batch, STEPS + 1)
+    able.append(contender(name, functools.partial(trainer.start, 0), trainer.step, batch))
   return _harness.compare(able, [_BASE], rounds, title, patience=1)
 
 
-def _batches(x: np.ndarray, y: np.ndarray, steps: int, seed: int) -> Iterator[dict[str, Any]]:
+def _batches(
+  x: np.ndarray, y: np.ndarray, steps: int, seed: int, augmented: bool = False
+) -> Iterator[dict[str, Any]]:
   rng = np.random.default_rng(seed)
   order = np.empty(0, int)
   for _ in range(steps):
     if len(order) < _TRAINING_BATCH:
       order = rng.permutation(len(y))
     chosen, order = order[:_TRAINING_BATCH], order[_TRAINING_BATCH:]
-    yield {"x": x[chosen], "y": y[chosen]}
+    yield {"x": _moved(x[chosen], rng) if augmented else x[chosen], "y": y[chosen]}
 
 
-def accuracies(data: Data, steps: int, names: list[str]) -> dict[str, list[float]]:
-  """Trains with some of the contenders on the small network.
+def _moved(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  number, size = x.shape[:2]
+  padded = np.pad(x, ((0, 0), (2, 2), (2, 2), (0, 0)))
+  down, right = rng.integers(0, 5, (2, number, 1))
+  place = np.arange(size)
+  columns = np.where(rng.integers(0, 2, (number, 1)), size - 1 - place, place) + right
+  rows = place + down
+  return padded[np.arange(number)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+class Training(NamedTuple):
+  """One training of the small network.
+
+  Attributes:
+    data: the name of the images: ``"digits"``, or the path of an npz file.
+    steps: how many.
+    augmented: whether images are moved at random.
+    name: of the contender.
+    seed: of the initial weights and the batches.
+  """
+
+  data: str
+  steps: int
+  augmented: bool
+  name: str
+  seed: int
+
+
+def accuracy(training: Training) -> float:
+  """Trains once.
 
   Args:
-    data: training images and labels, test images and labels.
+    training: what.
+
+  Returns:
+    The test accuracy, in percent.
+  """
+  data, steps, augmented, name, seed = training
+  x, y, test_x, test_y = digits() if data == "digits" else cifar(pathlib.Path(data))
+  sample = next(_batches(x, y, 1, 0))
+  trainer = Trainer(contenders(steps)[name], x.shape[-1], 1, sample, steps)
+  model, optimizer = trainer.start(seed)
+  for batch in _batches(x, y, steps, seed, augmented):
+    trainer.step(model, optimizer, batch)
+  return trainer.accuracy(model, test_x, test_y)
+
+
+def _take_core(free: Any) -> None:
+  # Of a small network, trainings on a core each are faster than one after the other on all.
+  if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {free.get()})
+
+
+def accuracies(
+  data: str, steps: int, augmented: bool, names: Sequence[str], seeds: int
+) -> dict[str, list[float]]:
+  """Trains with some of the contenders on the small network, a training per core at a time.
+
+  Args:
+    data: the name of the images; see :class:`Training`.
     steps: of each training.
+    augmented: whether images are moved at random.
     names: the contenders.
+    seeds: how many of each.
 
   Returns:
     Test accuracies by name, one per seed.
   """
-  x, y, test_x, test_y = data
-  found = {}
-  for name in tqdm(names, desc=f"{steps} steps", unit="level"):
-    sample = next(_batches(x, y, 1, 0))
-    trainer = Trainer(contenders()[name], x.shape[-1], 1, sample, steps)
-    found[name] = []
-    for seed in _SEEDS:
-      model, optimizer = trainer.start(seed)
-      for batch in _batches(x, y, steps, seed):
-        trainer.step(model, optimizer, batch)
-      found[name].append(trainer.accuracy(model, test_x, test_y))
-  return found
+  trainings = [Training(data, steps, augmented, n, seed) for seed in range(seeds) for n in names]
+  cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+  # A fork of a process that runs JAX's threads may hang.
+  start = multiprocessing.get_context("spawn")
+  free = start.Queue()
+  for core in cores:
+    free.put(core)
+  with concurrent.futures.ProcessPoolExecutor(len(cores), start, _take_core, (free,)) as pool:
+    done = tqdm(pool.map(accuracy, trainings), total=len(trainings), desc=f"{steps} steps")
+    values = dict(zip(trainings, done, strict=True))
+  return {name: [v for t, v in values.items() if t.name == name] for name in names}
 
 
 def _scaled(x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> Data:
@@ -328,42 +420,48 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--rounds", type=int, default=12, help="rounds on digits; a third on 32x32")
   parser.add_argument("--steps", type=int, default=300, help="of each training on digits")
-  parser.add_argument("--cifar-steps", type=int, default=1250, help="of each training on CIFAR-10")
+  parser.add_argument("--cifar-steps", type=int, default=1250, help="on CIFAR-10; long: times 5")
+  parser.add_argument("--seeds", type=int, default=5, help="of each training; long: at most 3")
   parser.add_argument("--cifar", default="cifar10_24k.npz", help="in the folder OPTAX_BOOST_DATA")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
   options = parser.parse_args()
   folder = os.environ.get("OPTAX_BOOST_DATA")
+  images = folder and str(pathlib.Path(folder) / options.cifar)
   # Parts that are left out keep what an earlier run found.
   found = pathlib.Path(options.out) / "auto_boost_parts.json"
   parts = json.loads(found.read_text()) if found.is_file() else {}
-  few = max(2, options.rounds // 4)
   for part in options.parts:
-    if part == "speed-8":
-      title = "Images of 8 x 8, batch 64: ResNet-11"
-      parts[part] = speed(title, (64, 8, 8, 1), 1, options.rounds)
-    elif part == "speed-32":
-      title = "Images of 32 x 32, batch 32: ResNet-29"
-      parts[part] = speed(title, (32, 32, 32, 3), 3, few, _FEWER)
+    if part in _NETWORKS:
+      large = part == "speed-32"
+      rounds = max(2, options.rounds // 4) if large else options.rounds
+      parts[part] = speed(part, rounds, _FEWER if large else ())
     elif part == "digits":
       title = f"Digits: ResNet-11, {options.steps} steps in batches of {_TRAINING_BATCH}"
-      parts[part] = title, accuracies(digits(), options.steps, [_BASE, "O1", "O2"])
-    elif folder:
-      data = cifar(pathlib.Path(folder) / options.cifar)
-      steps = options.cifar_steps
+      names = [_BASE, "O1", "O2"]
+      parts[part] = title, accuracies("digits", options.steps, False, names, options.seeds)
+    elif images:
+      long = part == "cifar-long"
+      steps = options.cifar_steps * (5 if long else 1)
+      names = [
+        _BASE,
+        *(() if long else ("fewer BatchNorms", "fewer BatchNorms, centralized")),
+        "O1",
+        "O2",
+      ]
+      seeds = min(options.seeds, 3) if long else options.seeds
       title = (
-        f"CIFAR-10, {len(data[1]):,} images averaged to 16 x 16: ResNet-11, {steps} steps in"
-        f" batches of {_TRAINING_BATCH}"
+        f"CIFAR-10, 20,000 images averaged to 16 x 16{', augmented' if long else ''}: ResNet-11,"
+        f" {steps} steps in batches of {_TRAINING_BATCH}"
       )
-      names = [_BASE, "fewer BatchNorms", "O1", "O2"]
-      parts[part] = title, accuracies(data, steps, names)
+      parts[part] = title, accuracies(images, steps, long, names, seeds)
     _write(parts, options.out)
     found.write_text(json.dumps(parts))
 
 
 def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:
-  comparisons = [parts[part] for part in _PARTS[:2] if part in parts]
-  tables = dict(parts[part] for part in _PARTS[2:] if part in parts)
+  comparisons = [parts[part] for part in _NETWORKS if part in parts]
+  tables = dict(parts[part] for part in _PARTS if part in parts and part not in _NETWORKS)
   where = _harness.machine(["jax", "jaxlib", "optax", "flax"])
   _harness.write("auto_boost", _ABOUT, comparisons, where, folder)
   with (folder / "auto_boost.md").open("a") as file:

@@ -2,12 +2,11 @@
 
 import argparse
 import contextlib
+import functools
 import pathlib
-import time
 from typing import Any
 
 from flax import nnx
-import jax
 import numpy as np
 import optax
 from tqdm import tqdm
@@ -17,12 +16,12 @@ from benchmarks import auto_boost
 import optax_boost.nnx
 
 _BASE, _THEIR_BASE = "O0", "MindSpore O0"
-_BATCH, _STEPS = 16, 12
+_BATCH = 16
 _ABOUT = f"""\
 A ResNet-11 of bottleneck blocks on 8 x 8 images in batches of {_BATCH} (small, as MindSpore's
 convolutions are slow on a CPU), SGD with Nesterov momentum and weight decay. One measurement is
-{_STEPS} train steps, nothing compiled. What a level saves is read against the own O0: in the column
-`x {_BASE}` for ours, in `x {_THEIR_BASE}` for MindSpore 2.10.0 (graph mode,
+a training of {auto_boost.STEPS} steps, nothing compiled. What a level saves is read against the own
+O0: in the column `x {_BASE}` for ours, in `x {_THEIR_BASE}` for MindSpore 2.10.0 (graph mode,
 `BoostTrainOneStepCell`, each level in a process of its own). `reference` are ours with the
 reference's settings: the interval schedule of ten groups, 30 % of the steps frozen, the normalized
 head. `no centralization` is MindSpore's level with `gc_flag` off. MindSpore documents AutoBoost
@@ -31,23 +30,19 @@ for Ascend only. On one device its O2 is its O1."""
 
 def ours(name: str, boost: Any, batch: dict[str, np.ndarray]) -> _harness.Contender:
   """A level here, its steps compiled."""
-  model = boost.model(auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0)), batch["x"])
+
+  def made() -> Any:
+    return boost.model(auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0)), batch["x"])
+
   inner = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
-  tx = boost.optimizer(inner, model, auto_boost.loss_fn, batch)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  tx = boost.optimizer(inner, made(), auto_boost.loss_fn, batch)
   step = boost.train_step(auto_boost.loss_fn)
 
-  def run() -> float:
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-      metrics = step(model, optimizer, batch)
-    jax.block_until_ready((metrics, nnx.state(model)))
-    return time.perf_counter() - start
+  def start() -> tuple[Any, nnx.Optimizer]:
+    model = made()
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  # A random schedule takes some time to have frozen each number of groups.
-  for _ in range(8):
-    run()
-  return _harness.Contender(name, run)
+  return auto_boost.contender(name, start, step, batch)
 
 
 def main() -> None:
@@ -59,7 +54,7 @@ def main() -> None:
   rng = np.random.default_rng(0)
   x = rng.standard_normal((_BATCH, 8, 8, 1), dtype=np.float32)
   batch = {"x": x, "y": rng.integers(0, 10, _BATCH, np.int32)}
-  make = optax_boost.nnx.auto_boost
+  make = functools.partial(optax_boost.nnx.auto_boost, total_steps=auto_boost.STEPS + 1)
   levels = {
     _BASE: make("O0"),
     "O1": make("O1"),
@@ -75,7 +70,7 @@ def main() -> None:
     "MindSpore O2, no centralization": "O2-gc_flag",
   }
   contenders = [ours(name, level, batch) for name, level in tqdm(levels.items(), desc="compiling")]
-  script, arguments = "mindspore_auto_boost.py", (str(_BATCH), str(_STEPS))
+  script, arguments = "mindspore_auto_boost.py", (str(_BATCH), str(auto_boost.STEPS))
   with contextlib.ExitStack() as running:
     contenders += [
       running.enter_context(_harness.peer(name, _harness.MINDSPORE, script, level, *arguments))

@@ -119,9 +119,9 @@ def _call(make: Callable[[], Any], batch: Any, rounds: int) -> float:
 
 
 def _mean_step(level: str, steps: list[float]) -> float:
-  """A step of a level on average, from that of each depth."""
+  """A step of a level on average over a training, from that of each depth."""
   block = optax_boost.nnx.auto_boost(level).config.grad_freeze
-  schedule = optax_boost.continuous_freezing(block.param_groups, 1 - block.freeze_p)
+  schedule = optax_boost.progressive_freezing(block.param_groups, 240, block.freeze_p, anneal=False)
   depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(240)]
   return float(np.mean([steps[depth] for depth in depths]))
 
