@@ -37,15 +37,44 @@ _BASE = "O0"
 STEPS = 20
 _PEAK_RATE = 0.05
 _TRAINING_BATCH = 64
-_PARTS = ("speed-8", "speed-16", "speed-32", "digits", "cifar", "cifar-long")
+_PARTS = ("speed-8", "speed-16", "speed-32", "digits", "cifar", "cifar-short", "cifar-long")
 # The parts that measure speed: a title, the shape of a batch, blocks per stage.
 _NETWORKS: dict[str, tuple[str, tuple[int, ...], int]] = {
   "speed-8": ("Images of 8 x 8, batch 64: ResNet-11", (64, 8, 8, 1), 1),
   "speed-16": ("Images of 16 x 16, batch 64: ResNet-11", (64, 16, 16, 3), 1),
   "speed-32": ("Images of 32 x 32, batch 32: ResNet-29", (32, 32, 32, 3), 3),
 }
+_TIMED = (
+  _BASE,
+  "fewer BatchNorms",
+  "fewer BatchNorms, normalized head",
+  "freezing",
+  "O1",
+  "O2",
+  "O1, reference",
+)
 # On the larger network, whose programs take long to compile.
 _FEWER = (_BASE, "fewer BatchNorms", "freezing", "O1", "O2")
+# The parts that train on CIFAR-10: the share of the steps, whether images are augmented, the most
+# seeds, the contenders. The short one takes as long as O1.
+_TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
+  "cifar": (
+    1,
+    False,
+    5,
+    (
+      _BASE,
+      "fewer BatchNorms",
+      "fewer BatchNorms, centralized",
+      "O1",
+      "O2",
+      "O1, in turns",
+      "O2, in turns",
+    ),
+  ),
+  "cifar-short": (0.79, False, 5, (_BASE,)),
+  "cifar-long": (5, True, 3, (_BASE, "O1", "O2")),
+}
 _ABOUT = f"""\
 `optax_boost.nnx.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
 of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
@@ -58,7 +87,8 @@ defaults, whose schedule is random in how many groups it freezes, so its trainin
 Accuracies are of the ResNet-11 after equally many steps, on all test images. The learning rate
 rises in the first tenth of the steps, then falls to 0 (cosine). A seed means the same initial
 weights and the same batches at every level. `augmented` images are shifted by up to two pixels and
-mirrored at random."""
+mirrored at random. `in turns` freezes the same layers as often, all along the training: in every
+third (O1) and every second step (O2)."""
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -144,6 +174,9 @@ def contenders(total_steps: int) -> dict[str, Any]:
     "freezing": single(),
     "O1": make("O1"),
     "O2": make("O2"),
+    # As much, but all along the training: every second and third step.
+    "O1, in turns": make("O1", {"grad_freeze": {"freeze_type": 0}}),
+    "O2, in turns": make("O2", {"grad_freeze": {"freeze_type": 0}}),
     "O1, reference": make("O1", reference=True),
   }
 
@@ -226,18 +259,17 @@ def contender(
 def speed(
   part: str,
   rounds: int,
-  names: Sequence[str] = (),
+  names: Sequence[str],
 ) -> dict[str, Any]:
   """Compares the seconds of contenders on one network.
 
   Args:
     part: which.
     rounds: to measure.
-    names: the contenders; none: all.
+    names: the contenders.
   """
   title, shape, blocks = _NETWORKS[part]
   chosen = contenders(STEPS + 1)
-  names = names or list(chosen)
   rng = np.random.default_rng(0)
   x = rng.normal(size=shape).astype(np.float32)
   batch = {"x": x, "y": rng.integers(0, 10, shape[0], np.int32)}
@@ -435,26 +467,20 @@ def main() -> None:
     if part in _NETWORKS:
       large = part == "speed-32"
       rounds = max(2, options.rounds // 4) if large else options.rounds
-      parts[part] = speed(part, rounds, _FEWER if large else ())
+      parts[part] = speed(part, rounds, _FEWER if large else _TIMED)
     elif part == "digits":
       title = f"Digits: ResNet-11, {options.steps} steps in batches of {_TRAINING_BATCH}"
       names = [_BASE, "O1", "O2"]
       parts[part] = title, accuracies("digits", options.steps, False, names, options.seeds)
     elif images:
-      long = part == "cifar-long"
-      steps = options.cifar_steps * (5 if long else 1)
-      names = [
-        _BASE,
-        *(() if long else ("fewer BatchNorms", "fewer BatchNorms, centralized")),
-        "O1",
-        "O2",
-      ]
-      seeds = min(options.seeds, 3) if long else options.seeds
+      share, augmented, seeds, names = _TRAININGS[part]
+      steps = round(share * options.cifar_steps)
       title = (
-        f"CIFAR-10, 20,000 images averaged to 16 x 16{', augmented' if long else ''}: ResNet-11,"
-        f" {steps} steps in batches of {_TRAINING_BATCH}"
+        f"CIFAR-10, 20,000 images averaged to 16 x 16{', augmented' if augmented else ''}:"
+        f" ResNet-11, {steps} steps in batches of {_TRAINING_BATCH}"
       )
-      parts[part] = title, accuracies(images, steps, long, names, seeds)
+      values = accuracies(images, steps, augmented, names, min(seeds, options.seeds))
+      parts[part] = title, values
     _write(parts, options.out)
     found.write_text(json.dumps(parts))
 
