@@ -87,8 +87,8 @@ defaults, whose schedule is random in how many groups it freezes, so its trainin
 Accuracies are of the ResNet-11 after equally many steps, on all test images. The learning rate
 rises in the first tenth of the steps, then falls to 0 (cosine). A seed means the same initial
 weights and the same batches at every level. `augmented` images are shifted by up to two pixels and
-mirrored at random. `in turns` freezes the same layers as often, all along the training: in every
-third (O1) and every second step (O2)."""
+mirrored at random. `in turns` freezes the same layers all along the training, a little more often:
+in every third (O1) and every second step (O2)."""
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -494,7 +494,7 @@ def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:
     file.write("".join("\n" + accuracy_table(*item) for item in tables.items()))
   figure = picture(comparisons, tables)
   figure.savefig(folder / "auto_boost.png", dpi=110)
-  if folder == _harness.HERE / "results":
+  if folder.resolve() == _harness.HERE / "results":
     plot.small(figure, _harness.HERE.parent / "docs" / "figures" / "auto_boost.png")
 
 

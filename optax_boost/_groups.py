@@ -252,6 +252,10 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
+# From a step count and raw key data to how many groups that step freezes.
+DepthAt: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 class Found(NamedTuple):
   """The groups of a transformation, as the train step needs them.
 
@@ -263,7 +267,7 @@ class Found(NamedTuple):
 
   group: dict[str, int]
   num_groups: int
-  depth_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  depth_at: DepthAt | None = None
 
   def numbers(self, params: optax.Params) -> list[int]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
@@ -280,7 +284,7 @@ def tell(
   params: optax.Params,
   numbers: Sequence[int],
   num_groups: int,
-  depth_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+  depth_at: DepthAt | None = None,
 ) -> None:
   """Tells the train step of a method's groups; called in the method's ``init``.
 

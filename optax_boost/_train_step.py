@@ -239,11 +239,12 @@ def make_train_step(
     donate: whether the old state's memory is reused for the new one.
     freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
       a compiled step for each number of frozen groups, made when it first occurs; the host counts
-      along to know it, but where a wrapper may skip steps reads it from the state, which waits for
-      the step before. ``"switch"``: by a conditional inside one compiled step, which takes as
-      long to compile as all of them. ``"auto"``: per depth; inside your own ``jit`` or ``scan``,
-      where only a conditional can do it, the switch, but on a CPU not for convolutions, whose
-      gradients it makes slower than no freezing at all (a warning says so).
+      along to know it, but where :func:`freeze` stands in a wrapper other than ``optax.chain`` it
+      reads it from the state, which waits for the step before. ``"switch"``: by a conditional
+      inside one compiled step, which takes as long to compile as all of them. ``"auto"``: per
+      depth; inside your own ``jit`` or ``scan``, where only a conditional can do it, the switch,
+      but on a CPU not for convolutions, whose gradients it makes slower than no freezing at all (a
+      warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still.
 
   Returns:

@@ -115,6 +115,7 @@ def test_freezing_at_the_end_needs_to_know_when_that_is():
     ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 or null"
   ):
     auto_boost("O1", total_steps=0)
+  assert auto_boost("O1", total_steps=np.int64(5)).config.grad_freeze.total_steps == 5
   # The argument goes before the configuration.
   given = {"grad_freeze": {"total_steps": 7}}
   assert auto_boost("O1", given).config.grad_freeze.total_steps == 7

@@ -1,8 +1,10 @@
 """Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
 
 import fractions
+import gc
 import itertools
 import pathlib
+import weakref
 
 import chex
 from flax import linen as nn
@@ -561,7 +563,7 @@ def test_the_host_reads_the_first_depth_and_counts_on(monkeypatch):
   _, history = train(step, step.init(chain_params()), 11)
   _, expected = train(switch, switch.init(chain_params()), 11)
   assert [int(m["frozen_groups"]) for m in history] == [int(m["frozen_groups"]) for m in expected]
-  # Of the state at the start, the count and the depth; nothing that a step computes.
+  # Of the state at the start, the count and the depth; nothing of a step but for each chunk.
   assert len(reads) == 2
   assert step._depths._many._cache_size() == 1
 
@@ -571,7 +573,7 @@ def test_states_from_elsewhere_are_read(monkeypatch):
   step = chain_step(donate=False)
   start = step.init(chain_params())
   state, _ = train(step, start, 5)
-  # Back to an old state, one after the other, and with another depth or another count put in.
+  # Back to an old state, one after the other, and with another depth put in.
   states = [start, state, start]
   depths = [int(step(s, BATCH)[1]["frozen_groups"]) for s in states]
   assert depths == [DEPTHS[0], DEPTHS[5], DEPTHS[0]]
@@ -580,6 +582,75 @@ def test_states_from_elsewhere_are_read(monkeypatch):
   assert int(metrics["frozen_groups"]) == LAYERS - 1
   _, history = train(step, state, 4)
   assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[2:6])
+
+
+def fails(step, start):
+  with pytest.raises(TypeError):
+    step(start, BATCH[:, :3])
+
+
+@pytest.mark.parametrize(
+  "between",
+  [
+    lambda step, start: step.lower(start, BATCH),
+    lambda step, start: step.trace(jax.eval_shape(lambda: start), BATCH),
+    fails,
+    lambda step, start: jax.jit(step)(start, BATCH),
+    lambda step, start: step(jax.tree.map(np.asarray, start), BATCH),
+  ],
+  ids=["lowered", "traced", "failed", "jitted", "numpy"],
+)
+def test_what_happens_between_two_steps_does_not_count(between):
+  step = chain_step(donate=False)
+  start = step.init(chain_params())
+  state, _ = train(step, start, 3)
+  between(step, start)
+  _, history = train(step, state, 5)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:8])
+
+
+def test_a_state_restored_as_numpy_goes_on_where_it_was():
+  step = chain_step()
+  state, _ = train(step, step.init(chain_params()), 3)
+  restored = jax.tree.map(np.asarray, state)
+  _, history = train(chain_step(freezing="per_depth"), restored, 5)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:8])
+
+
+def test_a_state_with_known_values_inside_a_trace_takes_its_depth():
+  step = chain_step(donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  depth = jax.jit(lambda batch: step(state, batch)[1]["frozen_groups"])(BATCH)
+  assert int(depth) == DEPTHS[3]
+
+
+def test_the_step_keeps_no_optimizer_state():
+  step = chain_step()
+  state, _ = train(step, step.init(chain_params()), 3)
+  moments = [weakref.ref(leaf) for leaf in jax.tree.leaves(state.opt_state.inner_state)]
+  del state
+  gc.collect()
+  assert not any(ref() is not None for ref in moments)
+
+
+def test_a_wrapper_without_a_state_of_its_own_may_skip_for_one_chunk_only(monkeypatch):
+  monkeypatch.setattr(_depths, "_CHUNK", 2)
+
+  def skipping(tx):
+    def update(grads, state, params, **extra):
+      updates, moved = tx.update(grads, state, params, **extra)
+      skip = ~jnp.isfinite(extra["value"])
+      kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
+      return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+  step = chain_step(wrap=skipping)
+  state = step.init(chain_params())
+  for _ in range(4):
+    state, _ = step(state, BATCH * jnp.nan)
+  state, history = train(step, state, 4)
+  assert [int(m["frozen_groups"]) for m in history[2:]] == list(DEPTHS[2:4])
 
 
 def test_a_step_that_a_wrapper_skips_repeats_its_depth():

@@ -8,6 +8,7 @@ from typing import Any
 from typing import TypeAlias
 
 import jax
+import numpy as np
 import optax
 
 from optax_boost import _accumulation
@@ -265,6 +266,8 @@ def decided(
   _levels.check_level(level)
   found = read_config(config, _config.BoostConfig() if reference else _levels.SETTINGS[level])
   if total_steps is not None:
+    if isinstance(total_steps, np.integer):
+      total_steps = int(total_steps)
     freezing = dataclasses.replace(found.grad_freeze, total_steps=total_steps)
     found = dataclasses.replace(found, grad_freeze=freezing)
   replicas = axis_name is not None and not reference

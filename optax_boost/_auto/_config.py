@@ -139,7 +139,7 @@ class GradFreezeConfig(_Block):
       end of the training, for good.
     freeze_p: the share of steps in which nothing is frozen.
     total_steps: the number of training steps, for freeze_type 2; the others do not depend on it.
-      None: not known.
+      None: not known. The default is the reference's, hardly the length of yours.
   """
 
   param_groups: int = _key(10, _COUNT)

@@ -3,7 +3,6 @@
 from optax_boost._freezing._backward import Execution
 from optax_boost._freezing._backward import cut_gradient
 from optax_boost._freezing._backward import hold_statistics
-from optax_boost._freezing._depths import DepthAt
 from optax_boost._freezing._depths import HostDepths
 from optax_boost._freezing._schedules import FreezeSchedule
 from optax_boost._freezing._schedules import continuous_freezing
@@ -13,7 +12,6 @@ from optax_boost._freezing._transform import FreezeState
 from optax_boost._freezing._transform import freeze
 
 __all__ = [
-  "DepthAt",
   "Execution",
   "FreezeSchedule",
   "FreezeState",

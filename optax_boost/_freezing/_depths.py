@@ -6,16 +6,16 @@ reads both once, works out the numbers of many steps together, and counts along.
 """
 
 from collections.abc import Callable
+import operator
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from optax_boost import _groups
 from optax_boost._freezing import _transform
 
-# From a step count and raw key data to how many groups that step freezes.
-DepthAt = Callable[[jax.Array, jax.Array], jax.Array]
 # Steps whose depths are worked out together; the host waits for the device once in as many.
 _CHUNK = 256
 
@@ -24,9 +24,10 @@ class HostDepths:
   """The depths of a train step's calls, one after the other."""
 
   def __init__(self) -> None:
-    # The state that the last step returned, and its count.
-    self._last: _transform.FreezeState | None = None
-    self._count = 0
+    # Of the state that the last step returned: its first three arrays, by which it is recognized,
+    # and its count. Holding all of it would keep the inner optimizer's memory.
+    self._last: tuple[jax.Array, ...] = ()
+    self._count: int | None = None
     # The depths of the steps from a count on.
     self._depths = np.empty(0, np.int32)
     self._start = 0
@@ -34,7 +35,9 @@ class HostDepths:
     # Which leaf holds the number inside a wrapper; -1: none.
     self._leaf: int | None = None
 
-  def next(self, opt_state: optax.OptState, find_depth_at: Callable[[], DepthAt]) -> int | None:
+  def next(
+    self, opt_state: optax.OptState, find_depth_at: Callable[[], _groups.DepthAt]
+  ) -> int | None:
     """How many groups the step from a state freezes.
 
     Args:
@@ -47,15 +50,15 @@ class HostDepths:
     state = _counting(opt_state)
     if state is None:
       return _value(self._inside(opt_state))
-    if self._last is None or not _same(state, self._last):
-      # From elsewhere, a checkpoint say.
-      self._depths = np.empty(0, np.int32)
-      self._count = self._start = _value(state.count) or 0
+    if self._count is None or not _same(state, self._last):
+      # From elsewhere, a checkpoint say. Whether a step follows is not known yet.
+      self._last, self._depths = (), np.empty(0, np.int32)
+      self._count = _value(state.count)
       return _value(state.frozen_groups)
     place = self._count - self._start
-    if place >= len(self._depths):
-      place, self._start = 0, self._count
-      self._depths = self._work_out(find_depth_at, state.key)
+    if not 0 <= place < len(self._depths):
+      self._work_out(find_depth_at, state)
+      place = 0
     return int(self._depths[place])
 
   def made_step(self, opt_state: optax.OptState) -> None:
@@ -65,18 +68,26 @@ class HostDepths:
       opt_state: what it returned.
     """
     state = _counting(opt_state)
-    known = state is not None and not isinstance(state.count, jax.core.Tracer)
-    self._last = state if known else None
-    self._count += 1
+    if state is None or self._count is None or isinstance(state.count, jax.core.Tracer):
+      self._last, self._count = (), None
+    else:
+      self._last, self._count = state[:3], self._count + 1
 
-  def _work_out(self, find_depth_at: Callable[[], DepthAt], key: jax.Array) -> np.ndarray:
+  def _work_out(
+    self, find_depth_at: Callable[[], _groups.DepthAt], state: _transform.FreezeState
+  ) -> None:
     if self._many is None:
       depth_at = find_depth_at()
       # One after the other, since a schedule need not understand `vmap`.
       self._many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
+    # Read anew, should anything have kept a step from being counted.
+    self._count = self._start = int(state.count)
     counts = np.arange(self._count, self._count + _CHUNK, dtype=np.int32)
     # On values of the host: over many processes, each works them out for itself.
-    return np.asarray(self._many(counts, np.asarray(key)))
+    arguments = jax.device_put((counts, np.asarray(state.key)))
+    # Someone's trace may be under way around a state whose values are known.
+    with jax.ensure_compile_time_eval():
+      self._depths = np.asarray(self._many(*arguments))
 
   def _inside(self, opt_state: optax.OptState) -> Any:
     if self._leaf == -1:
@@ -90,19 +101,20 @@ class HostDepths:
 
 
 def _counting(opt_state: Any) -> _transform.FreezeState | None:
-  """The state of a `freeze` that counts every step: one that no wrapper can make repeat a step."""
+  """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
   if isinstance(opt_state, _transform.FreezeState):
     return opt_state
-  # What `optax.chain` keeps. A wrapper that may skip its inner update has a type of its own.
+  # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
   found = map(_counting, opt_state) if type(opt_state) is tuple else ()
   return next((state for state in found if state is not None), None)
 
 
-def _same(state: _transform.FreezeState, last: _transform.FreezeState) -> bool:
-  pairs = zip(state[:3], last[:3], strict=True)
-  return all(ours is theirs for ours, theirs in pairs)
+def _same(state: _transform.FreezeState, last: tuple[jax.Array, ...]) -> bool:
+  return len(last) > 0 and all(map(operator.is_, state[:3], last))
 
 
 def _value(number: Any) -> int | None:
-  known = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
+  # A checkpoint may hold NumPy's numbers.
+  known = isinstance(number, jax.Array | np.ndarray | np.generic)
+  known &= not isinstance(number, jax.core.Tracer)
   return int(number) if known else None

@@ -29,8 +29,9 @@ class FreezeSchedule:
 
   Attributes:
     num_groups: the number of groups that it was made for.
-    frozen_groups: a function of the step (scalar int32) and a key, to how many groups are frozen
-      in that step; values are clipped to 0, ..., num_groups - 1.
+    frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
+      frozen in that step; values are clipped to 0, ..., num_groups - 1. The train step evaluates it
+      many steps ahead.
     learning_rate_scale: a function of the step to what each group's updates are multiplied by, an
       array of `num_groups` numbers; None: ones.
   """
@@ -225,7 +226,7 @@ def progressive_freezing(
   if num_groups == 1:
     place = np.ones(1)
   times = np.maximum(np.round(total_steps * (first + (1 - first) * place**power)), 1)
-  ends = times.astype(np.int32)
+  ends = np.minimum(times, np.iinfo(np.int32).max).astype(np.int32)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     del key

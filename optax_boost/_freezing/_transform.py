@@ -51,7 +51,9 @@ def freeze(
 
   Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
   it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
-  ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
+  ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth). A
+  wrapper of your own that skips steps must keep a state of a type of its own: inside plain tuples,
+  as ``optax.chain`` keeps, the train step takes every step as counted.
 
   Args:
     inner: the optimizer.
