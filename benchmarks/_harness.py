@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import plot
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
 # Idle OpenMP threads would spin on the cores that the next contender needs.
 _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -20,8 +20,9 @@ _BATCH = 16
 _ABOUT = f"""\
 A ResNet-11 of bottleneck blocks on 8 x 8 images in batches of {_BATCH} (small, as MindSpore's
 convolutions are slow on a CPU), SGD with Nesterov momentum and weight decay. One measurement is
-a training of {auto_boost.STEPS} steps, nothing compiled. What a level saves is read against the own
-O0: in the column `x {_BASE}` for ours, in `x {_THEIR_BASE}` for MindSpore 2.10.0 (graph mode,
+{auto_boost.STEPS} train steps, nothing compiled: of ours a whole training, of MindSpore and of
+`reference` so many steps of one that goes on. What a level saves is read against the own O0: in
+the column `x {_BASE}` for ours, in `x {_THEIR_BASE}` for MindSpore 2.10.0 (graph mode,
 `BoostTrainOneStepCell`, each level in a process of its own). `reference` are ours with the
 reference's settings: the interval schedule of ten groups, 30 % of the steps frozen, the normalized
 head. `no centralization` is MindSpore's level with `gc_flag` off. MindSpore documents AutoBoost
