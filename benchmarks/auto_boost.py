@@ -174,7 +174,7 @@ def contenders(total_steps: int) -> dict[str, Any]:
     "freezing": single(),
     "O1": make("O1"),
     "O2": make("O2"),
-    # As much, but all along the training: every second and third step.
+    # All along the training.
     "O1, in turns": make("O1", {"grad_freeze": {"freeze_type": 0}}),
     "O2, in turns": make("O2", {"grad_freeze": {"freeze_type": 0}}),
     "O1, reference": make("O1", reference=True),
