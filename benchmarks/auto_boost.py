@@ -68,7 +68,6 @@ _TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
       "fewer BatchNorms, centralized",
       "O1",
       "O2",
-      "O1, in turns",
       "O2, in turns",
     ),
   ),
@@ -87,8 +86,7 @@ defaults, whose schedule is random in how many groups it freezes, so its trainin
 Accuracies are of the ResNet-11 after equally many steps, on all test images. The learning rate
 rises in the first tenth of the steps, then falls to 0 (cosine). A seed means the same initial
 weights and the same batches at every level. `augmented` images are shifted by up to two pixels and
-mirrored at random. `in turns` freezes the same layers all along the training: in every fourth (O1)
-and every second step (O2)."""
+mirrored at random. `in turns` freezes the same layers in every second step."""
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -175,7 +173,6 @@ def contenders(total_steps: int) -> dict[str, Any]:
     "O1": make("O1"),
     "O2": make("O2"),
     # All along the training.
-    "O1, in turns": make("O1", {"grad_freeze": {"freeze_type": 0}}),
     "O2, in turns": make("O2", {"grad_freeze": {"freeze_type": 0}}),
     "O1, reference": make("O1", reference=True),
   }

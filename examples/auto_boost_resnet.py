@@ -147,7 +147,7 @@ def picture(results: dict[str, list[Result]]) -> Figure:
   axes.set_xlim(left=0)
   axes.set_xlabel("ms per step")
   axes.set_ylabel("test accuracy, %")
-  axes.set_title("AutoBoost's levels on digits: seeds, and their means (diamonds)")
+  axes.set_title("AutoBoost's levels on digits\n(a dot per seed, a diamond at their mean)")
   axes.legend()
   return figure
 
