@@ -65,10 +65,10 @@ def test_the_defaults_are_the_documented_ones():
 def test_the_levels_have_settings_of_their_own_and_the_references_stay_reachable():
   found = {level: auto_boost(level).config.grad_freeze for level in ("O1", "O2")}
   assert found["O1"] == optax_boost.GradFreezeConfig(
-    2, freeze_type=2, freeze_p=0.75, total_steps=None
+    2, freeze_type=2, freeze_p=0.7, total_steps=None
   )
   assert found["O2"] == optax_boost.GradFreezeConfig(
-    2, freeze_type=2, freeze_p=0.6, total_steps=None
+    2, freeze_type=2, freeze_p=0.55, total_steps=None
   )
   assert auto_boost("O1").config.less_bn == optax_boost.LessBNConfig(fn_flag=False)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
@@ -82,7 +82,7 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
   (tmp_path / "boost.json").write_text(json.dumps(config))
   for given in (config, tmp_path / "boost.json"):
     level = auto_boost("O2", given, total_steps=9)
-    assert level.config.grad_freeze == optax_boost.GradFreezeConfig(3, 2, 0.6, 9)
+    assert level.config.grad_freeze == optax_boost.GradFreezeConfig(3, 2, 0.55, 9)
     reference = auto_boost("O2", given, reference=True)
     assert reference.config.grad_freeze == optax_boost.GradFreezeConfig(3, 1, 0.7)
 
@@ -101,14 +101,14 @@ def test_the_levels_freeze_at_the_end_of_the_training_level_two_sooner():
       _, state = update(params, state, params)
     return depths
 
-  assert frozen("O1") == 15 * [0] + 9 * [1]
-  assert frozen("O2") == 12 * [0] + 12 * [1]
+  assert frozen("O1") == 14 * [0] + 10 * [1]
+  assert frozen("O2") == 11 * [0] + 13 * [1]
   assert frozen("O2", param_groups=3, freeze_p=0.5) == 10 * [0] + 5 * [1] + 9 * [2]
   assert frozen("O1", freeze_p=1.0) == 24 * [0]
 
 
 def test_freezing_at_the_end_needs_to_know_when_that_is():
-  message = r"last 25% of the training, .* pass auto_boost\(\.\.\., total_steps=\.\.\.\)"
+  message = r"last 30% of the training, .* pass auto_boost\(\.\.\., total_steps=\.\.\.\)"
   with pytest.raises(ValueError, match=message):
     auto_boost("O1").optimizer(optax.sgd(0.1), groups=["a", "b"])
   with pytest.raises(
@@ -314,7 +314,7 @@ def test_it_explains_itself():
 def test_it_says_what_was_measured_only_of_the_settings_that_were():
   assert "ResNet-29" in auto_boost("O1").explain()
   assert "ResNet-29" in auto_boost("O1", total_steps=100).explain()
-  assert "at the end, 2 groups, 25% of the steps" in auto_boost("O1").explain()
+  assert "at the end, 2 groups, 30% of the steps" in auto_boost("O1").explain()
   assert "measured" not in auto_boost("O1", reference=True).explain()
   assert "measured" not in auto_boost("O1", small()).explain()
 

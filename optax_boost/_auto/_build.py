@@ -304,7 +304,7 @@ def auto_boost(
 
   Args:
     level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and the first half
-      of the layers frozen in the last quarter of the training; ``"O2"``: in its last 40 %, and
+      of the layers frozen in the last 30 % of the training; ``"O2"``: in its last 45 %, and
       adaptive summation where `axis_name` is given. Both are meant for a learning rate that decays
       over the training.
     config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a

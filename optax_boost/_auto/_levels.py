@@ -23,14 +23,14 @@ LEVELS: dict[str, tuple[str, ...]] = {
 _SETTINGS = _config.BoostConfig(
   less_bn=_config.LessBNConfig(fn_flag=False),
   grad_freeze=_config.GradFreezeConfig(
-    param_groups=2, freeze_type=2, freeze_p=0.75, total_steps=None
+    param_groups=2, freeze_type=2, freeze_p=0.7, total_steps=None
   ),
 )
 SETTINGS: dict[str, _config.BoostConfig] = {
   "O0": _SETTINGS,
   "O1": _SETTINGS,
   "O2": dataclasses.replace(
-    _SETTINGS, grad_freeze=dataclasses.replace(_SETTINGS.grad_freeze, freeze_p=0.6)
+    _SETTINGS, grad_freeze=dataclasses.replace(_SETTINGS.grad_freeze, freeze_p=0.55)
   ),
 }
 
