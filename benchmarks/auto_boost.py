@@ -416,31 +416,30 @@ def accuracy_table(title: str, found: dict[str, list[float]]) -> str:
 
 
 def picture(comparisons: list[Any], tables: list[Any]) -> Figure:
-  """Draws steps per second against O0, and accuracies per seed."""
-  figure = Figure(figsize=(11, 3.5 * (1 + (len(tables) > 0))), layout="constrained")
-  axes = figure.subplots(
-    1 + (len(tables) > 0), max(len(comparisons), len(tables), 1), squeeze=False
-  )
+  """Draws steps per second against O0, with quartiles, and accuracies per seed."""
+  rows, columns = 1 + (len(tables) > 0), max(len(comparisons), len(tables), 1)
+  figure = Figure(figsize=(4 * columns, 3.5 * rows), layout="constrained")
+  axes = figure.subplots(rows, columns, squeeze=False)
   for axis, comparison in zip(axes[0], comparisons, strict=False):
-    rows = comparison["rows"]
-    low, middle, high = np.array([row["ratios"][_BASE] for row in rows]).T
-    names = [row["name"] for row in rows]
+    found = comparison["rows"]
+    low, middle, high = np.array([row["ratios"][_BASE] for row in found]).T
+    names = [textwrap.fill(row["name"], 18) for row in found]
     error = np.stack([1 / middle - 1 / high, 1 / low - 1 / middle])
     axis.barh(names, 1 / middle, xerr=error, color="tab:blue", capsize=3)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.invert_yaxis()
-    axis.set_xlabel("steps per second, O0 = 1 (quartiles)")
-    axis.set_title(comparison["title"], fontsize=9)
+    axis.set_xlabel("steps per second, O0 = 1", fontsize=9)
+    axis.set_title(textwrap.fill(comparison["title"], 30), fontsize=9)
   for axis, (title, found) in zip(axes[-1], tables, strict=False):
     for i, values in enumerate(found.values()):
       # A little apart, as equal accuracies would hide each other.
       axis.plot(values, i + 0.2 * np.linspace(-1, 1, len(values)), "o", color="tab:orange")
       axis.plot(np.mean(values), i, "|", color="black", markersize=20)
-    axis.set_yticks(range(len(found)), list(found))
+    axis.set_yticks(range(len(found)), [textwrap.fill(name, 18) for name in found])
     axis.invert_yaxis()
     axis.set_xlabel("test accuracy, %")
     # Narrower than the panel: the layout makes room for labels, not for titles.
-    lines = [*textwrap.wrap(title, 45), "(a dot per seed, a bar at their mean)"]
+    lines = [*textwrap.wrap(title, 36), "(a dot per seed, a bar at their mean)"]
     axis.set_title("\n".join(lines), fontsize=9)
   for axis in axes.flat:
     axis.set_visible(axis.has_data())
