@@ -38,8 +38,12 @@ SETTINGS: dict[str, _config.BoostConfig] = {
 _NETWORK = "steps per second (ResNet-29 with bottlenecks, 32 x 32 images, batch 32, NNX, CPU)"
 _ACCURACY = "ResNet-11, test accuracy: as O0's on digits, after four epochs of CIFAR-10"
 MEASURED: dict[str, str] = {
-  "O1": f"1.31 times O0's {_NETWORK}; {_ACCURACY} 0.5 points lower, after 20 with augmented images 2.2",
-  "O2": f"1.47 times O0's {_NETWORK}; {_ACCURACY} 1.1 points lower, after 20 with augmented images 2.5",
+  "O1": (
+    f"1.31 times O0's {_NETWORK}; {_ACCURACY} 0.5 points lower, after 20 with augmented images 2.2"
+  ),
+  "O2": (
+    f"1.47 times O0's {_NETWORK}; {_ACCURACY} 1.1 points lower, after 20 with augmented images 2.5"
+  ),
 }
 
 
