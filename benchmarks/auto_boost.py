@@ -55,7 +55,7 @@ _TIMED = (
 # On the larger network, whose programs take long to compile.
 _FEWER = (_BASE, "fewer BatchNorms", "freezing", "O1", "O2")
 # The parts that train on CIFAR-10: the share of the steps, whether images are augmented, the most
-# seeds, the contenders. The short one takes as long as O1.
+# seeds, the contenders. The short one takes a little longer than O1.
 _TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
   "cifar": (1, False, 5, (_BASE, "O1", "O2")),
   "cifar-methods": (
@@ -256,11 +256,7 @@ def contender(
   return _harness.Contender(name, run, {"first steps, s": time.perf_counter() - begin})
 
 
-def speed(
-  part: str,
-  rounds: int,
-  names: Sequence[str],
-) -> dict[str, Any]:
+def speed(part: str, rounds: int, names: Sequence[str]) -> dict[str, Any]:
   """Compares the seconds of contenders on one network.
 
   Args:

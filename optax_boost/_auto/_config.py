@@ -41,7 +41,7 @@ def _one_of(*values: Any) -> _Rule:
 _FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
 _SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
 _COUNT = _Rule(lambda v: _is_int(v) and v >= 1, "an integer >= 1")
-_LENGTH = _Rule(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1 or null")
+_LENGTH = _Rule(lambda v: v is None or _COUNT.allows(v), f"{_COUNT.words} or null")
 _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")

@@ -67,8 +67,11 @@ class HostDepths:
     Args:
       opt_state: what it returned.
     """
+    if self._count is None:
+      # Nothing to count along with, as where nothing freezes.
+      return
     state = _counting(opt_state)
-    if state is None or self._count is None or isinstance(state.count, jax.core.Tracer):
+    if state is None or isinstance(state.count, jax.core.Tracer):
       self._last, self._count = (), None
     else:
       self._last, self._count = state[:3], self._count + 1
