@@ -1,16 +1,20 @@
 """Types and argument checks that every method shares; imports nothing else of ours."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
 import math
 import numbers
+import re
 from typing import Any
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 # A set of leaves: one or several regular expressions, a tree of bools, a callable from the
 # params to such a tree (optax's mask convention), or None for no leaf.
@@ -18,9 +22,27 @@ LeafSelector: TypeAlias = Any
 # Axes of a leaf, by regular expression.
 AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
 
+# The largest count that int32 holds: counts are compared with int32 counters on the device.
+LARGEST_COUNT = 2**31 - 1
+
 
 class NoEffectWarning(UserWarning):
   """A pattern, mask or method was given a tree in which it matches nothing."""
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+  """The repr of a value for a message, cut to `limit` characters; never raises."""
+  try:
+    text = repr(value)
+  except Exception:
+    # Python refuses to print integers of more than 4,300 digits.
+    text = f"a value of type {type(value).__name__}"
+  return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def is_array(value: Any) -> bool:
+  """Whether a value is a JAX array, traced ones and NNX variables included."""
+  return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
 
 
 def check_number(
@@ -28,64 +50,136 @@ def check_number(
   value: Any,
   *,
   minimum: float = -math.inf,
+  maximum: float = math.inf,
   below: float = math.inf,
   positive: bool = False,
 ) -> None:
   """Checks a hyperparameter, if it is a concrete number.
 
-  Traced values and arrays pass: under ``optax.inject_hyperparams`` a hyperparameter is an array
-  whose value is not known when the transformation is built.
+  Traced values and JAX arrays pass: under ``optax.inject_hyperparams`` a hyperparameter is an
+  array whose value is not known when the transformation is built.
 
   Args:
     name: the argument's name, for the message.
-    value: what came.
+    value: the argument.
     minimum: smallest value allowed.
+    maximum: largest value allowed.
     below: the value must be smaller than this.
     positive: whether zero is refused too.
 
   Raises:
-    TypeError: `value` is neither a real number nor an array.
+    TypeError: `value` is neither a real number nor an array of them.
     ValueError: `value` is a number out of range, or an array that is not a scalar.
   """
-  if isinstance(value, jax.Array) or hasattr(value, "__jax_array__"):
+  if is_array(value) or isinstance(value, np.ndarray):
+    dtype = jnp.result_type(value)
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+      raise TypeError(f"`{name}` must be a real number; got an array of dtype {dtype}.")
     if jnp.ndim(value) != 0:
       raise ValueError(f"`{name}` must be a scalar; got an array of shape {jnp.shape(value)}.")
-    return
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not isinstance(value, np.ndarray):
+      return
+    value = value.item()
+  if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
     raise TypeError(
-      f"`{name}` must be a real number or a scalar array; got {value!r} of type"
+      f"`{name}` must be a real number or a scalar array; got {shorten(value)} of type"
       f" {type(value).__name__}."
     )
   allowed = [f">= {minimum:g}"] if minimum > -math.inf else []
+  allowed += [f"<= {maximum:g}"] if maximum < math.inf else []
   allowed += ["> 0"] if positive else []
   allowed += [f"< {below:g}"] if below < math.inf else []
-  number = float(value)
-  if not (minimum <= number < below and math.isfinite(number)) or (positive and number <= 0):
-    raise ValueError(f"`{name}` must be finite and {' and '.join(allowed)}; got {value!r}.")
+  try:
+    number = float(value)
+  except OverflowError:
+    number = math.inf
+  in_range = minimum <= number <= maximum and number < below and not (positive and number <= 0)
+  if not (in_range and math.isfinite(number)):
+    raise ValueError(
+      f"`{name}` must be {' and '.join(['finite', *allowed])}; got {shorten(value)}."
+    )
 
 
-def check_whole_number(name: str, value: Any, *, minimum: int = 1, static: bool = False) -> None:
+def check_whole_number(
+  name: str,
+  value: Any,
+  *,
+  minimum: int = 1,
+  maximum: int = LARGEST_COUNT,
+  static: bool = False,
+) -> None:
   """Checks an argument that counts something.
 
   Args:
     name: the argument's name, for the message.
-    value: what came. Traced values and arrays pass, as in :func:`check_number`.
+    value: the argument. Traced values and arrays pass, as in :func:`check_number`.
     minimum: smallest value allowed.
-    static: whether they don't, because the count sets a shape.
+    maximum: largest value allowed; counters on the device are int32.
+    static: whether arrays are refused, because the count sets a shape.
 
   Raises:
     TypeError: `value` is no whole number.
-    ValueError: `value` is below `minimum`, or an array that is not a scalar.
+    ValueError: `value` is out of range, or an array that is not a scalar.
   """
-  array = isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
+  array = is_array(value) and jnp.issubdtype(jnp.result_type(value), jnp.integer)
   if isinstance(value, bool) or not (array or isinstance(value, numbers.Integral)):
-    raise TypeError(f"`{name}` must be a whole number; got {value!r}.")
-  check_number(name, value, minimum=minimum)
+    raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
+  if isinstance(value, numbers.Integral) and not minimum <= int(value) <= maximum:
+    bound = f">= {minimum}" if int(value) < minimum else f"<= {maximum}"
+    raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
+  check_number(name, value)
   if static and not isinstance(value, numbers.Integral):
     raise TypeError(
-      f"`{name}` sets a shape, so it must be a Python number; got {value!r}. Under"
+      f"`{name}` sets a shape, so it must be a Python number; got {shorten(value)}. Under"
       " `optax.inject_hyperparams` name it in `static_args`."
     )
+
+
+def check_bool(name: str, value: Any) -> None:
+  """Checks an argument that is True or False.
+
+  Raises:
+    TypeError: it is neither.
+  """
+  if not isinstance(value, bool | np.bool_):
+    raise TypeError(f"`{name}` must be True or False; got {shorten(value)}.")
+
+
+def check_callable(name: str, value: Any, form: str = "") -> None:
+  """Checks an argument that is a function.
+
+  Args:
+    name: the argument's name, for the message.
+    value: the argument.
+    form: how it is called, as ``"loss_fn(params, batch)"``, for the message.
+
+  Raises:
+    TypeError: it can't be called.
+  """
+  if not callable(value):
+    how = f", called as `{form}`" if form else ""
+    raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
+
+
+def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+  """Checks an argument that is a transformation, and lets it swallow extra arguments.
+
+  Args:
+    name: the argument's name, for the message.
+    value: the argument.
+
+  Returns:
+    The transformation, with support for extra arguments.
+
+  Raises:
+    TypeError: it is none.
+  """
+  if not isinstance(value, optax.GradientTransformation):
+    raise TypeError(
+      f"`{name}` must be an optax.GradientTransformation; got {shorten(value)}. Did you pass the"
+      " factory instead of what it returns?"
+    )
+  return optax.with_extra_args_support(value)
 
 
 def check_floating_dtype(name: str, value: Any) -> None:
@@ -93,40 +187,109 @@ def check_floating_dtype(name: str, value: Any) -> None:
 
   Args:
     name: the argument's name, for the message.
-    value: what came.
+    value: the argument.
 
   Raises:
     TypeError: `value` is no dtype, or one of another kind.
   """
   try:
-    floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-  except TypeError:
+    floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except (TypeError, ValueError):
     floating = False
   if not floating:
     raise TypeError(
-      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {value!r}."
+      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."
     )
 
 
-def check_learning_rate(learning_rate: Any) -> None:
+def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule.
 
   Args:
-    learning_rate: what came.
+    learning_rate: the argument.
+    name: its name, for the message.
 
   Raises:
     TypeError: it is none of the three.
     ValueError: it is a number below zero or not finite.
   """
   if not callable(learning_rate):
-    check_number("learning_rate", learning_rate, minimum=0.0)
+    check_number(name, learning_rate, minimum=0.0)
+
+
+def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
+  """Compiles a regular expression that a user gave.
+
+  Args:
+    argument: the argument's name, for the message.
+    pattern: the expression.
+
+  Returns:
+    The compiled expression.
+
+  Raises:
+    TypeError: it is no string.
+    ValueError: it does not compile.
+  """
+  if not isinstance(pattern, str):
+    raise TypeError(
+      f"`{argument}` must hold regular expressions, which are strings; got {shorten(pattern)}."
+    )
+  try:
+    return re.compile(pattern)
+  except (re.error, RecursionError, OverflowError) as error:
+    raise ValueError(
+      f"`{argument}` has {shorten(pattern)}, which is no regular expression: {error}. Escape"
+      " special characters with a backslash."
+    ) from error
+
+
+def check_axis_name(name: str, value: Any) -> None:
+  """Checks an argument that names one or several mesh axes, or is None.
+
+  Args:
+    name: the argument's name, for the message.
+    value: the argument.
+
+  Raises:
+    TypeError: it is neither.
+  """
+  names = value if isinstance(value, tuple) else (value,)
+  if value is not None and not (names and all(isinstance(n, str) for n in names)):
+    raise TypeError(
+      f"`{name}` must be the name of a mesh axis, a tuple of names, or None; got {shorten(value)}."
+    )
+
+
+def require_axis(name: str, value: str | tuple[str, ...], method: str) -> int:
+  """The size of one or several mesh axes that must be bound where ``update`` is called.
+
+  Args:
+    name: the argument that names them, for the message.
+    value: the names.
+    method: the method's name.
+
+  Returns:
+    The product of their sizes.
+
+  Raises:
+    ValueError: an axis is not bound.
+  """
+  try:
+    return jax.lax.axis_size(value)
+  except NameError as error:
+    raise ValueError(
+      f"`{method}` was given {name}={value!r}, but no such axis is bound where `update` is called."
+      " Call it inside `jax.shard_map` (or `jax.vmap`) over an axis of this name, or leave"
+      f" `{name}` out."
+    ) from error
 
 
 def require_params(params: Any, method: str) -> None:
   """Refuses a call of ``update`` without params.
 
   Args:
-    params: what came as `params`.
+    params: the argument `params`.
     method: the method's name, for the message.
 
   Raises:
@@ -139,12 +302,31 @@ def require_params(params: Any, method: str) -> None:
     )
 
 
+def require_state(state: Any, state_type: type, method: str) -> None:
+  """Refuses the state of another transformation.
+
+  Args:
+    state: the argument `state`.
+    state_type: the type that the method's ``init`` returns.
+    method: the method's name, for the message.
+
+  Raises:
+    TypeError: `state` is of another type.
+  """
+  if not isinstance(state, state_type):
+    raise TypeError(
+      f"`{method}` needs the state that its own `init` made, a {state_type.__name__}; got a"
+      f" {type(state).__name__}. Pass the state of this transformation; a checkpoint must be"
+      " restored into the structure of `tx.init(params)`."
+    )
+
+
 def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
   """Refuses a call of ``update`` without an extra argument that the method needs.
 
   Args:
-    value: what came.
-    name: the extra argument's name.
+    value: the extra argument.
+    name: its name.
     method: the method's name.
     purpose: what the argument is, in a few words.
 
@@ -159,14 +341,42 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
-def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
-  """Shows a progress bar while something is iterated over, if wanted and if ``tqdm`` is there.
+def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
+  """Makes `value_fn` refuse to return anything but a real scalar.
 
   Args:
-    items: what is iterated over.
+    value_fn: the extra argument `value_fn`.
+    method: the method's name, for the message.
+
+  Returns:
+    A function with the same arguments that returns a scalar array.
+
+  Raises:
+    TypeError: `value_fn` can't be called; when called: it returns something else.
+  """
+  check_callable("value_fn", value_fn, "value_fn(params)")
+
+  def checked(*args: Any, **kwargs: Any) -> jax.Array:
+    value = value_fn(*args, **kwargs)
+    number = is_array(value) or isinstance(value, np.ndarray | numbers.Real)
+    if not number or jnp.shape(value) != ():
+      got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
+      raise TypeError(
+        f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned {got}."
+      )
+    return jnp.asarray(value)
+
+  return checked
+
+
+def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
+  """Shows a progress bar around an iterable, if wanted and if ``tqdm`` is there.
+
+  Args:
+    items: the iterable.
     progress: whether to show one.
-    desc: what goes on.
-    unit: what an item is.
+    desc: the bar's label.
+    unit: the noun for one item.
 
   Returns:
     `items`, or the bar around it.
@@ -183,18 +393,28 @@ def as_key(name: str, key: Any) -> jax.Array:
 
   Args:
     name: the argument's name, for the message.
-    key: what came.
+    key: the argument.
 
   Returns:
     A key as ``jax.random.key`` makes it.
 
   Raises:
     TypeError: it is neither a typed key nor an integer.
+    ValueError: it is an array of keys, or an integer that int64 does not hold.
   """
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if key.shape:
+      raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
     return key
-  if not (jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)):
-    raise TypeError(f"`{name}` must be a key of `jax.random.key` or an integer seed; got {key!r}.")
+  integer = isinstance(key, numbers.Integral) and not isinstance(key, bool)
+  if is_array(key) or isinstance(key, np.ndarray):
+    integer = jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)
+  if not integer:
+    raise TypeError(
+      f"`{name}` must be a key of `jax.random.key` or an integer seed; got {shorten(key)}."
+    )
+  if isinstance(key, numbers.Integral) and not -(2**63) <= int(key) < 2**63:
+    raise ValueError(f"`{name}` must be a seed that fits 64 bits; got {shorten(key)}.")
   return jax.random.key(key)
 
 
@@ -203,11 +423,13 @@ def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
 
   Args:
     argument: the argument's name, for the message.
-    value: what came.
+    value: the argument.
     allowed: the names.
 
   Raises:
     ValueError: it is none of them.
   """
-  if value not in allowed:
-    raise ValueError(f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+  if not (isinstance(value, str) and value in allowed):
+    raise ValueError(
+      f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {shorten(value)}."
+    )

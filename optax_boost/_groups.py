@@ -182,17 +182,9 @@ def _overridden(
       raise ValueError(
         f"`overrides` must name groups 0 to {num_groups - 1}; got {number!r} for {pattern!r}."
       )
-  found: dict[int, int] = {}
-  for i, leaf in enumerate(leaves):
-    matching = [number for p, number in overrides.items() if re.search(p, leaf.path)]
-    if matching:
-      found[i] = matching[0]
-  idle = [p for p in overrides if not any(re.search(p, leaf.path) for leaf in leaves)]
-  if idle:
-    _tree.warn_no_effect(
-      f"`overrides` has patterns that match no leaf: {idle}.", [leaf.path for leaf in leaves]
-    )
-  return found
+  matches = _tree.first_match("overrides", list(overrides), [leaf.path for leaf in leaves])
+  numbers = list(overrides.values())
+  return {i: numbers[match] for i, match in enumerate(matches) if match is not None}
 
 
 def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
@@ -219,14 +211,9 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
         " them with `layer_groups` from these params."
       )
     return [number[path] for path in paths]
-  idle = [p for p in groups if not any(re.search(p, path) for path in paths)]
-  if idle and paths:
-    _tree.warn_no_effect(f"`groups` has patterns that match no leaf: {idle}.", paths)
   last = len(groups) - 1
-  return [
-    next((g for g, pattern in enumerate(groups) if re.search(pattern, path)), last)
-    for path in paths
-  ]
+  matches = _tree.first_match("groups", groups, paths)
+  return [last if match is None else match for match in matches]
 
 
 def count_groups(groups: Any) -> int:
@@ -247,8 +234,10 @@ def count_groups(groups: Any) -> int:
   if not strings or not groups:
     raise TypeError(
       "`groups` must be what `layer_groups` returned, or a sequence of regular expressions, one"
-      f" per group; got {groups!r}."
+      f" per group; got {_base.shorten(groups)}."
     )
+  for pattern in groups:
+    _base.compile_pattern("groups", pattern)
   return len(groups)
 
 

@@ -1,6 +1,7 @@
 """Leaf paths, selecting leaves by pattern, and norms in full precision."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import math
 import re
@@ -10,6 +11,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_boost import _base
 
@@ -142,30 +144,69 @@ def axes_by_pattern(
   """
   if patterns is None:
     return [None] * len(paths)
-  if not hasattr(patterns, "items"):
-    raise TypeError(
-      f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
-      f" {patterns!r}."
-    )
-  unused = set(patterns)
-  found: list[tuple[int, ...] | None] = []
-  for path, shape in zip(paths, shapes, strict=True):
-    pattern = next((p for p in patterns if re.search(p, path)), None)
-    if pattern is None:
-      found.append(None)
+  check_axes_by_pattern(argument, patterns)
+  axes_of_leaves: list[tuple[int, ...] | None] = []
+  keys = list(patterns)
+  for path, shape, index in zip(paths, shapes, first_match(argument, keys, paths), strict=True):
+    if index is None:
+      axes_of_leaves.append(None)
       continue
-    unused.discard(pattern)
-    wanted = patterns[pattern]
-    axes = (wanted,) if isinstance(wanted, int) else tuple(wanted)
+    axes = _as_axes(patterns[keys[index]])
     if any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
-        f"`{argument}` names the axes {axes} for {pattern!r}, but the leaf '{path}' has shape"
+        f"`{argument}` names the axes {axes} for {keys[index]!r}, but the leaf '{path}' has shape"
         f" {shape}. Narrow the pattern, or name axes that the leaf has."
       )
-    found.append(tuple(sorted(axis % len(shape) for axis in axes)))
-  if unused and paths:
-    warn_no_effect(f"`{argument}` has patterns that match no leaf: {sorted(unused)}.", paths)
-  return found
+    axes_of_leaves.append(tuple(sorted({axis % len(shape) for axis in axes})))
+  return axes_of_leaves
+
+
+def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
+  """Checks an argument that maps regular expressions to axes, or is None.
+
+  Raises:
+    TypeError: it is no such mapping.
+    ValueError: a regular expression does not compile.
+  """
+  if patterns is None:
+    return
+  if not isinstance(patterns, Mapping):
+    raise TypeError(
+      f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
+      f" {_base.shorten(patterns)}."
+    )
+  for pattern, axes in patterns.items():
+    _base.compile_pattern(argument, pattern)
+    if not all(isinstance(a, int) and not isinstance(a, bool) for a in _as_axes(axes)):
+      raise TypeError(
+        f"`{argument}` must name axes by integers; got {_base.shorten(axes)} for {pattern!r}."
+      )
+
+
+def _as_axes(axes: Any) -> tuple[Any, ...]:
+  return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+
+
+def first_match(argument: str, patterns: Sequence[str], paths: Sequence[str]) -> list[int | None]:
+  """For each path, the number of the first pattern that is found in it.
+
+  Args:
+    argument: the argument's name, for messages.
+    patterns: regular expressions. One that is found in no path at all is warned of.
+    paths: paths of leaves.
+
+  Returns:
+    A number per path, None where no pattern is found.
+
+  Raises:
+    TypeError: a pattern is no string.
+    ValueError: a pattern does not compile.
+  """
+  compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
+  idle = [p.pattern for p in compiled if not any(p.search(path) for path in paths)]
+  if idle and paths:
+    warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
+  return [next((i for i, p in enumerate(compiled) if p.search(path)), None) for path in paths]
 
 
 def select(
@@ -199,11 +240,7 @@ def select(
     return auto(describe(tree, stacked_axes))
   patterns = (selector,) if isinstance(selector, str) else selector
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
-    chosen = [any(re.search(p, path) for p in patterns) for path in paths]
-    idle = [p for p in patterns if not any(re.search(p, path) for path in paths)]
-    if idle and paths:
-      warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
-    return chosen
+    return [index is not None for index in first_match(argument, patterns, paths)]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
     # What is left of a callable that `inject_hyperparams` called as a schedule.
     raise _not_a_selector(argument, selector)
@@ -245,7 +282,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
 
   Raises:
     TypeError: a pattern is no string.
-    re.error: a pattern is no regular expression.
+    ValueError: a pattern is no regular expression.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -256,9 +293,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     >>> decay = optax.masked(optax.add_decayed_weights(1e-4), kernels)
   """
   for pattern in patterns:
-    if not isinstance(pattern, str):
-      raise TypeError(f"`path_mask` takes regular expressions; got {pattern!r}.")
-    re.compile(pattern)
+    _base.compile_pattern("patterns", pattern)
 
   def mask(params: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), select(params, patterns, "patterns"))
@@ -315,12 +350,62 @@ def check_floating(tree: Any, method: str) -> None:
     TypeError: a leaf is of another kind.
   """
   for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
-    dtype = jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
+    if not hasattr(leaf, "dtype"):
       raise TypeError(
-        f"`{method}` needs real floating-point leaves; the leaf '{path}' is {dtype}. Leave it"
-        " out with `optax.masked` or `optax.partition`."
+        f"`{method}` needs arrays as leaves; the leaf '{path or 'params'}' is {_base.shorten(leaf)}"
+        f" of type {type(leaf).__name__}. Convert them with `jax.tree.map(jnp.asarray, params)`."
       )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(
+        f"`{method}` needs real floating-point leaves; the leaf '{path or 'params'}' is"
+        f" {leaf.dtype}. Leave it out with `optax.masked` or `optax.partition`."
+      )
+
+
+def is_masked(value: Any) -> bool:
+  """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
+  return isinstance(value, optax.MaskedNode)
+
+
+def mask_like(tree: Any, masked: Any) -> Any:
+  """Hides from a tree the leaves that are hidden in another.
+
+  optax masks params, state and `updates`, but hands extra arguments on as they are.
+
+  Args:
+    tree: a tree, `masked` as it was before it was masked; or one masked already.
+    masked: a tree in which ``optax.MaskedNode`` stands for some leaves or subtrees.
+
+  Returns:
+    `tree`, with ``optax.MaskedNode`` where `masked` has it.
+  """
+  return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
+
+
+def map_gradients(
+  function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+  """Applies a function to all gradients that reach ``update``, as `updates` and as extra arguments.
+
+  Args:
+    function: from a tree of gradients, masked as `updates` are, to another.
+    updates: the gradients.
+    extra_args: the extra arguments, of which `grad` is a tree of gradients and `grad_fn` a function
+      that returns one.
+
+  Returns:
+    The new `updates` and extra arguments.
+  """
+  extra = dict(extra_args)
+  if extra.get("grad") is not None:
+    extra["grad"] = function(mask_like(extra["grad"], updates))
+  if extra.get("grad_fn") is not None:
+    grad_fn = extra["grad_fn"]
+    extra["grad_fn"] = lambda *args, **kwargs: function(
+      mask_like(grad_fn(*args, **kwargs), updates)
+    )
+  return function(updates), extra
 
 
 def accumulator_dtype(dtype: Any) -> Any:

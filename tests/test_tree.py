@@ -45,8 +45,10 @@ def test_path_mask_warns_of_a_pattern_that_matches_nothing():
 
 
 def test_path_mask_refuses_what_is_no_pattern():
-  with pytest.raises(TypeError, match=r"takes regular expressions; got 3"):
+  with pytest.raises(TypeError, match=r"must hold regular expressions.*; got 3"):
     optax_boost.path_mask(3)
+  with pytest.raises(ValueError, match=r"has '\(', which is no regular expression"):
+    optax_boost.path_mask("(")
 
 
 def test_patterns_are_silent_on_an_empty_tree():
