@@ -408,6 +408,28 @@ def map_gradients(
   return function(updates), extra
 
 
+def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
+  """Copies arrays into buffers of their own, so that params and state can both be donated.
+
+  Args:
+    tree: params. Leaves may be ``jax.ShapeDtypeStruct``, as optax's ``init`` allows. Their copies
+      are, too: zeros in place of values would train from zero without an error.
+    dtype_of: from a leaf's dtype to its copy's, such as :func:`accumulator_dtype`.
+
+  Returns:
+    The copies, sharded like the leaves.
+  """
+
+  def copy(leaf: Any) -> Any:
+    dtype = dtype_of(leaf.dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf.update(dtype=dtype)
+    # Given its own dtype, a weakly typed leaf would lose its weak type.
+    return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
+
+  return jax.tree.map(copy, tree)
+
+
 def accumulator_dtype(dtype: Any) -> Any:
   """The dtype for reductions over values of `dtype`: at least float32.
 

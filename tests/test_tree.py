@@ -84,3 +84,13 @@ def test_sums_of_squares_do_not_overflow(dtype):
   total = _tree.sum_squares(x)
   assert total.dtype == jnp.float32
   np.testing.assert_allclose(total, 9e6, rtol=1e-2)
+
+
+def test_copies_are_buffers_of_their_own_and_abstract_leaves_stay_abstract():
+  array, abstract = jnp.ones(3, jnp.float16), jax.ShapeDtypeStruct((2,), jnp.float16)
+  copies = _tree.copy_arrays({"a": array, "b": abstract})
+  assert copies["a"].unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
+  np.testing.assert_array_equal(copies["a"], array)
+  assert copies["b"] == abstract
+  wide = _tree.copy_arrays({"a": array, "b": abstract}, _tree.accumulator_dtype)
+  assert wide["a"].dtype == wide["b"].dtype == jnp.float32
