@@ -1,0 +1,125 @@
+"""Files that are written whole or not at all."""
+
+from collections.abc import Callable
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import secrets
+from typing import Any
+from typing import BinaryIO
+
+from optax_boost import _base
+
+fcntl: Any
+try:
+  import fcntl
+except ImportError:
+  # Windows: temporary files of killed processes stay.
+  fcntl = None
+
+
+def check_path(argument: str, path: Any) -> str:
+  """Checks an argument that names a file or a folder.
+
+  Args:
+    argument: the argument's name, for the message.
+    path: the argument.
+
+  Returns:
+    The path as a string.
+
+  Raises:
+    TypeError: it is neither a string nor an ``os.PathLike`` of one.
+    ValueError: it is empty or holds a null character.
+  """
+  text = os.fspath(path) if isinstance(path, os.PathLike) else path
+  if not isinstance(text, str):
+    got = _base.shorten(path)
+    raise TypeError(f"`{argument}` must be a path, as str or os.PathLike; got {got}.")
+  if not text or "\0" in text:
+    raise ValueError(f"`{argument}` must be a path; got {_base.shorten(path)}.")
+  return text
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
+  """Writes a file under a temporary name beside it, then renames it.
+
+  Threads and processes may write the same file: the last rename counts. The target of a symbolic
+  link is replaced, not the link. A temporary file is locked while it is written, so one without a
+  lock belongs to a killed process, and the next call with this path removes it.
+
+  Args:
+    path: the file; one that exists is replaced and keeps its permissions.
+    write: writes the contents to a binary file.
+
+  Raises:
+    OSError: the file can't be written; the error names `path`, and the old file is unchanged.
+  """
+  name = check_path("path", path)
+  try:
+    target = pathlib.Path(os.path.realpath(name))
+    if target.exists() and not target.is_file():
+      code = errno.EISDIR if target.is_dir() else errno.EINVAL
+      raise OSError(code, os.strerror(code))
+    _remove_stale(target)
+    with _temporary(target) as file:
+      write(file)
+      file.flush()
+      os.fsync(file.fileno())
+      if target.exists():
+        os.chmod(file.name, target.stat().st_mode & 0o777)
+      if fcntl is None:
+        file.close()  # Windows renames no open file.
+      os.replace(file.name, target)
+  except OSError as error:
+    # A full disk's error names no file, and others name the temporary one.
+    if error.errno is None:
+      raise OSError(f"Can't write '{name}': {error}") from error
+    raise OSError(error.errno, os.strerror(error.errno), name) from error
+
+
+@contextlib.contextmanager
+def _temporary(target: pathlib.Path) -> Any:
+  """A new locked file beside the target, removed where the block raises."""
+  while True:
+    # Not `tempfile.mkstemp`, whose files only their owner may read.
+    path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    with open(path, "xb") as file:
+      if not _lock(file):
+        # Another process took it for a stale one before it was locked.
+        continue
+      try:
+        yield file
+      except BaseException:
+        file.close()
+        path.unlink(missing_ok=True)
+        raise
+      return
+
+
+def _lock(file: BinaryIO) -> bool:
+  """Locks a temporary file; False where it was removed before that."""
+  if fcntl is None:
+    return True
+  # A file system without locks keeps stale files.
+  with contextlib.suppress(OSError):
+    fcntl.flock(file, fcntl.LOCK_EX)
+  return os.fstat(file.fileno()).st_nlink > 0
+
+
+def _remove_stale(target: pathlib.Path) -> None:
+  """Removes temporary files for the same target that nobody has locked."""
+  if fcntl is None:
+    return
+  names: list[str] = []
+  with contextlib.suppress(OSError):
+    names = os.listdir(target.parent)
+  stale = re.compile(rf"\.{re.escape(target.name[:40])}\.[0-9a-f]{{16}}\.tmp")
+  for name in names:
+    if stale.fullmatch(name):
+      path = target.with_name(name)
+      with contextlib.suppress(OSError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
