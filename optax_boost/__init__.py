@@ -59,10 +59,10 @@ from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
-from optax_boost._precision import scale_by_group
 from optax_boost._race import RaceCurves
 from optax_boost._race import RaceResult
 from optax_boost._race import race
+from optax_boost._scaled_backward import scale_by_group
 from optax_boost._sgperm import LapermState
 from optax_boost._sgperm import SgpermState
 from optax_boost._sgperm import apply_permutation

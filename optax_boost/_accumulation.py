@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 
+@_protocol.declares(metrics=("accumulate/notfinite_count",))
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _protocol
 from optax_boost import _tree
 
 AxisName: TypeAlias = str | tuple[str, ...]
@@ -53,6 +54,7 @@ _MOST_BLOCKS = 256
 _ROUNDINGS = 4
 
 
+@_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
 class AdasumState(NamedTuple):
   """State of :func:`adasum`.
 

@@ -1,18 +1,17 @@
-"""Groups of layers along the forward pass, and how a method tells the train step of its own."""
+"""Groups of layers along the forward pass."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import contextvars
 import dataclasses
 import math
 import re
 from typing import Any
-from typing import NamedTuple
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _base
@@ -241,77 +240,6 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
-# From a step count and raw key data to how many groups that step freezes.
-DepthAt: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-class Found(NamedTuple):
-  """The groups of a transformation, as the train step needs them.
-
-  Attributes:
-    group: for each leaf's path, its group.
-    num_groups: the number of groups.
-    depth_at: from the step count and raw key data to how many groups are frozen, if any are.
-  """
-
-  group: dict[str, int]
-  num_groups: int
-  depth_at: DepthAt | None = None
-
-  def numbers(self, params: optax.Params) -> list[int]:
-    """The group of each leaf; a leaf that the method has not seen is past the last."""
-    return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
-
-
-_SEEN: contextvars.ContextVar[dict[str, Found] | None] = contextvars.ContextVar(
-  "groups", default=None
-)
-
-
-def tell(
-  method: str,
-  params: optax.Params,
-  numbers: Sequence[int],
-  num_groups: int,
-  depth_at: DepthAt | None = None,
-) -> None:
-  """Tells the train step of a method's groups; called in the method's ``init``.
-
-  Groups are static and can't be kept in the state, which holds arrays only. So a method tells
-  them while its ``init`` is traced, through whatever wrappers stand around it.
-
-  Args:
-    method: the method's name.
-    params: the params that ``init`` was given.
-    numbers: the group of each leaf.
-    num_groups: the number of groups.
-    depth_at: from the step count and raw key data to how many groups are frozen, if any are.
-  """
-  seen = _SEEN.get()
-  if seen is not None:
-    group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
-    seen[method] = Found(group, num_groups, depth_at)
-
-
-def ask(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Found]:
-  """Asks the methods in a chain for their groups.
-
-  Args:
-    tx: any transformation.
-    params: the params.
-
-  Returns:
-    By the methods' names, the groups that they told.
-  """
-  seen: dict[str, Found] = {}
-  token = _SEEN.set(seen)
-  with contextlib.ExitStack() as stack:
-    stack.callback(_SEEN.reset, token)
-    # A function of its own, so that no cached trace is taken instead.
-    jax.eval_shape(lambda p: tx.init(p), params)
-  return seen
-
-
 def number_tree(tree: Any, groups: Groups, method: str) -> Any:
   """The group of each leaf, as a tree.
 
@@ -379,3 +307,21 @@ def select_state(
     after,
     is_leaf=lambda value: value is None,
   )
+
+
+class FrozenDepth:
+  """Which groups are frozen; decided while tracing where the depth is a constant.
+
+  The train step that is compiled for one depth puts a NumPy integer into the state. Nothing is
+  then computed for frozen leaves, and their state passes through untouched.
+  """
+
+  def __init__(self, depth: Any):
+    self._depth = depth
+    self._static = isinstance(depth, np.integer | np.ndarray)
+
+  def select(self, group: int, if_frozen: Any, otherwise: Any) -> Any:
+    """One of two values, by whether a group is frozen."""
+    if self._static:
+      return if_frozen if group < self._depth else otherwise
+    return jnp.where(group < self._depth, if_frozen, otherwise)

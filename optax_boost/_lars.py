@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
@@ -77,6 +78,7 @@ def trust_ratio(
   return jnp.where(usable, ratio, jnp.ones_like(ratio))
 
 
+@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
 class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 

@@ -33,6 +33,7 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "svrg"
@@ -42,6 +43,7 @@ _SMALL = 65_536
 _MEASURE_EVERY = 16
 
 
+@_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"))
 class SvrgState(NamedTuple):
   """State of :func:`svrg`.
 

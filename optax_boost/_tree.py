@@ -383,6 +383,40 @@ def mask_like(tree: Any, masked: Any) -> Any:
   return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
 
 
+def fill_masked(tree: Any, full: Any) -> Any:
+  """Puts the leaves of another tree where ``optax.MaskedNode`` hides them.
+
+  Args:
+    tree: a tree, some of whose leaves or subtrees may be hidden.
+    full: a tree with all leaves.
+
+  Returns:
+    `tree` with the hidden leaves of `full`.
+  """
+  return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
+
+
+def as_value_fn(function: Callable[[Any], Any]) -> Callable[..., Any]:
+  """Makes of a function of params a `value_fn` that optax's line searches can call.
+
+  They refuse extra arguments that are neither their own nor named by `value_fn`.
+
+  Args:
+    function: from params to the loss.
+
+  Returns:
+    The same function, which swallows the other closures that the train step hands out.
+  """
+
+  def value_fn(
+    params: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+  ) -> Any:
+    del grad_fn, full_grad_fn, obj_fn
+    return function(params)
+
+  return value_fn
+
+
 def map_gradients(
   function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:

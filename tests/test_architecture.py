@@ -16,7 +16,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "optax_boost"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # In this order: each may import those before it.
-FOUNDATION = ["_base", "_files", "_jaxpr", "_tree", "_linalg", "_forward_order", "_groups"]
+FOUNDATION = [
+  "_base",
+  "_files",
+  "_jaxpr",
+  "_tree",
+  "_protocol",
+  "_linalg",
+  "_forward_order",
+  "_groups",
+  "_scaled_backward",
+]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_train_step", "_auto", "_race"}
 FLAX = {"nnx", "linen"}

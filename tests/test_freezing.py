@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from optax_boost._freezing import _depths
 from optax_boost._freezing import _schedules
+from optax_boost._train_step import _depths
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._freezing import _depths
+from optax_boost._train_step import _depths
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _train_step
 

@@ -229,7 +229,7 @@ def test_runs_inside_the_callers_own_scan():
 def test_metrics_of_the_state_surface_under_their_names():
   step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1, exclude=None))
   state, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
-  assert metrics.keys() == {"loss", "trust_ratio", "notfinite_count"}
+  assert metrics.keys() == {"loss", "trust_ratio", "lars/notfinite_count"}
   np.testing.assert_array_equal(
     metrics["trust_ratio"], optax.tree.get(state.opt_state, "trust_ratio")
   )
@@ -239,7 +239,7 @@ def test_a_metric_that_occurs_twice_is_numbered():
   tx = optax.chain(optax_boost.scale_by_lars_trust_ratio(), optax_boost.scale_by_lars_trust_ratio())
   step = optax_boost.make_train_step(quadratic, tx)
   _, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
-  assert {"trust_ratio_0", "trust_ratio_1"} <= metrics.keys()
+  assert {"trust_ratio", "trust_ratio_1"} <= metrics.keys()
 
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax_boost.lars(0.1)], ids=["adam", "lars"])
@@ -298,7 +298,7 @@ def test_refuses_a_loss_that_returns_something_else(loss, flags, message):
 @pytest.mark.parametrize(
   ("args", "message"),
   [
-    ((None, optax.sgd(0.1)), r"`loss_fn` must be callable; got None"),
+    ((None, optax.sgd(0.1)), r"`loss_fn` must be callable, .*; got None"),
     ((quadratic, optax.sgd), r"Did you pass the factory instead of what it returns\?"),
   ],
 )

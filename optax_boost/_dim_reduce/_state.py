@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _basis
 from optax_boost._dim_reduce._subspace import Subspace
@@ -14,6 +15,16 @@ from optax_boost._dim_reduce._subspace import Subspace
 METHOD = "dim_reduce"
 
 
+@_protocol.declares(
+  metrics=(
+    "line_search_steps",
+    "accepted_rho",
+    "curvature",
+    "explained_gradient",
+    "rejected_count",
+    "dim_reduce/notfinite_count",
+  )
+)
 class DimReduceState(NamedTuple):
   """State of :func:`dim_reduce`, for k components and G groups (1 without `groups`).
 

@@ -21,11 +21,13 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "record_trajectory"
 
 
+@_protocol.declares(metrics=("trajectory/notfinite_count",))
 class TrajectoryState(NamedTuple):
   """State of :func:`record_trajectory`.
 

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
 
 
+@_protocol.declares(requests=("frozen_groups",))
 class FreezeState(NamedTuple):
   """State of :func:`freeze`.
 
@@ -120,7 +121,7 @@ def freeze(
   def init_fn(params: optax.Params) -> FreezeState:
     _tree.check_floating(params, "freeze")
     numbers = _groups.group_numbers(params, groups, "freeze")
-    _groups.tell("freeze", params, numbers, num_groups, depth_at)
+    _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups, depth_at)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
@@ -135,7 +136,7 @@ def freeze(
     if params is not None:
       _tree.check_same_tree(updates, params, "freeze")
     numbers = _groups.number_tree(updates, groups, "freeze")
-    frozen = Frozen(state.frozen_groups)
+    frozen = _groups.FrozenDepth(state.frozen_groups)
 
     def without(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, g: frozen.select(n, jnp.zeros_like(g), g), numbers, grads)
@@ -161,20 +162,3 @@ def freeze(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-class Frozen:
-  """Which groups are frozen; decided while tracing where the depth is a constant.
-
-  The train step that is compiled for one depth puts a NumPy integer into the state. Nothing is
-  then computed for frozen leaves, and their state passes through untouched.
-  """
-
-  def __init__(self, depth: Any):
-    self._depth = depth
-    self._static = isinstance(depth, np.integer | np.ndarray)
-
-  def select(self, group: int, if_frozen: Any, otherwise: Any) -> Any:
-    if self._static:
-      return if_frozen if group < self._depth else otherwise
-    return jnp.where(group < self._depth, if_frozen, otherwise)

@@ -8,8 +8,6 @@ from optax_boost._precision._loss_scale import dynamic_loss_scale
 from optax_boost._precision._loss_scale import next_loss_scale
 from optax_boost._precision._master_weights import MasterWeightsState
 from optax_boost._precision._master_weights import master_weights
-from optax_boost._precision._scaled_backward import scale_by_group
-from optax_boost._precision._scaled_backward import scaled_objective
 
 __all__ = [
   "DynamicLossScaleState",
@@ -20,6 +18,4 @@ __all__ = [
   "master_weights",
   "next_group_loss_scale",
   "next_loss_scale",
-  "scale_by_group",
-  "scaled_objective",
 ]

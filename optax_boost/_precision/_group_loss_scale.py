@@ -17,12 +17,16 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _loss_scale
 
 _METHOD = "group_loss_scale"
 
 
+@_protocol.declares(
+  metrics=("group_loss_scale", "group_loss_scale/notfinite_count"), requests=("group_loss_scale",)
+)
 class GroupLossScaleState(NamedTuple):
   """State of :func:`group_loss_scale`.
 
@@ -145,7 +149,8 @@ def group_loss_scale(
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
-    _groups.tell(_METHOD, params, _groups.group_numbers(params, groups, _METHOD), num_groups)
+    numbers = _groups.group_numbers(params, groups, _METHOD)
+    _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
     return GroupLossScaleState(
       group_loss_scale=jnp.full(num_groups, initial_scale, jnp.float32),
       overflow_count=jnp.zeros(num_groups, jnp.int32),

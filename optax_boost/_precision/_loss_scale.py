@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 
+@_protocol.declares(metrics=("loss_scale", "loss_scale/notfinite_count"), requests=("loss_scale",))
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
 

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 
+@_protocol.declares(metrics=("master_weights/notfinite_count",))
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _exact
 from optax_boost._sgperm import _fast
@@ -41,6 +42,7 @@ _METHOD = "sgperm"
 _MANY = 1 << 20
 
 
+@_protocol.declares(metrics=("sgperm/notfinite_count",))
 class SgpermState(NamedTuple):
   """State of :func:`sgperm`: four copies of the params, three with ``method="pairs"``.
 

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_boost import _groups
-from optax_boost._freezing import _transform
+from optax_boost import _protocol
 
 # Steps whose depths are worked out together; the host waits for the device once in as many.
 _CHUNK = 256
@@ -36,7 +35,7 @@ class HostDepths:
     self._leaf: int | None = None
 
   def next(
-    self, opt_state: optax.OptState, find_depth_at: Callable[[], _groups.DepthAt]
+    self, opt_state: optax.OptState, find_depth_at: Callable[[], _protocol.DepthAt]
   ) -> int | None:
     """How many groups the step from a state freezes.
 
@@ -74,11 +73,9 @@ class HostDepths:
     if state is None or isinstance(state.count, jax.core.Tracer):
       self._last, self._count = (), None
     else:
-      self._last, self._count = state[:3], self._count + 1
+      self._last, self._count = _small_arrays(state), self._count + 1
 
-  def _work_out(
-    self, find_depth_at: Callable[[], _groups.DepthAt], state: _transform.FreezeState
-  ) -> None:
+  def _work_out(self, find_depth_at: Callable[[], _protocol.DepthAt], state: Any) -> None:
     if self._many is None:
       depth_at = find_depth_at()
       # One after the other, since a schedule need not understand `vmap`.
@@ -98,22 +95,26 @@ class HostDepths:
     leaves = jax.tree.leaves(opt_state)
     if self._leaf is None:
       # Looking for a name takes a while in a large tree: once is enough.
-      named = [value for _, value in optax.tree.get_all_with_path(opt_state, "frozen_groups")]
-      self._leaf = next((i for i, x in enumerate(leaves) if named and x is named[0]), -1)
+      number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+      self._leaf = next((i for i, x in enumerate(leaves) if x is number), -1)
     return leaves[self._leaf] if self._leaf >= 0 else None
 
 
-def _counting(opt_state: Any) -> _transform.FreezeState | None:
+def _counting(opt_state: Any) -> Any | None:
   """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
-  if isinstance(opt_state, _transform.FreezeState):
+  if _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests"):
     return opt_state
   # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
   found = map(_counting, opt_state) if type(opt_state) is tuple else ()
   return next((state for state in found if state is not None), None)
 
 
-def _same(state: _transform.FreezeState, last: tuple[jax.Array, ...]) -> bool:
-  return len(last) > 0 and all(map(operator.is_, state[:3], last))
+def _small_arrays(state: Any) -> tuple[jax.Array, ...]:
+  return state.count, state.frozen_groups, state.key
+
+
+def _same(state: Any, last: tuple[jax.Array, ...]) -> bool:
+  return len(last) > 0 and all(map(operator.is_, _small_arrays(state), last))
 
 
 def _value(number: Any) -> int | None:

@@ -15,8 +15,8 @@ import optax
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _jaxpr
+from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._freezing import _transform
 
 # What a loss to be differentiated returns: the value, and whatever else the step wants of it.
 Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
@@ -24,13 +24,16 @@ Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 
 
 def cut_gradient(
-  objective: Objective, found: _groups.Found, depth: int | jax.Array, execution: Execution
+  objective: Objective,
+  groups: _protocol.GroupAssignment,
+  depth: int | jax.Array,
+  execution: Execution,
 ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
   """The gradient of an objective, without the backward pass of what is frozen.
 
   Args:
     objective: from params to the value and the rest.
-    found: the groups.
+    groups: the groups.
     depth: how many groups are frozen: an integer, or a traced scalar.
     execution: how a traced depth is treated: a conditional over all depths, or, where ``"auto"``
       finds that to be slower, the whole gradient.
@@ -42,7 +45,7 @@ def cut_gradient(
     ValueError: the depth is traced and `execution` is ``"per_depth"``.
   """
   if isinstance(depth, int):
-    return lambda params: _gradient_at(objective, found, depth, params)
+    return lambda params: _gradient_at(objective, groups, depth, params)
   if execution == "per_depth":
     raise ValueError(
       "freezing='per_depth' needs a state whose values are known, to choose the compiled step on"
@@ -54,7 +57,7 @@ def cut_gradient(
     if execution == "auto" and not _switch_is_worth_it(objective, params):
       return jax.grad(objective, has_aux=True)(params)
     branches = [
-      functools.partial(_gradient_at, objective, found, d) for d in range(found.num_groups)
+      functools.partial(_gradient_at, objective, groups, d) for d in range(groups.num_groups)
     ]
     return jax.lax.switch(depth, branches, params)
 
@@ -62,11 +65,11 @@ def cut_gradient(
 
 
 def _gradient_at(
-  objective: Objective, found: _groups.Found, depth: int, params: optax.Params
+  objective: Objective, groups: _protocol.GroupAssignment, depth: int, params: optax.Params
 ) -> tuple[optax.Updates, Any]:
   leaves, structure = jax.tree.flatten(params)
   # What no group has is always trained.
-  trained = [i for i, group in enumerate(found.numbers(params)) if group >= depth]
+  trained = [i for i, group in enumerate(groups.numbers(params)) if group >= depth]
 
   def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:
     full = list(leaves)
@@ -99,7 +102,11 @@ def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
 
 
 def hold_statistics(
-  before: Any, after: Any, params: optax.Params, found: _groups.Found, depth: int | jax.Array
+  before: Any,
+  after: Any,
+  params: optax.Params,
+  groups: _protocol.GroupAssignment,
+  depth: int | jax.Array,
 ) -> Any:
   """Keeps the mutable statistics of frozen layers.
 
@@ -110,7 +117,7 @@ def hold_statistics(
     before: the statistics before the forward pass.
     after: those after it.
     params: the params.
-    found: the groups.
+    groups: the groups.
     depth: how many groups are frozen.
 
   Returns:
@@ -122,9 +129,9 @@ def hold_statistics(
   modules: dict[str, int] = {}
   for path in _tree.leaf_paths(params):
     module = path.rpartition("/")[0]
-    group = found.group.get(path, found.num_groups)
+    group = groups.group.get(path, groups.num_groups)
     modules[module] = max(modules.get(module, 0), group)
-  frozen = _transform.Frozen(np.int32(depth) if isinstance(depth, int) else depth)
+  frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
 
   def kept(key_path: Any, old: Any, new: Any) -> Any:
     parts = _tree.path_string(key_path).split("/")[:-1]

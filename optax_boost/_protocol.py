@@ -1,0 +1,232 @@
+"""How a method speaks to the train step: through fields of its own state's type.
+
+The class of a method's state may declare two tuples of names, as plain class attributes:
+
+  metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
+            is the field's, or ends in it after a slash; so the same field of two methods has two
+            names, and no name changes when another wrapper is added.
+  requests  fields by which the state asks something of the loss: ``("loss_scale",)``
+
+The train step knows three requests and no method:
+
+  loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
+  group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
+  frozen_groups     scalar int32; the backward pass of so many groups is not computed. The state
+                    has the fields `count` and `key`, of which the number is a function.
+
+Declarations belong to types, so a param may bear any name. The last two requests need to know
+which leaf is in which group; that is static and can't be in the state, which holds arrays. The
+method announces it while its ``init`` is traced.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextvars
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
+from typing import TypeVar
+
+import jax
+import optax
+
+from optax_boost import _tree
+
+LOSS_SCALE = "loss_scale"
+GROUP_LOSS_SCALE = "group_loss_scale"
+FROZEN_GROUPS = "frozen_groups"
+
+_State = TypeVar("_State")
+
+# From a step count and raw key data to the number of groups that this step freezes.
+DepthAt: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def declares(
+  *, metrics: tuple[str, ...] = (), requests: tuple[str, ...] = ()
+) -> Callable[[type[_State]], type[_State]]:
+  """Declares the metrics and requests of a state's class, whose fields they must be.
+
+  The same as ``metrics = (...)`` in the body of the class, which mypy refuses in a NamedTuple.
+  """
+
+  def declare(state_type: type[_State]) -> type[_State]:
+    for kind, names in (("metrics", metrics), ("requests", requests)):
+      for name in names:
+        _field(state_type, state_type, name.rpartition("/")[2], kind)
+      setattr(state_type, kind, names)
+    return state_type
+
+  return declare
+
+
+def declared(state: Any, kind: str) -> tuple[str, ...]:
+  """The names that the class of a state declares; `kind` is ``"metrics"`` or ``"requests"``."""
+  names = getattr(type(state), kind, None)
+  # A field may be called `metrics`, too: its descriptor is no tuple.
+  strings = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+  return names if strings and isinstance(names, tuple) else ()
+
+
+def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
+  """The states that declare something, each after those inside it."""
+
+  def declares(node: Any) -> bool:
+    return bool(declared(node, kind))
+
+  for node in jax.tree.leaves(opt_state, is_leaf=declares):
+    if declares(node):
+      yield from declaring_states(_children(node), kind)
+      yield node
+
+
+def _children(node: Any) -> list[Any]:
+  return jax.tree.leaves(node, is_leaf=lambda child: child is not node)
+
+
+def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
+  """The declared metrics of all states, by name.
+
+  Args:
+    opt_state: the state of any transformation.
+
+  Returns:
+    The values. Where a name occurs again, as with two of the same method side by side, the later
+    ones are numbered: ``trust_ratio``, ``trust_ratio_1``.
+  """
+  metrics: dict[str, Any] = {}
+  times: dict[str, int] = {}
+  for state in declaring_states(opt_state, "metrics"):
+    for name in declared(state, "metrics"):
+      value = _field(state, type(state), name.rpartition("/")[2], "metrics")
+      if value is None:
+        continue
+      number = times.get(name, 0)
+      metrics[f"{name}_{number}" if number else name] = value
+      times[name] = number + 1
+  return metrics
+
+
+def find_request(opt_state: optax.OptState, request: str) -> Any:
+  """The one state that makes a request, or None.
+
+  Args:
+    opt_state: the state of any transformation.
+    request: the request's name.
+
+  Returns:
+    The state.
+
+  Raises:
+    ValueError: several states make it.
+  """
+  states = [
+    state
+    for state in declaring_states(opt_state, "requests")
+    if request in declared(state, "requests")
+  ]
+  if len(states) > 1:
+    types = ", ".join(type(state).__name__ for state in states)
+    raise ValueError(
+      f"`make_train_step` needs at most one state with a `{request}`; the optimizer state holds"
+      f" {len(states)} ({types}). Put one such wrapper around the whole optimizer."
+    )
+  if states:
+    _field(states[0], type(states[0]), request, "requests")
+  return states[0] if states else None
+
+
+def requested(opt_state: optax.OptState, request: str) -> Any:
+  """The value of a request, or None where no state makes it."""
+  state = find_request(opt_state, request)
+  return None if state is None else getattr(state, request)
+
+
+def replace_request(opt_state: optax.OptState, request: str, value: Any) -> optax.OptState:
+  """The same state with another value of a request."""
+
+  def makes_it(node: Any) -> bool:
+    return request in declared(node, "requests")
+
+  return jax.tree.map(
+    lambda node: node._replace(**{request: value}) if makes_it(node) else node,
+    opt_state,
+    is_leaf=makes_it,
+  )
+
+
+def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
+  if not hasattr(state, field):
+    raise TypeError(
+      f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
+      f" fields are: {', '.join(getattr(state_type, '_fields', ())) or 'unknown'}."
+    )
+  return getattr(state, field)
+
+
+class GroupAssignment(NamedTuple):
+  """Which leaf is in which group, as a method announces it.
+
+  Attributes:
+    group: for each leaf's path, its group.
+    num_groups: the number of groups.
+    depth_at: from the step count and raw key data to the number of frozen groups, if any are.
+  """
+
+  group: dict[str, int]
+  num_groups: int
+  depth_at: DepthAt | None = None
+
+  def numbers(self, params: optax.Params) -> list[int]:
+    """The group of each leaf; a leaf that the method has not seen is past the last."""
+    return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
+
+
+_ANNOUNCED: contextvars.ContextVar[dict[str, GroupAssignment] | None] = contextvars.ContextVar(
+  "announced", default=None
+)
+
+
+def announce_groups(
+  request: str,
+  params: optax.Params,
+  numbers: Sequence[int],
+  num_groups: int,
+  depth_at: DepthAt | None = None,
+) -> None:
+  """Announces the groups behind a request; called in a method's ``init``.
+
+  Args:
+    request: the request that needs them.
+    params: the params that ``init`` was given.
+    numbers: the group of each leaf.
+    num_groups: the number of groups.
+    depth_at: from the step count and raw key data to the number of frozen groups, if any are.
+  """
+  announced = _ANNOUNCED.get()
+  if announced is not None:
+    group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
+    announced[request] = GroupAssignment(group, num_groups, depth_at)
+
+
+def collect_groups(
+  tx: optax.GradientTransformation, params: optax.Params
+) -> dict[str, GroupAssignment]:
+  """Collects the groups that the methods in a transformation announce, by request.
+
+  Args:
+    tx: any transformation; its ``init`` is traced, through whatever wrappers stand in it.
+    params: the params.
+
+  Returns:
+    By request, the groups.
+  """
+  announced: dict[str, GroupAssignment] = {}
+  token = _ANNOUNCED.set(announced)
+  try:
+    # A function of its own, so that no cached trace is taken instead.
+    jax.eval_shape(lambda p: tx.init(p), params)
+  finally:
+    _ANNOUNCED.reset(token)
+  return announced

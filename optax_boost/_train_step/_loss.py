@@ -1,0 +1,78 @@
+"""The forms in which a loss takes its arguments and returns its value."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
+  """Brings what a loss returns into the form ``loss, (model_state, aux)``."""
+  expected = "loss"
+  if has_aux and has_model_state:
+    expected = "(loss, (model_state, aux))"
+  elif has_model_state:
+    expected = "(loss, model_state)"
+  elif has_aux:
+    expected = "(loss, aux)"
+  parts = expected.count(",")
+  if parts and not (isinstance(output, tuple) and len(output) == 2):
+    raise TypeError(f"`loss_fn` must return {expected}; got {_kind(output)}.")
+  if parts == 2 and not (isinstance(output[1], tuple) and len(output[1]) == 2):
+    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(output[1])}).")
+  rest: Any = None
+  loss, rest = output if parts else (output, None)
+  if not hasattr(loss, "shape") or jnp.shape(loss) != ():
+    hint = "" if has_aux else " If it returns aux as well, pass has_aux=True."
+    raise TypeError(
+      f"`loss_fn` must return {expected} with a scalar loss; got {_kind(loss)} as the loss."
+      f" Take the mean over the batch.{hint}"
+    )
+  if has_aux and has_model_state:
+    return loss, rest
+  model_state, aux = (rest, None) if has_model_state else (None, rest)
+  return loss, (model_state, aux)
+
+
+def with_model_state(output: Any, model_state: Any, has_aux: bool) -> Any:
+  """Adds the new statistics to the output of a loss that returns none.
+
+  Args:
+    output: the loss, or ``(loss, aux)``.
+    model_state: the statistics after the forward pass.
+    has_aux: which of the two `output` is.
+
+  Returns:
+    ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
+
+  Raises:
+    TypeError: `output` is no pair though `has_aux` says so.
+  """
+  if not has_aux:
+    return output, model_state
+  loss, (_, aux) = split_output(output, has_aux, False)
+  return loss, (model_state, aux)
+
+
+def _kind(value: Any) -> str:
+  if hasattr(value, "shape"):
+    return f"an array of shape {value.shape}"
+  if isinstance(value, tuple):
+    return f"a tuple of length {len(value)}"
+  return f"a {type(value).__name__}"
+
+
+def bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+  """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
+  if not isinstance(function, functools.partial):
+    return function, {}
+  data: dict[str, Any] = {}
+  rest: dict[str, Any] = {}
+  for name, value in function.keywords.items():
+    leaves = jax.tree.leaves(value)
+    arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+    (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
+  return functools.partial(function.func, *function.args, **rest), data

@@ -1,0 +1,64 @@
+"""The state that training carries from step to step."""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class TrainState(NamedTuple):
+  """What training carries from step to step; a tree, to be saved and restored whole.
+
+  Attributes:
+    params: the trainable arrays.
+    opt_state: the transformation's state.
+    model_state: mutable statistics (BatchNorm) that the loss returns anew, or None.
+    step: scalar int32, the number of steps made.
+  """
+
+  params: optax.Params
+  opt_state: optax.OptState
+  model_state: Any
+  step: jax.Array
+
+
+def settle(state: TrainState) -> TrainState:
+  """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
+
+  Weak types are removed, and what the optimizer state adds is replicated over the mesh of the
+  params. An array that occurs twice is copied, as donation demands: some of optax's states hold
+  the params themselves, and tied weights occur twice.
+
+  Args:
+    state: a state that was put together outside of a step.
+
+  Returns:
+    The state, each of its arrays a buffer of its own.
+  """
+  arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
+  # Inside a trace there is no placement to ask for.
+  shardings = [p.sharding for p in arrays if not isinstance(p, jax.core.Tracer)]
+  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+  replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
+  seen: set[int] = set()
+
+  def settled(leaf: Any) -> jax.Array:
+    leaf = drop_weak_type(leaf)
+    if replicated and not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+      leaf = jax.device_put(leaf, replicated)
+    if id(leaf) in seen:
+      leaf = jnp.array(leaf)
+    seen.add(id(leaf))
+    return leaf
+
+  return jax.tree.map(settled, state)
+
+
+def drop_weak_type(leaf: Any) -> jax.Array:
+  """An array of a dtype of its own; a weak one would compile the next step anew."""
+  # Typed PRNG keys have no weak type.
+  if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
+    return leaf
+  return jnp.asarray(leaf, jnp.result_type(leaf))

@@ -1,0 +1,442 @@
+"""A train step that feeds any optax transformation.
+
+Line searches, variance reduction and freezing need more than a gradient. optax passes that as
+extra arguments of ``update``; this module makes them, once, for any chain:
+
+  value              the loss at the current params
+  grad               its gradient there
+  value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
+  grad_fn(params)    the gradient elsewhere, likewise
+  obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
+  full_grad_fn(params)
+                     the mean gradient over all of the data, where the caller says how
+
+The optimizer state may ask for scaled gradients or for a shorter backward pass
+(:mod:`optax_boost._protocol`). `grad` and `grad_fn` are then those of the scaled loss; the values
+are of the loss itself.
+
+The closures cost nothing unless a transformation calls them, and their aux and new statistics are
+dropped: those come from the one forward pass at the current params. They take params as
+``optax.masked`` and ``optax.partition`` hide them: hidden leaves have their current values.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+import inspect
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _base
+from optax_boost import _protocol
+from optax_boost import _scaled_backward
+from optax_boost import _svrg
+from optax_boost import _tree
+from optax_boost._train_step import _depths
+from optax_boost._train_step import _frozen_backward
+from optax_boost._train_step import _loss
+from optax_boost._train_step import _state
+
+Metrics: TypeAlias = dict[str, Any]
+
+# Metrics that cost something or need a wrapper, so they are made on request only.
+EXTRA_METRICS = ("grad_norm", "learning_rate")
+
+
+class TrainStep:
+  """A jitted train step; made by :func:`make_train_step`."""
+
+  def __init__(
+    self,
+    step: Callable[..., tuple[_state.TrainState, Metrics]],
+    tx: optax.GradientTransformation,
+    gradient: Callable[..., Any],
+    data: dict[str, Any],
+    freezing: _frozen_backward.Execution = "auto",
+  ):
+    self._step = step
+    self._tx = tx
+    self._gradient = gradient
+    self._data = data
+    self._freezing = freezing
+    self._depths = _depths.HostDepths()
+
+  def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
+    """Makes the state to start from.
+
+    Params and statistics are copied: the first step donates the state, and the caller's arrays
+    stay usable. Params that are sharded over a mesh keep their sharding.
+
+    Args:
+      params: the initial params.
+      model_state: the initial mutable statistics, if the loss takes any.
+
+    Returns:
+      A :class:`TrainState`.
+    """
+    params, model_state = jax.tree.map(jnp.array, (params, model_state))
+    state = _state.TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
+    return _state.settle(state)
+
+  def __call__(
+    self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
+  ) -> tuple[_state.TrainState, Metrics]:
+    """Makes one step; `state` is donated and must not be used afterwards.
+
+    Args:
+      state: the current state.
+      batch: a tree of arrays, handed to the loss as it is.
+      rng: a key, or None if the loss takes none. The step number is folded in, so the same key
+        may be passed at every step, and a run that resumes draws what it would have drawn.
+
+    Returns:
+      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
+      that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
+      name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
+    """
+    state, metrics = self._step(state, batch, rng, self._data, self._depth(state))
+    self._depths.made_step(state.opt_state)
+    return state, metrics
+
+  def refresh(
+    self,
+    state: _state.TrainState,
+    batches: Iterable[Any],
+    rng: jax.Array | None = None,
+    *,
+    weight_fn: Callable[[Any], Any] | None = None,
+    progress: bool = False,
+  ) -> _state.TrainState:
+    """Renews the snapshot of :func:`svrg` with one pass over the data, between two steps.
+
+    The statistics that the loss returns are dropped. The pass takes the gradients of one batch
+    after the other, so the data need not fit into memory.
+
+    Args:
+      state: the current state; the new one shares its arrays, so don't use it afterwards.
+      batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
+      rng: a key, or None if the loss takes none. The step number is folded in, and the number of
+        the batch.
+      weight_fn: from a batch to the number of its real examples, for padded batches.
+      progress: whether to show a progress bar; needs ``tqdm``.
+
+    Returns:
+      The state to go on with.
+
+    Raises:
+      ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
+    """
+    if rng is not None:
+      rng = jax.random.fold_in(rng, state.step)
+    gradient = jax.tree_util.Partial(self._gradient, state.model_state)
+    full = _svrg.full_gradient(
+      gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
+    )
+    return _state.settle(
+      state._replace(opt_state=_svrg.refresh_svrg(state.opt_state, state.params, full))
+    )
+
+  def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Lowers the step for inspection, like ``jax.jit(...).lower``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Lowered``.
+    """
+    depth = self._depth(state)
+    return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
+
+  def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Traces the step for inspection, like ``jax.jit(...).trace``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    """
+    depth = self._depth(state)
+    return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
+
+  def cache_size(self) -> int:
+    """The number of programs that were compiled: one, or one per depth where groups are frozen."""
+    return self._step._cache_size()  # type: ignore[attr-defined]
+
+  def _depth(self, state: _state.TrainState) -> int | None:
+    """How many groups are frozen, where the host can know it; it chooses the compiled step."""
+    if self._freezing == "switch":
+      return None
+
+    def schedule() -> Any:
+      groups = _protocol.collect_groups(self._tx, state.params)
+      return groups[_protocol.FROZEN_GROUPS].depth_at
+
+    return self._depths.next(state.opt_state, schedule)
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  *,
+  has_aux: bool = False,
+  has_model_state: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
+  donate: bool = True,
+  freezing: _frozen_backward.Execution = "auto",
+  hold_frozen_statistics: bool = True,
+  extra_metrics: Sequence[str] = (),
+) -> TrainStep:
+  """Makes a jitted train step that feeds any optax transformation.
+
+  ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
+  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and our own methods work unwired.
+
+  Args:
+    loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called
+      with a key. Returns the scalar loss, or ``(loss, aux)``.
+    tx: the transformation.
+    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
+    has_model_state: whether the loss carries mutable statistics. It is then called as
+      ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
+      `has_aux` ``(loss, (model_state, aux))``.
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``: called as
+      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss
+      with this step's statistics; if the step is called with a key, as ``full_grad_fn(grad_fn,
+      params, rng=key)``, with ``grad_fn(params, batch, key)``. Of a ``functools.partial``, bound
+      arrays are handed to the compiled step as arguments, not built into it:
+      ``functools.partial(scan_full_gradient, batches=data)``.
+    donate: whether the old state's memory is reused for the new one.
+    freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
+      a compiled step for each number of frozen groups, made when it first occurs; the host counts
+      along to know it, but where :func:`freeze` stands in a wrapper other than ``optax.chain`` it
+      reads it from the state, which waits for the step before. ``"switch"``: by a conditional
+      inside one compiled step, which takes as long to compile as all of them. ``"auto"``: per
+      depth; inside your own ``jit`` or ``scan``, where only a conditional can do it, the switch,
+      but on a CPU not for convolutions, whose gradients it makes slower than no freezing at all (a
+      warning says so).
+    hold_frozen_statistics: whether the mutable statistics of frozen layers stand still.
+    extra_metrics: metrics to report beside those of the methods. ``"grad_norm"``: the global norm
+      of the gradient, unscaled, without frozen leaves. ``"learning_rate"``: the current value,
+      from ``optax.inject_hyperparams``.
+
+  Returns:
+    A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
+
+  Raises:
+    TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
+      returns something else than it was said to.
+    ValueError: `freezing` or a name in `extra_metrics` is unknown; when called: the state holds
+      several loss scales, or several :func:`freeze`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> batch = {"x": jnp.eye(3), "y": jnp.array([1.0, 2.0, 3.0])}
+    >>> step = optax_boost.make_train_step(loss_fn, optax.lbfgs())
+    >>> state = step.init({"w": jnp.zeros(3)})
+    >>> for _ in range(5):
+    ...   state, metrics = step(state, batch)
+    >>> bool(metrics["loss"] < 1e-6), int(state.step)
+    (True, 5)
+  """
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
+  if full_grad_fn is not None:
+    _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)")
+  # The user's own: the extra arguments that it accepts are looked up in its signature.
+  _base.check_transformation("tx", tx)
+  flags = {
+    "has_aux": has_aux,
+    "has_model_state": has_model_state,
+    "donate": donate,
+    "hold_frozen_statistics": hold_frozen_statistics,
+  }
+  for name, flag in flags.items():
+    _base.check_bool(name, flag)
+  _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
+  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
+    raise TypeError(
+      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
+    )
+  for name in extra_metrics:
+    _base.check_name("extra_metrics", name, EXTRA_METRICS)
+
+  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
+
+  def gradient(model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+    """The gradient of the loss alone, on any batch."""
+    stats = (model_state,) if has_model_state else ()
+
+    def loss(params: optax.Params) -> jax.Array:
+      output = loss_fn(params, *stats, batch, *rngs)
+      return _loss.split_output(output, has_aux, has_model_state)[0]
+
+    return jax.grad(loss)(params)
+
+  def step_fn(
+    state: _state.TrainState,
+    batch: Any,
+    rng: jax.Array | None,
+    data: dict[str, Any],
+    depth: int | None = None,
+  ) -> tuple[_state.TrainState, Metrics]:
+    rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
+    stats = (state.model_state,) if has_model_state else ()
+    request = _Requests(tx, state.opt_state, state.params, depth)
+
+    def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
+      output = loss_fn(params, *stats, batch, *rngs)
+      return _loss.split_output(output, has_aux, has_model_state)
+
+    differentiate = request.gradient_of(forward, freezing)
+
+    def value_at(params: optax.Params) -> jax.Array:
+      return forward(_tree.fill_masked(params, state.params))[0]
+
+    # What is differentiated carries the scale, here as at the current params. Transformations may
+    # hand on more, as `optax.contrib.sam` the number of its inner step.
+    def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
+      return _tree.mask_like(differentiate(_tree.fill_masked(params, state.params))[0], params)
+
+    grad, (value, (model_state, aux)) = differentiate(state.params)
+    value_fn = _tree.as_value_fn(value_at)
+    extra = {
+      "value": value,
+      "grad": grad,
+      "value_fn": value_fn,
+      "grad_fn": grad_fn,
+      "obj_fn": value_at,
+    }
+    if full_grad_fn is not None:
+      mean_gradient = functools.partial(
+        full_grad_fn,
+        functools.partial(gradient, state.model_state),
+        **data,
+        **({"rng": rngs[0]} if rngs else {}),
+      )
+      extra["full_grad_fn"] = lambda params: _tree.mask_like(
+        mean_gradient(_tree.fill_masked(params, state.params)), params
+      )
+    accepted = accepted_extra_args(tx.update, extra)
+    updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
+    if request.frozen is not None:
+      # Of this step; the new state holds the next one's.
+      metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
+      if hold_frozen_statistics:
+        model_state = _frozen_backward.hold_statistics(
+          state.model_state, model_state, state.params, request.frozen, request.frozen_groups
+        )
+    if "grad_norm" in extra_metrics:
+      metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
+    if "learning_rate" in extra_metrics:
+      metrics["learning_rate"] = _learning_rate(opt_state)
+    if has_aux:
+      metrics["aux"] = aux
+    new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
+    return jax.tree.map(_state.drop_weak_type, new_state), metrics
+
+  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=4)
+  return TrainStep(jitted, tx, gradient, data, freezing)
+
+
+class _Requests:
+  """The requests of an optimizer state, and their answer: a gradient."""
+
+  def __init__(
+    self,
+    tx: optax.GradientTransformation,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    depth: int | None,
+  ):
+    self.opt_state = opt_state
+    self.loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
+    self.group_loss_scale = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
+    self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+    groups: dict[str, _protocol.GroupAssignment] = {}
+    if self.frozen_groups is not None or self.group_loss_scale is not None:
+      groups = _protocol.collect_groups(tx, params)
+    self.frozen = groups.get(_protocol.FROZEN_GROUPS)
+    self.scaled = groups.get(_protocol.GROUP_LOSS_SCALE)
+    if self.frozen is not None and depth is not None:
+      # A constant in the state: nothing is computed for frozen leaves in `update` either.
+      self.frozen_groups = depth
+      constant = np.int32(depth)
+      self.opt_state = _protocol.replace_request(opt_state, _protocol.FROZEN_GROUPS, constant)
+
+  def gradient_of(
+    self,
+    forward: Callable[[optax.Params], tuple[jax.Array, Any]],
+    execution: _frozen_backward.Execution,
+  ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
+    """From params to the scaled gradient, zero for frozen leaves, and the output of `forward`."""
+
+    def objective(params: optax.Params) -> tuple[jax.Array, Any]:
+      value, rest = forward(params)
+      return value, (value, rest)
+
+    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+      if self.scaled is None or self.group_loss_scale is None:
+        value, rest = objective(params)
+      else:
+        numbers = self.scaled.numbers(params)
+        value, rest = _scaled_backward.scaled_objective(
+          objective, params, numbers, self.group_loss_scale
+        )
+      # In float32: a float16 loss times its scale would overflow.
+      scale = self.loss_scale
+      return value if scale is None else value.astype(jnp.float32) * scale, rest
+
+    if self.frozen is None:
+      return jax.grad(scaled, has_aux=True)
+    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution)
+
+  def unscaled(self, grad: optax.Updates) -> optax.Updates:
+    """A gradient without its scales, in at least float32."""
+    leaves, structure = jax.tree.flatten(grad)
+    wide = [g.astype(_tree.accumulator_dtype(g.dtype)) for g in leaves]
+    if self.loss_scale is not None:
+      wide = [g / self.loss_scale for g in wide]
+    if self.scaled is not None and self.group_loss_scale is not None:
+      numbers = self.scaled.numbers(grad)
+      wide = [g / self.group_loss_scale[n] for g, n in zip(wide, numbers, strict=True)]
+    return jax.tree.unflatten(structure, wide)
+
+
+def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+  """The extra arguments that `update` accepts; some of optax's methods refuse others."""
+  parameters = inspect.signature(update).parameters.values()
+  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    return extra
+  return {p.name: extra[p.name] for p in parameters if p.name in extra}
+
+
+def _learning_rate(opt_state: optax.OptState) -> Any:
+  """The learning rate that ``optax.inject_hyperparams`` keeps."""
+  injected = (optax.InjectHyperparamsState, optax.schedules.InjectStatefulHyperparamsState)
+
+  def has_rate(node: Any) -> bool:
+    return isinstance(node, injected) and "learning_rate" in node.hyperparams
+
+  states = [s for s in jax.tree.leaves(opt_state, is_leaf=has_rate) if has_rate(s)]
+  if len(states) != 1:
+    raise ValueError(
+      "The metric `learning_rate` needs one optimizer of `optax.inject_hyperparams` with a"
+      f" `learning_rate`, as in `optax.inject_hyperparams(optax.adam)(learning_rate=schedule)`;"
+      f" the optimizer state holds {len(states)}."
+    )
+  return states[0].hyperparams["learning_rate"]

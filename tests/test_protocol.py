@@ -1,0 +1,228 @@
+"""How methods, ours and a user's own, speak to the train step: by the types of their states."""
+
+from typing import Any
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _protocol
+
+# Names that are fields of states somewhere, so a lookup by bare name would find them.
+HOSTILE_NAMES = (
+  "count",
+  "curvature",
+  "frozen_groups",
+  "grad",
+  "group_loss_scale",
+  "inner_state",
+  "key",
+  "loss_scale",
+  "notfinite_count",
+  "params",
+  "snapshot",
+  "trust_ratio",
+)
+
+
+def bowl(params: Any, batch: Any) -> jax.Array:
+  return sum(jnp.sum((leaf - batch) ** 2) for leaf in jax.tree.leaves(params))
+
+
+def hostile(shape: tuple[int, ...] = (3,)) -> dict[str, jax.Array]:
+  return {name: jnp.zeros(shape) for name in HOSTILE_NAMES}
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.sgd(0.1, momentum=0.9),
+    optax.adam(0.1),
+    optax_boost.dynamic_loss_scale(optax.adam(0.1)),
+    optax_boost.freeze(optax.adam(0.1), ["."], optax_boost.continuous_freezing(1, 0.0)),
+  ],
+  ids=["momentum", "adam", "loss scale", "freeze"],
+)
+@pytest.mark.parametrize("shape", [(), (3,)], ids=str)
+def test_params_may_bear_the_names_of_state_fields(tx, shape):
+  plain = {f"w{i}": leaf for i, leaf in enumerate(hostile(shape).values())}
+  step = optax_boost.make_train_step(bowl, tx)
+  ours, plain = step.init(hostile(shape)), step.init(plain)
+  for _ in range(3):
+    ours, metrics = step(ours, 1.0)
+    plain, expected = step(plain, 1.0)
+  assert metrics.keys() == expected.keys()
+  chex.assert_trees_all_equal(
+    list(ours.params.values()), [plain.params[f"w{i}"] for i in range(len(HOSTILE_NAMES))]
+  )
+
+
+class ClippedState(NamedTuple):
+  """State of a method that a user might write."""
+
+  loss_scale: jax.Array
+  largest: jax.Array
+  seen: Any
+  metrics = ("largest", "clipped/loss_scale")
+  requests = ("loss_scale",)
+
+
+def clipped_scale(scale: float) -> optax.GradientTransformationExtraArgs:
+  def init(params):
+    return ClippedState(jnp.float32(scale), jnp.float32(0), params)
+
+  def update(updates, state, params=None, **extra):
+    del params, extra
+    updates = jax.tree.map(lambda g: -0.1 * g / state.loss_scale, updates)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(u)) for u in jax.tree.leaves(updates)]))
+    return updates, state._replace(largest=largest)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_a_method_of_a_users_own_is_served_as_ours_are():
+  params = {"w": jnp.zeros(3)}
+  step = optax_boost.make_train_step(bowl, optax.chain(clipped_scale(4.0), optax.identity()))
+  state, metrics = step(step.init(params), 1.0)
+  np.testing.assert_allclose(state.params["w"], 0.2, rtol=1e-6)
+  np.testing.assert_allclose(metrics["largest"], 0.2, rtol=1e-6)
+  assert metrics["clipped/loss_scale"] == 4.0
+
+
+def test_a_users_loss_scale_and_ours_are_refused_together():
+  tx = optax_boost.dynamic_loss_scale(clipped_scale(4.0))
+  step = optax_boost.make_train_step(bowl, tx)
+  with pytest.raises(ValueError, match=r"holds 2 \(ClippedState, DynamicLossScaleState\)"):
+    step(step.init({"w": jnp.zeros(3)}), 1.0)
+
+
+def test_a_declared_field_that_does_not_exist_is_refused():
+  class Mistaken(NamedTuple):
+    count: Any
+    metrics = ("norm",)
+
+  with pytest.raises(TypeError, match=r"`Mistaken` declares `norm` .* fields are: count"):
+    _protocol.read_metrics(Mistaken(0))
+  with pytest.raises(TypeError, match=r"declares `norm` in its `requests`"):
+    _protocol.declares(requests=("norm",))(Mistaken)
+
+
+def test_a_field_may_be_called_metrics():
+  class Reporting(NamedTuple):
+    metrics: Any
+    requests: Any
+
+  assert _protocol.read_metrics(Reporting(jnp.ones(3), jnp.ones(2))) == {}
+  assert _protocol.find_request(Reporting(1, 2), "loss_scale") is None
+
+
+def test_names_of_metrics_stay_when_a_wrapper_is_added():
+  inner = optax_boost.lars(0.1, exclude=None)
+  wrapped = optax_boost.dynamic_loss_scale(optax_boost.accumulate(inner, 2))
+  names = []
+  for tx in (inner, wrapped):
+    step = optax_boost.make_train_step(bowl, tx)
+    names.append(step(step.init({"w": jnp.ones(3)}), 0.0)[1].keys())
+  assert names[0] < names[1]
+  assert {"lars/notfinite_count", "accumulate/notfinite_count"} <= names[1]
+
+
+def test_the_gradient_norm_and_the_learning_rate_are_reported_on_request():
+  rate = optax.linear_schedule(0.5, 0.0, 5)
+  inner = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+  groups = optax_boost.group_loss_scale(inner, ["a", "b"], 8.0)
+  params = {"a": jnp.zeros(3), "b": jnp.zeros(1)}
+  for tx in (inner, optax_boost.dynamic_loss_scale(inner, 1024.0), groups):
+    step = optax_boost.make_train_step(bowl, tx, extra_metrics=("grad_norm", "learning_rate"))
+    state = step.init(params)
+    for expected in (0.5, 0.4):
+      norm = optax.tree.norm(jax.grad(bowl)(state.params, 1.0))
+      state, metrics = step(state, 1.0)
+      np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+      np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
+
+
+def test_the_gradient_norm_is_of_trained_leaves():
+  freezing = optax_boost.FreezeSchedule(2, lambda count, key: jnp.ones_like(count))
+  tx = optax_boost.freeze(optax.sgd(0.1), ["a", "b"], freezing)
+  step = optax_boost.make_train_step(bowl, tx, extra_metrics=["grad_norm"])
+  _, metrics = step(step.init({"a": jnp.zeros(3), "b": jnp.zeros(1)}), 1.0)
+  np.testing.assert_allclose(metrics["grad_norm"], 2.0, rtol=1e-6)
+
+
+def test_extra_metrics_are_checked():
+  with pytest.raises(ValueError, match=r"`extra_metrics` must be one of 'grad_norm'.*got 'norm'"):
+    optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics=("norm",))
+  with pytest.raises(TypeError, match=r"must be a sequence of names; got 'grad_norm'"):
+    optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics="grad_norm")
+  step = optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics=("learning_rate",))
+  with pytest.raises(ValueError, match=r"needs one optimizer of `optax.inject_hyperparams`"):
+    step(step.init({"w": jnp.zeros(3)}), 1.0)
+
+
+LABELS = {"a": "ours", "b": "other"}
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    lambda tx: optax.partition({"ours": tx, "other": optax.sgd(0.1)}, LABELS),
+    lambda tx: optax.masked(tx, {"a": True, "b": False}),
+  ],
+  ids=["partition", "masked"],
+)
+@pytest.mark.parametrize("name", ["grad_fn", "value_fn", "full_grad_fn", "obj_fn"])
+def test_closures_take_params_whose_leaves_are_hidden(wrap, name):
+  seen = {}
+
+  def update(updates, state, params=None, **extra):
+    assert isinstance(params["b"], optax.MaskedNode)
+    seen[name] = extra[name](jax.tree.map(lambda p: p + 1, params))
+    return updates, state
+
+  tx = wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+  step = optax_boost.make_train_step(
+    lambda p, b: jnp.sum(p["a"] * p["b"] * b), tx, full_grad_fn=lambda g, p: g(p, 1.0)
+  )
+  params = {"a": jnp.ones(2), "b": jnp.full(2, 3.0)}
+  with jax.disable_jit():
+    step(step.init(params), 1.0)
+  if name.startswith(("value", "obj")):
+    assert seen[name] == 12.0
+  else:
+    np.testing.assert_allclose(seen[name]["a"], 3.0)
+    assert isinstance(seen[name]["b"], optax.MaskedNode)
+
+
+def test_the_opaque_mode_of_sam_trains_as_its_transparent_one():
+  params = {"w": jnp.arange(3.0)}
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  opaque = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2, opaque_mode=True)
+  step = optax_boost.make_train_step(bowl, opaque)
+  state = step.init(params)
+  for _ in range(4):
+    state, _ = step(state, 1.0)
+  plain = optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2, opaque_mode=True)
+  expected, opt_state = params, plain.init(params)
+  for _ in range(4):
+    grad = jax.grad(bowl)(expected, 1.0)
+    updates, opt_state = plain.update(
+      grad, opt_state, expected, grad_fn=lambda p, i: jax.grad(bowl)(p, 1.0)
+    )
+    expected = optax.apply_updates(expected, updates)
+  chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+
+
+def test_sophia_trains():
+  step = optax_boost.make_train_step(bowl, optax.contrib.sophia(0.1))
+  state = step.init({"w": jnp.zeros(3)})
+  losses = []
+  for _ in range(20):
+    state, metrics = step(state, 1.0)
+    losses.append(float(metrics["loss"]))
+  assert losses[-1] < 0.6 * losses[0]
