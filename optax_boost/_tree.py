@@ -349,6 +349,23 @@ def check_floating(tree: Any, method: str) -> None:
   Raises:
     TypeError: a leaf is of another kind.
   """
+  _check_dtype(tree, method, jnp.floating, "real floating-point")
+
+
+def check_inexact(tree: Any, method: str) -> None:
+  """Refuses leaves that are neither real nor complex floating-point numbers.
+
+  Args:
+    tree: params or gradients.
+    method: the method's name, for the message.
+
+  Raises:
+    TypeError: a leaf is of another kind.
+  """
+  _check_dtype(tree, method, jnp.inexact, "floating-point")
+
+
+def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
   for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
     if not hasattr(leaf, "dtype"):
@@ -356,9 +373,9 @@ def check_floating(tree: Any, method: str) -> None:
         f"`{method}` needs arrays as leaves; the leaf '{path or 'params'}' is {_base.shorten(leaf)}"
         f" of type {type(leaf).__name__}. Convert them with `jax.tree.map(jnp.asarray, params)`."
       )
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not jnp.issubdtype(leaf.dtype, kind):
       raise TypeError(
-        f"`{method}` needs real floating-point leaves; the leaf '{path or 'params'}' is"
+        f"`{method}` needs {required} leaves; the leaf '{path or 'params'}' is"
         f" {leaf.dtype}. Leave it out with `optax.masked` or `optax.partition`."
       )
 

@@ -94,3 +94,14 @@ def test_copies_are_buffers_of_their_own_and_abstract_leaves_stay_abstract():
   assert copies["b"] == abstract
   wide = _tree.copy_arrays({"a": array, "b": abstract}, _tree.accumulator_dtype)
   assert wide["a"].dtype == wide["b"].dtype == jnp.float32
+
+
+def test_complex_leaves_are_inexact_and_not_floating():
+  tree = {"w": jnp.ones(2, jnp.complex64)}
+  _tree.check_inexact(tree, "method")
+  with pytest.raises(TypeError, match=r"`method` needs real floating-point leaves; the leaf 'w'"):
+    _tree.check_floating(tree, "method")
+  with pytest.raises(TypeError, match=r"needs floating-point leaves; the leaf 'n' is int32. Leave"):
+    _tree.check_inexact({"n": jnp.ones(2, jnp.int32)}, "method")
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'params' is 1.0 of type"):
+    _tree.check_inexact(1.0, "method")
