@@ -20,6 +20,7 @@ from optax_boost._auto import GradFreezeConfig
 from optax_boost._auto import LessBNConfig
 from optax_boost._auto import auto_boost
 from optax_boost._base import NoEffectWarning
+from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
@@ -71,6 +72,7 @@ from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permutation
 from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import sgperm
+from optax_boost._stacked import stacked_axes
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import full_gradient
@@ -116,6 +118,7 @@ __all__ = [
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "SnapshotStore",
+  "StackedLayersWarning",
   "Subspace",
   "SvrgState",
   "SwitchAfterState",
@@ -163,6 +166,7 @@ __all__ = [
   "scan_full_gradient",
   "sgperm",
   "snapshots",
+  "stacked_axes",
   "svrg",
   "switch_after",
   "trust_ratio",

@@ -30,6 +30,10 @@ class NoEffectWarning(UserWarning):
   """A pattern, mask or method was given a tree in which it matches nothing."""
 
 
+class StackedLayersWarning(UserWarning):
+  """A method takes a leaf that holds many layers as one layer."""
+
+
 def shorten(value: Any, limit: int = 80) -> str:
   """The repr of a value for a message, cut to `limit` characters; never raises."""
   try:

@@ -22,6 +22,7 @@ method announces it while its ``init`` is traced.
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import contextvars
 from typing import Any
 from typing import NamedTuple
@@ -181,6 +182,36 @@ class GroupAssignment(NamedTuple):
   def numbers(self, params: optax.Params) -> list[int]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
+
+
+_LAYERWISE: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+  "layerwise", default=None
+)
+
+
+def announce_layers(method: str, paths: Sequence[str]) -> None:
+  """Announces the leaves that a method takes as one layer each; called in its ``update``.
+
+  Not for leaves whose stacked axes the method was told.
+
+  Args:
+    method: the method's name.
+    paths: the leaves' paths.
+  """
+  layerwise = _LAYERWISE.get()
+  if layerwise is not None:
+    layerwise.update(dict.fromkeys(paths, method))
+
+
+@contextlib.contextmanager
+def collect_layers() -> Iterator[dict[str, str]]:
+  """Collects, inside its context, the paths that are announced and the method that did."""
+  layerwise: dict[str, str] = {}
+  token = _LAYERWISE.set(layerwise)
+  try:
+    yield layerwise
+  finally:
+    _LAYERWISE.reset(token)
 
 
 _ANNOUNCED: contextvars.ContextVar[dict[str, GroupAssignment] | None] = contextvars.ContextVar(

@@ -26,6 +26,7 @@ FOUNDATION = [
   "_forward_order",
   "_groups",
   "_scaled_backward",
+  "_stacked",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_train_step", "_auto", "_race"}

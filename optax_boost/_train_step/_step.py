@@ -25,8 +25,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
 import inspect
+import re
 from typing import Any
 from typing import TypeAlias
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _scaled_backward
+from optax_boost import _stacked
 from optax_boost import _svrg
 from optax_boost import _tree
 from optax_boost._train_step import _depths
@@ -274,6 +277,7 @@ def make_train_step(
     _base.check_name("extra_metrics", name, EXTRA_METRICS)
 
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
+  warn_of_stacked_layers = _warns_once()
 
   def gradient(model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
     """The gradient of the loss alone, on any batch."""
@@ -330,7 +334,9 @@ def make_train_step(
         mean_gradient(_tree.fill_masked(params, state.params)), params
       )
     accepted = accepted_extra_args(tx.update, extra)
-    updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+    with _protocol.collect_layers() as layerwise:
+      updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+    warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if request.frozen is not None:
@@ -351,6 +357,32 @@ def make_train_step(
 
   jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=4)
   return TrainStep(jitted, tx, gradient, data, freezing)
+
+
+def _warns_once() -> Callable[..., None]:
+  """Makes a check for leaves that hold many layers but are taken as one; it warns once."""
+  warned: list[str] = []
+
+  def check(layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params) -> None:
+    if not layerwise or warned:
+      return
+    axes = _stacked.stacked_axes(loss_fn, params)
+    taken = {
+      pattern: method
+      for pattern in axes
+      for path, method in layerwise.items()
+      if re.search(pattern, path)
+    }
+    if taken:
+      told = {pattern: axes[pattern] for pattern in taken}
+      warned.append(
+        f"`{next(iter(taken.values()))}` takes leaves that hold many layers as one layer each: the"
+        f" loss scans over them. Pass stacked_axes={_base.shorten(told, 400)} to it, as"
+        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is."
+      )
+      warnings.warn(warned[0], _base.StackedLayersWarning, stacklevel=2)
+
+  return check
 
 
 class _Requests:

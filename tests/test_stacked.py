@@ -1,0 +1,124 @@
+"""Stacked layers are read from a trace of the loss."""
+
+import functools
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_boost
+
+X = jnp.ones((2, 8))
+
+
+def layer(x, w):
+  return jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+
+def plain(params, x, body=layer, move=lambda w: w):
+  x, _ = jax.lax.scan(body, x, move(params["blocks"]))
+  return jnp.mean(x @ params["head"])
+
+
+def params(layers=3):
+  blocks = {"kernel": jnp.ones((layers, 8, 8)), "bias": jnp.ones((layers, 8))}
+  return {"blocks": blocks, "head": jnp.ones((8, 1))}
+
+
+BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
+
+
+@pytest.mark.parametrize(
+  "loss_fn",
+  [
+    plain,
+    jax.jit(plain),
+    functools.partial(plain, body=jax.checkpoint(layer)),
+    functools.partial(plain, move=lambda w: jax.tree.map(lambda a: 0.5 * a.astype("bfloat16"), w)),
+    lambda p, x: jax.checkpoint(plain)(p, x),
+    lambda p, x: jax.lax.cond(x[0, 0] > 0, plain, plain, p, x),
+  ],
+  ids=["plain", "jit", "remat body", "cast", "remat", "cond"],
+)
+def test_scans_are_found_wherever_they_stand(loss_fn):
+  assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
+
+
+def test_a_transposed_leaf_is_stacked_along_its_own_axis():
+  def loss_fn(p, x):
+    x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["blocks"], 1, 0))
+    return jnp.sum(x)
+
+  found = optax_boost.stacked_axes(loss_fn, {"blocks": jnp.ones((8, 3, 8))}, X)
+  assert found == {"^blocks$": (1,)}
+
+
+def test_scans_in_scans_stack_along_both_axes():
+  def outer(x, w):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, w)
+
+  def loss_fn(p, x):
+    return jnp.sum(jax.lax.scan(outer, x, p["blocks"])[0])
+
+  found = optax_boost.stacked_axes(loss_fn, {"blocks": jnp.ones((2, 3, 8, 8))}, X)
+  assert found == {"^blocks$": (0, 1)}
+
+
+def test_lax_map_and_scans_over_data_alone():
+  def mapped(p, x):
+    return jnp.sum(jax.lax.map(lambda w: jnp.sum(x @ w), p["experts"]))
+
+  assert optax_boost.stacked_axes(mapped, {"experts": jnp.ones((3, 8, 8))}, X) == {
+    "^experts$": (0,)
+  }
+
+  def recurrent(p, x):
+    return jnp.sum(jax.lax.scan(lambda h, row: (jnp.tanh(row @ p["w"] + h), None), X[0], x)[0])
+
+  assert optax_boost.stacked_axes(recurrent, {"w": jnp.ones((8, 8))}, X) == {}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_linen_scans(axis):
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      return nn.Dense(8)(x), None
+
+  scanned = nn.scan(Block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)()
+  variables = scanned.init(jax.random.key(0), X, None)
+
+  def loss_fn(p, x):
+    return jnp.sum(scanned.apply({"params": p}, x, None)[0])
+
+  found = optax_boost.stacked_axes(loss_fn, variables["params"], X)
+  assert found == {"^Dense_0/bias$": (axis,), "^Dense_0/kernel$": (axis,)}
+
+
+def test_nnx_scans():
+  @nnx.vmap(in_axes=0)
+  def make(key):
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(key))
+
+  graphdef, state = nnx.split(make(jax.random.split(jax.random.key(0), 3)))
+
+  def loss_fn(state, x):
+    model = nnx.merge(graphdef, state)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, block):
+      return jnp.tanh(block(x))
+
+    return jnp.sum(run(x, model))
+
+  assert optax_boost.stacked_axes(loss_fn, state, X) == {"^bias$": (0,), "^kernel$": (0,)}
+
+
+def test_its_answer_is_the_argument_of_the_methods():
+  axes = optax_boost.stacked_axes(plain, params(), X)
+  tx = optax_boost.lars(0.1, stacked_axes=axes, exclude=None)
+  state = tx.init(params())
+  ratios = optax_boost.trust_ratio_tree(state, params(), stacked_axes=axes)
+  assert ratios["blocks"]["kernel"].shape == (3,)
