@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and JSON that is read strictly."""
 
 from collections.abc import Callable
 import contextlib
 import errno
+import json
 import os
 import pathlib
 import re
@@ -41,6 +42,82 @@ def check_path(argument: str, path: Any) -> str:
   if not text or "\0" in text:
     raise ValueError(f"`{argument}` must be a path; got {_base.shorten(path)}.")
   return text
+
+
+def read_json(argument: str, path: Any) -> Any:
+  """Reads a JSON file with the checks of :func:`parse_json`.
+
+  Args:
+    argument: the argument that names the file, for the message.
+    path: the file.
+
+  Returns:
+    What the file holds.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    TypeError: `path` is no path.
+    ValueError: it is a directory, or the file is not JSON in UTF-8; the message names it.
+  """
+  name = check_path(argument, path)
+  if os.path.isdir(name):
+    raise ValueError(f"`{argument}` must be a JSON file; got the directory '{name}'.")
+  data = pathlib.Path(name).read_bytes()
+  try:
+    text = data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+  return parse_json(text, name)
+
+
+def parse_json(text: str, source: str) -> Any:
+  """Reads JSON without what Python adds to it: NaN, infinities and keys that occur twice.
+
+  Args:
+    text: the JSON.
+    source: the file, for messages.
+
+  Returns:
+    What the text holds.
+
+  Raises:
+    ValueError: it is not JSON, is nested too deeply, or has a number of too many digits; the
+      message names `source`, and the line and column where they are known.
+  """
+
+  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+      if key in values:
+        raise ValueError(
+          f"{source} sets {_base.shorten(key)} twice, to {_base.shorten(values[key])} and to"
+          f" {_base.shorten(value)}. Keep one."
+        )
+      values[key] = value
+    return values
+
+  def refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{source} has {constant}, which is no JSON number.")
+
+  def whole_number(digits: str) -> int:
+    try:
+      return int(digits)
+    except ValueError as error:
+      # Python reads integers of at most 4,300 digits.
+      raise ValueError(
+        f"{source} has a number of {len(digits)} digits, starting with {digits[:10]}."
+      ) from error
+
+  try:
+    return json.loads(
+      text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_int=whole_number
+    )
+  except json.JSONDecodeError as error:
+    raise ValueError(
+      f"{source} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}."
+    ) from error
+  except RecursionError as error:
+    raise ValueError(f"{source} is nested too deeply for JSON to be read.") from error
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
