@@ -518,7 +518,7 @@ def test_refuses_what_is_no_model_predicate_or_multiplier():
   for refuses, model in ((ob_nnx.less_bn, NnxNet()), (ob_linen.less_bn, LinenNet())):
     with pytest.raises(TypeError, match=r"`plan` must be what `plan_less_bn` returned; got 'O1'"):
       refuses(model, plan="O1")
-  with pytest.raises(TypeError, match=r"`predicate` must be a function from a NormPlace"):
+  with pytest.raises(TypeError, match=r"`predicate` must be callable, called as `predicate\(place"):
     ob_nnx.less_bn(NnxNet(), X, predicate="norms")
   with pytest.raises(ValueError, match=r"`multiplier` must be finite and > 0"):
     ob_linen.less_bn(LinenNet(), X, multiplier=0.0)
@@ -553,6 +553,81 @@ def test_refuses_a_plan_or_checkpoint_of_another_architecture():
     ob_nnx.load_original(less, {"params": {"last": {"bias": jnp.ones(5)}}})
   with pytest.raises(TypeError, match=r"must be a model, an nnx.State or a nested dict"):
     ob_nnx.load_original(less, "model.ckpt")
+
+
+def test_linen_variables_may_come_before_the_inputs():
+  variables = jax.eval_shape(LinenNet().init, jax.random.key(0), X)
+  plan = ob_linen.plan_less_bn(LinenNet(), X, train=True)
+  assert ob_linen.plan_less_bn(LinenNet(), variables, X, train=True) == plan
+  less = ob_linen.less_bn(LinenNet(), variables, X, train=True)
+  assert less.plan == plan
+  boost = ob_linen.auto_boost("O1", {"less_bn": {"fn_flag": False}})
+  assert boost.plan(LinenNet(), variables, X, train=True) == plan
+  filled = LinenNet().init(jax.random.key(0), X)
+  assert ob_linen.plan_less_bn(LinenNet(), filled, X) == plan
+
+
+BAD_OPTIONS = [
+  ({"fn_flag": 1}, TypeError, r"`fn_flag` must be True or False; got 1"),
+  ({"bias": "yes"}, TypeError, r"`bias` must be True or False; got 'yes'"),
+  ({"multiplier": "2"}, TypeError, r"`multiplier` must be a real number"),
+  ({"multiplier": float("nan")}, ValueError, r"`multiplier` must be finite and > 0; got nan"),
+  ({"multiplier": 10**400}, ValueError, r"`multiplier` must be finite and > 0; got 1000"),
+  (
+    {"predicate": lambda place: np.ones(2)},
+    TypeError,
+    r"`predicate` must return True or False; got array\(\[1., 1.\]\) for",
+  ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused_in_words(options, error, message):
+  for plan, model in ((ob_nnx.plan_less_bn, NnxNet()), (ob_linen.plan_less_bn, LinenNet())):
+    with pytest.raises(error, match=message):
+      plan(model, X, **options)
+
+
+def test_a_model_without_inputs_can_not_be_planned():
+  for plan, model in ((ob_nnx.plan_less_bn, NnxNet()), (ob_linen.plan_less_bn, LinenNet())):
+    with pytest.raises(ValueError, match=r"needs the model's inputs, .*; got none. Or pass plan="):
+      plan(model)
+    with pytest.raises(ValueError, match=r"needs the model's inputs, .*; got 3, 'x'"):
+      plan(model, 3, name="x")
+
+
+def test_plans_and_places_made_by_hand_are_checked():
+  place = optax_boost.NormPlace("bn", "inner", 3)
+  with pytest.raises(ValueError, match=r"`role` must be one of 'outside', .*; got 'middle'"):
+    optax_boost.NormPlace("bn", "middle")
+  with pytest.raises(ValueError, match=r"`layers` must be >= 0; got -1"):
+    optax_boost.NormPlace("bn", "inner", -1)
+  with pytest.raises(TypeError, match=r"`places` must be a tuple of NormPlaces; got \['bn'\]"):
+    optax_boost.LessBNPlan(["bn"], ())
+  with pytest.raises(TypeError, match=r"`removed` must be a tuple of paths; got 'bn'"):
+    optax_boost.LessBNPlan((place,), "bn")
+  with pytest.raises(TypeError, match=r"`head` must be a path or None; got 3"):
+    optax_boost.LessBNPlan((place,), (), head=3)
+
+
+def test_checkpoints_of_something_else_are_refused():
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  for value, error, message in (
+    ("a", TypeError, r"checkpoint's 'kernel' must be an array of numbers; got 'a'"),
+    (np.array([["a"] * 2] * 2), TypeError, r"'kernel' must be an array of numbers; got array"),
+    (jnp.ones((2, 2), complex), ValueError, r"'kernel' has dtype complex64, which does not fit"),
+    (jax.random.split(jax.random.key(0), (2, 2)), ValueError, r"dtype key<fry>, which does not"),
+  ):
+    with pytest.raises(error, match=message):
+      ob_nnx.load_original(model, {"kernel": value})
+    with pytest.raises(error, match=message.replace("'kernel'", "'params/kernel'")):
+      ob_linen.load_original(
+        {"params": {"kernel": jnp.ones((2, 2))}}, {"params": {"kernel": value}}
+      )
+  with pytest.raises(TypeError, match=r"`model` must be an NNX module; got 3"):
+    ob_nnx.load_original(3, {})
+  with pytest.raises(TypeError, match=r"`checkpoint` must be a dict of collections; got 'w.ckpt'"):
+    ob_linen.load_original({"params": {}}, "w.ckpt")
 
 
 def test_warnings_point_at_the_caller():

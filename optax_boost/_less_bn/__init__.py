@@ -9,6 +9,7 @@ from optax_boost._less_bn._plan import Layers
 from optax_boost._less_bn._plan import LessBNPlan
 from optax_boost._less_bn._plan import NormPlace
 from optax_boost._less_bn._plan import Predicate
+from optax_boost._less_bn._plan import check_call
 from optax_boost._less_bn._plan import in_bottleneck
 from optax_boost._less_bn._plan import make_plan
 
@@ -19,6 +20,7 @@ __all__ = [
   "NormPlace",
   "Predicate",
   "abstract",
+  "check_call",
   "in_bottleneck",
   "load_tree",
   "make_plan",

@@ -1,18 +1,21 @@
-"""Loading what a model was before ``less_bn`` into what it is after."""
+"""Loading checkpoints of the original model into the model after ``less_bn``."""
 
 from collections.abc import Callable
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from optax_boost import _base
 from optax_boost import _tree
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-  """What became of a checkpoint; ``print`` shows it.
+  """The arrays of a checkpoint that were loaded and those that were not; ``print`` shows them.
 
   Attributes:
     loaded: paths that were loaded.
@@ -49,7 +52,9 @@ def load_tree(
     A tree like `target`, in its dtypes and on its mesh, and the report.
 
   Raises:
-    ValueError: an array has another shape than its place, or nothing fits.
+    TypeError: a value of the checkpoint is no array.
+    ValueError: an array has another shape than its place, can't be cast to its dtype, or nothing
+      fits.
   """
   values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
   paths = _tree.leaf_paths(target)
@@ -59,14 +64,19 @@ def load_tree(
     if path not in values:
       return old
     new = values[path]
+    dtype = _dtype(path, new)
     if jnp.shape(new) != jnp.shape(old):
       raise ValueError(
         f"The checkpoint's '{path}' has shape {jnp.shape(new)}, the model's {jnp.shape(old)}: it"
         " is not a checkpoint of this architecture."
       )
+    if not _castable(dtype, old.dtype):
+      raise ValueError(
+        f"The checkpoint's '{path}' has dtype {dtype}, which does not fit the model's {old.dtype}."
+      )
     loaded.append(path)
     # Copied, so that the model can be donated.
-    copy = jnp.array(new, None if new.dtype == old.dtype else old.dtype)
+    copy = jnp.array(new, None if dtype == old.dtype else old.dtype)
     sharding = getattr(old, "sharding", None)
     sharded = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.device_put(copy, sharding) if sharded else copy
@@ -83,3 +93,25 @@ def load_tree(
     tuple(path for path in paths if path not in values and not ignore(path)),
   )
   return jax.tree.unflatten(jax.tree.structure(target), leaves), report
+
+
+def _dtype(path: str, value: Any) -> Any:
+  error: Exception | None = None
+  if _base.is_array(value) or isinstance(value, np.ndarray | np.generic | numbers.Number):
+    try:
+      return jnp.result_type(value)
+    except (TypeError, OverflowError) as caught:
+      error = caught
+  raise TypeError(
+    f"The checkpoint's '{path}' must be an array of numbers; got {_base.shorten(value)}."
+  ) from error
+
+
+def _castable(dtype: Any, target: Any) -> bool:
+  if dtype == target:
+    return True
+  if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
+    return False
+  return jnp.issubdtype(target, jnp.complexfloating) or not jnp.issubdtype(
+    dtype, jnp.complexfloating
+  )

@@ -195,12 +195,17 @@ def abstract(
   return jax.eval_shape(on_arrays, params, state, *arrays)
 
 
+def is_abstract(leaf: Any) -> bool:
+  """Whether an input of a model is an array or the abstract value of one."""
+  return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
 def _on_arrays(
   apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
   """A function of the arrays among the arguments alone, and these."""
   leaves, structure = jax.tree.flatten((args, kwargs))
-  places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+  places = [i for i, leaf in enumerate(leaves) if is_abstract(leaf)]
 
   def on_arrays(params: Any, state: Any, *values: Any) -> Any:
     full = list(leaves)

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 from typing import Literal
 from typing import NamedTuple
 from typing import TypeAlias
+from typing import get_args
 import warnings
+
+import jax
 
 from optax_boost import _base
 from optax_boost._less_bn import _flow
@@ -36,6 +40,12 @@ class NormPlace:
   path: str
   role: Role
   layers: int = 0
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.path, str):
+      raise TypeError(f"`path` must be a string; got {_base.shorten(self.path)}.")
+    _base.check_name("role", self.role, get_args(Role))
+    _base.check_whole_number("layers", self.layers, minimum=0, static=True)
 
 
 Predicate: TypeAlias = Callable[[NormPlace], bool]
@@ -92,6 +102,16 @@ class LessBNPlan:
   head: str | None = None
   multiplier: float = 1.0
 
+  def __post_init__(self) -> None:
+    kinds = (("places", NormPlace, "NormPlace"), ("removed", str, "path"), ("biases", str, "path"))
+    for name, kind, noun in kinds:
+      value = getattr(self, name)
+      if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
+        raise TypeError(f"`{name}` must be a tuple of {noun}s; got {_base.shorten(value)}.")
+    if not isinstance(self.head, str | None):
+      raise TypeError(f"`head` must be a path or None; got {_base.shorten(self.head)}.")
+    _base.check_number("multiplier", self.multiplier, positive=True)
+
   def __str__(self) -> str:
     lines = [f"removed {len(self.removed)} of {len(self.places)} BatchNorms: {_list(self.removed)}"]
     for role, words in (
@@ -112,6 +132,33 @@ class LessBNPlan:
 
 def _list(paths: Sequence[str]) -> str:
   return ", ".join(paths) or "none"
+
+
+def check_call(
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  fn_flag: Any,
+  bias: Any,
+  predicate: Any,
+  multiplier: Any,
+) -> None:
+  """Checks the arguments of ``plan_less_bn`` and ``less_bn`` before the model is traced.
+
+  Raises:
+    TypeError: an option is of the wrong kind.
+    ValueError: `multiplier` is not positive, or there is no array among the model's inputs.
+  """
+  _base.check_bool("fn_flag", fn_flag)
+  _base.check_bool("bias", bias)
+  if predicate is not None:
+    _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool")
+  _base.check_number("multiplier", multiplier, positive=True)
+  if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
+    got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
+    raise ValueError(
+      "`less_bn` traces the model, so it needs the model's inputs, arrays or"
+      f" jax.ShapeDtypeStruct, as for a call; got {got}. Or pass plan=..."
+    )
 
 
 def make_plan(
@@ -136,20 +183,13 @@ def make_plan(
     The plan.
 
   Raises:
-    TypeError: `predicate` is not callable.
-    ValueError: `multiplier` is not positive.
+    TypeError: `predicate` returns no truth value.
   """
-  if predicate is not None and not callable(predicate):
-    raise TypeError(
-      "`predicate` must be a function from a NormPlace (path, role, layers) to whether that"
-      f" BatchNorm goes; got {predicate!r}."
-    )
-  _base.check_number("multiplier", multiplier, positive=True)
   found = _places(flows)
   in_order = [path for path in found if path in layers.norms]
   unseen = [path for path in layers.norms if path not in found]
   places = tuple([found[path] for path in in_order] + [NormPlace(p, "outside") for p in unseen])
-  removed = tuple(place.path for place in places if (predicate or in_bottleneck)(place))
+  removed = tuple(place.path for place in places if _goes(predicate or in_bottleneck, place))
   if not removed:
     _warn_nothing(places)
   head = _last_dense(flows, layers.dense) if fn_flag else None
@@ -168,6 +208,16 @@ def make_plan(
     head,
     multiplier,
   )
+
+
+def _goes(predicate: Predicate, place: NormPlace) -> bool:
+  verdict = predicate(place)
+  try:
+    return bool(verdict)
+  except Exception as error:
+    raise TypeError(
+      f"`predicate` must return True or False; got {_base.shorten(verdict)} for '{place.path}'."
+    ) from error
 
 
 def _warn_nothing(places: Sequence[NormPlace]) -> None:

@@ -1,6 +1,7 @@
 """Fewer BatchNorms for Flax Linen modules, by intercepting their calls."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
+from optax_boost import _base
 from optax_boost import _less_bn
 from optax_boost.linen import _head
 
@@ -128,11 +130,13 @@ def plan_less_bn(
   multiplier: float = 1.0,
   **kwargs: Any,
 ) -> _less_bn.LessBNPlan:
-  """Says what :func:`less_bn` would do to a module; ``print`` shows it.
+  """Plans the changes that :func:`less_bn` makes to a module; ``print`` shows them.
 
   Args:
     module: the module.
-    *args: the module's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+    *args: the module's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables, as
+      ``module.init`` returned them, may come first, as for :func:`layer_groups`; without them
+      ``module.init`` is traced.
     fn_flag: see :func:`less_bn`, as all that follows.
     bias: whether a removed BatchNorm leaves a bias.
     predicate: which BatchNorms go.
@@ -143,8 +147,8 @@ def plan_less_bn(
     A plan for ``less_bn(module, plan=plan)``, on this module or another of the same architecture.
 
   Raises:
-    TypeError: `module` is no Linen module or `predicate` not callable.
-    ValueError: `multiplier` is not positive.
+    TypeError: `module` is no Linen module, or an option of the wrong kind.
+    ValueError: `multiplier` is not positive, or there are no inputs.
 
   Examples:
     >>> from flax import linen as nn
@@ -162,20 +166,53 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: BatchNorm_0, BatchNorm_1
     kept, last of its residual branch: BatchNorm_2
   """
-  _check(module)
+  check_module(module)
   return _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
 
 
-def _check(module: Any, plan: Any = None) -> None:
+def check_module(module: Any, plan: Any = None) -> None:
+  """Checks a module, and a plan if there is one.
+
+  Raises:
+    TypeError: `module` is no Linen module, or `plan` no plan.
+  """
   if not isinstance(module, nn.Module):
-    raise TypeError(f"`module` must be a Linen module; got {module!r}.")
+    raise TypeError(f"`module` must be a Linen module; got {_base.shorten(module)}.")
   if plan is not None and not isinstance(plan, _less_bn.LessBNPlan):
-    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {plan!r}.")
+    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
+
+
+def check_variables(argument: str, variables: Any) -> None:
+  """Checks an argument that holds a module's variables.
+
+  Raises:
+    TypeError: it is no mapping.
+    ValueError: it has no collection ``params``.
+  """
+  if not isinstance(variables, Mapping):
+    raise TypeError(
+      f"`{argument}` must be a dict of collections, as `module.init` returns it; got"
+      f" {_base.shorten(variables)}."
+    )
+  if not _are_variables(variables):
+    raise ValueError(
+      f"`{argument}` must be a dict of collections with a collection 'params', as `module.init`"
+      f" returns it; got the keys {_base.shorten(list(variables))}."
+    )
+
+
+def _are_variables(value: Any) -> bool:
+  return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
 
 
 def _plan(
   module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
 ) -> _less_bn.LessBNPlan:
+  variables = None
+  if args and _are_variables(args[0]):
+    variables, *rest = args
+    args = tuple(rest)
+  _less_bn.check_call(args, kwargs, *options)
   norms: dict[str, None] = {}
   layers: dict[str, nn.Module] = {}
 
@@ -198,8 +235,10 @@ def _plan(
     return module.apply(variables, *args, rngs=rngs, mutable=list(state), **kwargs)[0]
 
   with nn.intercept_methods(intercept):
-    state = _less_bn.abstract(init, {}, {}, args, kwargs)
-    params = state.pop("params", {})
+    if variables is None:
+      variables = _less_bn.abstract(init, {}, {}, args, kwargs)
+    state = {name: value for name, value in variables.items() if name != "params"}
+    params = variables.get("params", {})
     flows = _less_bn.trace(apply, params, state, args, kwargs)
   return _less_bn.make_plan(
     flows,
@@ -227,7 +266,7 @@ def less_bn(
   Which BatchNorm stands where is read from a trace of the module, not from names: a residual
   block is an addition whose two operands stem from one value; its branch is the side with more
   layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
-  as in the reference.
+  as in MindSpore.
 
   Initialize it anew, or load variables of the original module with :func:`load_original`. For
   evaluation use the same module, with ``train=False`` or whatever the module's own flag is. Calls
@@ -235,7 +274,8 @@ def less_bn(
 
   Args:
     module: the module.
-    *args: the module's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do.
+    *args: the module's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do. Its
+      variables may come first, see :func:`plan_less_bn`.
     fn_flag: whether the last dense layer becomes a :class:`NormalizedDense`, with the same paths of
       kernel and bias.
     bias: whether a convolution or dense layer without bias gets one where the BatchNorm after it
@@ -244,16 +284,17 @@ def less_bn(
       layers). None: those inside of a branch of at least three layers. To take in basic blocks:
       ``lambda place: place.role == "inner"``.
     multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
-      the start; the reference starts from 1.
-    plan: what :func:`plan_less_bn` returned, instead of all of these.
+      the start; MindSpore starts from 1.
+    plan: a plan of :func:`plan_less_bn`, instead of all of these.
     **kwargs: the module's keyword arguments, such as ``train=True``.
 
   Returns:
     A module to call, ``init`` and ``apply`` like the original.
 
   Raises:
-    TypeError: `module` is no Linen module or `predicate` not callable.
-    ValueError: `multiplier` is not positive; when called: the plan is for another architecture.
+    TypeError: `module` is no Linen module, or an option of the wrong kind.
+    ValueError: `multiplier` is not positive, or there are neither inputs nor a plan; when called:
+      the plan is for another architecture.
 
   Examples:
     >>> from flax import linen as nn
@@ -269,7 +310,7 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  _check(module, plan)
+  check_module(module, plan)
   if plan is None:
     plan = _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
   return LessBN(Unbound(module), plan)
@@ -287,7 +328,8 @@ def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadRe
     checkpoint lacks.
 
   Raises:
-    ValueError: an array has another shape than its place, or nothing fits.
+    TypeError: `variables` or `checkpoint` is no dict, or a value of it no array.
+    ValueError: an array does not fit its place, or nothing fits.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost.linen
@@ -299,4 +341,7 @@ def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadRe
     left over in the checkpoint: params/norm/scale
     not in the checkpoint, left as they were: params/fc/multiplier
   """
+  for name, tree in (("variables", variables), ("checkpoint", checkpoint)):
+    if not isinstance(tree, Mapping):
+      raise TypeError(f"`{name}` must be a dict of collections; got {_base.shorten(tree)}.")
   return _less_bn.load_tree(variables, checkpoint)

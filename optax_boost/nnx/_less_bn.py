@@ -7,6 +7,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _base
 from optax_boost import _less_bn
 from optax_boost.nnx import _head
 from optax_boost.nnx._train_step import _as_pure
@@ -15,7 +16,7 @@ _KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
 
 
 class RemovedBatchNorm(nnx.Module):
-  """What is left of a BatchNorm: it returns its input, in the dtype that the BatchNorm had."""
+  """Stands in a BatchNorm's place and returns its input, in the dtype that the BatchNorm had."""
 
   def __init__(self, dtype: Any = None, marked: str | None = None):
     self.dtype = dtype
@@ -46,7 +47,7 @@ def plan_less_bn(
   multiplier: float = 1.0,
   **kwargs: Any,
 ) -> _less_bn.LessBNPlan:
-  """Says what :func:`less_bn` would do to a model; ``print`` shows it.
+  """Plans the changes that :func:`less_bn` makes to a model; ``print`` shows them.
 
   Args:
     model: the model; it is not changed.
@@ -61,8 +62,8 @@ def plan_less_bn(
     A plan for ``less_bn(model, plan=plan)``, on this model or another of the same architecture.
 
   Raises:
-    TypeError: `model` is no NNX module or `predicate` not callable.
-    ValueError: `multiplier` is not positive.
+    TypeError: `model` is no NNX module, or an option of the wrong kind.
+    ValueError: `multiplier` is not positive, or there are no inputs.
 
   Examples:
     >>> from flax import nnx
@@ -81,20 +82,26 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: x, y
     kept, last of its residual branch: z
   """
-  _check(model)
+  check_model(model)
   return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
 
 
-def _check(model: Any, plan: Any = None) -> None:
+def check_model(model: Any, plan: Any = None) -> None:
+  """Checks a model, and a plan if there is one.
+
+  Raises:
+    TypeError: `model` is no NNX module, or `plan` no plan.
+  """
   if not isinstance(model, nnx.Module):
-    raise TypeError(f"`model` must be an NNX module; got {model!r}.")
+    raise TypeError(f"`model` must be an NNX module; got {_base.shorten(model)}.")
   if plan is not None and not isinstance(plan, _less_bn.LessBNPlan):
-    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {plan!r}.")
+    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
 
 
 def _plan(
   model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
 ) -> _less_bn.LessBNPlan:
+  _less_bn.check_call(args, kwargs, *options)
   copy = nnx.clone(model)
   modules = _modules(copy)
   norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
@@ -129,10 +136,10 @@ def less_bn(
   Which BatchNorm stands where is read from a trace of the model, not from names: a residual
   block is an addition whose two operands stem from one value; its branch is the side with more
   layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
-  as in the reference.
+  as in MindSpore.
 
-  The copy has arrays of its own, those of the model. What the model has learned with the
-  BatchNorms it must learn again without: this is for training, from the start or nearly. For
+  The copy has arrays of its own, those of the model. Removing BatchNorms changes the function, so
+  do it before training, or very early. For
   evaluation, apply the plan of the training to a fresh model, load the trained weights
   (:func:`load_original`) and call ``model.eval()``.
 
@@ -147,16 +154,17 @@ def less_bn(
       layers). None: those inside of a branch of at least three layers. To take in basic blocks:
       ``lambda place: place.role == "inner"``.
     multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
-      the start; the reference starts from 1.
-    plan: what :func:`plan_less_bn` returned, instead of all of these.
+      the start; MindSpore starts from 1.
+    plan: a plan of :func:`plan_less_bn`, instead of all of these.
     **kwargs: the model's keyword arguments.
 
   Returns:
     A model of the same class.
 
   Raises:
-    TypeError: `model` is no NNX module or `predicate` not callable.
-    ValueError: the plan is for another architecture, or `multiplier` not positive.
+    TypeError: `model` is no NNX module, or an option of the wrong kind.
+    ValueError: the plan is for another architecture, `multiplier` is not positive, or there are
+      neither inputs nor a plan.
 
   Examples:
     >>> from flax import nnx
@@ -177,7 +185,7 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  _check(model, plan)
+  check_model(model, plan)
   if plan is None:
     plan = _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
   copy = copy_model(model)
@@ -218,7 +226,8 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     A report that prints: what was loaded, what is left over, what the checkpoint lacks.
 
   Raises:
-    ValueError: an array has another shape than its place, or nothing fits.
+    TypeError: `model` is no NNX module, or `checkpoint` or a value of it of the wrong kind.
+    ValueError: an array does not fit its place, or nothing fits.
 
   Examples:
     >>> from flax import nnx
@@ -229,6 +238,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     left over in the checkpoint: scale
     not in the checkpoint, left as they were: bias
   """
+  check_model(model)
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):
