@@ -112,7 +112,7 @@ def test_freezing_at_the_end_needs_to_know_when_that_is():
   with pytest.raises(ValueError, match=message):
     auto_boost("O1").optimizer(optax.sgd(0.1), groups=["a", "b"])
   with pytest.raises(
-    ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 or null"
+    ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 .* or null"
   ):
     auto_boost("O1", total_steps=0)
   assert auto_boost("O1", total_steps=np.int64(5)).config.grad_freeze.total_steps == 5
@@ -160,8 +160,8 @@ WRONG = [
   ({"grad_freeze": {"freeze_type": True}}, r"must be one of \[0, 1, 2\]; got True"),
   ({"grad_freeze": {"freeze_p": 0}}, r"`grad_freeze.freeze_p` must be a number > 0 and <= 1"),
   ({"grad_freeze": {"freeze_p": "0.7"}}, r"got '0.7'"),
-  ({"grad_freeze": {"param_groups": 10.0}}, r"must be an integer >= 1; got 10.0"),
-  ({"grad_accumulation": {"grad_accumulation_step": 0}}, r"must be an integer >= 1; got 0"),
+  ({"grad_freeze": {"param_groups": 10.0}}, r"must be an integer >= 1 and <= 2147483647; got 10.0"),
+  ({"grad_accumulation": {"grad_accumulation_step": 0}}, r"must be an integer >= 1 .*; got 0"),
   ({"dim_reduce": {"rho": 1.0}}, r"`dim_reduce.rho` must be a number > 0 and < 1"),
   ({"dim_reduce": {"alpha": float("nan")}}, r"must be a number >= 0; got nan"),
   ({"dim_reduce": {"timeout": 0}}, r"a number of seconds > 0"),
@@ -205,13 +205,87 @@ def test_malformed_json_is_an_error_with_its_place(text, message, tmp_path):
     auto_boost("O1", tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize("config", [[], {"boost": True}, '[{"boost": 1}]'])
-def test_what_is_no_mapping_is_refused(config):
-  read = BoostConfig.from_json if isinstance(config, str) else BoostConfig.from_dict
+@pytest.mark.parametrize("config", [[], {"boost": True}])
+def test_a_configuration_that_is_no_mapping_is_refused(config):
   with pytest.raises(TypeError, match="must be a mapping"):
-    read(config)
+    BoostConfig.from_dict(config)
+  with pytest.raises(ValueError, match=r"`text`: .*must be a mapping"):
+    BoostConfig.from_json(json.dumps(config))
   with pytest.raises(TypeError, match=r"`config` must be a BoostConfig, a dict, the path"):
     auto_boost("O1", 7)
+  with pytest.raises(TypeError, match=r"`text` must be JSON in a string; got b'\{\}'"):
+    BoostConfig.from_json(b"{}")
+  with pytest.raises(TypeError, match=r"`base` must be a BoostConfig or None; got \{\}"):
+    BoostConfig.from_json("{}", {})
+
+
+# Values that no key but those named takes, and the keys that do.
+NOWHERE = [
+  (True, {"less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce",
+          "loss_scale_group", "fn_flag", "gc_flag"}),
+  (float("nan"), ()),
+  (float("inf"), ()),
+  (10**400, ()),
+  (-(10**400), ()),
+  (10**5000, ()),
+  (-1, ()),
+  (2**31, {"alpha", "timeout"}),
+  (2.5, {"alpha", "timeout"}),
+  ("3", {"pca_mat_path", "weight_load_dir"}),
+  ("", ()),
+  (b"x", ()),
+  ({}, ()),
+  ([True], ()),
+  ([3, 10**400], ()),
+  (object(), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "taken_by"), NOWHERE, ids=lambda v: str(type(v).__name__))
+def test_every_key_refuses_values_of_another_kind_by_its_name(value, taken_by):
+  for block, keys in DOCUMENTED.items():
+    for key in set(keys) - set(taken_by):
+      with pytest.raises(ValueError, match=rf"`{block}.{key}` must be .*; got "):
+        auto_boost("O1", {block: {key: value}})
+    for key in set(keys) & set(taken_by):
+      assert BoostConfig.from_dict({block: {key: value}}) is not None
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ('{"grad_freeze": {"param_groups": true}}', r"`grad_freeze.param_groups` must be .*; got True"),
+    (
+      '{"param_groups": true}',
+      r"has no block 'param_groups'. It belongs to the block 'grad_freeze'",
+    ),
+    ('{"boost": true}', r"`boost` must be a mapping of keys to values; got True"),
+    ("[]", r"must be a mapping of blocks; got \[\]"),
+    ('{"dim_reduce": {"timeout": %s}}' % ("9" * 400), r"`dim_reduce.timeout` must be a number"),
+    ('{"dim_reduce": {"rho": 1e999}}', r"`dim_reduce.rho` must be a number .*; got inf"),
+    ('{"common": {"device_number": %s}}' % ("9" * 5000), r"has a number of 5000 digits"),
+    ('{"boost": %s' % ("[" * 100_000), r"is nested too deeply"),
+    ('{"boost": {"mode": [[[[]]]]}}', r"`boost.mode` must be one of"),
+  ],
+)
+def test_a_file_that_is_refused_is_named(text, message, tmp_path):
+  path = tmp_path / "boost.json"
+  path.write_text(text)
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    with pytest.raises(ValueError, match=rf"boost\.json.* .*{message}"):
+      make("O1", path)
+  with pytest.raises(ValueError, match=message):
+    BoostConfig.from_json(text)
+
+
+def test_a_path_that_holds_no_configuration_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"none\.json"):
+    auto_boost("O1", tmp_path / "none.json")
+  with pytest.raises(ValueError, match=rf"must be a JSON file; got the directory '{tmp_path}'"):
+    auto_boost("O1", tmp_path)
+  (tmp_path / "boost.json").write_bytes(b'{"boost": {}}\xff')
+  with pytest.raises(ValueError, match=r"boost\.json is not valid UTF-8"):
+    auto_boost("O1", str(tmp_path / "boost.json"))
 
 
 def on(boost):

@@ -8,17 +8,19 @@ import difflib
 import json
 import math
 import os
-import pathlib
 from typing import Any
 from typing import NamedTuple
 from typing import TypeVar
+
+from optax_boost import _base
+from optax_boost import _files
 
 MODES = ("auto", "manual", "enable_all", "disable_all")
 _B = TypeVar("_B")
 
 
 class _Rule(NamedTuple):
-  """What a value must be: a test, and its words in an error."""
+  """A test that a value must pass, and its words for an error."""
 
   allows: Callable[[Any], bool]
   words: str
@@ -29,7 +31,17 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return False
+  try:
+    return math.isfinite(value)
+  except OverflowError:
+    # An integer that no float holds.
+    return False
+
+
+def _is_count(value: Any) -> bool:
+  return _is_int(value) and 1 <= value <= _base.LARGEST_COUNT
 
 
 def _one_of(*values: Any) -> _Rule:
@@ -40,7 +52,7 @@ def _one_of(*values: Any) -> _Rule:
 
 _FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
 _SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
-_COUNT = _Rule(lambda v: _is_int(v) and v >= 1, "an integer >= 1")
+_COUNT = _Rule(_is_count, f"an integer >= 1 and <= {_base.LARGEST_COUNT}")
 _LENGTH = _Rule(lambda v: v is None or _COUNT.allows(v), f"{_COUNT.words} or null")
 _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
@@ -49,12 +61,7 @@ _RATE = _Rule(lambda v: _is_number(v) and v >= 0, "a number >= 0")
 _SECONDS = _Rule(lambda v: _is_number(v) and v > 0, "a number of seconds > 0")
 _PATH = _Rule(lambda v: v is None or (isinstance(v, str) and v != ""), "a path or null")
 _SPLITS = _Rule(
-  lambda v: (
-    isinstance(v, tuple)
-    and all(map(_is_int, v))
-    and list(v) == sorted(set(v))
-    and all(n > 0 for n in v)
-  ),
+  lambda v: isinstance(v, tuple) and all(map(_is_count, v)) and list(v) == sorted(set(v)),
   "a list of positive integers that grow",
 )
 
@@ -74,7 +81,7 @@ class _Block:
         hint = ""
         if isinstance(value, str) and field.name == "mode":
           hint = nearest(value, MODES)
-        raise ValueError(f"`{where}` must be {rule.words}; got {value!r}.{hint}")
+        raise ValueError(f"`{where}` must be {rule.words}; got {_base.shorten(value)}.{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +116,13 @@ class CommonConfig(_Block):
   Attributes:
     gradient_split_groups: where the reference cuts the parameters into groups for communication.
       XLA groups collectives by itself: it is read, written and has no effect.
-    device_number: how many devices train together.
+    device_number: how many devices a server has, over which `adasum` averages before it sums
+      adaptively over servers. The axis ``local_axis_name`` of ``auto_boost`` must have this size;
+      without such an axis it has no effect. None: any size.
   """
 
   gradient_split_groups: tuple[int, ...] = _key((50, 100), _SPLITS)
-  device_number: int = _key(8, _COUNT)
+  device_number: int | None = _key(8, _LENGTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +233,8 @@ class BoostConfig:
     for name, kind in _BLOCKS.items():
       if not isinstance(getattr(self, name), kind):
         raise TypeError(
-          f"`{name}` must be a {kind.__name__}; got {getattr(self, name)!r}. From a dict:"
-          " `BoostConfig.from_dict`."
+          f"`{name}` must be a {kind.__name__}; got {_base.shorten(getattr(self, name))}. From a"
+          " dict: `BoostConfig.from_dict`."
         )
 
   @classmethod
@@ -240,18 +249,26 @@ class BoostConfig:
       The configuration.
 
     Raises:
-      TypeError: `config` or a block is no mapping.
+      TypeError: `config` or a block is no mapping, or `base` no configuration.
       ValueError: a block or a key is unknown, or a value wrong.
     """
     if not isinstance(config, Mapping):
-      raise TypeError(f"The configuration must be a mapping of blocks; got {config!r}.")
+      raise TypeError(
+        f"The configuration must be a mapping of blocks; got {_base.shorten(config)}."
+      )
+    if not isinstance(base, BoostConfig | None):
+      raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
     base = cls() if base is None else base
     blocks = {name: _read(getattr(base, name), name, {}) for name in _BLOCKS}
     for name, values in config.items():
       if name not in _BLOCKS:
-        raise ValueError(f"The configuration has no block {name!r}.{_hint(name, _BLOCKS)}")
+        raise ValueError(
+          f"The configuration has no block {_base.shorten(name)}.{_hint(name, _BLOCKS)}"
+        )
       if not isinstance(values, Mapping):
-        raise TypeError(f"`{name}` must be a mapping of keys to values; got {values!r}.")
+        raise TypeError(
+          f"`{name}` must be a mapping of keys to values; got {_base.shorten(values)}."
+        )
       blocks[name] = _read(getattr(base, name), name, values)
     return cls(**blocks)
 
@@ -283,11 +300,13 @@ class BoostConfig:
       The configuration.
 
     Raises:
+      TypeError: `text` is no string, or `base` no configuration.
       ValueError: the text is no JSON (the message has line and column), a key occurs twice, or
         it is not of the schema.
-      TypeError: a block is no object.
     """
-    return cls.from_dict(_parse(text, "the text"), base)
+    if not isinstance(text, str):
+      raise TypeError(f"`text` must be JSON in a string; got {_base.shorten(text)}.")
+    return cls._from_parsed(_files.parse_json(text, "`text`"), base, "`text`")
 
   def to_json(self) -> str:
     """Writes JSON of the reference's schema.
@@ -309,9 +328,22 @@ class BoostConfig:
       The configuration.
 
     Raises:
-      ValueError: as for :meth:`from_json`; the message names the file.
+      FileNotFoundError: there is no such file.
+      TypeError: `path` is no path, or `base` no configuration.
+      ValueError: `path` is a directory, or the file is not UTF-8, or as for :meth:`from_json`; the
+        message names the file.
     """
-    return cls.from_dict(_parse(pathlib.Path(path).read_text(encoding="utf-8"), str(path)), base)
+    return cls._from_parsed(_files.read_json("path", path), base, os.fspath(path))
+
+  @classmethod
+  def _from_parsed(cls, config: Any, base: "BoostConfig | None", source: str) -> "BoostConfig":
+    """Reads parsed JSON; errors name its source, and are about its contents."""
+    if not isinstance(base, BoostConfig | None):
+      raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
+    try:
+      return cls.from_dict(config, base)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{source}: {error}") from error
 
 
 _BLOCKS: dict[str, type[Any]] = {
@@ -332,7 +364,7 @@ def _keys(name: str) -> list[str]:
 def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
   for key in values:
     if key not in _keys(name):
-      raise ValueError(f"`{name}` has no key {key!r}.{_hint(key, _keys(name))}")
+      raise ValueError(f"`{name}` has no key {_base.shorten(key)}.{_hint(key, _keys(name))}")
   # JSON has lists only; a bare number is one split.
   given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
   if _is_int(given.get("gradient_split_groups")):
@@ -348,37 +380,7 @@ def _hint(name: Any, known: Iterable[str]) -> str:
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-  """Words for an error about an unknown name.
-
-  Args:
-    name: what came.
-    known: what there is.
-
-  Returns:
-    A question that names the nearest, or the list.
-  """
+  """Words for an error about an unknown name: the nearest known one, or the list of them."""
   known = list(known)
-  close = difflib.get_close_matches(str(name), known, 1, 0.5)
+  close = difflib.get_close_matches(name, known, 1, 0.5) if isinstance(name, str) else []
   return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
-
-
-def _parse(text: str, source: str) -> Any:
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-      if key in found:
-        raise ValueError(
-          f"{source} sets {key!r} twice, to {found[key]!r} and to {value!r}. Keep one."
-        )
-      found[key] = value
-    return found
-
-  def no_number(constant: str) -> Any:
-    raise ValueError(f"{source} has {constant}, which is no JSON number.")
-
-  try:
-    return json.loads(text, object_pairs_hook=unique, parse_constant=no_number)
-  except json.JSONDecodeError as error:
-    raise ValueError(
-      f"{source} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}."
-    ) from error
