@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -112,9 +113,9 @@ def test_freezing_at_the_end_needs_to_know_when_that_is():
   with pytest.raises(ValueError, match=message):
     auto_boost("O1").optimizer(optax.sgd(0.1), groups=["a", "b"])
   with pytest.raises(
-    ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 .* or null"
+    ValueError, match=r"`grad_freeze.total_steps` must be an integer >= 1 .* or null; got 0"
   ):
-    auto_boost("O1", total_steps=0)
+    auto_boost("O1", {"grad_freeze": {"total_steps": 0}})
   assert auto_boost("O1", total_steps=np.int64(5)).config.grad_freeze.total_steps == 5
   # The argument goes before the configuration.
   given = {"grad_freeze": {"total_steps": 7}}
@@ -286,6 +287,50 @@ def test_a_path_that_holds_no_configuration_is_named(tmp_path):
   (tmp_path / "boost.json").write_bytes(b'{"boost": {}}\xff')
   with pytest.raises(ValueError, match=r"boost\.json is not valid UTF-8"):
     auto_boost("O1", str(tmp_path / "boost.json"))
+  with pytest.raises(ValueError, match=r"got JSON itself, .* Pass BoostConfig.from_json"):
+    auto_boost("O1", '{"boost": {"mode": "auto"}}')
+
+
+BAD_ARGUMENTS = [
+  ({"level": ["O1"]}, ValueError, r"There is no level \['O1'\]"),
+  ({"level": 10**5000}, ValueError, r"There is no level a value of type int"),
+  ({"axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis"),
+  ({"local_axis_name": []}, TypeError, r"`local_axis_name` must be the name of a mesh axis"),
+  ({"local_axis_name": "near"}, ValueError, r"`local_axis_name` is the axis inside of a server"),
+  ({"adasum_on": "weights"}, ValueError, r"`adasum_on` must be one of 'gradients', 'updates'"),
+  ({"compose": 1}, TypeError, r"`compose` must be True or False; got 1"),
+  ({"reference": "yes"}, TypeError, r"`reference` must be True or False; got 'yes'"),
+  ({"key": 0.5}, TypeError, r"`key` must be a key of `jax.random.key` or an integer seed"),
+  ({"key": 10**400}, ValueError, r"`key` must be a seed that fits 64 bits"),
+  ({"total_steps": 2.5}, TypeError, r"`total_steps` must be a whole number; got 2.5"),
+  ({"total_steps": True}, TypeError, r"`total_steps` must be a whole number; got True"),
+  ({"total_steps": 0}, ValueError, r"`total_steps` must be >= 1; got 0"),
+  ({"total_steps": 2**31}, ValueError, r"`total_steps` must be <= 2147483647"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
+def test_a_bad_argument_is_refused_by_its_name(arguments, error, message):
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    with pytest.raises(error, match=message):
+      make(**{"level": "O1"} | arguments)
+
+
+def test_methods_refuse_bad_arguments_by_their_names():
+  with pytest.raises(ValueError, match=r"There is no method \['adasum'\]"):
+    auto_boost("O0").is_on(["adasum"])
+  for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
+    with pytest.raises(TypeError, match=r"`tx` must be an optax.*; got 'adam'"):
+      make("O1").optimizer("adam")
+    with pytest.raises(TypeError, match=r"`decay` must be an optax.*; got 0.1"):
+      make("O0").optimizer(optax.sgd(0.1), decay=0.1)
+  with pytest.raises(TypeError, match=r"`model` must be an NNX module; got 3"):
+    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), 3)
+  linen = ob_linen.auto_boost("O0")
+  with pytest.raises(TypeError, match=r"`variables` must be a dict of collections.*; got 3"):
+    linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, 3)
+  with pytest.raises(ValueError, match=r"with a collection 'params'.* got the keys \['kernel'\]"):
+    linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"kernel": 1})
 
 
 def on(boost):
@@ -316,9 +361,7 @@ def test_freezing_goes_before_adasum_and_accumulation_unless_they_are_to_be_comb
   config = manual(adasum=True, grad_accumulation=True)
   assert on(auto_boost("O1", config)) == ["less_bn", "grad_freeze"]
   why = {d.method: d.why for d in auto_boost("O1", config).decisions}
-  assert why["adasum"] == (
-    "grad_freeze goes before it, as in the reference; axis_name=... or compose=True combines them"
-  )
+  assert why["adasum"] == "grad_freeze goes before it, as in MindSpore; axis_name=... combines them"
   both = ["adasum", "grad_accumulation"]
   assert on(auto_boost("O1", config, compose=True, axis_name="x"))[2:] == both
   # Replicas have gradients of their own: an axis keeps the summation on.
@@ -327,6 +370,23 @@ def test_freezing_goes_before_adasum_and_accumulation_unless_they_are_to_be_comb
   assert on(auto_boost("O2")) == ["less_bn", "grad_freeze"]
   # Without freezing they are reached, which they never were in the reference.
   assert on(auto_boost("O2", manual(grad_freeze=False), axis_name="x")) == ["less_bn", "adasum"]
+
+
+@pytest.mark.parametrize(
+  ("options", "hint"),
+  [
+    ({}, "axis_name=... combines them"),
+    ({"reference": True}, "axis_name=... and compose=True combine them"),
+    ({"reference": True, "axis_name": "x"}, "compose=True combines them"),
+  ],
+)
+def test_the_advice_to_combine_names_only_options_that_are_missing_and_works(options, hint):
+  boost = auto_boost("O2", **options)
+  adasum = next(d for d in boost.decisions if d.method == "adasum")
+  assert adasum.why == f"grad_freeze goes before it, as in MindSpore; {hint}"
+  advised = options | ({"axis_name": "x"} if "axis_name" in hint else {})
+  advised |= {"compose": True} if "compose" in hint else {}
+  assert "adasum" in on(auto_boost("O2", **advised))
 
 
 CONTRADICTIONS = [
@@ -355,7 +415,7 @@ def test_the_subspace_is_alone():
   boost = auto_boost("O2", {"boost": {"mode": "enable_all"}})
   assert on(boost) == ["dim_reduce"]
   assert "32 dimensions, in the optimizer's place" in boost.explain()
-  assert "off  dim_reduce goes before it, as in the reference\n" in boost.explain()
+  assert "off  dim_reduce goes before it, as in MindSpore\n" in boost.explain()
   with pytest.raises(ValueError, match=r"contradicts `boost.dim_reduce` beside `boost.less_bn`"):
     auto_boost("O2", {"boost": {"mode": "enable_all"}}, compose=True)
 
@@ -513,6 +573,126 @@ def test_combined_methods_nest_as_documented():
   chex.assert_trees_all_equal(found, run(by_hand))
   np.testing.assert_array_equal(found["z_body"][0], found["z_body"][1])
   assert jnp.any(found["z_body"][0] != PARAMS["z_body"])
+
+
+def test_a_decay_is_centralized_with_the_gradients_as_in_mindspore():
+  decay = optax.add_decayed_weights(0.3)
+  tx = auto_boost("O1", manual(grad_freeze=False)).optimizer(optax.sgd(0.1), decay=decay)
+  found, _ = train(optax_boost.make_train_step(loss_fn, tx))
+  by_hand = optax.chain(decay, optax_boost.centralize(), optax.sgd(0.1))
+  chex.assert_trees_all_equal(found, train(optax_boost.make_train_step(loss_fn, by_hand))[0])
+  after = optax.chain(optax_boost.centralize(), decay, optax.sgd(0.1))
+  other, _ = train(optax_boost.make_train_step(loss_fn, after))
+  assert np.abs(found["z_body"] - other["z_body"]).max() > 1e-3
+  # Without centralization it is the decay alone.
+  plain, _ = train(optax_boost.make_train_step(loss_fn, optax.chain(decay, optax.sgd(0.1))))
+  tx = auto_boost("O0").optimizer(optax.sgd(0.1), decay=decay)
+  chex.assert_trees_all_equal(train(optax_boost.make_train_step(loss_fn, tx))[0], plain)
+  with pytest.raises(ValueError, match=r"`dim_reduce` takes the optimizer's place .* `decay`"):
+    auto_boost("O0", manual(dim_reduce=True)).optimizer(optax.sgd(0.1), PARAMS, decay=decay)
+
+
+BATCHES = jax.random.normal(jax.random.key(1), (2, 2, 3, 4, 4))  # servers, devices, steps, ...
+
+
+def on_servers(tx):
+  """Three steps on two servers of two devices: the params, and each server's state."""
+  mesh = jax.make_mesh((2, 2), ("far", "near"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+  def steps(params, x):
+    state = tx.init(params)
+    for t in range(3):
+      mine = jax.tree.map(lambda p: jax.lax.pcast(p, ("far", "near"), to="varying"), params)
+      updates, state = tx.update(jax.grad(loss_fn)(mine, x[0, 0, t]), state, params)
+      params = optax.apply_updates(params, updates)
+    return params, jax.tree.map(lambda s: s[None], state)
+
+  return jax.jit(
+    jax.shard_map(steps, mesh=mesh, in_specs=(P(), P("far", "near")), out_specs=(P(), P("far")))
+  )(PARAMS, BATCHES)
+
+
+def weight_deltas(inner):
+  """MindSpore's AdaSum: mean gradient per server, its own optimizer, adaptive sum of the deltas."""
+  params, states = PARAMS, [inner.init(PARAMS) for _ in range(2)]
+  for t in range(3):
+    deltas = []
+    for s in range(2):
+      grads = [jax.grad(loss_fn)(params, x) for x in BATCHES[s, :, t]]
+      updates, states[s] = inner.update(optax.tree.scale(0.5, optax.tree.add(*grads)), states[s])
+      deltas.append(updates)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *deltas)
+    params = optax.apply_updates(params, optax_boost.adasum_reduce(stacked))
+  return params
+
+
+def adasum_alone(**common):
+  return {"boost": {"mode": "manual", "adasum": True}, "common": common}
+
+
+def test_adasum_of_weight_deltas_over_servers_is_mindspores():
+  boost = auto_boost(
+    "O0",
+    adasum_alone(device_number=2),
+    axis_name="far",
+    local_axis_name="near",
+    adasum_on="updates",
+  )
+  assert "on updates, over 'far', mean over 'near'" in boost.explain()
+  # The types of `shard_map` say that a server's devices hold the same state.
+  params, state = on_servers(boost.optimizer(optax.adam(0.05)))
+  chex.assert_trees_all_close(params, weight_deltas(optax.adam(0.05)), rtol=1e-4, atol=1e-5)
+  mu = optax.tree.get(state, "mu")["z_body"]
+  assert np.abs(mu[0] - mu[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("place", ["gradients", "updates"])
+def test_each_place_of_adasum_is_the_chain_by_hand(place):
+  boost = auto_boost("O0", adasum_alone(), axis_name="replicas", adasum_on=place)
+  parts = [optax_boost.adasum("replicas"), optax.adam(0.05)]
+  by_hand = optax.chain(*(parts if place == "gradients" else parts[::-1]))
+
+  def run(tx):
+    def one(x):
+      params, state = PARAMS, tx.init(PARAMS)
+      for _ in range(2):
+        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+        params = optax.apply_updates(params, updates)
+      return params
+
+    return jax.jit(jax.vmap(one, axis_name="replicas"))(BATCHES[0, :, 0])
+
+  chex.assert_trees_all_equal(run(boost.optimizer(optax.adam(0.05))), run(by_hand))
+  assert f"on {place}, over 'replicas'" in boost.explain()
+
+
+def test_a_server_must_have_the_devices_that_the_configuration_says():
+  axes = {"axis_name": "far", "local_axis_name": "near"}
+  for place in ("gradients", "updates"):
+    boost = auto_boost("O0", adasum_alone(device_number=4), adasum_on=place, **axes)
+    with pytest.raises(
+      ValueError, match=r"`common.device_number` is 4, but .*'near' has 2 devices. Set"
+    ):
+      on_servers(boost.optimizer(optax.sgd(0.1)))
+  # The levels leave the number open; MindSpore's default is 8.
+  assert auto_boost("O1").config.common.device_number is None
+  on_servers(auto_boost("O0", adasum_alone(), **axes).optimizer(optax.sgd(0.1)))
+  boost = auto_boost("O2", reference=True, compose=True, axis_name="far")
+  assert "on updates, over 'far' (device_number 8 needs local_axis_name=...)" in boost.explain()
+
+
+def test_the_mean_over_a_server_refuses_gradients_that_shard_map_has_summed():
+  boost = auto_boost(
+    "O0", adasum_alone(), axis_name="far", local_axis_name="near", adasum_on="updates"
+  )
+  tx = boost.optimizer(optax.sgd(0.1))
+  mesh = jax.make_mesh((2, 2), ("far", "near"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+  def step(params, x):
+    return tx.update(jax.grad(loss_fn)(params, x[0, 0, 0]), tx.init(params), params)[0]
+
+  with pytest.raises(ValueError, match=r"gradients that differ along the axis 'near'"):
+    jax.shard_map(step, mesh=mesh, in_specs=(P(), P("far", "near")), out_specs=P())(PARAMS, BATCHES)
 
 
 def test_the_optimizer_refuses_what_it_can_not_use():

@@ -8,11 +8,10 @@ from typing import Any
 from typing import TypeAlias
 
 import jax
-import numpy as np
 import optax
 
 from optax_boost import _accumulation
-from optax_boost import _adasum
+from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
@@ -21,6 +20,7 @@ from optax_boost import _train_step
 from optax_boost._auto import _config
 from optax_boost._auto import _levels
 from optax_boost._auto import _subspace
+from optax_boost._auto import _summation
 
 Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -35,6 +35,8 @@ class AutoBoost:
     decisions: whether each method is on, and why.
     axis_name: the named axis of adasum, or None.
     key: the seed of the freezing schedule.
+    local_axis_name: the named axis over the devices of one server, or None.
+    adasum_on: ``"gradients"`` or ``"updates"``.
   """
 
   level: str
@@ -42,6 +44,8 @@ class AutoBoost:
   decisions: tuple[_levels.Decision, ...]
   axis_name: Any = None
   key: jax.Array | int = 0
+  local_axis_name: Any = None
+  adasum_on: str = "gradients"
 
   def is_on(self, method: str) -> bool:
     """Whether a method is on.
@@ -55,8 +59,9 @@ class AutoBoost:
     Raises:
       ValueError: there is no such method.
     """
-    if method not in _levels.METHODS:
-      raise ValueError(f"There is no method {method!r}.{_config.nearest(method, _levels.METHODS)}")
+    if not (isinstance(method, str) and method in _levels.METHODS):
+      hint = _config.nearest(method, _levels.METHODS)
+      raise ValueError(f"There is no method {_base.shorten(method)}.{hint}")
     return next(decision.on for decision in self.decisions if decision.method == method)
 
   def explain(self) -> str:
@@ -83,12 +88,14 @@ class AutoBoost:
     loss_fn: Callable[..., Any] | None = None,
     *args: Any,
     groups: _groups.Groups | None = None,
+    decay: optax.GradientTransformation | None = None,
   ) -> optax.GradientTransformationExtraArgs:
-    """Puts what is on around an optimizer.
+    """Puts the methods that are on around an optimizer.
 
-    From the inside out: centralization, adaptive summation, freezing, accumulation, loss scales.
-    Or, if `dim_reduce` is on, that in its place: in the subspace of the file ``pca_mat_path``, if
-    there is one, else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file).
+    From the inside out: centralization, `decay`, adaptive summation, freezing, accumulation, loss
+    scales. Or, if `dim_reduce` is on, that in its place: in the subspace of the file
+    ``pca_mat_path``, if there is one, else fitted to the checkpoints in ``weight_load_dir`` (and
+    saved to the file).
 
     Args:
       tx: the optimizer.
@@ -96,14 +103,20 @@ class AutoBoost:
       loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
+      decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, to centralize together with
+        the gradients, as MindSpore's optimizers do; leave it out of `tx` then. None: a decay inside
+        `tx` is not centralized.
 
     Returns:
       The transformation.
 
     Raises:
+      TypeError: `tx` or `decay` is no transformation.
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace.
+        layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace, or
+        there is a `decay` beside it.
     """
+    tx = _base.check_transformation("tx", tx)
     needing = self._needing_groups()
     if needing and groups is None:
       if loss_fn is None:
@@ -112,7 +125,7 @@ class AutoBoost:
           " params or the model, the loss and its arguments, or groups=..."
         )
       groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
-    return self._around(tx, groups, params)
+    return self._around(tx, groups, params, decay)
 
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
@@ -139,31 +152,39 @@ class AutoBoost:
     except ValueError as error:
       raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
 
+  @property
+  def _summation(self) -> _summation.Summation:
+    return _summation.Summation(self.axis_name, self.local_axis_name, self.adasum_on)
+
   def _around(
-    self, tx: optax.GradientTransformation, groups: _groups.Groups | None, params: Any
+    self,
+    tx: optax.GradientTransformationExtraArgs,
+    groups: _groups.Groups | None,
+    params: Any,
+    decay: optax.GradientTransformation | None,
   ) -> optax.GradientTransformationExtraArgs:
-    if not isinstance(tx, optax.GradientTransformation):
-      raise TypeError(
-        f"`tx` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
-        " instead of what it returns?"
-      )
+    if decay is not None:
+      decay = _base.check_transformation("decay", decay)
     if self.is_on("dim_reduce"):
+      if decay is not None:
+        raise ValueError(
+          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
+          " it out, or turn `dim_reduce` off."
+        )
       return _subspace.subspace_optimizer(self.config.dim_reduce, params)
-    built = optax.with_extra_args_support(tx)
+    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
+      tx = optax.chain(_centralization.centralize(), tx)
+    if decay is not None:
+      tx = optax.chain(decay, tx)
     for method, wrap in _WRAPS.items():
       if self.is_on(method):
-        built = wrap(self, built, groups)
-    return built
-
-
-def _centralized(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  del groups
-  return optax.chain(_centralization.centralize(), tx) if boost.config.less_bn.gc_flag else tx
+        tx = wrap(self, tx, groups)
+    return tx
 
 
 def _summed(boost: AutoBoost, tx: Any, groups: Any) -> Any:
   del groups
-  return optax.chain(_adasum.adasum(boost.axis_name), tx)
+  return _summation.summed(tx, boost._summation, boost.config.common.device_number)
 
 
 def _frozen(boost: AutoBoost, tx: Any, groups: Any) -> Any:
@@ -194,14 +215,13 @@ def _accumulated(boost: AutoBoost, tx: Any, groups: Any) -> Any:
 
 def _scaled(boost: AutoBoost, tx: Any, groups: Any) -> Any:
   # Where replicas have gradients of their own, the overflow of one counts for all.
-  axis_name = boost.axis_name if boost.is_on("adasum") else None
+  axis_name = boost._summation.every_axis if boost.is_on("adasum") else None
   return _precision.group_loss_scale(tx, groups, axis_name=axis_name)
 
 
-# What each method puts around the optimizer, from the inside out. A new method joins here and in
-# `_levels.METHODS`.
+# The wrappers of each method, from the inside out; centralization is inside of them. A new method
+# joins here and in `_levels.METHODS`.
 _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
-  "less_bn": _centralized,
   "adasum": _summed,
   "grad_freeze": _frozen,
   "grad_accumulation": _accumulated,
@@ -210,29 +230,23 @@ _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
 
 
 def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
-  """Reads a configuration in any of its forms.
-
-  Args:
-    config: a :class:`BoostConfig`, a dict of its schema, the path of a JSON file, or None.
-    base: where what a dict or a file leaves out comes from.
-
-  Returns:
-    The configuration.
-
-  Raises:
-    TypeError: it is none of these.
-    ValueError: it is not of the schema.
-  """
+  """Reads a configuration in any of its forms; keys that a dict or file leaves out are `base`'s."""
   if config is None:
     return base
   if isinstance(config, _config.BoostConfig):
     return config
   if isinstance(config, Mapping):
     return _config.BoostConfig.from_dict(config, base)
+  if isinstance(config, str) and config.lstrip().startswith("{"):
+    raise ValueError(
+      f"`config` must be the path of a JSON file; got JSON itself, {_base.shorten(config)}. Pass"
+      " BoostConfig.from_json(...)."
+    )
   if isinstance(config, str | os.PathLike):
     return _config.BoostConfig.load(config, base)
   raise TypeError(
-    f"`config` must be a BoostConfig, a dict, the path of a JSON file or None; got {config!r}."
+    "`config` must be a BoostConfig, a dict, the path of a JSON file or None; got"
+    f" {_base.shorten(config)}."
   )
 
 
@@ -241,37 +255,36 @@ def decided(
   config: Config,
   *,
   axis_name: Any,
+  local_axis_name: Any,
+  adasum_on: str | None,
   compose: bool,
   key: jax.Array | int,
   reference: bool,
   total_steps: int | None,
 ) -> dict[str, Any]:
-  """The fields of an :class:`AutoBoost`.
-
-  Args:
-    level: the level.
-    config: the configuration in any form.
-    axis_name: the named axis of adasum, or None.
-    compose: whether methods are combined that the reference runs alone.
-    key: the seed of the freezing schedule.
-    reference: whether the reference's defaults and precedence hold.
-    total_steps: the length of the training, or None: as the configuration says.
-
-  Returns:
-    The fields.
-
-  Raises:
-    ValueError: adasum is on without an axis; or as :func:`auto_boost`.
-  """
+  """The fields of an :class:`AutoBoost`; the arguments are those of :func:`auto_boost`."""
   _levels.check_level(level)
-  found = read_config(config, _config.BoostConfig() if reference else _levels.SETTINGS[level])
+  for name, axis in (("axis_name", axis_name), ("local_axis_name", local_axis_name)):
+    _base.check_axis_name(name, axis)
+  for name, flag in (("compose", compose), ("reference", reference)):
+    _base.check_bool(name, flag)
+  if adasum_on is not None:
+    _base.check_name("adasum_on", adasum_on, _summation.PLACES)
+  _base.as_key("key", key)
+  if axis_name is None and local_axis_name is not None:
+    raise ValueError(
+      "`local_axis_name` is the axis inside of a server, so adasum needs `axis_name`, the axis over"
+      f" servers, beside it; got local_axis_name={local_axis_name!r} and axis_name=None."
+    )
+  base = _config.BoostConfig() if reference else _levels.SETTINGS[level]
+  configuration = read_config(config, base)
   if total_steps is not None:
-    if isinstance(total_steps, np.integer):
-      total_steps = int(total_steps)
-    freezing = dataclasses.replace(found.grad_freeze, total_steps=total_steps)
-    found = dataclasses.replace(found, grad_freeze=freezing)
-  replicas = axis_name is not None and not reference
-  decisions = _levels.decide(level, found, compose=compose, replicas=replicas)
+    _base.check_whole_number("total_steps", total_steps, static=True)
+    freezing = dataclasses.replace(configuration.grad_freeze, total_steps=int(total_steps))
+    configuration = dataclasses.replace(configuration, grad_freeze=freezing)
+  place = adasum_on or ("updates" if reference else "gradients")
+  summation = _summation.Summation(axis_name, local_axis_name, place)
+  decisions = _levels.decide(level, configuration, summation, compose=compose, reference=reference)
   if axis_name is None and any(d.on for d in decisions if d.method == "adasum"):
     raise ValueError(
       f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"
@@ -280,10 +293,12 @@ def decided(
     )
   return {
     "level": level,
-    "config": found,
+    "config": configuration,
     "decisions": decisions,
     "axis_name": axis_name,
     "key": key,
+    "local_axis_name": local_axis_name,
+    "adasum_on": place,
   }
 
 
@@ -292,6 +307,8 @@ def auto_boost(
   config: Config = None,
   *,
   axis_name: Any = None,
+  local_axis_name: Any = None,
+  adasum_on: str | None = None,
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
@@ -307,15 +324,22 @@ def auto_boost(
       of the layers frozen in the last 30 % of the training; ``"O2"``: in its last 45 %, and
       adaptive summation where `axis_name` is given. Both are meant for a learning rate that decays
       over the training.
-    config: a :class:`BoostConfig`, a dict of its schema (that of the reference), or the path of a
-      JSON file. What a dict or a file leaves out has the level's settings (``auto_boost(level)
+    config: a :class:`BoostConfig`, a dict of its schema (that of MindSpore), or the path of a JSON
+      file. Keys that a dict or a file leaves out have the level's settings (``auto_boost(level)
       .config``); a :class:`BoostConfig` is taken as it is.
     axis_name: the named axis over which `adasum` runs, as for :func:`adasum`; None: one replica.
-    compose: whether methods are combined that the reference runs alone: there, freezing turns
-      adaptive summation and accumulation off. (`dim_reduce` takes the optimizer's place and is
-      always alone.)
+    local_axis_name: a further axis, over the devices of one server, which are averaged before
+      `adasum` runs over servers. Its size must be ``common.device_number`` of the configuration, if
+      that is set; the levels leave it open, MindSpore's default is 8. None: no such axis.
+    adasum_on: ``"gradients"``: `adasum` goes before the optimizer; ``"updates"``: after it, on the
+      weight deltas, as in MindSpore and Horovod. Each server then has an optimizer state of its
+      own, which must be kept apart; see :func:`adasum`. None: ``"updates"`` with `reference`, else
+      ``"gradients"``.
+    compose: whether methods are combined that MindSpore runs alone: its freezing turns adaptive
+      summation and accumulation off. (`dim_reduce` takes the optimizer's place and is always
+      alone.)
     key: the seed of the freezing schedule, or a key.
-    reference: whether what is left out has the reference's defaults (a normalized head; the
+    reference: whether keys that are left out have MindSpore's defaults (a normalized head; the
       interval schedule with 10 groups, in 30 % of the steps) instead of the level's settings.
       Freezing then turns adaptive summation off unless `compose` is True.
     total_steps: the length of the training in steps of the optimizer, for freezing at its end;
@@ -329,7 +353,8 @@ def auto_boost(
     ValueError: a level, block or key is unknown, a value wrong, two settings contradict each
       other, or adasum is on without an axis. In ``optimizer``: a level's freezing is on without
       `total_steps`.
-    TypeError: `config` is of another kind.
+    TypeError: an argument is of the wrong kind.
+    FileNotFoundError: `config` names no file.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -354,6 +379,8 @@ def auto_boost(
       level,
       config,
       axis_name=axis_name,
+      local_axis_name=local_axis_name,
+      adasum_on=adasum_on,
       compose=compose,
       key=key,
       reference=reference,

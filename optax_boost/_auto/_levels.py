@@ -7,20 +7,23 @@ import warnings
 
 from optax_boost import _base
 from optax_boost._auto import _config
+from optax_boost._auto import _summation
 
-# What each level turns on, as in the reference.
+# The methods that each level turns on, as in MindSpore.
 LEVELS: dict[str, tuple[str, ...]] = {
   "O0": (),
   "O1": ("less_bn", "grad_freeze"),
   "O2": ("less_bn", "grad_freeze", "adasum"),
 }
 
-# What each level takes for what is left out, instead of the reference's defaults. There, 30 % of
-# the steps freeze, all along the training, mostly few groups: that saves little and costs accuracy.
-# At the end of the training, when the learning rate is low, the first half of the layers costs
-# least; in a convolutional network it has most of the work and few of the weights. The normalized
-# head saves no time and, from the reference's multiplier of 1, learns slowly.
+# Each level's values of keys that are left out, instead of MindSpore's defaults. In MindSpore 30 %
+# of the steps freeze, all along the training, mostly few groups: that saves little and costs
+# accuracy. At the end of the training, when the learning rate is low, freezing the first half of
+# the layers costs least; in a convolutional network it has most of the work and few of the weights.
+# The normalized head saves no time and, from MindSpore's multiplier of 1, learns slowly. A server
+# has as many devices as its axis.
 _SETTINGS = _config.BoostConfig(
+  common=_config.CommonConfig(device_number=None),
   less_bn=_config.LessBNConfig(fn_flag=False),
   grad_freeze=_config.GradFreezeConfig(
     param_groups=2, freeze_type=2, freeze_p=0.7, total_steps=None
@@ -34,7 +37,7 @@ SETTINGS: dict[str, _config.BoostConfig] = {
   ),
 }
 
-# What the levels did with these settings, for `explain`; from benchmarks/results/auto_boost.md.
+# The levels with these settings, for `explain`; from benchmarks/results/auto_boost.md.
 _NETWORK = "steps per second (ResNet-29 with bottlenecks, 32 x 32 images, batch 32, NNX, CPU)"
 _ACCURACY = "ResNet-11, test accuracy: as O0's on digits, after four epochs of CIFAR-10"
 MEASURED: dict[str, str] = {
@@ -49,37 +52,46 @@ MEASURED: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """What the decision must know of a method.
+  """A method's entry in the decision.
 
   Attributes:
-    settings: how it is set, from the configuration.
-    saves: what is expected of it, from the configuration.
-    rules_out: the methods that it turns off, as in the reference.
+    settings: its settings in words, from the configuration and the axes.
+    saves: the savings to expect, from the configuration.
+    rules_out: the methods that it turns off, as in MindSpore.
     alone: whether it can't be combined with those even if asked to.
   """
 
-  settings: Callable[[_config.BoostConfig], str]
+  settings: Callable[[_config.BoostConfig, _summation.Summation], str]
   saves: Callable[[_config.BoostConfig], str]
   rules_out: tuple[str, ...] = ()
   alone: bool = False
 
 
-def _less_bn_settings(config: _config.BoostConfig) -> str:
+def _less_bn_settings(config: _config.BoostConfig, _: _summation.Summation) -> str:
   block = config.less_bn
   head = "normalized head" if block.fn_flag else "head as it is"
   return head + (", centralized gradients" if block.gc_flag else ", gradients as they are")
 
 
-def _freeze_settings(config: _config.BoostConfig) -> str:
+def _freeze_settings(config: _config.BoostConfig, _: _summation.Summation) -> str:
   block = config.grad_freeze
   kind = ("continuous", "interval", "at the end")[block.freeze_type]
   return f"{kind}, {block.param_groups} groups, {1 - block.freeze_p:.0%} of the steps"
 
 
+def _adasum_settings(config: _config.BoostConfig, summation: _summation.Summation) -> str:
+  text = f"on {summation.on}, over {summation.axis_name!r}"
+  if summation.local_axis_name is not None:
+    return f"{text}, mean over {summation.local_axis_name!r}"
+  if config.common.device_number in (None, 1):
+    return text
+  return f"{text} (device_number {config.common.device_number} needs local_axis_name=...)"
+
+
 # In the order of their precedence.
 METHODS: dict[str, Method] = {
   "dim_reduce": Method(
-    settings=lambda c: f"{c.dim_reduce.n_components} dimensions, in the optimizer's place",
+    settings=lambda c, _: f"{c.dim_reduce.n_components} dimensions, in the optimizer's place",
     saves=lambda c: "steps, not time per step",
     rules_out=("less_bn", "grad_freeze", "adasum", "grad_accumulation", "loss_scale_group"),
     alone=True,
@@ -96,15 +108,15 @@ METHODS: dict[str, Method] = {
     rules_out=("adasum", "grad_accumulation"),
   ),
   "adasum": Method(
-    settings=lambda c: "on gradients",
+    settings=_adasum_settings,
     saves=lambda c: "steps with large batches; costs an all-reduce's bytes",
   ),
   "grad_accumulation": Method(
-    settings=lambda c: f"{c.grad_accumulation.grad_accumulation_step} micro-batches per step",
+    settings=lambda c, _: f"{c.grad_accumulation.grad_accumulation_step} micro-batches per step",
     saves=lambda c: "memory",
   ),
   "loss_scale_group": Method(
-    settings=lambda c: f"a scale for each of {c.grad_freeze.param_groups} groups",
+    settings=lambda c, _: f"a scale for each of {c.grad_freeze.param_groups} groups",
     saves=lambda c: "what half precision saves",
   ),
 }
@@ -118,8 +130,8 @@ class Decision:
     method: its key in the configuration.
     on: whether it is on.
     why: the reason.
-    settings: how it is set; empty if it is off.
-    saves: what is expected of it; empty if it is off.
+    settings: its settings; empty if it is off.
+    saves: the savings to expect; empty if it is off.
   """
 
   method: str
@@ -133,26 +145,32 @@ def check_level(level: Any) -> None:
   """Checks a level's name.
 
   Args:
-    level: what came.
+    level: the argument.
 
   Raises:
     ValueError: there is no such level.
   """
-  if level not in LEVELS:
-    hint = _config.nearest(str(level).upper(), LEVELS)
-    raise ValueError(f"There is no level {level!r}.{hint}")
+  if not (isinstance(level, str) and level in LEVELS):
+    hint = _config.nearest(level.upper() if isinstance(level, str) else level, LEVELS)
+    raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
 
 
 def decide(
-  level: str, config: _config.BoostConfig, *, compose: bool, replicas: bool = False
+  level: str,
+  config: _config.BoostConfig,
+  summation: _summation.Summation,
+  *,
+  compose: bool,
+  reference: bool,
 ) -> tuple[Decision, ...]:
   """Decides which methods are on.
 
   Args:
     level: one of :data:`LEVELS`.
     config: the configuration.
-    compose: whether methods that the reference runs alone are combined where ours do combine.
-    replicas: whether there is an axis to sum over: then adasum stays on beside freezing.
+    summation: how adaptive summation runs. With an axis it stays on beside freezing.
+    compose: whether methods that MindSpore runs alone are combined where ours do combine.
+    reference: whether MindSpore's precedence holds: freezing turns adasum off, axis or not.
 
   Returns:
     A decision per method.
@@ -160,10 +178,20 @@ def decide(
   Raises:
     ValueError: the level is unknown, or two settings contradict each other.
   """
-  check_level(level)
   wanted = _wanted(level, config)
+  has_axis = summation.axis_name is not None
   on = {name for name, (wants, _) in wanted.items() if wants}
   reasons = {name: why for name, (_, why) in wanted.items()}
+
+  def keeps_adasum(method: str) -> bool:
+    return method == "adasum" and has_axis and not reference
+
+  def combining(method: str) -> str:
+    if method != "adasum" or has_axis:
+      return "compose=True combines"
+    # Without an axis, compose=True alone is an error.
+    return "axis_name=... and compose=True combine" if reference else "axis_name=... combines"
+
   for name, method in METHODS.items():
     if name not in on:
       continue
@@ -174,12 +202,11 @@ def decide(
         " optimizer's place. Turn one of them off."
       )
     if not compose:
-      others = [other for other in others if method.alone or not (replicas and other == "adasum")]
+      others = [other for other in others if method.alone or not keeps_adasum(other)]
       on -= set(others)
       for other in others:
-        options = "axis_name=... or compose=True" if other == "adasum" else "compose=True"
-        hint = "" if method.alone else f"; {options} combines them"
-        reasons[other] = f"{name} goes before it, as in the reference{hint}"
+        hint = "" if method.alone else f"; {combining(other)} them"
+        reasons[other] = f"{name} goes before it, as in MindSpore{hint}"
   if "grad_accumulation" in on and config.grad_accumulation.grad_accumulation_step == 1:
     warnings.warn(
       "`boost.grad_accumulation` is on with `grad_accumulation.grad_accumulation_step` 1, which"
@@ -188,10 +215,10 @@ def decide(
       stacklevel=4,
     )
   return tuple(
-    Decision(name, True, reasons[name], METHODS[name].settings(config), METHODS[name].saves(config))
+    Decision(name, True, reasons[name], method.settings(config, summation), method.saves(config))
     if name in on
     else Decision(name, False, reasons[name])
-    for name in METHODS
+    for name, method in METHODS.items()
   )
 
 
@@ -207,7 +234,7 @@ def _wanted(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, st
     else:
       included = name in LEVELS[level]
       wanted[name] = (included, f"{'' if included else 'not '}in level {level}")
-    # False is what the reference's own examples hold beside any mode; True was put there.
+    # MindSpore's own examples hold False beside any mode; True was set by the user.
     if switch and not wanted[name][0]:
       raise ValueError(
         f"`boost.mode` {mode!r} contradicts `boost.{name}` true: the mode takes no switches"

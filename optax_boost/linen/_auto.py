@@ -9,6 +9,7 @@ import jax
 import optax
 
 from optax_boost import _auto
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _less_bn as _shared
 from optax_boost.linen import _less_bn
@@ -25,6 +26,8 @@ class AutoBoost(_auto.AutoBoost):
     decisions: whether each method is on, and why.
     axis_name: the named axis of adasum, or None.
     key: the seed of the freezing schedule.
+    local_axis_name: the named axis over the devices of one server, or None.
+    adasum_on: ``"gradients"`` or ``"updates"``.
   """
 
   def plan(self, module: nn.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
@@ -32,7 +35,8 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
+        first, see :func:`plan_less_bn`.
       **kwargs: its keyword arguments, such as ``train=True``.
 
     Returns:
@@ -48,7 +52,8 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
+        first, see :func:`plan_less_bn`.
       **kwargs: its keyword arguments, such as ``train=True``.
 
     Returns:
@@ -80,8 +85,9 @@ class AutoBoost(_auto.AutoBoost):
     rng: jax.Array | None = None,
     *,
     groups: _groups.Groups | None = None,
+    decay: optax.GradientTransformation | None = None,
   ) -> optax.GradientTransformationExtraArgs:
-    """Puts what is on around an optimizer.
+    """Puts the methods that are on around an optimizer.
 
     Args:
       tx: the optimizer.
@@ -91,6 +97,8 @@ class AutoBoost(_auto.AutoBoost):
       batch: a batch.
       rng: a key, if the module draws.
       groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
+      decay: the weight decay, to centralize together with the gradients; see
+        :meth:`optax_boost.AutoBoost.optimizer`.
 
     Returns:
       The transformation.
@@ -99,10 +107,15 @@ class AutoBoost(_auto.AutoBoost):
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
         layers; `dim_reduce` is on without variables, or neither finds nor can fit the subspace.
     """
+    tx = _base.check_transformation("tx", tx)
+    if module is not None:
+      _less_bn.check_module(module)
+    if variables is not None:
+      _less_bn.check_variables("variables", variables)
     if self._needing_groups() and groups is None and loss_fn is not None:
       groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
     params = None if variables is None else variables["params"]
-    return super().optimizer(tx, params, groups=groups)
+    return super().optimizer(tx, params, groups=groups, decay=decay)
 
   def train_step(  # type: ignore[override]
     self,
@@ -130,6 +143,8 @@ def auto_boost(
   config: _auto.Config = None,
   *,
   axis_name: Any = None,
+  local_axis_name: Any = None,
+  adasum_on: str | None = None,
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
@@ -141,9 +156,11 @@ def auto_boost(
     level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
     config: a configuration, a dict of its schema, or the path of a JSON file.
     axis_name: the named axis over which `adasum` runs.
-    compose: whether methods are combined that the reference runs alone.
+    local_axis_name: the named axis over the devices of one server.
+    adasum_on: ``"gradients"`` or ``"updates"``.
+    compose: whether methods are combined that MindSpore runs alone.
     key: the seed of the freezing schedule, or a key.
-    reference: whether the reference's defaults hold instead of the level's settings.
+    reference: whether MindSpore's defaults hold instead of the level's settings.
     total_steps: the length of the training in steps of the optimizer.
 
   Returns:
@@ -169,6 +186,8 @@ def auto_boost(
       level,
       config,
       axis_name=axis_name,
+      local_axis_name=local_axis_name,
+      adasum_on=adasum_on,
       compose=compose,
       key=key,
       reference=reference,

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from optax_boost import _auto
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _less_bn as _shared
 from optax_boost.nnx import _less_bn
@@ -26,6 +27,8 @@ class AutoBoost(_auto.AutoBoost):
     decisions: whether each method is on, and why.
     axis_name: the named axis of adasum, or None.
     key: the seed of the freezing schedule.
+    local_axis_name: the named axis over the devices of one server, or None.
+    adasum_on: ``"gradients"`` or ``"updates"``.
   """
 
   def plan(self, model: nnx.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
@@ -83,9 +86,10 @@ class AutoBoost(_auto.AutoBoost):
     loss_fn: Callable[..., Any] | None = None,
     *args: Any,
     groups: _groups.Groups | None = None,
+    decay: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
   ) -> optax.GradientTransformationExtraArgs:
-    """Puts what is on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
+    """Puts the methods that are on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
 
     Args:
       tx: the optimizer.
@@ -93,6 +97,8 @@ class AutoBoost(_auto.AutoBoost):
       loss_fn: the loss ``loss_fn(model, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
+      decay: the weight decay, to centralize together with the gradients; see
+        :meth:`optax_boost.AutoBoost.optimizer`.
       wrt: what is trained.
 
     Returns:
@@ -102,11 +108,14 @@ class AutoBoost(_auto.AutoBoost):
       ValueError: a method that needs groups is on without them or a loss, or the loss has too few
         layers; `dim_reduce` is on without a model, or neither finds nor can fit its subspace.
     """
+    tx = _base.check_transformation("tx", tx)
+    if model is not None:
+      _less_bn.check_model(model)
     if self._needing_groups() and groups is None and loss_fn is not None:
       find = functools.partial(_train_step.layer_groups, wrt=wrt)
       groups = self._read_groups(find, loss_fn, model, *args)
     params = None if model is None else nnx.state(model, wrt)
-    return super().optimizer(tx, params, groups=groups)
+    return super().optimizer(tx, params, groups=groups, decay=decay)
 
   def train_step(  # type: ignore[override]
     self, loss_fn: Callable[..., Any], **options: Any
@@ -128,6 +137,8 @@ def auto_boost(
   config: _auto.Config = None,
   *,
   axis_name: Any = None,
+  local_axis_name: Any = None,
+  adasum_on: str | None = None,
   compose: bool = False,
   key: jax.Array | int = 0,
   reference: bool = False,
@@ -139,9 +150,11 @@ def auto_boost(
     level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
     config: a configuration, a dict of its schema, or the path of a JSON file.
     axis_name: the named axis over which `adasum` runs.
-    compose: whether methods are combined that the reference runs alone.
+    local_axis_name: the named axis over the devices of one server.
+    adasum_on: ``"gradients"`` or ``"updates"``.
+    compose: whether methods are combined that MindSpore runs alone.
     key: the seed of the freezing schedule, or a key.
-    reference: whether the reference's defaults hold instead of the level's settings.
+    reference: whether MindSpore's defaults hold instead of the level's settings.
     total_steps: the length of the training in steps of the optimizer.
 
   Returns:
@@ -167,6 +180,8 @@ def auto_boost(
       level,
       config,
       axis_name=axis_name,
+      local_axis_name=local_axis_name,
+      adasum_on=adasum_on,
       compose=compose,
       key=key,
       reference=reference,
