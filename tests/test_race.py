@@ -1,9 +1,14 @@
 """The race: fair to every method, counted rightly, and honest about what went wrong."""
 
+import concurrent.futures
+import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import sys
+import threading
 
 from flax import linen as nn
 from flax import nnx
@@ -308,6 +313,40 @@ def test_some_diverged_seeds_are_left_out_of_pairs():
   assert result.verdict("b").endswith("diverged on 1 of 3 seeds.")
 
 
+def test_a_seed_that_diverged_has_no_values_even_where_its_curve_is_finite():
+  result = result_of(
+    a=curves_of([[3, 2, 1]] * 2, seconds=(1, 2, 2.5)),
+    b=curves_of([[3, 2, np.nan], [3, 2, 1]], seconds=(2, 4, 6)),
+  )
+  # At 2.5 s the first seed's loss was still finite.
+  np.testing.assert_allclose(result.values("b", _result.LOSS, "seconds"), [np.nan, 2.75])
+  # A bounded metric stays finite where the loss does not.
+  bounded = {"accuracy": np.array([[0.1, 0.2, 0.1], [0.1, 0.5, 0.9]])}
+  curves = dataclasses.replace(curves_of([[3, 2, np.inf], [3, 2, 1]]), metrics=bounded)
+  assert result_of(a=curves).values("a", "accuracy").tolist()[1:] == [0.9]
+  assert np.isnan(result_of(a=curves).values("a", "accuracy")[0])
+
+
+@pytest.mark.parametrize(
+  ("changed", "error", "message"),
+  [
+    ({"steps": [1, 2, 3]}, TypeError, r"`steps` must be a NumPy array of whole numbers"),
+    ({"steps": np.array([1.0, 2, 3])}, TypeError, r"whole numbers with 1 axes; got 'shape \(3,\)"),
+    ({"loss": np.ones((0, 3))}, ValueError, r"`loss` must have a row for each seed"),
+    ({"loss": np.ones(3)}, TypeError, r"`loss` must be a NumPy array of real numbers with 2 axes"),
+    ({"metrics": [1]}, TypeError, r"`metrics` must be a dict of arrays by name; got \[1\]"),
+    ({"metrics": {"training loss": np.ones((1, 3))}}, ValueError, r"names other than 'training"),
+    ({"metrics": {"a": np.ones((1, 2))}}, ValueError, r"`metrics\['a'\]` must have the shape of"),
+    ({"seconds": np.array([1, np.inf, 3])}, ValueError, r"`seconds` must be 3 numbers >= 0"),
+    ({"compile_seconds": "1"}, TypeError, r"`compile_seconds` must be a real number"),
+    ({"seeds_at_once": 1.0}, TypeError, r"`seeds_at_once` must be a whole number"),
+  ],
+)
+def test_curves_that_do_not_fit_together_are_refused(changed, error, message):
+  with pytest.raises(error, match=message):
+    dataclasses.replace(curves_of([[3, 2, 1]]), **changed)
+
+
 def test_a_method_that_always_diverged_sets_no_budget():
   lost = [9, 9, np.nan]
   result = result_of(
@@ -342,25 +381,124 @@ def test_it_is_saved_and_loaded_whole_with_numbers_that_are_not_finite(raced, tm
   json.loads((tmp_path / "race.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_a_save_that_fails_leaves_the_old_file(raced, tmp_path, monkeypatch):
+@pytest.mark.parametrize("replaced", ["replace", "fsync"])
+def test_a_save_that_fails_leaves_the_old_file(raced, tmp_path, monkeypatch, replaced):
   path = tmp_path / "race.json"
   path.write_text("old")
 
-  def interrupted(*_):
-    raise KeyboardInterrupt
+  def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(_result.os, "replace", interrupted)
-  with pytest.raises(KeyboardInterrupt):
+  monkeypatch.setattr(os, replaced, full_disk)
+  with pytest.raises(OSError, match=r"No space left on device: '.*race\.json'"):
     raced.save(path)
+  with pytest.raises(OSError, match=r"No space left on device: '.*race\.png'"):
+    raced.plot(path.with_suffix(".png"))
   assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
   assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize("text", ["no json", "[1]", "{}", '{"curves": {"a": {}}}'])
-def test_a_file_of_something_else_is_refused(tmp_path, text):
-  (tmp_path / "race.json").write_text(text)
-  with pytest.raises(ValueError, match="needs a file that RaceResult"):
-    optax_boost.RaceResult.load(tmp_path / "race.json")
+def test_threads_may_save_to_one_file_at_once(raced, tmp_path):
+  path = tmp_path / "race.json"
+  raced.save(path)
+  start = threading.Barrier(8)
+
+  def save(_):
+    start.wait()
+    for _ in range(5):
+      raced.save(path)
+      optax_boost.RaceResult.load(path)
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    list(pool.map(save, range(8)))
+  equal(raced, optax_boost.RaceResult.load(path))
+  assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
+
+
+def changed_file(path, raced, changes):
+  """Saves a race with the values at some paths of its JSON changed, or removed where None."""
+  raced.save(path)
+  content = json.loads(path.read_text())
+  for keys, value in changes.items():
+    *parents, last = keys.split("/")
+    place = content
+    for key in parents:
+      place = place[key]
+    if value is None:
+      place.pop(last)
+    else:
+      place[last] = value
+  path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"version": 2}, r"`version` must be 1; got 2"),
+    ({"version": True}, r"`version` must be 1; got True"),
+    ({"baseline": "adam"}, r"`baseline` must be one of 'sgd', 'fast', 'wild'; got 'adam'"),
+    ({"baseline": []}, r"`baseline` must be one of .*; got \[\]"),
+    ({"curves": {}}, r"`curves` must hold at least one method; got none"),
+    ({"curves": []}, r"`curves` must be an object; got \[\]"),
+    ({"curves/fast": []}, r"`curves\['fast'\]`: the curves must be an object; got \[\]"),
+    ({"curves/fast/steps": []}, r"`steps` must be whole numbers >= 1 that grow"),
+    ({"curves/fast/steps": [2, 6, 4]}, r"`steps` must be whole numbers >= 1 that grow"),
+    ({"curves/fast/steps": [2.5, 4, 6]}, r"`steps` must be a whole number; got 2.5"),
+    ({"curves/fast/steps": [10**300, 4, 6]}, r"`steps` must be <= 2147483647; got 1000"),
+    ({"curves/fast/steps": [1, 4, 6]}, r"must have the points and metrics of `curves\['sgd'\]`"),
+    ({"curves/fast/loss": []}, r"`loss` must have a row for each seed"),
+    ({"curves/fast/loss": [[1, 2, 3]]}, r"metrics\['error'\]` must have the shape of `loss`"),
+    ({"curves/fast/loss": [[1, 2], [1], [1, 2]]}, r"rows of one length; got \[2, 1, 2\]"),
+    ({"curves/fast/loss": [["1", 2, 3]] * 3}, r"`loss` must hold numbers; got '1'"),
+    ({"curves/fast/loss": [[True, 2, 3]] * 3}, r"`loss` must hold numbers; got True"),
+    ({"curves/fast/loss": [[10**400, 2, 3]] * 3}, r"`curves\['fast'\]`: int too large"),
+    ({"curves/fast/metrics": {}}, r"must have the points and metrics of"),
+    ({"curves/fast/seconds": [3, 2, 1]}, r"`seconds` must be 3 numbers >= 0 that do not fall"),
+    ({"curves/fast/gradient_evaluations": [1, 2]}, r"`gradient_evaluations` must be 3 numbers"),
+    ({"curves/fast/compile_seconds": "inf"}, r"`compile_seconds` must be finite; got inf"),
+    ({"curves/fast/seeds_at_once": 0}, r"`seeds_at_once` must be >= 1; got 0"),
+    ({"curves/fast/seconds": None}, r"the curves lacks \['seconds'\]"),
+    ({"seeds": [0, 1]}, r"must have a row for each of the 2 seeds; got 3"),
+    ({"seeds": [0, 1, 1]}, r"`seeds` must differ; got \(0, 1, 1\)"),
+    ({"seeds": [0, 1, -1]}, r"`seeds` must be >= 0; got -1"),
+    ({"seeds": 3}, r"`seeds` must be a list; got 3"),
+    ({"complete": 1}, r"`complete` must be True or False; got 1"),
+    ({"device": None}, r"the file lacks \['device'\]"),
+    ({"device": 3}, r"`device` must be a string; got 3"),
+    ({"steps": 3}, r"the file has \['steps'\], which is unknown"),
+  ],
+)
+def test_a_forged_file_is_refused_by_its_name(raced, tmp_path, changes, message):
+  path = tmp_path / "race.json"
+  changed_file(path, raced, changes)
+  with pytest.raises(
+    ValueError, match=rf"needs a file that RaceResult.save wrote; got .*race\.json: .*{message}"
+  ):
+    optax_boost.RaceResult.load(path)
+
+
+def test_a_truncated_or_other_file_is_refused_by_its_name(raced, tmp_path):
+  path = tmp_path / "race.json"
+  raced.save(path)
+  text = path.read_text()
+  for other in (text[: len(text) // 2], text[:-4], "", "no json", "[1]", "{}", "[" * 100_000):
+    path.write_text(other)
+    with pytest.raises(ValueError, match=r"race\.json"):
+      optax_boost.RaceResult.load(path)
+  path.write_bytes(b"\xff\xfe")
+  with pytest.raises(ValueError, match=r"race\.json is not valid UTF-8"):
+    optax_boost.RaceResult.load(path)
+  with pytest.raises(ValueError, match=r"`path` must be a JSON file; got the directory"):
+    optax_boost.RaceResult.load(tmp_path)
+  with pytest.raises(FileNotFoundError, match=r"none\.json"):
+    optax_boost.RaceResult.load(tmp_path / "none.json")
+  with pytest.raises(TypeError, match=r"`path` must be a path, as str or os.PathLike; got 3"):
+    raced.save(3)
+
+
+def test_a_file_without_a_version_is_of_the_first(raced, tmp_path):
+  changed_file(tmp_path / "race.json", raced, {"version": None})
+  equal(raced, optax_boost.RaceResult.load(tmp_path / "race.json"))
 
 
 def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_path):
@@ -379,7 +517,7 @@ def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_pat
   assert [axes.get_title(loc="left") for axes in both.axes] == [
     "error", "training loss (logarithmic)",
   ]  # fmt: skip
-  with pytest.raises(ValueError, match="`quantities` must be one of error, training loss; got 'x'"):
+  with pytest.raises(ValueError, match=r"`quantities` must be one of 'error', .*; got 'x'"):
     raced.plot(quantities=["x"])
 
 
@@ -623,17 +761,17 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ({"transformations": [optax.sgd(1.0)]}, TypeError, "must be a dictionary from names"),
     ({"transformations": {"sgd": optax.sgd}}, TypeError, r"\['sgd'\].* pass the factory instead"),
     ({"transformations": {1: optax.sgd(1.0)}}, TypeError, "strings as names; got 1"),
-    ({"baseline": "adam"}, ValueError, "`baseline` must be one of sgd; got 'adam'"),
-    ({"steps": 0}, ValueError, "`steps` must be finite and >= 1; got 0"),
+    ({"baseline": "adam"}, ValueError, "`baseline` must be one of 'sgd'; got 'adam'"),
+    ({"steps": 0}, ValueError, "`steps` must be >= 1; got 0"),
     ({"steps": 1.5}, TypeError, "`steps` must be a whole number; got 1.5"),
-    ({"points": 0}, ValueError, "`points` must be finite and >= 1"),
-    ({"seeds": 0}, ValueError, "`seeds` must be finite and >= 1"),
+    ({"points": 0}, ValueError, "`points` must be >= 1"),
+    ({"seeds": 0}, ValueError, "`seeds` must be >= 1"),
     ({"seeds": []}, ValueError, "`seeds` must be a number of seeds or a sequence of them"),
     ({"seeds": [1, 1]}, ValueError, r"`seeds` must differ; got \[1, 1\]"),
     ({"seeds": "abc"}, TypeError, "`seeds` must be a whole number"),
-    ({"seeds_at_once": 0}, ValueError, "`seeds_at_once` must be finite and >= 1"),
+    ({"seeds_at_once": 0}, ValueError, "`seeds_at_once` must be >= 1"),
     ({"batch_size": 25}, ValueError, "at most the number of examples, 24; got 25"),
-    ({"batch_size": 0}, ValueError, "`batch_size` must be finite and >= 1"),
+    ({"batch_size": 0}, ValueError, "`batch_size` must be >= 1"),
     ({"data": {}}, ValueError, "got an empty tree"),
     ({"data": {"x": X, "n": 3.0}}, ValueError, "leading axis of examples; got a scalar"),
     (
@@ -643,12 +781,29 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ),
     ({"data": lambda seed: [DATA], "batch_size": 3}, ValueError, "data that is a tree of arrays"),
     ({"data": lambda seed: []}, ValueError, r"data\(0\) gave none"),
-    ({"loss_fn": None}, TypeError, "`loss_fn` must be callable; got None"),
-    ({"init_fn": 3}, TypeError, "`init_fn` must be callable; got 3"),
-    ({"evaluate": 3}, TypeError, "`evaluate` must be callable; got 3"),
+    ({"loss_fn": None}, TypeError, "`loss_fn` must be callable, .*; got None"),
+    ({"init_fn": 3}, TypeError, "`init_fn` must be callable, .*; got 3"),
+    ({"evaluate": 3}, TypeError, "`evaluate` must be callable, .*; got 3"),
     ({"evaluate": lambda w: w}, TypeError, r"scalar or a dictionary of scalars; .* shape \(3,\)"),
     ({"evaluate": lambda w: {"a": "b"}}, TypeError, "for 'a'"),
     ({"evaluate": lambda w: {"training loss": w[0]}}, ValueError, "measures that itself"),
+    ({"evaluate": lambda w: {1: w[0]}}, TypeError, "under names that are strings; got 1"),
+    ({"full_grad_fn": 3}, TypeError, "`full_grad_fn` must be callable; got 3"),
+    ({"has_model_state": 1}, TypeError, "`has_model_state` must be True or False; got 1"),
+    ({"jit_evaluate": "no"}, TypeError, "`jit_evaluate` must be True or False; got 'no'"),
+    ({"progress": None}, TypeError, "`progress` must be True or False; got None"),
+    ({"steps": True}, TypeError, "`steps` must be a whole number; got True"),
+    ({"steps": 10**400}, ValueError, "`steps` must be <= 2147483647; got 1000"),
+    ({"points": float("nan")}, TypeError, "`points` must be a whole number; got nan"),
+    ({"seeds": [0.5]}, TypeError, "`seeds` must be a whole number; got 0.5"),
+    ({"baseline": []}, ValueError, "`baseline` must be one of 'sgd'; got"),
+    ({"data": "train.npz"}, TypeError, "arrays of numbers; got 'train.npz' at ''"),
+    (
+      {"data": {"x": X, "y": np.array(["a"] * 24)}},
+      TypeError,
+      "got array(.|\\n)* at 'y'",
+    ),
+    ({"data": lambda seed: 3}, TypeError, r"data\(0\) returned 3"),
     ({"has_model_state": True}, TypeError, r"must return \(params, model_state\)"),
     ({"loss_fn": lambda w, batch: batch["x"] @ w}, TypeError, "with a scalar loss"),
   ],
@@ -667,13 +822,43 @@ def test_bad_input_is_refused(changed, error, text):
     optax_boost.race(**arguments | changed)
 
 
+def test_the_forms_for_flax_refuse_bad_input_by_its_name():
+  sgd = {"sgd": optax.sgd(0.1)}
+  for make_model, message in (
+    (None, "`make_model` must be callable, called as"),
+    (lambda seed: 3, r"make_model\(0\) returned 3"),
+  ):
+    with pytest.raises(TypeError, match=message):
+      optax_boost.nnx.race(loss_fn, make_model, DATA, sgd, steps=1, progress=False)
+  module = Module()
+  for changed, error, message in (
+    ({"module": 3}, TypeError, "`module` must be a Linen module; got 3"),
+    ({"rngs": "dropout"}, TypeError, "`rngs` must be a sequence of names .*; got 'dropout'"),
+    ({"init_fn": lambda key: 3}, TypeError, r"`init_fn\(key\)` must be a dict of collections"),
+    ({"init_fn": lambda key: {}}, ValueError, r"with a collection 'params'.*; got the keys \[\]"),
+  ):
+    arguments = {"module": module, "loss_fn": loss_fn, "init_fn": init_fn, "data": DATA}
+    with pytest.raises(error, match=message):
+      optax_boost.linen.race(
+        **arguments | {"transformations": sgd, "steps": 1, "progress": False} | changed
+      )
+
+
 def test_questions_about_unknown_names_are_refused(raced):
-  with pytest.raises(ValueError, match="`name` must be one of sgd, fast, wild; got 'x'"):
+  with pytest.raises(ValueError, match=r"`name` must be one of .*; got \['sgd'\]"):
+    raced.rows(["sgd"], "error")
+  with pytest.raises(TypeError, match="`against` must be a list of names; got 'steps'"):
+    raced.plot(against="steps")
+  with pytest.raises(ValueError, match=r"`against` must hold at least one of steps, .*; got none"):
+    raced.plot(against=[])
+  with pytest.raises(ValueError, match=r"`path's suffix` must be one of .*'png'.*; got 'xyz'"):
+    raced.plot("race.xyz")
+  with pytest.raises(ValueError, match="`name` must be one of 'sgd', 'fast', 'wild'; got 'x'"):
     raced.verdict("x")
-  with pytest.raises(ValueError, match="`of` must be one of steps, gradient_evaluations, seconds"):
+  with pytest.raises(ValueError, match="`of` must be one of 'steps', 'gradient_evaluations', 'sec"):
     raced.budget("epochs")
   with pytest.raises(
-    ValueError, match="`quantity` must be one of error, training loss; got 'loss'"
+    ValueError, match="`quantity` must be one of 'error', 'training loss'; got 'loss'"
   ):
     raced.values("sgd", "loss")
 

@@ -1,4 +1,4 @@
-"""`race`: does this transformation help me?"""
+"""`race` in plain JAX, and its common part for the forms for Flax."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from optax_boost._race import _data
 from optax_boost._race import _result
 from optax_boost._race import _run
 
-# What `evaluate` returned, where it is a scalar without a name.
+# The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
 
 
@@ -116,9 +116,10 @@ def race(
     >>> mean < 0
     True
   """
-  for name, value in (("loss_fn", loss_fn), ("init_fn", init_fn), ("evaluate", evaluate)):
-    if not callable(value) and not (value is None and name == "evaluate"):
-      raise TypeError(f"`{name}` must be callable; got {value!r}.")
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
+  _base.check_callable("init_fn", init_fn, "init_fn(key)")
+  check_optional_callable("evaluate", evaluate, "evaluate(params)")
+  _base.check_bool("has_model_state", has_model_state)
 
   def start(seed: int) -> tuple[Any, Any]:
     initial = init_fn(jax.random.key(seed))
@@ -198,6 +199,9 @@ def race_from(
     A :class:`RaceResult`.
   """
   baseline = _check_transformations(transformations, baseline)
+  check_optional_callable("full_grad_fn", full_grad_fn)
+  _base.check_bool("jit_evaluate", jit_evaluate)
+  _base.check_bool("progress", progress)
   for name, value in (("steps", steps), ("points", points), ("seeds_at_once", seeds_at_once)):
     if value is not None or name != "seeds_at_once":
       _base.check_whole_number(name, value, static=True)
@@ -274,6 +278,16 @@ def _curves(
   )
 
 
+def check_optional_callable(name: str, value: Any, form: str = "") -> None:
+  """Checks an argument that is a function or None.
+
+  Raises:
+    TypeError: it is neither.
+  """
+  if value is not None:
+    _base.check_callable(name, value, form)
+
+
 def _check_transformations(transformations: Any, baseline: str | None) -> str:
   if not isinstance(transformations, Mapping):
     raise TypeError(
@@ -284,16 +298,11 @@ def _check_transformations(transformations: Any, baseline: str | None) -> str:
     raise ValueError("`transformations` must hold at least one transformation; got an empty one.")
   for name, tx in transformations.items():
     if not isinstance(name, str):
-      raise TypeError(f"`transformations` must have strings as names; got {name!r}.")
-    if not isinstance(tx, optax.GradientTransformation):
-      raise TypeError(
-        f"`transformations[{name!r}]` must be an optax.GradientTransformation; got {tx!r}. Did you"
-        " pass the factory instead of what it returns?"
-      )
+      raise TypeError(f"`transformations` must have strings as names; got {_base.shorten(name)}.")
+    _base.check_transformation(f"transformations[{name!r}]", tx)
   if baseline is None:
     return next(iter(transformations))
-  if baseline not in transformations:
-    raise ValueError(f"`baseline` must be one of {', '.join(transformations)}; got {baseline!r}.")
+  _base.check_name("baseline", baseline, list(transformations))
   return baseline
 
 
@@ -305,7 +314,7 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
     for seed in chosen:
       _base.check_whole_number("seeds", seed, minimum=0, static=True)
     if len(set(chosen)) < len(chosen):
-      raise ValueError(f"`seeds` must differ; got {chosen}.")
+      raise ValueError(f"`seeds` must differ; got {_base.shorten(chosen)}.")
     return [int(seed) for seed in chosen]
   _base.check_whole_number("seeds", seeds, static=True)
   return list(range(seeds))
@@ -328,6 +337,10 @@ def _named(output: Any) -> dict[str, Any]:
   """Metrics by name, each a scalar."""
   metrics = output if isinstance(output, Mapping) else {_UNNAMED: output}
   for name, value in metrics.items():
+    if not isinstance(name, str):
+      raise TypeError(
+        f"`evaluate` must return metrics under names that are strings; got {_base.shorten(name)}."
+      )
     if np.shape(value) != () or not isinstance(
       value, jax.Array | np.ndarray | np.generic | float | int
     ):

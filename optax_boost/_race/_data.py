@@ -17,7 +17,7 @@ Batches: TypeAlias = Callable[[int], Iterator[Any]]
 
 
 def batches_of(data: Any, batch_size: int | None) -> Batches:
-  """Makes endless batches from what the user calls data.
+  """Makes endless batches from the argument `data`.
 
   Args:
     data: a tree of arrays with a leading axis of examples, or a function from the seed to an
@@ -34,8 +34,9 @@ def batches_of(data: Any, batch_size: int | None) -> Batches:
   if callable(data):
     if batch_size is not None:
       raise ValueError(
-        f"`batch_size` is for data that is a tree of arrays; got batch_size={batch_size} for a"
-        " function, whose batches are taken as they come. Let it make them of that size."
+        "`batch_size` is for data that is a tree of arrays; got"
+        f" batch_size={_base.shorten(batch_size)} for a function, whose batches are taken as they"
+        " come. Let it make them of that size."
       )
     return lambda seed: _repeated(data, seed)
   examples = _examples(data)
@@ -57,6 +58,13 @@ def _examples(data: Any) -> int:
     raise ValueError(
       "`data` must be a tree of arrays, or a function from the seed to batches; got an empty tree."
     )
+  for path, leaf in zip(_tree.leaf_paths(data), leaves, strict=True):
+    kind = np.asarray(leaf).dtype.kind if not isinstance(leaf, jax.Array) else "f"
+    if kind in "OSUMm":
+      raise TypeError(
+        f"`data` must be arrays of numbers; got {_base.shorten(leaf)} at '{path}'. Encode text and"
+        " objects before."
+      )
   if not all(np.ndim(leaf) for leaf in leaves):
     raise ValueError("`data` must be arrays with a leading axis of examples; got a scalar.")
   lengths = {path: len(leaf) for path, leaf in zip(_tree.leaf_paths(data), leaves, strict=True)}
@@ -89,7 +97,13 @@ def _shuffled(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
 def _repeated(data: Callable[[int], Iterable[Any]], seed: int) -> Iterator[Any]:
   while True:
     batch = None
-    for batch in data(seed):
+    batches = data(seed)
+    if not isinstance(batches, Iterable):
+      raise TypeError(
+        "`data` must be a function from the seed to an iterable of batches;"
+        f" data({seed}) returned {_base.shorten(batches)}."
+      )
+    for batch in batches:
       yield batch
     if batch is None:
       raise ValueError(

@@ -1,5 +1,6 @@
-"""What a race found: curves, compared at equal steps, equal gradient evaluations, equal time."""
+"""The result of a race: curves, compared at equal steps, gradient evaluations and time."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -9,19 +10,25 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import BinaryIO
 
 import numpy as np
+
+from optax_boost import _base
+from optax_boost import _files
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 LOSS = "training loss"
-# What can be equal, and how it is called.
+# The budgets of a comparison, and their names in tables.
 BUDGETS = {
   "steps": "steps",
   "gradient_evaluations": "gradient evaluations",
   "seconds": "wall time",
 }
+# Of the format of files; those without a version are of the first.
+VERSION = 1
 # Reached all the same: cumulated times and evaluations are sums of rounded numbers.
 _ROUNDING = 1e-9
 
@@ -33,12 +40,12 @@ class RaceCurves:
   Attributes:
     steps: ``(m,)``, the steps made.
     loss: ``(n, m)``, the mean training loss of the steps since the point before.
-    metrics: by name, ``(n, m)``: what `evaluate` returned.
-    gradient_evaluations: ``(m,)``, what was computed so far, in gradients of one batch; a value
-      of the loss without its gradient counts a third. Where it varies, that of the first seed.
+    metrics: by name, ``(n, m)``, the values of `evaluate`.
+    gradient_evaluations: ``(m,)``, the evaluations so far, in gradients of one batch; a value of
+      the loss without its gradient counts a third. Where it varies, that of the first seed.
     seconds: ``(m,)``, the time that the steps took so far, for one seed alone, without compiling
       and evaluating; nan where it is not known.
-    compile_seconds: what compiling the step took.
+    compile_seconds: the time to compile the step; nan where it is not known.
     seeds_at_once: how many seeds were trained at once.
   """
 
@@ -49,6 +56,48 @@ class RaceCurves:
   seconds: np.ndarray
   compile_seconds: float
   seeds_at_once: int
+
+  def __post_init__(self) -> None:
+    _check_array("steps", self.steps, 1, kinds="iu")
+    if not self.steps.size or self.steps[0] < 1 or np.any(np.diff(self.steps) <= 0):
+      raise ValueError(
+        f"`steps` must be whole numbers >= 1 that grow, at least one; got"
+        f" {_base.shorten(self.steps.tolist())}."
+      )
+    points = len(self.steps)
+    _check_array("loss", self.loss, 2)
+    seeds = len(self.loss)
+    if seeds == 0 or self.loss.shape[1] != points:
+      raise ValueError(
+        f"`loss` must have a row for each seed, at least one, and {points} columns, the points of"
+        f" `steps`; got shape {self.loss.shape}."
+      )
+    if not isinstance(self.metrics, Mapping):
+      raise TypeError(
+        f"`metrics` must be a dict of arrays by name; got {_base.shorten(self.metrics)}."
+      )
+    for name, rows in self.metrics.items():
+      if not isinstance(name, str) or name == LOSS:
+        raise ValueError(
+          f"`metrics` must have names other than '{LOSS}'; got {_base.shorten(name)}."
+        )
+      _check_array(f"metrics[{name!r}]", rows, 2)
+      if rows.shape != self.loss.shape:
+        raise ValueError(
+          f"`metrics[{name!r}]` must have the shape of `loss`, {self.loss.shape}; got {rows.shape}."
+        )
+    for name in ("gradient_evaluations", "seconds"):
+      spent = getattr(self, name)
+      _check_array(name, spent, 1)
+      known = spent[~np.isnan(spent)]
+      if len(spent) != points or np.any(np.diff(known, prepend=0) < 0) or np.any(np.isinf(known)):
+        raise ValueError(
+          f"`{name}` must be {points} numbers >= 0 that do not fall, or nan; got"
+          f" {_base.shorten(spent.tolist())}."
+        )
+    if not (isinstance(self.compile_seconds, float) and math.isnan(self.compile_seconds)):
+      _base.check_number("compile_seconds", self.compile_seconds)
+    _base.check_whole_number("seeds_at_once", self.seeds_at_once, static=True)
 
   @property
   def gradient_evaluations_per_step(self) -> float:
@@ -68,7 +117,7 @@ class RaceCurves:
 
 @dataclasses.dataclass(frozen=True)
 class RaceResult:
-  """What :func:`race` returns.
+  """The result of :func:`race`.
 
   Attributes:
     curves: by method, its :class:`RaceCurves`.
@@ -84,13 +133,47 @@ class RaceResult:
   complete: bool
   device: str
 
+  def __post_init__(self) -> None:
+    if not isinstance(self.curves, Mapping):
+      raise TypeError(f"`curves` must be a dict of RaceCurves; got {_base.shorten(self.curves)}.")
+    for name, curves in self.curves.items():
+      if not (isinstance(name, str) and isinstance(curves, RaceCurves)):
+        raise TypeError(
+          "`curves` must hold RaceCurves by name; got"
+          f" {_base.shorten(curves)} for {_base.shorten(name)}."
+        )
+    if not self.curves:
+      raise ValueError("`curves` must hold at least one method; got none.")
+    if not isinstance(self.seeds, tuple):
+      raise TypeError(f"`seeds` must be a tuple of seeds; got {_base.shorten(self.seeds)}.")
+    for seed in self.seeds:
+      _base.check_whole_number("seeds", seed, minimum=0, static=True)
+    if len(set(self.seeds)) < len(self.seeds):
+      raise ValueError(f"`seeds` must differ; got {_base.shorten(self.seeds)}.")
+    _base.check_name("baseline", self.baseline, list(self.curves))
+    _base.check_bool("complete", self.complete)
+    if not isinstance(self.device, str):
+      raise TypeError(f"`device` must be a string; got {_base.shorten(self.device)}.")
+    first = self.curves[self.baseline]
+    for name, curves in self.curves.items():
+      if len(curves.loss) != len(self.seeds):
+        raise ValueError(
+          f"`curves[{name!r}]` must have a row for each of the {len(self.seeds)} seeds; got"
+          f" {len(curves.loss)}."
+        )
+      if not np.array_equal(curves.steps, first.steps) or set(curves.metrics) != set(first.metrics):
+        raise ValueError(
+          f"`curves[{name!r}]` must have the points and metrics of `curves[{self.baseline!r}]`,"
+          " the baseline."
+        )
+
   @property
   def quantities(self) -> list[str]:
-    """What can be compared: the metrics, and the training loss."""
+    """The quantities to compare: the metrics, and the training loss."""
     return [*self.curves[self.baseline].metrics, LOSS]
 
   def budget(self, of: str) -> float:
-    """What every method has spent at the end, at least; those that always diverged aside.
+    """The budget that every method has spent at its end; those that always diverged are left out.
 
     Args:
       of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
@@ -98,7 +181,7 @@ class RaceResult:
     Returns:
       The smallest total over the methods; nan if one is not known.
     """
-    self._check(of, BUDGETS, "of")
+    _base.check_name("of", of, list(BUDGETS))
     curves = self.curves.values()
     came_through = [one for one in curves if not one.diverged.all()] or curves
     return float(np.min([getattr(one, of)[-1] for one in came_through]))
@@ -115,11 +198,10 @@ class RaceResult:
       ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that diverged,
       and where the budget is spent before the first point.
     """
-    self._check(name, self.curves, "name")
-    self._check(quantity, self.quantities, "quantity")
+    rows = self.rows(name, quantity)
     curves = self.curves[name]
     at, x = self.budget(of), getattr(curves, of)
-    found = [interpolate(x, y, at) for y in self.rows(name, quantity)]
+    found = [interpolate(x, y, at) for y in rows]
     return np.where(curves.diverged, math.nan, found)
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
@@ -147,7 +229,12 @@ class RaceResult:
 
     Returns:
       The array.
+
+    Raises:
+      ValueError: there is no such method or quantity.
     """
+    _base.check_name("name", name, list(self.curves))
+    _base.check_name("quantity", quantity, self.quantities)
     curves = self.curves[name]
     return curves.loss if quantity == LOSS else curves.metrics[quantity]
 
@@ -180,9 +267,9 @@ class RaceResult:
     Returns:
       By how much it is higher or lower than the baseline, for each kind of budget.
     """
-    self._check(name, self.curves, "name")
+    _base.check_name("name", name, list(self.curves))
     quantity = self.quantities[0] if quantity is None else quantity
-    self._check(quantity, self.quantities, "quantity")
+    _base.check_name("quantity", quantity, self.quantities)
     lost = int(self.curves[name].diverged.sum())
     if lost == len(self.seeds):
       return f"{name}: diverged."
@@ -216,31 +303,44 @@ class RaceResult:
 
     Raises:
       ImportError: matplotlib is not installed.
+      OSError: the file can't be written.
+      TypeError: an argument is of the wrong kind.
+      ValueError: a name is unknown, or matplotlib writes no such file.
     """
     from optax_boost._race import _plot
 
-    for quantity in (quantities := quantities or self.quantities[:1]):
-      self._check(quantity, self.quantities, "quantities")
-    for of in against:
-      self._check(of, BUDGETS, "against")
+    quantities = self.quantities[:1] if quantities is None else quantities
+    _check_names("quantities", quantities, self.quantities)
+    _check_names("against", against, list(BUDGETS))
+    suffix = "png"
+    if path is not None:
+      suffix = pathlib.Path(_files.check_path("path", path)).suffix.lstrip(".") or suffix
     figure = _plot.draw(self, quantities, against)
     if path is not None:
-      suffix = pathlib.Path(path).suffix.lstrip(".") or "png"
-      _write(path, lambda partial: figure.savefig(partial, format=suffix))
+      _base.check_name("path's suffix", suffix, list(figure.canvas.get_supported_filetypes()))
+      _files.write_atomically(path, lambda file: figure.savefig(file, format=suffix))
     return figure
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes everything as JSON, whole or not at all.
+    """Writes everything as JSON, whole or not at all; threads may save to one file at once.
 
     Args:
       path: the file.
+
+    Raises:
+      OSError: the file can't be written; the old one is unchanged.
     """
-    text = json.dumps(_plain(dataclasses.asdict(self)), indent=1, allow_nan=False)
-    _write(path, lambda partial: partial.write_text(text))
+    content = {"version": VERSION, **_plain(dataclasses.asdict(self))}
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+    def write(file: BinaryIO) -> None:
+      file.write(text.encode())
+
+    _files.write_atomically(path, write)
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "RaceResult":
-    """Reads what :meth:`save` wrote.
+    """Reads a file of :meth:`save`.
 
     Args:
       path: the file.
@@ -249,18 +349,16 @@ class RaceResult:
       The result.
 
     Raises:
-      ValueError: the file holds something else.
+      FileNotFoundError: there is no such file.
+      ValueError: the file holds something else; the message names it.
     """
+    content = _files.read_json("path", path)
     try:
-      read = json.loads(pathlib.Path(path).read_text())
-      curves = {name: _curves(fields) for name, fields in read.pop("curves").items()}
-      return cls(**read | {"curves": curves, "seeds": tuple(read["seeds"])})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-      raise ValueError(f"`load` needs a file that RaceResult.save wrote; got {path}.") from error
-
-  def _check(self, value: Any, allowed: Any, argument: str) -> None:
-    if value not in allowed:
-      raise ValueError(f"`{argument}` must be one of {', '.join(allowed)}; got {value!r}.")
+      return _read_result(content)
+    except (ArithmeticError, TypeError, ValueError) as error:
+      raise ValueError(
+        f"`load` needs a file that RaceResult.save wrote; got {os.fspath(path)}: {error}"
+      ) from error
 
   def _extent(self) -> str:
     steps, seeds = int(self.curves[self.baseline].steps[-1]), len(self.seeds)
@@ -410,10 +508,10 @@ def _shares(result: RaceResult, of: str, other: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-  """What JSON knows; of numbers that are not finite, the names."""
+  """Values of JSON's types; numbers that are not finite become their names."""
   if isinstance(value, dict):
     return {key: _plain(item) for key, item in value.items()}
-  if isinstance(value, np.ndarray):
+  if isinstance(value, np.ndarray | np.generic):
     return _plain(value.tolist())
   if isinstance(value, list | tuple):
     return [_plain(item) for item in value]
@@ -422,30 +520,96 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def _array(values: list[Any], dtype: Any = float) -> np.ndarray:
-  if any(isinstance(item, list) for item in values):
-    return np.array([_array(item, dtype) for item in values])
-  return np.array([float(item) for item in values]).astype(dtype)
+def _read_result(content: Any) -> RaceResult:
+  names = [field.name for field in dataclasses.fields(RaceResult)]
+  fields = _fields("the file", content, names, optional=("version",))
+  version = fields.pop("version", VERSION)
+  if type(version) is not int or version != VERSION:
+    raise ValueError(f"`version` must be {VERSION}; got {_base.shorten(version)}.")
+  if not isinstance(fields["curves"], dict):
+    raise TypeError(f"`curves` must be an object; got {_base.shorten(fields['curves'])}.")
+  if not isinstance(fields["seeds"], list):
+    raise TypeError(f"`seeds` must be a list; got {_base.shorten(fields['seeds'])}.")
+  curves = {}
+  for name, values in fields["curves"].items():
+    try:
+      curves[name] = _read_curves(values)
+    except (ArithmeticError, TypeError, ValueError) as error:
+      raise ValueError(f"`curves[{name!r}]`: {error}") from error
+  return RaceResult(**fields | {"curves": curves, "seeds": tuple(fields["seeds"])})
 
 
-def _curves(fields: dict[str, Any]) -> RaceCurves:
+def _read_curves(content: Any) -> RaceCurves:
+  names = [field.name for field in dataclasses.fields(RaceCurves)]
+  fields = _fields("the curves", content, names)
+  metrics = _fields("`metrics`", fields["metrics"], fields["metrics"])
   return RaceCurves(
-    steps=_array(fields["steps"], int),
-    loss=_array(fields["loss"]),
-    metrics={name: _array(rows) for name, rows in fields["metrics"].items()},
-    gradient_evaluations=_array(fields["gradient_evaluations"]),
-    seconds=_array(fields["seconds"]),
-    compile_seconds=float(fields["compile_seconds"]),
-    seeds_at_once=int(fields["seeds_at_once"]),
+    steps=_read_steps(fields["steps"]),
+    loss=_read_rows("loss", fields["loss"]),
+    metrics={name: _read_rows(f"metrics[{name!r}]", rows) for name, rows in metrics.items()},
+    gradient_evaluations=_read_row("gradient_evaluations", fields["gradient_evaluations"]),
+    seconds=_read_row("seconds", fields["seconds"]),
+    compile_seconds=_read_row("compile_seconds", [fields["compile_seconds"]])[0].item(),
+    seeds_at_once=fields["seeds_at_once"],
   )
 
 
-def _write(path: str | os.PathLike[str], write: Any) -> None:
-  """Writes under a temporary name and renames, so that the file is whole or not there."""
-  target = pathlib.Path(path)
-  partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-  try:
-    write(partial)
-    os.replace(partial, os.path.realpath(target))
-  finally:
-    partial.unlink(missing_ok=True)
+def _fields(
+  where: str, content: Any, names: Collection[str], optional: Collection[str] = ()
+) -> dict[str, Any]:
+  """A copy of a JSON object that has these keys and no others."""
+  if not isinstance(content, dict):
+    raise TypeError(f"{where} must be an object; got {_base.shorten(content)}.")
+  missing = [name for name in names if name not in content]
+  unknown = [name for name in content if name not in {*names, *optional}]
+  if missing or unknown:
+    listed = [f"lacks {_base.shorten(missing)}"] if missing else []
+    listed += [f"has {_base.shorten(unknown)}, which is unknown"] if unknown else []
+    raise ValueError(f"{where} {' and '.join(listed)}.")
+  return dict(content)
+
+
+def _read_steps(values: Any) -> np.ndarray:
+  if not isinstance(values, list):
+    raise TypeError(f"`steps` must be a list; got {_base.shorten(values)}.")
+  for value in values:
+    _base.check_whole_number("steps", value, static=True)
+  return np.array(values, int)
+
+
+def _read_row(name: str, values: Any) -> np.ndarray:
+  if not isinstance(values, list):
+    raise TypeError(f"`{name}` must be a list; got {_base.shorten(values)}.")
+  for value in values:
+    # JSON has no names for them but strings.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number or (isinstance(value, str) and value in ("nan", "inf", "-inf"))):
+      raise TypeError(f"`{name}` must hold numbers; got {_base.shorten(value)}.")
+  return np.array([float(value) for value in values])
+
+
+def _read_rows(name: str, values: Any) -> np.ndarray:
+  if not isinstance(values, list):
+    raise TypeError(f"`{name}` must be a list of lists; got {_base.shorten(values)}.")
+  rows = [_read_row(name, row) for row in values]
+  if len({len(row) for row in rows}) > 1:
+    raise ValueError(f"`{name}` must have rows of one length; got {list(map(len, rows))}.")
+  return np.array(rows).reshape(len(rows), len(rows[0]) if rows else 0)
+
+
+def _check_array(name: str, value: Any, axes: int, kinds: str = "iuf") -> None:
+  if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or value.ndim != axes:
+    what = "whole numbers" if kinds == "iu" else "real numbers"
+    got = f"shape {value.shape}, dtype {value.dtype}" if isinstance(value, np.ndarray) else value
+    raise TypeError(
+      f"`{name}` must be a NumPy array of {what} with {axes} axes; got {_base.shorten(got)}."
+    )
+
+
+def _check_names(argument: str, names: Any, allowed: Sequence[str]) -> None:
+  if isinstance(names, str) or not isinstance(names, Sequence):
+    raise TypeError(f"`{argument}` must be a list of names; got {_base.shorten(names)}.")
+  if not names:
+    raise ValueError(f"`{argument}` must hold at least one of {', '.join(allowed)}; got none.")
+  for name in names:
+    _base.check_name(argument, name, allowed)

@@ -9,8 +9,10 @@ from flax import linen as nn
 import jax
 import optax
 
+from optax_boost import _base
 from optax_boost import _race
 from optax_boost import _train_step
+from optax_boost.linen import _less_bn
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import keys
 
@@ -79,18 +81,25 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  if not isinstance(module, nn.Module):
-    raise TypeError(f"`module` must be a Linen module; got {module!r}.")
-  for name, value in (("loss_fn", loss_fn), ("init_fn", init_fn), ("evaluate", evaluate)):
-    if not callable(value) and not (value is None and name == "evaluate"):
-      raise TypeError(f"`{name}` must be callable; got {value!r}.")
+  _less_bn.check_module(module)
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _base.check_callable("init_fn", init_fn, "init_fn(key)")
+  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  if isinstance(rngs, str) or not (
+    isinstance(rngs, Sequence) and all(isinstance(name, str) for name in rngs)
+  ):
+    raise TypeError(
+      f"`rngs` must be a sequence of names of rng streams; got {_base.shorten(rngs)}."
+    )
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array) -> Any:
     model = BoundModel(module, params, collections, keys(rng, rngs))
     return _train_step.with_model_state(loss_fn(model, batch), model.collections, False)
 
   def start(seed: int) -> tuple[Any, Any]:
-    variables = dict(init_fn(jax.random.key(seed)))
+    variables = init_fn(jax.random.key(seed))
+    _less_bn.check_variables("init_fn(key)", variables)
+    variables = dict(variables)
     return variables.pop("params"), variables
 
   def metrics(params: Any, collections: Any) -> Any:

@@ -10,6 +10,7 @@ from flax import nnx
 import jax
 import optax
 
+from optax_boost import _base
 from optax_boost import _race
 from optax_boost import _train_step
 from optax_boost.nnx._train_step import PASS_SEED
@@ -77,13 +78,20 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  for name, value in (("loss_fn", loss_fn), ("make_model", make_model), ("evaluate", evaluate)):
-    if not callable(value) and not (value is None and name == "evaluate"):
-      raise TypeError(f"`{name}` must be callable; got {value!r}.")
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _base.check_callable("make_model", make_model, "make_model(seed)")
+  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  _race.check_optional_callable("full_grad_fn", full_grad_fn)
   structures: list[Any] = []
 
   def start(seed: int) -> tuple[Any, Any]:
-    graphdef, params, rest = split(make_model(seed), wrt)
+    model = make_model(seed)
+    if not isinstance(model, nnx.Module):
+      raise TypeError(
+        f"`make_model` must return an NNX module; make_model({seed}) returned"
+        f" {_base.shorten(model)}."
+      )
+    graphdef, params, rest = split(model, wrt)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
