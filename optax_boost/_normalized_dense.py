@@ -1,4 +1,4 @@
-r"""The normalized head: a dense layer that sees only directions.
+r"""The normalized head: a dense layer on the directions of its inputs and its kernel.
 
   x        (..., n)  inputs
   W        (n, m)    kernel, one column per output
@@ -14,13 +14,58 @@ Source: MindSpore Boost's ``CommonHeadLastFN``. Its backward pass clamps small n
 place than its forward pass; here the gradient is that of the forward pass.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _base
 from optax_boost import _tree
 
-# The reference's, on the squared norm.
+# MindSpore's, on the squared norm.
 EPS = 1e-4
+
+
+def check_settings(
+  sizes: dict[str, Any],
+  *,
+  use_bias: Any,
+  dtype: Any,
+  param_dtype: Any,
+  initializers: dict[str, Any],
+  eps: Any,
+) -> None:
+  """Checks the settings of the layer, in NNX and Linen alike.
+
+  Raises:
+    TypeError: one of them is of the wrong kind.
+    ValueError: a size is below 1, or `eps` not positive.
+  """
+  for name, size in sizes.items():
+    _base.check_whole_number(name, size, static=True)
+  _base.check_bool("use_bias", use_bias)
+  if dtype is not None:
+    _base.check_floating_dtype("dtype", dtype)
+  _base.check_floating_dtype("param_dtype", param_dtype)
+  for name, initializer in initializers.items():
+    _base.check_callable(name, initializer, f"{name}(key, shape, dtype)")
+  _base.check_number("eps", eps, positive=True)
+
+
+def check_inputs(x: Any, features: int | None = None) -> None:
+  """Checks the inputs of the layer: an array whose last axis has `features` entries, if given.
+
+  Raises:
+    TypeError: `x` is no array.
+    ValueError: it has another shape.
+  """
+  if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+    raise TypeError(f"`NormalizedDense` needs an array; got {_base.shorten(x)}.")
+  if len(x.shape) == 0 or x.shape[-1] != (features or x.shape[-1]):
+    raise ValueError(
+      f"`NormalizedDense` needs inputs of shape (..., {features or 'features'}); got shape"
+      f" {x.shape}."
+    )
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:

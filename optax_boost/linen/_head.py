@@ -29,6 +29,10 @@ class NormalizedDense(nn.Module):
       where 1 makes it learn to.
     eps: smallest squared norm to divide by.
 
+  Raises:
+    TypeError: an attribute is of the wrong kind; when called: the input is no array.
+    ValueError: `features` is below 1, or `eps` is not positive; when called: the input is a scalar.
+
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost.linen
     >>> head = optax_boost.linen.NormalizedDense(3)
@@ -50,6 +54,21 @@ class NormalizedDense(nn.Module):
   multiplier_init: Any = nn.initializers.ones_init()
   eps: float = _normalized_dense.EPS
 
+  def __post_init__(self) -> None:
+    _normalized_dense.check_settings(
+      {"features": self.features},
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+      initializers={
+        "kernel_init": self.kernel_init,
+        "bias_init": self.bias_init,
+        "multiplier_init": self.multiplier_init,
+      },
+      eps=self.eps,
+    )
+    super().__post_init__()
+
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Applies the layer.
@@ -60,6 +79,7 @@ class NormalizedDense(nn.Module):
     Returns:
       Outputs, (..., features).
     """
+    _normalized_dense.check_inputs(x)
     kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
     bias = None
     if self.use_bias:

@@ -6,6 +6,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _base
 from optax_boost import _normalized_dense
 
 
@@ -30,6 +31,11 @@ class NormalizedDense(nnx.Module):
       where 1 makes it learn to.
     eps: smallest squared norm to divide by.
     rngs: the rngs.
+
+  Raises:
+    TypeError: an argument is of the wrong kind; when called: the input is no array.
+    ValueError: a size is below 1, or `eps` is not positive; when called: the input's last axis has
+      another size.
 
   Examples:
     >>> from flax import nnx
@@ -57,6 +63,20 @@ class NormalizedDense(nnx.Module):
     eps: float = _normalized_dense.EPS,
     rngs: nnx.Rngs,
   ):
+    _normalized_dense.check_settings(
+      {"in_features": in_features, "out_features": out_features},
+      use_bias=use_bias,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      initializers={
+        "kernel_init": kernel_init,
+        "bias_init": bias_init,
+        "multiplier_init": multiplier_init,
+      },
+      eps=eps,
+    )
+    if not isinstance(rngs, nnx.Rngs):
+      raise TypeError(f"`rngs` must be nnx.Rngs; got {_base.shorten(rngs)}.")
     self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
     self.bias = (
       nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else None
@@ -78,6 +98,7 @@ class NormalizedDense(nnx.Module):
     Returns:
       Outputs, (..., out_features).
     """
+    _normalized_dense.check_inputs(x, self.in_features)
     bias = None if self.bias is None else self.bias[...]
     given = (x, self.kernel[...], self.multiplier[...], bias)
     x, kernel, multiplier, bias = nnx.nn.dtypes.promote_dtype(given, dtype=self.dtype)
