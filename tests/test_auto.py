@@ -331,6 +331,21 @@ def test_methods_refuse_bad_arguments_by_their_names():
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, 3)
   with pytest.raises(ValueError, match=r"with a collection 'params'.* got the keys \['kernel'\]"):
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"kernel": 1})
+  with pytest.raises(TypeError, match=r"`rng` must be a key of `jax.random.key`; got 3"):
+    linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"params": {}}, DATA, 3)
+  with pytest.raises(TypeError, match=r"`wrt` must be an NNX filter, as nnx.Param; got 3"):
+    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), nnx.Linear(1, 1, rngs=nnx.Rngs(0)), wrt=3)
+  with pytest.raises(TypeError, match=r"`auto_boost` needs arrays as leaves; .* is 'w.npz'"):
+    auto_boost("O1").optimizer(optax.sgd(0.1), "w.npz", loss_fn, DATA)
+  # Without the params, the model or the variables there is nothing to trace the loss with.
+  sgd, module = optax.sgd(0.1), nn.Dense(2)
+  for optimizer in (
+    lambda: auto_boost("O1", total_steps=9).optimizer(sgd, None, loss_fn, DATA),
+    lambda: ob_nnx.auto_boost("O1", total_steps=9).optimizer(sgd, None, nnx_loss, DATA),
+    lambda: ob_linen.auto_boost("O1", total_steps=9).optimizer(sgd, module, nnx_loss, None, DATA),
+  ):
+    with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
+      optimizer()
 
 
 def on(boost):

@@ -624,6 +624,8 @@ def test_checkpoints_of_something_else_are_refused():
       ob_linen.load_original(
         {"params": {"kernel": jnp.ones((2, 2))}}, {"params": {"kernel": value}}
       )
+  with pytest.raises(ValueError, match=r"`checkpoint` must be a tree whose dicts have keys of one"):
+    ob_nnx.load_original(model, {"kernel": jnp.ones((2, 2)), 0: jnp.ones(2)})
   with pytest.raises(TypeError, match=r"`model` must be an NNX module; got 3"):
     ob_nnx.load_original(3, {})
   with pytest.raises(TypeError, match=r"`checkpoint` must be a dict of collections; got 'w.ckpt'"):

@@ -788,6 +788,11 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ({"evaluate": lambda w: {"a": "b"}}, TypeError, "for 'a'"),
     ({"evaluate": lambda w: {"training loss": w[0]}}, ValueError, "measures that itself"),
     ({"evaluate": lambda w: {1: w[0]}}, TypeError, "under names that are strings; got 1"),
+    ({"evaluate": lambda w: 10**400}, ValueError, "integers that int32 holds; got 1000"),
+    ({"evaluate": lambda w: 1j * w[0]}, TypeError, "real numbers; got a complex one for 'eval"),
+    ({"init_fn": lambda key: "w.npz"}, TypeError, "`race` needs arrays as leaves; .* 'w.npz'"),
+    ({"init_fn": lambda key: None}, ValueError, "needs params to train; .* none for seed 0"),
+    ({"init_fn": lambda key: np.arange(3)}, TypeError, "`race` needs floating-point leaves"),
     ({"full_grad_fn": 3}, TypeError, "`full_grad_fn` must be callable; got 3"),
     ({"has_model_state": 1}, TypeError, "`has_model_state` must be True or False; got 1"),
     ({"jit_evaluate": "no"}, TypeError, "`jit_evaluate` must be True or False; got 'no'"),
@@ -830,6 +835,8 @@ def test_the_forms_for_flax_refuse_bad_input_by_its_name():
   ):
     with pytest.raises(TypeError, match=message):
       optax_boost.nnx.race(loss_fn, make_model, DATA, sgd, steps=1, progress=False)
+  with pytest.raises(TypeError, match=r"`wrt` must be an NNX filter, as nnx.Param; got 3"):
+    optax_boost.nnx.race(loss_fn, Network, DATA, sgd, steps=1, wrt=3)
   module = Module()
   for changed, error, message in (
     ({"module": 3}, TypeError, "`module` must be a Linen module; got 3"),

@@ -17,6 +17,7 @@ from optax_boost import _freezing
 from optax_boost import _groups
 from optax_boost import _precision
 from optax_boost import _train_step
+from optax_boost import _tree
 from optax_boost._auto import _config
 from optax_boost._auto import _levels
 from optax_boost._auto import _subspace
@@ -117,9 +118,11 @@ class AutoBoost:
         there is a `decay` beside it.
     """
     tx = _base.check_transformation("tx", tx)
+    if params is not None:
+      _tree.check_inexact(params, "auto_boost")
     needing = self._needing_groups()
     if needing and groups is None:
-      if loss_fn is None:
+      if loss_fn is None or params is None:
         raise ValueError(
           f"`{needing[0]}` is on, so the optimizer must know the order of the layers: pass the"
           " params or the model, the loss and its arguments, or groups=..."

@@ -10,6 +10,7 @@ from optax_boost._less_bn._plan import LessBNPlan
 from optax_boost._less_bn._plan import NormPlace
 from optax_boost._less_bn._plan import Predicate
 from optax_boost._less_bn._plan import check_call
+from optax_boost._less_bn._plan import check_plan
 from optax_boost._less_bn._plan import in_bottleneck
 from optax_boost._less_bn._plan import make_plan
 
@@ -21,6 +22,7 @@ __all__ = [
   "Predicate",
   "abstract",
   "check_call",
+  "check_plan",
   "in_bottleneck",
   "load_tree",
   "make_plan",

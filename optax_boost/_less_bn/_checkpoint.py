@@ -56,7 +56,13 @@ def load_tree(
     ValueError: an array has another shape than its place, can't be cast to its dtype, or nothing
       fits.
   """
-  values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
+  try:
+    values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      "`checkpoint` must be a tree whose dicts have keys of one kind each, as strings; got"
+      f" {_base.shorten(checkpoint)}."
+    ) from error
   paths = _tree.leaf_paths(target)
   loaded = []
 

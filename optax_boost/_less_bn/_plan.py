@@ -134,6 +134,16 @@ def _list(paths: Sequence[str]) -> str:
   return ", ".join(paths) or "none"
 
 
+def check_plan(plan: Any) -> None:
+  """Checks the argument `plan`.
+
+  Raises:
+    TypeError: it is no plan.
+  """
+  if not isinstance(plan, LessBNPlan):
+    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
+
+
 def check_call(
   args: tuple[Any, ...],
   kwargs: dict[str, Any],

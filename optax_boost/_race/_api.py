@@ -8,16 +8,20 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _tree
 from optax_boost._race import _data
 from optax_boost._race import _result
 from optax_boost._race import _run
 
 # The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
+# Integers of metrics are int32 in a jitted `evaluate`.
+_LARGEST = 2**31
 
 
 def race(
@@ -206,8 +210,16 @@ def race_from(
     if value is not None or name != "seeds_at_once":
       _base.check_whole_number(name, value, static=True)
   chosen = _seeds(seeds)
+
   # Methods share what one seed starts from; it is copied before it is trained.
-  latest = functools.lru_cache(maxsize=1)(start)
+  @functools.lru_cache(maxsize=1)
+  def latest(seed: int) -> tuple[Any, Any]:
+    params, model_state = start(seed)
+    if not jax.tree.leaves(params):
+      raise ValueError(f"`race` needs params to train; there are none for seed {seed}.")
+    arrays = jax.tree.map(lambda p: np.asarray(p) if isinstance(p, float) else p, params)
+    _tree.check_inexact(arrays, "race")
+    return params, model_state
 
   def named(params: Any, model_state: Any) -> dict[str, Any]:
     assert evaluate is not None
@@ -348,6 +360,13 @@ def _named(output: Any) -> dict[str, Any]:
         "`evaluate` must return a scalar or a dictionary of scalars; got"
         f" {type(value).__name__} of shape {np.shape(value)} for {name!r}. Take the mean."
       )
+    if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+      raise ValueError(
+        "`evaluate` must return integers that int32 holds; got"
+        f" {_base.shorten(value)} for {name!r}."
+      )
+    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+      raise TypeError(f"`evaluate` must return real numbers; got a complex one for {name!r}.")
     if name == _result.LOSS:
       raise ValueError(
         f"`evaluate` must not call a metric {name!r}: the race measures that itself."

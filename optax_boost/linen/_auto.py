@@ -6,12 +6,14 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+import numpy as np
 import optax
 
 from optax_boost import _auto
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _less_bn as _shared
+from optax_boost.linen import _checks
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 
@@ -109,10 +111,13 @@ class AutoBoost(_auto.AutoBoost):
     """
     tx = _base.check_transformation("tx", tx)
     if module is not None:
-      _less_bn.check_module(module)
+      _checks.check_module(module)
     if variables is not None:
-      _less_bn.check_variables("variables", variables)
-    if self._needing_groups() and groups is None and loss_fn is not None:
+      _checks.check_variables("variables", variables)
+    if not (rng is None or _base.is_array(rng) or isinstance(rng, np.ndarray)):
+      raise TypeError(f"`rng` must be a key of `jax.random.key`; got {_base.shorten(rng)}.")
+    traceable = not any(value is None for value in (module, loss_fn, variables))
+    if self._needing_groups() and groups is None and traceable:
       groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
     params = None if variables is None else variables["params"]
     return super().optimizer(tx, params, groups=groups, decay=decay)

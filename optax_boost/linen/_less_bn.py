@@ -11,6 +11,7 @@ import jax
 
 from optax_boost import _base
 from optax_boost import _less_bn
+from optax_boost.linen import _checks
 from optax_boost.linen import _head
 
 _KERNEL_LAYERS = (nn.Conv, nn.ConvTranspose, nn.Dense)
@@ -166,50 +167,15 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: BatchNorm_0, BatchNorm_1
     kept, last of its residual branch: BatchNorm_2
   """
-  check_module(module)
+  _checks.check_module(module)
   return _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
-
-
-def check_module(module: Any, plan: Any = None) -> None:
-  """Checks a module, and a plan if there is one.
-
-  Raises:
-    TypeError: `module` is no Linen module, or `plan` no plan.
-  """
-  if not isinstance(module, nn.Module):
-    raise TypeError(f"`module` must be a Linen module; got {_base.shorten(module)}.")
-  if plan is not None and not isinstance(plan, _less_bn.LessBNPlan):
-    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
-
-
-def check_variables(argument: str, variables: Any) -> None:
-  """Checks an argument that holds a module's variables.
-
-  Raises:
-    TypeError: it is no mapping.
-    ValueError: it has no collection ``params``.
-  """
-  if not isinstance(variables, Mapping):
-    raise TypeError(
-      f"`{argument}` must be a dict of collections, as `module.init` returns it; got"
-      f" {_base.shorten(variables)}."
-    )
-  if not _are_variables(variables):
-    raise ValueError(
-      f"`{argument}` must be a dict of collections with a collection 'params', as `module.init`"
-      f" returns it; got the keys {_base.shorten(list(variables))}."
-    )
-
-
-def _are_variables(value: Any) -> bool:
-  return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
 
 
 def _plan(
   module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
 ) -> _less_bn.LessBNPlan:
   variables = None
-  if args and _are_variables(args[0]):
+  if args and _checks.are_variables(args[0]):
     variables, *rest = args
     args = tuple(rest)
   _less_bn.check_call(args, kwargs, *options)
@@ -310,7 +276,9 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  check_module(module, plan)
+  _checks.check_module(module)
+  if plan is not None:
+    _less_bn.check_plan(plan)
   if plan is None:
     plan = _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
   return LessBN(Unbound(module), plan)

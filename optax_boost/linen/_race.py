@@ -12,7 +12,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _race
 from optax_boost import _train_step
-from optax_boost.linen import _less_bn
+from optax_boost.linen import _checks
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import keys
 
@@ -81,7 +81,7 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  _less_bn.check_module(module)
+  _checks.check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
   _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
@@ -98,7 +98,7 @@ def race(
 
   def start(seed: int) -> tuple[Any, Any]:
     variables = init_fn(jax.random.key(seed))
-    _less_bn.check_variables("init_fn(key)", variables)
+    _checks.check_variables("init_fn(key)", variables)
     variables = dict(variables)
     return variables.pop("params"), variables
 

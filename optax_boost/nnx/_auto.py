@@ -13,6 +13,7 @@ from optax_boost import _auto
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _less_bn as _shared
+from optax_boost.nnx import _checks
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
 
@@ -109,9 +110,10 @@ class AutoBoost(_auto.AutoBoost):
         layers; `dim_reduce` is on without a model, or neither finds nor can fit its subspace.
     """
     tx = _base.check_transformation("tx", tx)
+    _checks.check_filter("wrt", wrt)
     if model is not None:
-      _less_bn.check_model(model)
-    if self._needing_groups() and groups is None and loss_fn is not None:
+      _checks.check_model(model)
+    if self._needing_groups() and groups is None and loss_fn is not None and model is not None:
       find = functools.partial(_train_step.layer_groups, wrt=wrt)
       groups = self._read_groups(find, loss_fn, model, *args)
     params = None if model is None else nnx.state(model, wrt)

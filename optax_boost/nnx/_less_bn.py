@@ -7,8 +7,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _base
 from optax_boost import _less_bn
+from optax_boost.nnx import _checks
 from optax_boost.nnx import _head
 from optax_boost.nnx._train_step import _as_pure
 
@@ -82,20 +82,8 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: x, y
     kept, last of its residual branch: z
   """
-  check_model(model)
+  _checks.check_model(model)
   return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
-
-
-def check_model(model: Any, plan: Any = None) -> None:
-  """Checks a model, and a plan if there is one.
-
-  Raises:
-    TypeError: `model` is no NNX module, or `plan` no plan.
-  """
-  if not isinstance(model, nnx.Module):
-    raise TypeError(f"`model` must be an NNX module; got {_base.shorten(model)}.")
-  if plan is not None and not isinstance(plan, _less_bn.LessBNPlan):
-    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
 
 
 def _plan(
@@ -185,7 +173,9 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  check_model(model, plan)
+  _checks.check_model(model)
+  if plan is not None:
+    _less_bn.check_plan(plan)
   if plan is None:
     plan = _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
   copy = copy_model(model)
@@ -238,7 +228,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     left over in the checkpoint: scale
     not in the checkpoint, left as they were: bias
   """
-  check_model(model)
+  _checks.check_model(model)
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):

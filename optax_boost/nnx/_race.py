@@ -13,6 +13,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _race
 from optax_boost import _train_step
+from optax_boost.nnx import _checks
 from optax_boost.nnx._train_step import PASS_SEED
 from optax_boost.nnx._train_step import advance
 from optax_boost.nnx._train_step import split
@@ -82,6 +83,7 @@ def race(
   _base.check_callable("make_model", make_model, "make_model(seed)")
   _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
   _race.check_optional_callable("full_grad_fn", full_grad_fn)
+  _checks.check_filter("wrt", wrt)
   structures: list[Any] = []
 
   def start(seed: int) -> tuple[Any, Any]:

@@ -1,0 +1,31 @@
+"""Argument checks that the methods for Flax NNX share."""
+
+from typing import Any
+
+from flax import nnx
+
+from optax_boost import _base
+
+
+def check_model(model: Any) -> None:
+  """Checks the argument `model`.
+
+  Raises:
+    TypeError: it is no NNX module.
+  """
+  if not isinstance(model, nnx.Module):
+    raise TypeError(f"`model` must be an NNX module; got {_base.shorten(model)}.")
+
+
+def check_filter(name: str, value: Any) -> None:
+  """Checks an argument that is an NNX filter.
+
+  Raises:
+    TypeError: it is none.
+  """
+  try:
+    nnx.filterlib.to_predicate(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      f"`{name}` must be an NNX filter, as nnx.Param; got {_base.shorten(value)}."
+    ) from error
