@@ -66,11 +66,11 @@ class AutoBoost:
     return next(decision.on for decision in self.decisions if decision.method == method)
 
   def explain(self) -> str:
-    """Says what is on, what is off and why.
+    """Explains the decision: the methods that are on and off, and why.
 
     Returns:
-      A table: for each method whether it is on, why, its settings, and what it is expected to save.
-      With a level's own settings, also what it was measured to save, on which network and machine.
+      A table: for each method whether it is on, why, its settings, and the savings to expect.
+      With a level's own settings also the measured savings, with the network and the machine.
     """
     rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))

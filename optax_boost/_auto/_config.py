@@ -114,7 +114,7 @@ class CommonConfig(_Block):
   """The block ``common``.
 
   Attributes:
-    gradient_split_groups: where the reference cuts the parameters into groups for communication.
+    gradient_split_groups: where MindSpore cuts the parameters into groups for communication.
       XLA groups collectives by itself: it is read, written and has no effect.
     device_number: how many devices a server has, over which `adasum` averages before it sums
       adaptively over servers. The axis ``local_axis_name`` of ``auto_boost`` must have this size;
@@ -144,11 +144,11 @@ class GradFreezeConfig(_Block):
 
   Attributes:
     param_groups: the number of groups of layers, for `loss_scale_group` too.
-    freeze_type: the schedule, 0: continuous, 1: interval, as in the reference; 2: ours, at the
+    freeze_type: the schedule, 0: continuous, 1: interval, as in MindSpore; 2: ours, at the
       end of the training, for good.
     freeze_p: the share of steps in which nothing is frozen.
     total_steps: the number of training steps, for freeze_type 2; the others do not depend on it.
-      None: not known. The default is the reference's, hardly the length of yours.
+      None: not known. The default is MindSpore's, hardly the length of yours.
   """
 
   param_groups: int = _key(10, _COUNT)
@@ -200,7 +200,7 @@ class BoostConfig:
   """What ``auto_boost`` is told beside its level; the schema is that of MindSpore's AutoBoost.
 
   A dict and a JSON file have the same blocks and keys; those that are left out have the defaults
-  of the reference. Unknown blocks and keys, wrong types and values out of range are errors.
+  of MindSpore. Unknown blocks and keys, wrong types and values out of range are errors.
 
   Attributes:
     boost: which methods are on.
@@ -239,11 +239,11 @@ class BoostConfig:
 
   @classmethod
   def from_dict(cls, config: Mapping[str, Any], base: "BoostConfig | None" = None) -> "BoostConfig":
-    """Reads a dict of the reference's schema.
+    """Reads a dict of MindSpore's schema.
 
     Args:
       config: blocks by name, each a dict of values by key; both may be left out.
-      base: where what is left out comes from; None: the defaults.
+      base: the values of keys that are left out; None: the defaults.
 
     Returns:
       The configuration.
@@ -273,7 +273,7 @@ class BoostConfig:
     return cls(**blocks)
 
   def to_dict(self) -> dict[str, dict[str, Any]]:
-    """Writes a dict of the reference's schema.
+    """Writes a dict of MindSpore's schema.
 
     Returns:
       All blocks with all keys, but for switches that are not set.
@@ -290,11 +290,11 @@ class BoostConfig:
 
   @classmethod
   def from_json(cls, text: str, base: "BoostConfig | None" = None) -> "BoostConfig":
-    """Reads JSON of the reference's schema.
+    """Reads JSON of MindSpore's schema.
 
     Args:
       text: the JSON itself.
-      base: where what is left out comes from; None: the defaults.
+      base: the values of keys that are left out; None: the defaults.
 
     Returns:
       The configuration.
@@ -309,7 +309,7 @@ class BoostConfig:
     return cls._from_parsed(_files.parse_json(text, "`text`"), base, "`text`")
 
   def to_json(self) -> str:
-    """Writes JSON of the reference's schema.
+    """Writes JSON of MindSpore's schema.
 
     Returns:
       The text, indented.
@@ -318,11 +318,11 @@ class BoostConfig:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str], base: "BoostConfig | None" = None) -> "BoostConfig":
-    """Reads a JSON file of the reference's schema.
+    """Reads a JSON file of MindSpore's schema.
 
     Args:
       path: the file.
-      base: where what is left out comes from; None: the defaults.
+      base: the values of keys that are left out; None: the defaults.
 
     Returns:
       The configuration.

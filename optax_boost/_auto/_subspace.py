@@ -24,11 +24,11 @@ def subspace_optimizer(
 
   Raises:
     ValueError: there are no params, there is neither a file nor a directory to take the subspace
-      from, or what is there does not fit.
+      from, or it does not fit the params.
   """
   if not jax.tree.leaves(params):
     raise ValueError(
-      "`dim_reduce` is on, so the optimizer must know what the subspace is one of: pass the"
+      "`dim_reduce` is on, so the optimizer must know the tree of the subspace: pass the"
       " params; for a Flax model, the model (NNX) or its variables (Linen)."
     )
   return _dim_reduce.dim_reduce(

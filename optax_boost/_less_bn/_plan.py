@@ -93,7 +93,7 @@ class LessBNPlan:
     removed: the paths of those that go.
     biases: the layers that get a bias in exchange.
     head: the dense layer that becomes a ``NormalizedDense``, or None.
-    multiplier: what the head's multiplier starts from.
+    multiplier: the initial value of the head's multiplier.
   """
 
   places: tuple[NormPlace, ...]
@@ -187,7 +187,7 @@ def make_plan(
     fn_flag: whether the last dense layer becomes a normalized head.
     bias: whether a removed BatchNorm leaves a bias.
     predicate: which BatchNorms go; None: :func:`in_bottleneck`.
-    multiplier: what the head's multiplier starts from.
+    multiplier: the initial value of the head's multiplier.
 
   Returns:
     The plan.

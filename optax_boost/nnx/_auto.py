@@ -67,7 +67,7 @@ class AutoBoost(_auto.AutoBoost):
 
     Args:
       model: a model of the original architecture; it is not changed.
-      trained: what was trained after :meth:`model`, or its checkpoint; see :func:`load_original`.
+      trained: the trained model after :meth:`model`, or its checkpoint; see :func:`load_original`.
       *args: the model's inputs, as for a call.
       **kwargs: its keyword arguments.
 
@@ -100,7 +100,7 @@ class AutoBoost(_auto.AutoBoost):
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
       decay: the weight decay, to centralize together with the gradients; see
         :meth:`optax_boost.AutoBoost.optimizer`.
-      wrt: what is trained.
+      wrt: the filter of the trained variables.
 
     Returns:
       The transformation.

@@ -55,7 +55,7 @@ def plan_less_bn(
     fn_flag: see :func:`less_bn`, as all that follows.
     bias: whether a removed BatchNorm leaves a bias.
     predicate: which BatchNorms go.
-    multiplier: what the head's multiplier starts from.
+    multiplier: the initial value of the head's multiplier.
     **kwargs: the model's keyword arguments.
 
   Returns:
@@ -141,7 +141,7 @@ def less_bn(
     predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
       layers). None: those inside of a branch of at least three layers. To take in basic blocks:
       ``lambda place: place.role == "inner"``.
-    multiplier: what the head's multiplier starts from. Raising it sharpens the predictions from
+    multiplier: the initial value of the head's multiplier. Raising it sharpens the predictions from
       the start; MindSpore starts from 1.
     plan: a plan of :func:`plan_less_bn`, instead of all of these.
     **kwargs: the model's keyword arguments.

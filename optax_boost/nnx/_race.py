@@ -51,7 +51,7 @@ def race(
       dictionary of scalars.
     points: how many points the curves have, at most.
     jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
-    wrt: what is trained, as in ``nnx.Optimizer``.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
     seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
