@@ -34,6 +34,7 @@ def recorded(strategy):
       yield pytest.param(name, int(rest[1][1:]), 1 - int(rest[2][1:]) / 100, id=name)
 
 
+@pytest.mark.filterwarnings("ignore:.*the first group is never trained")
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
 def test_continuous_freezing_is_the_references(name, groups, share):
   schedule = optax_boost.continuous_freezing(groups, share)
@@ -65,18 +66,136 @@ def test_interval_freezing_draws_depths_as_often_as_the_reference():
   assert np.sum((counts[1:] - expected) ** 2 / expected) < 26  # chi-square, 8 degrees, p = 0.001
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.62, 0.9])
-def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(share):
-  steps = jnp.arange(10_000, 20_000)
-  interval = optax_boost.interval_freezing(2, share)
-  depths = jax.vmap(lambda t: interval.frozen_groups(t, jax.random.key(0)))(steps)
-  assert int(jnp.sum(depths > 0)) == round(10_000 * share)
+# MindSpore's `freeze_p`, as Python reads the literals.
+FREEZE_P = [float(f"0.{hundredths:02d}") for hundredths in range(1, 100)]
+# More than the longest turn.
+MANY_STEPS = np.arange(4_000)
+
+
+def mindspore_continuous(freeze_p, groups, steps):
+  """MindSpore's continuous strategy, with its quirks of floating point."""
+  turn = [0] * int(np.floor(freeze_p * (groups - 1) / (1 - freeze_p))) + list(range(1, groups))
+  return np.resize(turn, steps)
+
+
+def mindspore_interval(freeze_p, steps):
+  """For an array of `freeze_p`, where MindSpore's interval strategy freezes something."""
+  freezes = np.zeros((steps, len(freeze_p)), bool)
+  nonzero = np.zeros(len(freeze_p))
+  for n in range(1, steps):
+    freezes[n] = nonzero / n < 1 - freeze_p
+    nonzero += freezes[n]
+  return freezes
+
+
+@pytest.mark.filterwarnings("ignore:.*the first group is never trained")
+def test_continuous_freezing_is_mindspores_for_every_freeze_p():
+  for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
+    share = 1 - freeze_p
+    depths = np.asarray(
+      optax_boost.continuous_freezing(groups, share).frozen_groups(MANY_STEPS, None)
+    )
+    expected = mindspore_continuous(freeze_p, groups, len(MANY_STEPS))
+    assert (depths == expected).all(), (freeze_p, groups)
+    turn = np.argmax(depths == groups - 1) + 1
+    assert abs(np.sum(depths[:turn] > 0) - share * turn) <= 1, (freeze_p, groups)
+    if groups in (2, 5, 10):
+      # Who names the share by its decimals gets the same.
+      named = optax_boost.continuous_freezing(groups, round(share, 2))
+      assert (np.asarray(named.frozen_groups(MANY_STEPS, None)) == expected).all()
+
+
+def test_interval_freezing_freezes_when_mindspore_does_for_every_freeze_p():
+  expected = mindspore_interval(np.array(FREEZE_P), len(MANY_STEPS))
+  for i, freeze_p in enumerate(FREEZE_P):
+    freezes = _schedules.interval_freezes(MANY_STEPS, fractions.Fraction(1 - freeze_p))
+    assert (np.asarray(freezes) == expected[:, i]).all(), freeze_p
+    frozen_before = np.cumsum(freezes) - freezes
+    assert np.all(np.abs(frozen_before - (1 - freeze_p) * MANY_STEPS) <= 1)
+
+
+def mindspore_depth(uniform, groups):
+  """NumPy's legacy `choice` among groups - 1, ..., 1 with the weights 1, 2, ..., groups - 1."""
+  bounds = np.cumsum(np.arange(1, groups)) / np.sum(np.arange(1, groups))
+  return groups - 1 - np.searchsorted(bounds, uniform, side="right")
+
+
+def test_interval_freezing_draws_as_mindspore_for_every_number_of_groups():
+  uniform = np.random.default_rng(0).uniform(size=300)
+  for groups in range(2, 41):
+    depths = _schedules.interval_depth(uniform, groups)
+    assert (np.asarray(depths) == mindspore_depth(uniform, groups)).all(), groups
+
+
+@pytest.mark.parametrize(("groups", "freeze_p"), [(2, 0.6), (10, 0.7), (40, 0.2)])
+def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
+  steps, key = MANY_STEPS[:300], jax.random.key(3)
+  schedule = optax_boost.interval_freezing(groups, 1 - freeze_p)
+  uniform = jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(steps)
+  freezes = mindspore_interval(np.array([freeze_p]), len(steps))[:, 0]
+  np.testing.assert_array_equal(
+    jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))(steps),
+    np.where(freezes, mindspore_depth(np.asarray(uniform), groups), 0),
+  )
+
+
+@pytest.mark.parametrize(
+  ("share", "exact"),
+  [
+    (0, 0),
+    (0.1, 0.1),
+    (0.62, 0.62),
+    (1 / 3, 1 / 3),
+    (fractions.Fraction(3, 7), 3 / 7),
+    (np.float32(0.3), 0.3),
+    (np.array(0.9), 0.9),
+  ],
+)
+def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(share, exact):
+  schedule = optax_boost.interval_freezing(2, share)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  assert int(jnp.sum(depth(jnp.arange(10_000, 31_000)) > 0)) == round(21_000 * exact)
+
+
+def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
+  share, steps = 0.6180339887498949, jnp.arange(300_000)
+  freezes = _schedules.interval_freezes(steps, fractions.Fraction(share))
+  assert abs(int(jnp.sum(freezes)) - share * 300_000) <= 1
+  rare = _schedules.interval_freezes(steps, fractions.Fraction(1e-5))
+  assert np.flatnonzero(rare).tolist() == [1, 100_001, 200_001]
+  schedule = optax_boost.continuous_freezing(4, 1e-5)
+  (start,) = np.flatnonzero(schedule.frozen_groups(steps, None) == 1)
+  assert abs(start - 3 * 99_999) <= 1
+
+
+@pytest.mark.parametrize(
+  "make",
+  [optax_boost.continuous_freezing, optax_boost.interval_freezing],
+  ids=["turns", "interval"],
+)
+@pytest.mark.parametrize("share", [1e-300, 1e-12, 0.3, 0.123456789, 0.95])
+def test_schedules_stay_exact_up_to_the_last_step(make, share):
+  schedule = make(40, share)
+  key = jax.random.key(0)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))
+  late = 2**31 - 2 - np.arange(20_000, dtype=np.int32)
+  depths = np.asarray(depth(late))
+  assert depths.min() >= 0
+  assert depths.max() < 40
+  assert abs(np.mean(depths > 0) - share) < 0.01
+  # At the largest count, where a training that is longer stays, everything is trained.
+  assert depth(np.array([2**31 - 1], np.int32)) == 0
 
 
 def test_schedules_stay_exact_after_billions_of_steps():
   share = fractions.Fraction(3, 10)
   late = _schedules.interval_freezes(2_000_000_000 + jnp.arange(10), share)
   np.testing.assert_array_equal(late, _schedules.interval_freezes(10 + jnp.arange(10), share))
+
+
+def test_a_turn_without_a_step_that_trains_everything_is_warned_of():
+  with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
+    optax_boost.continuous_freezing(2, 0.8)
 
 
 def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
@@ -469,6 +588,39 @@ def test_refuses_groups_of_other_params():
       r"`num_groups` must be a whole",
     ),
     (lambda: optax_boost.interval_freezing(0, 0.1), ValueError, r"`num_groups` .*>= 1; got 0"),
+    (lambda: optax_boost.interval_freezing(10**9, 0.1), ValueError, r"`num_groups` .*<= 10000"),
+    (lambda: optax_boost.continuous_freezing(2, 10**400), ValueError, r"`frozen_fraction` .*< 1"),
+    (lambda: optax_boost.continuous_freezing(2, "0.5"), TypeError, r"must be a real number"),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, jnp.array(0.5)),
+      TypeError,
+      r"`first` must be a Python number.*Pass float\(first\)",
+    ),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, power=np.nan),
+      ValueError,
+      r"`power` must be finite",
+    ),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, anneal="no"),
+      TypeError,
+      r"`anneal` must be True or False; got 'no'",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2.5, lambda t, key: t),
+      TypeError,
+      r"`num_groups` must be a whole number; got 2.5",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2, 1),
+      TypeError,
+      r"`frozen_groups` must be callable, called as `frozen_groups\(step, key\)`; got 1",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2, lambda t, key: t, jnp.ones(2)),
+      TypeError,
+      r"`learning_rate_scale` must be callable",
+    ),
     (
       lambda: optax_boost.progressive_freezing(2, 1.5),
       TypeError,

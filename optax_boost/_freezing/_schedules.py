@@ -12,6 +12,7 @@ import dataclasses
 import fractions
 import math
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ from optax_boost import _base
 
 # Shares of steps are exact as fractions up to this denominator.
 _LARGEST_PERIOD = 10_000
+# How far a share that is computed from decimals, as 1 - 0.7, may be from the decimal that is meant.
+_ROUNDING = 2.0**-52
+# Schedules hold arrays of this length.
+_MOST_GROUPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,42 +35,77 @@ class FreezeSchedule:
   Attributes:
     num_groups: the number of groups that it was made for.
     frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
-      frozen in that step; values are clipped to 0, ..., num_groups - 1. The train step evaluates it
-      many steps ahead.
+      frozen in that step, a scalar integer; values are clipped to 0, ..., num_groups - 1. The train
+      step evaluates it many steps ahead.
     learning_rate_scale: a function of the step to what each group's updates are multiplied by, an
       array of `num_groups` numbers; None: ones.
+
+  Raises:
+    TypeError: `num_groups` is no whole number, or a function can't be called.
+    ValueError: `num_groups` is out of range.
   """
 
   num_groups: int
   frozen_groups: Callable[[jax.Array, jax.Array], jax.typing.ArrayLike]
   learning_rate_scale: Callable[[jax.Array], jax.Array] | None = None
 
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
+    _base.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
+    if self.learning_rate_scale is not None:
+      _base.check_callable(
+        "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)"
+      )
 
-def _check_schedule(num_groups: Any, frozen_fraction: Any) -> fractions.Fraction:
-  _base.check_whole_number("num_groups", num_groups, static=True)
-  _base.check_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
-  if isinstance(frozen_fraction, jax.Array):
+
+def _check_num_groups(num_groups: Any) -> int:
+  _base.check_whole_number("num_groups", num_groups, maximum=_MOST_GROUPS, static=True)
+  return int(num_groups)
+
+
+def _python_number(name: str, value: Any, **limits: Any) -> fractions.Fraction:
+  """Checks a number from which a schedule is computed on the host, and makes it exact."""
+  _base.check_number(name, value, **limits)
+  if _base.is_array(value):
     raise TypeError(
-      "`frozen_fraction` must be a Python number: the schedule is made of exact fractions; got"
-      " an array. Pass float(frozen_fraction)."
+      f"`{name}` must be a Python number, since the schedule is computed on the host; got an"
+      f" array. Pass float({name})."
     )
-  return fractions.Fraction(frozen_fraction)
+  # NumPy's float32 0.3 stands for that decimal, not for 0.30000001192092896.
+  return fractions.Fraction(
+    float(str(value)) if isinstance(value, np.ndarray | np.generic) else value
+  )
+
+
+def _check_share(frozen_fraction: Any) -> fractions.Fraction:
+  return _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
+
+
+def _is_rounded(share: fractions.Fraction, near: fractions.Fraction) -> bool:
+  """Whether a share differs from a fraction by a rounding error only."""
+  return abs(share - near) <= _ROUNDING
 
 
 def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
-  """In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
+  r"""In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
+
+  A turn has :math:`\lfloor p (G - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
+  minus `frozen_fraction`, so something is frozen in the share of steps that is named to within one
+  step per turn.
 
   Args:
-    num_groups: the number of groups.
+    num_groups: the number of groups G.
     frozen_fraction: the share of steps in which something is frozen; raising it saves more time
-      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) The steps with
-      nothing frozen are rounded down to a whole number per turn.
+      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
+      (G - 1) / G a turn has no step with nothing frozen, and the first group is never trained; that
+      is warned of.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`.
+    A :class:`FreezeSchedule` for :func:`freeze`, step by step that of MindSpore. In step 2^31 - 1,
+    where the count stops, and from then on, nothing is frozen.
 
   Raises:
-    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` below 1.
+    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -74,17 +114,39 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
     >>> [int(schedule.frozen_groups(step, None)) for step in range(8)]
     [0, 0, 0, 1, 2, 3, 0, 0]
   """
-  share = _check_schedule(num_groups, frozen_fraction)
-  if share == 0 or num_groups == 1:
+  num_groups, share = _check_num_groups(num_groups), _check_share(frozen_fraction)
+  if num_groups == 1 or _is_rounded(share, fractions.Fraction(0)):
     return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
-  full = math.floor((1 - share) * (num_groups - 1) / share)
+  full = _steps_with_nothing_frozen(share, num_groups)
+  if full == 0:
+    warnings.warn(
+      f"`continuous_freezing` of {num_groups} groups in {float(share):.4g} of the steps freezes"
+      " something in every step: the first group is never trained. Lower `frozen_fraction` to"
+      f" {(num_groups - 1) / num_groups:.4g} or less, or use `interval_freezing`.",
+      UserWarning,
+      stacklevel=2,
+    )
   turn = full + num_groups - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     del key
-    return jnp.maximum(count % turn - full + 1, 0)
+    return _until_the_count_stops(count, jnp.maximum(count % turn - full + 1, 0))
 
   return FreezeSchedule(num_groups, frozen_groups)
+
+
+def _steps_with_nothing_frozen(share: fractions.Fraction, num_groups: int) -> int:
+  """MindSpore's number of steps per turn in which everything is trained, in its floats."""
+  near = share.limit_denominator(_LARGEST_PERIOD)
+  freeze_p = float(1 - (near if _is_rounded(share, near) else share))
+  steps = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
+  # A turn is at most as long as the steps that an int32 counts.
+  return min(steps, _base.LARGEST_COUNT - num_groups)
+
+
+def _until_the_count_stops(count: jax.typing.ArrayLike, depth: jax.Array) -> jax.Array:
+  """Freezes nothing at the largest count, at which all later steps stay."""
+  return jnp.where(jnp.asarray(count) == _base.LARGEST_COUNT, 0, depth)
 
 
 def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
@@ -98,11 +160,13 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`. Its steps are drawn from the key that
-    :func:`freeze` keeps, each on its own: what step 100 freezes does not depend on step 99.
+    A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the steps in which MindSpore
+    does. Its depths are drawn from the key that :func:`freeze` keeps, each on its own: what step
+    100 freezes does not depend on step 99. In step 2^31 - 1, where the count stops, and from then
+    on, nothing is frozen.
 
   Raises:
-    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` below 1.
+    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -112,13 +176,14 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
     >>> [depth > 0 for depth in depths]
     [False, True, False, True, False, True, False, True]
   """
-  share = _check_schedule(num_groups, frozen_fraction)
-  if share == 0 or num_groups == 1:
+  num_groups, share = _check_num_groups(num_groups), _check_share(frozen_fraction)
+  if num_groups == 1 or _is_rounded(share, fractions.Fraction(0)):
     return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
-    return jnp.where(interval_freezes(count, share), interval_depth(uniform, num_groups), 0)
+    depth = jnp.where(interval_freezes(count, share), interval_depth(uniform, num_groups), 0)
+    return _until_the_count_stops(count, depth)
 
   return FreezeSchedule(num_groups, frozen_groups)
 
@@ -126,30 +191,43 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
 def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> jax.Array:
   r"""Whether the interval schedule freezes in a step.
 
-  The reference freezes in step n if it froze in fewer than f n of the n steps before. By induction
+  MindSpore freezes in step n if it froze in fewer than f n of the n steps before. By induction
   that is whether :math:`\lceil f n \rceil > \lceil f (n - 1) \rceil`, and n may be taken modulo
   f's denominator: no step depends on those before it, and no float loses digits.
 
   Args:
     count: the step n, from 0.
-    share: the share f of steps, exactly.
+    share: the share f of steps.
 
   Returns:
     A bool, or an array of them.
   """
-  near = share.limit_denominator(_LARGEST_PERIOD)
-  # 1 - 0.7 is a little more than 3/10: then what would be a tie freezes.
-  above = share > near
+  near = _periodic(share)
+  # MindSpore compares floats: 1 - 0.7 is a little more than 0.3, so that what would be a tie
+  # freezes, while 1 - 0.6 is 0.4.
+  ties_freeze = _is_rounded(share, near) and float(share) > float(near)
   count = jnp.asarray(count)
   n = jnp.where(count > 0, (count - 1) % near.denominator + 1, 0)
 
   def frozen_before(n: jax.Array) -> jax.Array:
     product = n * near.numerator
     whole = product // near.denominator
-    return whole + 1 if above else whole + (product % near.denominator > 0)
+    return whole + 1 if ties_freeze else whole + (product % near.denominator > 0)
 
   first = share > 0
   return jnp.where(count > 1, frozen_before(n) > frozen_before(n - 1), first & (count == 1))
+
+
+def _periodic(share: fractions.Fraction) -> fractions.Fraction:
+  """The decimal that a share stands for, or the nearest fraction whose multiples fit int32."""
+  near = share.limit_denominator(_LARGEST_PERIOD)
+  digits = 9
+  while not _is_rounded(share, near) and 10**digits > _LARGEST_PERIOD:
+    finer = share.limit_denominator(10**digits)
+    if finer.denominator * finer.numerator <= _base.LARGEST_COUNT:
+      return finer
+    digits -= 1
+  return near
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
@@ -161,7 +239,7 @@ def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
 
   Returns:
     i in 1, ..., G-1 with a probability proportional to G - i: the draw is looked up among
-    G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in the reference.
+    G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
   """
   weights = np.cumsum(np.arange(1, num_groups))
   bounds = jnp.asarray(weights / weights[-1], jnp.float32)
@@ -218,15 +296,16 @@ def progressive_freezing(
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
-  _base.check_whole_number("num_groups", num_groups, static=True)
+  num_groups = _check_num_groups(num_groups)
   _base.check_whole_number("total_steps", total_steps, static=True)
-  _base.check_number("first", first, positive=True, below=1.0)
-  _base.check_number("power", power, positive=True)
+  start = float(_python_number("first", first, positive=True, below=1.0))
+  exponent = float(_python_number("power", power, positive=True))
+  _base.check_bool("anneal", anneal)
   place = np.arange(num_groups) / max(num_groups - 1, 1)
   if num_groups == 1:
     place = np.ones(1)
-  times = np.maximum(np.round(total_steps * (first + (1 - first) * place**power)), 1)
-  ends = np.minimum(times, np.iinfo(np.int32).max).astype(np.int32)
+  times = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
+  ends = times.astype(np.int32)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     del key
