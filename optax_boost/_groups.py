@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
+import numbers
 import re
 from typing import Any
 from typing import TypeAlias
@@ -65,12 +66,17 @@ def layer_groups(
   *args: Any,
   num_groups: int = 10,
   overrides: Mapping[str, int] | None = None,
+  data: _base.LeafSelector = None,
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
   A leaf's place is where it first meets the data: casts and reshapes of params do not count, nor
   does the order of names. Nothing is computed; arrays may be abstract. A bias or a normalization
   stays with the kernel before it. The blocks that this makes are shared out evenly.
+
+  Arrays that the loss closes over (the base weights of an adapter, a pruning mask) are not data.
+  Only where the params would otherwise meet data in one place or nowhere, as in a loss that closes
+  over its data, they are.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -80,13 +86,18 @@ def layer_groups(
       each a program to compile.
     overrides: group by regular expression, searched in the leaves' paths, against the trace. The
       first that matches counts.
+    data: which of `args` are data, where they hold weights or masks, too: a tree of bools with the
+      structure of the tuple `args` or a prefix of it, as ``(True, False)``; or regular expressions,
+      searched in the paths of their leaves, as ``"^0/image$"`` for the entry ``image`` of the
+      first; or a callable from `args` to such a tree. None: all of them.
 
   Returns:
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: there are fewer blocks than groups, or an override names no group.
-    TypeError: `loss_fn` is not callable.
+    ValueError: there are fewer blocks than groups, the loss uses no leaf, an override names no
+      group, or `data` does not fit `args`.
+    TypeError: an argument is of the wrong kind, or a leaf is no array.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -98,18 +109,78 @@ def layer_groups(
     group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
     group 1: 8 parameters (10.0 %), never frozen: a_head
   """
-  if not callable(loss_fn):
-    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  return group_by_use(
+    lambda params, _, *args: loss_fn(params, *args),
+    params,
+    (),
+    args,
+    num_groups=num_groups,
+    overrides=overrides,
+    is_data=select_data(args, data),
+  )
+
+
+def select_data(args: Any, data: _base.LeafSelector) -> list[bool]:
+  """Says of each leaf of a loss's arguments whether it is data.
+
+  Args:
+    args: the arguments.
+    data: as in :func:`layer_groups`.
+
+  Returns:
+    A bool per leaf.
+  """
+  if data is None:
+    return [True] * len(jax.tree.leaves(args))
+  return _tree.select(args, data, "data")
+
+
+def group_by_use(
+  loss_fn: Callable[..., Any],
+  params: optax.Params,
+  model_state: Any,
+  args: tuple[Any, ...],
+  *,
+  num_groups: int,
+  overrides: Mapping[str, int] | None,
+  is_data: Sequence[bool],
+) -> LayerGroups:
+  """What :func:`layer_groups` does, for a model that holds more than params.
+
+  Args:
+    loss_fn: ``loss_fn(params, model_state, *args)``.
+    params: the params.
+    model_state: what else the model holds, taken for constants.
+    args: the other arguments.
+    num_groups: as in :func:`layer_groups`.
+    overrides: as in :func:`layer_groups`.
+    is_data: for each leaf of `args`, whether it is data.
+
+  Returns:
+    A :class:`LayerGroups`.
+  """
   _base.check_whole_number("num_groups", num_groups, static=True)
+  num_groups = int(num_groups)
+  for name, tree in (("params", params), ("model state", model_state), ("args", args)):
+    _check_arrays(name, tree)
   leaves = _tree.describe(params)
-  events = _forward_order.forward_uses(loss_fn, params, *args)
+  state_flags = [None] * len(jax.tree.leaves(model_state))
+  events = _forward_order.forward_uses(
+    loss_fn, params, model_state, *args, data=[*state_flags, *is_data]
+  )
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   blocks = _blocks(leaves, order)
+  if not blocks:
+    raise ValueError(
+      f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
+      " the params that `loss_fn` takes as its first argument."
+    )
   if len(blocks) < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {len(blocks)} blocks (a kernel with its"
-      f" bias and normalization is one). Pass num_groups={max(len(blocks), 1)} or fewer."
+      f" bias and normalization is one). Pass num_groups={len(blocks)} or fewer."
     )
   group: dict[int, int] = {}
   for index, block in enumerate(blocks):
@@ -124,6 +195,18 @@ def layer_groups(
     unused=tuple(leaves[i].path for i in unused),
     reused=tuple(leaves[i].path for i in _reused(events, blocks)),
   )
+
+
+def _check_arrays(name: str, tree: Any) -> None:
+  """Refuses leaves that can't be traced."""
+  for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    try:
+      jax.eval_shape(lambda value: value, leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+      raise TypeError(
+        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{path}' is"
+        f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
+      ) from error
 
 
 def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
@@ -169,21 +252,23 @@ def _reused(events: list[int], blocks: list[list[int]]) -> list[int]:
 def _overridden(
   leaves: list[_tree.Leaf], overrides: Mapping[str, int] | None, num_groups: int
 ) -> dict[int, int]:
-  if not overrides:
+  if overrides is None:
     return {}
-  if not hasattr(overrides, "items"):
+  if not isinstance(overrides, Mapping):
     raise TypeError(
       f"`overrides` must map regular expressions to groups, as in {{'embed': 0}}; got"
-      f" {overrides!r}."
+      f" {_base.shorten(overrides)}."
     )
   for pattern, number in overrides.items():
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < num_groups:
+    whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    if not whole or not 0 <= number < num_groups:
       raise ValueError(
-        f"`overrides` must name groups 0 to {num_groups - 1}; got {number!r} for {pattern!r}."
+        f"`overrides` must name groups 0 to {num_groups - 1}; got {_base.shorten(number)} for"
+        f" {_base.shorten(pattern)}."
       )
   matches = _tree.first_match("overrides", list(overrides), [leaf.path for leaf in leaves])
-  numbers = list(overrides.values())
-  return {i: numbers[match] for i, match in enumerate(matches) if match is not None}
+  of_pattern = [int(number) for number in overrides.values()]
+  return {i: of_pattern[match] for i, match in enumerate(matches) if match is not None}
 
 
 def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:

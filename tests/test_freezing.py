@@ -225,11 +225,15 @@ def layer(params, x):
   return jnp.tanh(x @ params["kernel"] + params["bias"])
 
 
-def chain_loss(params, batch, wrap=lambda f: f):
+def chain_outputs(params, batch, wrap=lambda f: f):
   h = batch
   for name in sorted(params, reverse=True):
     h = wrap(layer)(params[name], h)
-  return jnp.mean(h**2)
+  return h
+
+
+def chain_loss(params, batch, wrap=lambda f: f):
+  return jnp.mean(chain_outputs(params, batch, wrap) ** 2)
 
 
 BATCH = jax.random.normal(jax.random.key(9), (16, 8))
@@ -332,6 +336,177 @@ def test_the_plan_says_what_it_could_not_tell():
     "not used by the loss, so never frozen: idle",
     "used again later, frozen where they are used first: embed",
   ]
+
+
+BASE = {name: layer["kernel"] for name, layer in chain_params().items()}
+
+
+def adapter_params():
+  keys = jax.random.split(jax.random.key(2), LAYERS)
+  return {
+    name: {"down": jax.random.normal(key, (8, 2)), "up": jnp.ones((2, 8))}
+    for name, key in zip("abcd", keys, strict=True)
+  }
+
+
+def adapted(params, base):
+  """Kernels of a base with an update of low rank, computed ahead of the forward pass."""
+  return {
+    name: {"kernel": base[name] + p["down"] @ p["up"], "bias": jnp.zeros(8)}
+    for name, p in params.items()
+  }
+
+
+def in_layers(plan):
+  return [sorted({path.split("/")[0] for path in group}) for group in plan.groups]
+
+
+FORWARD = [["d"], ["c"], ["b"], ["a"]]
+
+
+def test_a_base_that_the_loss_closes_over_is_no_data():
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(adapted(p, BASE), x), adapter_params(), BATCH, num_groups=LAYERS
+  )
+  assert in_layers(plan) == FORWARD
+
+
+def test_a_pruning_mask_that_the_loss_closes_over_is_no_data():
+  masks = jax.tree.map(lambda x: x > 0, chain_params())
+
+  @jax.jit
+  def loss(params, x):
+    return chain_loss(jax.tree.map(jnp.multiply, params, masks), x)
+
+  assert optax_boost.layer_groups(loss, chain_params(), BATCH, num_groups=4).groups == IN_ORDER
+
+
+@pytest.mark.parametrize(
+  "data",
+  [
+    "/x$",
+    ["^0/x"],
+    ({"x": True, "base": False},),
+    lambda args: jax.tree.map_with_path(lambda path, _: "'x'" in str(path), args),
+  ],
+  ids=["pattern", "patterns", "bools", "callable"],
+)
+def test_the_caller_says_which_part_of_the_batch_is_data(data):
+  batch = {"x": BATCH, "base": BASE}
+
+  def loss(params, batch):
+    return chain_loss(adapted(params, batch["base"]), batch["x"])
+
+  def plan(data):
+    return optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS, data=data)
+
+  assert in_layers(plan(data)) == FORWARD
+  # Without a word, the batch is data, and the layers stand in the order in which they are adapted.
+  assert in_layers(plan(None)) == FORWARD[::-1]
+
+
+def test_an_argument_that_is_not_data_is_left_out_by_a_prefix():
+  def loss(params, base, x):
+    return chain_loss(adapted(params, base), x)
+
+  plan = optax_boost.layer_groups(
+    loss, adapter_params(), BASE, BATCH, num_groups=LAYERS, data=(False, True)
+  )
+  assert in_layers(plan) == FORWARD
+
+
+@pytest.mark.parametrize(
+  ("loss", "args"),
+  [
+    (lambda p: chain_loss(p, BATCH), ()),
+    (jax.jit(lambda p: chain_loss(p, BATCH)), ()),
+    (
+      lambda p, key: chain_loss(p, BATCH + jax.random.normal(key, BATCH.shape)),
+      (jax.random.key(0),),
+    ),
+    (lambda p, i: chain_loss(p, BATCH[i][None]), (3,)),
+    # A temperature, or targets alone, meet all params in one place.
+    (lambda p, tau: jnp.mean(chain_outputs(p, BATCH) / tau), (2.0,)),
+    (lambda p, y: jnp.mean((chain_outputs(p, BATCH) - y) ** 2), (BATCH,)),
+  ],
+  ids=["alone", "jit", "noise", "index", "temperature", "targets"],
+)
+def test_data_that_the_loss_closes_over_is_data_where_there_is_no_other(loss, args):
+  plan = optax_boost.layer_groups(loss, chain_params(), *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+def test_a_scalar_that_scales_the_params_is_no_use_of_them():
+  def loss(params, x, scale):
+    return chain_loss(jax.tree.map(lambda p: p * scale, params), x)
+
+  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, 0.5, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+class Adapted(nnx.Module):
+  """Layers whose frozen base weights are variables of their own."""
+
+  def __init__(self):
+    base, params = BASE, adapter_params()
+    for name in "abcd":
+      setattr(
+        self, name, nnx.Dict(base=nnx.Variable(base[name]), **jax.tree.map(nnx.Param, params[name]))
+      )
+
+  def __call__(self, x):
+    kernels = {n: vars(self)[n] for n in "abcd"}
+    weights = {n: k["base"][...] + k["down"][...] @ k["up"][...] for n, k in kernels.items()}
+    for name in "dcba":
+      x = jnp.tanh(x @ weights[name])
+    return x
+
+
+def test_base_weights_of_a_model_of_nnx_are_no_data():
+  plan = ob_nnx.layer_groups(image_loss, Adapted(), BATCH, num_groups=LAYERS)
+  assert in_layers(plan) == FORWARD
+  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 2)) for n in "abcd"}}
+
+  def loss(model, batch):
+    for name, shift in batch["shift"].items():
+      kernel = vars(model)[name]["down"]
+      kernel[...] = kernel[...] + shift
+    return jnp.mean(model(batch["x"]) ** 2)
+
+  options = {"num_groups": LAYERS, "data": "x$"}
+  assert in_layers(ob_nnx.layer_groups(loss, Adapted(), batch, **options)) == FORWARD
+
+
+class AdaptedModule(nn.Module):
+  """The same in Linen: the base weights are a collection."""
+
+  @nn.compact
+  def __call__(self, x, shift=None):
+    weights = {}
+    for name in "abcd":
+      base = self.variable("base", name, lambda n=name: BASE[n])
+      delta = self.param(name, nn.initializers.ones, (8, 8))
+      weights[name] = base.value + (delta if shift is None else delta + shift[name])
+    for name in "dcba":
+      x = jnp.tanh(x @ weights[name])
+    return x
+
+
+def test_other_collections_of_a_linen_module_are_no_data():
+  module = AdaptedModule()
+  variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
+  plan = ob_linen.layer_groups(module, image_loss, variables, BATCH, num_groups=LAYERS)
+  assert in_layers(plan) == FORWARD
+  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 8)) for n in "abcd"}}
+  plan = ob_linen.layer_groups(
+    module,
+    lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])),
+    variables,
+    batch,
+    num_groups=LAYERS,
+    data={"x": True, "shift": False},
+  )
+  assert in_layers(plan) == FORWARD
 
 
 def test_overrides_beat_the_trace():
@@ -629,7 +804,59 @@ def test_refuses_groups_of_other_params():
     (lambda: optax_boost.progressive_freezing(2, 0), ValueError, r"`total_steps` .*>= 1"),
     (lambda: optax_boost.progressive_freezing(2, 9, 1.0), ValueError, r"`first` .*< 1; got 1.0"),
     (lambda: optax_boost.progressive_freezing(2, 9, power=0), ValueError, r"`power` .*> 0; got 0"),
-    (lambda: optax_boost.layer_groups(3, {}), TypeError, r"`loss_fn` must be callable; got 3"),
+    (lambda: optax_boost.layer_groups(3, {}), TypeError, r"`loss_fn` must be callable.*; got 3"),
+    (
+      lambda: ob_nnx.layer_groups(3, Adapted(), BATCH),
+      TypeError,
+      r"called as `loss_fn\(model, \*args\)`; got 3",
+    ),
+    (
+      lambda: ob_nnx.layer_groups(image_loss, 3, BATCH),
+      ValueError,
+      r"`model` must be an NNX module with variables of `wrt`.*; got 3, which has none",
+    ),
+    (
+      lambda: ob_linen.layer_groups(3, image_loss, {}, BATCH),
+      TypeError,
+      r"`module` must be a Linen module; got 3",
+    ),
+    (
+      lambda: ob_linen.layer_groups(AdaptedModule(), image_loss, {"base": 1}, BATCH),
+      ValueError,
+      r"with a collection 'params'; got \['base'\]",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), "text"),
+      TypeError,
+      r"`args` must hold arrays, abstract or not, or numbers; the leaf '0' is 'text' of type str",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, {"w": 10**400}, BATCH),
+      TypeError,
+      r"`params` must hold arrays.* the leaf 'w' is",
+    ),
+    (
+      lambda: optax_boost.layer_groups(lambda p, x: 0.0, chain_params(), BATCH),
+      ValueError,
+      r"found no leaf among the 8 of `params` that the loss uses",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, data=(True, False)),
+      ValueError,
+      r"`data` must be a tree of bools with the structure",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, data=["("]),
+      ValueError,
+      r"`data` has '\(', which is no regular expression",
+    ),
+    (
+      lambda: optax_boost.layer_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides={"(": 1}
+      ),
+      ValueError,
+      r"`overrides` has '\(', which is no regular expression",
+    ),
     (
       lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH),
       ValueError,

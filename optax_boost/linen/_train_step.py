@@ -11,6 +11,7 @@ from flax import linen as nn
 import jax
 import optax
 
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _train_step
 
@@ -72,11 +73,7 @@ class TrainStep:
     Raises:
       ValueError: `variables` has no collection ``params``.
     """
-    if "params" not in variables:
-      raise ValueError(
-        "`variables` must be what `module.init` returned, with a collection 'params'; got"
-        f" {sorted(variables)}."
-      )
+    _check_variables(variables)
     collections = {name: value for name, value in variables.items() if name != "params"}
     return self._step.init(variables["params"], collections)
 
@@ -225,8 +222,11 @@ def layer_groups(
   rngs: Sequence[str] = ("dropout",),
   num_groups: int = 10,
   overrides: Mapping[str, int] | None = None,
+  data: _base.LeafSelector = None,
 ) -> _groups.LayerGroups:
   """Groups a module's params along the forward pass: :func:`optax_boost.layer_groups` for Linen.
+
+  Collections other than ``params`` are no data.
 
   Args:
     module: the Linen module.
@@ -237,9 +237,16 @@ def layer_groups(
     rngs: the names of the module's rng streams.
     num_groups: how many groups.
     overrides: group by regular expression.
+    data: which leaves of `batch` are data: a tree of bools with its structure or a prefix of it,
+      regular expressions, searched in their paths, or a callable from `batch` to such a tree;
+      None: all of them.
 
   Returns:
     A :class:`optax_boost.LayerGroups`.
+
+  Raises:
+    ValueError: as :func:`optax_boost.layer_groups`; or `variables` has no collection ``params``.
+    TypeError: as :func:`optax_boost.layer_groups`; or `module` is no Linen module.
 
   Examples:
     >>> from flax import linen as nn
@@ -251,17 +258,30 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
+  if not isinstance(module, nn.Module):
+    raise TypeError(f"`module` must be a Linen module; got {_base.shorten(module)}.")
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  _check_variables(variables)
   collections = {name: value for name, value in variables.items() if name != "params"}
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
     return loss_fn(BoundModel(module, params, collections, keys(rng, rngs)), batch)
 
-  return _groups.layer_groups(
+  return _groups.group_by_use(
     pure_loss,
     variables["params"],
     collections,
-    batch,
-    rng,
+    (batch, rng),
     num_groups=num_groups,
     overrides=overrides,
+    is_data=[*_groups.select_data(batch, data), *[False] * len(jax.tree.leaves(rng))],
   )
+
+
+def _check_variables(variables: Any) -> None:
+  if not isinstance(variables, Mapping) or "params" not in variables:
+    got = sorted(variables) if isinstance(variables, Mapping) else variables
+    raise ValueError(
+      "`variables` must be what `module.init` returned, with a collection 'params'; got"
+      f" {_base.shorten(got)}."
+    )

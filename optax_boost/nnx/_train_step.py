@@ -10,6 +10,7 @@ from typing import Literal
 from flax import nnx
 import jax
 
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _train_step
 from optax_boost.nnx import _binding
@@ -217,8 +218,11 @@ def layer_groups(
   wrt: Any = nnx.Param,
   num_groups: int = 10,
   overrides: Mapping[str, int] | None = None,
+  data: _base.LeafSelector = None,
 ) -> _groups.LayerGroups:
   """Groups a model's params along the forward pass: :func:`optax_boost.layer_groups` for NNX.
+
+  Variables that are not trained (the base weights of LoRA, statistics) are no data.
 
   Args:
     loss_fn: ``loss_fn(model, *args)``.
@@ -227,9 +231,14 @@ def layer_groups(
     wrt: what is trained, as in ``nnx.Optimizer``.
     num_groups: how many groups.
     overrides: group by regular expression.
+    data: which of `args` are data, as in :func:`optax_boost.layer_groups`; None: all of them.
 
   Returns:
     A :class:`optax_boost.LayerGroups`.
+
+  Raises:
+    ValueError: as :func:`optax_boost.layer_groups`; or `model` has nothing that is trained.
+    TypeError: as :func:`optax_boost.layer_groups`.
 
   Examples:
     >>> from flax import nnx
@@ -241,11 +250,23 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
   """
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
   graphdef, params, rest = split(model, wrt)
+  if not jax.tree.leaves(params):
+    raise ValueError(
+      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
+      f" {_base.shorten(model)}, which has none."
+    )
 
   def pure_loss(params: Any, rest: Any, *args: Any) -> Any:
     return loss_fn(nnx.merge(graphdef, params, rest), *args)
 
-  return _groups.layer_groups(
-    pure_loss, params, rest, *args, num_groups=num_groups, overrides=overrides
+  return _groups.group_by_use(
+    pure_loss,
+    params,
+    rest,
+    args,
+    num_groups=num_groups,
+    overrides=overrides,
+    is_data=_groups.select_data(args, data),
   )
