@@ -4,6 +4,7 @@ import fractions
 import gc
 import itertools
 import pathlib
+import re
 import weakref
 
 import chex
@@ -17,8 +18,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from optax_boost import _protocol
 from optax_boost._freezing import _schedules
 from optax_boost._train_step import _depths
+from optax_boost._train_step import _frozen_backward
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 
@@ -687,6 +690,86 @@ def test_progressive_freezing_scales_the_updates_of_each_group():
       np.testing.assert_allclose(updates[name]["kernel"], expected, atol=1e-6)
 
 
+def test_the_count_stops_and_all_layers_are_trained_from_then_on():
+  schedule = optax_boost.continuous_freezing(2, 0.5)
+  tx = optax_boost.freeze(optax.sgd(1.0), ("d", "c|b|a"), schedule)
+  params = chain_params()
+  state = tx.init(params)._replace(count=jnp.int32(2**31 - 3))
+  ones = jax.tree.map(jnp.ones_like, params)
+  counts, depths = [], []
+  for _ in range(4):
+    updates, state = tx.update(ones, state, params)
+    counts.append(int(state.count))
+    depths.append(frozen(state))
+  assert counts == [2**31 - 2, 2**31 - 1, 2**31 - 1, 2**31 - 1]
+  assert depths[1:] == [0, 0, 0]
+  np.testing.assert_array_equal(updates["d"]["kernel"], -1.0)
+
+
+WITHIN = {
+  "masked": lambda tx: optax.masked(tx, lambda p: mask_of(p, "[ad]")),
+  "partition": lambda tx: optax.partition(
+    {"x": tx, "y": optax.adam(1e-2)},
+    lambda p: jax.tree.map(lambda m: "x" if m else "y", mask_of(p, "[ad]")),
+  ),
+}
+
+
+def mask_of(params, pattern):
+  return jax.tree.map_with_path(
+    lambda path, _: re.search(f"'{pattern}'", str(path)) is not None, params
+  )
+
+
+@pytest.mark.parametrize(("within", "by_plan"), [("masked", True), ("partition", False)])
+def test_some_leaves_freeze_inside(within, by_plan):
+  groups = plan_of_chain() if by_plan else ("^d", "^a")
+  inner = optax.chain(reads_gradients(), optax.sgd(0.1, momentum=0.9))
+  tx = optax_boost.freeze(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
+  step = optax_boost.make_train_step(chain_loss, WITHIN[within](tx), donate=False)
+  state = step.init(chain_params())
+  for depth in (0, 1, 0):
+    after, metrics = step(state, BATCH)
+    assert metrics["frozen_groups"] == depth
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), after.params, state.params)
+    trained = {name: jax.tree.leaves(moved[name]) for name in moved}
+    expected = {name: [name != "d" or depth == 0] * 2 for name in "abcd"}
+    assert trained == expected
+    state = after
+
+
+def reads_gradients():
+  """Needs `grad` and `grad_fn` to have the structure of `updates`, as `svrg` does."""
+
+  def update(updates, state, params=None, *, grad, grad_fn, **extra):
+    del extra
+    same = jax.tree.map(lambda u, g: u + 0 * g, updates, grad)
+    return jax.tree.map(lambda u, g: u + 0 * g, same, grad_fn(chain_params())), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def test_complex_leaves_freeze():
+  params = {"body": jnp.array([1 + 2j, 3.0]), "head": jnp.array([2.0, 1j])}
+
+  def loss(params, x):
+    return jnp.sum(jnp.abs(params["head"] * (params["body"] * x)) ** 2)
+
+  x = jnp.array([1.0, 2j])
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: t % 2, lambda t: jnp.array([0.5, 1.0]))
+  tx = optax_boost.freeze(optax.adam(0.1), ("body", "head"), schedule)
+  step = optax_boost.make_train_step(loss, tx, donate=False)
+  first, _ = step(step.init(params), x)
+  second, metrics = step(first, x)
+  assert metrics["frozen_groups"] == 1
+  np.testing.assert_array_equal(second.params["body"], first.params["body"])
+  assert np.all(np.abs(second.params["head"] - first.params["head"]) > 0.01)
+  # Adam's first step is the rate times the direction of each entry.
+  np.testing.assert_allclose(np.abs(first.params["body"] - params["body"]), 0.05, rtol=1e-4)
+  with pytest.raises(TypeError, match=r"`freeze` needs .*floating.* leaves; the leaf 'n' is int32"):
+    tx.init({"n": jnp.arange(2)})
+
+
 def test_a_rejected_step_repeats_its_depth():
   tx = optax.apply_if_finite(
     optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule()), 5
@@ -740,6 +823,29 @@ def test_refuses_an_inner_optimizer_whose_state_it_cannot_read():
   tx = optax_boost.freeze(inner, ("a", "b"), fixed_schedule([0], 2))
   params = {"a": jnp.ones(()), "b": jnp.ones(())}
   with pytest.raises(TypeError, match=r"`optax.tree.map_params` can map.*pass them as trees"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_refuses_the_state_of_another_transformation():
+  tx = optax_boost.freeze(**GOOD)
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  with pytest.raises(TypeError, match=r"`freeze` needs .*a FreezeState; got a EmptyState"):
+    tx.update(params, optax.EmptyState(), params)
+
+
+@pytest.mark.parametrize("depth", [None, 0.5, True, jnp.ones(2, jnp.int32), jnp.float32(1)])
+def test_refuses_a_schedule_that_returns_no_depth(depth):
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: depth)
+  with pytest.raises(TypeError, match=r"must return a scalar integer.*; it returned"):
+    optax_boost.freeze(**(GOOD | {"schedule": schedule})).init({"a": jnp.ones(2), "b": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, jnp.ones(3), jnp.ones((2, 1)), 1j * jnp.ones(2)])
+def test_refuses_a_schedule_that_returns_no_rates(scale):
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: 0, lambda t: scale)
+  tx = optax_boost.freeze(**(GOOD | {"schedule": schedule}))
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  with pytest.raises(TypeError, match=r"for 2 groups must return an array of as many numbers"):
     tx.update(params, tx.init(params), params)
 
 
@@ -947,6 +1053,19 @@ def test_the_host_reads_the_first_depth_and_counts_on(monkeypatch):
   assert step._depths._many._cache_size() == 1
 
 
+def test_a_key_that_is_put_into_the_state_counts_from_the_next_step_on():
+  schedule = optax_boost.interval_freezing(LAYERS, 0.9)
+  step = chain_step(schedule=schedule, donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  other = jax.random.key(5)
+  # The same arrays as the host knows them, but for the key.
+  state = optax.tree.set(state, key=jax.random.key_data(other))
+  # The next depth is in the state; those that follow are drawn from the key.
+  _, history = train(step, state, 12)
+  expected = [int(schedule.frozen_groups(jnp.int32(t), other)) for t in range(4, 15)]
+  assert [int(m["frozen_groups"]) for m in history[1:]] == expected
+
+
 def test_states_from_elsewhere_are_read(monkeypatch):
   monkeypatch.setattr(_depths, "_CHUNK", 2)
   step = chain_step(donate=False)
@@ -1146,6 +1265,50 @@ def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
     assert bool(jnp.all(before == after)) == (hold and i < 2)
 
 
+def held(params, statistics, *frozen_paths):
+  """The paths of those statistics that stand still when some leaves of the params are frozen."""
+  paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params)]
+  assert set(frozen_paths) <= set(paths)
+  groups = _protocol.GroupAssignment({p: int(p not in frozen_paths) for p in paths}, 2)
+  after = _frozen_backward.hold_statistics(
+    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, 1
+  )
+  return [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for (path, old), (_, new) in zip(flat(statistics), flat(after), strict=True)
+    if old == new
+  ]
+
+
+flat = lambda tree: jax.tree_util.tree_flatten_with_path(tree)[0]  # noqa: E731
+NORM = {"norm": {"scale": 1.0}}
+MEAN = {"norm": {"mean": 0.0}}
+
+
+@pytest.mark.parametrize("params", [NORM, {"params": NORM}], ids=["bare", "params"])
+@pytest.mark.parametrize("statistics", [MEAN, {"batch_stats": MEAN}], ids=["nnx", "linen"])
+def test_statistics_belong_to_the_params_of_their_path(params, statistics):
+  (scale,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params))
+  (mean,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(statistics))
+  assert held(params, statistics, scale) == [mean]
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda s: s, lambda s: {"batch_stats": s, "ema": s}], ids=["nnx", "linen"]
+)
+def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
+  statistics = wrap({"encoder": MEAN, "norm": {"var": 1.0}})
+  still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
+  assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
+  # A module that happens to hold nothing but a norm of the same name.
+  assert held(NORM, wrap({"encoder": MEAN}), "norm/scale") == []
+
+
+def test_integer_statistics_of_a_frozen_layer_count_on():
+  statistics = {"norm": {"mean": 0.0, "batches": 3, "phase": 1j}}
+  assert held(NORM, statistics, "norm/scale") == ["norm/mean", "norm/phase"]
+
+
 def test_convolutions_on_a_cpu_never_get_the_switch_unasked(variables):
   step = image_step(variables, [2])
   state = step.init(variables)
@@ -1211,7 +1374,7 @@ def test_sharded_params_stay_sharded_at_every_depth():
 def test_the_train_step_refuses_two_freezes_and_unknown_executions():
   tx = optax.chain(*[optax_boost.freeze(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
   step = optax_boost.make_train_step(chain_loss, tx)
-  with pytest.raises(ValueError, match=r"needs one `freeze`; the optimizer state holds 2"):
+  with pytest.raises(ValueError, match=r"at most one state with a `frozen_groups`.*holds 2"):
     step(step.init(chain_params()), BATCH)
   with pytest.raises(ValueError, match=r"'auto', 'per_depth' or 'switch'; got 'none'"):
     optax_boost.make_train_step(chain_loss, tx, freezing="none")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import dataclasses
 import fractions
 import math
+import numbers
 from typing import Any
 import warnings
 
@@ -56,6 +57,47 @@ class FreezeSchedule:
       _base.check_callable(
         "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)"
       )
+
+
+def scalar_depth(depth: Any) -> jax.Array:
+  """Refuses what a schedule returns if it is no number of groups.
+
+  Raises:
+    TypeError: it is no scalar integer.
+  """
+  if isinstance(depth, numbers.Integral) and not isinstance(depth, bool):
+    depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
+  whole = _base.is_array(depth) or isinstance(depth, np.ndarray | np.integer)
+  if not whole or jnp.shape(depth) != () or not _is_integer(depth):
+    raise TypeError(
+      "`frozen_groups(step, key)` of a FreezeSchedule must return a scalar integer, how many groups"
+      f" are frozen; it returned {_describe(depth)}."
+    )
+  return jnp.asarray(depth)
+
+
+def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
+  """Refuses what a schedule returns if it is no learning rate scale per group.
+
+  Raises:
+    TypeError: it is no array of `num_groups` real numbers.
+  """
+  array = _base.is_array(scale) or isinstance(scale, np.ndarray)
+  if not array or jnp.shape(scale) != (num_groups,) or not jnp.isrealobj(scale):
+    raise TypeError(
+      f"`learning_rate_scale(step)` of a FreezeSchedule for {num_groups} groups must return an"
+      f" array of as many numbers; it returned {_describe(scale)}."
+    )
+  return jnp.asarray(scale)
+
+
+def _is_integer(value: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(value), jnp.integer)
+
+
+def _describe(value: Any) -> str:
+  array = _base.is_array(value) or isinstance(value, np.ndarray)
+  return f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
 
 
 def _check_num_groups(num_groups: Any) -> int:

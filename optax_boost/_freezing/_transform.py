@@ -23,7 +23,7 @@ class FreezeState(NamedTuple):
   """State of :func:`freeze`.
 
   Attributes:
-    count: scalar int32, steps made.
+    count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
     frozen_groups: scalar int32, how many groups the next step freezes.
     key: raw key data of the schedule's generator.
     inner_state: the inner optimizer's state.
@@ -44,11 +44,11 @@ def freeze(
 ) -> optax.GradientTransformationExtraArgs:
   """Freezes the first groups of leaves on the steps that a schedule says.
 
-  A frozen leaf gets no update and no weight decay, and what the inner optimizer keeps of it
-  (momentum, second moments) stands still. Its gradient counts nowhere: norms that `inner` takes
-  for clipping are of what is trained. Inside :func:`make_train_step` the backward pass of frozen
-  groups is not computed either; by hand, gradients of frozen leaves are ignored, which saves
-  nothing.
+  A frozen leaf gets no update and no weight decay, and the inner optimizer's state of it (momentum,
+  second moments) stands still. Frozen gradients are zeroed before `inner`, so norm clipping
+  measures trained leaves only. Inside :func:`make_train_step` the backward pass of frozen groups is
+  not computed either; by hand, gradients of frozen leaves are ignored, which saves nothing. Leaves
+  may be complex.
 
   Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
   it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
@@ -72,7 +72,8 @@ def freeze(
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
       params.
-    TypeError: an argument or a leaf is of the wrong kind.
+    TypeError: an argument or a leaf is of the wrong kind; in ``init`` or ``update``: the schedule
+      returns no number of groups, or the state is that of another transformation.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -94,16 +95,12 @@ def freeze(
     What `inner` keeps as shared numbers (step counts, norms) goes on in every step. A leaf's
     entries are recognized with ``optax.tree.map_params``.
   """
-  if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(
-      f"`inner` must be an optax.GradientTransformation; got {inner!r}. Did you pass the factory"
-      " instead of what it returns?"
-    )
+  inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
   if not isinstance(schedule, _schedules.FreezeSchedule):
     raise TypeError(
-      f"`schedule` must be a FreezeSchedule; got {schedule!r}. Call `interval_freezing`,"
-      " `continuous_freezing` or `progressive_freezing`, or make one of your own."
+      f"`schedule` must be a FreezeSchedule; got {_base.shorten(schedule)}. Call"
+      " `interval_freezing`, `continuous_freezing` or `progressive_freezing`, or make your own."
     )
   if schedule.num_groups != num_groups:
     raise ValueError(
@@ -111,15 +108,14 @@ def freeze(
       f" and {num_groups}."
     )
   key = _base.as_key("key", key)
-  inner = optax.with_extra_args_support(inner)
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))
-    depth = jnp.asarray(schedule.frozen_groups(count, wrapped))
+    depth = _schedules.scalar_depth(schedule.frozen_groups(count, wrapped))
     return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
 
   def init_fn(params: optax.Params) -> FreezeState:
-    _tree.check_floating(params, "freeze")
+    _tree.check_inexact(params, "freeze")
     numbers = _groups.group_numbers(params, groups, "freeze")
     _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups, depth_at)
     # A copy: the state is donated, the key stays with this function.
@@ -133,26 +129,22 @@ def freeze(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FreezeState]:
+    _base.require_state(state, FreezeState, "freeze")
     if params is not None:
       _tree.check_same_tree(updates, params, "freeze")
     numbers = _groups.number_tree(updates, groups, "freeze")
     frozen = _groups.FrozenDepth(state.frozen_groups)
 
-    def without(grads: optax.Updates) -> optax.Updates:
+    def zero_frozen(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, g: frozen.select(n, jnp.zeros_like(g), g), numbers, grads)
 
-    extra = dict(extra_args)
-    if "grad" in extra:
-      extra["grad"] = without(extra["grad"])
-    if "grad_fn" in extra:
-      grad_fn = extra["grad_fn"]
-      extra["grad_fn"] = lambda *args, **kwargs: without(grad_fn(*args, **kwargs))
-    out, moved = inner.update(without(updates), state.inner_state, params, **extra)
+    grads, extra = _tree.map_gradients(zero_frozen, updates, extra_args)
+    out, moved = inner.update(grads, state.inner_state, params, **extra)
     if schedule.learning_rate_scale is not None:
-      scale = schedule.learning_rate_scale(state.count)
+      scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (u * scale[n]).astype(u.dtype), numbers, out)
-    count = state.count + 1
-    return without(out), FreezeState(
+    count = optax.safe_increment(state.count)
+    return zero_frozen(out), FreezeState(
       count=count,
       frozen_groups=depth_at(count, state.key),
       key=state.key,

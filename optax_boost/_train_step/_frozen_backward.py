@@ -21,6 +21,8 @@ from optax_boost import _tree
 # What a loss to be differentiated returns: the value, and whatever else the step wants of it.
 Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
 Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
+# Of Linen's variables, those that stand for a whole model's.
+_COLLECTIONS = (["params"], ["batch_stats"])
 
 
 def cut_gradient(
@@ -110,8 +112,9 @@ def hold_statistics(
 ) -> Any:
   """Keeps the mutable statistics of frozen layers.
 
-  Statistics belong to the layer whose params have the same path, collection names aside:
-  ``batch_stats/norm/mean`` to ``norm/scale``. Those of layers without params go on.
+  Statistics belong to the layer whose params have the same path but for a collection's name in
+  front: ``norm/mean`` and ``batch_stats/norm/mean`` to ``norm/scale`` and ``params/norm/scale``.
+  Those of layers without params go on.
 
   Args:
     before: the statistics before the forward pass.
@@ -121,24 +124,32 @@ def hold_statistics(
     depth: how many groups are frozen.
 
   Returns:
-    `after`, with the floating-point entries of frozen layers from `before`.
+    `after`, with the floating-point entries of frozen layers from `before`. Integers, as counts of
+    batches or of random draws, go on.
   """
   structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
   if structures[0] != structures[1]:
     return after
   modules: dict[str, int] = {}
-  for path in _tree.leaf_paths(params):
-    module = path.rpartition("/")[0]
+  param_paths = _tree.leaf_paths(params)
+  for path, module in zip(param_paths, _modules(param_paths), strict=True):
     group = groups.group.get(path, groups.num_groups)
     modules[module] = max(modules.get(module, 0), group)
   frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
 
-  def kept(key_path: Any, old: Any, new: Any) -> Any:
-    parts = _tree.path_string(key_path).split("/")[:-1]
-    homes = ["/".join(parts[start:]) for start in range(len(parts))]
-    home = next((h for h in homes if h in modules), None)
-    if home is None or not jnp.issubdtype(jnp.result_type(new), jnp.floating):
+  def keep(module: str, old: Any, new: Any) -> Any:
+    if module not in modules or not jnp.issubdtype(jnp.result_type(new), jnp.inexact):
       return new
-    return frozen.select(modules[home], old, new)
+    return frozen.select(modules[module], old, new)
 
-  return jax.tree.map_with_path(kept, before, after)
+  leaves, structure = jax.tree.flatten(after)
+  kept = map(keep, _modules(_tree.leaf_paths(after)), jax.tree.leaves(before), leaves)
+  return jax.tree.unflatten(structure, kept)
+
+
+def _modules(paths: list[str]) -> list[str]:
+  """The paths of the leaves' modules, without the collections' names in front, if there are any."""
+  modules = [path.split("/")[:-1] for path in paths]
+  # Where one is a collection of Flax, the others are collections, too.
+  first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
+  return ["/".join(module[first:]) for module in modules]
