@@ -1376,5 +1376,5 @@ def test_the_train_step_refuses_two_freezes_and_unknown_executions():
   step = optax_boost.make_train_step(chain_loss, tx)
   with pytest.raises(ValueError, match=r"at most one state with a `frozen_groups`.*holds 2"):
     step(step.init(chain_params()), BATCH)
-  with pytest.raises(ValueError, match=r"'auto', 'per_depth' or 'switch'; got 'none'"):
+  with pytest.raises(ValueError, match=r"one of 'auto', 'per_depth', 'switch'; got 'none'"):
     optax_boost.make_train_step(chain_loss, tx, freezing="none")
