@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 
 _NO_KERNEL = re.compile(r"(^|/)(bias|scale|beta|gamma|[a-z_]*embedding)$")
@@ -79,7 +80,10 @@ def centralize(
 
   for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
   the optimizer in a chain. Where it stands relative to ``optax.add_decayed_weights`` decides
-  whether the decay is centralized too: decay first, as in the reference, or decay after.
+  whether the decay is centralized too: decay first, as in MindSpore, or decay after.
+
+  Kernels of grouped convolutions are centralized over the inputs of their own group. MindSpore
+  leaves them out; a kernel's shape does not tell them apart, so name them in `exclude` for that.
 
   A gradient that is not finite stays so, within the output it belongs to; nothing is kept.
 
@@ -123,12 +127,15 @@ def centralize(
     ``optax.centralize`` averages over all axes but the first, which is the fan-in of a torch
     kernel, not of a Flax one.
   """
-  if layout not in ("flax", "torch"):
-    raise ValueError(f"`layout` must be 'flax' or 'torch'; got {layout!r}.")
+  _base.check_name("layout", layout, ("flax", "torch"))
+  _tree.check_selector("exclude", exclude)
+  _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
+  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+  _base.check_axis_name("axis_name", axis_name)
 
+  @_tree.once_per_tree
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
-    _tree.check_floating(tree, "centralize")
     leaves = _tree.describe(tree, stacked_axes)
     named = _tree.axes_by_pattern(
       [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves], fan_in_axes, "fan_in_axes"
@@ -143,6 +150,7 @@ def centralize(
     ]
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
+    _tree.check_floating(params, "centralize")
     paths = _tree.leaf_paths(params)
     if paths and not any(plan(params)):
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
@@ -155,6 +163,14 @@ def centralize(
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params, extra_args
+    _tree.check_floating(updates, "centralize")
+    axes_of_leaves = plan(updates)
+    if axis_name is not None:
+      _base.require_axis("axis_name", axis_name, "centralize")
+    if stacked_axes is None:
+      paths = _tree.leaf_paths(updates)
+      acted = [path for path, axes in zip(paths, axes_of_leaves, strict=True) if axes]
+      _protocol.announce_layers("centralize", acted)
 
     def apply(g: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
       if not axes or g.size == 0:
@@ -166,7 +182,7 @@ def centralize(
       return (wide - mean).astype(g.dtype)
 
     leaves, structure = jax.tree.flatten(updates)
-    centred = [apply(g, axes) for g, axes in zip(leaves, plan(updates), strict=True)]
+    centred = [apply(g, axes) for g, axes in zip(leaves, axes_of_leaves, strict=True)]
     return jax.tree.unflatten(structure, centred), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

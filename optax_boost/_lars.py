@@ -88,11 +88,13 @@ class ScaleByLarsTrustRatioState(NamedTuple):
       each further buffer in a state costs a step some microseconds. :func:`trust_ratio_tree` gives
       it the structure of the params.
     notfinite_count: scalar int32, the steps in which a layer stood still because the norm of its
-      gradient was not finite; leaves that keep ratio 1 are not counted.
+      gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
+    count: scalar int32, steps made, where `clip_ratio` is a schedule; otherwise None.
   """
 
   trust_ratio: jax.Array
   notfinite_count: jax.Array
+  count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
 
 
 def scale_by_lars_trust_ratio(
@@ -101,6 +103,7 @@ def scale_by_lars_trust_ratio(
   eps: jax.typing.ArrayLike = 1e-8,
   *,
   clip: jax.typing.ArrayLike | None = None,
+  clip_ratio: optax.ScalarOrSchedule | None = None,
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
@@ -111,7 +114,7 @@ def scale_by_lars_trust_ratio(
   .. math::
     d = \frac{\eta |w|}{|g| + \lambda |w| + \epsilon} (\mathrm{clip}(g) + \lambda w)
 
-  A layer whose gradient norm is not finite makes no step: its update is zero and
+  A layer whose gradient or weights have no finite norm makes no step: its update is zero and
   `notfinite_count` grows, so that one bad batch does not stay in the momentum behind it. In a leaf
   that keeps ratio 1, only the entries that are not finite make none.
 
@@ -122,6 +125,9 @@ def scale_by_lars_trust_ratio(
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     clip: bound on the magnitude of each gradient entry; acts after the ratio was formed and
       before weight decay. None: no clipping.
+    clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
+      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that no layer steps further than
+      by :math:`\alpha d`. None: the ratio is not clipped.
     exclude: the leaves that keep ratio 1: regular expressions searched in the leaf's path
       (``"block_1/conv/kernel"``), a tree of bools, a callable from params to one, or None.
       ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one axis.
@@ -161,13 +167,47 @@ def scale_by_lars_trust_ratio(
     :math:`|g| + \lambda |w|`, as the paper does. A callable for `exclude` or `weight_decay_mask`
     under ``optax.inject_hyperparams`` belongs into its `static_args`.
   """
-  method = "scale_by_lars_trust_ratio"
+  return _scale_by_trust_ratio(
+    "scale_by_lars_trust_ratio",
+    trust_coefficient,
+    weight_decay,
+    eps,
+    clip=clip,
+    clip_ratio=clip_ratio,
+    exclude=exclude,
+    weight_decay_mask=weight_decay_mask,
+    stacked_axes=stacked_axes,
+    axis_name=axis_name,
+  )
+
+
+def _scale_by_trust_ratio(
+  method: str,
+  trust_coefficient: jax.typing.ArrayLike,
+  weight_decay: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  *,
+  clip: jax.typing.ArrayLike | None,
+  clip_ratio: optax.ScalarOrSchedule | None,
+  exclude: _base.LeafSelector,
+  weight_decay_mask: _base.LeafSelector | None,
+  stacked_axes: _base.AxesByPattern | None,
+  axis_name: str | tuple[str, ...] | None,
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation under the name by which the user called it."""
   _base.check_number("trust_coefficient", trust_coefficient, positive=True)
   _base.check_number("weight_decay", weight_decay, minimum=0.0)
   _base.check_number("eps", eps, minimum=0.0)
   if clip is not None:
     _base.check_number("clip", clip, minimum=0.0)
+  if clip_ratio is not None:
+    _base.check_learning_rate(clip_ratio, "clip_ratio")
+  _tree.check_selector("exclude", exclude)
+  _tree.check_selector("weight_decay_mask", weight_decay_mask)
+  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+  _base.check_axis_name("axis_name", axis_name)
 
+  @_tree.once_per_tree
   def plan(params: optax.Params) -> tuple[list[_tree.Leaf], list[bool], list[bool]]:
     leaves = _tree.describe(params, stacked_axes)
     excluded = _tree.select(params, exclude, "exclude", bias_or_norm, stacked_axes)
@@ -185,6 +225,7 @@ def scale_by_lars_trust_ratio(
         sum(leaf.layers for leaf in leaves), jnp.result_type(jnp.float32, *dtypes)
       ),
       notfinite_count=jnp.zeros([], jnp.int32),
+      count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
     )
 
   def update_fn(
@@ -195,6 +236,7 @@ def scale_by_lars_trust_ratio(
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
     del extra_args
     _base.require_params(params, method)
+    _base.require_state(state, ScaleByLarsTrustRatioState, method)
     _tree.check_same_tree(updates, params, method)
     _tree.check_floating(updates, method)
     structure = jax.tree.structure(updates)
@@ -210,7 +252,12 @@ def scale_by_lars_trust_ratio(
       for leaf, w, g, skip in zip(leaves, weights, grads, excluded, strict=True)
     ]
     if axis_name is not None:
+      _base.require_axis("axis_name", axis_name, method)
       squares = jax.lax.psum(squares, axis_name)
+    if stacked_axes is None:
+      acted = [leaf.path for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
+      _protocol.announce_layers(method, acted)
+    rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
 
     outputs, ratios, finite = [], [], [jnp.ones(1, bool)]
     for leaf, w, g, square, wd in zip(leaves, weights, grads, squares, decays, strict=True):
@@ -221,8 +268,11 @@ def scale_by_lars_trust_ratio(
       else:
         w2, g2 = square
         ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
-        finite.append(jnp.ravel(jnp.isfinite(g2)))
-        good = _tree.keep_dims(jnp.isfinite(g2), leaf)
+        if rate is not None:
+          ratio = jnp.where(ratio < rate, ratio / rate, 1.0)
+        steps = jnp.isfinite(g2) & jnp.isfinite(w2)
+        finite.append(jnp.ravel(steps))
+        good = _tree.keep_dims(steps, leaf)
       direction = g.astype(dtype)
       if clip is not None:
         direction = jnp.clip(direction, -jnp.asarray(clip), clip)
@@ -236,7 +286,8 @@ def scale_by_lars_trust_ratio(
     bad = jnp.logical_not(jnp.all(jnp.concatenate(finite)))
     return jax.tree.unflatten(structure, outputs), ScaleByLarsTrustRatioState(
       trust_ratio=jnp.concatenate(ratios),
-      notfinite_count=state.notfinite_count + bad.astype(jnp.int32),
+      notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+      count=None if state.count is None else optax.safe_increment(state.count),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -269,18 +320,19 @@ def trust_ratio_tree(
     >>> {k: float(r) for k, r in optax_boost.trust_ratio_tree(state, params).items()}
     {'bias': 1.0, 'kernel': 1.0}
   """
-  found = [value for _, value in optax.tree.get_all_with_path(opt_state, "trust_ratio")]
+  states = _tree.find_states(opt_state, ScaleByLarsTrustRatioState)
+  ratios = [state.trust_ratio for state in states]
   leaves = _tree.describe(params, stacked_axes)
   ends = list(itertools.accumulate(leaf.layers for leaf in leaves))
-  if len(found) != 1 or found[0].shape[-1] != (ends or [0])[-1]:
-    sizes = [value.shape[-1] for value in found]
+  if len(ratios) != 1 or ratios[0].shape[-1] != (ends or [0])[-1]:
+    sizes = [value.shape[-1] for value in ratios]
     raise ValueError(
       "`trust_ratio_tree` needs a state with the trust ratios of these params, and the"
       f" `stacked_axes` of its transformation; got ratios of sizes {sizes} for"
       f" {(ends or [0])[-1]} layers. Pass the part of the state and of the params that belong"
       " together."
     )
-  (values,) = found
+  (values,) = ratios
   return jax.tree.unflatten(
     jax.tree.structure(params),
     [
@@ -299,6 +351,7 @@ def lars(
   *,
   nesterov: bool = False,
   clip: jax.typing.ArrayLike | None = None,
+  clip_ratio: bool = False,
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
@@ -324,13 +377,17 @@ def lars(
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     nesterov: whether the momentum looks one step ahead.
     clip: bound on each gradient entry, applied after the ratio; None: no clipping.
+    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that
+      `learning_rate` is a bound and LARS only slows layers down: apex's LARC, MindSpore's
+      `use_clip`.
     exclude: leaves that keep ratio 1; see :func:`scale_by_lars_trust_ratio`.
     weight_decay_mask: leaves that are decayed; None: all, as in MXNet 2.
     stacked_axes: stacked axes by regular expression, one ratio per layer.
     axis_name: inside ``shard_map``, the axes over which the params are sharded.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
+    have the params' dtype.
 
   Raises:
     ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
@@ -358,13 +415,17 @@ def lars(
     masked, and overflows in float16.
   """
   _base.check_learning_rate(learning_rate)
+  _base.check_bool("nesterov", nesterov)
+  _base.check_bool("clip_ratio", clip_ratio)
   if momentum is not None:
     _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
-  scaling = scale_by_lars_trust_ratio(
+  scaling = _scale_by_trust_ratio(
+    "lars",
     trust_coefficient,
     weight_decay,
     eps,
     clip=clip,
+    clip_ratio=learning_rate if clip_ratio else None,
     exclude=exclude,
     weight_decay_mask=weight_decay_mask,
     stacked_axes=stacked_axes,
@@ -373,4 +434,11 @@ def lars(
   rate = optax.scale_by_learning_rate(learning_rate)
   if momentum is None:
     return optax.chain(scaling, rate)
-  return optax.chain(scaling, rate, optax.trace(momentum, nesterov))
+  return optax.chain(scaling, rate, _to_params_dtype(), optax.trace(momentum, nesterov))
+
+
+def _to_params_dtype() -> optax.GradientTransformation:
+  """Casts updates to the params' dtype, that of the momentum, whatever the gradients' is."""
+  return optax.stateless(
+    lambda updates, params: jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+  )

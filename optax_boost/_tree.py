@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 import warnings
 
 import jax
@@ -18,6 +19,10 @@ from optax_boost import _base
 # The projections of Flax's attention layers: (features, heads, head features), of which only the
 # first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+
+
+_Plan = TypeVar("_Plan")
+_State = TypeVar("_State")
 
 
 class Leaf(NamedTuple):
@@ -251,7 +256,7 @@ def select(
 def _not_a_selector(argument: str, got: Any) -> TypeError:
   return TypeError(
     f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
-    f" None; got {got!r}. Under `optax.inject_hyperparams` a callable must be named in"
+    f" None; got {_base.shorten(got)}. Under `optax.inject_hyperparams` a callable must be named in"
     " `static_args`, or it is taken for a schedule."
   )
 
@@ -268,6 +273,57 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
       f" it; got {jax.tree.structure(mask)} for params {jax.tree.structure(tree)}."
     ) from error
   return jax.tree.leaves(full)
+
+
+def check_selector(argument: str, selector: _base.LeafSelector) -> None:
+  """Checks an argument that selects leaves, as far as that is possible without the tree.
+
+  Raises:
+    TypeError: it is a number, or a sequence of anything but regular expressions.
+    ValueError: a regular expression does not compile.
+  """
+  if selector is None or selector == "auto" or callable(selector):
+    return
+  if isinstance(selector, str):
+    _base.compile_pattern(argument, selector)
+  elif isinstance(selector, list | tuple) and any(isinstance(p, str) for p in selector):
+    for pattern in selector:
+      _base.compile_pattern(argument, pattern)
+  elif not all(isinstance(flag, bool) for flag in jax.tree.leaves(selector)):
+    raise _not_a_selector(argument, selector)
+
+
+def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
+  """Makes a function of a tree's paths and shapes run once for each; it warns only then.
+
+  ``init`` and every trace of ``update`` need the same plan.
+  """
+  plans: dict[Any, _Plan] = {}
+
+  def cached(tree: Any) -> _Plan:
+    leaves, structure = jax.tree.flatten(tree)
+    key = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
+    if key not in plans:
+      if len(plans) >= 64:
+        plans.clear()
+      plans[key] = plan(tree)
+    return plans[key]
+
+  return cached
+
+
+def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
+  """A counter after one more event, if there was one; it saturates."""
+  return jnp.where(flag, optax.safe_increment(count), count)
+
+
+def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
+  """All states of a type in an optimizer state, wherever they stand in it."""
+
+  def matches(node: Any) -> bool:
+    return isinstance(node, state_type)
+
+  return [node for node in jax.tree.leaves(opt_state, is_leaf=matches) if matches(node)]
 
 
 def path_mask(*patterns: str) -> Callable[[Any], Any]:

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,7 +196,7 @@ def test_a_bad_gradient_spoils_only_its_own_output():
 
 
 def test_refuses_an_unknown_layout():
-  with pytest.raises(ValueError, match=r"`layout` must be 'flax' or 'torch'; got 'nchw'"):
+  with pytest.raises(ValueError, match=r"`layout` must be one of 'flax', 'torch'; got 'nchw'"):
     optax_boost.centralize(layout="nchw")
 
 
@@ -203,3 +204,37 @@ def test_refuses_axes_that_a_leaf_lacks():
   tx = optax_boost.centralize(fan_in_axes={"kernel": 2})
   with pytest.raises(ValueError, match=r"`fan_in_axes` names the axes \(2,\) .* 'kernel' has sh"):
     tx.init({"kernel": jnp.ones((2, 2))})
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 3, 1, 4), (2, 3, 3, 1, 4)])
+def test_depthwise_kernels_of_any_rank_are_left_alone(shape):
+  grads = {"depthwise": {"kernel": jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)}}
+  tx = optax_boost.centralize(exclude="auto")
+  with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel"):
+    state = tx.init(grads)
+  chex.assert_trees_all_equal(tx.update(grads, state)[0], grads)
+
+
+def test_grouped_kernels_are_centralized_over_their_own_group_unless_named():
+  """MindSpore leaves them out; shapes do not tell them from others."""
+  grads = {"grouped": {"kernel": jnp.arange(24.0).reshape(1, 3, 2, 4)}}
+  updates, _ = optax_boost.centralize().update(grads, optax.EmptyState())
+  np.testing.assert_allclose(jnp.mean(updates["grouped"]["kernel"], (0, 1, 2)), 0, atol=1e-5)
+  left_alone, _ = optax_boost.centralize(exclude="grouped").update(grads, optax.EmptyState())
+  chex.assert_trees_all_equal(left_alone, grads)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"layout": 3}, ValueError, "`layout` must be one of 'flax', 'torch'; got 3"),
+    ({"exclude": "("}, ValueError, r"`exclude` has '\(', which is no regular expression"),
+    ({"exclude": 3}, TypeError, "`exclude` must be regular expressions"),
+    ({"stacked_axes": 0}, TypeError, "`stacked_axes` must map regular expressions to axes"),
+    ({"fan_in_axes": {"a": 1.5}}, TypeError, "`fan_in_axes` must name axes by integers"),
+    ({"axis_name": 3}, TypeError, "`axis_name` must be the name of a mesh axis"),
+  ],
+)
+def test_refuses_arguments_that_make_no_sense(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.centralize(**kwargs)

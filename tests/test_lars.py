@@ -121,22 +121,24 @@ def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
   assert_close(weights, expected, 5e-4)
 
 
-@pytest.mark.parametrize("number", [0, 2, 4, 6, 9])
+@pytest.mark.parametrize("number", range(10))
 def test_agrees_with_mindspore_where_norms_are_not_zero(number):
   arrays, hyper = load("lars_mindspore")
   case = hyper["cases"][number]
   rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  rate = (lambda count: rates[count]) if case["schedule"] else float(rates[0])
   tx = optax.chain(
     optax.scale(1 / case["loss_scale"]),
     optax_boost.scale_by_lars_trust_ratio(
       hyper["coefficient"],
       case["weight_decay"],
       hyper["epsilon"],
+      clip_ratio=rate if case["use_clip"] else None,
       exclude=("LayerNorm", "bias"),
       weight_decay_mask=r"^(fc1\.weight|conv)",
     ),
     optax.trace(case["momentum"]),  # MindSpore's SGD keeps the rate outside of the momentum.
-    optax.scale_by_learning_rate(lambda count: rates[count]),
+    optax.scale_by_learning_rate(rate),
   )
   params = unflatten(arrays, arrays["init"])
   state = tx.init(params)
@@ -396,3 +398,80 @@ def test_trust_ratios_of_other_params_are_refused():
     optax_boost.trust_ratio_tree(state, {"a": jnp.ones(2), "b": jnp.ones(2)})
   with pytest.raises(ValueError, match=r"got ratios of sizes \[\] for 1 layers"):
     optax_boost.trust_ratio_tree(optax.EmptyState(), {"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+  "rate", [0.02, optax.linear_schedule(0.0, 0.05, 4)], ids=["constant", "warm-up"]
+)
+def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
+  params = {"slow": jnp.full((2, 2), 1.0), "fast": jnp.full((2, 2), 100.0)}
+  grads = jax.tree.map(jnp.ones_like, params)
+  tx = optax_boost.lars(rate, momentum=None, trust_coefficient=0.01, eps=0.0, clip_ratio=True)
+  state = tx.init(params)
+  for t in range(5):
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    bound = rate(t) if callable(rate) else rate
+    np.testing.assert_allclose(updates["fast"], -min(1.0, bound), rtol=1e-6)
+    np.testing.assert_allclose(updates["slow"], -min(0.01, bound), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_layer_with_a_bad_weight_stands_still_and_is_counted(bad):
+  params = {"broken": jnp.ones((2, 2)).at[0, 0].set(bad), "good": jnp.ones((2, 2))}
+  grads = jax.tree.map(jnp.ones_like, params)
+  tx = optax_boost.lars(1.0, trust_coefficient=0.01, weight_decay=0.1)
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert not jnp.any(updates["broken"])
+  assert jnp.all(updates["good"] < 0)
+  assert optax.tree.get(state, "notfinite_count") == 1
+
+
+@pytest.mark.parametrize("params_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_all_pairs_of_dtypes_train(params_dtype, grads_dtype, momentum):
+  params = {"kernel": jnp.ones((2, 2), params_dtype)}
+  tx = optax_boost.lars(1.0, momentum=momentum, trust_coefficient=0.1)
+
+  def body(carry, _):
+    params, state = carry
+    updates, state = tx.update(jax.tree.map(lambda p: p.astype(grads_dtype), params), state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), length=3)
+  assert params["kernel"].dtype == params_dtype
+  assert jnp.all(params["kernel"] < 0.8)
+
+
+def test_errors_name_the_function_that_was_called():
+  params = {"kernel": jnp.ones((2, 2))}
+  tx = optax_boost.lars(0.1)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match="`lars` needs the current params"):
+    tx.update(params, state)
+  with pytest.raises(TypeError, match="`lars` needs real floating-point leaves; the leaf 'params'"):
+    optax_boost.lars(0.1).init(jnp.ones(3, jnp.int32))
+  with pytest.raises(TypeError, match=r"`scale_by_lars_trust_ratio` needs the state that its own"):
+    optax_boost.scale_by_lars_trust_ratio().update(params, optax.EmptyState(), params)
+  sharded = optax_boost.lars(0.1, axis_name="rows")
+  with pytest.raises(ValueError, match=r"given axis_name='rows', but no such axis is bound"):
+    sharded.update(params, state, params)
+
+
+def test_a_pattern_without_effect_is_warned_of_once():
+  params = {"kernel": jnp.ones((2, 2))}
+  tx = optax_boost.lars(0.1, exclude="bias", stacked_axes={"layers": 0})
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state = tx.init(params)
+    for _ in range(3):
+      _, state = tx.update(params, state, params)
+    jax.jit(tx.update)(params, state, params)
+  assert sorted(str(w.message).split("`")[1] for w in caught) == ["exclude", "stacked_axes"]
+
+
+def test_ratios_are_found_by_the_type_of_the_state():
+  params = {"trust_ratio": jnp.ones((2, 2))}
+  tx = optax.chain(optax.trace(0.9), optax_boost.lars(0.1))
+  ratios = optax_boost.trust_ratio_tree(tx.init(params), params)
+  assert ratios["trust_ratio"].shape == ()

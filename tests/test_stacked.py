@@ -1,11 +1,13 @@
 """Stacked layers are read from a trace of the loss."""
 
 import functools
+import warnings
 
 from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_boost
@@ -122,3 +124,25 @@ def test_its_answer_is_the_argument_of_the_methods():
   state = tx.init(params())
   ratios = optax_boost.trust_ratio_tree(state, params(), stacked_axes=axes)
   assert ratios["blocks"]["kernel"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    optax_boost.lars,
+    lambda rate, **kwargs: optax.chain(optax_boost.centralize(**kwargs), optax.sgd(rate)),
+  ],
+  ids=["lars", "centralize"],
+)
+def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
+  step = optax_boost.make_train_step(plain, make(0.1))
+  state = step.init(params())
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state, _ = step(state, X)
+    step(state, jnp.ones((4, 8)))
+  assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
+  assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
+  for told in (optax_boost.stacked_axes(plain, params(), X), {}):
+    step = optax_boost.make_train_step(plain, make(0.1, stacked_axes=told))
+    step(step.init(params()), X)
