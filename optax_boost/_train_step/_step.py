@@ -339,6 +339,7 @@ def make_train_step(
       updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
     warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
+    _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if request.frozen is not None:
       # Of this step; the new state holds the next one's.
