@@ -422,6 +422,32 @@ def as_key(name: str, key: Any) -> jax.Array:
   return jax.random.key(key)
 
 
+def check_key(name: str, key: Any) -> None:
+  """Checks an argument that is one key, as ``jax.random.key`` or ``jax.random.PRNGKey`` makes it.
+
+  Raises:
+    TypeError: it is none. Seeds are refused: a step would turn them into keys again and again.
+  """
+  one = False
+  if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    one = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
+  if not one:
+    raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {shorten(key)}.")
+
+
+def check_batch(name: str, batch: Any) -> None:
+  """Checks the batch of a train step.
+
+  Raises:
+    TypeError: it is None.
+  """
+  if batch is None:
+    raise TypeError(
+      f"`{name}` must be a tree of arrays; got None. For a loss without data pass an empty tuple."
+    )
+
+
 def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
   """Checks an argument that is one of several names.
 

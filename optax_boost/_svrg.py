@@ -23,6 +23,9 @@ arXiv:2311.05589.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
+import functools
+import math
 import numbers
 from typing import Any
 from typing import NamedTuple
@@ -203,21 +206,21 @@ def svrg(
     MXNet's ``SVRGModule`` adds each full gradient to the last one divided by the number of
     batches, and counts the padding of the last batch in the sum but not in the divisor; here the
     full gradient is the mean. Inside ``optax.masked`` or ``optax.partition`` the two functions
-    are called with the masked params, and a snapshot of a part of the params that does not hold
-    the rest still is biased: keep it outside. Inside ``optax.MultiSteps`` the correction is that
+    are called with the masked params: those of ``make_train_step`` fill in the hidden leaves, your
+    own must, too. A snapshot of a part of the params while the rest moves is biased: better keep
+    it outside. Inside ``optax.MultiSteps`` the correction is that
     of the last batch alone.
   """
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every)
-  if not callable(coefficient):
-    _base.check_number("coefficient", coefficient, minimum=0.0)
+  _base.check_learning_rate(coefficient, "coefficient")
 
   def init_fn(params: optax.Params) -> SvrgState:
     _tree.check_floating(params, _METHOD)
     dtypes = [_tree.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
     dtype = jnp.result_type(jnp.float32, *dtypes)
     return SvrgState(
-      snapshot=jax.tree.map(jnp.array, params),
+      snapshot=_tree.copy_arrays(params),
       full_gradient=_zeros(params),
       count=jnp.zeros([], jnp.int32),
       refresh_count=jnp.zeros([], jnp.int32),
@@ -237,8 +240,10 @@ def svrg(
   ) -> tuple[optax.Updates, SvrgState]:
     del extra_args
     _base.require_params(params, _METHOD)
+    _base.require_state(state, SvrgState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
+    _check_state(state, params, _METHOD)
     _base.require_extra(
       grad_fn,
       "grad_fn",
@@ -246,12 +251,17 @@ def svrg(
       "a function from params to the gradient on the current batch, with its rng and statistics",
     )
     assert grad_fn is not None
+    _base.check_callable("grad_fn", grad_fn, "grad_fn(params)")
     if refresh_every is not None:
       state = _refresh_if_due(state, params, full_grad_fn, state.count % refresh_every == 0)
     alpha = coefficient(state.count) if callable(coefficient) else coefficient
+    if jnp.ndim(alpha) != 0:
+      raise ValueError(
+        "`coefficient` must be a schedule that returns a scalar; it returned an array of shape"
+        f" {jnp.shape(alpha)}."
+      )
     alpha = jnp.where(state.refresh_count > 0, alpha, 0.0)
-    elsewhere = grad_fn(state.snapshot)
-    _check_gradients(elsewhere, params, "grad_fn")
+    elsewhere = _gradients_at(state.snapshot, grad_fn, "grad_fn")
     return _correct(updates, elsewhere, alpha, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -267,13 +277,53 @@ def _refresh_if_due(
       " `optax_boost.make_train_step` or to `tx.update`; or refresh on the host, with"
       " `refresh_every=None` and `step.refresh(state, batches)`."
     )
+  _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(params)")
 
   def renewed() -> SvrgState:
-    full = full_grad_fn(params)
-    _check_gradients(full, params, "full_grad_fn")
-    return _renew(state, params, full)
+    return _renew(state, params, _gradients_at(params, full_grad_fn, "full_grad_fn"))
 
   return jax.lax.cond(due, renewed, lambda: state)
+
+
+def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
+  """Calls `grad_fn` or `full_grad_fn` with params of which ``optax.masked`` may hide leaves."""
+  masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
+  try:
+    gradients = function(params)
+  except Exception as error:
+    if not masked:
+      raise
+    raise ValueError(
+      f"`svrg` inside `optax.masked` or `optax.partition` calls `{name}` with params whose hidden"
+      f" leaves are `optax.MaskedNode()`, and it raised {type(error).__name__}. Put `svrg` first in"
+      " the chain, outside of them; or let the function fill in the hidden leaves from the whole"
+      " params, as `optax_boost.make_train_step` does."
+    ) from error
+  if masked:
+    gradients = _masked_like(params, gradients, name)
+  _check_gradients(gradients, params, name)
+  return gradients
+
+
+def _masked_like(masked: Any, tree: Any, name: str) -> Any:
+  try:
+    return _tree.mask_like(tree, masked)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"`{name}` must give a tree of the params' structure, with `optax.MaskedNode()` for hidden"
+      f" leaves or without; got {jax.tree.structure(tree)} for params"
+      f" {jax.tree.structure(masked)}."
+    ) from error
+
+
+def _check_state(state: SvrgState, params: Any, method: str) -> None:
+  """Refuses params that are not those of the state."""
+  got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
+  if got != want:
+    raise ValueError(
+      f"`{method}` needs the params that its state was made for; got the shapes"
+      f" {_base.shorten(got)} for {_base.shorten(want)}. Start from `tx.init(params)`."
+    )
 
 
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
@@ -286,10 +336,14 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   return state._replace(
     snapshot=jax.tree.map(chosen, params, state.snapshot),
     full_gradient=jax.tree.map(chosen, full, state.full_gradient),
-    refresh_count=state.refresh_count + good.astype(jnp.int32),
+    refresh_count=_plus(good, state.refresh_count),
     squared_deviations=jnp.where(good, 0, state.squared_deviations),
-    notfinite_count=state.notfinite_count + (~good).astype(jnp.int32),
+    notfinite_count=_plus(~good, state.notfinite_count),
   )
+
+
+def _plus(condition: jax.Array, count: jax.Array) -> jax.Array:
+  return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def _correct(
@@ -331,7 +385,7 @@ def _correct(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,
-    notfinite_count=state.notfinite_count + left_out.astype(jnp.int32),
+    notfinite_count=_plus(left_out, state.notfinite_count),
   )
 
 
@@ -360,38 +414,34 @@ def refresh_svrg(
     >>> optax.tree.get(state, "full_gradient").tolist(), optax.tree.get(state, "refresh_count")
     ([0.5, 0.5], Array(1, dtype=int32))
   """
+  _base.require_params(params, "refresh_svrg")
+  _tree.check_floating(params, "refresh_svrg")
+  _tree.check_floating(full_gradient, "refresh_svrg")
   _check_gradients(full_gradient, params, "full_gradient")
-  found = 0
+  renewals = 0
 
   def renewed(node: Any) -> Any:
-    nonlocal found
+    nonlocal renewals
     if not isinstance(node, SvrgState):
       return node
-    found += 1
+    renewals += 1
     # Inside `optax.masked` the state lacks the leaves that are not its own.
-    own = [_masked_like(node.snapshot, tree) for tree in (params, full_gradient)]
-    _tree.check_same_tree(own[0], node.snapshot, "refresh_svrg")
-    return _jitted_renew(node, *own)
+    own_params = _masked_like(node.snapshot, params, "params")
+    own_gradient = _masked_like(node.snapshot, full_gradient, "full_gradient")
+    _check_state(node, own_params, "refresh_svrg")
+    return _jitted_renew(node, own_params, own_gradient)
 
   renewed_state = jax.tree.map(renewed, opt_state, is_leaf=lambda node: isinstance(node, SvrgState))
-  if not found:
+  if not renewals:
     raise ValueError(
       "`refresh_svrg` needs an optimizer state with a SvrgState in it; got"
-      f" {jax.tree.structure(opt_state)}. Is `optax_boost.svrg` part of the chain?"
+      f" {_base.shorten(jax.tree.structure(opt_state), 400)}. Is `optax_boost.svrg` part of the"
+      " chain?"
     )
   return renewed_state
 
 
 _jitted_renew = jax.jit(_renew)
-
-
-def _masked_like(snapshot: Any, tree: Any) -> Any:
-  def is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-  if not any(map(is_masked, jax.tree.leaves(snapshot, is_leaf=is_masked))):
-    return tree
-  return jax.tree.map(lambda s, t: s if is_masked(s) else t, snapshot, tree, is_leaf=is_masked)
 
 
 def full_gradient(
@@ -449,18 +499,22 @@ def full_gradient(
     ...   jax.grad(loss_fn), jnp.zeros([]), padded, weight_fn=lambda batch: batch["mask"].sum()))
     -3.0
   """
-  _check_callable("grad_fn", grad_fn)
-  if weight_fn is not None:
-    _check_callable("weight_fn", weight_fn)
+  _check_pass(grad_fn, weight_fn, params, "full_gradient")
   _check_iterable(batches)
-  _tree.check_floating(params, "full_gradient")
+  _base.check_bool("progress", progress)
+  rng = _as_rng(rng)
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    raise ValueError(
+      "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
+      " steps, or `scan_full_gradient` inside."
+    )
   # A Partial goes into jit as an argument: what it binds may change without a recompilation.
   bound = grad_fn if isinstance(grad_fn, jax.tree_util.Partial) else jax.tree_util.Partial(grad_fn)
   total, weights = _zeros(params), jnp.zeros([])
   structure = None
   shown = _base.with_progress(batches, progress, "full gradient", "batch")
   for index, batch in enumerate(shown):
-    arrays = jax.tree.map(_as_array, batch)
+    arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
     if structure is None:
       structure = jax.tree.structure(arrays)
     elif jax.tree.structure(arrays) != structure:
@@ -468,10 +522,10 @@ def full_gradient(
         f"`full_gradient` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    weight = _weight(arrays, weight_fn, "full_gradient")
     key = () if rng is None else (jax.random.fold_in(rng, index),)
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
     jax.block_until_ready(weights)
+    weight = _host_weight(_weight(arrays, weight_fn, "full_gradient"), index)
     total, weights = _jitted_add((total, weights), bound, params, arrays, weight, *key)
   if structure is None:
     raise ValueError(
@@ -527,9 +581,10 @@ def scan_full_gradient(
     >>> float(optax_boost.scan_full_gradient(gradient, jnp.zeros([]), batches))
     -3.0
   """
-  _check_callable("grad_fn", grad_fn)
-  if weight_fn is not None:
-    _check_callable("weight_fn", weight_fn)
+  _check_pass(grad_fn, weight_fn, params, "scan_full_gradient")
+  rng = _as_rng(rng)
+  if not isinstance(unroll, bool):
+    _base.check_whole_number("unroll", unroll, static=True)
   lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
@@ -541,7 +596,7 @@ def scan_full_gradient(
 
   def body(carry: Any, xs: Any) -> tuple[Any, None]:
     index, batch = xs
-    weight = 1.0 if weight_fn is None else weight_fn(batch)
+    weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
     key = () if rng is None else (jax.random.fold_in(rng, index),)
     return _add(carry, grad_fn, params, batch, weight, *key), None
 
@@ -560,12 +615,14 @@ def _add(
 ) -> tuple[Any, jax.Array]:
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
+  # The full gradient is then not finite, and a refresh with it is counted and not made.
+  weight = jnp.where(weight >= 0, weight, jnp.nan)
   gradients = grad_fn(params, batch, *key)
   _check_gradients(gradients, params, "grad_fn")
 
   def add(t: jax.Array, g: jax.Array) -> jax.Array:
     # The mean over no examples is nan: selected away, not multiplied by zero.
-    return jnp.where(weight > 0, t + weight.astype(t.dtype) * g.astype(t.dtype), t)
+    return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
 
   return jax.tree.map(add, total, gradients), weights + weight
 
@@ -575,7 +632,7 @@ _jitted_add = jax.jit(_add, donate_argnums=0)
 
 def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, method: str) -> Any:
   if weight_fn is not None:
-    return weight_fn(batch)
+    return _check_weight(weight_fn(batch))
   lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
   if len(lengths) != 1 or () in lengths:
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
@@ -587,16 +644,62 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, method: str) -> 
   return length
 
 
+def _check_weight(weight: Any) -> Any:
+  array = _base.is_array(weight) or isinstance(weight, np.ndarray)
+  real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
+  if not real or jnp.shape(weight) != ():
+    got = f"an array of shape {jnp.shape(weight)}" if array else _base.shorten(weight)
+    raise TypeError(
+      f"`weight_fn` must return a number, how many real examples the batch has; it returned {got}."
+    )
+  return weight
+
+
+def _host_weight(weight: Any, index: int) -> float:
+  value = float(weight)
+  if not 0 <= value < math.inf:
+    raise ValueError(
+      f"`weight_fn` must return a finite number >= 0; it returned {value:g} for batch {index}."
+    )
+  return value
+
+
+def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, method: str) -> None:
+  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
+  if weight_fn is not None:
+    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
+  _tree.check_floating(params, method)
+
+
+def _as_rng(rng: Any) -> Any:
+  """A key or a seed as a key; keys of ``jax.random.PRNGKey`` stay as they are."""
+  raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
+  if rng is None or raw:
+    return rng
+  return _base.as_key("rng", rng)
+
+
 def _check_iterable(batches: Any) -> None:
-  if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-    raise TypeError(f"`batches` must be an iterable of batches; got {batches!r}.")
+  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+  if not iterable or isinstance(batches, Mapping | str | bytes | type):
+    raise TypeError(
+      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
+      " passed as `[batch]`."
+    )
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(index: int, path: Any, leaf: Any) -> Any:
   """Leaves JAX's and NumPy's arrays alone and makes NumPy arrays of others, such as PyTorch's."""
-  if isinstance(leaf, jax.Array | np.ndarray | np.generic | numbers.Number):
+  if isinstance(leaf, jax.Array):
     return leaf
-  return np.asarray(leaf)
+  array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
+  if np.asarray(array).dtype.kind in "OSUMm":
+    raise TypeError(
+      "`batches` must hold trees of numbers; the leaf"
+      f" '{_tree.path_string(path) or 'batch'}' of batch {index} is {_base.shorten(leaf)} of dtype"
+      f" {np.asarray(array).dtype}. Leave it out of the batches."
+    )
+  return array
 
 
 def _zeros(params: Any) -> Any:
@@ -609,14 +712,11 @@ def _zeros(params: Any) -> Any:
 def _check_gradients(gradients: Any, params: Any, source: str) -> None:
   got: Any = jax.tree.structure(gradients)
   want: Any = jax.tree.structure(params)
-  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(gradients)]
+  if got == want:
+    _tree.check_floating(gradients, source)
+  shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
   if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
     raise ValueError(
       f"`{source}` must give gradients of the params' tree structure and shapes; got {got} with"
       f" shapes {shapes} for params {want}. Without aux: only the gradients."
     )
-
-
-def _check_callable(name: str, value: Any) -> None:
-  if not callable(value):
-    raise TypeError(f"`{name}` must be callable; got {value!r}.")

@@ -918,13 +918,18 @@ def test_refuses_groups_of_other_params():
     ),
     (
       lambda: ob_nnx.layer_groups(image_loss, 3, BATCH),
+      TypeError,
+      r"`model` must be an NNX module, as .*; got 3",
+    ),
+    (
+      lambda: ob_nnx.layer_groups(image_loss, nnx.Dropout(0.1), BATCH),
       ValueError,
-      r"`model` must be an NNX module with variables of `wrt`.*; got 3, which has none",
+      r"(?s)`model` must be an NNX module with variables of `wrt`.*; got Dropout.*which has none",
     ),
     (
       lambda: ob_linen.layer_groups(3, image_loss, {}, BATCH),
       TypeError,
-      r"`module` must be a Linen module; got 3",
+      r"`module` must be a Linen module, as .*; got 3",
     ),
     (
       lambda: ob_linen.layer_groups(AdaptedModule(), image_loss, {"base": 1}, BATCH),

@@ -118,6 +118,66 @@ def test_refuses_arguments_of_the_wrong_kind(args, message):
     linen.make_train_step(*args)
 
 
+STEP = linen.make_train_step(nn.Dense(1), loss_fn, optax.sgd(0.1), has_aux=True)
+STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: STEP.init(3), r"`variables` must be the mapping that `module.init` returned; got 3"),
+    (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
+    (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
+    (lambda: STEP(STATE, None), r"`batch` must be a tree of arrays; got None"),
+    (lambda: STEP.lower(STATE, None), r"`batch` must be a tree of arrays; got None"),
+    (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
+    (lambda: STEP(STATE, BATCH, 3), r"`rng` must be one key of `jax.random.key`; got 3"),
+    (lambda: STEP(STATE, BATCH, jax.random.split(KEY)), r"`rng` must be one key"),
+    (
+      lambda: linen.make_train_step(nn.Dense(1), loss_fn, optax.sgd(0.1), rngs="dropout"),
+      r"`rngs` must be a sequence of names",
+    ),
+    (
+      lambda: linen.layer_groups(nn.Dense, loss_fn, {"params": {}}, BATCH),
+      r"`module` must be a Linen",
+    ),
+    (lambda: linen.layer_groups(nn.Dense(1), 3, {"params": {}}, BATCH), r"`loss_fn` must be call"),
+    (lambda: linen.layer_groups(nn.Dense(1), loss_fn, None, BATCH), r"`variables` must be"),
+  ],
+)
+def test_refuses_to_step_with_arguments_of_the_wrong_kind(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()
+
+
+def test_the_step_can_be_inspected_without_making_one():
+  step = linen.make_train_step(Network(), loss_fn, optax.sgd(0.1), has_aux=True)
+  state = start(step)
+  assert step.cache_size() == 0
+  assert "stablehlo" in step.lower(state, BATCH, KEY).as_text()
+  assert "dot_general" in str(step.trace(jax.eval_shape(lambda: state), BATCH, KEY).jaxpr)
+  step(state, BATCH, KEY)
+  assert step.cache_size() == 1
+
+
+OTHER_CLOSURES = {
+  "sam": lambda: optax.contrib.sam(
+    optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True
+  ),
+  "sophia": lambda: optax.contrib.sophia(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLOSURES)
+def test_trains_with_methods_that_call_closures_in_their_own_way(name):
+  step = linen.make_train_step(Network(), loss_fn, OTHER_CLOSURES[name](), has_aux=True)
+  state, losses = start(step), []
+  for _ in range(8):
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(float(metrics["loss"]))
+  assert losses[-1] < 0.9 * losses[0]
+
+
 def test_refuses_variables_without_params():
   step = linen.make_train_step(Network(), loss_fn, optax.sgd(0.1), has_aux=True)
   with pytest.raises(ValueError, match=r"with a collection 'params'; got \['kernel'\]"):

@@ -153,7 +153,7 @@ def test_refuses_a_loss_without_the_aux_it_promised():
     step(model, optimizer, BATCH)
   with pytest.raises(TypeError, match=r"pass has_aux=True"):
     ob_nnx.make_train_step(loss_fn)(model, optimizer, BATCH)
-  with pytest.raises(TypeError, match=r"`loss_fn` must be callable; got 3"):
+  with pytest.raises(TypeError, match=r"`loss_fn` must be callable, called as .*; got 3"):
     ob_nnx.make_train_step(3)
 
 
@@ -168,3 +168,238 @@ def test_scales_gradients_by_group_through_dropout_and_statistics():
     models.append(pure(model))
   chex.assert_trees_all_close(*models, rtol=1e-5, atol=1e-6)
   assert metrics["group_loss_scale"].shape == (2,)
+
+
+class NoisyLinear(nnx.Module):
+  """Draws from rngs of its own, and from those that it is called with."""
+
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(8, 1, rngs=rngs)
+    self.rngs = rngs
+    self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+  def __call__(self, x, rngs):
+    x = self.dropout(x) + 0.1 * jax.random.normal(self.rngs.noise(), x.shape)
+    return self.linear(nnx.Dropout(0.2)(x, rngs=rngs))[:, 0]
+
+
+def noisy_loss(model, batch, rngs=None):
+  return jnp.mean((model(batch["x"], rngs or model.rngs) - batch["y"]) ** 2)
+
+
+def make_noisy(tx):
+  own = nnx.Rngs(0, noise=1)
+  model = NoisyLinear(own)
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param), own
+
+
+def counts(*nodes):
+  return [nnx.to_pure_dict(nnx.state(node, nnx.RngCount)) for node in nodes]
+
+
+RNGS = {
+  "rngs of the call": lambda own: nnx.Rngs(5, dropout=6),
+  "a stream": lambda own: nnx.Rngs(5).default,
+  "the model's rngs": lambda own: own,
+}
+
+
+@pytest.mark.parametrize("rngs_of", RNGS.values(), ids=RNGS)
+def test_rngs_of_a_call_go_on_as_in_the_loop_that_flax_documents(rngs_of):
+  model, optimizer, own = make_noisy(optax.sgd(0.1, momentum=0.9))
+  twin, twin_optimizer, twin_own = make_noisy(optax.sgd(0.1, momentum=0.9))
+  rngs, twin_rngs = rngs_of(own), rngs_of(twin_own)
+  step = ob_nnx.make_train_step(noisy_loss)
+  for _ in range(3):
+    metrics = step(model, optimizer, BATCH, rngs)
+    # Flax does not take the model's rngs a second time.
+    again = {} if twin_rngs is twin_own else {"rngs": twin_rngs}
+    loss, grads = nnx.value_and_grad(noisy_loss)(twin, BATCH, **again)
+    twin_optimizer.update(twin, grads)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+  assert counts(model, rngs) == counts(twin, twin_rngs)
+  assert max(jax.tree.leaves(counts(rngs))) >= 3
+  chex.assert_trees_all_close(pure(model), pure(twin), rtol=1e-5, atol=1e-6)
+
+
+def test_trial_points_of_a_line_search_draw_nothing_from_the_rngs_of_a_call():
+  model, optimizer, _ = make_noisy(optax.lbfgs())
+  rngs = nnx.Rngs(5)
+  step = ob_nnx.make_train_step(noisy_loss)
+  losses = [float(step(model, optimizer, BATCH, rngs)["loss"]) for _ in range(5)]
+  assert losses[-1] < losses[0]
+  assert rngs.default.count[...] == model.dropout.rngs.count[...] == 5
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_is_folded_with_the_step_and_handed_to_the_loss(make_key):
+  def loss(model, batch, rng):
+    return loss_fn(model, batch)[0], jax.random.uniform(rng)
+
+  model, optimizer = make(optax.sgd(0.1))
+  twin, twin_optimizer = make(optax.sgd(0.1))
+  step = ob_nnx.make_train_step(loss, has_aux=True)
+  without = ob_nnx.make_train_step(loss_fn, has_aux=True)
+  for t in range(3):
+    metrics = step(model, optimizer, BATCH, make_key(7))
+    expected = jax.random.uniform(jax.random.fold_in(make_key(7), t))
+    np.testing.assert_array_equal(metrics["aux"], expected)
+    assert metrics["loss"] == without(twin, twin_optimizer, BATCH)["loss"]
+  # The model's own streams go on as if there were no key.
+  assert model.dropout.rngs.count[...] == 3
+  chex.assert_trees_all_equal(pure(model), pure(twin))
+
+
+@pytest.mark.parametrize("rng", [jax.random.key(7), nnx.Rngs(7)], ids=["key", "rngs"])
+def test_a_full_pass_draws_for_each_batch_and_leaves_the_rngs_alone(rng):
+  batches = jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)
+  drawn = []
+
+  def loss(model, batch, rng):
+    key = rng() if isinstance(rng, nnx.Rngs) else rng
+    jax.debug.callback(lambda *bits: drawn.append(tuple(map(int, bits))), jax.random.bits(key))
+    return noisy_loss(model, batch, rng if key is not rng else nnx.Rngs(rng))
+
+  def full(grad_fn, params, *, rng):
+    return optax_boost.scan_full_gradient(grad_fn, params, batches, rng=rng)
+
+  model, optimizer, _ = make_noisy(optax_boost.svrg(refresh_every=1))
+  step = ob_nnx.make_train_step(loss, full_grad_fn=full)
+  step(model, optimizer, BATCH, rng)
+  jax.effects_barrier()
+  # The forward pass at the params, that at the snapshot with the same draws, and two batches.
+  assert len(set(drawn)) == 3
+  drawn.clear()
+  before = counts(model, *([rng] if isinstance(rng, nnx.Rngs) else []))
+  step.refresh(model, optimizer, [BATCH, BATCH], rng)
+  jax.effects_barrier()
+  assert len(set(drawn)) == 2
+  assert counts(model, *([rng] if isinstance(rng, nnx.Rngs) else [])) == before
+
+
+def test_statistics_of_frozen_layers_stand_still_with_rngs_of_a_call():
+  model = Network(nnx.Rngs(0))
+  groups = ["hidden|norm", "out"]
+  schedule = optax_boost.FreezeSchedule(2, lambda count, key: count * 0 + 1)
+  tx = optax_boost.freeze(optax.sgd(0.1), groups, schedule)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = ob_nnx.make_train_step(lambda model, batch, rngs: loss_fn(model, batch)[0])
+  metrics = step(model, optimizer, BATCH, nnx.Rngs(0))
+  assert metrics["frozen_groups"] == 1
+  assert not jnp.any(model.norm.mean[...])
+
+
+METHODS_WITH_OTHER_CLOSURES = {
+  "sam": lambda: optax.contrib.sam(
+    optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True
+  ),
+  "sophia": lambda: optax.contrib.sophia(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", METHODS_WITH_OTHER_CLOSURES)
+def test_trains_with_methods_that_call_closures_in_their_own_way(name):
+  model, optimizer = make(METHODS_WITH_OTHER_CLOSURES[name]())
+  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
+  losses = [float(step(model, optimizer, BATCH)["loss"]) for _ in range(8)]
+  assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_step_can_be_inspected_without_making_one():
+  model, optimizer, _ = make_noisy(optax.sgd(0.1))
+  rngs = nnx.Rngs(5)
+  step = ob_nnx.make_train_step(noisy_loss)
+  assert step.cache_size() == 0
+  before = pure(model)
+  assert "stablehlo" in step.lower(model, optimizer, BATCH, rngs).as_text()
+  assert "dot_general" in str(step.trace(model, optimizer, BATCH, rngs).jaxpr)
+  chex.assert_trees_all_equal(pure(model), before)
+  assert rngs.default.count[...] == optimizer.step[...] == 0
+  step(model, optimizer, BATCH, rngs)
+  assert step.cache_size() == 1
+
+
+def _optimizer_of_another_model():
+  other = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+  return nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
+
+
+def _optimizer_of_other_shapes():
+  other = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+  return nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
+
+
+def _optimizer_of_a_factory():
+  optimizer = _optimizer()
+  optimizer.tx = optax.adam
+  return optimizer
+
+
+def _optimizer_of_nothing():
+  return nnx.Optimizer(_model(), optax.adam(0.1), wrt=nnx.Cache)
+
+
+def _model():
+  return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+
+def _optimizer():
+  return nnx.Optimizer(_model(), optax.adam(0.1), wrt=nnx.Param)
+
+
+REFUSED = {
+  "no model": ({"model": None}, TypeError, r"`model` must be an NNX module.*got None"),
+  "a class": ({"model": nnx.Linear}, TypeError, r"`model` must be an NNX module"),
+  "arrays": ({"model": {"w": jnp.ones(2)}}, TypeError, r"`model` must be an NNX module"),
+  "no optimizer": ({"optimizer": optax.sgd(0.1)}, TypeError, r"`optimizer` must be what `nnx.Opt"),
+  "a factory": ({"optimizer": _optimizer_of_a_factory}, TypeError, r"`optimizer.tx` must be .*fac"),
+  "another model's optimizer": (
+    {"model": lambda: Network(nnx.Rngs(0)), "optimizer": _optimizer_of_another_model},
+    ValueError,
+    r"`optimizer` must be made for this model",
+  ),
+  "an optimizer of other shapes": (
+    {"optimizer": _optimizer_of_other_shapes},
+    ValueError,
+    r"`optimizer` must be made for this model",
+  ),
+  "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
+  "no batch": ({"batch": None}, TypeError, r"`batch` must be a tree of arrays; got None"),
+  "text": ({"batch": {"x": "text"}}, TypeError, r"`batch` must be .* at \['x'\] it holds 'text'"),
+  "rngs in the batch": ({"batch": {"x": nnx.Rngs(0)}}, TypeError, r"it holds an nnx.Rngs.*`rng`"),
+  "a seed": ({"rng": 3}, TypeError, r"`rng` must be a key, an `nnx.Rngs`.*got 3"),
+  "numbers": ({"rng": jnp.ones(3)}, TypeError, r"`rng` must be one key of `jax.random.key`; got"),
+  "keys": ({"rng": jax.random.split(jax.random.key(0))}, TypeError, r"`rng` must be one key"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message):
+  arguments = {"model": _model, "optimizer": _optimizer, "batch": BATCH} | wrong
+  made = {
+    name: value() if callable(value) and not isinstance(value, type) else value
+    for name, value in arguments.items()
+    if name != "rng"
+  }
+  step = ob_nnx.make_train_step(lambda model, batch, *_: jnp.mean(model(batch["x"]) ** 2))
+  with pytest.raises(error, match=message):
+    step(**made, rng=arguments.get("rng"))
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: ob_nnx.make_train_step(loss_fn, has_aux=1), r"`has_aux` must be True or False"),
+    (lambda: ob_nnx.make_train_step(loss_fn, donate="no"), r"`donate` must be True or False"),
+    (lambda: ob_nnx.make_train_step(loss_fn, full_grad_fn=3), r"`full_grad_fn` must be callable"),
+    (lambda: ob_nnx.layer_groups(None, _model(), 1), r"`loss_fn` must be callable"),
+    (lambda: ob_nnx.layer_groups(loss_fn, jnp.ones(2)), r"`model` must be an NNX module"),
+    (
+      lambda: ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None),
+      r"`batches` must be",
+    ),
+  ],
+)
+def test_refuses_options_of_the_wrong_kind(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()

@@ -68,9 +68,9 @@ def taken_apart(monkeypatch):
   """Counts how often a model is taken apart."""
   calls = []
 
-  def counted(model, wrt, real=_train_step.split):
+  def counted(model, wrt, rngs=None, real=_train_step.split):
     calls.append(model)
-    return real(model, wrt)
+    return real(model, wrt, rngs)
 
   monkeypatch.setattr(_train_step, "split", counted)
   return calls
@@ -196,13 +196,16 @@ def test_another_optimizer_transformation_or_state_is_seen():
   assert other.step[...] == 1
 
 
-def test_models_in_turns_are_kept_apart():
+def test_models_in_turns_are_kept_apart_and_taken_apart_once(taken_apart):
   step = ob_nnx.make_train_step(loss_fn)
   pairs = [make(), make()]
   nnx.update(pairs[1][0], jax.tree.map(lambda x: 2 * x, nnx.state(pairs[1][0])))
+  times_taken_apart = []
   for _ in range(2):
     for model, optimizer in pairs:
       expect_right_steps(step, model, optimizer)
+    times_taken_apart.append(len(taken_apart))
+  assert times_taken_apart[0] == times_taken_apart[1]
   assert [int(optimizer.step[...]) for _, optimizer in pairs] == [4, 4]
 
 
@@ -228,9 +231,36 @@ def test_a_model_is_freed_while_the_step_lives():
   del model
   gc.collect()
   assert kernel() is None
+  assert not step._bound
   model, _ = make()
   optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
   expect_right_steps(step, model, optimizer)
+
+
+def noisy_loss(model, x, rngs):
+  return jnp.mean((model(x) - jax.random.normal(rngs(), x.shape)) ** 2)
+
+
+def test_rngs_are_bound_with_the_model_and_other_ones_are_seen(taken_apart):
+  step = ob_nnx.make_train_step(noisy_loss)
+  (model, optimizer), (twin, twin_optimizer) = make(), make()
+  rngs = nnx.Rngs(0)
+  known = None
+  for draw in range(3):
+    loss = step(model, optimizer, X, rngs)["loss"]
+    known = len(taken_apart) if known is None else known
+    # The same draw from rngs of each call's own.
+    fresh = nnx.Rngs(0)
+    fresh.default.count[...] += draw
+    assert ob_nnx.make_train_step(noisy_loss)(twin, twin_optimizer, X, fresh)["loss"] == loss
+    assert fresh.default.count[...] == rngs.default.count[...] == draw + 1
+  assert [made for made in taken_apart[known:] if made is model] == []
+  # A seed set by hand, and other rngs.
+  rngs.default.key[...] = jax.random.key(1)
+  other = nnx.Rngs(1)
+  other.default.count[...] += 3
+  loss = step(model, optimizer, X, rngs)["loss"]
+  assert step(twin, twin_optimizer, X, other)["loss"] == loss
 
 
 class Holder(nnx.Module):

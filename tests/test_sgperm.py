@@ -261,7 +261,16 @@ METHODS = (
   {"method": "pairs", "rounds": 3, "key": 0},
   {"method": "rank"},
 )
+LAPERM = optax_boost.laperm(optax.sgd(0.5), sync_every=2)
 each_method = pytest.mark.parametrize("kwargs", METHODS, ids=["exact", "pairs", "rank"])
+each_transformation = pytest.mark.parametrize(
+  "tx",
+  [*(optax_boost.sgperm(**kwargs) for kwargs in METHODS), LAPERM],
+  ids=["exact", "pairs", "rank", "laperm"],
+)
+both = pytest.mark.parametrize(
+  "tx", [optax_boost.sgperm(method="rank"), LAPERM], ids=["sgperm", "laperm"]
+)
 
 
 def train(tx, params, grads, steps, apply):
@@ -445,6 +454,35 @@ def test_a_sharded_kernel_is_permuted_without_gathering():
       assert not len(leaf) or leaf.sharding.is_equivalent_to(sharding, 2)
 
 
+@pytest.mark.skipif(
+  not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX needs jax.set_mesh"
+)
+@pytest.mark.parametrize("jit", [True, False], ids=["jitted", "eager"])
+@pytest.mark.parametrize(
+  "tx",
+  [optax_boost.sgperm(**METHODS[0]), LAPERM],
+  ids=["sgperm", "laperm"],
+)
+def test_a_mesh_with_explicit_axes_need_not_be_set(tx, jit):
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  plain, gradient = problem()
+  params, grads = jax.device_put((plain, gradient(0)), sharding)
+
+  def trained(params, grads, update):
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = update(grads, state, params)
+      params = optax_boost.apply_permuted_params(params, updates, state)
+    return updates, optax_boost.permutation(state)
+
+  updates, integers = trained(params, grads, jax.jit(tx.update) if jit else tx.update)
+  expected = trained(plain, gradient(0), jax.jit(tx.update))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get((updates, integers)), expected)
+  for leaf in jax.tree.leaves((integers, optax_boost.apply_permutation(params, integers))):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
 def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():
   program = pathlib.Path(__file__).with_name("sgperm_under_load.py")
   result = subprocess.run(
@@ -495,8 +533,26 @@ def test_zero_ranges_and_single_weights_never_move(kwargs):
   params = {"zero": jnp.zeros(6), "one": jnp.ones((1, 4)), "scalar": jnp.float32(2)}
   tx = optax_boost.sgperm(**kwargs)
   grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
-  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+  bad = jax.tree.map(lambda g: jnp.where(g > 0.5, jnp.nan, g), grads)
+  assert jnp.isnan(bad["scalar"])
+  update, state = jax.jit(tx.update), tx.init(params)
+  for gradient in (grads, bad, grads):
+    updates, state = update(gradient, state, params)
+    assert not any(jnp.any(u != 0) for u in jax.tree.leaves(updates))
+
+
+@each_transformation
+def test_initial_weights_that_are_not_finite_are_refused_or_if_traced_not_lost(tx):
+  params, grads = problem()
+  for bad in (jnp.nan, -jnp.inf):
+    params["kernel"] = params["kernel"].at[2:5, 1].set(bad)
+    with pytest.raises(ValueError, match=r"finite initial weights.*; the leaf 'kernel' has a NaN"):
+      tx.init(params)
+  state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+  for t in range(2):
+    _, state = update(grads(t), state, params)
+  found = optax_boost.permutation(state)["kernel"]
+  np.testing.assert_array_equal(np.sort(found, 0), np.arange(36).reshape(12, 3))
 
 
 def test_a_bad_gradient_entry_leaves_its_recommendation_and_is_counted():
@@ -540,18 +596,98 @@ def test_check_finds_params_that_something_else_changed():
   assert counted.mismatch_count == 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_check_forgives_a_rounding_of_the_largest_weight_and_no_more(dtype):
+  params = {"bias": jnp.asarray([0.25, -1.0, 8.0, 0.5], dtype)}
+  tx = optax_boost.sgperm(method="rank", check=True)
+  state, grads = tx.init(params), jax.tree.map(jnp.zeros_like, params)
+  rounding = 8.0 * float(jnp.finfo(dtype).eps)
+
+  def moved(by):
+    return {"bias": params["bias"].at[1].add(by)}
+
+  for by in (1.5 * rounding, -1.5 * rounding):
+    tx.update(grads, state, moved(by))
+  for by in (3 * rounding, -3 * rounding, jnp.nan):
+    with pytest.raises(ValueError, match=r"the leaf 'bias' is off by"):
+      tx.update(grads, state, moved(by))
+
+
+@each_method
+@pytest.mark.parametrize("dtypes", [("float32", "float16"), ("bfloat16", "float32")], ids=str)
+def test_gradients_of_another_dtype_permute_the_params_as_exactly(dtypes, kwargs):
+  of_params, of_grads = dtypes
+  params, grads = problem()
+  params = jax.tree.map(lambda x: x.astype(of_params), params)
+  tx = optax_boost.sgperm(**kwargs, check=True)
+  state, start, update = tx.init(params), params, jax.jit(tx.update)
+  for t in range(4):
+    gradient = jax.tree.map(lambda g: g.astype(of_grads), grads(t))
+    updates, after = update(gradient, state, params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+    assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
+    params, state = optax.apply_updates(params, updates), after
+  assert state.mismatch_count == 0
+  for name in params:
+    assert params[name].dtype == of_params
+    slack = jnp.finfo(of_params).eps * jnp.max(jnp.abs(start[name]))
+    difference = jnp.sort(params[name], 0) - jnp.sort(start[name], 0)
+    assert jnp.max(jnp.abs(difference)) <= slack
+    assert jnp.any(params[name] != start[name])
+
+
+HOSTILE = ("count", "initial", "key", "loss_scale", "permutation", "synced")
+
+
+@both
+def test_params_may_bear_the_names_of_state_fields(tx):
+  params = {name: jnp.asarray([0.3, -0.1, 0.2 + i]) for i, name in enumerate(HOSTILE)}
+  chain = optax.chain(optax.trace(0.0), tx)
+  state = chain.init(params)
+  wishes = jax.tree.map(lambda p: jnp.array([1.0, 0.0, -1.0]), params)
+  for _ in range(2):
+    updates, state = chain.update(wishes, state, params)
+    params = optax_boost.apply_permuted_params(params, updates, state)
+  integers = optax_boost.permutation(state)
+  assert set(integers) == set(HOSTILE)
+  jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state), params)
+  restored = optax_boost.apply_permutation(state[1].initial, integers)
+  jax.tree.map(np.testing.assert_array_equal, restored, params)
+
+
+@each_transformation
+def test_init_of_abstract_params_is_a_template_of_the_state(tx):
+  params, _ = problem()
+  abstract = jax.eval_shape(lambda: params)
+
+  def spec(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+  template = tx.init(abstract)
+  assert spec(template) == spec(tx.init(params))
+  assert template.initial == abstract
+
+
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
     ({"alpha": -0.1}, ValueError, r"`alpha` must be finite and >= 0; got -0.1"),
-    ({"lamda": 0.0}, ValueError, r"`lamda` must be finite and > 0; got 0.0"),
-    ({"lamda": 1.5}, ValueError, r"`lamda` must be at most 1; got 1.5"),
-    ({"beta1": 1.1}, ValueError, r"`beta1` must be at most 1; got 1.1"),
+    ({"lamda": 0.0}, ValueError, r"`lamda` must be finite and <= 1 and > 0; got 0.0"),
+    ({"lamda": 1.5}, ValueError, r"`lamda` must be finite and <= 1 and > 0; got 1.5"),
+    ({"beta1": np.float32(1.1)}, ValueError, r"`beta1` must be finite and <= 1 and > 0; got"),
+    ({"alpha_min": 10**400}, ValueError, r"`alpha_min` must be finite and >= 0; got 1000"),
     ({"momentum": 1.0}, ValueError, r"`momentum` must be finite and >= 0 and < 1; got 1.0"),
     ({"momentum_lr": 0}, ValueError, r"`momentum_lr` must be finite and > 0; got 0"),
     ({"alpha": "much"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'much'"),
-    ({"partition_size_min": 2.5}, TypeError, r"`partition_size_min` must be an integer"),
-    ({"rounds": 0}, ValueError, r"`rounds` must be finite and >= 1; got 0"),
+    ({"partition_size_min": 2.5}, TypeError, r"`partition_size_min` must be a whole number"),
+    ({"rounds": 0}, ValueError, r"`rounds` must be >= 1; got 0"),
+    ({"rounds": 2**31}, ValueError, r"`rounds` must be <= 2147483647; got 2147483648"),
+    ({"rounds": jnp.int32(3)}, TypeError, r"`rounds` sets a shape, so it must be a Python number"),
+    ({"check": 1}, TypeError, r"`check` must be True or False; got 1"),
+    ({"include_partition_remainder": None}, TypeError, r"`include_partition_remainder` must be"),
+    ({"accumulator_dtype": int}, TypeError, r"`accumulator_dtype` must be a floating dtype"),
+    ({"fan_in_axes": {"(": 0}}, ValueError, r"`fan_in_axes` has '\(', which is no regular"),
+    ({"stacked_axes": [0]}, TypeError, r"`stacked_axes` must map regular expressions to axes"),
     ({"method": "sort"}, ValueError, r"`method` must be one of 'exact', 'pairs', 'rank'; got"),
     ({"backend": "gpu"}, ValueError, r"`backend` must be one of 'auto', 'device', 'host'; got"),
     ({"layout": "HWIO"}, ValueError, r"`layout` must be one of 'flax', 'torch'; got 'HWIO'"),
@@ -565,9 +701,21 @@ def test_refuses_bad_arguments(kwargs, error, message):
     optax_boost.sgperm(**{"key": 0} | kwargs)
 
 
-def test_refuses_complex_leaves():
+@both
+def test_refuses_leaves_that_are_complex_or_python_numbers_and_states_of_others(tx):
   with pytest.raises(TypeError, match=r"the leaf 'a' is complex64"):
-    optax_boost.sgperm(method="rank").init({"a": jnp.ones(2, jnp.complex64)})
+    tx.init({"a": jnp.ones(2, jnp.complex64)})
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'a' is 1.0 of type float"):
+    tx.init({"a": 1.0})
+  params = {"a": jnp.arange(3.0)}
+  with pytest.raises(
+    TypeError, match=r"the state that its own `init` made, a \w+State; got a Trace"
+  ):
+    tx.update(params, optax.trace(0.9).init(params), params)
+  other = {"a": jnp.arange(4.0)}
+  message = r"params that its state was made for; got shape \(4,\) for \(3,\) in the leaf 'a'"
+  with pytest.raises(ValueError, match=message):
+    tx.update(other, tx.init(params), other)
 
 
 def test_refuses_partitions_of_another_shape():
@@ -579,6 +727,11 @@ def test_refuses_partitions_of_another_shape():
   orders = {"bias": jnp.arange(12), "kernel": jnp.zeros((12, 3), jnp.int32)}
   with pytest.raises(ValueError, match=r"for the leaf 'bias' \(12, 1\); got int32 of shape"):
     tx.update(grads(0), state, params, partitions=orders)
+  orders["bias"] = jnp.zeros((12, 1), jnp.int32)
+  with pytest.raises(
+    ValueError, match=r"`partitions` must hold each index of the leaf 'bias' once"
+  ):
+    tx.update(grads(0), state, params, partitions=orders)
 
 
 def test_refuses_a_permutation_of_other_params():
@@ -587,5 +740,25 @@ def test_refuses_a_permutation_of_other_params():
     optax_boost.apply_permutation(params, params)
   with pytest.raises(ValueError, match=r"needs a permutation of the tree structure of the params"):
     optax_boost.apply_permutation(params, {"bias": jnp.arange(12)})
-  with pytest.raises(ValueError, match=r"exactly one `permutation` is needed.*; got 0."):
+  with pytest.raises(ValueError, match=r"exactly one of `sgperm` and `laperm` in it; got 0."):
     optax_boost.permutation(optax.sgd(0.1).init(params))
+  twice = optax.chain(optax_boost.sgperm(method="rank"), LAPERM).init(params)
+  with pytest.raises(ValueError, match=r"exactly one of `sgperm` and `laperm` in it; got 2."):
+    optax_boost.permuted_params(twice)
+  with pytest.raises(ValueError, match=r"of the same tree structure; got gradients"):
+    optax_boost.apply_permuted_params(params, params["bias"], LAPERM.init(params))
+
+
+@pytest.mark.parametrize(
+  ("index", "message"),
+  [
+    ([0, 1, 1], r"`permutation` must hold each index of the leaf 'a' once; got 1 more than once"),
+    ([0, 1, 3], r"`permutation` must hold indices from 0 to 2 for the leaf 'a'; got 3"),
+    ([0, 1, -1], r"`permutation` must hold indices from 0 to 2 for the leaf 'a'; got -1"),
+  ],
+)
+def test_refuses_what_is_no_permutation(index, message):
+  with pytest.raises(ValueError, match=message):
+    optax_boost.apply_permutation({"a": jnp.arange(3.0)}, {"a": np.asarray(index)})
+  with pytest.raises(ValueError, match=message.replace("'a'", "'params'")):
+    optax_boost.apply_permutation(jnp.arange(3.0), jnp.asarray(index))

@@ -436,6 +436,78 @@ def test_a_refresh_reaches_into_chains_masks_and_partitions():
     assert state.refresh_count == 1
 
 
+LABELS = {"w": "ours", "b": "rest"}
+
+
+def hidden(kind, refresh_every):
+  """SVRG of `w` alone."""
+  if kind == "masked":
+    return optax.chain(
+      optax.masked(optax_boost.svrg(refresh_every), {"w": True, "b": False}), optax.sgd(0.1)
+    )
+  ours = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(0.1))
+  return optax.partition({"ours": ours, "rest": optax.sgd(0.1)}, LABELS)
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_inside_masked_and_partition_closures_that_fill_in_hidden_leaves_serve_it(kind):
+  tx = hidden(kind, 2)
+  filled = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+  def gradients(point, params, batch, mask):
+    whole = filled(lambda q, p: p if isinstance(q, optax.MaskedNode) else q, point, params)
+    found = jax.grad(loss_fn)(whole, batch)
+    return filled(lambda q, g: q if mask and q == optax.MaskedNode() else g, point, found)
+
+  def train(mask):
+    params, state = START, tx.init(START)
+    for t in range(3):
+      updates, state = tx.update(
+        GRADIENT(params, batch_at(t)),
+        state,
+        params,
+        grad_fn=functools.partial(gradients, params=params, batch=batch_at(t), mask=mask),
+        full_grad_fn=functools.partial(gradients, params=params, batch=everything(), mask=mask),
+      )
+      params = optax.apply_updates(params, updates)
+    return params, svrg_state(state)
+
+  last, state = train(mask=True)
+  assert state.refresh_count == 2
+  assert state.full_gradient["b"] == optax.MaskedNode()
+  # By hand: the snapshot holds `w` of the last refresh, and `b` is the current one.
+  params = snapshot = START
+  for t in range(3):
+    if t % 2 == 0:
+      snapshot, full = params, GRADIENT(params, everything())
+    g, h = (GRADIENT(p, batch_at(t)) for p in (params, params | {"w": snapshot["w"]}))
+    g["w"] = g["w"] - (h["w"] - full["w"])
+    params = jax.tree.map(lambda p, x: p - 0.1 * x, params, g)
+  chex.assert_trees_all_close(last, params, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_equal(train(mask=False)[0], last)
+  # The train step's closures do it by themselves.
+  step = optax_boost.make_train_step(
+    loss_fn, tx, full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=DATA)
+  )
+  state = step.init(START)
+  for t in range(3):
+    state, _ = step(state, batch_at(t))
+  chex.assert_trees_all_close(state.params, params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
+def test_inside_masked_a_closure_that_knows_no_hidden_leaves_gets_advice(name):
+  tx = hidden("masked", 2)
+  extra = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: p}
+  extra[name] = functools.partial(GRADIENT, batch=batch_at(0))
+  message = rf"calls `{name}` with params whose hidden leaves .* Put `svrg` first in the chain"
+  with pytest.raises(ValueError, match=message):
+    tx.update(START, tx.init(START), START, **extra)
+  extra[name] = lambda p: {"w": p["w"]}
+  with pytest.raises(ValueError, match=rf"`{name}` must give a tree of the params' structure"):
+    tx.update(START, tx.init(START), START, **extra)
+
+
 def test_a_line_search_behind_it_does_not_refuse_the_full_gradient():
   step = optax_boost.make_train_step(
     loss_fn,
@@ -797,8 +869,8 @@ def test_a_missing_full_grad_fn_is_named_with_both_ways_out():
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
-    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be finite and >= 1; got 0"),
-    ({"refresh_every": -3}, ValueError, r"`refresh_every` must be finite and >= 1; got -3"),
+    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be >= 1; got 0"),
+    ({"refresh_every": 2**31}, ValueError, r"`refresh_every` must be <= 2147483647; got 2147"),
     ({"refresh_every": 2.5}, TypeError, r"`refresh_every` must be a whole number; got 2.5"),
     ({"refresh_every": "often"}, TypeError, r"`refresh_every` must be a whole number"),
     (
@@ -817,7 +889,8 @@ def test_refuses_hyperparameters_out_of_range(kwargs, error, message):
 @pytest.mark.parametrize(
   ("args", "error", "message"),
   [
-    ((0,), ValueError, r"`steps` must be finite and >= 1; got 0"),
+    ((0,), ValueError, r"`steps` must be >= 1; got 0"),
+    ((10, 10**400), ValueError, r"`initial` must be finite and >= 0; got 1000"),
     ((10, -1.0), ValueError, r"`initial` must be finite and >= 0; got -1.0"),
   ],
 )
@@ -857,7 +930,16 @@ def used_up():
     ),
     (lambda: [np.float32(1)], lambda p, b: p, ValueError, r"can't tell the number of examples"),
     (lambda: 3, GRADIENT, TypeError, r"`batches` must be an iterable of batches; got 3"),
-    (batches, None, TypeError, r"`grad_fn` must be callable; got None"),
+    (lambda: batch_at(0), GRADIENT, TypeError, r"(?s)got \{'x': .* A single batch is"),
+    (lambda: list, GRADIENT, TypeError, r"`batches` must be an iterable of batches; got <class"),
+    (
+      lambda: [batch_at(0), batch_at(1) | {"name": np.array(["cat"])}],
+      GRADIENT,
+      TypeError,
+      r"the leaf 'name' of batch 1 is array\(\['cat'\].* of dtype <U3. Leave it out",
+    ),
+    (batches, None, TypeError, r"`grad_fn` must be callable, called as `grad_fn\(params, batch\)`"),
+    (batches, lambda p, b: jax.tree.map(str, p), TypeError, r"`grad_fn` needs arrays as leaves"),
   ],
 )
 def test_full_gradient_refuses_what_it_cannot_average(source, gradient, error, message):
@@ -868,8 +950,45 @@ def test_full_gradient_refuses_what_it_cannot_average(source, gradient, error, m
 def test_full_gradient_refuses_weights_that_sum_to_nothing():
   with pytest.raises(ValueError, match=r"the weights of all batches sum to 0.0"):
     optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=lambda batch: 0)
-  with pytest.raises(TypeError, match=r"`weight_fn` must be callable; got 3"):
+  with pytest.raises(TypeError, match=r"`weight_fn` must be callable, called as .*; got 3"):
     optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=3)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, jnp.float32("inf"), np.float32(-2)])
+def test_a_weight_that_is_not_finite_or_negative_is_refused_or_in_a_scan_not_taken(weight):
+  def weigh(batch):
+    return weight
+
+  with pytest.raises(ValueError, match=r"`weight_fn` must return a finite number >= 0; it"):
+    optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=weigh)
+  full = optax_boost.scan_full_gradient(GRADIENT, START, DATA, weight_fn=weigh)
+  state = optax_boost.refresh_svrg(optax_boost.svrg(None).init(START), START, full)
+  assert (int(state.refresh_count), int(state.notfinite_count)) == (0, 1)
+
+
+@pytest.mark.parametrize("weight", ["5", np.ones(5), None, jnp.ones([]) * 1j])
+def test_a_weight_that_is_no_number_is_refused(weight):
+  for average, data in (
+    (optax_boost.full_gradient, batches()),
+    (optax_boost.scan_full_gradient, DATA),
+  ):
+    with pytest.raises(TypeError, match=r"`weight_fn` must return a number, .*; it returned"):
+      average(GRADIENT, START, data, weight_fn=lambda batch: weight)
+
+
+def test_other_bad_arguments_of_a_full_pass_are_named():
+  for kwargs, message in (
+    ({"rng": 0.5}, r"`rng` must be a key of `jax.random.key` or an integer seed; got 0.5"),
+    ({"progress": 3}, r"`progress` must be True or False; got 3"),
+  ):
+    with pytest.raises(TypeError, match=message):
+      optax_boost.full_gradient(GRADIENT, START, batches(), **kwargs)
+  with pytest.raises(TypeError, match=r"`unroll` must be a whole number; got 'all'"):
+    optax_boost.scan_full_gradient(GRADIENT, START, DATA, unroll="all")
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'b' is 0.0 of type float"):
+    optax_boost.full_gradient(GRADIENT, START | {"b": 0.0}, batches())
+  with pytest.raises(ValueError, match=r"can't run inside `jit`. Call it between two steps"):
+    jax.jit(lambda p: optax_boost.full_gradient(GRADIENT, p, batches()))(START)
 
 
 @pytest.mark.parametrize(
@@ -887,8 +1006,77 @@ def test_a_refresh_refuses_a_state_without_svrg_and_trees_that_do_not_fit():
   with pytest.raises(ValueError, match=r"`full_gradient` must give gradients of the params'"):
     optax_boost.refresh_svrg(state, START, {"w": START["w"]})
   other = {"w": jnp.ones(3), "b": jnp.zeros([])}
-  with pytest.raises(ValueError, match=r"`refresh_svrg` needs gradients of the params' shapes"):
+  with pytest.raises(ValueError, match=r"`refresh_svrg` needs the params that its state was made"):
     optax_boost.refresh_svrg(state, other, other)
+
+
+def test_refuses_other_states_other_params_and_other_leaves():
+  tx = optax_boost.svrg(None)
+  extra = {"grad_fn": lambda p: p}
+  with pytest.raises(TypeError, match=r"its own `init` made, a SvrgState; got a TraceState"):
+    tx.update(START, optax.trace(0.9).init(START), START, **extra)
+  other = START | {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"`svrg` needs the params that its state was made for; got"):
+    tx.update(other, tx.init(START), other, **extra)
+  for leaf, message in ((1j, "the leaf 'w' is complex64"), (1.0, "the leaf 'w' is 1.0 of type")):
+    leaf = leaf if leaf == 1.0 else jnp.asarray(leaf)
+    with pytest.raises(TypeError, match=message):
+      tx.init(START | {"w": leaf})
+  with pytest.raises(TypeError, match=r"`grad_fn` must be callable, called as `grad_fn\(params\)`"):
+    tx.update(START, tx.init(START), START, grad_fn=START)
+  with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable, called as"):
+    optax_boost.svrg(1).update(START, tx.init(START), START, full_grad_fn=START, **extra)
+  schedule = optax_boost.svrg(None, lambda count: jnp.ones(2))
+  with pytest.raises(ValueError, match=r"`coefficient` must be a schedule that returns a scalar"):
+    schedule.update(START, tx.init(START), START, **extra)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float16"), ("float16", "float32")], ids=str)
+def test_gradients_of_another_dtype_are_corrected_in_theirs(dtypes):
+  of_params, of_grads = dtypes
+  params = jax.tree.map(lambda p: p.astype(of_params), START)
+  tx = optax_boost.svrg(1)
+  state = tx.init(params)
+
+  def grad_fn(point):
+    return jax.tree.map(lambda q: (2 * q).astype(of_grads), point)
+
+  def full_grad_fn(point):
+    return jax.tree.map(lambda q: (3 * q).astype(of_grads), point)
+
+  extra = {"grad_fn": grad_fn, "full_grad_fn": full_grad_fn}
+  updates, after = jax.jit(lambda s: tx.update(grad_fn(params), s, params, **extra))(state)
+  chex.assert_trees_all_close(updates, full_grad_fn(params), rtol=2e-3)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(of_grads)}
+  assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
+
+
+def test_init_of_abstract_params_is_a_template_of_the_state():
+  abstract = jax.eval_shape(lambda: START)
+  template, state = optax_boost.svrg(None).init(abstract), optax_boost.svrg(None).init(START)
+  assert template.snapshot == abstract
+  shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (template, state)]
+  assert shapes[0] == shapes[1]
+
+
+def test_params_may_bear_the_names_of_state_fields():
+  params = {"snapshot": jnp.ones(2), "full_gradient": jnp.ones(3), "count": jnp.ones([])}
+  state = optax.chain(optax_boost.svrg(None), optax.adam(0.1)).init(params)
+  full = jax.tree.map(lambda p: 2 * p, params)
+  state = optax_boost.refresh_svrg(state, params, full)
+  chex.assert_trees_all_equal(svrg_state(state).full_gradient, full)
+  assert svrg_state(state).refresh_count == 1
+
+
+def test_counters_stay_at_the_largest_int32():
+  largest = jnp.int32(2**31 - 1)
+  state = optax_boost.svrg(None).init(START)
+  state = state._replace(count=largest, refresh_count=largest, notfinite_count=largest)
+  state = optax_boost.refresh_svrg(state, START, START)
+  bad = jax.tree.map(lambda p: p * jnp.nan, START)
+  state = optax_boost.refresh_svrg(state, START, bad)
+  _, state = optax_boost.svrg(None).update(START, state, START, grad_fn=lambda p: p)
+  assert state.count == state.refresh_count == state.notfinite_count == largest
 
 
 @pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
@@ -900,5 +1088,5 @@ def test_closures_that_return_other_trees_are_named(name):
 
 
 def test_a_full_grad_fn_that_cannot_be_called_is_refused():
-  with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable or None; got 3"):
+  with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable.*; got 3"):
     optax_boost.make_train_step(loss_fn, optax_boost.svrg(3), full_grad_fn=3)

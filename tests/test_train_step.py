@@ -305,3 +305,11 @@ def test_refuses_a_loss_that_returns_something_else(loss, flags, message):
 def test_refuses_arguments_of_the_wrong_kind(args, message):
   with pytest.raises(TypeError, match=message):
     optax_boost.make_train_step(*args)
+
+
+def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
+  step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), optax.adam(0.1))
+  state = step.init({"w": jnp.ones((3, 1))})
+  other = step.init({"w": jnp.ones((3, 2))})
+  with pytest.raises(ValueError, match=r"turns params\['w'\] of shape \(3, 1\) into .* \(3, 2\)"):
+    step(state._replace(opt_state=other.opt_state), jnp.eye(3))

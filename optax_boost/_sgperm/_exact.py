@@ -11,6 +11,7 @@ import numpy as np
 from optax_boost._sgperm import _blocks
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _host
+from optax_boost._sgperm import _sharding
 
 
 class Work(NamedTuple):
@@ -67,11 +68,20 @@ def permute(
     return [_on_device(*pair, remainder) for pair in zip(works, sizes, strict=True)]
   if not works:
     return []
-  shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
   # The ranks are the device kernel's; the host sorts faster than they would travel.
-  lean = [work._replace(ranks=None) for work in works]
+  return _called_back([work._replace(ranks=None) for work in works], remainder)
+
+
+# Jitted, and with a hint: outside of a jit the results of a callback would lie on no mesh.
+@functools.partial(jax.jit, static_argnums=1)
+def _called_back(works: list[Work], remainder: bool) -> list[jax.Array]:
+  shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
   callback = functools.partial(_on_host, remainder=remainder)
-  return jax.pure_callback(callback, shapes, lean, vmap_method="broadcast_all")
+  sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
+  return [
+    _sharding.same_as(jnp.zeros_like(source), source, work.weights)
+    for source, work in zip(sources, works, strict=True)
+  ]
 
 
 def _on_device(work: Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:

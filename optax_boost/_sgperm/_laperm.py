@@ -12,9 +12,9 @@ Source: Qiu, Suda, "Train-by-Reconnect: Decoupling Locations of Weights from The
 arXiv:2006.07541.
 """
 
+import functools
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +28,10 @@ from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
+from optax_boost._sgperm import _states
+from optax_boost._sgperm._states import LapermState
 
 _METHOD = "laperm"
-
-
-class LapermState(NamedTuple):
-  """State of :func:`laperm`: three copies of the params beside the inner state.
-
-  Leaves that are excluded are ``optax.MaskedNode()`` in the trees below.
-
-  Attributes:
-    count: scalar int32, the number of steps made.
-    synced: scalar bool, whether the last step ended in a permutation.
-    initial: a copy of the initial params.
-    permutation: int32 of the params' shapes, the permutation of the last synchronization: for each
-      entry of a leaf, which entry of the raveled initial leaf it held then.
-    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors.
-    inner_state: the inner optimizer's state.
-  """
-
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  synced: jax.Array
-  initial: optax.Params
-  permutation: Any
-  ranks: Any
-  inner_state: optax.OptState
 
 
 def laperm(
@@ -79,11 +58,12 @@ def laperm(
   permutation; with :func:`apply_permuted_params` in its place they are the permutation itself.
 
   A gradient that is not finite goes to the inner optimizer. Weights that it makes NaN count as the
-  largest of their vector at the next synchronization.
+  largest of their vector at the next synchronization. A step whose updates are all zero, as those
+  of ``accumulate`` between two inner steps and of a loss scale after an overflow, is not counted.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
-    sync_every: steps from one synchronization to the next; the state's permutation is as old.
+    sync_every: inner steps from one synchronization to the next; the state's permutation is as old.
       Raising it trains more freely. Static.
     exclude: the leaves that `inner` trains alone: regular expressions searched in the leaf's path,
       a tree of bools, a callable from params to one, or None: no leaf.
@@ -93,10 +73,12 @@ def laperm(
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and hands its extra
+    arguments to `inner`. Its updates have the wider of the dtypes of params and inner updates.
 
   Raises:
-    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
+    ValueError: a number is out of range; in ``init``: weights that are not finite; in ``update``:
+      no params, or a tree that does not fit.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -117,14 +99,11 @@ def laperm(
     Qiu, Suda, `Train-by-Reconnect: Decoupling Locations of Weights from Their Values
     <https://arxiv.org/abs/2006.07541>`_, 2020.
   """
-  if isinstance(sync_every, bool) or not isinstance(sync_every, int):
-    raise TypeError(
-      f"`sync_every` must be an integer, known when the transformation is built; got"
-      f" {sync_every!r}. Under `optax.inject_hyperparams` it belongs into `static_args`."
-    )
-  _base.check_number("sync_every", sync_every, minimum=1)
+  inner = _base.check_transformation("inner", inner)
+  _base.check_whole_number("sync_every", sync_every, static=True)
   _base.check_name("layout", layout, ("flax", "torch"))
-  inner = optax.with_extra_args_support(inner)
+  for name, axes in (("fan_in_axes", fan_in_axes), ("stacked_axes", stacked_axes)):
+    _tree.check_axes_by_pattern(name, axes)
 
   def plan(params: Any) -> list[_layout.Layout | None]:
     """The layouts, None for leaves that are excluded."""
@@ -136,6 +115,7 @@ def laperm(
     _tree.check_floating(params, _METHOD)
     leaves, structure = jax.tree.flatten(params)
     layouts = plan(params)
+    _leaf.check_finite(layouts, leaves, _METHOD)
 
     def tree(values: list[Any]) -> Any:
       masked = [
@@ -147,7 +127,7 @@ def laperm(
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      initial=tree([jnp.array(x) for x in leaves]),
+      initial=tree(jax.tree.leaves(_tree.copy_arrays(params))),
       permutation=tree(jax.tree.leaves(_permutation.identity(params))),
       ranks=tree([x if lay is None else _leaf.ranks_of(lay, x) for lay, x in pairs]),
       inner_state=inner.init(params),
@@ -160,19 +140,24 @@ def laperm(
     **extra_args: Any,
   ) -> tuple[optax.Updates, LapermState]:
     _base.require_params(params, _METHOD)
+    _base.require_state(state, LapermState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
+    current, structure = jax.tree.flatten(params)
+    chosen = {i: lay for i, lay in enumerate(plan(params)) if lay is not None}
+    _states.check_params(chosen.values(), state.initial, _METHOD)
     steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    count = optax.safe_increment(state.count)
-    due = count % sync_every == 0
-    structure = jax.tree.structure(updates)
-    layouts = [lay for lay in plan(params) if lay is not None]
-    chosen = [i for i, lay in enumerate(plan(params)) if lay is not None]
-    current, free = jax.tree.leaves(params), jax.tree.leaves(steps)
+    free = jax.tree.leaves(steps)
+    for i in chosen:
+      free[i] = free[i].astype(jnp.promote_types(free[i].dtype, current[i].dtype))
+    # An `accumulate` or a loss scale inside returns zeros where it made no step.
+    stepped = functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in free], jnp.array(False))
+    count = jnp.where(stepped, optax.safe_increment(state.count), state.count)
+    due = stepped & (count % sync_every == 0)
 
     def synchronized(current: Any, free: Any, trees: Any) -> tuple[list[Any], list[Any]]:
       new, permuted = list(free), []
-      for i, lay, initial, held, rank in zip(chosen, layouts, *trees, strict=True):
+      for (i, lay), initial, held, rank in zip(chosen.items(), *trees, strict=True):
         target, flat = initial, held
         if lay.movable:
           trained = lay.columns(optax.apply_updates(current[i], free[i]))
@@ -180,7 +165,7 @@ def laperm(
           ordered = _sorting.inverse(lay.columns(rank))
           target, found = _leaf.arranged(lay, initial, _fast.by_rank(trained, ordered))
           flat = _sharding.same_as(held, found, initial)
-        new[i] = (target - current[i]).astype(free[i].dtype)
+        new[i] = _leaf.step(current[i], target, free[i].dtype)
         permuted.append(flat)
       return new, permuted
 
@@ -190,7 +175,7 @@ def laperm(
     free, held = jax.lax.cond(due, synchronized, lambda c, f, t: (f, t[1]), current, free, trees)
     return jax.tree.unflatten(structure, free), LapermState(
       count=count,
-      synced=due,
+      synced=jnp.where(stepped, due, state.synced),
       initial=state.initial,
       permutation=jax.tree.unflatten(jax.tree.structure(state.permutation), held),
       ranks=state.ranks,

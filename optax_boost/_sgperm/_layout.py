@@ -26,6 +26,11 @@ class Layout(NamedTuple):
   fan_in: tuple[int, ...]
 
   @property
+  def name(self) -> str:
+    """The path, for messages."""
+    return self.path or "params"
+
+  @property
   def outputs(self) -> tuple[int, ...]:
     """The axes along which the vectors lie side by side."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)

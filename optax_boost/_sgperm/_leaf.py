@@ -4,7 +4,9 @@ Functions here and in the kernels are jitted each for itself: outside of a user'
 where ``init`` runs, their many small operations would be compiled one by one.
 """
 
+from collections.abc import Sequence
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -91,17 +93,69 @@ def arranged(
   return layout.leaf(values), layout.leaf(layout.entries(position))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
+def step(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
+  """The update that takes weights to others, in the wider of their dtype and another.
+
+  Args:
+    current: the weights.
+    target: the other weights, of the same dtype.
+    dtype: the other dtype, of the gradients or of an inner optimizer's updates.
+
+  Returns:
+    The difference: ``optax.apply_updates`` lands on the target, or within one rounding of it.
+  """
+  wide = jnp.promote_types(current.dtype, dtype)
+  return target.astype(wide) - current.astype(wide)
+
+
+def check_finite(layouts: Sequence[_layout.Layout | None], leaves: Any, method: str) -> None:
+  """Refuses initial weights that are not finite, where their values are known.
+
+  Args:
+    layouts: the leaves'; None for a leaf that is not permuted.
+    leaves: the initial leaves.
+    method: the method's name, for the message.
+
+  Raises:
+    ValueError: a leaf has a NaN or an infinity.
+  """
+  unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
+  flags = [
+    (lay, _finite(x))
+    for lay, x in zip(layouts, leaves, strict=True)
+    if lay is not None and not isinstance(x, unknown)
+  ]
+  for lay, flag in flags:
+    if not flag:
+      raise ValueError(
+        f"`{method}` needs finite initial weights, for it keeps their values; the leaf"
+        f" '{lay.name}' has a NaN or an infinity. Initialize it anew, or leave it to another"
+        " optimizer with `optax.partition`."
+      )
+
+
+@jax.jit
+def _finite(x: jax.Array) -> jax.Array:
+  return jnp.all(jnp.isfinite(x))
+
+
+def ranks_of(layout: _layout.Layout, x: Any) -> Any:
   """The ranks of a leaf's entries in their vectors; equal ones in natural order.
 
   Args:
     layout: the leaf's.
-    x: the leaf.
+    x: the leaf, or a ``jax.ShapeDtypeStruct``.
 
   Returns:
-    int32, of the leaf's shape.
+    int32, of the leaf's shape; abstract as the leaf is.
   """
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=jnp.int32)
+  return _ranks(layout, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ranks(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   if not layout.movable:
     return jnp.zeros(layout.shape, jnp.int32)
 
@@ -112,17 +166,23 @@ def ranks_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   return _sharding.automatic(ranks, x)(x)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def ranges_of(layout: _layout.Layout, x: jax.Array) -> jax.Array:
+def ranges_of(layout: _layout.Layout, x: Any) -> Any:
   """The value range of each weight vector.
 
   Args:
     layout: the leaf's.
-    x: the leaf.
+    x: the leaf, or a ``jax.ShapeDtypeStruct``.
 
   Returns:
-    (1, vectors), in the dtype of the leaf.
+    (1, vectors), in the dtype of the leaf; abstract as the leaf is.
   """
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((1, layout.vectors), x.dtype)
+  return _ranges(layout, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ranges(layout: _layout.Layout, x: jax.Array) -> jax.Array:
   if not layout.movable:
     return jnp.zeros((1, layout.vectors), x.dtype)
 

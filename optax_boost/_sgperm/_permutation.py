@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _base
 from optax_boost import _tree
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
+from optax_boost._sgperm import _states
 
 
 def identity(params: Any) -> Any:
@@ -67,7 +69,7 @@ def mismatch(
     layouts: of the leaves.
 
   Returns:
-    Scalar int32, 0 or 1.
+    Scalar bool.
 
   Raises:
     ValueError: they are, and this is not inside ``jit``.
@@ -84,23 +86,45 @@ def mismatch(
     if not isinstance(wrong, jax.core.Tracer) and wrong:
       raise ValueError(
         f"`sgperm` needs the params to be the permutation that its state holds; the leaf"
-        f" '{layout.path}' is off by {float(off):.3g}. Nothing else may change them: no weight"
+        f" '{layout.name}' is off by {float(off):.3g}. Nothing else may change them: no weight"
         " decay, no scaling of the updates, no second optimizer. After a deliberate change, start"
         " from `tx.init(params)`."
       )
     found |= wrong
-  return found.astype(jnp.int32)
+  return found
 
 
-def _found(opt_state: Any, name: str) -> Any:
-  """The single value of a field in a state; both methods call the same thing alike."""
-  found = [value for path, value in optax.tree.get_all_with_path(opt_state, name) if path]
-  if len(found) != 1:
+def check_indices(index: Any, size: int, argument: str, name: str) -> None:
+  """Refuses integers that are no permutations, where their values are known.
+
+  Args:
+    index: integers. As (`size`, columns), each column must hold 0 to `size` - 1 once.
+    size: the length of a column.
+    argument: the argument's name, for the message.
+    name: the leaf's name, for the message.
+
+  Raises:
+    ValueError: an index is out of range or occurs twice.
+  """
+  if isinstance(index, jax.core.Tracer) or not size:
+    return
+  # What lies on other processes is theirs to check.
+  if isinstance(index, jax.Array) and not index.is_fully_addressable:
+    return
+  values = np.asarray(index).reshape(size, -1)
+  outside = values[(values < 0) | (values >= size)]
+  if outside.size:
     raise ValueError(
-      f"A state with exactly one `{name}` is needed, as `sgperm` and `laperm` make it; got"
-      f" {len(found)}. Pass the part of the optimizer state that belongs to one of them."
+      f"`{argument}` must hold indices from 0 to {size - 1} for the leaf '{name}'; got"
+      f" {outside[0]}."
     )
-  return found[0]
+  ordered = np.sort(values, axis=0)
+  repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+  if repeated.size:
+    raise ValueError(
+      f"`{argument}` must hold each index of the leaf '{name}' once; got {repeated[0]} more than"
+      " once, so that weights would be lost."
+    )
 
 
 def permutation(opt_state: optax.OptState) -> Any:
@@ -127,7 +151,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
   """
-  return _found(opt_state, "permutation")
+  return _states.find(opt_state, "permutation").permutation
 
 
 def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
@@ -142,7 +166,8 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
     The permuted params, exact.
 
   Raises:
-    ValueError: the permutation is none of these params: another tree, shape or dtype.
+    ValueError: the permutation is none of these params: another tree, shape or dtype; or, where
+      its values are known, an index is out of range or occurs twice.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -151,19 +176,34 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
     [0.125, 0.5, 0.25]
   """
 
-  def one(path: Any, start: jax.Array, index: Any) -> jax.Array:
+  def check(path: Any, start: jax.Array, index: Any) -> jax.Array:
     if isinstance(index, optax.MaskedNode):
       return start
+    name = _tree.path_string(path) or "params"
     integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
     if not integers or jnp.shape(index) != jnp.shape(start):
       raise ValueError(
-        f"`apply_permutation` needs integers of the params' shapes; the leaf"
-        f" '{_tree.path_string(path)}' is {jnp.result_type(index)} of shape {jnp.shape(index)} for"
-        f" params of shape {jnp.shape(start)}. Pass what `permutation` returned for these params."
+        f"`apply_permutation` needs integers of the params' shapes; the leaf '{name}' is"
+        f" {jnp.result_type(index)} of shape {jnp.shape(index)} for params of shape"
+        f" {jnp.shape(start)}. Pass what `permutation` returned for these params."
       )
+    check_indices(index, jnp.size(start), "permutation", name)
+    return start
+
+  _mapped(check, initial, permutation, "apply_permutation")
+  return _permuted(initial, permutation, "apply_permutation")
+
+
+def _permuted(initial: Any, permutation: Any, function: str) -> Any:
+  """Permutes initial params; indices are in range."""
+
+  def one(path: Any, start: jax.Array, index: Any) -> jax.Array:
+    del path
+    if isinstance(index, optax.MaskedNode):
+      return start
     return _sharding.automatic(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
-  return _mapped(one, initial, permutation, "apply_permutation")
+  return _mapped(one, initial, permutation, function)
 
 
 def permuted_params(opt_state: optax.OptState, params: optax.Params | None = None) -> optax.Params:
@@ -188,8 +228,8 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     >>> [round(float(x), 1) for x in optax_boost.permuted_params(state)["bias"]]
     [0.1, 0.2, 0.3]
   """
-  initial, index = _found(opt_state, "initial"), _found(opt_state, "permutation")
-  exact = apply_permutation(initial, index)
+  state = _states.find(opt_state, "permuted_params")
+  exact = _permuted(state.initial, state.permutation, "permuted_params")
   if params is None:
     return exact
 
@@ -231,12 +271,14 @@ def apply_permuted_params(
     >>> new["bias"].tolist() == params["bias"][::-1].tolist()
     True
   """
+  _base.require_params(params, "apply_permuted_params")
+  _tree.check_same_tree(updates, params, "apply_permuted_params")
+  state = _states.find(opt_state, "apply_permuted_params")
   added = optax.apply_updates(params, updates)
-  exact = permuted_params(opt_state, added)
-  between = optax.tree.get_all_with_path(opt_state, "synced")
-  if not between:
+  exact = permuted_params(state, added)
+  if isinstance(state, _states.SgpermState):
     return exact
-  return jax.tree.map(lambda e, a: jnp.where(between[0][1], e, a), exact, added)
+  return jax.tree.map(lambda e, a: jnp.where(state.synced, e, a), exact, added)
 
 
 def _mapped(

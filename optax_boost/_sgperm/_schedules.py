@@ -12,6 +12,7 @@ transformation is built are run through the recurrence in Python, and the steps 
 
 from collections.abc import Callable
 import math
+import numbers
 from typing import Any
 from typing import NamedTuple
 
@@ -35,22 +36,27 @@ class Wide(NamedTuple):
   low: jax.Array
 
 
+def as_float(value: Any) -> Any:
+  """A number as a float; an array, as ``optax.inject_hyperparams`` passes them, as it is."""
+  known = isinstance(value, numbers.Real | np.ndarray)
+  return float(value) if known else value
+
+
 class Schedules:
   """The values of alpha and lamda at each step."""
 
   def __init__(
     self, alpha: Any, lamda: Any, beta1: Any, beta2: Any, alpha_min: Any, lamda_max: Any
   ) -> None:
-    self._given = (alpha, lamda, beta1, beta2, alpha_min, lamda_max)
-    # Under `optax.inject_hyperparams` the numbers are arrays.
-    self._known = all(isinstance(x, int | float) for x in self._given)
+    self._given = tuple(map(as_float, (alpha, lamda, beta1, beta2, alpha_min, lamda_max)))
+    self._known = all(isinstance(x, float) for x in self._given)
     self._alphas: list[float] = []
     self._lamdas: list[float] = []
     if self._known:
       self._run()
 
   def _run(self) -> None:
-    alpha, lamda, beta1, beta2, alpha_min, lamda_max = (float(x) for x in self._given)
+    alpha, lamda, beta1, beta2, alpha_min, lamda_max = self._given
     while len(self._alphas) < _LONGEST:
       last = (alpha, lamda)
       alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
@@ -107,7 +113,7 @@ class Schedules:
     if self._known:
       ends = [math.floor(x * length) for x in (min(self._lamdas), max(self._lamdas))]
       if len(self._lamdas) == _LONGEST:
-        ends = [0, math.floor(float(self._given[5]) * length)]
+        ends = [0, math.floor(self._given[5] * length)]
       smallest, largest = (min(max(least, end), length) for end in ends)
     return smallest, largest
 

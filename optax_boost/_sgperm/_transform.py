@@ -19,14 +19,12 @@ Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.
 import itertools
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _exact
 from optax_boost._sgperm import _fast
@@ -37,44 +35,11 @@ from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
+from optax_boost._sgperm import _states
+from optax_boost._sgperm._states import SgpermState
 
 _METHOD = "sgperm"
 _MANY = 1 << 20
-
-
-@_protocol.declares(metrics=("sgperm/notfinite_count",))
-class SgpermState(NamedTuple):
-  """State of :func:`sgperm`: four copies of the params, three with ``method="pairs"``.
-
-  Attributes:
-    count: scalar int32, the number of steps made.
-    alpha: scalar, the last step's alpha.
-    lamda: scalar, the last step's lamda.
-    key: raw key data, from which each step draws its subsets or pairs.
-    momentum: the recommendations, in at least float32.
-    initial: a copy of the initial params.
-    permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
-      initial leaf it holds now. See :func:`permutation`.
-    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors; ``()``
-      with ``method="pairs"``.
-    ranges: per leaf (1, vectors), the weight vectors' initial ranges.
-    notfinite_count: scalar int32, the steps in which some recommendation was kept as it was,
-      for its gradient was not finite.
-    mismatch_count: scalar int32, with ``check=True`` the steps whose params were not the
-      permutation that this state holds.
-  """
-
-  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
-  alpha: jax.Array
-  lamda: jax.Array
-  key: jax.Array
-  momentum: optax.Updates
-  initial: optax.Params
-  permutation: Any
-  ranks: Any
-  ranges: Any
-  notfinite_count: jax.Array
-  mismatch_count: jax.Array
 
 
 def sgperm(
@@ -121,7 +86,9 @@ def sgperm(
   A weight vector is what leads into one output: for Flax all axes but the last, and of a bias the
   whole. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
   ``optax.partition``. Vectors of a single weight stay as they are, as do vectors whose weights are
-  all alike. A gradient entry that is not finite leaves its recommendation as it was.
+  all alike. A gradient entry that is not finite leaves its recommendation as it was. ``init``
+  refuses initial weights that are not finite; inside ``jit`` it can't: no weight is lost, but
+  updates that move an infinity are NaN.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
@@ -154,13 +121,15 @@ def sgperm(
       outside ``jit`` and counts `mismatch_count` inside.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. It takes an extra
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
+    wider of the dtypes of params and gradients. It takes an extra
     argument `partitions` for replaying recorded ones: a tree like the params, each leaf int32 of
     shape (n, vectors), in each column the vector's positions in their order after the shuffle.
 
   Raises:
-    ValueError: a number is out of range, a name unknown, the key missing; in ``update``: no params,
-      a tree that does not fit, or, with `check`, params that something else changed.
+    ValueError: a number is out of range, a name unknown, the key missing; in ``init``: weights that
+      are not finite; in ``update``: no params, a tree that does not fit, or, with `check`, params
+      that something else changed.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -189,27 +158,31 @@ def sgperm(
     the vectors of a leaf share one draw, in the order of their weights, and a drawn subset
     keeps equal weights in natural order. Leaves of any rank are permuted.
   """
-  numbers = (
+  bounds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("alpha", alpha, {"minimum": 0.0}),
-    ("lamda", lamda, {"positive": True}),
-    ("beta1", beta1, {"positive": True}),
+    ("lamda", lamda, {"positive": True, "maximum": 1.0}),
+    ("beta1", beta1, {"positive": True, "maximum": 1.0}),
     ("beta2", beta2, {"positive": True}),
     ("alpha_min", alpha_min, {"minimum": 0.0}),
-    ("lamda_max", lamda_max, {"positive": True}),
+    ("lamda_max", lamda_max, {"positive": True, "maximum": 1.0}),
     ("momentum_lr", momentum_lr, {"positive": True}),
     ("momentum", momentum, {"minimum": 0.0, "below": 1.0}),
   )
-  for name, value, bounds in numbers:
-    _base.check_number(name, value, **bounds)  # type: ignore[arg-type]
-  for name, value in (("lamda", lamda), ("beta1", beta1), ("lamda_max", lamda_max)):
-    if isinstance(value, int | float) and value > 1:
-      raise ValueError(f"`{name}` must be at most 1; got {value!r}.")
-  for name, value in (("partition_size_min", partition_size_min), ("rounds", rounds)):
-    _check_static(name, value)
+  for name, value, bound in bounds:
+    _base.check_number(name, value, **bound)
+  _base.check_whole_number("partition_size_min", partition_size_min, static=True)
+  _base.check_whole_number("rounds", rounds, static=True)
+  _base.check_bool("include_partition_remainder", include_partition_remainder)
+  _base.check_bool("check", check)
+  if accumulator_dtype is not None:
+    _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
+  for name, axes in (("fan_in_axes", fan_in_axes), ("stacked_axes", stacked_axes)):
+    _tree.check_axes_by_pattern(name, axes)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
   _base.check_name("layout", layout, ("flax", "torch"))
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
+  momentum, momentum_lr = (_schedules.as_float(x) for x in (momentum, momentum_lr))
   draws = method == "pairs" or (method == "exact" and schedules.sizes(_MANY, 1) != (_MANY, _MANY))
   if key is None and draws:
     raise ValueError(
@@ -225,6 +198,7 @@ def sgperm(
     _tree.check_floating(params, _METHOD)
     leaves, structure = jax.tree.flatten(params)
     layouts = plan(params)
+    _leaf.check_finite(layouts, leaves, _METHOD)
     spans = [_leaf.ranges_of(lay, x) for lay, x in zip(layouts, leaves, strict=True)]
     ranks = []
     if method != "pairs":
@@ -236,7 +210,7 @@ def sgperm(
       lamda=schedules.lamda(beginning),
       key=jnp.array(jax.random.key_data(typed_key)),
       momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_slot_dtype(p)), params),
-      initial=jax.tree.map(jnp.array, params),
+      initial=_tree.copy_arrays(params),
       permutation=_permutation.identity(params),
       ranks=jax.tree.unflatten(structure, ranks) if method != "pairs" else (),
       ranges=jax.tree.unflatten(structure, spans),
@@ -305,13 +279,16 @@ def sgperm(
   ) -> tuple[optax.Updates, SgpermState]:
     del extra_args
     _base.require_params(params, _METHOD)
+    _base.require_state(state, SgpermState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
     structure = jax.tree.structure(updates)
     layouts = plan(params)
-    mismatch = state.mismatch_count
+    _states.check_params(layouts, state.initial, _METHOD)
+    mismatch_count = state.mismatch_count
     if check:
-      mismatch += _permutation.mismatch(params, state.initial, state.permutation, layouts)
+      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
+      mismatch_count = _plus(mismatch, mismatch_count)
     recommended, bad = recommend(updates, state)
     given = _given_partitions(partitions, updates, layouts)
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
@@ -330,10 +307,10 @@ def sgperm(
         moved = [fast_step(count, *pair) for pair in zip(columns, bits, strict=True)]
       wishes, current, initial = parts[:3]
       permuted = list(parts[3])
-      steps = [0 * g for g in gradients]
+      steps = [jnp.zeros_like(g) for g in gradients]
       for i, position in zip(moving, moved, strict=True):
         target, new = _leaf.arranged(layouts[i], initial[i], position)
-        steps[i] = (target - current[i]).astype(gradients[i].dtype)
+        steps[i] = _leaf.step(current[i], target, gradients[i].dtype)
         permuted[i] = _sharding.same_as(permuted[i], new, wishes[i])
       return permuted, steps
 
@@ -349,20 +326,15 @@ def sgperm(
       permutation=jax.tree.unflatten(structure, permuted),
       ranks=state.ranks,
       ranges=state.ranges,
-      notfinite_count=state.notfinite_count + bad.astype(jnp.int32),
-      mismatch_count=mismatch,
+      notfinite_count=_plus(bad, state.notfinite_count),
+      mismatch_count=mismatch_count,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_static(name: str, value: Any) -> None:
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(
-      f"`{name}` must be an integer, known when the transformation is built; got {value!r}. Under"
-      " `optax.inject_hyperparams` it belongs into `static_args`."
-    )
-  _base.check_number(name, value, minimum=1)
+def _plus(condition: jax.Array, count: jax.Array) -> jax.Array:
+  return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def _given_partitions(
@@ -378,11 +350,11 @@ def _given_partitions(
       f" {jax.tree.structure(partitions)} for {structure}."
     )
   for lay, order in zip(layouts, jax.tree.leaves(partitions), strict=True):
-    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(
-      order.dtype, jnp.integer
-    ):
+    dtype = jnp.result_type(order)
+    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
       raise ValueError(
-        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.path}'"
-        f" {(lay.length, lay.vectors)}; got {order.dtype} of shape {jnp.shape(order)}."
+        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
+        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
       )
-  return jax.tree.leaves(partitions)
+    _permutation.check_indices(order, lay.length, "partitions", lay.name)
+  return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]

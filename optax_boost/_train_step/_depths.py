@@ -3,11 +3,18 @@
 The number is in the state, but reading it there waits for the step that computes it, and meanwhile
 the device has nothing to do. It depends on the step count and a key alone, though. So the host
 reads both once, works out the numbers of many steps together, and counts along.
+
+A train step serves any number of trajectories, in turns or from several threads. So the host's
+count belongs to a state, not to the train step: a table leads from the identity of the arrays that
+a step returned to their place in their trajectory, and an entry goes with its array. Between the
+two ends of one call the place is a local variable.
 """
 
 from collections.abc import Callable
-import operator
+from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
+import weakref
 
 import jax
 import numpy as np
@@ -19,102 +26,152 @@ from optax_boost import _protocol
 _CHUNK = 256
 
 
+class Place(NamedTuple):
+  """Where a state stands in its trajectory.
+
+  Attributes:
+    depth: how many groups its step freezes; None: the state has no such number, or a traced one.
+    count: the steps made; None: nothing to count along with.
+    start: the count of the first step in `depths`.
+    depths: of the steps from there on, as far as they were worked out.
+  """
+
+  depth: int | None
+  count: int | None = None  # type: ignore[assignment]  # tuples have a method of this name
+  start: int = 0
+  depths: Sequence[int] = ()
+
+
+NOWHERE = Place(None)
+
+
+class _Entry(weakref.ref[jax.Array]):
+  """A reference to a state's count, with the rest by which the state is known, and its place."""
+
+  __slots__ = ("frozen_groups", "key", "number", "place")
+
+  frozen_groups: jax.Array
+  key: jax.Array
+  number: int
+  place: Place
+
+
 class HostDepths:
-  """The depths of a train step's calls, one after the other."""
+  """The depths of a train step's calls, for any number of trajectories and threads."""
 
   def __init__(self) -> None:
-    # Of the state that the last step returned: its first three arrays, by which it is recognized,
-    # and its count. Holding all of it would keep the inner optimizer's memory.
-    self._last: tuple[jax.Array, ...] = ()
-    self._count: int | None = None
-    # The depths of the steps from a count on.
-    self._depths = np.empty(0, np.int32)
-    self._start = 0
+    # By the identity of the count's array. Each access is one operation, so no lock is needed.
+    entries: dict[int, _Entry] = {}
+    self._entries = entries
+    self._forget: Callable[[Any], Any] = lambda entry: entries.pop(entry.number, None)
     self._many: Any = None
-    # Which leaf holds the number inside a wrapper; -1: none.
-    self._leaf: int | None = None
+    # Which leaf holds the number inside a wrapper, by the state's structure.
+    self._leaves: dict[Any, int] = {}
+    # Whether states of a type ask for it; to look that up at every step takes too long.
+    self._asks: dict[type, bool] = {}
+    self._freezes = True
 
-  def next(
+  def locate(
     self, opt_state: optax.OptState, find_depth_at: Callable[[], _protocol.DepthAt]
-  ) -> int | None:
-    """How many groups the step from a state freezes.
+  ) -> Place:
+    """Finds the place of a state, from which a step is to be made.
 
     Args:
       opt_state: the optimizer's state.
       find_depth_at: finds the schedule; called once.
 
     Returns:
-      The number; None where the state has none, or one that is traced.
+      The place, for :meth:`made_step`.
     """
-    state = _counting(opt_state)
+    if not self._freezes:
+      return NOWHERE
+    state = self._counting(opt_state)
     if state is None:
-      return _value(self._inside(opt_state))
-    if self._count is None or not _same(state, self._last):
-      # From elsewhere, a checkpoint say. Whether a step follows is not known yet.
-      self._last, self._depths = (), np.empty(0, np.int32)
-      self._count = _value(state.count)
-      return _value(state.frozen_groups)
-    place = self._count - self._start
-    if not 0 <= place < len(self._depths):
-      self._work_out(find_depth_at, state)
-      place = 0
-    return int(self._depths[place])
+      return self._locate_inside(opt_state)
+    entry = self._entries.get(id(state.count))
+    if (
+      entry is None
+      or entry() is not state.count
+      or entry.frozen_groups is not state.frozen_groups
+      or entry.key is not state.key
+    ):
+      # From elsewhere, a checkpoint say.
+      return Place(_value(state.frozen_groups), _value(state.count))
+    if entry.place.depth is None:
+      # Read anew, should anything have kept a step from being counted.
+      count = int(np.asarray(state.count))
+      depths = self._work_out(find_depth_at, count, state.key)
+      entry.place = Place(depths[0], count, count, depths)
+    return entry.place
 
-  def made_step(self, opt_state: optax.OptState) -> None:
+  def made_step(self, place: Place, opt_state: optax.OptState) -> None:
     """Counts a step.
 
     Args:
-      opt_state: what it returned.
+      place: the place of the state that it started from.
+      opt_state: the state that it returned.
     """
-    if self._count is None:
-      # Nothing to count along with, as where nothing freezes.
+    _, count, start, depths = place
+    if count is None:
+      if place is NOWHERE:
+        # The transformation freezes nothing, whatever the params.
+        self._freezes = False
       return
-    state = _counting(opt_state)
+    state = self._counting(opt_state)
     if state is None or isinstance(state.count, jax.core.Tracer):
-      self._last, self._count = (), None
-    else:
-      self._last, self._count = _small_arrays(state), self._count + 1
+      return
+    count += 1
+    index = count - start
+    entry = _Entry(state.count, self._forget)
+    entry.number = id(state.count)
+    entry.frozen_groups, entry.key = state.frozen_groups, state.key
+    entry.place = Place(depths[index] if index < len(depths) else None, count, start, depths)
+    self._entries[entry.number] = entry
 
-  def _work_out(self, find_depth_at: Callable[[], _protocol.DepthAt], state: Any) -> None:
-    if self._many is None:
+  def _counting(self, opt_state: Any) -> Any | None:
+    """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
+    kind = type(opt_state)
+    asks = self._asks.get(kind)
+    if asks is None:
+      asks = _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests")
+      self._asks[kind] = asks
+    if asks:
+      return opt_state
+    # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
+    if kind is tuple:
+      for inner in opt_state:
+        state = self._counting(inner)
+        if state is not None:
+          return state
+    return None
+
+  def _work_out(
+    self, find_depth_at: Callable[[], _protocol.DepthAt], count: int, key: jax.Array
+  ) -> list[int]:
+    many = self._many
+    if many is None:
       depth_at = find_depth_at()
       # One after the other, since a schedule need not understand `vmap`.
-      self._many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
-    # Read anew, should anything have kept a step from being counted.
-    self._count = self._start = int(state.count)
-    counts = np.arange(self._count, self._count + _CHUNK, dtype=np.int32)
+      many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
+      self._many = many
+    counts = np.arange(count, count + _CHUNK, dtype=np.int32)
     # On values of the host: over many processes, each works them out for itself.
-    arguments = jax.device_put((counts, np.asarray(state.key)))
+    arguments = jax.device_put((counts, np.asarray(key)))
     # Someone's trace may be under way around a state whose values are known.
     with jax.ensure_compile_time_eval():
-      self._depths = np.asarray(self._many(*arguments))
+      return np.asarray(many(*arguments)).tolist()
 
-  def _inside(self, opt_state: optax.OptState) -> Any:
-    if self._leaf == -1:
-      return None
-    leaves = jax.tree.leaves(opt_state)
-    if self._leaf is None:
-      # Looking for a name takes a while in a large tree: once is enough.
+  def _locate_inside(self, opt_state: optax.OptState) -> Place:
+    """The place of a state whose wrapper may skip steps: its number is read at each of them."""
+    leaves, structure = jax.tree.flatten(opt_state)
+    index = self._leaves.get(structure)
+    if index is None:
       number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
-      self._leaf = next((i for i, x in enumerate(leaves) if x is number), -1)
-    return leaves[self._leaf] if self._leaf >= 0 else None
-
-
-def _counting(opt_state: Any) -> Any | None:
-  """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
-  if _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests"):
-    return opt_state
-  # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
-  found = map(_counting, opt_state) if type(opt_state) is tuple else ()
-  return next((state for state in found if state is not None), None)
-
-
-def _small_arrays(state: Any) -> tuple[jax.Array, ...]:
-  return state.count, state.frozen_groups, state.key
-
-
-def _same(state: Any, last: tuple[jax.Array, ...]) -> bool:
-  return len(last) > 0 and all(map(operator.is_, _small_arrays(state), last))
+      if number is None:
+        return NOWHERE
+      index = next(i for i, leaf in enumerate(leaves) if leaf is number)
+      self._leaves[structure] = index
+    return Place(_value(leaves[index]))
 
 
 def _value(number: Any) -> int | None:

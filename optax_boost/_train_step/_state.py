@@ -56,6 +56,27 @@ def settle(state: TrainState) -> TrainState:
   return jax.tree.map(settled, state)
 
 
+def check_shapes(before: optax.Params, after: optax.Params) -> None:
+  """Refuses updates that broadcast the params, as an optimizer state of other params makes them.
+
+  Args:
+    before: the params.
+    after: those after the step.
+
+  Raises:
+    ValueError: a shape has changed.
+  """
+  for (path, old), new in zip(
+    jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
+  ):
+    if jnp.shape(old) != jnp.shape(new):
+      raise ValueError(
+        "`state.opt_state` must be the state of this optimizer for these params; with it, a step"
+        f" turns params{jax.tree_util.keystr(path)} of shape {jnp.shape(old)} into one of shape"
+        f" {jnp.shape(new)}."
+      )
+
+
 def drop_weak_type(leaf: Any) -> jax.Array:
   """An array of a dtype of its own; a weak one would compile the next step anew."""
   # Typed PRNG keys have no weak type.

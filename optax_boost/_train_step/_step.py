@@ -103,8 +103,9 @@ class TrainStep:
       that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
       name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
     """
-    state, metrics = self._step(state, batch, rng, self._data, self._depth(state))
-    self._depths.made_step(state.opt_state)
+    place = self._place(state)
+    state, metrics = self._step(state, batch, rng, self._data, place.depth)
+    self._depths.made_step(place, state.opt_state)
     return state, metrics
 
   def refresh(
@@ -156,7 +157,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    depth = self._depth(state)
+    depth = self._place(state).depth
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
@@ -170,23 +171,23 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
-    depth = self._depth(state)
+    depth = self._place(state).depth
     return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen."""
     return self._step._cache_size()  # type: ignore[attr-defined]
 
-  def _depth(self, state: _state.TrainState) -> int | None:
+  def _place(self, state: _state.TrainState) -> _depths.Place:
     """How many groups are frozen, where the host can know it; it chooses the compiled step."""
     if self._freezing == "switch":
-      return None
+      return _depths.NOWHERE
 
     def schedule() -> Any:
       groups = _protocol.collect_groups(self._tx, state.params)
       return groups[_protocol.FROZEN_GROUPS].depth_at
 
-    return self._depths.next(state.opt_state, schedule)
+    return self._depths.locate(state.opt_state, schedule)
 
 
 def make_train_step(
@@ -338,6 +339,7 @@ def make_train_step(
       updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
     warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
+    _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if request.frozen is not None:
       # Of this step; the new state holds the next one's.

@@ -71,11 +71,10 @@ class TrainStep:
       A :class:`optax_boost.TrainState`, the other collections in its `model_state`.
 
     Raises:
+      TypeError: `variables` is no mapping.
       ValueError: `variables` has no collection ``params``.
     """
-    _check_variables(variables)
-    collections = {name: value for name, value in variables.items() if name != "params"}
-    return self._step.init(variables["params"], collections)
+    return self._step.init(*_split_variables(variables))
 
   def __call__(
     self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None
@@ -90,7 +89,11 @@ class TrainStep:
 
     Returns:
       The new state and the metrics, as :class:`optax_boost.TrainStep` does.
+
+    Raises:
+      TypeError: an argument is of the wrong kind.
     """
+    _check_call(state, batch, rng)
     return self._step(state, batch, rng)
 
   def refresh(
@@ -114,7 +117,40 @@ class TrainStep:
     Returns:
       The state to go on with, its statistics unchanged.
     """
+    _check_call(state, batches, rng, "batches")
     return self._step.refresh(state, batches, rng, weight_fn=weight_fn, progress=progress)
+
+  def lower(self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Lowers the step for inspection, like ``jax.jit(...).lower``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Lowered``.
+    """
+    _check_call(state, batch, rng)
+    return self._step.lower(state, batch, rng)
+
+  def trace(self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
+    """Traces the step for inspection, like ``jax.jit(...).trace``.
+
+    Args:
+      state: a state, or abstract values of one.
+      batch: a batch, or abstract values.
+      rng: a key, or None.
+
+    Returns:
+      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    """
+    _check_call(state, batch, rng)
+    return self._step.trace(state, batch, rng)
+
+  def cache_size(self) -> int:
+    """The number of programs that were compiled: one, or one per depth where groups are frozen."""
+    return self._step.cache_size()
 
 
 def variables(state: _train_step.TrainState) -> dict[str, Any]:
@@ -125,7 +161,11 @@ def variables(state: _train_step.TrainState) -> dict[str, Any]:
 
   Returns:
     The params and the other collections.
+
+  Raises:
+    TypeError: `state` is no state of a train step.
   """
+  _check_state(state)
   return {"params": state.params, **state.model_state}
 
 
@@ -182,10 +222,9 @@ def make_train_step(
     >>> bool(metrics["loss"] < 1e-3)
     True
   """
-  if not isinstance(module, nn.Module):
-    raise TypeError(f"`module` must be a Linen module; got {module!r}.")
-  if not callable(loss_fn):
-    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  _check_module(module)
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  rngs = _stream_names(rngs)
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
     model = BoundModel(module, params, collections, keys(rng, rngs))
@@ -204,6 +243,54 @@ def make_train_step(
       hold_frozen_statistics=hold_frozen_statistics,
     )
   )
+
+
+def _check_module(module: Any) -> None:
+  if not isinstance(module, nn.Module):
+    raise TypeError(
+      "`module` must be a Linen module, as `nn.Dense(1)`; got"
+      f" {_base.shorten(module)}. For NNX modules there is `optax_boost.nnx`."
+    )
+
+
+def _check_state(state: Any) -> None:
+  if not isinstance(state, _train_step.TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init(variables)` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+
+
+def _check_call(state: Any, batch: Any, rng: Any, name: str = "batch") -> None:
+  _check_state(state)
+  _base.check_batch(name, batch)
+  if rng is not None:
+    _base.check_key("rng", rng)
+
+
+def _split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
+  """The params, and the other collections."""
+  if not isinstance(variables, Mapping):
+    raise TypeError(
+      "`variables` must be the mapping that `module.init` returned; got"
+      f" {_base.shorten(variables)}."
+    )
+  if "params" not in variables:
+    raise ValueError(
+      "`variables` must be what `module.init` returned, with a collection 'params'; got"
+      f" {sorted(map(str, variables))}."
+    )
+  return variables["params"], {name: v for name, v in variables.items() if name != "params"}
+
+
+def _stream_names(rngs: Any) -> tuple[str, ...]:
+  sequence = isinstance(rngs, Sequence) and not isinstance(rngs, str)
+  if not (sequence and all(isinstance(name, str) for name in rngs)):
+    raise TypeError(
+      "`rngs` must be a sequence of names of rng streams, as ('dropout',); got"
+      f" {_base.shorten(rngs)}."
+    )
+  return tuple(rngs)
 
 
 def keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -258,30 +345,20 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
-  if not isinstance(module, nn.Module):
-    raise TypeError(f"`module` must be a Linen module; got {_base.shorten(module)}.")
+  _check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  _check_variables(variables)
-  collections = {name: value for name, value in variables.items() if name != "params"}
+  params, collections = _split_variables(variables)
+  rngs = _stream_names(rngs)
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
     return loss_fn(BoundModel(module, params, collections, keys(rng, rngs)), batch)
 
   return _groups.group_by_use(
     pure_loss,
-    variables["params"],
+    params,
     collections,
     (batch, rng),
     num_groups=num_groups,
     overrides=overrides,
     is_data=[*_groups.select_data(batch, data), *[False] * len(jax.tree.leaves(rng))],
   )
-
-
-def _check_variables(variables: Any) -> None:
-  if not isinstance(variables, Mapping) or "params" not in variables:
-    got = sorted(variables) if isinstance(variables, Mapping) else variables
-    raise ValueError(
-      "`variables` must be what `module.init` returned, with a collection 'params'; got"
-      f" {_base.shorten(got)}."
-    )

@@ -1,10 +1,11 @@
 """Where a model's and an optimizer's arrays lie, for as long as neither changes its structure.
 
 Taking a model apart and putting arrays back by their paths costs milliseconds of Python in each
-call, as much as a step of a small network. What it finds is known from the call before, if that
-still holds. So a binding remembers every container with what was in it, and compares them object by
-object, which takes a twentieth of the time. A layer that was replaced or added, an attribute that
-was set (``model.eval()``), another ``Variable`` or other metadata show as another object.
+call, as much as a step of a small network. The places are known from the last call with the same
+model and optimizer, as long as neither changes. So a binding remembers every container with its
+contents, and compares them object by object, which takes a twentieth of the time. A layer that was
+replaced or added, an attribute that was set (``model.eval()``), another ``Variable`` or other
+metadata show as another object.
 
 What can't be compared so (raw arrays as attributes, containers of unknown kinds, static attributes
 that changed inside) is not bound, and the model is taken apart again.
@@ -29,23 +30,34 @@ _FLAX_OWN = tuple(type(v) for k, v in vars(nnx.Module()).items() if k.startswith
 class Binding:
   """The variables that hold a state, in its order, and what shows that they still do."""
 
-  def __init__(self, roots: tuple[Any, ...], held: "_Held", variables: list[Any], structure: Any):
+  def __init__(
+    self,
+    roots: tuple[Any, ...],
+    rngs: Any,
+    held: "_Held",
+    variables: list[Any],
+    structure: Any,
+  ):
     self._roots = roots
+    self._rngs = rngs
     self._held = held
     self._variables = variables
     self._structure = structure
 
-  def holds(self, *roots: Any) -> bool:
-    """Whether model and optimizer are the bound ones, in the structure that they had.
+  def holds(self, model: Any, optimizer: Any, rngs: Any = None) -> bool:
+    """Whether model, optimizer and rngs are the bound ones, in the structure that they had.
 
     Args:
-      *roots: the two.
+      model: the model.
+      optimizer: its optimizer.
+      rngs: the ``nnx.Rngs`` of this call, or None.
 
     Returns:
       Whether :meth:`read` and :meth:`write` may be used.
     """
+    roots = (model, optimizer)
     bound = all(ref() is root for ref, root in zip(self._roots, roots, strict=True))
-    return bound and self._held.unchanged(roots)
+    return bound and self._rngs is rngs and self._held.unchanged(roots)
 
   def read(self) -> Any:
     """Collects the arrays.
@@ -72,17 +84,21 @@ class Binding:
     return True
 
 
-def bind(model: Any, optimizer: Any, state: Any, on_free: Callable[[Any], None]) -> Binding | None:
+def bind(
+  model: Any, optimizer: Any, rngs: Any, state: Any, on_free: Callable[[Any], Any]
+) -> Binding | None:
   """Finds the variables that hold a state.
 
   Args:
     model: the model.
     optimizer: its optimizer.
-    state: what was just written into both.
-    on_free: called when either is freed, which a binding does not prevent. It must hold neither.
+    rngs: the ``nnx.Rngs`` of this call, or None. A binding keeps them alive.
+    state: the state that was just written into them.
+    on_free: called when model or optimizer is freed, which a binding does not prevent. It must hold
+      neither.
 
   Returns:
-    A binding, or None if either holds what can't be bound.
+    A binding, or None if one of them holds what can't be bound.
   """
   leaves, structure = jax.tree.flatten(state)
   # Inside a trace there is no next call.
@@ -90,7 +106,7 @@ def bind(model: Any, optimizer: Any, state: Any, on_free: Callable[[Any], None])
   if not _CAN_BIND or traced or not isinstance(model, nnx.Pytree):
     return None
   try:
-    held = _Held((model, optimizer))
+    held = _Held((model, optimizer), rngs)
   except _CannotBindError:
     return None
   by_array = {id(variable.get_raw_value()): variable for variable in held.variables}
@@ -99,7 +115,7 @@ def bind(model: Any, optimizer: Any, state: Any, on_free: Callable[[Any], None])
   if any(v is None for v in found) or not len(leaves) == len(by_array) == len(held.variables):
     return None
   roots = (weakref.ref(model, on_free), weakref.ref(optimizer, on_free))
-  return Binding(roots, held, found, structure)
+  return Binding(roots, rngs, held, found, structure)
 
 
 class _CannotBindError(Exception):
@@ -107,9 +123,9 @@ class _CannotBindError(Exception):
 
 
 class _Held:
-  """What two objects hold: their containers with what is in each, and their variables."""
+  """What two objects and rngs hold: their containers with what is in each, and their variables."""
 
-  def __init__(self, roots: tuple[Any, ...]):
+  def __init__(self, roots: tuple[Any, ...], rngs: Any):
     self.variables: list[Any] = []
     self._containers: list[tuple[Any, type, Callable[[Any], list[Any]], list[Any]]] = []
     self._hashes: list[tuple[Any, int]] = []
@@ -119,6 +135,7 @@ class _Held:
     self._held_by_roots = [(type(root), _attributes(root)) for root in roots]
     for _, contents in self._held_by_roots:
       self._add_all(contents)
+    self._add_all([rngs])
 
   def unchanged(self, roots: tuple[Any, ...]) -> bool:
     """Whether these objects hold what they held."""

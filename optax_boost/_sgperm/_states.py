@@ -1,0 +1,123 @@
+"""The states of the two methods, and how they are found in an optimizer state."""
+
+from collections.abc import Iterable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _protocol
+from optax_boost._sgperm import _layout
+
+
+@_protocol.declares(metrics=("sgperm/notfinite_count",))
+class SgpermState(NamedTuple):
+  """State of :func:`sgperm`: four copies of the params, three with ``method="pairs"``.
+
+  Attributes:
+    count: scalar int32, the number of steps made.
+    alpha: scalar, the last step's alpha.
+    lamda: scalar, the last step's lamda.
+    key: raw key data, from which each step draws its subsets or pairs.
+    momentum: the recommendations, in at least float32.
+    initial: a copy of the initial params.
+    permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
+      initial leaf it holds now. See :func:`permutation`.
+    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors; ``()``
+      with ``method="pairs"``.
+    ranges: per leaf (1, vectors), the weight vectors' initial ranges.
+    notfinite_count: scalar int32, the steps in which some recommendation was kept as it was,
+      for its gradient was not finite.
+    mismatch_count: scalar int32, with ``check=True`` the steps whose params were not the
+      permutation that this state holds.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  alpha: jax.Array
+  lamda: jax.Array
+  key: jax.Array
+  momentum: optax.Updates
+  initial: optax.Params
+  permutation: Any
+  ranks: Any
+  ranges: Any
+  notfinite_count: jax.Array
+  mismatch_count: jax.Array
+
+
+class LapermState(NamedTuple):
+  """State of :func:`laperm`: three copies of the params beside the inner state.
+
+  Leaves that are excluded are ``optax.MaskedNode()`` in the trees below.
+
+  Attributes:
+    count: scalar int32, the number of inner steps made.
+    synced: scalar bool, whether the last of them ended in a permutation.
+    initial: a copy of the initial params.
+    permutation: int32 of the params' shapes, the permutation of the last synchronization: for each
+      entry of a leaf, which entry of the raveled initial leaf it held then.
+    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors.
+    inner_state: the inner optimizer's state.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  synced: jax.Array
+  initial: optax.Params
+  permutation: Any
+  ranks: Any
+  inner_state: optax.OptState
+
+
+def is_state(value: Any) -> bool:
+  """Whether a value is the state of one of the two methods."""
+  return isinstance(value, SgpermState | LapermState)
+
+
+def find(opt_state: Any, function: str) -> SgpermState | LapermState:
+  """The only state of the two methods in an optimizer state.
+
+  Looks for the types: a param may bear the name of any field.
+
+  Raises:
+    ValueError: there is none, or several.
+  """
+  states: list[Any] = []
+  below = [opt_state]
+  while below:
+    nodes = [x for x in jax.tree.leaves(below, is_leaf=is_state) if is_state(x)]
+    states += nodes
+    below = [x.inner_state for x in nodes if isinstance(x, LapermState)]
+  if len(states) != 1:
+    raise ValueError(
+      f"`{function}` needs a state with exactly one of `sgperm` and `laperm` in it; got"
+      f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
+    )
+  return states[0]
+
+
+def check_params(layouts: Iterable[_layout.Layout], initial: Any, method: str) -> None:
+  """Refuses params that are not those of the state.
+
+  Args:
+    layouts: of the params that are permuted.
+    initial: the initial params in the state.
+    method: the method's name, for the message.
+
+  Raises:
+    ValueError: the number of leaves or a shape differs.
+  """
+  layouts = list(layouts)
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(initial)]
+  if [lay.shape for lay in layouts] == shapes:
+    return
+  detail = f"{len(layouts)} leaves for {len(shapes)}"
+  for lay, shape in zip(layouts, shapes, strict=False):
+    if lay.shape != shape:
+      detail = f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
+      break
+  raise ValueError(
+    f"`{method}` needs the params that its state was made for; got {detail}. Start from"
+    " `tx.init(params)`."
+  )

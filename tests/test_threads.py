@@ -1,0 +1,212 @@
+"""One train step serves several trajectories, in turns or in two threads, as if each were alone."""
+
+import concurrent.futures
+import functools
+import gc
+import time
+
+import chex
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_boost
+from optax_boost._train_step import _depths
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+
+X = jax.random.normal(jax.random.key(0), (4, 3))
+STEPS = 8
+LAYERS = ("a", "b", "c")
+
+
+@jax.tree_util.register_pytree_node_class
+class SlowBatch:
+  """A batch that lets the other thread run while the train step is called with it."""
+
+  def __init__(self, x):
+    self.x = x
+
+  def tree_flatten(self):
+    time.sleep(1e-3)
+    return (self.x,), None
+
+  @classmethod
+  def tree_unflatten(cls, _, leaves):
+    return cls(*leaves)
+
+
+class NnxNet(nnx.Module):
+  def __init__(self, rngs):
+    self.a, self.b, self.c = (nnx.Linear(3, 3, rngs=rngs) for _ in LAYERS)
+    self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+  def __call__(self, x):
+    return self.c(jnp.tanh(self.b(self.dropout(jnp.tanh(self.a(x))))))
+
+
+class LinenNet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    hidden = nn.Dropout(0.2, deterministic=False)(jnp.tanh(nn.Dense(3, name="a")(x)))
+    return nn.Dense(3, name="c")(jnp.tanh(nn.Dense(3, name="b")(hidden)))
+
+
+def model_loss(model, batch):
+  return jnp.mean((model(batch.x) - batch.x) ** 2)
+
+
+def plain_loss(params, batch):
+  x = batch.x
+  for name in LAYERS:
+    x = jnp.tanh(x @ params[name])
+  return jnp.mean((x - batch.x) ** 2)
+
+
+class Plain:
+  """A trajectory of the plain train step."""
+
+  @staticmethod
+  def make_step(tx, **options):
+    return optax_boost.make_train_step(plain_loss, tx, **options)
+
+  def __init__(self, step, seed):
+    keys = jax.random.split(jax.random.key(seed), len(LAYERS))
+    params = {n: jax.random.normal(k, (3, 3)) for n, k in zip(LAYERS, keys, strict=True)}
+    self.step, self.state = step, step.init(params)
+
+  def advance(self):
+    self.state, metrics = self.step(self.state, SlowBatch(X))
+    return metrics
+
+  def result(self):
+    return self.state
+
+
+class Linen(Plain):
+  """A trajectory of the Linen train step."""
+
+  @staticmethod
+  def make_step(tx, **options):
+    return ob_linen.make_train_step(LinenNet(), model_loss, tx, **options)
+
+  def __init__(self, step, seed):
+    keys = jax.random.split(jax.random.key(seed))
+    variables = LinenNet().init(dict(zip(("params", "dropout"), keys, strict=True)), X)
+    self.step, self.state, self.key = step, step.init(variables), keys[0]
+
+  def advance(self):
+    self.state, metrics = self.step(self.state, SlowBatch(X), self.key)
+    return metrics
+
+
+class Nnx:
+  """A trajectory of the NNX train step."""
+
+  @staticmethod
+  def make_step(tx, **options):
+    step = ob_nnx.make_train_step(model_loss, **options)
+    step.tx = tx
+    return step
+
+  def __init__(self, step, seed):
+    self.step, self.model = step, NnxNet(nnx.Rngs(seed))
+    self.optimizer = nnx.Optimizer(self.model, step.tx, wrt=nnx.Param)
+
+  def advance(self):
+    return self.step(self.model, self.optimizer, SlowBatch(X))
+
+  def result(self):
+    states = nnx.state(self.model, nnx.Not(nnx.RngKey)), nnx.state(self.optimizer)
+    return [nnx.to_pure_dict(state) for state in states]
+
+
+FORMS = {"plain": Plain, "linen": Linen, "nnx": Nnx}
+
+
+@functools.cache
+def make_step(form, frozen, donate):
+  tx = optax.adam(1e-2)
+  if frozen:
+    tx = optax_boost.freeze(tx, LAYERS, optax_boost.continuous_freezing(len(LAYERS), 0.6))
+  return FORMS[form].make_step(tx, donate=donate)
+
+
+def begin(form, step, seed):
+  """A trajectory with initial values of its own, at a place of its own in the schedule."""
+  trajectory = FORMS[form](step, seed)
+  for _ in range(seed):
+    trajectory.advance()
+  return trajectory
+
+
+def train(trajectory):
+  history = [trajectory.advance() for _ in range(STEPS)]
+  return jax.device_get((history, trajectory.result()))
+
+
+@functools.cache
+def alone(form, frozen, donate):
+  """Two trajectories, one after the other."""
+  step = make_step(form, frozen, donate)
+  return [train(begin(form, step, seed)) for seed in (0, 1)]
+
+
+CASES = [
+  pytest.param(
+    form,
+    frozen,
+    donate,
+    id=f"{form}, {'frozen' if frozen else 'all trained'}, {'donated' if donate else 'kept'}",
+  )
+  for form in FORMS
+  for frozen in (True, False)
+  for donate in (True, False)
+]
+
+
+@pytest.mark.parametrize(("form", "frozen", "donate"), CASES)
+def test_two_threads_on_one_train_step_get_what_each_gets_alone(form, frozen, donate):
+  step = make_step(form, frozen, donate)
+  trajectories = [begin(form, step, seed) for seed in (0, 1)]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    together = list(pool.map(train, trajectories))
+  chex.assert_trees_all_equal(together, alone(form, frozen, donate))
+
+
+@pytest.mark.parametrize(("form", "frozen", "donate"), CASES)
+def test_two_trajectories_in_turns_get_what_each_gets_alone(form, frozen, donate, monkeypatch):
+  step = make_step(form, frozen, donate)
+  trajectories = [begin(form, step, seed) for seed in (0, 1)]
+  reads = []
+  value = _depths._value
+
+  def counted(number):
+    reads.extend([] if number is None else [number])
+    return value(number)
+
+  monkeypatch.setattr(_depths, "_value", counted)
+  histories = zip(*[[t.advance() for t in trajectories] for _ in range(STEPS)], strict=True)
+  results = [t.result() for t in trajectories]
+  in_turns = list(zip(map(list, histories), results, strict=True))
+  chex.assert_trees_all_equal(jax.device_get(in_turns), alone(form, frozen, donate))
+  # Count and depth of the trajectory that has made no step yet; the others are known.
+  assert len(reads) == (2 if frozen else 0)
+
+
+def test_what_the_host_knows_of_a_trajectory_goes_with_its_states():
+  step = make_step("plain", True, False)
+  trajectories = [begin("plain", step, 1) for _ in range(40)]
+  states = [step(t.state, SlowBatch(X))[0] for t in trajectories]
+  known = step._depths._entries
+  assert len(known) >= 80
+  # Of a state that is no longer there, nothing; of those that are kept, the place.
+  del trajectories
+  gc.collect()
+  assert 40 <= len(known) < 80
+  del states
+  gc.collect()
+  assert len(known) == 0
