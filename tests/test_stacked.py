@@ -131,8 +131,10 @@ def test_its_answer_is_the_argument_of_the_methods():
   [
     optax_boost.lars,
     lambda rate, **kwargs: optax.chain(optax_boost.centralize(**kwargs), optax.sgd(rate)),
+    lambda rate, **kwargs: optax_boost.sgperm(method="pairs", key=0, **kwargs),
+    lambda rate, **kwargs: optax_boost.laperm(optax.sgd(rate), 2, **kwargs),
   ],
-  ids=["lars", "centralize"],
+  ids=["lars", "centralize", "sgperm", "laperm"],
 )
 def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
   step = optax_boost.make_train_step(plain, make(0.1))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
@@ -105,6 +106,7 @@ def laperm(
   for name, axes in (("fan_in_axes", fan_in_axes), ("stacked_axes", stacked_axes)):
     _tree.check_axes_by_pattern(name, axes)
 
+  @_tree.once_per_tree
   def plan(params: Any) -> list[_layout.Layout | None]:
     """The layouts, None for leaves that are excluded."""
     found = _layout.layouts(params, layout, fan_in_axes, stacked_axes)
@@ -146,6 +148,8 @@ def laperm(
     current, structure = jax.tree.flatten(params)
     chosen = {i: lay for i, lay in enumerate(plan(params)) if lay is not None}
     _states.check_params(chosen.values(), state.initial, _METHOD)
+    if stacked_axes is None and fan_in_axes is None:
+      _protocol.announce_layers(_METHOD, [lay.path for lay in chosen.values() if lay.movable])
     steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
     free = jax.tree.leaves(steps)
     for i in chosen:

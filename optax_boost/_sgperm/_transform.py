@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _exact
 from optax_boost._sgperm import _fast
@@ -191,6 +192,7 @@ def sgperm(
     )
   typed_key = _base.as_key("key", 0 if key is None else key)
 
+  @_tree.once_per_tree
   def plan(tree: Any) -> list[_layout.Layout]:
     return _layout.layouts(tree, layout, fan_in_axes, stacked_axes)
 
@@ -285,6 +287,8 @@ def sgperm(
     structure = jax.tree.structure(updates)
     layouts = plan(params)
     _states.check_params(layouts, state.initial, _METHOD)
+    if stacked_axes is None and fan_in_axes is None:
+      _protocol.announce_layers(_METHOD, [lay.path for lay in layouts if lay.movable])
     mismatch_count = state.mismatch_count
     if check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
