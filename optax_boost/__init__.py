@@ -42,6 +42,8 @@ from optax_boost._freezing import continuous_freezing
 from optax_boost._freezing import freeze
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
+from optax_boost._full_gradient import full_gradient
+from optax_boost._full_gradient import scan_full_gradient
 from optax_boost._groups import LayerGroups
 from optax_boost._groups import layer_groups
 from optax_boost._lars import ScaleByLarsTrustRatioState
@@ -75,9 +77,7 @@ from optax_boost._sgperm import sgperm
 from optax_boost._stacked import stacked_axes
 from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
-from optax_boost._svrg import full_gradient
 from optax_boost._svrg import refresh_svrg
-from optax_boost._svrg import scan_full_gradient
 from optax_boost._svrg import svrg
 from optax_boost._switch import SwitchAfterState
 from optax_boost._switch import switch_after

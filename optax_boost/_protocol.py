@@ -7,14 +7,16 @@ The class of a method's state may declare two tuples of names, as plain class at
             names, and no name changes when another wrapper is added.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
 
-The train step knows three requests and no method:
+The train step knows four requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
   group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
   frozen_groups     scalar int32; the backward pass of so many groups is not computed. The state
                     has the fields `count` and `key`, of which the number is a function.
+  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` takes and
+                    hands to the state's method ``with_full_gradient(params, full_gradient)``
 
-Declarations belong to types, so a param may bear any name. The last two requests need to know
+Declarations belong to types, so a param may bear any name. Group scales and freezing need to know
 which leaf is in which group; that is static and can't be in the state, which holds arrays. The
 method announces it while its ``init`` is traced.
 """
@@ -32,11 +34,13 @@ from typing import TypeVar
 import jax
 import optax
 
+from optax_boost import _base
 from optax_boost import _tree
 
 LOSS_SCALE = "loss_scale"
 GROUP_LOSS_SCALE = "group_loss_scale"
 FROZEN_GROUPS = "frozen_groups"
+FULL_GRADIENT = "full_gradient"
 
 _State = TypeVar("_State")
 
@@ -155,6 +159,34 @@ def replace_request(opt_state: optax.OptState, request: str, value: Any) -> opta
     opt_state,
     is_leaf=makes_it,
   )
+
+
+def renew_full_gradients(
+  opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
+) -> optax.OptState:
+  """Hands the mean gradient over all of the data to every state that asks for it.
+
+  Raises:
+    ValueError: no state does.
+  """
+  renewed: list[Any] = []
+
+  def asks(node: Any) -> bool:
+    return FULL_GRADIENT in declared(node, "requests")
+
+  def renew(node: Any) -> Any:
+    if not asks(node):
+      return node
+    renewed.append(node.with_full_gradient(params, full_gradient))
+    return renewed[-1]
+
+  opt_state = jax.tree.map(renew, opt_state, is_leaf=asks)
+  if not renewed:
+    raise ValueError(
+      "`refresh` needs an optimizer state that asks for the full gradient, as that of"
+      f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
+    )
+  return opt_state
 
 
 def _field(state: Any, state_type: type, field: str, kind: str) -> Any:

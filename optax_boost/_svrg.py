@@ -22,20 +22,15 @@ arXiv:2311.05589.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-import functools
-import math
-import numbers
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _full_gradient
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -46,7 +41,7 @@ _SMALL = 65_536
 _MEASURE_EVERY = 16
 
 
-@_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"))
+@_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"), requests=("full_gradient",))
 class SvrgState(NamedTuple):
   """State of :func:`svrg`.
 
@@ -74,6 +69,14 @@ class SvrgState(NamedTuple):
   squared_deviations: jax.Array
   variance_ratio: jax.Array
   notfinite_count: jax.Array
+
+  def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
+    """The state after a refresh at `params`, whose mean gradient over the data was taken."""
+    # Inside `optax.masked` the state lacks the leaves that are not its own.
+    own_params = _masked_like(self.snapshot, params, "params")
+    own_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
+    _check_state(self, own_params, "refresh_svrg")
+    return _jitted_renew(self, own_params, own_gradient)
 
 
 def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
@@ -221,7 +224,7 @@ def svrg(
     dtype = jnp.result_type(jnp.float32, *dtypes)
     return SvrgState(
       snapshot=_tree.copy_arrays(params),
-      full_gradient=_zeros(params),
+      full_gradient=_full_gradient.zeros_like_wide(params),
       count=jnp.zeros([], jnp.int32),
       refresh_count=jnp.zeros([], jnp.int32),
       squared_deviations=jnp.zeros(2, dtype),
@@ -301,7 +304,7 @@ def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any
     ) from error
   if masked:
     gradients = _masked_like(params, gradients, name)
-  _check_gradients(gradients, params, name)
+  _full_gradient.check_gradients(gradients, params, name)
   return gradients
 
 
@@ -417,306 +420,14 @@ def refresh_svrg(
   _base.require_params(params, "refresh_svrg")
   _tree.check_floating(params, "refresh_svrg")
   _tree.check_floating(full_gradient, "refresh_svrg")
-  _check_gradients(full_gradient, params, "full_gradient")
-  renewals = 0
-
-  def renewed(node: Any) -> Any:
-    nonlocal renewals
-    if not isinstance(node, SvrgState):
-      return node
-    renewals += 1
-    # Inside `optax.masked` the state lacks the leaves that are not its own.
-    own_params = _masked_like(node.snapshot, params, "params")
-    own_gradient = _masked_like(node.snapshot, full_gradient, "full_gradient")
-    _check_state(node, own_params, "refresh_svrg")
-    return _jitted_renew(node, own_params, own_gradient)
-
-  renewed_state = jax.tree.map(renewed, opt_state, is_leaf=lambda node: isinstance(node, SvrgState))
-  if not renewals:
+  _full_gradient.check_gradients(full_gradient, params, "full_gradient")
+  if not _tree.find_states(opt_state, SvrgState):
     raise ValueError(
       "`refresh_svrg` needs an optimizer state with a SvrgState in it; got"
       f" {_base.shorten(jax.tree.structure(opt_state), 400)}. Is `optax_boost.svrg` part of the"
       " chain?"
     )
-  return renewed_state
+  return _protocol.renew_full_gradients(opt_state, params, full_gradient)
 
 
 _jitted_renew = jax.jit(_renew)
-
-
-def full_gradient(
-  grad_fn: Callable[..., Any],
-  params: optax.Params,
-  batches: Iterable[Any],
-  *,
-  rng: jax.Array | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
-  progress: bool = False,
-) -> optax.Updates:
-  r"""The mean gradient over data that is streamed in batches.
-
-  .. math::
-    \mu = \sum_b n_b \, \nabla f_b(s) \Big/ \sum_b n_b
-
-  for batches :math:`b` with :math:`n_b` examples each. A last batch that is smaller counts less. A
-  last batch that is *padded* needs two things: a loss that is the mean over the real examples
-  (a mask in the batch), and `weight_fn`, which says how many those are.
-
-  Args:
-    grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted here, once for each batch shape; pass the same function
-      every time, or it is compiled every time.
-    params: where the gradient is taken.
-    batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
-      PyTorch loader, Grain, a generator). Two of them are held at a time: the next one is loaded
-      while the gradient of the last is computed.
-    rng: a key, for losses with dropout: ``grad_fn(params, batch, key)`` is then called, with a key
-      of its own for each batch.
-    weight_fn: from a batch to the number of its real examples, as in
-      ``lambda batch: batch["mask"].sum()``. A batch of weight 0 is left out. None: the length of
-      the leaves' first axis.
-    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
-
-  Returns:
-    A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`.
-
-  Raises:
-    ValueError: there is no batch, or none with weight; a batch's tree differs from the first's, or
-      the gradients' from the params'; the number of examples can't be told from the shapes.
-    TypeError: an argument is of the wrong kind.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_boost
-    >>> gradient = jax.grad(lambda w, batch: jnp.mean((w - batch) ** 2) / 2)
-    >>> batches = [jnp.array([1.0, 2.0, 3.0]), jnp.array([6.0])]
-    >>> float(optax_boost.full_gradient(gradient, jnp.zeros([]), batches))
-    -3.0
-    >>> padded = [{"x": jnp.array([1.0, 2.0]), "mask": jnp.array([1.0, 1.0])},
-    ...           {"x": jnp.array([6.0, 0.0]), "mask": jnp.array([1.0, 0.0])}]
-    >>> def loss_fn(w, batch):
-    ...   return jnp.sum(batch["mask"] * (w - batch["x"]) ** 2) / jnp.sum(batch["mask"]) / 2
-    >>> float(optax_boost.full_gradient(
-    ...   jax.grad(loss_fn), jnp.zeros([]), padded, weight_fn=lambda batch: batch["mask"].sum()))
-    -3.0
-  """
-  _check_pass(grad_fn, weight_fn, params, "full_gradient")
-  _check_iterable(batches)
-  _base.check_bool("progress", progress)
-  rng = _as_rng(rng)
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    raise ValueError(
-      "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
-      " steps, or `scan_full_gradient` inside."
-    )
-  # A Partial goes into jit as an argument: what it binds may change without a recompilation.
-  bound = grad_fn if isinstance(grad_fn, jax.tree_util.Partial) else jax.tree_util.Partial(grad_fn)
-  total, weights = _zeros(params), jnp.zeros([])
-  structure = None
-  shown = _base.with_progress(batches, progress, "full gradient", "batch")
-  for index, batch in enumerate(shown):
-    arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
-    if structure is None:
-      structure = jax.tree.structure(arrays)
-    elif jax.tree.structure(arrays) != structure:
-      raise ValueError(
-        f"`full_gradient` needs batches of one tree structure; batch {index} has"
-        f" {jax.tree.structure(arrays)}, the first had {structure}."
-      )
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
-    # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
-    jax.block_until_ready(weights)
-    weight = _host_weight(_weight(arrays, weight_fn, "full_gradient"), index)
-    total, weights = _jitted_add((total, weights), bound, params, arrays, weight, *key)
-  if structure is None:
-    raise ValueError(
-      "`full_gradient` needs at least one batch; got none. An iterator that was used up by a"
-      " previous pass is empty: pass a new one each time."
-    )
-  if not weights > 0:
-    raise ValueError(
-      f"`full_gradient` needs batches with examples; the weights of all batches sum to {weights}."
-    )
-  return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
-
-
-def scan_full_gradient(
-  grad_fn: Callable[..., Any],
-  params: optax.Params,
-  batches: Any,
-  *,
-  rng: jax.Array | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
-  unroll: int | bool = 1,
-) -> optax.Updates:
-  """The mean gradient over data on the device, as one ``lax.scan``.
-
-  Made for ``make_train_step(..., full_grad_fn=functools.partial(scan_full_gradient,
-  batches=...))``; works under jit and sharding, with the examples' axis over the devices.
-
-  Args:
-    grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch.
-    params: where the gradient is taken.
-    batches: a tree of arrays whose first axis runs over the batches: shapes
-      ``(batches, examples, ...)``.
-    rng: a key, for losses with dropout: ``grad_fn(params, batch, key)`` is then called, with a key
-      of its own for each batch.
-    weight_fn: from a batch to the number of its real examples, for a padded last batch; see
-      :func:`full_gradient`. None: all batches count the same.
-    unroll: how many batches make one iteration, True for all: compiles longer. On CPUs the
-      gradients of convolutions need True; inside the step, where the whole pass stands under
-      ``lax.cond``, that does not help either: refresh on the host.
-
-  Returns:
-    A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.
-
-  Raises:
-    ValueError: there is no batch, the leaves' first axes differ, or the gradients' tree differs
-      from that of the params.
-    TypeError: an argument is of the wrong kind.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_boost
-    >>> gradient = jax.grad(lambda w, batch: jnp.mean((w - batch) ** 2) / 2)
-    >>> batches = jnp.array([[1.0, 2.0], [3.0, 6.0]])
-    >>> float(optax_boost.scan_full_gradient(gradient, jnp.zeros([]), batches))
-    -3.0
-  """
-  _check_pass(grad_fn, weight_fn, params, "scan_full_gradient")
-  rng = _as_rng(rng)
-  if not isinstance(unroll, bool):
-    _base.check_whole_number("unroll", unroll, static=True)
-  lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
-  if len(lengths) != 1 or not all(n and n[0] for n in lengths):
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
-    raise ValueError(
-      "`scan_full_gradient` needs at least one batch, and arrays whose first axis runs over the"
-      f" batches; got shapes {shapes}."
-    )
-  ((length,),) = lengths
-
-  def body(carry: Any, xs: Any) -> tuple[Any, None]:
-    index, batch = xs
-    weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
-    return _add(carry, grad_fn, params, batch, weight, *key), None
-
-  start = (_zeros(params), jnp.zeros([]))
-  (total, weights), _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
-  return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
-
-
-def _add(
-  carry: tuple[Any, jax.Array],
-  grad_fn: Callable[..., Any],
-  params: Any,
-  batch: Any,
-  weight: Any,
-  *key: jax.Array,
-) -> tuple[Any, jax.Array]:
-  total, weights = carry
-  weight = jnp.asarray(weight, weights.dtype)
-  # The full gradient is then not finite, and a refresh with it is counted and not made.
-  weight = jnp.where(weight >= 0, weight, jnp.nan)
-  gradients = grad_fn(params, batch, *key)
-  _check_gradients(gradients, params, "grad_fn")
-
-  def add(t: jax.Array, g: jax.Array) -> jax.Array:
-    # The mean over no examples is nan: selected away, not multiplied by zero.
-    return jnp.where(weight == 0, t, t + weight.astype(t.dtype) * g.astype(t.dtype))
-
-  return jax.tree.map(add, total, gradients), weights + weight
-
-
-_jitted_add = jax.jit(_add, donate_argnums=0)
-
-
-def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, method: str) -> Any:
-  if weight_fn is not None:
-    return _check_weight(weight_fn(batch))
-  lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-  if len(lengths) != 1 or () in lengths:
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    raise ValueError(
-      f"`{method}` can't tell the number of examples from arrays of shapes {shapes}, whose first"
-      " axes differ. Pass `weight_fn`, a function from a batch to that number."
-    )
-  ((length,),) = lengths
-  return length
-
-
-def _check_weight(weight: Any) -> Any:
-  array = _base.is_array(weight) or isinstance(weight, np.ndarray)
-  real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
-  if not real or jnp.shape(weight) != ():
-    got = f"an array of shape {jnp.shape(weight)}" if array else _base.shorten(weight)
-    raise TypeError(
-      f"`weight_fn` must return a number, how many real examples the batch has; it returned {got}."
-    )
-  return weight
-
-
-def _host_weight(weight: Any, index: int) -> float:
-  value = float(weight)
-  if not 0 <= value < math.inf:
-    raise ValueError(
-      f"`weight_fn` must return a finite number >= 0; it returned {value:g} for batch {index}."
-    )
-  return value
-
-
-def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, method: str) -> None:
-  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
-  if weight_fn is not None:
-    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
-  _tree.check_floating(params, method)
-
-
-def _as_rng(rng: Any) -> Any:
-  """A key or a seed as a key; keys of ``jax.random.PRNGKey`` stay as they are."""
-  raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
-  if rng is None or raw:
-    return rng
-  return _base.as_key("rng", rng)
-
-
-def _check_iterable(batches: Any) -> None:
-  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-  if not iterable or isinstance(batches, Mapping | str | bytes | type):
-    raise TypeError(
-      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
-      " passed as `[batch]`."
-    )
-
-
-def _as_array(index: int, path: Any, leaf: Any) -> Any:
-  """Leaves JAX's and NumPy's arrays alone and makes NumPy arrays of others, such as PyTorch's."""
-  if isinstance(leaf, jax.Array):
-    return leaf
-  array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
-  if np.asarray(array).dtype.kind in "OSUMm":
-    raise TypeError(
-      "`batches` must hold trees of numbers; the leaf"
-      f" '{_tree.path_string(path) or 'batch'}' of batch {index} is {_base.shorten(leaf)} of dtype"
-      f" {np.asarray(array).dtype}. Leave it out of the batches."
-    )
-  return array
-
-
-def _zeros(params: Any) -> Any:
-  return jax.tree.map(
-    lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)),
-    params,
-  )
-
-
-def _check_gradients(gradients: Any, params: Any, source: str) -> None:
-  got: Any = jax.tree.structure(gradients)
-  want: Any = jax.tree.structure(params)
-  if got == want:
-    _tree.check_floating(gradients, source)
-  shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
-  if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
-    raise ValueError(
-      f"`{source}` must give gradients of the params' tree structure and shapes; got {got} with"
-      f" shapes {shapes} for params {want}. Without aux: only the gradients."
-    )

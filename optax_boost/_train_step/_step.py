@@ -36,10 +36,10 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _full_gradient
 from optax_boost import _protocol
 from optax_boost import _scaled_backward
 from optax_boost import _stacked
-from optax_boost import _svrg
 from optax_boost import _tree
 from optax_boost._train_step import _depths
 from optax_boost._train_step import _frozen_backward
@@ -139,11 +139,11 @@ class TrainStep:
     if rng is not None:
       rng = jax.random.fold_in(rng, state.step)
     gradient = jax.tree_util.Partial(self._gradient, state.model_state)
-    full = _svrg.full_gradient(
+    full = _full_gradient.full_gradient(
       gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
     )
     return _state.settle(
-      state._replace(opt_state=_svrg.refresh_svrg(state.opt_state, state.params, full))
+      state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
