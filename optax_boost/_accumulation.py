@@ -5,7 +5,7 @@ With gradients g_1 ... g_k of k micro-batches, and their weights n_i (examples, 
   G = (n_1 g_1 + ... + n_k g_k) / (n_1 + ... + n_k)
 
   g_i, G   the params' shapes; the sum in `accumulator_dtype`
-  n_i      scalars, 1 unless given; a micro-batch that is dropped has n_i = 0
+  n_i      scalars, 1 unless given; a micro-batch that is left out has n_i = 0
 
 The inner optimizer sees G, once per k. In between the updates are exactly zero.
 """
@@ -17,14 +17,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
 
+_METHOD = "accumulate"
 
-@_protocol.declares(metrics=("accumulate/notfinite_count",))
+
+@_protocol.declares(metrics=("accumulate/notfinite_count", "accumulate/skipped_count"))
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 
@@ -33,7 +37,9 @@ class AccumulateState(NamedTuple):
     inner_count: scalar int32, inner steps made.
     weight_sum: scalar float32, the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
-    notfinite_count: scalar int32, micro-batches whose gradient was not finite.
+    notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
+      weight was negative, or whose gradient overflowed the sum.
+    skipped_count: scalar int32, micro-batches that `accept_fn` left out.
     inner_state: the inner optimizer's state.
   """
 
@@ -42,6 +48,7 @@ class AccumulateState(NamedTuple):
   weight_sum: jax.Array
   accumulator: optax.Updates
   notfinite_count: jax.Array
+  skipped_count: jax.Array
   inner_state: optax.OptState
 
 
@@ -50,7 +57,9 @@ def accumulate(
   every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
   *,
   not_finite: Literal["drop", "keep"] = "drop",
+  accept_fn: Callable[..., jax.typing.ArrayLike] | None = None,
   accumulator_dtype: jax.typing.DTypeLike | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the gradients of `every` micro-steps before one step of `inner`.
 
@@ -64,21 +73,29 @@ def accumulate(
     inner: the optimizer that sees the mean gradient.
     every: micro-steps per inner step, at least 1; or a function of the number of inner steps made.
       Raising it makes larger batches of the same memory, and fewer steps.
-    not_finite: what becomes of a micro-batch whose gradient has a NaN or an infinity. ``"drop"``:
-      it is left out of the mean, and a window of nothing else makes no inner step. ``"keep"``: it
-      spoils the mean of its own window, for `inner` to see (``optax.apply_if_finite``), and the
-      next window starts clean.
+    not_finite: how a micro-batch is treated whose gradient has a NaN or an infinity, or overflows
+      the sum. ``"drop"``: it is left out of the mean, and a window of nothing else makes no inner
+      step. ``"keep"``: it spoils the mean of its own window, for `inner` to see
+      (``optax.apply_if_finite``), and the next window starts clean. Around a loss scale
+      (:func:`dynamic_loss_scale`, :func:`group_loss_scale`) it always spoils its window, since the
+      scale must see every overflow to come down.
+    accept_fn: decides which micro-batches count: called as ``accept_fn(updates, **extra_args)``, it
+      returns a scalar bool. A micro-batch that it refuses is left out of the mean. Gradients that
+      are not finite never reach the mean through it. None: all count.
     accumulator_dtype: dtype of the sum; None: at least float32.
+    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: what one device
+      leaves out, all leave out. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens behind a micro-batch's mean gradient, so that micro-batches
     of unequal size give the true mean. Of other extra arguments, `inner` sees those of the
-    window's last micro-step, and as `grad` the mean gradient. Updates have the gradients' dtype.
+    window's last micro-step, and as `grad` the mean gradient. The mean has the gradients' dtype,
+    the updates that of the inner optimizer's.
 
   Raises:
-    ValueError: `every` is below 1, or `not_finite` unknown.
-    TypeError: an argument is of the wrong kind.
+    ValueError: a number is out of range, or `not_finite` unknown.
+    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -97,24 +114,31 @@ def accumulate(
     gradients inside the step, without a buffer between steps. ``optax.MultiSteps`` runs its inner
     optimizer at every micro-step, and a NaN stays in its accumulator.
   """
+  inner = _base.check_transformation("inner", inner)
   if not callable(every):
     _base.check_whole_number("every", every)
-  if not_finite not in ("drop", "keep"):
-    raise ValueError(f"`not_finite` must be 'drop' or 'keep'; got {not_finite!r}.")
-  inner = optax.with_extra_args_support(inner)
+  _base.check_name("not_finite", not_finite, ("drop", "keep"))
+  if accept_fn is not None:
+    _base.check_callable("accept_fn", accept_fn, "accept_fn(updates, **extra_args)")
+  if accumulator_dtype is not None:
+    _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
+  _base.check_axis_name("axis_name", axis_name)
 
-  def wide(x: jax.Array) -> Any:
-    return accumulator_dtype or _tree.accumulator_dtype(x.dtype)
+  def wide(x: Any) -> Any:
+    if accumulator_dtype is None:
+      return _tree.accumulator_dtype(x.dtype)
+    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return jnp.promote_types(x.dtype, accumulator_dtype) if is_complex else accumulator_dtype
 
   def init_fn(params: optax.Params) -> AccumulateState:
-    _tree.check_floating(params, "accumulate")
-    zero = jnp.zeros([], jnp.int32)
+    _tree.check_inexact(params, _METHOD)
     return AccumulateState(
-      count=zero,
+      count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], jnp.float32),
       accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, wide(p)), params),
       notfinite_count=jnp.zeros([], jnp.int32),
+      skipped_count=jnp.zeros([], jnp.int32),
       inner_state=inner.init(params),
     )
 
@@ -126,44 +150,85 @@ def accumulate(
     weight: jax.typing.ArrayLike = 1.0,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
-    _tree.check_same_tree(updates, state.accumulator, "accumulate")
-    if jnp.ndim(weight) != 0:
-      raise ValueError(
-        "`weight` must be a scalar, the number of examples or tokens in the micro-batch; got an"
-        f" array of shape {jnp.shape(weight)}."
-      )
-    weight = jnp.asarray(weight, jnp.float32)
-    finite = _tree.all_finite(updates)
-    used = jnp.asarray(True) if not_finite == "keep" else finite
+    _base.require_state(state, AccumulateState, _METHOD)
+    _tree.check_inexact(updates, _METHOD)
+    _tree.check_same_tree(updates, state.accumulator, _METHOD)
+    weight = _checked_weight(weight)
+    # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
+    keep = not_finite == "keep" or _conditional.scales_loss(state.inner_state)
 
     def add(total: jax.Array, g: jax.Array) -> jax.Array:
-      return jnp.where(used, total + (weight * g.astype(total.dtype)).astype(total.dtype), total)
+      return total + (weight * g.astype(total.dtype)).astype(total.dtype)
 
-    total = jax.tree.map(add, state.accumulator, updates)
-    weight_sum = state.weight_sum + jnp.where(used, weight, 0.0)
-    length = every(state.inner_count) if callable(every) else every
-    full = state.count + 1 >= length
+    added = jax.tree.map(add, state.accumulator, updates)
+    weight_sum = state.weight_sum + weight
+    weighted = jnp.isfinite(weight_sum) & (weight >= 0)
+    finite = _tree.all_finite(updates if keep else added)
+    accepted = _accepted(accept_fn, updates, extra_args)
+    if axis_name is not None:
+      _base.require_axis("axis_name", axis_name, _METHOD)
+      flags = jnp.stack([weighted, finite, accepted]).astype(jnp.int32)
+      weighted, finite, accepted = jax.lax.pmin(flags, axis_name) > 0
+    used = weighted & jnp.where(finite, accepted, keep)
+    total = _conditional.select(used, added, state.accumulator)
+    weight_sum = jnp.where(used, weight_sum, state.weight_sum)
+    full = state.count + 1 >= _window(every, state.inner_count)
+    stepping = full & (weight_sum > 0)
 
     def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
       mean = jax.tree.map(
         lambda t, g: (t / weight_sum.astype(t.dtype)).astype(g.dtype), total, updates
       )
       extra = extra_args | ({"grad": mean} if "grad" in extra_args else {})
-      out, inner_state = inner.update(mean, inner_state, params, **extra)
-      return jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates), inner_state
+      return inner.update(mean, inner_state, params, **extra)
 
-    def wait(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      return jax.tree.map(jnp.zeros_like, updates), inner_state
-
-    stepping = full & (weight_sum > 0)
-    out, inner_state = jax.lax.cond(stepping, step, wait, state.inner_state)
+    out, inner_state = _conditional.update_if(stepping, step, state.inner_state)
+    count = _conditional.increment_if
     return out, AccumulateState(
       count=jnp.where(full, 0, state.count + 1),
-      inner_count=state.inner_count + stepping,
+      inner_count=count(state.inner_count, stepping),
       weight_sum=jnp.where(full, 0.0, weight_sum),
       accumulator=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
-      notfinite_count=state.notfinite_count + jnp.logical_not(finite),
+      notfinite_count=count(state.notfinite_count, ~(finite & weighted)),
+      skipped_count=count(state.skipped_count, finite & weighted & ~accepted),
       inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _checked_weight(weight: Any) -> jax.Array:
+  """The weight of a micro-batch in float32; a concrete one is checked."""
+  if jnp.ndim(weight) != 0:
+    raise ValueError(
+      "`weight` must be a scalar, the number of examples or tokens in the micro-batch; got an"
+      f" array of shape {jnp.shape(weight)}."
+    )
+  largest = float(jnp.finfo(jnp.float32).max)
+  concrete = _base.is_array(weight) and not isinstance(weight, jax.core.Tracer)
+  number = np.asarray(weight) if concrete else weight
+  _base.check_number("weight", number, minimum=0.0, maximum=largest)
+  return jnp.asarray(weight, jnp.float32)
+
+
+def _accepted(accept_fn: Any, updates: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:
+  if accept_fn is None:
+    return jnp.asarray(True)
+  accepted = accept_fn(updates, **extra_args)
+  if jnp.shape(accepted) != () or jnp.result_type(accepted) != jnp.bool_:
+    raise TypeError(
+      "`accept_fn` must return a scalar bool, whether the micro-batch counts; got"
+      f" {_base.shorten(accepted)}."
+    )
+  return jnp.asarray(accepted)
+
+
+def _window(every: Any, inner_count: jax.Array) -> jax.Array:
+  """The number of micro-steps in the current window."""
+  length = every(inner_count) if callable(every) else every
+  if jnp.shape(length) != ():
+    raise ValueError(
+      "`every` must return a scalar, the number of micro-steps in a window; got an array of shape"
+      f" {jnp.shape(length)}."
+    )
+  return jnp.asarray(length)

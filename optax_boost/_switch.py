@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
+from optax_boost import _protocol
 from optax_boost import _tree
+
+_METHOD = "switch_after"
+# The wrappers whose states ask something of the loss, by the request.
+_WRAPPERS = {
+  _protocol.LOSS_SCALE: "dynamic_loss_scale",
+  _protocol.GROUP_LOSS_SCALE: "group_loss_scale",
+  _protocol.FROZEN_GROUPS: "freeze",
+}
 
 
 class SwitchAfterState(NamedTuple):
@@ -49,7 +59,8 @@ def switch_after(
     updates have the wider of the two dtypes.
 
   Raises:
-    ValueError: `step` is below zero.
+    ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale or
+      :func:`freeze`, which go around the whole.
     TypeError: `step` is no whole number, `first` or `second` no transformation, or a leaf not
       floating-point.
 
@@ -68,17 +79,15 @@ def switch_after(
     Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
   """
   _base.check_whole_number("step", step, minimum=0)
-  for name, tx in (("first", first), ("second", second)):
-    if not isinstance(tx, optax.GradientTransformation):
-      raise TypeError(
-        f"`{name}` must be an optax.GradientTransformation; got {tx!r}. Did you pass the factory"
-        " instead of what it returns?"
-      )
-  first, second = optax.with_extra_args_support(first), optax.with_extra_args_support(second)
+  first = _base.check_transformation("first", first)
+  second = _base.check_transformation("second", second)
 
   def init_fn(params: optax.Params) -> SwitchAfterState:
-    _tree.check_floating(params, "switch_after")
-    return SwitchAfterState(jnp.zeros([], jnp.int32), first.init(params), second.init(params))
+    _tree.check_inexact(params, _METHOD)
+    first_state, second_state = first.init(params), second.init(params)
+    _refuse_requests("first", first_state)
+    _refuse_requests("second", second_state)
+    return SwitchAfterState(jnp.zeros([], jnp.int32), first_state, second_state)
 
   def update_fn(
     updates: optax.Updates,
@@ -86,22 +95,39 @@ def switch_after(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SwitchAfterState]:
-    _tree.check_floating(updates, "switch_after")
+    _base.require_state(state, SwitchAfterState, _METHOD)
+    _tree.check_inexact(updates, _METHOD)
     from_second, second_state = second.update(updates, state.second_state, params, **extra_args)
 
     def act(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
       out, first_state = first.update(updates, first_state, params, **extra_args)
       return jax.tree.map(lambda u, v: u.astype(_wider(u, v)), out, from_second), first_state
 
-    def rest(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      shapes = jax.eval_shape(act, first_state)[0]
-      return jax.tree.map(lambda u, s: u.astype(s.dtype), from_second, shapes), first_state
-
-    out, first_state = jax.lax.cond(state.count < step, act, rest, state.first_state)
-    count = optax.safe_increment(state.count)
-    return out, SwitchAfterState(count, first_state, second_state)
+    from_first, first_state = _conditional.update_if(state.count < step, act, state.first_state)
+    out = _conditional.select(
+      state.count < step,
+      from_first,
+      jax.tree.map(lambda u, v: u.astype(v.dtype), from_second, from_first),
+    )
+    return out, SwitchAfterState(
+      count=optax.safe_increment(state.count),
+      first_state=first_state,
+      second_state=_conditional.cast_like(second_state, state.second_state),
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _refuse_requests(name: str, state: optax.OptState) -> None:
+  """Refuses a side with a request: the loss of every step would follow it."""
+  for node in _protocol.declaring_states(state, "requests"):
+    for request in _protocol.declared(node, "requests"):
+      wrapper = _WRAPPERS.get(request, "wrapper")
+      raise ValueError(
+        f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
+        " acts on the loss of every step, before and after the switch. Put its wrapper around the"
+        f" whole: `{wrapper}(switch_after(...))`."
+      )
 
 
 def _wider(u: jax.Array, v: jax.Array) -> Any:

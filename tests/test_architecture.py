@@ -22,6 +22,7 @@ FOUNDATION = [
   "_jaxpr",
   "_tree",
   "_protocol",
+  "_conditional",
   "_linalg",
   "_forward_order",
   "_groups",

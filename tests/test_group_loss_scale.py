@@ -276,7 +276,7 @@ def test_devices_agree_on_an_overflow_of_one():
     ({"growth_factor": 0.5}, ValueError, r"`growth_factor` must be finite and >= 1"),
     ({"backoff_factor": 1.0}, ValueError, r"`backoff_factor` must be finite and > 0 and < 1"),
     ({"minimum": 2.0, "maximum": 1.0}, ValueError, r"`minimum` must not be above `maximum`"),
-    ({"skip": "none"}, ValueError, r"`skip` must be 'all' or 'group'; got 'none'"),
+    ({"skip": "none"}, ValueError, r"`skip` must be one of 'all', 'group'; got 'none'"),
   ],
 )
 def test_refuses_bad_arguments(kwargs, error, message):
@@ -298,3 +298,64 @@ def test_groups_of_other_params_are_refused():
   tx = optax_boost.group_loss_scale(optax.sgd(0.1), groups)
   with pytest.raises(ValueError, match=r"`group_loss_scale` was given groups for other params"):
     tx.init({"z": jnp.ones(2)})
+
+
+def test_a_norm_clip_inside_does_not_see_the_group_that_overflowed():
+  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+  tx = optax_boost.group_loss_scale(inner, ["a", "b"], 2.0, skip="group")
+  grads = {"a": jnp.array([jnp.inf, 1.0]), "b": jnp.array([6.0, 8.0])}
+  updates, _ = tx.update(grads, tx.init(grads), grads, grad=grads)
+  np.testing.assert_allclose(updates["b"], [-0.6, -0.8], rtol=1e-6)
+  assert not jnp.any(updates["a"])
+
+
+@pytest.mark.parametrize("skip", ["all", "group"])
+def test_what_overflows_only_once_unscaled_is_skipped_in_its_group(skip):
+  tx = optax_boost.group_loss_scale(optax.sgd(1.0, 0.9), ["a", "b"], 0.125, minimum=0.01, skip=skip)
+  params = {"a": jnp.zeros(1, jnp.float16), "b": jnp.zeros(1, jnp.float16)}
+  grads = {"a": jnp.full(1, 60_000.0, jnp.float16), "b": jnp.ones(1, jnp.float16)}
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert not jnp.any(updates["a"])
+  assert updates["b"] == (-8.0 if skip == "group" else 0.0)
+  assert state.notfinite_count == 1
+  momentum = optax.tree.get(state, "trace")
+  assert not jnp.any(momentum["a"])
+  assert updates["b"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize("order", ["whole outside", "groups outside"])
+def test_nested_scales_come_down_together(order):
+  def whole(tx):
+    return optax_boost.dynamic_loss_scale(tx, 2.0)
+
+  def groups(tx):
+    return optax_boost.group_loss_scale(tx, [""], 2.0**10, backoff_factor=0.5)
+
+  tx = whole(groups(optax.sgd(0.1))) if order == "whole outside" else groups(whole(optax.sgd(0.1)))
+  state = tx.init(jnp.ones(1))
+  updates, state = tx.update(jnp.full(1, jnp.inf), state)
+  assert not jnp.any(updates)
+  np.testing.assert_array_equal(optax.tree.get(state, "group_loss_scale"), [2.0**9])
+  assert optax.tree.get(state, "loss_scale") == 1.0
+
+
+def test_refuses_a_scale_from_which_it_would_hide_overflows():
+  inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
+  tx = optax_boost.group_loss_scale(inner, [""], skip="group")
+  with pytest.raises(ValueError, match=r"`dynamic_loss_scale\(group_loss_scale\(inner, groups"):
+    tx.init(jnp.ones(1))
+
+
+def test_injected_growth_needs_a_dtype_of_its_own_for_bfloat16_params():
+  """https://github.com/google-deepmind/optax/issues/1414"""
+  params = jnp.ones(1, jnp.bfloat16)
+
+  def scale_after_a_step(**options):
+    factory = optax.inject_hyperparams(optax_boost.group_loss_scale, **options)
+    tx = factory(optax.sgd(0.1), groups=("",))
+    _, state = tx.update(params, tx.init(params), params)
+    return optax.tree.get(state, "group_loss_scale")[0]
+
+  options = {"static_args": ("inner", "groups", "skip", "axis_name")}
+  assert scale_after_a_step(**options) == 2.0**15
+  assert scale_after_a_step(**options, hyperparam_dtype=jnp.float32) > 2.0**15

@@ -1,5 +1,6 @@
 """Loss scaling against MindSpore's recorded scales, and master weights against MXNet's."""
 
+import contextlib
 import json
 import pathlib
 
@@ -260,7 +261,15 @@ def test_masters_round_stochastically_with_a_key_and_differently_at_every_step()
   ("kwargs", "error", "message"),
   [
     ({"initial_scale": 0.0}, ValueError, r"`initial_scale` must be finite and > 0"),
-    ({"growth_interval": 0}, ValueError, r"`growth_interval` must be finite and >= 1"),
+    ({"initial_scale": 1e39}, ValueError, r"`initial_scale` must be a float32 number"),
+    ({"initial_scale": 1e-50}, ValueError, r"`initial_scale` must be a float32 number"),
+    ({"initial_scale": 0.5}, ValueError, r"must be between `minimum` and `maximum`; got 0.5"),
+    ({"initial_scale": 2.0**25}, ValueError, r"must be between `minimum` and `maximum`"),
+    ({"maximum": 1e39}, ValueError, r"`maximum` must be a float32 number"),
+    ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation"),
+    ({"hysteresis": 0}, ValueError, r"`hysteresis` must be >= 1; got 0"),
+    ({"axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis"),
+    ({"growth_interval": 0}, ValueError, r"`growth_interval` must be >= 1; got 0"),
     ({"growth_factor": 0.5}, ValueError, r"`growth_factor` must be finite and >= 1"),
     ({"backoff_factor": 1.0}, ValueError, r"`backoff_factor` must be finite and > 0 and < 1"),
     ({"minimum": 2.0, "maximum": 1.0}, ValueError, r"`minimum` must not be above `maximum`"),
@@ -268,7 +277,7 @@ def test_masters_round_stochastically_with_a_key_and_differently_at_every_step()
 )
 def test_refuses_loss_scales_out_of_range(kwargs, error, message):
   with pytest.raises(error, match=message):
-    optax_boost.dynamic_loss_scale(optax.sgd(0.1), **kwargs)
+    optax_boost.dynamic_loss_scale(**{"inner": optax.sgd(0.1), **kwargs})
 
 
 def test_a_donated_state_leaves_the_key_for_the_next_one():
@@ -279,7 +288,224 @@ def test_a_donated_state_leaves_the_key_for_the_next_one():
     assert int(step(tx.init(params), params).count) == 1
 
 
-@pytest.mark.parametrize("key", [0, jnp.zeros(2, jnp.uint32)], ids=["int", "raw"])
+@pytest.mark.parametrize("key", [0.5, jnp.zeros(2, jnp.uint32)], ids=["float", "raw"])
 def test_refuses_what_is_no_key(key):
-  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key`, or None; got"):
+  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key` or an integer"):
     optax_boost.master_weights(optax.sgd(0.1), key=key)
+
+
+def wrappers_of(inner):
+  return {
+    "dynamic_loss_scale": optax_boost.dynamic_loss_scale(inner, 8.0),
+    "group_loss_scale": optax_boost.group_loss_scale(inner, [""], 8.0),
+    "skip_group": optax_boost.group_loss_scale(inner, [""], 8.0, skip="group"),
+    "accumulate": optax_boost.accumulate(inner, 2),
+    "master_weights": optax_boost.master_weights(inner),
+    "switch_after": optax_boost.switch_after(1, inner, inner),
+  }
+
+
+WRAPPERS = tuple(wrappers_of(optax.identity()))
+INNER = {
+  "sgd": lambda: optax.sgd(0.01),
+  "momentum": lambda: optax.sgd(0.01, 0.9),
+  "adam": lambda: optax.adam(0.01),
+  "lars": lambda: optax_boost.lars(0.01, exclude=None),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", INNER)
+def test_float16_gradients_of_float32_params_train_as_float32_ones(name, wrapper):
+  """https://github.com/google-deepmind/optax/issues/1122"""
+  inner = INNER[name]()
+  tx = wrappers_of(inner)[wrapper]
+  params = {"w": jnp.array([1.0, -2.0, 3.0])}
+  grads = {"w": jnp.array([8.0, 4.0, -16.0], jnp.float16)}
+  divisor = 8.0 if "scale" in wrapper or "group" in wrapper else 1.0
+  state, alone = tx.init(params), inner.init(params)
+  plain = jax.tree.map(lambda g: g.astype(jnp.float32) / divisor, grads)
+  for step in range(2):
+    updates, after = tx.update(grads, state, params)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    state = after
+    if wrapper != "accumulate" or step == 1:
+      expected, alone = inner.update(plain, alone, params)
+      np.testing.assert_allclose(updates["w"], expected["w"], rtol=2e-3, atol=3e-7)
+
+
+@pytest.mark.parametrize("where", ["eager", "in a mesh", "jitted"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_params_on_a_mesh_with_explicit_axes_stay_sharded(wrapper, where):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = jax.device_put(jnp.arange(1.0, 9.0), sharding)
+  tx = wrappers_of(optax.sgd(0.1, 0.9))[wrapper]
+  update = jax.jit(tx.update) if where == "jitted" else tx.update
+  with jax.set_mesh(mesh) if where == "in a mesh" else contextlib.nullcontext():
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = update(params, state, params)
+  assert updates.sharding == sharding
+  assert jnp.all(updates < 0)
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**-4])
+def test_float16_gradients_are_unscaled_in_float32(scale):
+  tx = optax_boost.dynamic_loss_scale(optax.adam(0.25, eps=1e-20), scale, minimum=2.0**-4)
+  params = jnp.ones(2, jnp.float16)
+  grads = jnp.array([60_000.0, -1e-3], jnp.float16)
+  updates, state = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(updates, [-0.25, 0.25], rtol=1e-2)
+  assert updates.dtype == jnp.float16
+  assert state.notfinite_count == 0
+  np.testing.assert_allclose(
+    optax.tree.get(state, "mu"), 0.1 * grads.astype(jnp.float32) / scale, rtol=1e-6
+  )
+
+
+def test_a_step_that_would_make_a_param_infinite_is_skipped_and_counted():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0, 0.9), 0.125, minimum=0.125)
+  params = jnp.array([1.0, -jnp.inf], jnp.float16)  # what is infinite already hinders no step
+  state = tx.init(params)
+  updates, state = tx.update(jnp.array([60_000.0, 0.0], jnp.float16), state, params)
+  assert not jnp.any(updates)
+  assert not jnp.any(optax.tree.get(state, "trace"))
+  assert (state.notfinite_count, state.loss_scale) == (1, 0.125)
+  updates, state = tx.update(jnp.array([1.0, 0.0], jnp.float16), state, params)
+  np.testing.assert_array_equal(updates, [-8.0, 0.0])
+
+
+def test_a_static_scale_stays_and_skips_what_overflows():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 4.0, growth_interval=None)
+  state = tx.init(jnp.zeros(1))
+  moved = []
+  for value in (4.0, jnp.inf, 4.0):
+    updates, state = jax.jit(tx.update)(jnp.full(1, value), state)
+    moved.append(float(updates[0]))
+  assert moved == [-1.0, 0.0, -1.0]
+  assert (state.loss_scale, state.notfinite_count) == (4.0, 1)
+
+
+def test_hysteresis_lets_overflows_pass_as_megatron_does():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 16.0, 2, hysteresis=2)
+  state, scales = tx.init(jnp.zeros(1)), []
+  # Megatron-LM's DynamicGradScaler(16, 1, 2, 0.5, growth_interval=2, hysteresis=2).
+  for overflow in (1, 1, 1, 0, 1, 0, 0, 1, 1):
+    _, state = tx.update(jnp.full(1, jnp.inf if overflow else 1.0), state)
+    scales.append(float(state.loss_scale))
+  assert scales == [16, 8, 4, 4, 2, 2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loss_scale_may_stand_around_masters(dtype):
+  params = jnp.ones(2, dtype)
+  one = optax_boost.dynamic_loss_scale(optax_boost.master_weights(optax.adam(1e-3)), 4.0)
+  other = optax_boost.master_weights(optax_boost.dynamic_loss_scale(optax.adam(1e-3), 4.0))
+  masters = []
+  for tx in (one, other):
+    state, p = tx.init(params), params
+    for value in (1.0, jnp.inf, 2.0):
+      updates, state = jax.jit(tx.update)(jnp.full_like(params, value), state, p)
+      p = optax.apply_updates(p, updates)
+    assert optax.tree.get(state, "loss_scale") == 2.0
+    masters.append(optax.tree.get(state, "master_params"))
+  np.testing.assert_allclose(*masters, rtol=1e-6)
+  assert masters[0][0] < 0.9985
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.adam(0.1),
+    optax.sgd(0.1, 0.9),
+    optax.lion(0.1),
+    optax_boost.accumulate(optax.sgd(0.1), 1),
+  ],
+  ids=["adam", "momentum", "lion", "accumulate"],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_gradient_leaves_masters_and_the_inner_state_as_they_were(inner, bad):
+  tx = optax_boost.master_weights(inner)
+  params = jnp.ones(2, jnp.bfloat16)
+  _, state = tx.update(params, tx.init(params), params)
+  params = state.master_params.astype(params.dtype)
+  updates, after = jax.jit(tx.update)(jnp.array([bad, 1.0], params.dtype), state, params)
+  assert not jnp.any(updates)
+  np.testing.assert_array_equal(after.master_params, state.master_params)
+  if not isinstance(state.inner_state, optax_boost.AccumulateState):
+    jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
+    assert after.notfinite_count == 1
+  updates, _ = tx.update(params, after, params)
+  assert jnp.all(updates < 0)
+
+
+def test_what_the_inner_optimizer_copes_with_is_no_bad_step():
+  tx = optax_boost.master_weights(optax.chain(optax.zero_nans(), optax.sgd(1.0)))
+  params = jnp.ones(2)
+  updates, state = tx.update(jnp.array([jnp.nan, 0.5]), tx.init(params), params)
+  np.testing.assert_array_equal(updates, [0.0, -0.5])
+  assert state.notfinite_count == 0
+
+
+@pytest.mark.parametrize("key", [None, 3])
+def test_masters_follow_params_that_something_else_has_moved(key):
+  tx = optax_boost.master_weights(optax.sgd(2.0**-9), key=key)
+  params = jnp.ones(100, jnp.bfloat16)
+  state, grads = tx.init(params), jnp.full_like(params, -1.0)
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_array_equal(state.master_params, 1 + 3 * 2.0**-9)
+  params = params.at[:50].set(0.5)
+  _, state = tx.update(grads, state, params)
+  np.testing.assert_array_equal(state.master_params[:50], 0.5 + 2.0**-9)
+  np.testing.assert_array_equal(state.master_params[50:], 1 + 4 * 2.0**-9)
+
+
+def test_lookahead_moves_the_masters():
+  def run(inner):
+    tx = optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(jnp.ones(1))
+    state = tx.init(params)
+    for _ in range(6):
+      updates, state = tx.update(params.fast, state, params)
+      params = optax.apply_updates(params, updates)
+    return params.slow
+
+  np.testing.assert_allclose(
+    run(optax_boost.master_weights(optax.sgd(0.1))), run(optax.sgd(0.1)), rtol=1e-6
+  )
+
+
+def test_masters_of_abstract_params_are_abstract():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=0)
+  state = tx.init(jax.ShapeDtypeStruct((2,), jnp.float16))
+  assert state.master_params == jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+def test_the_count_of_masters_stays_at_its_largest():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=0)
+  params = jnp.ones(1)
+  state = tx.init(params)._replace(count=jnp.int32(2**31 - 1))
+  assert tx.update(params, state, params)[1].count == 2**31 - 1
+
+
+def test_masters_wrap_all_closures():
+  seen = {}
+
+  def update(updates, state, params, *, value_fn, grad_fn, full_grad_fn, **extra):
+    del extra
+    seen.update(value=value_fn(params), grad=grad_fn(params), full=full_grad_fn(params))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+  tx = optax_boost.master_weights(inner)
+  params = jnp.ones(2, jnp.float16)
+  closures = {"value_fn": jnp.sum, "grad_fn": lambda p: 2 * p, "full_grad_fn": lambda p: 3 * p}
+  tx.update(params, tx.init(params), params, **closures)
+  assert {name: x.dtype.name for name, x in seen.items()} == {
+    "value": "float16",
+    "grad": "float32",
+    "full": "float32",
+  }

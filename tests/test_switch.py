@@ -79,7 +79,7 @@ def test_the_step_may_be_traced():
 @pytest.mark.parametrize(
   ("args", "error", "message"),
   [
-    ((-1, optax.sgd(1.0), optax.sgd(1.0)), ValueError, r"`step` must be finite and >= 0; got -1"),
+    ((-1, optax.sgd(1.0), optax.sgd(1.0)), ValueError, r"`step` must be >= 0; got -1"),
     ((1.5, optax.sgd(1.0), optax.sgd(1.0)), TypeError, r"`step` must be a whole number; got 1.5"),
     ((1, optax.sgd, optax.sgd(1.0)), TypeError, r"`first` must be an optax.GradientTransf"),
     ((1, optax.sgd(1.0), None), TypeError, r"`second` must be an optax.GradientTransf"),
@@ -88,3 +88,40 @@ def test_the_step_may_be_traced():
 def test_refuses_bad_arguments(args, error, message):
   with pytest.raises(error, match=message):
     optax_boost.switch_after(*args)
+
+
+def test_complex_leaves_and_mixed_dtypes_pass_through():
+  tx = optax_boost.switch_after(1, optax.sgd(1.0, 0.5), optax.sgd(2.0))
+  params = {"c": jnp.ones(1, jnp.complex64), "w": jnp.ones(1)}
+  grads = {"c": jnp.full(1, 1j), "w": jnp.ones(1, jnp.float16)}
+  state = tx.init(params)
+  for expected in (-1j, -2j):
+    updates, after = tx.update(grads, state, params)
+    assert updates["c"] == expected
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    state = after
+
+
+@pytest.mark.parametrize("side", ["first", "second"])
+@pytest.mark.parametrize(
+  ("wrapper", "name"),
+  [
+    (optax_boost.dynamic_loss_scale, "dynamic_loss_scale"),
+    (lambda tx: optax_boost.group_loss_scale(tx, ["."]), "group_loss_scale"),
+    (
+      lambda tx: optax_boost.freeze(tx, ["w", "."], optax_boost.continuous_freezing(2, 0.5)),
+      "freeze",
+    ),
+  ],
+)
+def test_refuses_on_one_side_what_acts_on_the_loss_of_every_step(wrapper, name, side):
+  pair = {"first": optax.sgd(0.1), "second": optax.sgd(0.1)}
+  pair[side] = wrapper(pair[side])
+  with pytest.raises(ValueError, match=rf"`{side}` does .*`{name}\(switch_after\(...\)\)`"):
+    optax_boost.switch_after(2, **pair).init(PARAMS)
+
+
+def test_refuses_the_state_of_another_optimizer():
+  tx = optax_boost.switch_after(2, optax.sgd(0.1), optax.sgd(0.1))
+  with pytest.raises(TypeError, match=r"needs the state that its own `init` made"):
+    tx.update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)

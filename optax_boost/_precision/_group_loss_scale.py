@@ -7,6 +7,7 @@ r"""Loss scaling by group, for layers whose gradients differ by orders of magnit
 Source: MindSpore Boost's ``GroupLossScaleManager`` and ``BoostTrainOneStepWithLossScaleCell``.
 """
 
+from collections.abc import Callable
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._precision import _loss_scale
+from optax_boost._precision import _unscaled
 
 _METHOD = "group_loss_scale"
 
@@ -97,29 +99,32 @@ def group_loss_scale(
   An overflow travels: what is not finite in one group is not finite in those before it either.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients. For float16 params, put
-      :func:`master_weights` around the whole.
+    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
+      least float32, too. For float16 params, put :func:`master_weights` around the whole.
     groups: what :func:`layer_groups` returned; or a sequence of regular expressions, one per
       group in the order of the forward pass, searched in the leaves' paths. The first that
       matches counts; a leaf that none matches is in the last group.
-    initial_scale: the scale of every group to start with.
+    initial_scale: the scale of every group to start with, between `minimum` and `maximum`.
     growth_factor: what a group's scale is multiplied by after every step in which it did not
       overflow; above 1. Raising it adapts faster and overflows more often.
     backoff_factor: what it is multiplied by after a step in which it did; below 1.
     minimum: its floor.
     maximum: its cap.
-    skip: ``"all"``: a step in which any group overflowed changes nothing but scales and counters.
-      ``"group"``: only the groups that overflowed stand still, with all that `inner` keeps of
-      them; `inner` sees zeros for their gradients.
+    skip: ``"all"``: a step in which any group overflowed, or after which a param would not be
+      finite, changes nothing but scales and counters. ``"group"``: only the groups in which that
+      happened stand still, with all that `inner` keeps of them; `inner` sees zeros for gradients
+      that overflowed.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ. Not needed
       under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`.
+    unscaled for `inner`. Updates have the dtype that `inner` gives them for gradients of at least
+    the params' precision.
 
   Raises:
-    ValueError: a number is out of range, or the groups are of other params.
+    ValueError: a number is out of range, or the groups are of other params; in ``init``: another
+      loss scale stands inside ``skip="group"``, which would hide overflows from it.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -132,30 +137,36 @@ def group_loss_scale(
     ([0.0], [-2.0])
     >>> [round(float(scale), 3) for scale in state.group_loss_scale]
     [2.828, 4.003]
+
+  .. note::
+    ``optax.inject_hyperparams`` casts hyperparameters to the params' dtype: with bfloat16 params
+    the growth ``2**0.001`` becomes 1, and scales only shrink (optax issue 1414). Pass
+    ``hyperparam_dtype=jnp.float32``, or name `growth_factor` in ``static_args``.
   """
-  if not isinstance(inner, optax.GradientTransformation):
-    raise TypeError(
-      f"`inner` must be an optax.GradientTransformation; got {inner!r}. Did you pass the factory"
-      " instead of what it returns?"
-    )
+  inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
-  _base.check_number("initial_scale", initial_scale, positive=True)
+  _unscaled.check_scales(initial_scale, minimum, maximum)
   _base.check_number("growth_factor", growth_factor, minimum=1.0)
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
-  _loss_scale.check_range(minimum, maximum)
-  if skip not in ("all", "group"):
-    raise ValueError(f"`skip` must be 'all' or 'group'; got {skip!r}.")
-  inner = optax.with_extra_args_support(inner)
+  _base.check_name("skip", skip, ("all", "group"))
+  _base.check_axis_name("axis_name", axis_name)
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
     numbers = _groups.group_numbers(params, groups, _METHOD)
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
+    inner_state = _unscaled.init_inner(inner, params)
+    if skip == "group" and _conditional.scales_loss(inner_state):
+      raise ValueError(
+        "`group_loss_scale` with skip='group' hides overflows from a loss scale inside it, which"
+        " would never come down. Put that scale outside, as in"
+        " `dynamic_loss_scale(group_loss_scale(inner, groups, skip='group'))`, or pass skip='all'."
+      )
     return GroupLossScaleState(
       group_loss_scale=jnp.full(num_groups, initial_scale, jnp.float32),
       overflow_count=jnp.zeros(num_groups, jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=inner.init(params),
+      inner_state=inner_state,
     )
 
   def update_fn(
@@ -164,46 +175,66 @@ def group_loss_scale(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, GroupLossScaleState]:
+    _base.require_state(state, GroupLossScaleState, _METHOD)
     _tree.check_floating(updates, _METHOD)
-    numbers = _groups.number_tree(updates, groups, _METHOD)
-    leaves = list(zip(jax.tree.leaves(numbers), jax.tree.leaves(updates), strict=True))
-    members = [[g for number, g in leaves if number == group] for group in range(num_groups)]
-    finite = jnp.stack([_tree.all_finite(group) for group in members])
     if axis_name is not None:
-      finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+      _base.require_axis("axis_name", axis_name, _METHOD)
+    numbers = _groups.number_tree(updates, groups, _METHOD)
 
-    def select(group: int, if_not_finite: Any, otherwise: Any) -> Any:
-      return jnp.where(finite[group], otherwise, if_not_finite)
+    def scaled_down(grads: optax.Updates) -> optax.Updates:
+      return jax.tree.map(
+        lambda n, g: _unscaled.divide(g, state.group_loss_scale[n]), numbers, grads
+      )
 
-    def without(tree: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda n, g: select(n, jnp.zeros_like(g), g), numbers, tree)
+    def by_group(check: Callable[[Any], jax.Array]) -> jax.Array:
+      """A check of each group's leaves, the same on all devices."""
+      passed = jnp.stack([check(group) for group in range(num_groups)])
+      if axis_name is None:
+        return passed
+      return jax.lax.pmin(passed.astype(jnp.int32), axis_name) > 0
+
+    def members(tree: Any, group: int) -> list[Any]:
+      pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
+      return [leaf for number, leaf in pairs if number == group]
+
+    unscaled = scaled_down(updates)
+    finite = by_group(lambda group: _tree.all_finite(members(unscaled, group)))
+
+    def zero_overflowed(ok: jax.Array, tree: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda n, g: jnp.where(ok[n], g, jnp.zeros_like(g)), numbers, tree)
 
     def unscale(grads: optax.Updates) -> optax.Updates:
-      grads = jax.tree.map(
-        lambda n, g: _loss_scale.divide(g, state.group_loss_scale[n]), numbers, grads
-      )
-      return without(grads) if skip == "group" else grads
+      grads = scaled_down(grads)
+      return zero_overflowed(finite, grads) if skip == "group" else grads
 
-    extra = _loss_scale.unscaled_arguments(extra_args, unscale)
-
-    def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      return inner.update(unscale(updates), inner_state, params, **extra)
-
-    def stand_still(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      return jax.tree.map(jnp.zeros_like, updates), inner_state
-
+    gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
+    step = _unscaled.make_step(inner, updates, params, extra_args, gradients, extra)
     if skip == "all":
-      out, inner_state = jax.lax.cond(jnp.all(finite), step, stand_still, state.inner_state)
+      out, moved = _unscaled.step_if(jnp.all(finite), step, state.inner_state)
     else:
       out, moved = step(state.inner_state)
-      out = without(out)
+      moved = _conditional.cast_like(moved, state.inner_state)
+    landed = by_group(
+      lambda group: _unscaled.landed(
+        members(out, group), None if params is None else members(params, group)
+      )
+    )
+    if skip == "all":
+      good = jnp.broadcast_to(jnp.all(landed), landed.shape)
+      inner_state = _conditional.select(good[0], moved, state.inner_state)
+    else:
+      good = finite & landed
+
+      def select(group: int, if_not_finite: Any, otherwise: Any) -> Any:
+        return jnp.where(good[group], otherwise, if_not_finite)
+
       inner_state = _groups.select_state(_METHOD, inner, select, numbers, state.inner_state, moved)
-    return out, GroupLossScaleState(
+    return zero_overflowed(good, out), GroupLossScaleState(
       group_loss_scale=next_group_loss_scale(
         state.group_loss_scale, finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=state.overflow_count + jnp.logical_not(finite),
-      notfinite_count=state.notfinite_count + jnp.logical_not(jnp.all(finite)),
+      overflow_count=_conditional.increment_if(state.overflow_count, ~finite),
+      notfinite_count=_conditional.increment_if(state.notfinite_count, ~jnp.all(finite & landed)),
       inner_state=inner_state,
     )
 

@@ -3,14 +3,14 @@
 The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by
 it afterwards. s follows the overflows:
 
-  overflow             s <- max(s * backoff, minimum), no step is made
+  overflow             no step is made; the h-th since s last grew, and each after it:
+                       s <- max(s * backoff, minimum)
   n steps without one  s <- min(s * growth, maximum)
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MindSpore's
-``DynamicLossScaleUpdateCell``.
+``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's ``DynamicGradScaler``.
 """
 
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -19,8 +19,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._precision import _unscaled
+
+_METHOD = "dynamic_loss_scale"
 
 
 @_protocol.declares(metrics=("loss_scale", "loss_scale/notfinite_count"), requests=("loss_scale",))
@@ -30,12 +34,14 @@ class DynamicLossScaleState(NamedTuple):
   Attributes:
     loss_scale: scalar float32, what to multiply the next loss by.
     growth_count: scalar int32, steps since the scale last changed.
+    hysteresis_count: scalar int32, overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped.
     inner_state: the inner optimizer's state.
   """
 
   loss_scale: jax.Array
   growth_count: jax.Array
+  hysteresis_count: jax.Array
   notfinite_count: jax.Array
   inner_state: optax.OptState
 
@@ -82,8 +88,9 @@ def next_loss_scale(
 def dynamic_loss_scale(
   inner: optax.GradientTransformation,
   initial_scale: jax.typing.ArrayLike = 2.0**15,
-  growth_interval: jax.typing.ArrayLike = 2000,
+  growth_interval: jax.typing.ArrayLike | None = 2000,
   *,
+  hysteresis: jax.typing.ArrayLike = 1,
   growth_factor: jax.typing.ArrayLike = 2.0,
   backoff_factor: jax.typing.ArrayLike = 0.5,
   minimum: jax.typing.ArrayLike = 1.0,
@@ -96,16 +103,21 @@ def dynamic_loss_scale(
   :func:`make_train_step` finds it there and does it. By hand:
   ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose gradients have a NaN or an infinity changes nothing but the scale and the counters:
-  its updates are zero, the inner state stays as it was.
+  A step whose unscaled gradients have a NaN or an infinity, or after which a param would have one,
+  changes nothing but the scale and the counters: its updates are zero, the inner state stays as it
+  was. The scale follows the gradients only. The scale is one for the whole loss: put it around
+  ``optax.partition`` and ``optax.masked``, not inside, where other leaves would keep the scale.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients. For float16 params, put
-      :func:`master_weights` around the whole: ``master_weights(dynamic_loss_scale(inner))``
-      unscales in float32.
-    initial_scale: the scale to start with.
+    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
+      least float32, too. For float16 params, put :func:`master_weights` around the whole:
+      ``master_weights(dynamic_loss_scale(inner))`` keeps updates that float16 params lose.
+    initial_scale: the scale to start with, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
-      overflows and adapts more slowly.
+      overflows and adapts more slowly. None: a static scale, which neither grows nor shrinks;
+      steps that overflow are skipped all the same.
+    hysteresis: which overflow since the scale last grew is the first to shrink it; raising it
+      tolerates rare overflows that a smaller scale would not prevent.
     growth_factor: what the scale grows by; above 1.
     backoff_factor: what it is multiplied by after an overflow; below 1.
     minimum: its floor.
@@ -115,10 +127,12 @@ def dynamic_loss_scale(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`; `value` and `value_fn` are of the loss itself.
+    unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype that
+    `inner` gives them for gradients of at least the params' precision.
 
   Raises:
-    ValueError: a number is out of range, or `minimum` above `maximum`.
+    ValueError: a number is out of range, `minimum` above `maximum`, or `initial_scale` not between
+      them.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -135,45 +149,32 @@ def dynamic_loss_scale(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  _base.check_number("initial_scale", initial_scale, positive=True)
-  _base.check_number("growth_interval", growth_interval, minimum=1)
+  inner = _base.check_transformation("inner", inner)
+  _unscaled.check_scales(initial_scale, minimum, maximum)
+  if growth_interval is not None:
+    _base.check_whole_number("growth_interval", growth_interval)
+  _base.check_whole_number("hysteresis", hysteresis)
   _base.check_number("growth_factor", growth_factor, minimum=1.0)
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
-  check_range(minimum, maximum)
-  inner = optax.with_extra_args_support(inner)
+  _base.check_axis_name("axis_name", axis_name)
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
-    _tree.check_floating(params, "dynamic_loss_scale")
+    _tree.check_floating(params, _METHOD)
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
+      hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=inner.init(params),
+      inner_state=_unscaled.init_inner(inner, params),
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: DynamicLossScaleState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, DynamicLossScaleState]:
-    _tree.check_floating(updates, "dynamic_loss_scale")
-
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda g: divide(g, state.loss_scale), grads)
-
-    extra = unscaled_arguments(extra_args, unscale)
-    finite = _tree.all_finite(updates)
-    if axis_name is not None:
-      finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
-
-    def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      return inner.update(unscale(updates), inner_state, params, **extra)
-
-    def skip(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      return jax.tree.map(jnp.zeros_like, updates), inner_state
-
-    out, inner_state = jax.lax.cond(finite, step, skip, state.inner_state)
+  def next_scale(
+    state: DynamicLossScaleState, finite: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scale and its two counters after a step."""
+    if growth_interval is None:
+      return state.loss_scale, state.growth_count, state.hysteresis_count
+    overflows = _conditional.increment_if(state.hysteresis_count, ~finite)
     scale, count = next_loss_scale(
       state.loss_scale,
       state.growth_count,
@@ -184,63 +185,43 @@ def dynamic_loss_scale(
       minimum,
       maximum,
     )
+    tolerated = ~finite & (overflows < hysteresis)
+    scale = jnp.where(tolerated, state.loss_scale, scale)
+    # Growth has just been due where a finite step sets its count back.
+    return scale, count, jnp.where(finite & (count == 0), 0, overflows)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: DynamicLossScaleState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, DynamicLossScaleState]:
+    _base.require_state(state, DynamicLossScaleState, _METHOD)
+    _tree.check_floating(updates, _METHOD)
+    if axis_name is not None:
+      _base.require_axis("axis_name", axis_name, _METHOD)
+
+    def unscale(grads: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda g: _unscaled.divide(g, state.loss_scale), grads)
+
+    def agreed(finite: jax.Array) -> jax.Array:
+      if axis_name is None:
+        return finite
+      return jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+
+    unscaled, extra = _tree.map_gradients(unscale, updates, extra_args)
+    finite = agreed(_tree.all_finite(unscaled))
+    step = _unscaled.make_step(inner, updates, params, extra_args, unscaled, extra)
+    out, moved = _unscaled.step_if(finite, step, state.inner_state)
+    landed = agreed(_unscaled.landed(out, params))
+    scale, growth_count, hysteresis_count = next_scale(state, finite)
+    out = _conditional.select(landed, out, jax.tree.map(jnp.zeros_like, out))
     return out, DynamicLossScaleState(
       loss_scale=scale,
-      growth_count=count,
-      notfinite_count=state.notfinite_count + jnp.logical_not(finite),
-      inner_state=inner_state,
+      growth_count=growth_count,
+      hysteresis_count=hysteresis_count,
+      notfinite_count=_conditional.increment_if(state.notfinite_count, ~(finite & landed)),
+      inner_state=_conditional.select(landed, moved, state.inner_state),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def check_range(minimum: Any, maximum: Any) -> None:
-  """Checks the floor and the cap of a scale.
-
-  Args:
-    minimum: the floor.
-    maximum: the cap.
-
-  Raises:
-    ValueError: one is not positive, or the floor is above the cap.
-    TypeError: one is no number.
-  """
-  _base.check_number("minimum", minimum, positive=True)
-  _base.check_number("maximum", maximum, positive=True)
-  traced = any(isinstance(bound, jax.Array) for bound in (minimum, maximum))
-  if not traced and float(minimum) > float(maximum):
-    raise ValueError(f"`minimum` must not be above `maximum`; got {minimum!r} and {maximum!r}.")
-
-
-def divide(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """A gradient without its scale, divided in at least float32.
-
-  Args:
-    g: a gradient, any floating dtype.
-    scale: scalar float32.
-
-  Returns:
-    The quotient in the dtype of `g`.
-  """
-  return (g.astype(_tree.accumulator_dtype(g.dtype)) / scale).astype(g.dtype)
-
-
-def unscaled_arguments(
-  extra_args: dict[str, Any], unscale: Callable[[optax.Updates], optax.Updates]
-) -> dict[str, Any]:
-  """The extra arguments of ``update``, with those that are gradients unscaled.
-
-  Args:
-    extra_args: what came.
-    unscale: from scaled to unscaled gradients.
-
-  Returns:
-    What the inner optimizer gets.
-  """
-  extra = dict(extra_args)
-  if "grad" in extra:
-    extra["grad"] = unscale(extra["grad"])
-  if "grad_fn" in extra:
-    scaled = extra["grad_fn"]
-    extra["grad_fn"] = lambda *args, **kwargs: unscale(scaled(*args, **kwargs))
-  return extra

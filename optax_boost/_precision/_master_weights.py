@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
+
+_METHOD = "master_weights"
 
 
 @_protocol.declares(metrics=("master_weights/notfinite_count",))
@@ -25,7 +28,8 @@ class MasterWeightsState(NamedTuple):
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps in which a master would not have been finite.
+    notfinite_count: scalar int32, steps that were skipped since the inner optimizer's updates or
+      state would not have been finite, or in which a master would not have been.
     key: raw key data of the generator for stochastic rounding, or None.
     inner_state: the inner optimizer's state, of the masters.
   """
@@ -67,24 +71,32 @@ def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def master_weights(
-  inner: optax.GradientTransformation, *, key: jax.Array | None = None
+  inner: optax.GradientTransformation, *, key: jax.Array | int | None = None
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 masters of half-precision params; the params are always their rounding.
 
   The inner optimizer sees the masters as its params, and the gradients in float32. Its updates
-  move the masters; what comes out moves the params to the masters' rounding. A master that would
-  not be finite stays where it is; one beyond the range of the params' dtype is rounded to its end.
+  move the masters; the returned updates move the params to the masters' rounding.
+
+  A step in which the inner optimizer's updates or its state would turn NaN or infinite changes
+  nothing and is counted. A master that would leave float32's range stays where it is; one beyond
+  the range of the params' dtype is rounded to its end. A param that something else has moved since
+  the last step (``optax.lookahead``, a projection) takes its master along.
 
   Args:
     inner: the optimizer of the masters.
-    key: for stochastic rounding, whose error is zero on average; None: round to nearest. It only
-      matters to the forward pass: the masters are exact either way.
+    key: for stochastic rounding, whose error is zero on average, a key of ``jax.random.key`` or a
+      seed; None: round to nearest. It only matters to the forward pass: the masters are exact
+      either way.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates are float32
     (float64 for float64 params), since the difference of two float16 numbers need not be one:
     ``optax.apply_updates`` adds them in float32 and rounds once. It lands on the masters' rounding
-    exactly, unless a weight shrinks 4,096-fold in one step; then the next step corrects it.
+    exactly, unless a weight shrinks 4,096-fold in one step; then the master follows the param, as
+    after any other move. Wrappers of optax that skip steps by ``lax.cond`` expect updates in the
+    gradients' dtype: put ``optax.apply_if_finite`` inside,
+    ``master_weights(optax.apply_if_finite(inner, 5))``.
 
   Raises:
     ValueError: in ``update``: no params, or gradients that do not fit.
@@ -104,21 +116,18 @@ def master_weights(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  if key is not None and not (
-    isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-  ):
-    raise TypeError(f"`key` must be a key of `jax.random.key`, or None; got {key!r}.")
-  inner = optax.with_extra_args_support(inner)
+  inner = _base.check_transformation("inner", inner)
+  key = None if key is None else _base.as_key("key", key)
 
   def widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.array(x, _tree.accumulator_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: x.astype(_tree.accumulator_dtype(x.dtype)), tree)
 
   def init_fn(params: optax.Params) -> MasterWeightsState:
-    _tree.check_floating(params, "master_weights")
-    masters = widen(params)
+    _tree.check_floating(params, _METHOD)
+    masters = _tree.copy_arrays(params, _tree.accumulator_dtype)
     return MasterWeightsState(
       # Copies: an inner state may hold its params, and all of it is donated together.
-      master_params=jax.tree.map(jnp.array, masters),
+      master_params=_tree.copy_arrays(masters),
       count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
       # A copy: the state is donated, the caller's key is not.
@@ -132,56 +141,111 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    _base.require_params(params, "master_weights")
-    _tree.check_same_tree(updates, params, "master_weights")
-    _tree.check_floating(updates, "master_weights")
-    extra = dict(extra_args)
-    if "grad" in extra:
-      extra["grad"] = widen(extra["grad"])
+    _base.require_params(params, _METHOD)
+    _base.require_state(state, MasterWeightsState, _METHOD)
+    _tree.check_same_tree(updates, params, _METHOD)
+    _tree.check_floating(updates, _METHOD)
+    impl = None if key is None else jax.random.key_impl(key)
+    keys = _step_keys(state.key, impl, state.count)
+    masters = _follow(params, state.master_params, keys[0])
+
+    def widen_gradients(tree: Any) -> Any:
+      return widen(_tree.mask_like(tree, updates))
+
     # The closures take the masters: the model computes in its params' dtype all the same.
+    extra = dict(extra_args)
     for name in ("value_fn", "grad_fn", "full_grad_fn"):
-      if name in extra:
-        extra[name] = _at_rounded(extra[name], params, None if name == "value_fn" else widen)
-    moves, inner_state = inner.update(
-      widen(updates), state.inner_state, state.master_params, **extra
-    )
-    wanted = optax.apply_updates(state.master_params, moves)
-    masters = jax.tree.map(
-      lambda new, old: jnp.where(jnp.isfinite(new), new, old), wanted, state.master_params
-    )
-    rounded = _round_like(masters, params, state.key, state.count)
-    out = jax.tree.map(lambda r, p: widen(r) - widen(p), rounded, params)
+      if extra.get(name) is not None:
+        extra[name] = _at_rounded(extra[name], params)
+    if extra.get("full_grad_fn") is not None:
+      extra["full_grad_fn"] = _after(extra["full_grad_fn"], widen_gradients)
+    gradients, extra = _tree.map_gradients(widen, updates, extra)
+    moves, moved = inner.update(gradients, state.inner_state, masters, **extra)
+    moved = _conditional.cast_like(moved, state.inner_state)
+
+    skipped = _spoilt(updates, moves, moved, state.inner_state)
+    wanted = optax.apply_updates(masters, moves)
+    wanted = _conditional.select(skipped, masters, wanted)
+    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), wanted, masters)
+    rounded = _round_like(kept, params, keys[1])
+    out = jax.tree.map(jnp.subtract, widen(rounded), widen(params))
     return out, MasterWeightsState(
-      master_params=masters,
-      count=state.count + 1,
-      notfinite_count=state.notfinite_count + jnp.logical_not(_tree.all_finite(wanted)),
+      master_params=kept,
+      count=optax.safe_increment(state.count),
+      notfinite_count=_conditional.increment_if(
+        state.notfinite_count, skipped | ~_tree.all_finite(wanted)
+      ),
       key=state.key,
-      inner_state=inner_state,
+      inner_state=_conditional.select(skipped, state.inner_state, moved),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _at_rounded(function: Any, params: optax.Params, after: Any) -> Any:
-  def call(masters: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None) -> Any:
+def _spoilt(
+  updates: optax.Updates, moves: optax.Updates, moved: optax.OptState, state: optax.OptState
+) -> jax.Array:
+  """Whether the inner optimizer could not cope with its gradients."""
+  bad_moves = ~_tree.all_finite(moves)
+  if _conditional.scales_loss(state):
+    # It copes with overflows, and must keep what it learned of them: inside an accumulation they
+    # wait in the sum for the end of the window.
+    return bad_moves
+  # The state is looked through only where something is wrong already.
+  return jax.lax.cond(
+    bad_moves | ~_tree.all_finite(updates),
+    lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
+    lambda: bad_moves,
+  )
+
+
+def _at_rounded(function: Any, params: optax.Params) -> Any:
+  """A function of the masters that hands their rounding to a function of the params."""
+
+  def call(masters: optax.Params, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None) -> Any:
     del grad_fn, full_grad_fn  # named, so that optax's line searches let them pass
-    result = function(jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params))
-    return result if after is None else after(result)
+    return function(jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params), *args)
 
   return call
 
 
-def _round_like(
-  masters: optax.Params, params: optax.Params, key_data: jax.Array | None, count: jax.Array
+def _after(function: Any, then: Any) -> Any:
+  return lambda *args, **kwargs: then(function(*args, **kwargs))
+
+
+def _step_keys(
+  key_data: jax.Array | None, impl: Any, count: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """The keys by which the params were rounded in the last step and will be in this one."""
+  if key_data is None:
+    return None, None
+  key = jax.random.wrap_key_data(key_data, impl=impl)
+  return jax.random.fold_in(key, count - 1), jax.random.fold_in(key, count)
+
+
+def _follow(
+  params: optax.Params, masters: optax.Params, last_key: jax.Array | None
 ) -> optax.Params:
+  """The masters, moved to where something else has moved their params since the last step.
+
+  Rounding is repeated with the last step's key, so its own outcome is no such move. The initial
+  masters are numbers of the params' dtype, which every key rounds to themselves.
+  """
+
+  def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
+    return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))
+
+  return jax.tree.map(follow, masters, params, _round_like(masters, params, last_key))
+
+
+def _round_like(masters: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
   def saturate(m: jax.Array, p: jax.Array) -> jax.Array:
     limit = jnp.finfo(p.dtype).max.astype(m.dtype)
     return jnp.clip(m, -limit, limit)
 
   masters = jax.tree.map(saturate, masters, params)
-  if key_data is None:
+  if key is None:
     return jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
-  key = jax.random.fold_in(jax.random.wrap_key_data(key_data), count)
   leaves, structure = jax.tree.flatten(masters)
   keys = jax.random.split(key, max(len(leaves), 1))
   rounded = [

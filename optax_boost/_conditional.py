@@ -1,0 +1,100 @@
+"""Steps that are made or skipped as the numbers say, in one meaning for every wrapper."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _protocol
+from optax_boost import _tree
+
+_SCALES = frozenset({_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE})
+
+
+def update_if(
+  condition: jax.Array,
+  update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
+  state: optax.OptState,
+) -> tuple[optax.Updates, optax.OptState]:
+  """Makes a step under a condition; otherwise updates are zero and the state stays as it was.
+
+  Args:
+    condition: scalar bool.
+    update: from a state to updates and the next state.
+    state: the state.
+
+  Returns:
+    The updates in the dtypes that `update` gives them, and the state in its own.
+  """
+  shapes, _ = jax.eval_shape(update, state)
+
+  def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    updates, moved = update(state)
+    return updates, cast_like(moved, state)
+
+  def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    return jax.tree.map(_zeros, shapes), state
+
+  return jax.lax.cond(condition, step, skip, state)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+  """Gives each array the dtype that its counterpart has.
+
+  A state's dtype may drift in the first step: momentum of float16 params is float32 once a float32
+  gradient is added to it. Conditionals, scans and compiled steps need it to stay.
+  """
+  return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
+
+
+def _dtype(x: Any) -> Any:
+  return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
+
+
+def _zeros(shape: Any) -> jax.Array:
+  # With the sharding of the type, which meshes with explicit axes ask of both branches.
+  zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+  manual = getattr(shape, "manual_axis_type", None)
+  varying = tuple(manual.varying) if manual is not None else ()
+  return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
+
+
+def scales_loss(state: optax.OptState) -> bool:
+  """Whether a state asks for a scale of the loss, and so must see every overflow."""
+  return any(
+    _SCALES & set(_protocol.declared(node, "requests"))
+    for node in _protocol.declaring_states(state, "requests")
+  )
+
+
+def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
+  """One of two trees of the same structure, in the dtypes of the second."""
+  return cast_like(
+    jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false), on_false
+  )
+
+
+def increment_if(count: jax.Array, condition: jax.Array) -> jax.Array:
+  """A counter that goes up under a condition, and stays at the largest int32."""
+  return jnp.where(condition, optax.safe_increment(count), count)
+
+
+def no_entry_lost(new: Any, old: Any) -> jax.Array:
+  """Whether no entry has become NaN or infinite.
+
+  Args:
+    new: a tree of arrays.
+    old: the same tree before; its infinities may mean something.
+
+  Returns:
+    A scalar bool.
+  """
+  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+  kept = [
+    jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+    for after, before in pairs
+    if jnp.issubdtype(_dtype(before), jnp.inexact)
+  ]
+  return _tree.all_finite([jnp.where(x, 0.0, jnp.inf) for x in kept])
