@@ -152,9 +152,7 @@ def test_all_devices_agree_on_an_overflow_of_one(kind):
     updates, after = jax.jit(tx.update)(placed, state)
   else:
     whole = jax.sharding.PartitionSpec()
-    step = jax.shard_map(
-      tx.update, mesh=mesh, in_specs=(spec, whole), out_specs=(spec, whole), check_vma=False
-    )
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(spec, whole), out_specs=(spec, whole))
     updates, after = jax.jit(step)(grad, state)
   assert not jnp.any(updates)
   assert after.loss_scale == 4.0
