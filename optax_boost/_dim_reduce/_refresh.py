@@ -181,6 +181,8 @@ def renew(
     inverse_hessian=fresh(_state.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),
     last_step=fresh(0, state.last_step),
+    next_rho=fresh(1, state.next_rho),
+    inner_scale=fresh(1, state.inner_scale),
     refresh_count=state.refresh_count + good,
     notfinite_count=state.notfinite_count + ~good,
   )
