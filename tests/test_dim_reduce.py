@@ -1125,6 +1125,8 @@ def test_refresh_subspace_refuses_what_does_not_fit():
     optax_boost.refresh_subspace(state, subspace_of(ROWS[:2], PARAMS))
   with pytest.raises(ValueError, match=r"needs the 1 groups that `dim_reduce` was given; got \["):
     optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "."])
+  with pytest.raises(TypeError, match=r"`subspace` must be a Subspace, as `fit_subspace` returns"):
+    optax_boost.refresh_subspace(state, ROWS)
 
 
 @pytest.mark.parametrize("missing", ["value", "value_fn"])

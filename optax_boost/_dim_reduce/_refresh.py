@@ -14,6 +14,7 @@ from optax_boost._dim_reduce import _basis
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
+from optax_boost._dim_reduce._subspace import check_subspace
 
 
 def refresh_subspace(
@@ -35,6 +36,7 @@ def refresh_subspace(
 
   Raises:
     ValueError: there is no such state, or the subspace does not fit.
+    TypeError: `subspace` is none, or `groups` are no groups.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -46,6 +48,7 @@ def refresh_subspace(
     >>> optax.tree.get(state, "basis").tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
+  check_subspace("subspace", subspace)
   found = 0
 
   def renewed(node: Any) -> Any:

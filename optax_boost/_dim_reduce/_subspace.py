@@ -149,10 +149,9 @@ def fit_subspace(
   _check_components(components, dtype)
   _base.check_whole_number("oversample", oversample, static=True)
   _base.check_name("method", method, ("exact", "randomized"))
-  if method == "randomized":
-    if key is None:
-      raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
-    key = _base.as_key("key", key)
+  key = None if key is None else _base.as_key("key", key)
+  if method == "randomized" and key is None:
+    raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
   rows, used = _stack(snapshots)
   count = len(used)
   sketch = None
@@ -294,9 +293,11 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     if not trees:
       raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
     for index, tree in enumerate(trees):
+      _tree.check_floating(tree, "fit_subspace")
       _check_like(tree, trees[0], index)
     rows = jax.tree.map(_stack_leaf, *trees)
     return _checked(rows), np.ones(len(trees), bool)
+  _tree.check_floating(snapshots, "fit_subspace")
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
   if len(sizes) > 1 or sizes == {()}:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
@@ -421,6 +422,7 @@ class _Stream:
 
   @staticmethod
   def _as_arrays(tree: Any) -> Any:
+    _tree.check_floating(tree, "fit_subspace_streamed")
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
 
   def _fill(self, block: range) -> None:
