@@ -1,6 +1,7 @@
 """Snapshots from directories that Orbax wrote."""
 
 import builtins
+import shutil
 from typing import NamedTuple
 
 import chex
@@ -118,10 +119,28 @@ def test_a_directory_without_checkpoints_is_refused(tmp_path):
       optax_boost.checkpoint_snapshots(folder)
 
 
-def test_a_folder_that_holds_no_checkpoint_is_refused(tmp_path):
-  (tmp_path / "1").mkdir()
-  with pytest.raises(ValueError, match=r"'1' has \[\] and `item` is None"):
-    optax_boost.checkpoint_snapshots(tmp_path)
+def test_a_folder_among_the_steps_that_holds_no_checkpoint_is_refused(managed, tmp_path):
+  folder = shutil.copytree(managed, tmp_path / "copy")
+  (folder / "7").mkdir()
+  with pytest.raises(ValueError, match=r"'7' has \[\] and `item` is None"):
+    optax_boost.checkpoint_snapshots(folder)
+
+
+def test_a_folder_beside_the_steps_may_end_with_a_number(managed, tmp_path):
+  folder = shutil.copytree(managed, tmp_path / "copy")
+  for name in ("logs2024", "plots7", "step_"):
+    (folder / name / "2025").mkdir(parents=True)
+  assert optax_boost.checkpoint_snapshots(folder).steps == [0, 5, 10, 100]
+
+
+@pytest.mark.parametrize(
+  "bad",
+  [{"directory": 3}, {"subtree": 3}, {"item": 3}, {"progress": "yes"}, {"like": {"w": "x"}}],
+  ids=str,
+)
+def test_arguments_of_another_kind_are_refused(managed, bad):
+  with pytest.raises(TypeError, match=rf"`{next(iter(bad))}` must be"):
+    optax_boost.checkpoint_snapshots(**{"directory": managed} | bad)
 
 
 def test_a_subtree_that_is_not_there_is_refused(managed):

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sklearn import datasets
 
 import optax_boost
 from optax_boost._dim_reduce import _basis
+from optax_boost._dim_reduce import _quasi_newton
 import optax_boost.nnx
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -46,7 +48,7 @@ class Trace:
     self.steps = self.hyper["steps"]
     h = self.hyper
     subspace = subspace_of(self.arrays["P"], self.init)
-    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"])
+    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
 
   def __getitem__(self, key):
     return self.arrays[key]
@@ -154,7 +156,7 @@ def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_on
   h = json.loads(str(trace["meta_json"]))["hyper"]
   init = jnp.asarray(trace["init_w"])
   subspace = subspace_of(trace["P"], init)
-  tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"])
+  tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
 
   @jax.jit
   def step(params, state, x, y):
@@ -386,8 +388,9 @@ def test_the_share_of_the_gradient_and_the_curvature_are_those_of_the_loss():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_loss_that_is_not_finite_is_never_accepted(bad):
-  tx = optax_boost.dim_reduce(SUBSPACE)
+@pytest.mark.parametrize(("max_search", "trials"), [(2, 2), ("auto", 30)])
+def test_a_loss_that_is_not_finite_is_never_accepted(max_search, trials, bad):
+  tx = optax_boost.dim_reduce(SUBSPACE, max_search=max_search)
   grads, value = jax.grad(loss_fn)(PARAMS), loss_fn(PARAMS)
 
   @jax.jit
@@ -398,26 +401,30 @@ def test_a_loss_that_is_not_finite_is_never_accepted(bad):
   state = tx.init(PARAMS)
   _, after = step(state, value, bad)
   assert float(after.accepted_rho) == 0
-  assert int(after.line_search_steps) == int(after.notfinite_count) == 2
+  assert int(after.line_search_steps) == int(after.notfinite_count) == trials
   assert int(after.rejected_count) == 1
   chex.assert_trees_all_equal(after.inverse_hessian, state.inverse_hessian)
   updates, after = step(after, bad, 1.0)
   assert int(after.line_search_steps) == 0
-  assert int(after.notfinite_count) == 3
+  assert int(after.notfinite_count) == trials + 1
   chex.assert_tree_all_finite((updates, after))
   _, after = step(after, value, 1.0)
-  assert float(after.accepted_rho) == 1
+  assert float(after.accepted_rho) > 0
 
 
 def test_a_matrix_whose_directions_overflow_starts_anew():
-  tx = optax_boost.dim_reduce(SUBSPACE)
-  state = tx.init(PARAMS)
-  state = state._replace(inverse_hessian=jnp.full((1, K, K), 3e38))
   grads = jax.tree.map(lambda g: 10 * g, jax.grad(loss_fn)(PARAMS))
-  updates, state = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=loss_fn)
-  chex.assert_tree_all_finite((updates, state))
-  np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
-  assert int(state.rejected_count) == 1
+  for max_search in (2, "auto"):
+    tx = optax_boost.dim_reduce(SUBSPACE, max_search=max_search)
+    state = tx.init(PARAMS)
+    state = state._replace(inverse_hessian=jnp.full((1, K, K), 3e38))
+    updates, state = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=loss_fn)
+    chex.assert_tree_all_finite((updates, state))
+    np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
+    # The default goes on by steepest descent in the same step.
+    assert (int(state.rejected_count), float(state.accepted_rho) > 0) == (
+      (1, False) if max_search == 2 else (0, True)
+    )
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_but_a_count():
@@ -683,6 +690,324 @@ def test_a_bfloat16_subspace_is_kept_as_it_is():
   assert state.basis["head"].dtype == jnp.bfloat16
 
 
+# The default trains: no loss stands still in silence.
+
+
+def whole_space(size):
+  return subspace_of(np.eye(size, dtype=np.float32), jnp.zeros(size))
+
+
+def losses_of(tx, value_fn, start, steps):
+  """The losses of a run, one more than steps, and its last metrics."""
+  step = optax_boost.make_train_step(lambda params, batch: value_fn(params), tx)
+  state = step.init(jnp.asarray(start, jnp.float32))
+  losses, counts = [], []
+  for _ in range(steps + 1):
+    state, metrics = step(state, None)
+    losses.append(float(metrics["loss"]))
+    counts.append(int(metrics["line_search_steps"]))
+  assert step.cache_size() == 1
+  return losses, metrics | {"trials": sum(counts), "most": max(counts)}
+
+
+def rosenbrock(x):
+  return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+
+def test_the_default_minimizes_rosenbrocks_function_where_two_trials_stand_still():
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(4)), rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100
+  )
+  assert min(losses) < 1e-8
+  assert int(metrics["rejected_count"]) <= 5
+  assert metrics["most"] <= 30
+  # MindSpore's search says that it stands still.
+  tx = optax_boost.dim_reduce(whole_space(4), max_search=2)
+  losses, metrics = losses_of(tx, rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100)
+  assert losses[-1] > 0.99 * losses[0]
+  assert int(metrics["rejected_count"]) == 101
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_the_default_minimizes_a_quadratic_of_any_scale(scale):
+  curvatures = jnp.logspace(0, 4, 12) * scale
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(12), alpha=0.0),
+    lambda x: 0.5 * jnp.sum(curvatures * x**2),
+    np.ones(12),
+    60,
+  )
+  assert losses[-1] < 1e-4 * losses[0]
+  # Not a search from the full step each time.
+  assert metrics["trials"] < 2.5 * 60
+
+
+def test_the_default_goes_on_where_rounding_errors_hide_the_decrease():
+  losses, _ = losses_of(
+    optax_boost.dim_reduce(whole_space(3), alpha=0.0),
+    lambda x: 1e4 + jnp.sum(jnp.array([1e-4, 1e-3, 1e-2]) * x**2),
+    10 * np.ones(3),
+    60,
+  )
+  assert losses[-1] - 1e4 < 0.1 * (losses[0] - 1e4)
+
+
+def test_a_gradient_of_zero_is_no_rejected_step():
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(2)), lambda x: jnp.sum(x**2), np.zeros(2), 3
+  )
+  assert losses == [0, 0, 0, 0]
+  assert int(metrics["rejected_count"]) == metrics["trials"] == 0
+
+
+def test_the_default_trains_a_cnn_on_digits():
+  bunch = datasets.load_digits()
+  images = jnp.asarray(bunch.images[:512, ..., None] / 8 - 1, jnp.float32)
+  labels = jnp.asarray(bunch.target[:512])
+  keys = jax.random.split(jax.random.key(0), 2)
+  params = {
+    "conv": 0.3 * jax.random.normal(keys[0], (3, 3, 1, 8)),
+    "dense": 0.1 * jax.random.normal(keys[1], (128, 10)),
+  }
+
+  def cross_entropy(params, rows):
+    x = jax.lax.conv_general_dilated(
+      *(images[rows], params["conv"], (2, 2), "SAME"), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    logits = jax.nn.relu(x).reshape(len(x), -1) @ params["dense"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]))
+
+  def train(tx, params, steps):
+    step = optax_boost.make_train_step(cross_entropy, tx)
+    state, runs = step.init(jax.tree.map(jnp.array, params)), []
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+      state, metrics = step(state, rng.choice(512, 128, replace=False))
+      runs.append((float(metrics["loss"]), int(metrics.get("line_search_steps", 0))))
+    return state, metrics, np.array(runs)
+
+  recorder = optax_boost.record_trajectory(every=2, capacity=16)
+  state, _, _ = train(optax.chain(optax.sgd(0.1), recorder), params, 32)
+  subspace = optax_boost.fit_subspace(state.opt_state, 10)
+  _, metrics, runs = train(optax_boost.dim_reduce(subspace), params, 30)
+  start, end = np.mean(runs[:2, 0]), np.mean(runs[-5:, 0])
+  assert end < 0.25 * start
+  assert int(metrics["rejected_count"]) == 0
+  assert np.mean(runs[:, 1]) < 4
+
+
+# Through an inner optimizer.
+
+
+def numpy_through_sgd(steps, rate, momentum, rho, sigma, gamma, alpha, steepness):
+  """MindSpore's DimReduce with its SGD, whose velocity trials leave as it was; in float64."""
+
+  def loss(w):
+    return 0.5 * steepness * np.sum(CURVATURES * w**2)
+
+  w, r, velocity = flat(PARAMS), np.zeros(SIZE), np.zeros(SIZE)
+  b, s, last, found = np.eye(K), np.zeros(K), np.zeros(K), []
+
+  def sgd(pseudo_gradient):
+    new = momentum * velocity + pseudo_gradient
+    return -rate * new, new
+
+  for t in range(steps):
+    g = steepness * gradient(w)
+    gk, before, last_before = ROWS @ g, b, last
+    y = gk - last
+    if t and y @ s > 1e-20:
+      transform = np.eye(K) - np.outer(y, s) / (y @ s)
+      b = transform.T @ b @ transform + np.outer(s, s) / (y @ s)
+    last, d = gk, -b @ gk
+    length = 0.0
+    for trial in (1.0, rho):
+      change, _ = sgd(-trial * (ROWS.T @ d))
+      if loss(w) + sigma * trial * (gk @ d) > loss(w + change):
+        length, s = trial, trial * d
+        break
+    if not length:
+      b, last = before, last_before
+    found.append(length)
+    r = gamma * r + g - ROWS.T @ gk
+    change, velocity = sgd(alpha * r - length * (ROWS.T @ d))
+    w = w + change
+  return w, velocity, found
+
+
+@pytest.mark.parametrize(("rate", "momentum", "steepness"), [(0.7, 0.3, 1.8), (1.0, 0.5, 1.0)])
+def test_trials_and_steps_go_through_the_inner_optimizer_as_in_mindspore(rate, momentum, steepness):
+  arguments = {"rho": 0.55, "sigma": 0.2, "gamma": 0.5, "alpha": 0.1}
+  w, velocity, lengths = numpy_through_sgd(8, rate, momentum, steepness=steepness, **arguments)
+  inner = optax.sgd(rate, momentum)
+  tx = optax_boost.dim_reduce(SUBSPACE, **arguments, max_search=2, inner=inner)
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state, found = step.init(PARAMS), []
+  for _ in range(8):
+    state, metrics = step(state, steepness)
+    found.append(float(metrics["accepted_rho"]))
+  np.testing.assert_allclose(found, lengths, rtol=1e-6)
+  assert {0.0, 0.55, 1.0} >= set(lengths)
+  assert len(set(lengths)) > 1
+  np.testing.assert_allclose(flat(state.params), w, rtol=0, atol=1e-5)
+  trace = optax.tree.get(state.opt_state.inner_state, "trace")
+  np.testing.assert_allclose(flat(trace), velocity, rtol=0, atol=1e-4)
+
+
+def test_an_inner_optimizer_of_rate_one_changes_nothing_in_mindspores_search():
+  plain, through = [
+    run(optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=inner, max_search=2), 5)[0]
+    for inner in (None, optax.sgd(1.0))
+  ]
+  np.testing.assert_allclose(flat(through.params), flat(plain.params), rtol=0, atol=2e-6)
+
+
+def test_trials_leave_the_state_of_the_inner_optimizer_as_it_was():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.adam(0.01), max_search=7)
+  grads = jax.grad(loss_fn)(PARAMS)
+
+  def rejecting(params):
+    return 10 + loss_fn(params)
+
+  state = tx.init(PARAMS)
+  _, after = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=rejecting)
+  assert int(after.line_search_steps) == 7
+  # One step with the residual alone.
+  g = flat(grads)
+  expected = tree_of(0.1 * (g - ROWS.T @ (ROWS @ g)))
+  _, adam = optax.adam(0.01).update(expected, state.inner_state, PARAMS)
+  chex.assert_trees_all_close(after.inner_state, adam, rtol=1e-3, atol=1e-6)
+  # A gradient that is not finite makes none.
+  bad = grads | {"head": grads["head"].at[2].set(jnp.nan)}
+  updates, again = tx.update(bad, after, PARAMS, value=1.0, value_fn=rejecting)
+  chex.assert_trees_all_equal(again.inner_state, after.inner_state)
+  assert np.isnan(flat(updates)).sum() == 1
+  assert np.nansum(np.abs(flat(updates))) == 0
+
+
+@pytest.mark.parametrize(
+  "inner", [optax.adam(0.05), optax.sgd(0.03), optax.sgd(0.01, momentum=0.9)]
+)
+def test_it_trains_through_inner_optimizers(inner):
+  tx = optax_boost.dim_reduce(whole_space(4), inner=inner)
+  curvatures = jnp.array([1.0, 3.0, 10.0, 30.0])
+  losses, metrics = losses_of(tx, lambda x: jnp.sum(curvatures * x**2), np.ones(4), 150)
+  assert losses[-1] < 1e-3 * losses[0]
+  assert int(metrics["line_search_steps"]) <= 30
+
+
+def test_refuses_an_inner_optimizer_that_scales_the_loss():
+  inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"`inner` must not scale the loss, .* around `dim_reduce`"):
+    optax_boost.dim_reduce(SUBSPACE, inner=inner).init(PARAMS)
+
+
+# What programs pass.
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("inner", [None, optax.sgd(1.0, momentum=0.1)])
+def test_gradients_and_params_may_have_different_dtypes(dtypes, inner):
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
+
+  @jax.jit
+  def step(params, state):
+    value, grads = jax.value_and_grad(loss_fn)(params)
+    grads = jax.tree.map(lambda g: g.astype(dtypes[0]), grads)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=loss_fn)
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {dtypes[1]}
+    return optax.apply_updates(params, updates), state
+
+  params = jax.tree.map(lambda p: p.astype(dtypes[1]), PARAMS)
+  state = tx.init(params)
+  for _ in range(30):
+    params, state = step(params, state)
+  assert float(loss_fn(params)) < 0.1 * float(loss_fn(PARAMS))
+  assert int(state.notfinite_count) == 0
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_inside_masked_and_partition_it_takes_all_that_the_train_step_passes(kind):
+  inner = optax.chain(optax.trace(0.5), takes_grad(), optax.sgd(1.0))
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
+  mask = optax_boost.path_mask("conv|head")
+  if kind == "masked":
+    tx = optax.masked(tx, mask)
+    tx = optax.chain(tx, optax.masked(optax.sgd(0.5), optax_boost.path_mask("dense")))
+  else:
+    labels = jax.tree.map(lambda ours: "ours" if ours else "sgd", mask(PARAMS))
+    tx = optax.partition({"ours": tx, "sgd": optax.sgd(0.5)}, labels)
+  _, metrics = run(tx, 40)
+  assert metrics["loss"] < 0.1 * loss_fn(PARAMS)
+
+
+def takes_grad():
+  """Refuses a `grad` of another tree than its updates."""
+
+  def update(updates, state, params=None, *, grad, value_fn, **extra):
+    assert jax.tree.structure(grad) == jax.tree.structure(updates)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def test_steps_run_eagerly_on_a_mesh_with_explicit_axes():
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.sgd(1.0, 0.1))
+
+  def loss_nearby(params):
+    return 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def go(params):
+    state = tx.init(params)
+    for _ in range(2):
+      value = loss_nearby(params)
+      updates, state = tx.update(params, state, params, value=value, value_fn=loss_nearby)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  np.testing.assert_allclose(flat(go(sharded(PARAMS, mesh))), flat(go(PARAMS)), atol=1e-5)
+
+
+@pytest.mark.parametrize("leaf", [1.0, jnp.ones(8, jnp.complex64), jnp.ones(8, jnp.int32)])
+def test_leaves_that_are_no_real_floating_point_arrays_are_refused(leaf):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  bad = PARAMS | {"head": leaf}
+  text = r"`dim_reduce` needs .*the leaf 'head' is"
+  with pytest.raises(TypeError, match=text):
+    tx.init(bad)
+  grads = PARAMS | {"head": jnp.asarray(leaf) if isinstance(leaf, float) else leaf}
+  with pytest.raises((TypeError, ValueError), match=r"`dim_reduce` needs"):
+    tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
+
+
+@pytest.mark.parametrize("value", [jnp.ones(2), "low", None, 1j])
+def test_a_loss_that_is_no_scalar_is_refused(value):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  state = tx.init(PARAMS)
+  if value is not None:
+    with pytest.raises(TypeError, match=r"extra argument `value` to be the scalar loss; got"):
+      tx.update(PARAMS, state, PARAMS, value=value, value_fn=loss_fn)
+  with pytest.raises(TypeError, match=r"`value_fn\(params\)` that returns the scalar loss; it ret"):
+    tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=lambda params: value)
+  with pytest.raises(TypeError, match=r"`value_fn` must be callable"):
+    tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=3)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  with pytest.raises(TypeError, match=r"`dim_reduce` needs the state that its own `init` made, a"):
+    tx.update(PARAMS, optax.sgd(0.1).init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
+
+
+def test_a_curvature_whose_update_overflows_leaves_the_matrix_as_it_was():
+  b = jnp.eye(2)
+  huge = jnp.array([1e30, 1e30])
+  new, updated = _quasi_newton.bfgs_update(b, huge, jnp.array([1e-30, 1e-32]), 0.0)
+  assert not updated
+  np.testing.assert_array_equal(new, b)
+
+
 # What does not fit.
 
 
@@ -744,7 +1069,7 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
     ({"sigma": 1.0}, ValueError, r"`sigma` must be finite and >= 0 and < 1; got 1.0"),
     ({"gamma": -0.1}, ValueError, r"`gamma` must be finite and >= 0 and < 1; got -0.1"),
     ({"alpha": -1.0}, ValueError, r"`alpha` must be finite and >= 0; got -1.0"),
-    ({"max_search": 0}, ValueError, r"`max_search` must be finite and >= 1; got 0"),
+    ({"max_search": 0}, ValueError, r"`max_search` must be >= 1; got 0"),
     ({"max_search": 1.5}, TypeError, r"`max_search` must be a whole number; got 1.5"),
     ({"min_curvature": -1.0}, ValueError, r"`min_curvature` must be finite and >= 0; got -1.0"),
     (
@@ -753,10 +1078,25 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
       r"sequence of regular expressions, one per group; got 'conv'",
     ),
     ({"groups": ()}, TypeError, r"sequence of regular expressions, one per group; got \(\)"),
-    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be finite and >= 1; got 0"),
+    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be >= 1; got 0"),
     ({"refresh_snapshots": 4}, ValueError, r"is for refreshes: give `refresh_every`, too"),
     ({"basis_dtype": "int8"}, ValueError, r"one of float32, float64, bfloat16, uint16, or None"),
-    ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got an"),
+    ({"basis_dtype": "no dtype"}, ValueError, r"`basis_dtype` must be one of .*; got 'no dtype'"),
+    ({"max_search": "all"}, ValueError, r"`max_search` must be one of 'auto'; got 'all'"),
+    ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation; got"),
+    ({"alpha": "fast"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'fast'"),
+    ({"groups": ("(",)}, ValueError, r"`groups` has '\(', which is no regular expression"),
+    (
+      {"subspace": SUBSPACE._replace(explained_variance=3)},
+      TypeError,
+      r"`subspace` must be a Subspace of real floating-point arrays; got int at 'explained_var",
+    ),
+    (
+      {"subspace": SUBSPACE._replace(basis=PARAMS)},
+      ValueError,
+      r"one row per component, 3; got shape \(8, 16\) at 'basis/dense/kernel'",
+    ),
+    ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got 3"),
   ],
   ids=str,
 )
@@ -785,6 +1125,8 @@ def test_refresh_subspace_refuses_what_does_not_fit():
     optax_boost.refresh_subspace(state, subspace_of(ROWS[:2], PARAMS))
   with pytest.raises(ValueError, match=r"needs the 1 groups that `dim_reduce` was given; got \["):
     optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "."])
+  with pytest.raises(TypeError, match=r"`subspace` must be a Subspace, as `fit_subspace` returns"):
+    optax_boost.refresh_subspace(state, ROWS)
 
 
 @pytest.mark.parametrize("missing", ["value", "value_fn"])

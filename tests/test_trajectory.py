@@ -55,6 +55,41 @@ def test_params_that_are_not_finite_are_not_taken_but_counted():
   assert (int(state.snapshot_count), int(state.notfinite_count)) == (2, 2)
 
 
+def test_params_that_are_not_finite_overwrite_nothing_in_a_full_ring():
+  points = numbered(5)
+  points[3]["w"], points[4]["b"] = jnp.full((2, 3), jnp.nan), jnp.float32(jnp.inf)
+  state = record(optax_boost.record_trajectory(every=1, capacity=3), points)
+  found = optax_boost.snapshots(state)
+  assert found["b"].tolist() == [0.0, -1.0, -2.0]
+  assert found["w"][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+  assert (int(state.snapshot_count), int(state.notfinite_count)) == (3, 2)
+
+
+def test_refuses_the_state_of_another_optimizer_and_leaves_of_another_kind():
+  tx, params = optax_boost.record_trajectory(1, 2), jnp.ones(2)
+  with pytest.raises(TypeError, match=r"`record_trajectory` needs the state that its own `init`"):
+    tx.update(params, optax.sgd(0.1).init(params), params)
+  with pytest.raises(
+    TypeError, match=r"real floating-point leaves; the leaf 'params' is complex64"
+  ):
+    tx.init(jnp.ones(2, jnp.complex64))
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'w' is 1.0 of type float"):
+    tx.init({"w": 1.0})
+  with pytest.raises(TypeError, match=r"state whose values are known; got a traced one"):
+    jax.jit(optax_boost.snapshots)(tx.init(params))
+
+
+def test_it_records_eagerly_on_a_mesh_with_explicit_axes():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = jax.device_put(jnp.arange(16.0), sharding)
+  tx = optax_boost.record_trajectory(every=1, capacity=2)
+  state = tx.init(params)
+  for _ in range(3):
+    _, state = tx.update(params, state, params)
+  assert optax_boost.snapshots(state).tolist() == 2 * [list(range(16))]
+
+
 def test_snapshots_are_copies():
   tx = optax_boost.record_trajectory(every=1, capacity=2)
   params = {"w": jnp.arange(3.0)}
@@ -109,7 +144,7 @@ def test_snapshots_needs_one_member_of_a_population():
 
 @pytest.mark.parametrize("make", [optax_boost.record_trajectory, optax_boost.SnapshotStore])
 def test_refuses_counts_and_dtypes_of_another_kind(make):
-  with pytest.raises(ValueError, match=r"`every` must be finite and >= 1; got 0"):
+  with pytest.raises(ValueError, match=r"`every` must be >= 1; got 0"):
     make(every=0, capacity=2)
   with pytest.raises(TypeError, match=r"`capacity` must be a whole number; got 2.5"):
     make(every=1, capacity=2.5)
@@ -153,3 +188,5 @@ def test_a_store_copies_numpy_params_and_refuses_integers():
   assert store[0].tolist() == [0.0, 0.0]
   with pytest.raises(TypeError, match=r"`SnapshotStore` needs real floating-point leaves"):
     store.record(jnp.arange(3))
+  with pytest.raises(TypeError, match=r"needs a whole number as index; got 'last'"):
+    store["last"]

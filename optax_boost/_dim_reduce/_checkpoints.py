@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from optax_boost import _base
+from optax_boost import _files
 from optax_boost import _tree
 
 # What every Orbax checkpoint of a tree holds.
@@ -73,8 +74,9 @@ def checkpoint_snapshots(
 
   Args:
     directory: where a ``CheckpointManager`` keeps its steps, or one that holds a folder per
-      checkpoint whose name ends with the step (``step_100``). Other entries and unfinished
-      checkpoints are passed over.
+      checkpoint whose name ends with the step (``step_100``). Unfinished checkpoints are passed
+      over, and so are other entries: folders are taken for steps if one of the same name, but for
+      the number, is a checkpoint.
     like: a tree of arrays or of ``jax.ShapeDtypeStruct`` as the snapshots are to be: structure,
       dtypes, and on which devices, if it says so. None: nested dicts and lists of NumPy arrays.
     subtree: the keys that lead from the checkpoint's root to the params, joined by ``/``:
@@ -88,6 +90,7 @@ def checkpoint_snapshots(
 
   Raises:
     ImportError: ``orbax-checkpoint`` is not installed.
+    TypeError: an argument is of the wrong kind.
     ValueError: the directory holds no checkpoint, or not such an item; when read: there is no
       such subtree, or it does not fit `like`.
 
@@ -103,18 +106,37 @@ def checkpoint_snapshots(
     ([0, 5, 10], [10.0, 10.0])
   """
   _orbax()
-  folder = pathlib.Path(directory).absolute()
-  numbered = []
+  name = _files.check_path("directory", directory)
+  for argument, value in (("subtree", subtree), ("item", item)):
+    if not isinstance(value, str) and not (argument == "item" and value is None):
+      raise TypeError(f"`{argument}` must be a string; got {_base.shorten(value)}.")
+  _base.check_bool("progress", progress)
+  for leaf in jax.tree.leaves(like):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+      raise TypeError(
+        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
+      )
+  folder = pathlib.Path(name).absolute()
+  numbered: dict[str, list[tuple[int, pathlib.Path]]] = {}
   for path in folder.iterdir() if folder.is_dir() else ():
-    number = re.search(r"\d+$", path.name)
+    # Not `\d`, which finds digits of other alphabets, too.
+    number = re.search(r"[0-9]+$", path.name)
     if path.is_dir() and number and _UNFINISHED not in path.name:
-      numbered.append((int(number.group()), path))
-  if not numbered:
+      prefix = path.name[: number.start()]
+      numbered.setdefault(prefix, []).append((int(number.group()), path))
+  # Other folders may end with a number, too: `logs2024`.
+  steps = [
+    step
+    for alike in numbered.values()
+    if any(_holds_tree(path) for _, path in alike)
+    for step in alike
+  ]
+  if not steps:
     raise ValueError(
       "`checkpoint_snapshots` needs a directory with a folder per checkpoint whose name ends with"
       f" the step, as Orbax's CheckpointManager makes them; found none in {folder}."
     )
-  found = [(step, _tree_folder(path, item)) for step, path in sorted(numbered)]
+  found = [(step, _tree_folder(path, item)) for step, path in sorted(steps)]
   keys = tuple(key for key in subtree.split("/") if key)
   return CheckpointSnapshots(found, like, keys, progress)
 
@@ -127,6 +149,11 @@ def _orbax() -> Any:
       "`checkpoint_snapshots` needs Orbax: pip install 'optax-boost[checkpoints]'."
     ) from error
   return ocp
+
+
+def _holds_tree(step: pathlib.Path) -> bool:
+  """Whether a folder is that of a checkpoint."""
+  return (step / _METADATA).exists() or any(step.glob(f"*/{_METADATA}"))
 
 
 def _tree_folder(step: pathlib.Path, item: str | None) -> pathlib.Path:

@@ -14,6 +14,7 @@ Tiny Subspaces", arXiv:2103.11154.
 
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,22 @@ def bfgs_update(
   return jnp.where(updated, new, inverse_hessian), updated
 
 
+class Directions(NamedTuple):
+  """Directions of G groups, and where their search begins.
+
+  Attributes:
+    inverse_hessian: B, updated, ``[G, k, k]``.
+    direction: d, ``[G, k]``.
+    first: the first step to try.
+    steepest: whether all directions are those of steepest descent.
+  """
+
+  inverse_hessian: jax.Array
+  direction: jax.Array
+  first: jax.Array
+  steepest: jax.Array
+
+
 @jax.jit
 def directions(
   inverse_hessian: jax.Array,
@@ -79,47 +96,158 @@ def directions(
   return jax.vmap(one)(inverse_hessian, step, gradient, last_gradient)
 
 
+@jax.jit
+def descent_directions(
+  inverse_hessian: jax.Array,
+  step: jax.Array,
+  gradient: jax.Array,
+  last_gradient: jax.Array,
+  min_curvature: jax.typing.ArrayLike,
+  next_step: jax.Array,
+  last_length: jax.Array,
+) -> Directions:
+  """As :func:`directions`, but steepest descent where those do not descend.
+
+  The first update of B starts from the identity times the length of the last step, which was one
+  of steepest descent: so a length of 1 suits the directions that B has not seen, too.
+
+  Args:
+    inverse_hessian: B, ``[G, k, k]``.
+    step: s, ``[G, k]``.
+    gradient: the projected gradient, ``[G, k]``.
+    last_gradient: that of the last step that was accepted, ``[G, k]``.
+    min_curvature: see :func:`bfgs_update`.
+    next_step: the length at which the last search says that this one begins.
+    last_length: the length of the last step.
+
+  Returns:
+    The directions, finite where the gradient is.
+  """
+  identity = jnp.broadcast_to(jnp.eye(step.shape[-1], dtype=step.dtype), inverse_hessian.shape)
+  fresh = jnp.all(inverse_hessian == identity)
+  scale = jnp.where(fresh & (last_length > 0), last_length, 1)
+  arguments = (step, gradient, last_gradient, min_curvature)
+  new, direction = directions(scale * inverse_hessian, *arguments)
+  unchanged = fresh & jnp.all(new == scale * identity)
+  descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
+  steepest = unchanged | ~descends
+  return Directions(
+    inverse_hessian=jnp.where(steepest, identity, new),
+    direction=jnp.where(steepest, -gradient, direction),
+    first=jnp.where(unchanged | (descends & ~fresh), next_step, 1),
+    steepest=steepest,
+  )
+
+
+class Search(NamedTuple):
+  """What a line search ended with.
+
+  Attributes:
+    accepted: the accepted step, 0 if there was none.
+    tried: how many steps were tried.
+    notfinite: how many of their losses were not finite.
+    step: the last step tried times rho.
+    hidden: whether the last linear change was smaller than the losses' rounding errors.
+    short: whether, by a parabola through the last loss, its minimum lies at `step / rho` or beyond.
+  """
+
+  accepted: jax.Array
+  tried: jax.Array
+  notfinite: jax.Array
+  step: jax.Array
+  hidden: jax.Array
+  short: jax.Array
+
+
 def backtrack(
-  trial: Callable[[jax.Array], jax.Array],
+  trial: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   value: jax.Array,
-  slope: jax.Array,
+  first: jax.Array,
   rho: jax.typing.ArrayLike,
   sigma: jax.typing.ArrayLike,
   max_search: int,
   possible: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Tries the steps 1, rho, rho^2, ... until one lowers the loss enough.
+  resolution: float | None = None,
+) -> Search:
+  """Tries the steps first, first rho, first rho^2, ... until one lowers the loss enough.
 
-  A step t is accepted if ``value + sigma t slope > trial(t)``, both losses finite.
+  A step is accepted if ``value + sigma change > loss``, both losses finite. Where the change is
+  smaller than the losses' rounding errors, the search ends: the step is accepted unless the loss
+  grows.
 
   Args:
-    trial: from a step to the loss there.
+    trial: from a step to the loss there, and to its linear change. One above zero counts as zero.
     value: the loss at step 0.
-    slope: the directional derivative, below zero.
+    first: the first step.
     rho: the factor from one step to the next.
     sigma: the share of the linear decrease that is asked for.
     max_search: how many steps to try at most.
     possible: whether to try at all.
+    resolution: the relative rounding error of a loss. None: rounding errors are ignored.
 
   Returns:
-    The accepted step, 0 if there was none; how many were tried; and how many of their losses were
-    not finite.
+    How the search ended.
   """
-  dtype = slope.dtype
+  dtype = value.dtype
 
-  def more(carry: Any) -> jax.Array:
-    tried, _, accepted, _ = carry
-    return possible & (tried < max_search) & (accepted == 0)
+  def more(search: Search) -> jax.Array:
+    return possible & (search.tried < max_search) & (search.accepted == 0) & ~search.hidden
 
-  def attempt(carry: Any) -> Any:
-    tried, step, _, notfinite = carry
-    loss = trial(step).astype(dtype)
+  def attempt(search: Search) -> Search:
+    loss, change = trial(search.step)
+    loss, change = loss.astype(dtype), change.astype(dtype)
     good = jnp.isfinite(loss)
-    enough = good & (value + sigma * step * slope > loss)
-    accepted = jnp.where(enough, step, 0)
-    return tried + 1, step * jnp.asarray(rho, dtype), accepted, notfinite + ~good
+    enough = good & (value + sigma * jnp.minimum(change, 0) > loss)
+    hidden = jnp.zeros([], bool)
+    if resolution is not None:
+      hidden = good & (jnp.abs(change) <= resolution * jnp.abs(value))
+      enough |= hidden & (change < 0) & (loss <= value)
+    # A parabola's minimum is where it decreased by half of the linear change.
+    near_linear = value - loss >= (1 - 0.5 * rho) * jnp.abs(change)
+    return Search(
+      accepted=jnp.where(enough, search.step, 0),
+      tried=search.tried + 1,
+      notfinite=search.notfinite + ~good,
+      step=search.step * jnp.asarray(rho, dtype),
+      hidden=hidden,
+      short=jnp.asarray((change < 0) & (hidden | near_linear)),
+    )
 
   zero = jnp.zeros([], jnp.int32)
-  start = (zero, jnp.ones([], dtype), jnp.zeros([], dtype), zero)
-  tried, _, accepted, notfinite = jax.lax.while_loop(more, attempt, start)
-  return accepted, tried, notfinite
+  no = jnp.zeros([], bool)
+  start = Search(jnp.zeros([], dtype), zero, zero, jnp.asarray(first, dtype), no, no)
+  return jax.lax.while_loop(more, attempt, start)
+
+
+def next_step(
+  search: Search,
+  first: jax.Array,
+  steepest: jax.Array,
+  anew: jax.Array,
+  rho: jax.typing.ArrayLike,
+) -> jax.Array:
+  """Where the search of the next step begins: where this one ended, or one trial before that.
+
+  Args:
+    search: how this one ended.
+    first: where it began.
+    steepest: whether it was along steepest descent.
+    anew: where steepest descent begins after other directions failed.
+    rho: the factor from one step to the next.
+
+  Returns:
+    A length above zero. It grows where the first trial was accepted, beyond 1 only where that was
+    short. Where no trial was accepted, along steepest descent it goes on shrinking, grows where
+    rounding errors hid the change, and stays where no loss was finite.
+  """
+  one = jnp.ones([], first.dtype)
+  factor = jnp.asarray(rho, first.dtype)
+  longer = search.accepted / factor
+  longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
+  grows = (search.tried == 1) & (longer > search.accepted)
+  accepted = jnp.where(grows, longer, search.accepted)
+  failed = jnp.where(search.notfinite == search.tried, first, search.step)
+  failed = jnp.where(search.hidden, first / factor, failed)
+  failed = jnp.where(steepest, failed, anew)
+  length = jnp.where(search.tried == 0, first, jnp.where(search.accepted > 0, accepted, failed))
+  return jnp.where(jnp.isfinite(length) & (length > jnp.finfo(length.dtype).tiny), length, one)

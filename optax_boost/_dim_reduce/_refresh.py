@@ -14,6 +14,7 @@ from optax_boost._dim_reduce import _basis
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
+from optax_boost._dim_reduce._subspace import check_subspace
 
 
 def refresh_subspace(
@@ -35,6 +36,7 @@ def refresh_subspace(
 
   Raises:
     ValueError: there is no such state, or the subspace does not fit.
+    TypeError: `subspace` is none, or `groups` are no groups.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -46,6 +48,7 @@ def refresh_subspace(
     >>> optax.tree.get(state, "basis").tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
+  check_subspace("subspace", subspace)
   found = 0
 
   def renewed(node: Any) -> Any:
@@ -181,6 +184,8 @@ def renew(
     inverse_hessian=fresh(_state.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),
     last_step=fresh(0, state.last_step),
+    next_rho=fresh(1, state.next_rho),
+    inner_scale=fresh(1, state.inner_scale),
     refresh_count=state.refresh_count + good,
     notfinite_count=state.notfinite_count + ~good,
   )

@@ -36,10 +36,14 @@ class DimReduceState(NamedTuple):
     inverse_hessian: ``B``, ``[G, k, k]``.
     projected_gradient: ``[G, k]``, of the last step that was accepted.
     last_step: ``s``, ``[G, k]``, the last accepted step in the subspace.
+    inner_state: the state of `inner`; None without it.
     snapshots: the newest params, leaves ``[m, *leaf.shape]``; None without `refresh_every`.
     count: scalar int32, the number of steps made.
     line_search_steps: scalar int32, how many trial points the last step evaluated.
     accepted_rho: scalar, the step length that the last step accepted; 0 where none was.
+    next_rho: scalar, the first step length that the next search tries, with `max_search="auto"`.
+    inner_scale: scalar, with `inner` and `max_search="auto"` the mean curvature of the loss along
+      the first step that ``B`` learned from: ``s`` is the distance times this. Else 1.
     curvature: scalar, ``y's / s's`` of the last step: the mean curvature of the loss along the
       accepted step before. Where it is not positive, ``B`` was not updated.
     explained_gradient: scalar, ``|P g|^2 / |g|^2`` of the last step: the share of the gradient
@@ -56,10 +60,13 @@ class DimReduceState(NamedTuple):
   inverse_hessian: jax.Array
   projected_gradient: jax.Array
   last_step: jax.Array
+  inner_state: optax.OptState
   snapshots: optax.Params
   count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
   line_search_steps: jax.Array
   accepted_rho: jax.Array
+  next_rho: jax.Array
+  inner_scale: jax.Array
   curvature: jax.Array
   explained_gradient: jax.Array
   rejected_count: jax.Array

@@ -2,18 +2,18 @@
 
 import hashlib
 import json
+import math
 import os
-import pathlib
 from typing import Any
-import uuid
 import zipfile
-import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _base
+from optax_boost import _files
 from optax_boost import _tree
 from optax_boost._dim_reduce import _subspace
 
@@ -26,18 +26,21 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
   """Writes a subspace to a file that any NumPy can read.
 
   It is written under a temporary name in the same folder and then renamed, so that the file is
-  either the old or the new one, never a part of it. Of arrays on several machines, gather or
-  checkpoint them first.
+  either the old or the new one, never a part of it. Threads and processes may save to the same file
+  at once. Arrays on several machines must be gathered or checkpointed first.
 
   Args:
-    path: the file, by custom ``*.npz``; one that is there is replaced.
+    path: the file, by custom ``*.npz``; one that exists is replaced, of a symbolic link its target.
     subspace: what :func:`fit_subspace` returned.
 
   Returns:
     Nothing.
 
   Raises:
-    TypeError: `subspace` is none.
+    TypeError: `subspace` is no Subspace of floating-point arrays, or `path` no path.
+    ValueError: a number is not finite, the arrays' shapes do not fit each other, or two leaves have
+      the same path.
+    OSError: the file can't be written; the one that was there is unchanged.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -48,40 +51,32 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
     >>> loaded.mean["w"].tolist()
     [3.0, 4.0]
   """
-  if not isinstance(subspace, _subspace.Subspace):
-    raise TypeError(
-      f"`save_subspace` needs a Subspace, as `fit_subspace` returns it; got"
-      f" {type(subspace).__name__}."
-    )
+  _files.check_path("path", path)
+  _subspace.check_subspace("subspace", subspace)
   arrays: dict[str, Any] = {}
-  dtypes: dict[str, str] = {}
   for field, tree in subspace._asdict().items():
     for leaf_path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
-      array = np.asarray(leaf)
       name = f"{field}/{leaf_path}"
-      dtypes[name] = array.dtype.name
-      # NumPy's format knows no bfloat16.
-      arrays[name] = (
-        array if array.dtype.isbuiltin == 1 else array.view(f"uint{8 * array.itemsize}")
-      )
-  meta = {
-    "format": _FORMAT,
-    "version": _VERSION,
-    "dtypes": dtypes,
-    "sha256": _digest(arrays),
-  }
-  contents: dict[str, Any] = {_META: np.array(json.dumps(meta)), **arrays}
-  target = pathlib.Path(path)
-  temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-  try:
-    with open(temporary, "xb") as file:
-      np.savez(file, **contents)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, target)
-  except BaseException:
-    temporary.unlink(missing_ok=True)
-    raise
+      if name in arrays or "\0" in name:
+        raise ValueError(
+          f"`save_subspace` needs leaves of different paths without null characters; got {name!r}"
+          " more than once or with one. Rename keys."
+        )
+      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+          f"`save_subspace` needs arrays that this process holds in whole; {name!r} is on other"
+          " machines, too. Gather it with `jax.experimental.multihost_utils.process_allgather`."
+        )
+      array = np.asarray(leaf)
+      arrays[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
+  problem = _problem_of(arrays)
+  if problem:
+    raise ValueError(f"`save_subspace` needs a subspace that can be trained in; {problem}.")
+  dtypes = {name: array.dtype.name for name, array in arrays.items()}
+  plain = {name: x.view(_stored_dtype(x.dtype)) for name, x in arrays.items()}
+  meta = {"format": _FORMAT, "version": _VERSION, "dtypes": dtypes, "sha256": _digest(plain)}
+  contents: dict[str, Any] = {_META: np.array(json.dumps(meta)), **plain}
+  _files.write_atomically(path, lambda file: np.savez(file, **contents))
 
 
 def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace.Subspace:
@@ -97,7 +92,9 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is truncated, damaged or of another kind, or belongs to other params.
+    TypeError: `path` is no path, or `like` holds something else than arrays.
+    ValueError: the file is truncated, damaged or of another kind, holds numbers that are not finite
+      or arrays that do not fit each other, or belongs to other params; the message names it.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -107,8 +104,13 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
     >>> optax_boost.load_subspace(path, like=jnp.zeros(2)).basis.tolist()
     [[0.0, 1.0]]
   """
-  arrays = _read(pathlib.Path(path))
   leaves, structure = jax.tree.flatten(like)
+  for leaf in leaves:
+    if not hasattr(leaf, "shape"):
+      raise TypeError(
+        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
+      )
+  arrays = _read(_files.check_path("path", path))
   shapes = {p: jnp.shape(x) for p, x in zip(_tree.leaf_paths(like), leaves, strict=True)}
   saved = {
     name.removeprefix("mean/"): x.shape for name, x in arrays.items() if name.startswith("mean/")
@@ -144,39 +146,104 @@ def _digest(arrays: dict[str, Any]) -> str:
   return digest.hexdigest()
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
-  # NumPy leaves a file open that it opened itself and can't read.
+def _read(path: str) -> dict[str, Any]:
+  if os.path.isdir(path):
+    raise ValueError(f"`load_subspace` needs a file; {path} is a directory.")
   with open(path, "rb") as handle:
     try:
-      return _checked_arrays(handle)
-    # What NumPy, zipfile and json raise for files that are cut short, damaged or of other kinds.
-    except (
-      AttributeError,
-      EOFError,
-      KeyError,
-      NotImplementedError,
-      OSError,
-      TypeError,
-      ValueError,
-      zipfile.BadZipFile,
-      zlib.error,
-    ) as error:
+      return _checked_arrays(handle, path)
+    # NumPy, zipfile and json raise errors of a dozen types for files that are damaged or forged.
+    except Exception as error:
       raise ValueError(
         f"`load_subspace` needs a whole file that `save_subspace` wrote (format {_FORMAT}, version"
-        f" {_VERSION}); {path} is truncated, damaged or of another kind: {error}. Fit and save the"
-        " subspace again."
+        f" {_VERSION}); {path} is truncated, damaged or of another kind:"
+        f" {str(error) or type(error).__name__}. Fit and save the subspace again."
       ) from error
 
 
-def _checked_arrays(handle: Any) -> dict[str, Any]:
-  with np.load(handle, allow_pickle=False) as file:
-    arrays = {name: file[name] for name in file.files}
-  meta = json.loads(str(arrays.pop(_META)))
-  if (meta["format"], meta["version"]) != (_FORMAT, _VERSION):
-    raise ValueError(f"it is {meta['format']!r}, version {meta['version']!r}")
-  if meta["sha256"] != _digest(arrays):
+def _checked_arrays(handle: Any, path: str) -> dict[str, Any]:
+  with zipfile.ZipFile(handle) as archive:
+    plain = {
+      info.filename.removesuffix(".npy"): _array(archive, info) for info in archive.infolist()
+    }
+  if _META not in plain:
+    raise ValueError(f"it has no {_META!r}")
+  meta = _files.parse_json(str(plain.pop(_META)), path)
+  if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (_FORMAT, _VERSION):
+    raise ValueError(f"its {_META!r} is not that of this format and version")
+  if meta.get("sha256") != _digest(plain):
     raise ValueError("its content does not match its checksum")
-  return {name: x.view(jnp.dtype(meta["dtypes"][name])) for name, x in arrays.items()}
+  dtypes = meta.get("dtypes")
+  if not isinstance(dtypes, dict) or set(dtypes) != set(plain):
+    raise ValueError("its 'dtypes' are not those of its arrays")
+  arrays = {name: _as_floating(name, x, dtypes[name]) for name, x in plain.items()}
+  problem = _problem_of(arrays)
+  if problem:
+    raise ValueError(problem)
+  return arrays
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+  """Reads one array, after a check that the file holds as many bytes as its header claims."""
+  if info.flag_bits & 1:
+    raise ValueError(f"{info.filename!r} is encrypted")
+  if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+    raise ValueError(f"{info.filename!r} is compressed")
+  with archive.open(info) as entry:
+    if np.lib.format.read_magic(entry) != (1, 0):
+      raise ValueError(f"{info.filename!r} is no array of NumPy's format 1.0")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(entry)
+    data = entry.read()
+  if dtype.hasobject:
+    raise ValueError(f"{info.filename!r} holds Python objects")
+  if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
+    raise ValueError(
+      f"{info.filename!r} claims shape {shape} of {dtype}, and has {len(data)} bytes"
+    )
+  if fortran:
+    raise ValueError(f"{info.filename!r} is in Fortran order")
+  return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _as_floating(name: str, array: Any, wanted: Any) -> Any:
+  """The array in the floating dtype that it was saved from."""
+  known = isinstance(wanted, str) and wanted in dir(jnp)
+  if not known or not jnp.issubdtype(jnp.dtype(wanted), jnp.floating):
+    raise ValueError(f"{name!r} is of dtype {_base.shorten(wanted)}, which is no floating dtype")
+  dtype = np.dtype(jnp.dtype(wanted))
+  if array.dtype != _stored_dtype(dtype):
+    raise ValueError(f"{name!r} is stored as {array.dtype}, not as {_stored_dtype(dtype)}")
+  return array.view(dtype)
+
+
+def _stored_dtype(dtype: Any) -> Any:
+  """The dtype that stands for one in a file: NumPy's format knows no bfloat16."""
+  numpys = dtype.name in ("float16", "float32", "float64")
+  return dtype if numpys else np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def _problem_of(arrays: dict[str, Any]) -> str | None:
+  """What keeps arrays by name from being a subspace, or None."""
+  variances = ("explained_variance/", "explained_variance_ratio/")
+  means = {n.removeprefix("mean/"): x for n, x in arrays.items() if n.startswith("mean/")}
+  bases = {n.removeprefix("basis/"): x for n, x in arrays.items() if n.startswith("basis/")}
+  if set(means) != set(bases) or set(arrays) - {f"mean/{n}" for n in means} - {
+    f"basis/{n}" for n in bases
+  } != set(variances):
+    return f"its arrays are {_base.shorten(sorted(arrays))}"
+  shape = arrays[variances[0]].shape
+  if len(shape) != 1 or not shape[0] or arrays[variances[1]].shape != shape:
+    return f"its variances have shapes {[arrays[name].shape for name in variances]}"
+  for name, mean in means.items():
+    if bases[name].shape != (*shape, *mean.shape):
+      return (
+        f"'basis/{name}' has shape {bases[name].shape}, and 'mean/{name}' {mean.shape} with"
+        f" {shape[0]} components"
+      )
+  for name, array in arrays.items():
+    if not np.all(np.isfinite(array)):
+      return f"{name!r} holds numbers that are not finite"
+  return None
 
 
 def _place(array: Any, like: Any, stacked: bool) -> jax.Array:

@@ -48,12 +48,49 @@ class Subspace(NamedTuple):
     return jnp.shape(self.explained_variance)[-1]
 
 
+def check_subspace(argument: str, value: Any) -> None:
+  """Checks an argument that is a subspace.
+
+  Args:
+    argument: the argument's name, for the message.
+    value: the argument.
+
+  Raises:
+    TypeError: it is none, or a field holds something else than real floating-point numbers.
+    ValueError: its arrays are not of one number of components.
+  """
+  if not isinstance(value, Subspace):
+    raise TypeError(
+      f"`{argument}` must be a Subspace, as `fit_subspace` returns it; got {_base.shorten(value)}."
+    )
+  for field, tree in value._asdict().items():
+    for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+      name = f"{field}/{path}".removesuffix("/")
+      if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        got = getattr(leaf, "dtype", type(leaf).__name__)
+        raise TypeError(
+          f"`{argument}` must be a Subspace of real floating-point arrays; got {got} at '{name}'."
+        )
+  shape = np.shape(value.explained_variance)
+  if len(shape) != 1 or not shape[0] or np.shape(value.explained_variance_ratio) != shape:
+    raise ValueError(
+      f"`{argument}` must be a Subspace with one variance, and one ratio, per component; got"
+      f" shapes {shape} and {np.shape(value.explained_variance_ratio)}."
+    )
+  for path, leaf in zip(_tree.leaf_paths(value.basis), jax.tree.leaves(value.basis), strict=True):
+    if leaf.shape[:1] != shape:
+      raise ValueError(
+        f"`{argument}` must be a Subspace whose basis has one row per component, {shape[0]}; got"
+        f" shape {leaf.shape} at 'basis/{path}'."
+      )
+
+
 def fit_subspace(
   snapshots: Any,
   components: int,
   *,
   method: str = "exact",
-  key: jax.Array | None = None,
+  key: jax.Array | int | None = None,
   oversample: int = 10,
   dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Subspace:
@@ -80,7 +117,7 @@ def fit_subspace(
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
       snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
       one for m in the hundreds, and is as good where variances decay.
-    key: a PRNG key, for the randomized method only.
+    key: a key or an integer seed, for the randomized method only.
     oversample: raising it makes the randomized method more exact.
     dtype: what the basis is stored in; all is computed in float32 or wider. bfloat16 halves its
       memory, and its rows are then orthonormal to 3 digits only.
@@ -111,8 +148,8 @@ def fit_subspace(
   """
   _check_components(components, dtype)
   _base.check_whole_number("oversample", oversample, static=True)
-  if method not in ("exact", "randomized"):
-    raise ValueError(f"`method` must be 'exact' or 'randomized'; got {method!r}.")
+  _base.check_name("method", method, ("exact", "randomized"))
+  key = None if key is None else _base.as_key("key", key)
   if method == "randomized" and key is None:
     raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
   rows, used = _stack(snapshots)
@@ -177,6 +214,7 @@ def fit_subspace_streamed(
   """
   _check_components(components, dtype)
   _base.check_whole_number("chunk", chunk, static=True)
+  _base.check_bool("progress", progress)
   if chunk < 2:
     raise ValueError(
       f"`chunk` must be at least 2: one snapshot to compare with another; got {chunk}."
@@ -255,9 +293,11 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     if not trees:
       raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
     for index, tree in enumerate(trees):
+      _tree.check_floating(tree, "fit_subspace")
       _check_like(tree, trees[0], index)
     rows = jax.tree.map(_stack_leaf, *trees)
     return _checked(rows), np.ones(len(trees), bool)
+  _tree.check_floating(snapshots, "fit_subspace")
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
   if len(sizes) > 1 or sizes == {()}:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
@@ -382,6 +422,7 @@ class _Stream:
 
   @staticmethod
   def _as_arrays(tree: Any) -> Any:
+    _tree.check_floating(tree, "fit_subspace_streamed")
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
 
   def _fill(self, block: range) -> None:

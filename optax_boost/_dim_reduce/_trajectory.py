@@ -12,6 +12,7 @@ Three places to keep them, and what each is for:
 
 import collections
 from collections.abc import Sequence
+import numbers
 from typing import Any
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ def record_trajectory(
   ) -> tuple[optax.Updates, TrajectoryState]:
     del extra_args
     _base.require_params(params, _METHOD)
+    _base.require_state(state, TrajectoryState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
 
     def taken() -> TrajectoryState:
@@ -172,6 +174,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
   Raises:
     ValueError: there is none, or more than one, no snapshot was taken yet, or the state is one of
       a population.
+    TypeError: the state is traced.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -183,6 +186,11 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
     [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
   """
   state = one_trajectory(opt_state, "snapshots")
+  if isinstance(state.snapshot_count, jax.core.Tracer):
+    raise TypeError(
+      "`snapshots` needs a state whose values are known; got a traced one. Under `jit`, pass the"
+      " state itself to `fit_subspace`."
+    )
   taken = int(state.snapshot_count)
   if not taken:
     raise ValueError(
@@ -215,10 +223,10 @@ def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
   """
   found = find_trajectories(opt_state)
   if len(found) != 1:
+    structure = str(jax.tree.structure(opt_state))
     raise ValueError(
-      f"`{function}` needs an optimizer state with one TrajectoryState; got"
-      f" {len(found)} of them in {jax.tree.structure(opt_state)}. Is"
-      " `optax_boost.record_trajectory` part of the chain, once?"
+      f"`{function}` needs an optimizer state with one TrajectoryState; got {len(found)} of them in"
+      f" {structure[:200]}. Is `optax_boost.record_trajectory` part of the chain, once?"
     )
   if jnp.ndim(found[0].snapshot_count):
     raise ValueError(
@@ -289,7 +297,9 @@ class SnapshotStore(Sequence[Any]):
     return len(self._kept)
 
   def __getitem__(self, index: Any) -> Any:
-    return jax.tree.map(_to_device, self._kept[index][1])
+    if not isinstance(index, numbers.Integral):
+      raise TypeError(f"`SnapshotStore` needs a whole number as index; got {_base.shorten(index)}.")
+    return jax.tree.map(_to_device, self._kept[int(index)][1])
 
   def _to_host(self, leaf: Any) -> Any:
     if self._dtype is not None:

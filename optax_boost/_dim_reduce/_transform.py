@@ -7,7 +7,11 @@ For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal o
   d_k = -B g_k                           direction; t its step length by line search, 0 if none
   r <- gamma r + g - P' g_k              momentum of the residual, n
   w <- w + t P' d_k - alpha r
-  s <- t d_k                             if t > 0; else B and g_k' are as before the step
+  s <- t d_k                             if t > 0
+
+Where no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
+to 0, so that the next step is one of steepest descent. With an inner optimizer I, a trial is
+w + I(-t P' d_k), and the step I(alpha r - t P' d_k): what I receives has the sign of a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g and q <- gamma q + g_k, n and k
 numbers. M and q are what the state keeps, and the update is -alpha M + P' (t d_k + alpha q): the
@@ -20,16 +24,19 @@ Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import numbers
 from typing import Any
 from typing import NamedTuple
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _basis
 from optax_boost._dim_reduce import _quasi_newton
@@ -37,8 +44,11 @@ from optax_boost._dim_reduce import _refresh
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
+from optax_boost._dim_reduce._subspace import check_subspace
 
 _METHOD = _state.METHOD
+# Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.
+_LONGEST_SEARCH = 30
 
 
 def dim_reduce(
@@ -47,12 +57,13 @@ def dim_reduce(
   sigma: jax.typing.ArrayLike = 0.4,
   gamma: jax.typing.ArrayLike = 0.9,
   alpha: optax.ScalarOrSchedule = 1e-3,
-  max_search: int | None = 2,
+  max_search: int | str | None = "auto",
   groups: _groups.Groups | None = None,
   *,
+  inner: optax.GradientTransformation | None = None,
   refresh_every: int | None = None,
   refresh_snapshots: int | None = None,
-  min_curvature: jax.typing.ArrayLike = 1e-20,
+  min_curvature: jax.typing.ArrayLike | None = None,
   basis_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
@@ -62,15 +73,17 @@ def dim_reduce(
     r \leftarrow \gamma r + g - P^\top P g
 
   for the gradient :math:`g`, the basis :math:`P` of `subspace`, a BFGS approximation :math:`B` of
-  the inverse Hessian in it, and the first :math:`t` among :math:`1, \rho, \rho^2, \ldots` with
+  the inverse Hessian in it, and a step length :math:`t` with
 
   .. math::
     f(w + t P^\top d) < f(w) + \sigma t \, g^\top P^\top d
 
-  on the current batch. Where there is none, the step in the subspace is left out, and what it
-  taught :math:`B` is forgotten; where the loss is so steep that this goes on, raise `max_search`.
-  It is a whole optimizer, to be used where ``optax.sgd`` would be;
-  its steps in the subspace need no learning rate.
+  on the current batch. The search tries lengths that shrink by the factor :math:`\rho` until one
+  is accepted, and the next search begins where it ended: at the accepted length, or at a longer
+  one where the first trial was accepted. Where none is, `rejected_count` grows, and the next step
+  is one of steepest descent. A decrease smaller than the rounding error of the loss is accepted
+  unless the loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its
+  steps in the subspace need no learning rate.
 
   The time is that of reading the basis twice, as long as a trial's forward pass is cheap beside
   it. An accepted first trial costs one forward pass, each that fails one more. Memory: the basis
@@ -97,15 +110,24 @@ def dim_reduce(
       more steps.
     gamma: the decay of the residual momentum, in [0, 1).
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
-    max_search: the most trials in a step; the first is the full step. The reference's 2 is little
-      where the loss is steep: on digits, a dense network of three layers rejected 40 to 59 of 60
-      steps with 2 and at most one with 8, and ended at a training loss of 0.023 to 0.028 instead of
-      0.039 to 0.069. None: the full step is taken untried, which needs no forward pass and no loss.
+    max_search: how a step length is found. ``"auto"``: as above, with at most 30 trials in a step.
+      A number: MindSpore's search, which has 2. It tries so many lengths, from the full step on;
+      where none is accepted, the step in the subspace is left out and :math:`B` restored, so where
+      the loss is steep, nothing moves in the subspace, and `rejected_count` grows at every step.
+      None: the full step is taken untried, which needs no forward pass and no loss. Static.
     groups: what :func:`layer_groups` returned; or regular expressions, searched in the leaves'
       paths, one per group of leaves; the first that matches counts, and a leaf that none matches
       is in the last group. Each group has a
       subspace, and a :math:`B`, of its own; they share the step length. The rows of the basis then
       hold a component of each group, orthonormal within it. None: one group.
+    inner: an optimizer that the steps go through, as in MindSpore's
+      ``DimReduce(network, optimizer, ...)``. It receives :math:`\alpha r - t P^\top d` in place of
+      the gradient; a trial is its answer to :math:`-t P^\top d`, which leaves its state as it was.
+      Its learning rate scales the steps. With ``max_search="auto"``, :math:`t` is at most 1; a
+      trial is compared with the inner optimizer's answer to zeros, which is its momentum alone, at
+      the cost of one more forward pass; and :math:`B` learns from the distance that the params
+      went, in the units of gradients, for which learning rates and Adam's moments are made. None:
+      as ``optax.sgd(1.0)`` in MindSpore's search.
     refresh_every: the steps after which the subspace is fitted anew, inside the step, to the
       newest params; :math:`B` starts anew too. The compiled step then sets aside some three bases
       of scratch memory, touched by refreshes alone. None: never, or by :func:`refresh_subspace`.
@@ -113,16 +135,16 @@ def dim_reduce(
       the last one; static, above the number of components. The state holds them. Default: one
       more than components.
     min_curvature: :math:`B` is updated only where the change of the projected gradient times the
-      step exceeds this. Raising it keeps :math:`B` from growing.
+      step exceeds this. Raising it keeps :math:`B` from growing. Default: 0; with a number as
+      `max_search` 1e-20, as in MindSpore.
     basis_dtype: float32, bfloat16, or uint16 for bfloat16 numbers kept as bits; the products are
       in float32 all the same. For CPUs, where XLA would expand all of a bfloat16 basis before each
-      use, it is uint16 that halves the memory; GPUs and TPUs have bfloat16 of their own. On the
-      digits above, training came to the same with all three. Default: that of the basis if
-      bfloat16, else float32 (float64 for float64 params).
+      use, it is uint16 that halves the memory; GPUs and TPUs have bfloat16 of their own. Default:
+      that of the basis if bfloat16, else float32 (float64 for float64 params).
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
-    gradients' dtype; the state is a :class:`DimReduceState`.
+    params' dtype; the state is a :class:`DimReduceState`.
 
   Raises:
     ValueError: a number is out of range, or the subspace does not fit the params; in ``update``:
@@ -163,6 +185,9 @@ def dim_reduce(
   storage = _check_dtype(basis_dtype)
   groups = ("",) if groups is None else groups
   num_groups = _groups.count_groups(groups)
+  if not isinstance(groups, _groups.LayerGroups):
+    for pattern in groups:
+      _base.compile_pattern("groups", pattern)
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every, static=True)
   if refresh_snapshots is not None:
@@ -170,9 +195,31 @@ def dim_reduce(
     if refresh_every is None:
       raise ValueError("`refresh_snapshots` is for refreshes: give `refresh_every`, too.")
 
+  if inner is not None:
+    inner = _base.check_transformation("inner", inner)
+  adaptive = max_search == "auto"
+  most_trials = _LONGEST_SEARCH if isinstance(max_search, str) else max_search
+  if min_curvature is None:
+    min_curvature = 0.0 if adaptive else 1e-20
+
+  def init_inner(params: optax.Params) -> optax.OptState:
+    if inner is None:
+      return None
+    state = inner.init(params)
+    for request in (_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE):
+      if _protocol.find_request(state, request) is not None:
+        raise ValueError(
+          f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
+          f" with a `{request}`. Put the loss scale around `{_METHOD}` instead."
+        )
+    return state
+
   def init_fn(params: optax.Params) -> DimReduceState:
     _tree.check_floating(params, _METHOD)
-    given = subspace if isinstance(subspace, Subspace) else subspace(params)
+    given = subspace
+    if not isinstance(given, Subspace):
+      given = given(params)
+      check_subspace("subspace", given)
     number, k = num_groups, given.components
     rows = _state.fitting_basis(given, params)
     dtype = _basis.inner_dtype(params)
@@ -198,10 +245,13 @@ def dim_reduce(
       inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (number, 1, 1)),
       projected_gradient=jnp.zeros((number, k), dtype),
       last_step=jnp.zeros((number, k), dtype),
+      inner_state=init_inner(params),
       snapshots=snapshots,
       count=jnp.zeros([], jnp.int32),
       line_search_steps=jnp.zeros([], jnp.int32),
       accepted_rho=jnp.zeros([], dtype),
+      next_rho=jnp.ones([], dtype),
+      inner_scale=jnp.ones([], dtype),
       curvature=jnp.zeros([], dtype),
       explained_gradient=jnp.zeros([], dtype),
       rejected_count=jnp.zeros([], jnp.int32),
@@ -218,64 +268,126 @@ def dim_reduce(
     value_fn: Callable[[Any], jax.Array] | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DimReduceState]:
-    del extra_args
     _base.require_params(params, _METHOD)
+    _base.require_state(state, DimReduceState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
+    loss_fn = None
     if max_search is not None:
       _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
       _base.require_extra(
         value_fn, "value_fn", _METHOD, "a function from params to the loss on the current batch"
       )
+      value = _scalar_loss(value)
+      assert value_fn is not None
+      loss_fn = _base.scalar_value_fn(value_fn, _METHOD)
     group_of_leaf = _groups.group_numbers(params, groups, _METHOD)
     if refresh_every is not None:
       state = _refresh.refresh_if_due(state, params, refresh_every, group_of_leaf)
     rate = alpha(state.count) if callable(alpha) else alpha
-    quasi = _QuasiNewton.of(updates, state, group_of_leaf, min_curvature)
+    rescales = inner is not None and adaptive
+    quasi = _QuasiNewton.of(updates, state, group_of_leaf, min_curvature, adaptive, rescales)
     # Of the step in the subspace, and of what the residual momentum lacks.
     columns = (quasi.direction, rate * (gamma * state.projected_momentum + quasi.gradient))
     momentum = jax.tree.map(lambda m, g: gamma * m + g.astype(m.dtype), state.momentum, updates)
+    structure = jax.tree.structure(params)
 
     def lift(columns: jax.Array) -> list[jax.Array]:
       leaves = zip(group_of_leaf, *map(jax.tree.leaves, (state.basis, momentum)), strict=True)
       return [_basis.combine(columns[group].astype(m.dtype), rows) for group, rows, m in leaves]
 
+    # Extra arguments are not masked where `updates` are.
+    _, inner_extra = _tree.map_gradients(lambda g: g, updates, extra_args)
+    inner_extra |= {"value": value, "value_fn": value_fn}
+
+    def through_inner(changes: Any) -> tuple[Any, Any]:
+      """The updates that the inner optimizer makes of changes of the params."""
+      narrow = jax.tree.map(lambda x, p: x.astype(p.dtype), changes, params)
+      if inner is None:
+        return narrow, None
+      pseudo_gradient = jax.tree.map(jnp.negative, narrow)
+      given = {name: extra for name, extra in inner_extra.items() if extra is not None}
+      return inner.update(pseudo_gradient, state.inner_state, params, **given)
+
+    slope = jnp.sum(quasi.gradient * quasi.direction)
+
+    def trial(lifted: Sequence[jax.Array], length: jax.Array) -> tuple[jax.Array, jax.Array]:
+      """The loss after a step of this length, and its linear change."""
+      assert loss_fn is not None
+      steps = [length.astype(x.dtype) * x[0] for x in lifted]
+      if inner is None:
+        leaves = zip(jax.tree.leaves(params), steps, strict=True)
+        moved = [(w.astype(x.dtype) + x).astype(w.dtype) for w, x in leaves]
+        return loss_fn(jax.tree.unflatten(structure, moved)), length * slope
+      changes, _ = through_inner(jax.tree.unflatten(structure, steps))
+      change = _inner_product(updates, changes) if adaptive else length * slope
+      return loss_fn(optax.apply_updates(params, changes)), change
+
     if max_search is None:
-      step, tried = quasi.usable.astype(quasi.gradient.dtype), jnp.zeros([], jnp.int32)
-      notfinite = tried
+      search = quasi.untried()
       inside = lift(columns[0] + columns[1])
     else:
-      assert value is not None
-      assert value_fn is not None
       lifted = lift(jnp.stack(columns, axis=1))
-      step, tried, notfinite = _search(
-        value, value_fn, params, lifted, quasi, (rho, sigma, max_search)
+      dtype = quasi.gradient.dtype
+      start, offset = jnp.asarray(value, dtype), jnp.zeros([], dtype)
+      if inner is not None and adaptive:
+        # Its momentum moves the params whether or not a step is found.
+        start, offset = (x.astype(dtype) for x in trial(lifted, jnp.zeros([], dtype)))
+
+      def try_step(length: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, change = trial(lifted, length)
+        return loss, change - offset
+
+      search = _quasi_newton.backtrack(
+        try_step,
+        start,
+        quasi.first,
+        rho,
+        sigma,
+        most_trials or 0,
+        possible=quasi.usable & jnp.isfinite(start) & (slope < 0 if adaptive else True),
+        resolution=float(jnp.finfo(jnp.result_type(value)).eps) if adaptive else None,
       )
+      search = search._replace(notfinite=search.notfinite + ~jnp.isfinite(start))
+      if inner is not None:
+        # Its learning rate bounds the steps. Adam's would not grow with what it receives.
+        search = search._replace(short=jnp.asarray(False))
+      length = search.accepted
       # Not only times 0: what overflows may be in the direction.
-      inside = [jnp.where(step > 0, step.astype(x.dtype) * x[0], 0) + x[1] for x in lifted]
+      inside = [jnp.where(length > 0, length.astype(x.dtype) * x[0], 0) + x[1] for x in lifted]
 
-    def change(g: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
-      moved = x - jnp.asarray(rate, m.dtype) * m
-      # Shows what is not finite to `optax.apply_if_finite`; the rest stands still.
-      still = jnp.where(jnp.isfinite(g), 0, jnp.nan)
-      return jnp.where(quasi.finite, moved, still).astype(g.dtype)
-
-    leaves, structure = jax.tree.flatten(updates)
-    changes = map(change, leaves, inside, jax.tree.leaves(momentum))
-    state = quasi.after(state, step)._replace(
-      momentum=jax.tree.map(
-        lambda new, old: jnp.where(quasi.finite, new, old), momentum, state.momentum
+    moves = [
+      jnp.where(quasi.finite, x - jnp.asarray(rate, m.dtype) * m, 0)
+      for x, m in zip(inside, jax.tree.leaves(momentum), strict=True)
+    ]
+    changes, inner_state = through_inner(jax.tree.unflatten(structure, moves))
+    # Shows what is not finite to `optax.apply_if_finite`; the rest stands still.
+    changes = jax.tree.map(
+      lambda u, g: jnp.where(quasi.finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(
+        u.dtype
       ),
-      projected_momentum=jnp.where(
-        quasi.finite,
-        gamma * state.projected_momentum + quasi.gradient,
-        state.projected_momentum,
-      ),
-      count=optax.safe_increment(state.count),
-      line_search_steps=tried,
-      notfinite_count=state.notfinite_count + ~quasi.finite + notfinite,
+      changes,
+      updates,
     )
-    return jax.tree.unflatten(structure, list(changes)), state
+
+    def kept(new: Any, old: Any) -> Any:
+      return jax.tree.map(lambda n, o: jnp.where(quasi.finite, n, o), new, old)
+
+    projected = gamma * state.projected_momentum + quasi.gradient
+    step = search.accepted * quasi.direction
+    if inner is not None and adaptive:
+      # Where the params went, of which the change of the gradient tells. MindSpore takes the above.
+      step = _basis.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
+      step = quasi.scale * step
+    state = quasi.after(state, search, step, rho, adaptive)._replace(
+      momentum=kept(momentum, state.momentum),
+      projected_momentum=kept(projected, state.projected_momentum),
+      inner_state=kept(inner_state, state.inner_state),
+      count=optax.safe_increment(state.count),
+      line_search_steps=search.tried,
+      notfinite_count=state.notfinite_count + ~quasi.finite + search.notfinite,
+    )
+    return changes, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -288,6 +400,9 @@ class _QuasiNewton(NamedTuple):
     norm: the squared norm of the whole gradient.
     inverse_hessian: updated, ``[G, k, k]``.
     direction: ``[G, k]``; zeros where it is not `usable`.
+    first: the first length that a search tries.
+    steepest: whether the directions are those of steepest descent, for want of better ones.
+    scale: from distances in the subspace to the units of `direction`; 1 without `inner`.
     finite: whether the projected gradient is.
     usable: whether the direction is finite, too.
   """
@@ -296,6 +411,9 @@ class _QuasiNewton(NamedTuple):
   norm: jax.Array
   inverse_hessian: jax.Array
   direction: jax.Array
+  first: jax.Array
+  steepest: jax.Array
+  scale: jax.Array
   finite: jax.Array
   usable: jax.Array
 
@@ -306,69 +424,112 @@ class _QuasiNewton(NamedTuple):
     state: DimReduceState,
     group_of_leaf: Sequence[int],
     min_curvature: jax.typing.ArrayLike,
+    adaptive: bool,
+    rescales: bool,
   ) -> Self:
     shape, dtype = state.projected_gradient.shape, state.projected_gradient.dtype
     gradient = _basis.project(state.basis, updates, group_of_leaf, shape).astype(dtype)
     squares = [_tree.sum_squares(g).astype(dtype) for g in jax.tree.leaves(updates)]
-    hessian, direction = _quasi_newton.directions(
-      state.inverse_hessian, state.last_step, gradient, state.projected_gradient, min_curvature
+    last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
+    if rescales:
+      # B begins as the identity, and what it learns is as large: directions stay as long as
+      # gradients, so that an inner optimizer receives one unit throughout.
+      identity = jnp.all(state.inverse_hessian == _state.identities(state))
+      change = jnp.sum((gradient - state.projected_gradient) * last_step)
+      stiffness = _ratio(change, jnp.sum(last_step**2))
+      begins = identity & (stiffness > 0) & jnp.isfinite(stiffness)
+      scale = jnp.where(begins, stiffness, scale)
+      last_step = jnp.where(begins, stiffness * last_step, last_step)
+      last_length = jnp.ones([], dtype)
+    matrices = (
+      state.inverse_hessian,
+      last_step,
+      gradient,
+      state.projected_gradient,
+      min_curvature,
     )
+    if adaptive:
+      found = _quasi_newton.descent_directions(*matrices, state.next_rho, last_length)
+    else:
+      full = jnp.ones([], dtype)
+      hessian, direction = _quasi_newton.directions(*matrices)
+      found = _quasi_newton.Directions(hessian, direction, full, jnp.asarray(False))
     finite = jnp.all(jnp.isfinite(gradient))
-    usable = finite & jnp.all(jnp.isfinite(direction))
+    usable = finite & jnp.all(jnp.isfinite(found.direction))
     return cls(
       gradient=gradient,
       norm=sum(squares, start=jnp.zeros([], dtype)),
-      inverse_hessian=hessian,
-      direction=jnp.where(usable, direction, 0),
+      inverse_hessian=found.inverse_hessian,
+      direction=jnp.where(usable, found.direction, 0),
+      first=found.first,
+      steepest=found.steepest,
+      scale=jnp.where(found.steepest, 1, scale),
       finite=finite,
       usable=usable,
     )
 
-  def after(self, state: DimReduceState, step: jax.Array) -> DimReduceState:
-    """The state after a step of this length, but for the momentum and the counts."""
-    found = step > 0
-    # A matrix whose directions overflow is of no use: it starts anew.
-    old = jnp.where(self.usable | ~self.finite, state.inverse_hessian, _state.identities(state))
+  def untried(self) -> _quasi_newton.Search:
+    """The full step, without a search."""
+    zero = jnp.zeros([], jnp.int32)
+    full = self.usable.astype(self.gradient.dtype)
+    no = jnp.asarray(False)
+    return _quasi_newton.Search(full, zero, zero, full, no, no)
+
+  def after(
+    self,
+    state: DimReduceState,
+    search: _quasi_newton.Search,
+    step: jax.Array,
+    rho: jax.typing.ArrayLike,
+    adaptive: bool,
+  ) -> DimReduceState:
+    """The state after a search, but for the momentum and the counts."""
+    found = search.accepted > 0
+    failed = (search.tried > 0) & ~found if adaptive else jnp.asarray(False)
+    # A matrix whose directions overflow, or lead nowhere, is of no use: it starts anew.
+    anew = (self.finite & ~self.usable) | failed
+    old = jnp.where(anew, _state.identities(state), state.inverse_hessian)
     change = self.gradient - state.projected_gradient
     curvature = _ratio(jnp.sum(change * state.last_step), jnp.sum(state.last_step**2))
     explained = _ratio(jnp.sum(self.gradient**2), self.norm)
+    rejected, next_rho = self.finite & ~found, state.next_rho
+    if adaptive:
+      rejected &= jnp.any(self.gradient != 0)
+      # As far as the last step that was accepted.
+      length = jnp.sqrt(jnp.sum(state.last_step**2) / jnp.sum(self.gradient**2))
+      length = _quasi_newton.next_step(search, self.first, self.steepest, length, rho)
+      next_rho = jnp.where(self.finite, length, next_rho)
     return state._replace(
       inverse_hessian=jnp.where(found, self.inverse_hessian, old),
       projected_gradient=jnp.where(found, self.gradient, state.projected_gradient),
-      last_step=jnp.where(found, step * self.direction, state.last_step),
-      accepted_rho=step,
+      last_step=jnp.where(found, step, jnp.where(failed, 0, state.last_step)),
+      accepted_rho=search.accepted,
+      next_rho=next_rho,
+      inner_scale=jnp.where(found, self.scale, jnp.where(failed, 1, state.inner_scale)),
       curvature=jnp.where(self.finite, curvature, state.curvature),
       explained_gradient=jnp.where(self.finite, explained, state.explained_gradient),
-      rejected_count=state.rejected_count + (self.finite & ~found),
+      rejected_count=state.rejected_count + rejected,
     )
 
 
-def _search(
-  value: jax.typing.ArrayLike,
-  value_fn: Callable[[Any], jax.Array],
-  params: Any,
-  lifted: Sequence[jax.Array],
-  quasi: _QuasiNewton,
-  rule: tuple[Any, Any, Any],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The accepted step, how many were tried, how many losses were not finite."""
-  leaves, structure = jax.tree.flatten(params)
+def _inner_product(a: Any, b: Any) -> jax.Array:
+  """The inner product of two trees, in at least float32."""
+  dtype = jnp.result_type(_basis.inner_dtype(a), _basis.inner_dtype(b))
+  leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  parts = [jnp.sum(x.astype(dtype) * y.astype(dtype)) for x, y in leaves]
+  return sum(parts, start=jnp.zeros([], dtype))
 
-  def trial(step: jax.Array) -> jax.Array:
-    moved = [
-      (w.astype(x.dtype) + step.astype(x.dtype) * x[0]).astype(w.dtype)
-      for w, x in zip(leaves, lifted, strict=True)
-    ]
-    return value_fn(jax.tree.unflatten(structure, moved))
 
-  dtype = quasi.gradient.dtype
-  start = jnp.asarray(value, dtype)
-  known = jnp.isfinite(start)
-  slope = jnp.sum(quasi.gradient * quasi.direction)
-  step, tried, notfinite = _quasi_newton.backtrack(
-    trial, start, slope, *rule, possible=quasi.usable & known
-  )
-  return step, tried, notfinite + ~known
+def _scalar_loss(value: Any) -> Any:
+  """The loss as an array, whose dtype says how exact it is."""
+  number = _base.is_array(value) or isinstance(value, np.ndarray | numbers.Real)
+  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
+    got = f"an array of shape {jnp.shape(value)}" if number else _base.shorten(value)
+    raise TypeError(
+      f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got {got}."
+    )
+  dtype = jnp.result_type(value)
+  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
 
 
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
@@ -380,26 +541,34 @@ def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 def _check_arguments(
   subspace: Any, rho: Any, sigma: Any, gamma: Any, alpha: Any, max_search: Any, min_curvature: Any
 ) -> None:
-  if not isinstance(subspace, Subspace) and not callable(subspace):
+  if isinstance(subspace, Subspace):
+    check_subspace("subspace", subspace)
+  elif not callable(subspace):
     raise TypeError(
-      "`subspace` must be a Subspace or a callable from params to one; got an object of type"
-      f" {type(subspace).__name__}."
+      "`subspace` must be a Subspace or a callable from params to one; got"
+      f" {_base.shorten(subspace)}."
     )
   _base.check_number("rho", rho, positive=True, below=1.0)
   _base.check_number("sigma", sigma, minimum=0.0, below=1.0)
   _base.check_number("gamma", gamma, minimum=0.0, below=1.0)
-  if not callable(alpha):
-    _base.check_number("alpha", alpha, minimum=0.0)
-  _base.check_number("min_curvature", min_curvature, minimum=0.0)
-  if max_search is not None:
+  _base.check_learning_rate(alpha, "alpha")
+  if min_curvature is not None:
+    _base.check_number("min_curvature", min_curvature, minimum=0.0)
+  if isinstance(max_search, str):
+    _base.check_name("max_search", max_search, ("auto",))
+  elif max_search is not None:
     _base.check_whole_number("max_search", max_search, static=True)
 
 
 def _check_dtype(basis_dtype: Any) -> Any:
   if basis_dtype is None:
     return None
-  dtype = jnp.dtype(basis_dtype)
   allowed = ("float32", "float64", "bfloat16", "uint16")
-  if dtype.name not in allowed:
-    raise ValueError(f"`basis_dtype` must be one of {', '.join(allowed)}, or None; got {dtype}.")
+  try:
+    dtype = jnp.dtype(basis_dtype)
+  except (TypeError, ValueError):
+    dtype = None
+  if dtype is None or dtype.name not in allowed:
+    got = _base.shorten(basis_dtype)
+    raise ValueError(f"`basis_dtype` must be one of {', '.join(allowed)}, or None; got {got}.")
   return dtype
