@@ -428,12 +428,13 @@ def check_key(name: str, key: Any) -> None:
   Raises:
     TypeError: it is none. Seeds are refused: a step would turn them into keys again and again.
   """
-  one = False
+  one, got = False, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     one = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
+    got = f"an array of shape {key.shape} and dtype {key.dtype}"
   if not one:
-    raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {shorten(key)}.")
+    raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {got}.")
 
 
 def check_batch(name: str, batch: Any) -> None:

@@ -313,3 +313,21 @@ def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
   other = step.init({"w": jnp.ones((3, 2))})
   with pytest.raises(ValueError, match=r"turns params\['w'\] of shape \(3, 1\) into .* \(3, 2\)"):
     step(state._replace(opt_state=other.opt_state), jnp.eye(3))
+
+
+@pytest.mark.parametrize(
+  ("batch", "rng", "message"),
+  [
+    (None, None, r"`batch` must be a tree of arrays; got None"),
+    (1.0, 3, r"`rng` must be one key of `jax.random.key`; got 3"),
+    (1.0, "text", r"`rng` must be one key of `jax.random.key`; got 'text'"),
+    (1.0, jnp.ones(3), r"`rng` must be one key .*; got an array of shape \(3,\) and dtype float32"),
+    (1.0, jax.random.split(jax.random.key(0)), r"`rng` must be one key .* shape \(2,\)"),
+  ],
+)
+def test_refuses_a_batch_or_key_of_the_wrong_kind(batch, rng, message):
+  step = optax_boost.make_train_step(lambda p, b, *_: jnp.sum(p * b), optax.sgd(0.1))
+  state = step.init(jnp.ones(3))
+  for call in (step, step.lower, step.trace):
+    with pytest.raises(TypeError, match=message):
+      call(state, batch, rng)

@@ -103,6 +103,7 @@ class TrainStep:
       that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
       name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
     """
+    _check_call(batch, rng)
     place = self._place(state)
     state, metrics = self._step(state, batch, rng, self._data, place.depth)
     self._depths.made_step(place, state.opt_state)
@@ -136,7 +137,9 @@ class TrainStep:
     Raises:
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
+    _base.check_batch("batches", batches)
     if rng is not None:
+      _base.check_key("rng", rng)
       rng = jax.random.fold_in(rng, state.step)
     gradient = jax.tree_util.Partial(self._gradient, state.model_state)
     full = _full_gradient.full_gradient(
@@ -157,6 +160,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
+    _check_call(batch, rng)
     depth = self._place(state).depth
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -171,6 +175,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
+    _check_call(batch, rng)
     depth = self._place(state).depth
     return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -297,6 +302,8 @@ def make_train_step(
     data: dict[str, Any],
     depth: int | None = None,
   ) -> tuple[_state.TrainState, Metrics]:
+    if rng is not None:
+      _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     stats = (state.model_state,) if has_model_state else ()
     request = _Requests(tx, state.opt_state, state.params, depth)
@@ -385,6 +392,13 @@ def _warns_once() -> Callable[..., None]:
       warnings.warn(warned[0], _base.StackedLayersWarning, stacklevel=2)
 
   return check
+
+
+def _check_call(batch: Any, rng: Any) -> None:
+  """Checks what takes no time to check; the array of a key is checked while tracing."""
+  _base.check_batch("batch", batch)
+  if rng is not None and not isinstance(rng, jax.Array):
+    _base.check_key("rng", rng)
 
 
 class _Requests:

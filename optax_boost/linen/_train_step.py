@@ -93,7 +93,7 @@ class TrainStep:
     Raises:
       TypeError: an argument is of the wrong kind.
     """
-    _check_call(state, batch, rng)
+    _check_state(state)
     return self._step(state, batch, rng)
 
   def refresh(
@@ -117,7 +117,7 @@ class TrainStep:
     Returns:
       The state to go on with, its statistics unchanged.
     """
-    _check_call(state, batches, rng, "batches")
+    _check_state(state)
     return self._step.refresh(state, batches, rng, weight_fn=weight_fn, progress=progress)
 
   def lower(self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
@@ -131,7 +131,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    _check_call(state, batch, rng)
+    _check_state(state)
     return self._step.lower(state, batch, rng)
 
   def trace(self, state: _train_step.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
@@ -145,7 +145,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
-    _check_call(state, batch, rng)
+    _check_state(state)
     return self._step.trace(state, batch, rng)
 
   def cache_size(self) -> int:
@@ -259,13 +259,6 @@ def _check_state(state: Any) -> None:
       "`state` must be a TrainState: what `step.init(variables)` or the step before returned; got"
       f" {_base.shorten(state)}."
     )
-
-
-def _check_call(state: Any, batch: Any, rng: Any, name: str = "batch") -> None:
-  _check_state(state)
-  _base.check_batch(name, batch)
-  if rng is not None:
-    _base.check_key("rng", rng)
 
 
 def _split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:

@@ -135,7 +135,6 @@ class TrainStep:
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
     rngs, key = _rngs_and_key(rng)
-    _base.check_batch("batches", batches)
     step, state, _ = self._open(model, optimizer, rngs, key)
     if key is None:
       key = jax.random.key(PASS_SEED)
@@ -317,7 +316,6 @@ def _rngs_and_key(rng: Any) -> tuple[Any, Any]:
     raise TypeError(
       f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got {_base.shorten(rng)}."
     )
-  _base.check_key("rng", rng)
   return None, rng
 
 
@@ -371,7 +369,11 @@ def _explain(
         f"`batch` must be a tree of arrays; at {jax.tree_util.keystr(path) or 'its root'} it holds"
         f" {_base.shorten(leaf)}."
       ) from error
-  made = jax.eval_shape(optimizer.tx.init, state.params)
+  try:
+    made = jax.eval_shape(optimizer.tx.init, state.params)
+  except Exception:
+    # Then the step's own error says more.
+    return
   if not _alike(state.opt_state, made):
     raise ValueError(
       "`optimizer` must be made for this model; its state is of other params, or of another"
