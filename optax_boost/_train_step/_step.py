@@ -82,7 +82,12 @@ class TrainStep:
 
     Returns:
       A :class:`TrainState`.
+
+    Raises:
+      TypeError: a leaf is no array.
     """
+    _tree.check_traceable("params", params)
+    _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     state = _state.TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
     return _state.settle(state)
@@ -102,7 +107,11 @@ class TrainStep:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
       that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
       name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
+
+    Raises:
+      TypeError: `state` or `rng` is of the wrong kind.
     """
+    _check_call(state, rng)
     place = self._place(state)
     state, metrics = self._step(state, batch, rng, self._data, place.depth)
     self._depths.made_step(place, state.opt_state)
@@ -134,8 +143,10 @@ class TrainStep:
       The state to go on with.
 
     Raises:
+      TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
+    _check_call(state, rng)
     if rng is not None:
       rng = jax.random.fold_in(rng, state.step)
     gradient = jax.tree_util.Partial(self._gradient, state.model_state)
@@ -157,6 +168,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
+    _check_call(state, rng)
     depth = self._place(state).depth
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -171,6 +183,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
+    _check_call(state, rng)
     depth = self._place(state).depth
     return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -188,6 +201,16 @@ class TrainStep:
       return groups[_protocol.FROZEN_GROUPS].depth_at
 
     return self._depths.locate(state.opt_state, schedule)
+
+
+def _check_call(state: Any, rng: Any) -> None:
+  if not isinstance(state, _state.TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+  if rng is not None:
+    _base.check_key("rng", rng)
 
 
 def make_train_step(
@@ -336,7 +359,11 @@ def make_train_step(
       )
     accepted = accepted_extra_args(tx.update, extra)
     with _protocol.collect_layers() as layerwise:
-      updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      try:
+        updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      except (AttributeError, TypeError, ValueError) as error:
+        _state.explain_other_state(error, state, tx)
+        raise
     warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
