@@ -215,6 +215,10 @@ class GroupAssignment(NamedTuple):
     """The group of each leaf; a leaf that the method has not seen is past the last."""
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
 
+  def lacks(self, params: optax.Params) -> bool:
+    """Whether some leaf is in no group, as the method has not seen it."""
+    return any(path not in self.group for path in _tree.leaf_paths(params))
+
 
 _LAYERWISE: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
   "layerwise", default=None

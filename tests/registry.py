@@ -73,7 +73,7 @@ class Row:
       return tx
 
     def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
-      return tx.update(updates, state, params, **self.extra(updates, params), **more)
+      return tx.update(updates, state, params, **{**self.extra(updates, params), **more})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

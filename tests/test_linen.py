@@ -128,8 +128,6 @@ STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
     (lambda: STEP.init(3), r"`variables` must be the mapping that `module.init` returned; got 3"),
     (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
     (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
-    (lambda: STEP(STATE, None), r"`batch` must be a tree of arrays; got None"),
-    (lambda: STEP.lower(STATE, None), r"`batch` must be a tree of arrays; got None"),
     (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
     (lambda: STEP(STATE, BATCH, 3), r"`rng` must be one key of `jax.random.key`; got 3"),
     (lambda: STEP(STATE, BATCH, jax.random.split(KEY)), r"`rng` must be one key"),

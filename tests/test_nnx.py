@@ -364,7 +364,6 @@ REFUSED = {
     r"`optimizer` must be made for this model",
   ),
   "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
-  "no batch": ({"batch": None}, TypeError, r"`batch` must be a tree of arrays; got None"),
   "text": ({"batch": {"x": "text"}}, TypeError, r"`batch` must be .* at \['x'\] it holds 'text'"),
   "rngs in the batch": ({"batch": {"x": nnx.Rngs(0)}}, TypeError, r"it holds an nnx.Rngs.*`rng`"),
   "a seed": ({"rng": 3}, TypeError, r"`rng` must be a key, an `nnx.Rngs`.*got 3"),

@@ -318,7 +318,6 @@ def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
 @pytest.mark.parametrize(
   ("batch", "rng", "message"),
   [
-    (None, None, r"`batch` must be a tree of arrays; got None"),
     (1.0, 3, r"`rng` must be one key of `jax.random.key`; got 3"),
     (1.0, "text", r"`rng` must be one key of `jax.random.key`; got 'text'"),
     (1.0, jnp.ones(3), r"`rng` must be one key .*; got an array of shape \(3,\) and dtype float32"),

@@ -82,7 +82,12 @@ class TrainStep:
 
     Returns:
       A :class:`TrainState`.
+
+    Raises:
+      TypeError: a leaf is no array.
     """
+    _tree.check_traceable("params", params)
+    _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     state = _state.TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
     return _state.settle(state)
@@ -102,8 +107,11 @@ class TrainStep:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
       that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
       name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
+
+    Raises:
+      TypeError: `state` or `rng` is of the wrong kind.
     """
-    _check_call(batch, rng)
+    _check_call(state, rng)
     place = self._place(state)
     state, metrics = self._step(state, batch, rng, self._data, place.depth)
     self._depths.made_step(place, state.opt_state)
@@ -135,9 +143,10 @@ class TrainStep:
       The state to go on with.
 
     Raises:
+      TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
-    _base.check_batch("batches", batches)
+    _check_call(state, rng)
     if rng is not None:
       _base.check_key("rng", rng)
       rng = jax.random.fold_in(rng, state.step)
@@ -160,7 +169,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    _check_call(batch, rng)
+    _check_call(state, rng)
     depth = self._place(state).depth
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -175,7 +184,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
-    _check_call(batch, rng)
+    _check_call(state, rng)
     depth = self._place(state).depth
     return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -193,6 +202,16 @@ class TrainStep:
       return groups[_protocol.FROZEN_GROUPS].depth_at
 
     return self._depths.locate(state.opt_state, schedule)
+
+
+def _check_call(state: Any, rng: Any) -> None:
+  if not isinstance(state, _state.TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+  if rng is not None:
+    _base.check_key("rng", rng)
 
 
 def make_train_step(
@@ -343,7 +362,11 @@ def make_train_step(
       )
     accepted = accepted_extra_args(tx.update, extra)
     with _protocol.collect_layers() as layerwise:
-      updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      try:
+        updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      except (AttributeError, TypeError, ValueError) as error:
+        _state.explain_other_state(error, state, tx)
+        raise
     warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
@@ -394,13 +417,6 @@ def _warns_once() -> Callable[..., None]:
   return check
 
 
-def _check_call(batch: Any, rng: Any) -> None:
-  """Checks what takes no time to check; the array of a key is checked while tracing."""
-  _base.check_batch("batch", batch)
-  if rng is not None and not isinstance(rng, jax.Array):
-    _base.check_key("rng", rng)
-
-
 class _Requests:
   """The requests of an optimizer state, and their answer: a gradient."""
 
@@ -416,10 +432,12 @@ class _Requests:
     self.group_loss_scale = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
     self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
     groups: dict[str, _protocol.GroupAssignment] = {}
-    if self.frozen_groups is not None or self.group_loss_scale is not None:
+    if any(x is not None for x in (self.loss_scale, self.group_loss_scale, self.frozen_groups)):
       groups = _protocol.collect_groups(tx, params)
     self.frozen = groups.get(_protocol.FROZEN_GROUPS)
     self.scaled = groups.get(_protocol.GROUP_LOSS_SCALE)
+    # Who asks for one scale need not announce its leaves; all have it then.
+    self._has_scale = groups.get(_protocol.LOSS_SCALE)
     if self.frozen is not None and depth is not None:
       # A constant in the state: nothing is computed for frozen leaves in `update` either.
       self.frozen_groups = depth
@@ -443,26 +461,56 @@ class _Requests:
       else:
         numbers = self.scaled.numbers(params)
         value, rest = _scaled_backward.scaled_objective(
-          objective, params, numbers, self.group_loss_scale
+          objective, params, numbers, self._group_scales()
         )
       # In float32: a float16 loss times its scale would overflow.
       scale = self.loss_scale
       return value if scale is None else value.astype(jnp.float32) * scale, rest
 
     if self.frozen is None:
-      return jax.grad(scaled, has_aux=True)
-    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution)
+      differentiate = jax.grad(scaled, has_aux=True)
+    else:
+      differentiate = _frozen_backward.cut_gradient(
+        scaled, self.frozen, self.frozen_groups, execution
+      )
+
+    def gradient(params: optax.Params) -> tuple[optax.Updates, Any]:
+      grad, rest = differentiate(params)
+      return self._unscaled_elsewhere(grad), rest
+
+    return gradient
+
+  def _unscaled_elsewhere(self, grad: optax.Updates) -> optax.Updates:
+    """The gradient with its scale on those leaves only whose method asked for it."""
+    if self._has_scale is None or not self._has_scale.lacks(grad):
+      return grad
+    leaves, structure = jax.tree.flatten(grad)
+    numbers = self._has_scale.numbers(grad)
+    return jax.tree.unflatten(
+      structure,
+      [g if n == 0 else _divide(g, self.loss_scale) for g, n in zip(leaves, numbers, strict=True)],
+    )
+
+  def _group_scales(self) -> jax.Array:
+    """The groups' scales, and 1 for leaves that the method has not seen."""
+    return jnp.append(self.group_loss_scale, jnp.float32(1))
 
   def unscaled(self, grad: optax.Updates) -> optax.Updates:
     """A gradient without its scales, in at least float32."""
     leaves, structure = jax.tree.flatten(grad)
     wide = [g.astype(_tree.accumulator_dtype(g.dtype)) for g in leaves]
     if self.loss_scale is not None:
-      wide = [g / self.loss_scale for g in wide]
+      scaled = [0] * len(wide) if self._has_scale is None else self._has_scale.numbers(grad)
+      wide = [g / self.loss_scale if n == 0 else g for g, n in zip(wide, scaled, strict=True)]
     if self.scaled is not None and self.group_loss_scale is not None:
       numbers = self.scaled.numbers(grad)
-      wide = [g / self.group_loss_scale[n] for g, n in zip(wide, numbers, strict=True)]
+      scales = self._group_scales()
+      wide = [g / scales[n] for g, n in zip(wide, numbers, strict=True)]
     return jax.tree.unflatten(structure, wide)
+
+
+def _divide(g: jax.Array, scale: jax.Array) -> jax.Array:
+  return (g.astype(_tree.accumulator_dtype(g.dtype)) / scale).astype(g.dtype)
 
 
 def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
