@@ -1,0 +1,246 @@
+"""The contract's columns *hostile programs* and *inner optimizers*: inputs of real programs.
+
+Each row of the registry runs through the train step with every extra argument that it passes.
+"""
+
+import dataclasses
+import threading
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import problems
+from tests import registry
+
+every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
+STEPS = 4
+
+# The problem's leaves under names of state fields. Sorted as before, and groups by layer still fit.
+HOSTILE = {
+  "conv": {"kernel": "curvature", "bias": "count"},
+  "dense": {"kernel": "loss_scale", "bias": "frozen_groups"},
+  "norm": {"scale": "group_loss_scale"},
+}
+
+
+def distance(params: Any, batch: Any) -> jax.Array:
+  return problems.distance(params, problems.target(params)) + 0 * batch
+
+
+def train_step(tx: optax.GradientTransformation, **options: Any) -> optax_boost.TrainStep:
+  """A step whose mean gradient over all of the data is that of its one batch."""
+  return optax_boost.make_train_step(
+    distance, tx, full_grad_fn=lambda grad_fn, params: grad_fn(params, 0.0), **options
+  )
+
+
+def train(step: optax_boost.TrainStep, params: Any, steps: int = STEPS) -> Any:
+  state = step.init(params)
+  for _ in range(steps):
+    state, metrics = step(state, 0.0)
+  return state, metrics
+
+
+def spec(tree: Any) -> Any:
+  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+@every_row
+def test_params_named_like_state_fields_train_as_any_others(row):
+  params = problems.params()
+  renamed = {
+    layer: {HOSTILE[layer][name]: leaf for name, leaf in leaves.items()}
+    for layer, leaves in params.items()
+  }
+  step = train_step(row.optimizer())
+  (expected, metrics), (ours, hostile_metrics) = train(step, params), train(step, renamed)
+  assert metrics.keys() == hostile_metrics.keys()
+  pairs = zip(jax.tree.leaves(ours.params), jax.tree.leaves(expected.params), strict=True)
+  for leaf, other in pairs:
+    np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+@pytest.mark.parametrize(
+  ("params_dtype", "grads_dtype"),
+  [("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16")],
+)
+def test_gradients_of_another_dtype_than_the_params_train(row, params_dtype, grads_dtype):
+  tx, params = row.make(), problems.params(params_dtype)
+
+  def cast(tree: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+  @jax.jit
+  def run(params: Any, grads_dtype_of: Any) -> Any:
+    def body(carry: Any, t: jax.Array) -> Any:
+      params, state = carry
+      grads = cast(problems.grads(params, t), grads_dtype_of.dtype)
+      updates, after = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), after), updates
+
+    return jax.lax.scan(body, (params, tx.init(params)), jnp.arange(STEPS))
+
+  (moved, state), updates = run(params, jnp.zeros([], grads_dtype))
+  assert spec(moved) == spec(params)
+  assert spec(state) == spec(tx.init(params))
+  chex.assert_tree_all_finite((moved, updates))
+  (expected, _), _ = run(params, jnp.zeros([], params_dtype))
+  # Half of the time the direction counts only: the gradients' rounding decides permutations.
+  size = optax.tree.norm(cast(expected, "float32"))
+  gap = optax.tree.norm(cast(optax.tree.sub(moved, expected), "float32"))
+  assert gap < 0.1 * size or row.gathers
+
+
+LABELS = {
+  "conv": {"kernel": "ours", "bias": "other"},
+  "dense": {"kernel": "ours", "bias": "other"},
+  "norm": {"scale": "other"},
+}
+
+
+@every_row
+@pytest.mark.parametrize("kind", ["partition", "masked"])
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+def test_inside_partition_and_masked_with_all_extra_arguments(row, kind):
+  params = problems.params()
+  if kind == "partition":
+    tx = optax.partition({"ours": row.optimizer(), "other": optax.sgd(0.1)}, LABELS)
+  else:
+    mask = jax.tree.map(lambda label: label == "ours", LABELS)
+    others = jax.tree.map(lambda label: label == "other", LABELS)
+    tx = optax.chain(optax.masked(row.optimizer(), mask), optax.masked(optax.sgd(0.1), others))
+  state, _ = train(train_step(tx), params)
+  kernels = {layer: {"kernel": params[layer]["kernel"]} for layer in ("conv", "dense")}
+  alone, _ = train(train_step(row.optimizer()), kernels)
+  for layer, leaves in alone.params.items():
+    np.testing.assert_allclose(
+      state.params[layer]["kernel"], leaves["kernel"], rtol=1e-4, atol=1e-5
+    )
+  goal = problems.target(params)["norm"]["scale"]
+  scale = params["norm"]["scale"]
+  np.testing.assert_allclose(
+    state.params["norm"]["scale"], goal + 0.9**STEPS * (scale - goal), rtol=1e-5
+  )
+
+
+@every_row
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_params_on_a_mesh_with_explicit_axes_and_no_mesh_set(row, jitted):
+  if row.factory == "adasum":
+    pytest.skip("needs its axes bound, which sets the mesh")
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+  def place(x: jax.Array) -> jax.Array:
+    axes = [None] * (x.ndim - 1) + ["x"]
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+  params, tx = problems.params(), row.make()
+  grads = problems.grads(params)
+  expected = tx.update(grads, tx.init(params), params)
+  sharded, grads = jax.tree.map(place, params), jax.tree.map(place, grads)
+  update = jax.jit(tx.update) if jitted else tx.update
+  updates, state = update(grads, tx.init(sharded), sharded)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, state)), jax.device_get(expected), rtol=1e-5, atol=1e-6
+  )
+  for update_leaf, param in zip(jax.tree.leaves(updates), jax.tree.leaves(sharded), strict=True):
+    assert update_leaf.sharding.is_equivalent_to(param.sharding, param.ndim)
+
+
+@every_row
+def test_two_threads_share_one_train_step(row):
+  step = train_step(row.optimizer())
+  starts = [problems.params(), jax.tree.map(lambda x: 0.5 * x, problems.params())]
+  expected = [train(step, start)[0] for start in starts]
+  shared = train_step(row.optimizer())
+  finished: dict[int, Any] = {}
+
+  def work(index: int) -> None:
+    finished[index] = train(shared, starts[index])[0]
+
+  threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  chex.assert_trees_all_equal([finished[0], finished[1]], expected)
+
+
+# Methods that select and average; the others need an order or a norm of real numbers.
+COMPLEX = ("accumulate", "freeze", "switch_after")
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+def test_complex_leaves_are_trained_or_refused_by_name(row):
+  params = {"dense": {"kernel": jnp.full((4, 2), 1 + 1j), "bias": jnp.ones(2, jnp.complex64)}}
+  tx = dataclasses.replace(row, extra=None).make()
+  if row.factory not in COMPLEX:
+    with pytest.raises(TypeError, match=r"'dense/bias' is complex64.*optax.masked"):
+      tx.init(params)
+    return
+  state = tx.init(params)
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(params, state, params)
+  chex.assert_tree_all_finite(updates)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("complex64")}
+
+
+INNER = {
+  "sgd": lambda: optax.sgd(0.05),
+  "momentum": lambda: optax.sgd(0.05, momentum=0.5),
+  "adam": lambda: optax.adam(0.05, eps=1e-4),
+  "lars": lambda: optax_boost.lars(0.1, trust_coefficient=0.1, momentum=0.5, exclude=None),
+}
+
+
+def around(row: registry.Row, inner: optax.GradientTransformation) -> dict[str, Any]:
+  """The row's arguments with another optimizer inside."""
+  places = [name for name in ("inner", "first", "second") if name in row.kwargs]
+  return row.kwargs | dict.fromkeys(places, inner)
+
+
+WRAPPERS = [row for row in registry.ROWS if {"inner", "first"} & row.kwargs.keys()]
+
+
+@pytest.mark.parametrize("row", WRAPPERS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
+  rng = np.random.default_rng(0)
+  start = {
+    "conv": jnp.asarray(rng.normal(size=(4, 3)), dtype),
+    "dense": jnp.asarray(rng.normal(size=3), dtype),
+  }
+  steps = 24
+
+  def loss(params: Any, batch: jax.Array) -> jax.Array:
+    h = jnp.tanh(batch @ params["conv"]) * params["dense"]
+    return jnp.mean((h.astype(jnp.float32) - 0.3) ** 2)
+
+  batch = jnp.asarray(rng.normal(size=(8, 4)), dtype)
+  txs = {
+    name: getattr(optax_boost, row.factory)(**around(row, make())) for name, make in INNER.items()
+  }
+
+  @jax.jit
+  def run(start: Any) -> Any:
+    results = {}
+    for name, tx in txs.items():
+      step = optax_boost.make_train_step(loss, tx, donate=False)
+      state = step.init(start)
+      after, metrics = jax.lax.scan(lambda s, _, step=step: step(s, batch), state, length=steps)
+      results[name] = state, after, metrics["loss"]
+    return results
+
+  for name, (before, after, losses) in run(start).items():
+    assert spec(after) == spec(before), name
+    chex.assert_tree_all_finite(after.params)
+    # LaPerm's projections, every 20 steps, raise the loss for a while.
+    assert jnp.min(losses) < 0.7 * losses[0], (name, losses)
