@@ -10,15 +10,25 @@ A node without a partner passes up a level, so N need not be a power of two.
 Every node of the tree is a linear combination of the N gradients, and every inner product in it
 follows from their Gram matrix. So the tree is never walked with vectors:
 
-  G  (N, N)   Gram matrix of a leaf, G[r, s] = <g_r, g_s>, in at least float32
-  C  (K, N)   the K nodes of a level as combinations of the gradients; C = I at the leaves
+  a  (N,)     powers of two, a[r] bounds the entries of the r-th gradient, g_r = a[r] y_r
+  G  (N, N)   Gram matrix of a leaf, G[r, s] = <y_r, y_s>, in two float32 words (one float64)
+  C  (K, N)   the K nodes of a level as combinations of y_1 ... y_N; C = I at the leaves
   H  (K, K)   Gram matrix of the nodes, H = C G C'
+  m  (K,)     powers of two; node k is m[k] C[k] y
   x  (D, M)   all leaves of a device as one vector, cut into D chunks of M entries, one per device
 
-Between devices: chunks change owners (all-to-all), each device adds the part of G that its chunk
-holds to the others' (all-reduce of N x N numbers per leaf), combines its chunk, and the chunks are
-gathered. That moves the bytes of an all-reduce, in three collectives for any N and any number of
-leaves; and since each entry is computed on one device only, all replicas get the same bits.
+A pair of nodes A, B becomes one node with m = max(m_A, m_B) and
+
+  C = (m_A / m - m_B / m <A, B> / (2 |A|^2)) C_A + (m_B / m - m_A / m <A, B> / (2 |B|^2)) C_B
+
+Where nodes cancel, |A|^2 is a small difference of entries of G: a single float32 word of each would
+leave an error that grows with the square of the cancellation.
+
+Between devices: chunks change owners (all-to-all, the powers of two travel along), each device adds
+the part of G that its chunk holds to the others' (all-reduce of 2 N x N numbers per leaf), combines
+its chunk, and the chunks are gathered. That moves the bytes of an all-reduce, in three collectives
+for any N and any number of leaves; and since each entry is computed on one device only, all
+replicas get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 """
@@ -39,6 +49,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -48,10 +59,24 @@ AxisName: TypeAlias = str | tuple[str, ...]
 # their inner products, and one loop serves all leaves, so nothing compiles longer for more of
 # them. Longer chunks get longer blocks, because a turn of the loop costs an accelerator as much
 # as a kernel's launch.
-_SHORTEST_BLOCK = 4096
+_SHORTEST_BLOCK = 2048
 _MOST_BLOCKS = 256
-# A node whose squared norm is below this many roundings of what it was added up from is zero.
-_ROUNDINGS = 4
+# Inner products are exact over this many columns: entries are cut into a head of 8 bits and a tail,
+# and 256 products of two heads fit the 24 bits of a float32.
+_EXACT_COLUMNS = 256
+_HEAD_BITS = 7
+# Their sums are exact over 2**12 blocks of columns, cut in the same way.
+_SUM_BITS = 11
+_SMALLEST_PEAK = 2.0**-100
+# Gradients are scaled by powers of 2**12, up to 2**108 and down to 2**-108.
+_SCALE_STEP = 12
+_LARGEST_STEP = 9
+# Beyond 2**84 and 2**-84 terms of a sum may overflow or underflow; this factor prevents it.
+_EXTREME_STEP = 7
+_SMALL = 2.0**-36
+# A node counts as zero where it cancels to less than this part of what it was added up from: below
+# it, norms are those of rounding errors.
+_CANCELLED = 2.0**-14
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
@@ -83,8 +108,8 @@ def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
     b: another of the same shape.
 
   Returns:
-    An array of that shape, in the dtype to which the two promote. Inner products are taken in at
-    least float32.
+    An array of that shape, in the dtype to which the two promote; see :func:`adasum` for its
+    range and error.
 
   Raises:
     ValueError: the shapes differ.
@@ -101,11 +126,11 @@ def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
     Maleki et al., `Scaling Distributed Training with Adaptive Summation
     <https://arxiv.org/abs/2006.02924>`_, 2020.
   """
+  _tree.check_floating({"a": a, "b": b}, "adasum_pair")
   if jnp.shape(a) != jnp.shape(b):
     raise ValueError(
       f"`adasum_pair` needs two arrays of one shape; got {jnp.shape(a)} and {jnp.shape(b)}."
     )
-  _tree.check_floating((a, b), "adasum_pair")
   dtype = jnp.result_type(a, b)
   return adasum_reduce(jnp.stack([jnp.asarray(a, dtype), jnp.asarray(b, dtype)]))
 
@@ -156,8 +181,8 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
     if jnp.ndim(leaf) == 0 or leaf.shape[0] != jnp.shape(leaves[0])[0] or leaf.shape[0] == 0:
       raise ValueError(
         f"`{method}` needs leaves with the replicas along their first axis, as many in each;"
-        f" got shape {jnp.shape(leaf)} for the leaf '{path}' and {jnp.shape(leaves[0])} for"
-        f" '{paths[0]}'."
+        f" got shape {jnp.shape(leaf)} for the leaf '{path or 'params'}' and"
+        f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
   found = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))
   return jax.tree.unflatten(structure, found)
@@ -168,13 +193,18 @@ def _reduce(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]
   """:func:`adasum_reduce` on leaves and the numbers of their groups."""
   replicas = leaves[0].shape[0]
   layouts = _layouts([jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], chunks=1)
+  steps = _scale_steps(
+    jnp.stack([_largest(leaf, axes=tuple(range(1, leaf.ndim))) for leaf in leaves], axis=1),
+    np.array(groups),
+  )
   chunks = []
   for layout in layouts:
     rows = [leaves[i].reshape(replicas, math.prod(leaves[i].shape[1:])) for i in layout.leaves]
     padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
     joined = jnp.concatenate([*rows, padding], axis=1)
-    chunks.append(_Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
-  weights = _weigh(_gram(chunks), np.array(groups))
+    blocks = jnp.asarray(layout.blocks[0])
+    chunks.append(_Chunk(layout, list(joined), blocks, _steps_by_leaf(layout, steps, groups)))
+  weights = _weigh(_gram(chunks), steps, np.array(groups))
   return _unpack([(chunk.layout, _combine(chunk, weights)) for chunk in chunks])
 
 
@@ -202,13 +232,19 @@ def adasum(
 
   Any number of replicas will do; a node without a partner passes up a level. With an axis of
   size 1 it is the identity. The leaves of one dtype travel together: an all-to-all and an
-  all-gather per dtype and one all-reduce of N x N numbers per leaf, about the bytes of an
-  all-reduce. Inner products cost N multiplications per entry and device; above some 64 replicas,
+  all-gather per dtype and one all-reduce of 2 N x N numbers per leaf, about the bytes of an
+  all-reduce. Inner products cost 2 N multiplications per entry and device; above some 64 replicas,
   use `local_axis_name`.
 
-  A leaf that is not finite on one replica, or whose squared norm overflows float32, becomes NaN
-  as a whole on all of them, so that any check behind it sees it; other leaves are untouched,
-  nothing is kept but `notfinite_count`, and the next step is good.
+  A leaf that is not finite on one replica becomes NaN as a whole on all of them, so that any check
+  behind it sees it; other leaves are untouched, nothing is kept but `notfinite_count`, and the next
+  step is good.
+
+  Gradients of float32 and bfloat16 may have any magnitude: each replica's leaf (or group of leaves)
+  is scaled by a power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush
+  them, as XLA does on CPUs; so is a replica's leaf more than 36 orders of magnitude below
+  another's. A result beyond the dtype's range is infinite. float16 has its range except in the mean
+  over `local_axis_name`, which is added up in float16; float64 is good from 1e-180 to 1e180.
 
   Args:
     axis_name: the mesh axis, or axes, along which the replicas lie.
@@ -224,7 +260,7 @@ def adasum(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
-    the gradients' dtype, inner products are taken in float32 (float64 for float64).
+    the gradients' dtype, inner products are taken in two float32 words (float64 for float64).
 
   Raises:
     TypeError: an argument is of the wrong kind; a leaf is not of real floating-point numbers.
@@ -288,9 +324,10 @@ def adasum(
   .. note::
     Swapping the two members of a pair changes nothing beyond rounding; any other order of the
     replicas changes the tree, and with it the result. Horovod takes powers of two only and rounds
-    each level to the gradients' dtype; here the result is rounded once. A node that cancels to
-    less than a thousandth of what it was added up from counts as zero: its direction would be
-    that of rounding errors.
+    each level to the gradients' dtype; this is rounded once. The relative error in float32 is a few
+    times 1e-7 times the factor by which gradients cancel. A node that cancels to less than 1 part
+    in 16,384 of the gradients that it is added up from counts as zero, since its direction is that
+    of rounding errors.
 
   .. note::
     No sure gain: on scikit-learn's digits at eight times the batch, gradients reduced by it reached
@@ -301,8 +338,12 @@ def adasum(
   """
   method = "adasum"
   axes = _axes("axis_name", axis_name)
-  local_axes = () if local_axis_name is None else _axes("local_axis_name", local_axis_name)
-  shard_axes = () if shard_axis_name is None else _axes("shard_axis_name", shard_axis_name)
+  if not axes:
+    raise TypeError(
+      f"`axis_name` must be the name of a mesh axis or a tuple of names; got {axis_name!r}."
+    )
+  local_axes = _axes("local_axis_name", local_axis_name)
+  shard_axes = _axes("shard_axis_name", shard_axis_name)
   every_axis = axes + local_axes + shard_axes
   if len(set(every_axis)) < len(every_axis):
     raise ValueError(
@@ -323,36 +364,59 @@ def adasum(
     **extra_args: Any,
   ) -> tuple[optax.Updates, AdasumState]:
     del extra_args
+    _base.require_state(state, AdasumState, method)
     if params is not None:
       _tree.check_same_tree(updates, params, method)
     _tree.check_floating(updates, method)
-    replicas, nearby = (math.prod(map(_axis_size, names)) for names in (axes, local_axes))
-    for name in shard_axes:
-      _axis_size(name)
+    replicas = _base.require_axis("axis_name", axes, method)
+    nearby = _base.require_axis("local_axis_name", local_axes, method) if local_axes else 1
+    if shard_axes:
+      _base.require_axis("shard_axis_name", shard_axes, method)
     leaves, structure = jax.tree.flatten(updates)
     if not leaves:
       return updates, state
     _check_not_summed(leaves, axes + local_axes)
 
+    group_of_leaf = _group_of_leaf(_tree.leaf_paths(updates), patterns)
     layouts = _layouts(leaves, chunks=replicas * nearby)
-    chunks = []
+    largest = jnp.stack([_largest(leaf) for leaf in leaves])
+    if shard_axes:
+      largest = jax.lax.pmax(largest, shard_axes)
+    owner = jax.lax.axis_index(local_axes + axes)
+    # The bounds travel behind the entries, in a dtype that holds them.
+    carrier = next((layout for layout in layouts if _is_wide(layout.dtype)), None)
+    bounds = _power(_scale_steps(largest, group_of_leaf), jnp.float32)
+    # Under `vmap`, gradients that are the same everywhere are not mapped, but must be exchanged.
+    bounds = jnp.where(owner < 0, 0, bounds)
+
+    received, steps = [], jnp.zeros((replicas, bounds.size), int)
     for layout in layouts:
-      x = _pack(leaves, layout, replicas * nearby)
+      tail = bounds if layout is carrier else bounds[:0]
+      x = _pack(leaves, layout, replicas * nearby, tail.astype(layout.dtype))
       if nearby > 1:
-        x = x.reshape(nearby, replicas, layout.chunk)
-        x = jax.lax.psum_scatter(x, local_axes, scatter_dimension=0) / nearby
+        x = _mean_nearby(x.reshape(nearby, replicas, x.shape[1]), local_axes, nearby)
       if replicas > 1:
         x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
-      owner = jax.lax.axis_index(local_axes + axes)
-      chunks.append(_Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
-    gram = jax.lax.psum(_gram(chunks), every_axis)
-    weights = _weigh(gram, _group_of_leaf(_tree.leaf_paths(updates), patterns))
+      if layout is carrier:
+        steps = _steps_of_bounds(x[:, layout.chunk :])
+      received.append(list(x))
+    chunks = [
+      _Chunk(
+        layout,
+        x,
+        jnp.asarray(layout.blocks)[owner],
+        _steps_by_leaf(layout, steps, group_of_leaf.tolist()),
+      )
+      for layout, x in zip(layouts, received, strict=True)
+    ]
+    gram, steps = _sum_over_devices(_gram(chunks), steps, every_axis)
+    weights = _weigh(gram, steps, group_of_leaf)
     outputs = _unpack(
       [(c.layout, _gather(_combine(c, weights), local_axes + axes)) for c in chunks]
     )
     return jax.tree.unflatten(structure, outputs), AdasumState(
       orthogonality=weights.orthogonality.astype(jnp.float32),
-      notfinite_count=state.notfinite_count + weights.notfinite.astype(jnp.int32),
+      notfinite_count=_tree.increment_if(weights.notfinite, state.notfinite_count),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -386,26 +450,30 @@ class _Chunk(NamedTuple):
 
   Attributes:
     layout: of the vector that it is cut from.
-    rows: N vectors of M entries, one per replica; apart, since they arrive apart and joining
-      them would be a pass over memory.
+    rows: N vectors of M entries (and more behind them), one per replica; apart, since they arrive
+      apart and joining them would be a pass over memory.
     blocks: ``(T, 4)``, this chunk's part of ``layout.blocks``.
+    steps: ``(L', N)``, a is 2**(12 steps), for the layout's leaves.
   """
 
   layout: _Layout
   rows: list[jax.Array]
   blocks: jax.Array
+  steps: jax.Array
 
 
 class _Weights(NamedTuple):
-  """What the Gram matrices say.
+  """The coefficients that follow from the Gram matrices.
 
   Attributes:
-    by_leaf: ``(L, N)``, the coefficients of the replicas' gradients.
+    by_leaf: ``(L, N)``, the coefficients of the scaled gradients y.
+    steps: ``(L,)``, the result is 2**(12 steps) times the combination of them.
     orthogonality: scalar, see :class:`AdasumState`.
     notfinite: scalar bool, whether a Gram matrix has entries that are not finite.
   """
 
   by_leaf: jax.Array
+  steps: jax.Array
   orthogonality: jax.Array
   notfinite: jax.Array
 
@@ -461,11 +529,9 @@ def _fit(vector: jax.Array, size: int) -> jax.Array:
   return jnp.pad(vector, (0, size - vector.size)) if vector.size < size else vector
 
 
-def _pack(leaves: Sequence[jax.Array], layout: _Layout, chunks: int) -> jax.Array:
-  """The leaves of a layout as ``(D, M)``, padded with zeros."""
+def _pack(leaves: Sequence[jax.Array], layout: _Layout, chunks: int, tail: jax.Array) -> jax.Array:
+  """The leaves of a layout as ``(D, M)``, padded with zeros, each row with `tail` behind it."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
-  if len(flat) == 1:
-    return _fit(flat[0], chunks * layout.chunk).reshape(chunks, layout.chunk)
   rows = []
   # Row by row: on CPUs a concatenation of all leaves would be copied once more to be cut.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
@@ -474,8 +540,65 @@ def _pack(leaves: Sequence[jax.Array], layout: _Layout, chunks: int) -> jax.Arra
       low, high = max(origin - start, 0), min(origin + layout.chunk - start, leaf.size)
       if low < high:
         parts.append(leaf[low:high])
-    rows.append(_fit(jnp.concatenate([jnp.zeros(0, layout.dtype), *parts]), layout.chunk))
+    padding = jnp.zeros(layout.chunk - sum(part.size for part in parts), layout.dtype)
+    rows.append(jnp.concatenate([*parts, padding, tail]))
   return jnp.stack(rows)
+
+
+def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
+  """Scatters ``x`` along its first axis over `axes` and averages it there."""
+  # Divided first, or large gradients overflow; by a power of two, which rounds nothing. In float16
+  # that would cost small gradients their last bits.
+  power = 2 ** (size - 1).bit_length() if _is_wide(x.dtype) else 1
+  summed = jax.lax.psum_scatter(x / power, axes, scatter_dimension=0)
+  return summed if size == power else summed * (power / size)
+
+
+def _is_wide(dtype: Any) -> bool:
+  """Whether a dtype has at least the exponents of float32."""
+  return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp)
+
+
+def _largest(leaf: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+  """The largest magnitude in a leaf, in float32."""
+  return jnp.max(jnp.abs(leaf), axis=axes, initial=0).astype(jnp.float32)
+
+
+def _scale_steps(largest: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
+  """For each group the largest s with 2**(12 s) at most its largest entry, within bounds.
+
+  Args:
+    largest: ``(..., L)``, the largest magnitude in each leaf.
+    group_of_leaf: ``(L,)``, the number of each leaf's group.
+  """
+  members = [np.flatnonzero(group_of_leaf == g) for g in range(int(group_of_leaf.max()) + 1)]
+  if len(members) < len(group_of_leaf):
+    largest = jnp.stack([jnp.max(largest[..., m], axis=-1) for m in members], axis=-1)
+  steps = jnp.floor(jnp.log2(largest) / _SCALE_STEP)
+  return jnp.clip(jnp.nan_to_num(steps), -_LARGEST_STEP, _LARGEST_STEP).astype(int)
+
+
+def _steps_of_bounds(means: jax.Array) -> jax.Array:
+  """Reads the steps again from bounds that were averaged over up to 2,000 devices.
+
+  A mean of powers of 2**12 lies less than a step below the largest of them, so the order in which
+  they were added up, and its rounding, changes nothing.
+  """
+  return jnp.floor(
+    (jnp.log2(means.astype(jnp.float32)) + (_SCALE_STEP - 0.5)) / _SCALE_STEP
+  ).astype(int)
+
+
+def _steps_by_leaf(layout: _Layout, steps: jax.Array, groups: Sequence[int]) -> jax.Array:
+  """Steps ``(N, groups)`` as ``(L', N)``, for the leaves of a layout."""
+  return steps[:, np.array([groups[i] for i in layout.leaves])].T
+
+
+def _power(steps: jax.Array, dtype: Any) -> jax.Array:
+  """2**(12 steps), exactly; zero where `dtype` does not hold it."""
+  exponents = np.arange(-2 * _LARGEST_STEP, _LARGEST_STEP + 1, dtype=np.float64)
+  table = jnp.asarray((2.0 ** (_SCALE_STEP * exponents)).astype(dtype))
+  return table[steps + 2 * _LARGEST_STEP]
 
 
 def _unpack(vectors: Sequence[tuple[_Layout, jax.Array]]) -> list[jax.Array]:
@@ -502,29 +625,27 @@ def _counts(block: jax.Array, width: int) -> jax.Array:
 
 
 def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
-  """What these chunks hold of the Gram matrices ``(L, N, N)``, in the order of all leaves."""
+  """These chunks' part of the Gram matrices, ``(2, L, N, N)``, two words per entry."""
 
   def partial_gram(chunk: _Chunk) -> jax.Array:
     width, wide = chunk.layout.block, _tree.accumulator_dtype(chunk.layout.dtype)
     replicas = len(chunk.rows)
-
-    def multiply(parts: list[jax.Array], counts: jax.Array | None = None) -> jax.Array:
-      parts = [part.astype(wide) for part in parts]
-      if counts is not None:
-        # Selected, not multiplied: what belongs to another leaf may be NaN.
-        parts = [jnp.where(counts, part, 0) for part in parts]
-      # Row by row and not fused: XLA's CPU code for stacking slices is slower than a copy.
-      columns = jnp.stack(jax.lax.optimization_barrier(parts))
-      return jnp.matmul(columns, columns.T, precision=jax.lax.Precision.HIGHEST)
+    scales = _power(-chunk.steps, wide)
 
     def add(grams: jax.Array, block: jax.Array) -> jax.Array:
-      parts = [jax.lax.dynamic_slice(row, (block[0],), (width,)) for row in chunk.rows]
-      # Most blocks lie in one leaf as a whole; selecting takes as long as multiplying.
-      cut = functools.partial(multiply, counts=_counts(block, width))
-      products = jax.lax.cond(block[2] - block[1] == width, multiply, cut, parts)
-      return grams.at[block[3]].add(products)
+      counts = _counts(block, width)
+      parts = [
+        # Selected, not multiplied: what belongs to another leaf may be NaN.
+        jnp.where(counts, jax.lax.dynamic_slice(row, (block[0],), (width,)).astype(wide) * scale, 0)
+        for row, scale in zip(chunk.rows, scales[block[3]], strict=True)
+      ]
+      # Row by row and not fused: XLA's CPU code for stacking slices is slower than a copy.
+      products = _products(jax.lax.optimization_barrier(parts))
+      heads, tails = _two_sum(grams[0, block[3]], products[0])
+      tails += grams[1, block[3]] + products[1]
+      return grams.at[:, block[3]].set(jnp.stack([heads, tails]))
 
-    shape = (len(chunk.layout.leaves), replicas, replicas)
+    shape = (2, len(chunk.layout.leaves), replicas, replicas)
     # Under `shard_map` the loop must know from the start that they vary as the gradients do.
     varying = chunk.rows[0][0].astype(wide)
     return _over_blocks(chunk, jnp.where(jnp.zeros(shape, bool), varying, 0), add)
@@ -534,34 +655,99 @@ def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
     return found[0]
   widest = jnp.result_type(*found)
   order = np.argsort([i for chunk in chunks for i in chunk.layout.leaves])
-  return jnp.concatenate([grams.astype(widest) for grams in found])[order]
+  return jnp.concatenate([grams.astype(widest) for grams in found], axis=1)[:, order]
+
+
+def _products(parts: list[jax.Array]) -> jax.Array:
+  """The inner products ``(N, N)`` of N vectors of one length, in two words, ``(2, N, N)``."""
+  width = parts[0].size
+  if parts[0].dtype == jnp.float64:
+    rows = jnp.stack(parts)
+    products = jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.stack([products, jnp.zeros_like(products)])
+  columns = min(width, _EXACT_COLUMNS)
+  turns = -(-width // columns)
+  x = jnp.stack([_fit(part, turns * columns).reshape(turns, columns) for part in parts], axis=1)
+  multiply = functools.partial(jnp.einsum, "trk,tsk->trs", precision=jax.lax.Precision.HIGHEST)
+  # With heads h and tails x - h: x x' = h h' + (s + s') / 2, where s = (x - h) (x + h)'.
+  heads = _cut(x, axis=2, bits=_HEAD_BITS)
+  exact, rest = multiply(heads, heads), multiply(x - heads, x + heads)
+  exact_heads = _cut(exact, axis=0, bits=_SUM_BITS)
+  tails = jnp.sum((rest + jnp.swapaxes(rest, 1, 2)) / 2 + (exact - exact_heads), axis=0)
+  return jnp.stack([jnp.sum(exact_heads, axis=0), tails])
+
+
+def _cut(x: jax.Array, axis: int, bits: int) -> jax.Array:
+  """Rounds `x` to multiples of one power of two along an axis, the largest to about `bits` bits."""
+  peak = jax.lax.reduce_precision(jnp.max(jnp.abs(x), axis=axis, keepdims=True), 8, 0)
+  unit = jnp.maximum(peak, _SMALLEST_PEAK) * 2.0**-bits
+  return jnp.round(x * (1 / unit)) * unit
+
+
+def _sum_over_devices(
+  gram: jax.Array, steps: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+  """Adds up Gram matrices; the scales go along, since ``shard_map`` must know them to be alike."""
+  first, second = gram
+  # Half of the first word's bits, so that their sum needs no rounding.
+  head = _head(first)
+  one_device = jnp.where(jax.lax.axis_index(axes) == 0, steps, 0).astype(gram.dtype)
+  words = jnp.stack([head, second + (first - head)])
+  summed = jax.lax.psum(jnp.concatenate([jnp.ravel(words), jnp.ravel(one_device)]), axes)
+  words, one_device = summed[: words.size], summed[words.size :]
+  return words.reshape(gram.shape), one_device.reshape(steps.shape).astype(int)
 
 
 def _combine(chunk: _Chunk, weights: _Weights) -> jax.Array:
   """The chunk ``(M,)`` of the result."""
   layout = chunk.layout
   wide = _tree.accumulator_dtype(layout.dtype)
-  coefficients = weights.by_leaf[np.asarray(layout.leaves)].astype(wide)
+  members = np.asarray(layout.leaves)
+  coefficients = weights.by_leaf[members].astype(wide)
+  steps = weights.steps[members]
+  # Gradients are brought to the largest scale, never down: no entry becomes a denormal number.
+  lifts = steps[:, None] - chunk.steps
+  first_lifts = jnp.minimum(lifts, _LARGEST_STEP)
+  first_factors, second_factors = (_power(x, wide) for x in (first_lifts, lifts - first_lifts))
 
   # The result takes the place of the first row: each column is read for the last time in the turn
   # that writes it.
   first, *others = chunk.rows
 
+  def add(parts: list[jax.Array], leaf: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    factors = zip(
+      coefficients[leaf], first_factors[leaf] * scale, second_factors[leaf], parts, strict=True
+    )
+    terms = [c * (part.astype(wide) * lift * more) for c, lift, more, part in factors]
+    # In the order of the tree, so that equal gradients come back without rounding.
+    while len(terms) > 1:
+      pairs = zip(terms[0:-1:2], terms[1::2], strict=True)
+      terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
+    return terms[0]
+
+  def add_extremes(parts: list[jax.Array], leaf: jax.Array) -> jax.Array:
+    # A sum may be within range where its terms are not.
+    large = steps[leaf] > 0
+    scale = jnp.where(large, _SMALL, 1 / _SMALL)
+    direct, scaled = add(parts, leaf), add(parts, leaf, scale) / scale
+    return jnp.where(large & jnp.isfinite(direct), direct, scaled)
+
   def mix(y: jax.Array, block: jax.Array) -> jax.Array:
     parts = [jax.lax.dynamic_slice(row, (block[0],), (layout.block,)) for row in (y, *others)]
-    terms = [c * part.astype(wide) for c, part in zip(coefficients[block[3]], parts, strict=True)]
-    mixed = functools.reduce(jnp.add, terms).astype(layout.dtype)
+    extreme = jnp.abs(steps[block[3]]) >= _EXTREME_STEP
+    mixed = jax.lax.cond(extreme, add_extremes, add, parts, block[3]).astype(layout.dtype)
     new = jnp.where(_counts(block, layout.block), mixed, parts[0])
     return jax.lax.dynamic_update_slice(y, new, (block[0],))
 
-  return _over_blocks(chunk, first, mix)
+  return _over_blocks(chunk, first[: layout.chunk], mix)
 
 
-def _weigh(gram: jax.Array, group_of_leaf: np.ndarray) -> _Weights:
+def _weigh(gram: jax.Array, steps: jax.Array, group_of_leaf: np.ndarray) -> _Weights:
   """Runs the tree on Gram matrices alone.
 
   Args:
-    gram: ``(L, N, N)``, per leaf.
+    gram: ``(2, L, N, N)``, per leaf, in two words.
+    steps: ``(N, groups)``, the scales of the gradients.
     group_of_leaf: ``(L,)``, the number of each leaf's group.
 
   Returns:
@@ -569,58 +755,139 @@ def _weigh(gram: jax.Array, group_of_leaf: np.ndarray) -> _Weights:
   """
   groups = int(group_of_leaf.max()) + 1
   if groups < len(group_of_leaf):
-    gram = jax.ops.segment_sum(gram, group_of_leaf, groups)
-  roundings = _ROUNDINGS * jnp.finfo(gram.dtype).eps
-  norms = jnp.sqrt(jnp.diagonal(gram, axis1=1, axis2=2))
-  nodes = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-  products = gram
-  while nodes.shape[1] > 1:
-    squares = jnp.diagonal(products, axis1=1, axis2=2)
-    summed = jnp.sum(jnp.abs(nodes) * norms[:, None, :], axis=2)
-    zero = squares <= jnp.maximum(jnp.finfo(gram.dtype).tiny, roundings * summed * summed)
-    factors = _pair_factors(products, squares, zero)
+    members = [np.flatnonzero(group_of_leaf == g) for g in range(groups)]
+    gram = jnp.stack([_sum_words(gram[:, leaves]) for leaves in members], axis=1)
+  dtype = gram.dtype
+  replicas = gram.shape[-1]
+  # A zero gradient is neutral: with one more, no node is without a partner.
+  size = replicas + replicas % 2
+  padding = [(0, 0), (0, size - replicas), (0, size - replicas)]
+  products: _Words = _fast_two_sum(jnp.pad(gram[0], padding), jnp.pad(gram[1], padding))
+  identity = jnp.broadcast_to(jnp.eye(size, dtype=dtype), products[0].shape)
+  nodes: _Words = (identity, jnp.zeros_like(identity))
+  scales = jnp.pad(steps.T, padding[:2], constant_values=-_LARGEST_STEP)
+  top = jnp.max(scales)
+  lengths = jnp.diagonal(products[0], axis1=1, axis2=2)
+  before = jnp.sum(lengths * _power(scales - top, dtype) ** 2)
+  norms = jnp.sqrt(lengths)
+
+  # A loop over levels of one size, filled up with zeros: unrolled it would compile for seconds.
+  def level(_: int, tree: tuple[_Words, _Words, jax.Array]) -> tuple[_Words, _Words, jax.Array]:
+    nodes, products, scales = tree
+    squares = jnp.diagonal(products[0], axis1=1, axis2=2)
+    summed = jnp.sum(jnp.abs(nodes[0]) * norms[:, None, :], axis=2)
+    factors, largest = _pair_factors(products, squares <= (_CANCELLED * summed) ** 2, scales)
     nodes = _add_pairs(nodes, factors)
-    products = _add_pairs(jnp.swapaxes(_add_pairs(products, factors), 1, 2), factors)
-  finite = jnp.all(jnp.isfinite(gram), axis=(1, 2))
-  by_group = jnp.where(finite[:, None], nodes[:, 0], jnp.nan)
-  before = jnp.sum(norms * norms)
-  after = jnp.sum(products)
+    products = _add_pairs(_transpose(_add_pairs(products, factors)), factors)
+    unused = jnp.full_like(largest, -_LARGEST_STEP)
+    return nodes, products, jnp.concatenate([largest, unused], axis=1)
+
+  levels = (replicas - 1).bit_length()
+  nodes, products, scales = jax.lax.fori_loop(0, levels, level, (nodes, products, scales))
+  after = jnp.sum(products[0][:, 0, 0] * _power(scales[:, 0] - top, dtype) ** 2)
+  finite = jnp.all(jnp.isfinite(gram), axis=(0, 2, 3))
+  by_group = jnp.where(finite[:, None], nodes[0][:, 0, :replicas], jnp.nan)
   return _Weights(
     by_leaf=by_group[group_of_leaf],
+    steps=scales[group_of_leaf, 0],
     orthogonality=jnp.where(before == 0, 1, after / before),
     notfinite=~jnp.all(finite),
   )
 
 
-def _pair_factors(products: jax.Array, squares: jax.Array, zero: jax.Array) -> jax.Array:
-  """What each node of a level is multiplied by before it is added to its partner.
+def _pair_factors(
+  products: "_Words", zero: jax.Array, steps: jax.Array
+) -> tuple["_Words", jax.Array]:
+  """The factors of a level's nodes in their pairs' sums, and the scales of these sums.
 
   Args:
     products: ``(L, K, K)``, inner products of the nodes.
-    squares: ``(L, K)``, their squared norms.
     zero: ``(L, K)``, which of them count as zero.
+    steps: ``(L, K)``, their scales.
 
   Returns:
-    ``(L, K)``; 1 for both members of a pair of which one is zero, and for the odd one out.
+    Factors ``(L, K)``, m_A / m for both members of a pair of which one is zero, and the scales of
+    the pairs, ``(L, K / 2)``.
   """
-  factors = []
-  for node in range(squares.shape[1]):
-    partner = node ^ 1
-    if partner == squares.shape[1]:
-      factors.append(jnp.ones_like(squares[:, node]))
-      continue
-    usable = ~(zero[:, node] | zero[:, partner])
-    square = jnp.where(usable, squares[:, node], 1)
-    factors.append(jnp.where(usable, 1 - products[:, node, partner] / (2 * square), 1))
-  return jnp.stack(factors, axis=1)
+  dtype = products[0].dtype
+  nodes = np.arange(zero.shape[1])
+  partners = nodes ^ 1
+  largest = jnp.maximum(steps, steps[:, partners])
+  own, other = _power(steps - largest, dtype), _power(steps[:, partners] - largest, dtype)
+  usable = ~(zero | zero[:, partners])
+  product, square = (
+    tuple(word[:, nodes, columns] for word in products) for columns in (partners, nodes)
+  )
+  ratio = _divide(
+    (jnp.where(usable, product[0] * other, 0), jnp.where(usable, product[1] * other, 0)),
+    (jnp.where(usable, 2 * square[0], 1), jnp.where(usable, 2 * square[1], 0)),
+  )
+  return _add((own, jnp.zeros_like(own)), (-ratio[0], -ratio[1])), largest[:, ::2]
 
 
-def _add_pairs(x: jax.Array, factors: jax.Array) -> jax.Array:
-  """Multiplies ``(L, K, ...)`` by factors ``(L, K)`` and adds up pairs; an odd one passes."""
-  scaled = factors[:, :, None] * x
-  pairs = scaled.shape[1] // 2 * 2
-  summed = scaled[:, 0:pairs:2] + scaled[:, 1:pairs:2]
-  return jnp.concatenate([summed, scaled[:, pairs:]], axis=1)
+def _add_pairs(x: "_Words", factors: "_Words") -> "_Words":
+  """Multiplies ``(L, K, ...)`` by factors ``(L, K)``, adds up pairs, and appends zeros."""
+  scaled = _multiply((factors[0][:, :, None], factors[1][:, :, None]), x)
+  first, second = _add(
+    (scaled[0][:, 0::2], scaled[1][:, 0::2]), (scaled[0][:, 1::2], scaled[1][:, 1::2])
+  )
+  padding = [(0, 0), (0, first.shape[1]), (0, 0)]
+  return jnp.pad(first, padding), jnp.pad(second, padding)
+
+
+# Numbers in two words: the unevaluated sum of a float and a much smaller one (Dekker, 1971).
+_Words: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> _Words:
+  """The sum of two floats without an error."""
+  total = a + b
+  part = total - a
+  return total, (a - (total - part)) + (b - part)
+
+
+def _fast_two_sum(a: jax.Array, b: jax.Array) -> _Words:
+  """As :func:`_two_sum`, for |a| >= |b|."""
+  total = a + b
+  return total, b - (total - a)
+
+
+def _head(x: jax.Array) -> jax.Array:
+  """`x` rounded to half of its bits."""
+  info = jnp.finfo(x.dtype)
+  return jax.lax.reduce_precision(x, info.nexp, info.nmant // 2)
+
+
+def _add(x: _Words, y: _Words) -> _Words:
+  total, error = _two_sum(x[0], y[0])
+  return _fast_two_sum(total, error + (x[1] + y[1]))
+
+
+def _multiply(x: _Words, y: _Words) -> _Words:
+  product = x[0] * y[0]
+  x_head, y_head = _head(x[0]), _head(y[0])
+  x_tail, y_tail = x[0] - x_head, y[0] - y_head
+  error = ((x_head * y_head - product) + x_head * y_tail + x_tail * y_head) + x_tail * y_tail
+  return _fast_two_sum(product, error + (x[0] * y[1] + x[1] * y[0]))
+
+
+def _divide(x: _Words, y: _Words) -> _Words:
+  quotient = x[0] / y[0]
+  product = _multiply((quotient, jnp.zeros_like(quotient)), y)
+  rest = _add(x, (-product[0], -product[1]))
+  return _fast_two_sum(quotient, (rest[0] + rest[1]) / y[0])
+
+
+def _transpose(x: _Words) -> _Words:
+  return jnp.swapaxes(x[0], 1, 2), jnp.swapaxes(x[1], 1, 2)
+
+
+def _sum_words(x: jax.Array) -> jax.Array:
+  """The sum over axis 1 of numbers ``(2, K, ...)`` in two words."""
+  total: _Words = (x[0, 0], x[1, 0])
+  for i in range(1, x.shape[1]):
+    total = _add(total, (x[0, i], x[1, i]))
+  return jnp.stack(total)
 
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -631,7 +898,7 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
   # Below JAX 0.10 only a sum can say so. It moves twice the bytes.
-  devices, owner = math.prod(map(_axis_size, axes)), jax.lax.axis_index(axes)
+  devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)
 
@@ -644,24 +911,9 @@ def _varies_along(x: jax.Array) -> frozenset[str]:
   return getattr(kind, "vma", frozenset())
 
 
-def _axes(argument: str, names: AxisName) -> tuple[str, ...]:
-  found = (names,) if isinstance(names, str) else names
-  if not (isinstance(found, tuple) and found and all(isinstance(name, str) for name in found)):
-    raise TypeError(
-      f"`{argument}` must be the name of a mesh axis or a tuple of names; got {names!r}."
-    )
-  return found
-
-
-def _axis_size(name: str) -> int:
-  try:
-    return jax.lax.psum(1, name)
-  except NameError as error:
-    raise ValueError(
-      f"`adasum` needs the axis '{name}'; it is not bound here. Call `update` inside"
-      " `jax.shard_map` over a mesh that has this axis, or inside `jax.vmap(...,"
-      f" axis_name='{name}')`."
-    ) from error
+def _axes(argument: str, names: Any) -> tuple[str, ...]:
+  _base.check_axis_name(argument, names)
+  return () if names is None else (names,) if isinstance(names, str) else names
 
 
 def _check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
@@ -684,23 +936,25 @@ def _check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Non
 
 def _check_groups(groups: Any) -> tuple[str, ...]:
   patterns = () if groups is None else (groups,) if isinstance(groups, str) else groups
-  if not (isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns)):
-    raise TypeError(f"`groups` must be regular expressions or None; got {groups!r}.")
+  if not isinstance(patterns, list | tuple):
+    raise TypeError(f"`groups` must be regular expressions or None; got {_base.shorten(groups)}.")
   for pattern in patterns:
-    re.compile(pattern)
+    _base.compile_pattern("groups", pattern)
   return tuple(patterns)
 
 
 def _group_of_leaf(paths: Sequence[str], patterns: Sequence[str]) -> np.ndarray:
   """Numbers the groups ``0, 1, ...`` and says of each leaf in which it is."""
-  keys: list[Any] = [
-    next((p for p in patterns if re.search(p, path)), i) for i, path in enumerate(paths)
+  matches = _tree.first_match("groups", patterns, paths)
+  keys = [("leaf", i) if match is None else ("group", match) for i, match in enumerate(matches)]
+  idle = [
+    pattern
+    for i, pattern in enumerate(patterns)
+    if i not in matches and any(re.search(pattern, path) for path in paths)
   ]
-  idle = [p for p in patterns if p not in keys]
-  if idle and paths:
+  if idle:
     _tree.warn_no_effect(
-      f"`groups` has patterns that match no leaf, or none that is not matched before: {idle}.",
-      paths,
+      f"`groups` has patterns whose leaves all match an earlier pattern: {idle}.", paths
     )
   numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
   return np.array([numbers[key] for key in keys], int)

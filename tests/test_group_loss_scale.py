@@ -265,6 +265,24 @@ def test_devices_agree_on_an_overflow_of_one():
   np.testing.assert_array_equal(after.overflow_count, [1, 0])
 
 
+@pytest.mark.parametrize("skip", ["all", "group"])
+def test_an_overflow_of_one_replica_stops_its_group_on_all_under_adasum(skip):
+  inner = optax.chain(optax_boost.adasum("x"), optax.sgd(1.0, momentum=0.9))
+  tx = optax_boost.group_loss_scale(inner, ["a", "b"], 8.0, axis_name="x", skip=skip)
+  grads = {"a": jnp.ones((4, 3)).at[2, 1].set(jnp.inf), "b": jnp.ones((4, 3))}
+  state = tx.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
+  # Replicas as a mapped axis: on devices that disagree, a collective would wait for ever.
+  update = jax.vmap(tx.update, in_axes=(0, None), axis_name="x")
+  updates, after = jax.jit(update)(grads, state)
+  assert not jnp.any(updates["a"])
+  expected = 0.0 if skip == "all" else -1 / 8  # identical gradients, unscaled
+  np.testing.assert_allclose(updates["b"], np.full((4, 3), expected))
+  np.testing.assert_array_equal(after.overflow_count, np.tile([1, 0], (4, 1)))
+  assert not jnp.any(optax.tree.get(after, "trace")["a"])
+  for leaf in jax.tree.leaves(after):
+    np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
