@@ -76,7 +76,8 @@ def check_number(
     ValueError: `value` is a number out of range, or an array that is not a scalar.
   """
   if is_array(value) or isinstance(value, np.ndarray):
-    dtype = jnp.result_type(value)
+    # Of an array of Python objects, JAX knows no dtype.
+    dtype = value.dtype if isinstance(value, np.ndarray) else jnp.result_type(value)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
       raise TypeError(f"`{name}` must be a real number; got an array of dtype {dtype}.")
     if jnp.ndim(value) != 0:
@@ -101,6 +102,52 @@ def check_number(
   if not (in_range and math.isfinite(number)):
     raise ValueError(
       f"`{name}` must be {' and '.join(['finite', *allowed])}; got {shorten(value)}."
+    )
+
+
+def check_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
+  """Checks an argument that is an array of real numbers, or one number.
+
+  Args:
+    name: the argument's name, for the message.
+    value: the argument. Traced values pass if they have a fitting shape and dtype.
+    shape: the shape that it must have; None: any.
+
+  Raises:
+    TypeError: `value` is no array of real numbers.
+    ValueError: its shape is another.
+  """
+  dtype = None
+  if is_array(value):
+    dtype = jnp.result_type(value)
+  elif isinstance(value, np.ndarray | np.generic):
+    dtype = value.dtype
+  elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+    dtype = np.dtype(float)
+  real = dtype is not None and (
+    jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+  )
+  if not real:
+    raise TypeError(f"`{name}` must be an array of real numbers; got {shorten(value)}.")
+  if shape is not None and jnp.shape(value) != shape:
+    raise ValueError(
+      f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
+    )
+
+
+def check_bool_array(name: str, value: Any, shape: tuple[int, ...]) -> None:
+  """Checks an argument that is an array of bools of a shape.
+
+  Raises:
+    TypeError: it is no array of bools.
+    ValueError: its shape is another.
+  """
+  array = is_array(value) or isinstance(value, bool | np.bool_ | np.ndarray)
+  if not (array and jnp.result_type(value) == jnp.bool_):
+    raise TypeError(f"`{name}` must be an array of bools; got {shorten(value)}.")
+  if jnp.shape(value) != shape:
+    raise ValueError(
+      f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
     )
 
 
@@ -197,7 +244,9 @@ def check_floating_dtype(name: str, value: Any) -> None:
     TypeError: `value` is no dtype, or one of another kind.
   """
   try:
-    floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    # NumPy takes None for float64 and an array for its dtype.
+    named = value is not None and not is_array(value) and not isinstance(value, np.ndarray)
+    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
   except (TypeError, ValueError):
     floating = False
   if not floating:
@@ -384,7 +433,11 @@ def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) ->
 
   Returns:
     `items`, or the bar around it.
+
+  Raises:
+    TypeError: `progress` is neither True nor False.
   """
+  check_bool("progress", progress)
   if not progress or importlib.util.find_spec("tqdm") is None:
     return items
   from tqdm import tqdm
@@ -458,9 +511,11 @@ def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
     allowed: the names.
 
   Raises:
+    TypeError: it is no string.
     ValueError: it is none of them.
   """
-  if not (isinstance(value, str) and value in allowed):
-    raise ValueError(
+  error = ValueError if isinstance(value, str) else TypeError
+  if error is TypeError or value not in allowed:
+    raise error(
       f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {shorten(value)}."
     )

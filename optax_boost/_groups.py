@@ -163,7 +163,7 @@ def group_by_use(
   _base.check_whole_number("num_groups", num_groups, static=True)
   num_groups = int(num_groups)
   for name, tree in (("params", params), ("model state", model_state), ("args", args)):
-    _check_arrays(name, tree)
+    _tree.check_traceable(name, tree)
   leaves = _tree.describe(params)
   state_flags = [None] * len(jax.tree.leaves(model_state))
   events = _forward_order.forward_uses(
@@ -195,18 +195,6 @@ def group_by_use(
     unused=tuple(leaves[i].path for i in unused),
     reused=tuple(leaves[i].path for i in _reused(events, blocks)),
   )
-
-
-def _check_arrays(name: str, tree: Any) -> None:
-  """Refuses leaves that can't be traced."""
-  for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
-    try:
-      jax.eval_shape(lambda value: value, leaf)
-    except (TypeError, ValueError, OverflowError) as error:
-      raise TypeError(
-        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{path}' is"
-        f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
-      ) from error
 
 
 def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:

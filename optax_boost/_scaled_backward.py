@@ -23,6 +23,7 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
 
@@ -93,16 +94,12 @@ def scale_by_group(
     >>> float(grad["body"][0, 0] / true["body"][0, 0]), float(grad["head"][0] / true["head"][0])
     (8.0, 2.0)
   """
-  if not callable(loss_fn):
-    raise TypeError(f"`loss_fn` must be callable; got {loss_fn!r}.")
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  _base.check_bool("has_aux", has_aux)
   num_groups = _groups.count_groups(groups)
 
   def scaled(params: optax.Params, group_loss_scale: jax.Array, *args: Any) -> Any:
-    if jnp.shape(group_loss_scale) != (num_groups,):
-      raise ValueError(
-        f"`scale_by_group` needs one scale per group, an array of shape ({num_groups},); got shape"
-        f" {jnp.shape(group_loss_scale)}."
-      )
+    _base.check_array("group_loss_scale", group_loss_scale, (num_groups,))
     numbers = _groups.group_numbers(params, groups, "scale_by_group")
 
     def objective(params: optax.Params) -> tuple[jax.Array, Any]:

@@ -73,7 +73,7 @@ def stacked_axes(
     :func:`laperm` takes.
 
   Raises:
-    TypeError: `loss_fn` is not callable.
+    TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost
@@ -85,6 +85,8 @@ def stacked_axes(
     {'^blocks$': (0,)}
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  _tree.check_traceable("params", params)
+  _tree.check_traceable("args", args)
   closed = jax.make_jaxpr(loss_fn)(params, *args)
   shapes = [leaf.shape for leaf in _tree.describe(params)]
   views = [

@@ -436,6 +436,26 @@ def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
       )
 
 
+def check_traceable(name: str, tree: Any) -> None:
+  """Refuses leaves that can't be traced.
+
+  Args:
+    name: the argument's name, for the message.
+    tree: the argument.
+
+  Raises:
+    TypeError: a leaf is neither an array, abstract or not, nor a number.
+  """
+  for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    try:
+      jax.eval_shape(lambda value: value, leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+      raise TypeError(
+        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{path}' is"
+        f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
+      ) from error
+
+
 def is_masked(value: Any) -> bool:
   """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
   return isinstance(value, optax.MaskedNode)

@@ -284,9 +284,9 @@ def test_refuses_bad_arguments(kwargs, error, message):
 
 def test_says_how_many_scales_are_needed_and_what_is_no_loss():
   params, x = network()
-  with pytest.raises(ValueError, match=r"an array of shape \(3,\); got shape \(2,\)"):
+  with pytest.raises(ValueError, match=r"an array of shape \(3,\); got the shape \(2,\)"):
     optax_boost.scale_by_group(chain, GROUPS)(params, jnp.ones(2), x)
-  with pytest.raises(TypeError, match=r"`loss_fn` must be callable; got 3"):
+  with pytest.raises(TypeError, match=r"`loss_fn` must be callable.*; got 3"):
     optax_boost.scale_by_group(3, GROUPS)
 
 

@@ -801,7 +801,7 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ({"steps": 10**400}, ValueError, "`steps` must be <= 2147483647; got 1000"),
     ({"points": float("nan")}, TypeError, "`points` must be a whole number; got nan"),
     ({"seeds": [0.5]}, TypeError, "`seeds` must be a whole number; got 0.5"),
-    ({"baseline": []}, ValueError, "`baseline` must be one of 'sgd'; got"),
+    ({"baseline": []}, TypeError, "`baseline` must be one of 'sgd'; got"),
     ({"data": "train.npz"}, TypeError, "arrays of numbers; got 'train.npz' at ''"),
     (
       {"data": {"x": X, "y": np.array(["a"] * 24)}},
@@ -852,7 +852,7 @@ def test_the_forms_for_flax_refuse_bad_input_by_its_name():
 
 
 def test_questions_about_unknown_names_are_refused(raced):
-  with pytest.raises(ValueError, match=r"`name` must be one of .*; got \['sgd'\]"):
+  with pytest.raises(TypeError, match=r"`name` must be one of .*; got \['sgd'\]"):
     raced.rows(["sgd"], "error")
   with pytest.raises(TypeError, match="`against` must be a list of names; got 'steps'"):
     raced.plot(against="steps")

@@ -59,7 +59,9 @@ _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")
 _RATE = _Rule(lambda v: _is_number(v) and v >= 0, "a number >= 0")
 _SECONDS = _Rule(lambda v: _is_number(v) and v > 0, "a number of seconds > 0")
-_PATH = _Rule(lambda v: v is None or (isinstance(v, str) and v != ""), "a path or null")
+_PATH = _Rule(
+  lambda v: v is None or (isinstance(v, str) and v != "" and "\0" not in v), "a path or null"
+)
 _SPLITS = _Rule(
   lambda v: isinstance(v, tuple) and all(map(_is_count, v)) and list(v) == sorted(set(v)),
   "a list of positive integers that grow",

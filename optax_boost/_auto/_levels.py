@@ -148,10 +148,14 @@ def check_level(level: Any) -> None:
     level: the argument.
 
   Raises:
+    TypeError: it is no string.
     ValueError: there is no such level.
   """
-  if not (isinstance(level, str) and level in LEVELS):
-    hint = _config.nearest(level.upper() if isinstance(level, str) else level, LEVELS)
+  if not isinstance(level, str):
+    names = ", ".join(map(repr, LEVELS))
+    raise TypeError(f"`level` must be one of {names}; got {_base.shorten(level)}.")
+  if level not in LEVELS:
+    hint = _config.nearest(level.upper(), LEVELS)
     raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
 
 

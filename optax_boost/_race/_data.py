@@ -72,6 +72,8 @@ def _examples(data: Any) -> int:
     raise ValueError(
       f"`data` must be arrays with one leading axis of examples; got the lengths {lengths}."
     )
+  if not len(leaves[0]):
+    raise ValueError("`data` must hold at least one example; got arrays of length 0.")
   return len(leaves[0])
 
 
