@@ -331,7 +331,7 @@ def test_methods_refuse_bad_arguments_by_their_names():
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, 3)
   with pytest.raises(ValueError, match=r"with a collection 'params'.* got the keys \['kernel'\]"):
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"kernel": 1})
-  with pytest.raises(TypeError, match=r"`rng` must be a key of `jax.random.key`; got 3"):
+  with pytest.raises(TypeError, match=r"`rng` must be one key of `jax.random.key`; got 3"):
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"params": {}}, DATA, 3)
   with pytest.raises(TypeError, match=r"`wrt` must be an NNX filter, as nnx.Param; got 3"):
     ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), nnx.Linear(1, 1, rngs=nnx.Rngs(0)), wrt=3)

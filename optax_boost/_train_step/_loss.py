@@ -31,6 +31,11 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
       f"`loss_fn` must return {expected} with a scalar loss; got {_kind(loss)} as the loss."
       f" Take the mean over the batch.{hint}"
     )
+  if not jnp.issubdtype(loss.dtype, jnp.floating):
+    raise TypeError(
+      f"`loss_fn` must return {expected} with a real floating-point loss; got one of dtype"
+      f" {loss.dtype}."
+    )
   if has_aux and has_model_state:
     return loss, rest
   model_state, aux = (rest, None) if has_model_state else (None, rest)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _base
+
 
 class TrainState(NamedTuple):
   """What training carries from step to step; a tree, to be saved and restored whole.
@@ -83,3 +85,36 @@ def drop_weak_type(leaf: Any) -> jax.Array:
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf
   return jnp.asarray(leaf, jnp.result_type(leaf))
+
+
+def explain_other_state(
+  error: Exception, state: TrainState, tx: optax.GradientTransformation
+) -> None:
+  """Raises an error of its own where an update failed on the state of another optimizer.
+
+  Args:
+    error: the update's error.
+    state: the state.
+    tx: the transformation.
+
+  Raises:
+    TypeError: `state` holds no optimizer state of `tx` for its params.
+  """
+  try:
+    expected = jax.eval_shape(tx.init, state.params)
+  except Exception:
+    # The params do not fit either: the update's error says more.
+    return
+  structures: list[Any] = [jax.tree.structure(one) for one in (expected, state.opt_state)]
+  if structures[0] != structures[1] or not _same_shapes(expected, state.opt_state):
+    raise TypeError(
+      "`state` must hold the optimizer state that `step.init(params)` made, of the same"
+      f" transformation and params: {_base.shorten(expected, 400)}; got"
+      f" {_base.shorten(state.opt_state, 400)}. A checkpoint must be restored into the structure"
+      " of `step.init(params)`."
+    ) from error
+
+
+def _same_shapes(first: Any, second: Any) -> bool:
+  pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+  return all(jnp.shape(a) == jnp.shape(b) for a, b in pairs)

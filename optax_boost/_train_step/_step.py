@@ -82,7 +82,12 @@ class TrainStep:
 
     Returns:
       A :class:`TrainState`.
+
+    Raises:
+      TypeError: a leaf is no array.
     """
+    _tree.check_traceable("params", params)
+    _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     state = _state.TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
     return _state.settle(state)
@@ -102,8 +107,11 @@ class TrainStep:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
       that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
       name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
+
+    Raises:
+      TypeError: `state`, `batch` or `rng` is of the wrong kind.
     """
-    _check_call(batch, rng)
+    _check_call(state, batch, rng)
     place = self._place(state)
     state, metrics = self._step(state, batch, rng, self._data, place.depth)
     self._depths.made_step(place, state.opt_state)
@@ -135,9 +143,10 @@ class TrainStep:
       The state to go on with.
 
     Raises:
+      TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
-    _base.check_batch("batches", batches)
+    _check_call(state, batches, rng, "batches")
     if rng is not None:
       _base.check_key("rng", rng)
       rng = jax.random.fold_in(rng, state.step)
@@ -160,7 +169,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Lowered``.
     """
-    _check_call(batch, rng)
+    _check_call(state, batch, rng)
     depth = self._place(state).depth
     return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -175,7 +184,7 @@ class TrainStep:
     Returns:
       A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
     """
-    _check_call(batch, rng)
+    _check_call(state, batch, rng)
     depth = self._place(state).depth
     return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
 
@@ -343,7 +352,11 @@ def make_train_step(
       )
     accepted = accepted_extra_args(tx.update, extra)
     with _protocol.collect_layers() as layerwise:
-      updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      try:
+        updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+      except (AttributeError, TypeError, ValueError) as error:
+        _state.explain_other_state(error, state, tx)
+        raise
     warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
@@ -394,9 +407,14 @@ def _warns_once() -> Callable[..., None]:
   return check
 
 
-def _check_call(batch: Any, rng: Any) -> None:
+def _check_call(state: Any, batch: Any, rng: Any, name: str = "batch") -> None:
   """Checks what takes no time to check; the array of a key is checked while tracing."""
-  _base.check_batch("batch", batch)
+  if not isinstance(state, _state.TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+  _base.check_batch(name, batch)
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
 

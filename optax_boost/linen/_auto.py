@@ -6,7 +6,6 @@ from typing import Any
 
 from flax import linen as nn
 import jax
-import numpy as np
 import optax
 
 from optax_boost import _auto
@@ -114,8 +113,8 @@ class AutoBoost(_auto.AutoBoost):
       _checks.check_module(module)
     if variables is not None:
       _checks.check_variables("variables", variables)
-    if not (rng is None or _base.is_array(rng) or isinstance(rng, np.ndarray)):
-      raise TypeError(f"`rng` must be a key of `jax.random.key`; got {_base.shorten(rng)}.")
+    if rng is not None:
+      _base.check_key("rng", rng)
     traceable = not any(value is None for value in (module, loss_fn, variables))
     if self._needing_groups() and groups is None and traceable:
       groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)

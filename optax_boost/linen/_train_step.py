@@ -24,6 +24,10 @@ class BoundModel:
   """
 
   def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
+    _check_module(module)
+    for name, value in (("collections", collections), ("rngs", rngs)):
+      if not isinstance(value, Mapping):
+        raise TypeError(f"`{name}` must be a dict by name; got {_base.shorten(value)}.")
     self._module = module
     self._params = params
     self._rngs = rngs
@@ -342,6 +346,8 @@ def layer_groups(
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   params, collections = _split_variables(variables)
   rngs = _stream_names(rngs)
+  if rng is not None:
+    _base.check_key("rng", rng)
 
   def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None) -> Any:
     return loss_fn(BoundModel(module, params, collections, keys(rng, rngs)), batch)

@@ -18,6 +18,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _train_step
 from optax_boost.nnx import _binding
+from optax_boost.nnx import _checks
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 _as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -500,6 +501,7 @@ def layer_groups(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
   _check_model(model)
+  _checks.check_filter("wrt", wrt)
   graphdef, params, rest = split(model, wrt)
   if not jax.tree.leaves(params):
     raise ValueError(
