@@ -66,12 +66,21 @@ def trust_ratio(
   Returns:
     The ratio; 1 where a norm is zero or not finite.
 
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: a number is out of range, or the norms differ in shape.
+
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> ratio = optax_boost.trust_ratio(jnp.array([2.0, 0.0]), jnp.array([4.0, 4.0]))
     >>> [round(float(r), 6) for r in ratio]
     [0.0005, 1.0]
   """
+  _base.check_array("param_norm", param_norm)
+  _base.check_array("grad_norm", grad_norm, jnp.shape(param_norm))
+  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
+  _base.check_number("weight_decay", weight_decay, minimum=0.0)
+  _base.check_number("eps", eps, minimum=0.0)
   ratio = trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps)
   usable = (param_norm > 0) & (grad_norm > 0)
   usable &= jnp.isfinite(param_norm) & jnp.isfinite(grad_norm)
@@ -431,10 +440,22 @@ def lars(
     stacked_axes=stacked_axes,
     axis_name=axis_name,
   )
-  rate = optax.scale_by_learning_rate(learning_rate)
-  if momentum is None:
-    return optax.chain(scaling, rate)
-  return optax.chain(scaling, rate, _to_params_dtype(), optax.trace(momentum, nesterov))
+  parts = [scaling, optax.scale_by_learning_rate(learning_rate)]
+  if momentum is not None:
+    parts += [_to_params_dtype(), optax.trace(momentum, nesterov)]
+  chain = optax.chain(*parts)
+
+  def update_fn(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    if not (isinstance(state, tuple) and len(state) == len(parts)):
+      raise TypeError(
+        f"`lars` needs the state that its own `init` made, a tuple of {len(parts)}; got"
+        f" {_base.shorten(state)}. Pass the state of this transformation."
+      )
+    return chain.update(updates, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 
 
 def _to_params_dtype() -> optax.GradientTransformation:

@@ -290,6 +290,8 @@ def _mapped(
     return isinstance(x, optax.MaskedNode)
 
   def with_path(path: Any, p: Any, x: Any) -> Any:
+    if not masked(x) and not jax.tree_util.all_leaves([x]):
+      raise ValueError("the params have a leaf in place of a subtree")
     return p if masked(p) else one(path, p, x)
 
   try:
