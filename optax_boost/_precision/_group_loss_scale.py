@@ -66,6 +66,10 @@ def next_group_loss_scale(
   Returns:
     The new scales.
 
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: a number is out of range, or the arrays differ in shape.
+
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> scales = optax_boost.next_group_loss_scale(
@@ -74,6 +78,9 @@ def next_group_loss_scale(
     >>> scales.tolist()
     [16.0, 4.0]
   """
+  _base.check_array("group_loss_scale", group_loss_scale)
+  _base.check_bool_array("finite", finite, jnp.shape(group_loss_scale))
+  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
   grown = jnp.minimum(group_loss_scale * jnp.float32(growth_factor), jnp.float32(maximum))
   shrunk = jnp.maximum(group_loss_scale * jnp.float32(backoff_factor), jnp.float32(minimum))
   return jnp.where(finite, grown, shrunk)
@@ -146,8 +153,7 @@ def group_loss_scale(
   inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
   _unscaled.check_scales(initial_scale, minimum, maximum)
-  _base.check_number("growth_factor", growth_factor, minimum=1.0)
-  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
+  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
   _base.check_name("skip", skip, ("all", "group"))
   _base.check_axis_name("axis_name", axis_name)
 
@@ -177,6 +183,8 @@ def group_loss_scale(
   ) -> tuple[optax.Updates, GroupLossScaleState]:
     _base.require_state(state, GroupLossScaleState, _METHOD)
     _tree.check_floating(updates, _METHOD)
+    if params is not None:
+      _tree.check_same_tree(updates, params, _METHOD)
     if axis_name is not None:
       _base.require_axis("axis_name", axis_name, _METHOD)
     numbers = _groups.number_tree(updates, groups, _METHOD)

@@ -71,6 +71,10 @@ def next_loss_scale(
   Returns:
     The new scale and count. A step that overflows when growth is due only shrinks.
 
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: a number is out of range.
+
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> scale, count = jnp.float32(8.0), jnp.int32(0)
@@ -78,6 +82,11 @@ def next_loss_scale(
     >>> float(scale), int(count)
     (4.0, 0)
   """
+  _base.check_number("loss_scale", loss_scale, positive=True)
+  _base.check_whole_number("growth_count", growth_count, minimum=0)
+  _base.check_bool_array("finite", finite, ())
+  _base.check_whole_number("growth_interval", growth_interval)
+  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
   due = growth_count + 1 >= growth_interval
   grown = jnp.minimum(loss_scale * jnp.float32(growth_factor), jnp.float32(maximum))
   shrunk = jnp.maximum(loss_scale * jnp.float32(backoff_factor), jnp.float32(minimum))
@@ -154,8 +163,7 @@ def dynamic_loss_scale(
   if growth_interval is not None:
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
-  _base.check_number("growth_factor", growth_factor, minimum=1.0)
-  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
+  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
   _base.check_axis_name("axis_name", axis_name)
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
@@ -198,6 +206,8 @@ def dynamic_loss_scale(
   ) -> tuple[optax.Updates, DynamicLossScaleState]:
     _base.require_state(state, DynamicLossScaleState, _METHOD)
     _tree.check_floating(updates, _METHOD)
+    if params is not None:
+      _tree.check_same_tree(updates, params, _METHOD)
     if axis_name is not None:
       _base.require_axis("axis_name", axis_name, _METHOD)
 

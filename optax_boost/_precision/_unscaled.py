@@ -34,12 +34,7 @@ def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
   """
   scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
   for name, value in scales.items():
-    _base.check_number(name, value, positive=True)
-    if not _base.is_array(value) and not _SMALLEST <= float(value) <= _LARGEST:
-      raise ValueError(
-        f"`{name}` must be a float32 number, between {_SMALLEST:g} and {_LARGEST:g}; got"
-        f" {_base.shorten(value)}."
-      )
+    _check_scale(name, value)
   if any(_base.is_array(value) for value in scales.values()):
     return
   if float(minimum) > float(maximum):
@@ -48,6 +43,28 @@ def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
     raise ValueError(
       "`initial_scale` must be between `minimum` and `maximum`; got"
       f" {initial_scale!r}, not between {minimum!r} and {maximum!r}."
+    )
+
+
+def check_rule(growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any) -> None:
+  """Checks the numbers by which a scale grows and shrinks.
+
+  Raises:
+    ValueError: one is out of range.
+    TypeError: one is no number.
+  """
+  _base.check_number("growth_factor", growth_factor, minimum=1.0)
+  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
+  _check_scale("minimum", minimum)
+  _check_scale("maximum", maximum)
+
+
+def _check_scale(name: str, value: Any) -> None:
+  _base.check_number(name, value, positive=True)
+  if not _base.is_array(value) and not _SMALLEST <= float(value) <= _LARGEST:
+    raise ValueError(
+      f"`{name}` must be a float32 number, between {_SMALLEST:g} and {_LARGEST:g}; got"
+      f" {_base.shorten(value)}."
     )
 
 
