@@ -1,0 +1,367 @@
+"""The classes that users make, and the methods of all."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests.bad_input import kinds
+from tests.bad_input import problem
+from tests.bad_input import shared
+from tests.bad_input.kinds import Bad
+
+
+def entries() -> dict[str, shared.Entry]:
+  nothing: dict[str, Any] = {}
+  boost = optax_boost.auto_boost("O1", total_steps=10)
+  step = problem.train_step()
+
+  def state() -> optax_boost.TrainState:
+    return step.init(problem.PARAMS)
+
+  other_state = optax_boost.make_train_step(problem.loss_fn, problem.SGD).init(problem.PARAMS)
+  states = {
+    "None": Bad(None, TypeError),
+    "params": Bad(problem.PARAMS, TypeError),
+    "number": Bad(3, TypeError),
+    "tuple": Bad(tuple(other_state), TypeError),
+    "optimizer state": Bad(other_state.opt_state, TypeError),
+    "another optimizer's": Bad(other_state, TypeError),
+  }
+  stepping = {"state": states, "rng": shared.RNG}
+  free_batch = {"batch": "whatever the loss takes"}
+  svrg_step = optax_boost.make_train_step(problem.loss_fn, problem.make("svrg"))
+  refresh = {
+    "state": {k: v for k, v in states.items() if k != "another optimizer's"}
+    | {"without svrg": Bad(other_state, ValueError)},
+    "batches": shared.BATCHES,
+    "rng": shared.RNG,
+    "weight_fn": shared.OPTIONAL_FUNCTION,
+    "progress": shared.FLAG,
+  }
+  boost_optimizer = {
+    "tx": shared.TX,
+    "params": {"None": Bad(None, shared.EITHER)},
+    "loss_fn": kinds.without(shared.OPTIONAL_FUNCTION),
+    "groups": kinds.groups(optional=True),
+    "decay": kinds.without(shared.TX, "None"),
+  }
+  config = {
+    "base": kinds.kind({"number": 3, "text": "O1", "dict": {}}, {}),
+  }
+  text = {
+    "number": Bad(3, TypeError),
+    "None": Bad(None, TypeError),
+    "empty": Bad("", ValueError, "text"),
+    "truncated": Bad('{"boost": {', ValueError, "text"),
+    "deeply nested": Bad("[" * 100_000 + "]" * 100_000, ValueError, "text"),
+    "400 digits": Bad('{"dim_reduce": {"alpha": ' + "9" * 400 + "}}", ValueError, "alpha|text"),
+    "5000 digits": Bad('{"dim_reduce": {"alpha": ' + "9" * 5000 + "}}", ValueError, "alpha|text"),
+    "NaN": Bad('{"dim_reduce": {"alpha": NaN}}', ValueError, "text"),
+    "list": Bad("[]", shared.EITHER, "onfiguration|text"),
+    "twice": Bad('{"boost": {}, "boost": {}}', ValueError, "text"),
+    "true as count": Bad('{"grad_freeze": {"param_groups": true}}', ValueError, "param_groups"),
+  }
+  switch = kinds.kind({}, {"number": 1, "text": "yes", "nan": kinds.NAN})
+
+  block = {
+    "BoostSwitches": {"mode": shared.NAME}
+    | {
+      name: shared.any_error(switch)
+      for name in (
+        "less_bn",
+        "grad_freeze",
+        "adasum",
+        "grad_accumulation",
+        "dim_reduce",
+        "loss_scale_group",
+      )
+    },
+    "CommonConfig": {
+      "gradient_split_groups": {
+        "text": Bad("50", shared.EITHER),
+        "fractions": Bad((0.5,), shared.EITHER),
+        "negative": Bad((-1,), shared.EITHER),
+        "None": Bad(None, shared.EITHER),
+      },
+      "device_number": kinds.count(static=True, optional=True),
+    },
+    "LessBNConfig": {"fn_flag": shared.FLAG, "gc_flag": shared.FLAG},
+    "GradFreezeConfig": {
+      "param_groups": kinds.count(static=True),
+      "freeze_type": kinds.count(0, static=True) | {"3": Bad(3, ValueError)},
+      "freeze_p": kinds.number(-0.1, 1.1),
+      "total_steps": kinds.count(static=True, optional=True),
+    },
+    "GradAccumulationConfig": {"grad_accumulation_step": kinds.count(static=True)},
+    "DimReduceConfig": {
+      "rho": kinds.number(0, 1, -1),
+      "gamma": shared.SHARE,
+      "alpha": shared.NOT_NEGATIVE,
+      "sigma": kinds.number(-1, 1),
+      "n_components": kinds.count(static=True),
+      "pca_mat_path": kinds.path(optional=True),
+      "weight_load_dir": kinds.path(optional=True),
+      "timeout": shared.NOT_NEGATIVE,
+    },
+  }
+  result = problem.race_result()
+  names = {"name": shared.NAME, "quantity": shared.NAME, "of": shared.NAME}
+  compare = {"name": "b", "quantity": "error"}
+  curve = {
+    "None": Bad(None, TypeError),
+    "list": Bad([1.0, 2.0], TypeError),
+    "text": Bad(np.array(["a", "b"]), shared.EITHER),
+    "other rank": Bad(np.ones((2, 2, 2)), shared.EITHER),
+    "empty": Bad(np.ones(0), shared.EITHER),
+  }
+  vector = curve | {"negative": Bad(np.array([-1.0, 1.0]), ValueError)}
+  fields = {
+    f.name: getattr(problem.race_curves(), f.name)
+    for f in dataclasses.fields(optax_boost.RaceCurves)
+  }
+  result_fields = {
+    f.name: getattr(result, f.name) for f in dataclasses.fields(optax_boost.RaceResult)
+  }
+  plan = {"places": (), "removed": ()}
+  paths = kinds.kind({"text": "a", "list": ["a"], "numbers": (3,), "None": None}, {})
+  schedule = optax_boost.continuous_freezing(2, 0.5)
+  return {
+    "AutoBoost.is_on": shared.Entry(
+      boost.is_on, lambda: {"method": "less_bn"}, {"method": shared.any_error(shared.NAME)}
+    ),
+    "AutoBoost.optimizer": shared.Entry(
+      boost.optimizer,
+      lambda: {
+        "tx": problem.SGD,
+        "params": problem.PARAMS,
+        "loss_fn": problem.loss_fn,
+        "args": (problem.X,),
+      },
+      boost_optimizer,
+      positional=("tx", "params", "loss_fn", "args"),
+      free={"args": "whatever the loss takes"},
+    ),
+    "AutoBoost.train_step": shared.Entry(
+      boost.train_step,
+      lambda: {"loss_fn": problem.loss_fn, "tx": problem.SGD},
+      {"loss_fn": shared.FUNCTION, "tx": shared.TX},
+      free={"options": "those of make_train_step, which see"},
+    ),
+    "BoostConfig": shared.Entry(
+      optax_boost.BoostConfig,
+      lambda: nothing,
+      {
+        f.name: kinds.kind({"None": None, "dict": {}, "number": 3}, {})
+        for f in dataclasses.fields(optax_boost.BoostConfig)
+      },
+    ),
+    "BoostConfig.from_dict": shared.Entry(
+      optax_boost.BoostConfig.from_dict,
+      lambda: {"config": {}},
+      {
+        "config": {
+          "None": Bad(None, TypeError, "onfig"),
+          "text": Bad("{}", TypeError, "onfig"),
+          "unknown block": Bad({"bost": {}}, ValueError, "bost"),
+          "block of wrong type": Bad({"boost": 3}, TypeError, "boost"),
+        },
+        **config,
+      },
+    ),
+    "BoostConfig.from_json": shared.Entry(
+      optax_boost.BoostConfig.from_json, lambda: {"text": "{}"}, {"text": text, **config}
+    ),
+    "BoostConfig.load": shared.Entry(
+      optax_boost.BoostConfig.load,
+      lambda: {"path": problem.config_file()},
+      {
+        "path": shared.PATH
+        | {
+          "missing": Bad("nowhere.json", FileNotFoundError, "nowhere.json"),
+          "folder": Bad("/", (OSError, ValueError), "/"),
+        },
+        **config,
+      },
+    ),
+    **{
+      # The blocks refuse what is not of the schema, be it read from a file or not.
+      name: shared.Entry(
+        getattr(optax_boost, name),
+        lambda: nothing,
+        {argument: shared.any_error(known) for argument, known in arguments.items()},
+      )
+      for name, arguments in block.items()
+    },
+    "FreezeSchedule": shared.Entry(
+      optax_boost.FreezeSchedule,
+      lambda: {"num_groups": 2, "frozen_groups": schedule.frozen_groups},
+      {
+        "num_groups": shared.COUNT,
+        "frozen_groups": shared.FUNCTION,
+        "learning_rate_scale": shared.OPTIONAL_FUNCTION,
+      },
+    ),
+    "LessBNPlan": shared.Entry(
+      optax_boost.LessBNPlan,
+      lambda: plan,
+      {
+        "places": paths,
+        "removed": paths,
+        "biases": paths,
+        "head": kinds.kind({"number": 3, "list": ["head"]}, {}),
+        "multiplier": shared.POSITIVE,
+      },
+    ),
+    "NormPlace": shared.Entry(
+      optax_boost.NormPlace,
+      lambda: {"path": "norm", "role": "inner"},
+      {
+        "path": kinds.kind({"number": 3, "None": None}, {}),
+        "role": shared.NAME,
+        "layers": kinds.count(0, static=True),
+      },
+    ),
+    "RaceCurves": shared.Entry(
+      optax_boost.RaceCurves,
+      lambda: fields,
+      {
+        "steps": curve
+        | {
+          "falling": Bad(np.array([2, 1]), ValueError),
+          "floats": Bad(np.array([1.0, 2.0]), shared.EITHER),
+        },
+        "loss": curve,
+        "metrics": {
+          "None": Bad(None, TypeError),
+          "array": Bad(np.ones((2, 2)), TypeError),
+          "rows of text": Bad({"error": np.array(["a"])}, shared.EITHER),
+          "other shape": Bad({"error": np.ones((3, 2))}, ValueError),
+          "number as name": Bad({3: np.ones((2, 2))}, shared.EITHER),
+        },
+        "gradient_evaluations": vector,
+        "seconds": vector,
+        "compile_seconds": kinds.without(kinds.number(), "nan"),
+        "seeds_at_once": kinds.count(static=True),
+      },
+    ),
+    "RaceResult": shared.Entry(
+      optax_boost.RaceResult,
+      lambda: result_fields,
+      {
+        "curves": {
+          "None": Bad(None, TypeError),
+          "list": Bad([problem.race_curves()], TypeError),
+          "empty": Bad({}, ValueError),
+          "dicts": Bad({"a": {}}, TypeError),
+        },
+        "seeds": {
+          "number": Bad(2, TypeError),
+          "too few": Bad((0,), ValueError, "seeds"),
+          "twice": Bad((0, 0), ValueError),
+          "fractions": Bad((0.5, 1), TypeError),
+        },
+        "baseline": shared.NAME,
+        "complete": shared.FLAG,
+        "device": kinds.kind({"None": None, "number": 3}, {}),
+      },
+    ),
+    "RaceResult.budget": shared.Entry(result.budget, lambda: {"of": "steps"}, {"of": shared.NAME}),
+    "RaceResult.values": shared.Entry(result.values, lambda: compare, names),
+    "RaceResult.difference": shared.Entry(result.difference, lambda: compare, names),
+    "RaceResult.rows": shared.Entry(
+      result.rows, lambda: compare, {"name": shared.NAME, "quantity": shared.NAME}
+    ),
+    "RaceResult.verdict": shared.Entry(
+      result.verdict,
+      lambda: {"name": "b"},
+      {"name": shared.NAME, "quantity": kinds.name(optional=True)},
+    ),
+    "RaceResult.plot": shared.Entry(
+      result.plot,
+      lambda: nothing,
+      {
+        "path": kinds.path(optional=True)
+        | {"unknown suffix": Bad("curves.docx", ValueError, "path")},
+        "quantities": {
+          "text": Bad("error", TypeError),
+          "number": Bad(3, TypeError),
+          "empty": Bad([], ValueError),
+          "unknown": Bad(["width"], ValueError),
+        },
+        "against": {
+          "text": Bad("steps", TypeError),
+          "None": Bad(None, TypeError),
+          "unknown": Bad(["tokens"], ValueError),
+        },
+      },
+    ),
+    "RaceResult.save": shared.Entry(
+      result.save,
+      lambda: {"path": "/nowhere/at/all.json"},
+      {
+        "path": shared.PATH
+        | {
+          "missing folder": Bad("/nowhere/at/all.json", OSError, "/nowhere/at/all.json"),
+          "folder": Bad("/", (OSError, ValueError), "/"),
+        }
+      },
+    ),
+    "RaceResult.load": shared.Entry(
+      optax_boost.RaceResult.load,
+      lambda: {"path": "nowhere.json"},
+      {
+        "path": shared.PATH
+        | {
+          "missing": Bad("nowhere.json", FileNotFoundError, "nowhere.json"),
+          "folder": Bad("/", (OSError, ValueError), "/"),
+        }
+      },
+    ),
+    "SnapshotStore": shared.Entry(
+      optax_boost.SnapshotStore,
+      lambda: {"every": 1, "capacity": 2},
+      {
+        "every": shared.COUNT,
+        "capacity": kinds.count(static=True),
+        "dtype": shared.FLOAT_DTYPE,
+      },
+    ),
+    "SnapshotStore.record": shared.Entry(
+      lambda params: optax_boost.SnapshotStore(1, 2).record(params),
+      lambda: {"params": problem.PARAMS},
+      {"params": shared.PARAMS_KIND},
+    ),
+    "TrainStep.init": shared.Entry(
+      step.init,
+      lambda: {"params": problem.PARAMS},
+      {
+        "params": {
+          "text leaves": Bad({"conv": "a"}, TypeError),
+          "a number of text": Bad("a", TypeError),
+          "function": Bad({"conv": len}, TypeError),
+        },
+        "model_state": {
+          "text leaves": Bad({"conv": "a"}, TypeError),
+          "function": Bad({"conv": len}, TypeError),
+        },
+      },
+    ),
+    "TrainStep.__call__": shared.Entry(
+      step, lambda: {"state": state(), "batch": problem.X}, stepping, free=free_batch
+    ),
+    "TrainStep.lower": shared.Entry(
+      step.lower, lambda: {"state": state(), "batch": problem.X}, stepping, free=free_batch
+    ),
+    "TrainStep.trace": shared.Entry(
+      step.trace, lambda: {"state": state(), "batch": problem.X}, stepping, free=free_batch
+    ),
+    "TrainStep.refresh": shared.Entry(
+      svrg_step.refresh,
+      lambda: {"state": svrg_step.init(problem.PARAMS), "batches": [problem.X]},
+      refresh,
+    ),
+  }

@@ -1,0 +1,442 @@
+"""The other functions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests.bad_input import kinds
+from tests.bad_input import problem
+from tests.bad_input import shared
+from tests.bad_input.kinds import Bad
+
+
+@functools.cache
+def entries() -> dict[str, shared.Entry]:
+  ones = jnp.ones(3)
+  norms = kinds.kind(
+    {"None": None, "text": "1", "dict": {}, "bools": jnp.ones(3, bool)},
+    {"other shape": jnp.ones(2)},
+  )
+  # The first sets the shape.
+  norms["other shape"] = norms["other shape"]._replace(mention="grad_norm")
+  share = {"num_groups": shared.COUNT, "frozen_fraction": shared.SHARE}
+  scale = jnp.ones([])
+  scaling = {
+    "growth_factor": shared.GROWTH,
+    "backoff_factor": shared.BACKOFF,
+    "minimum": shared.POSITIVE,
+    "maximum": shared.POSITIVE,
+  }
+  finite = kinds.kind({"number": 1.0, "None": None, "text": "yes", "floats": jnp.ones([])}, {})
+  trajectory = optax_boost.record_trajectory(1, 4)
+  snapshot_state = trajectory.init(problem.PARAMS)
+  for _ in range(2):
+    snapshot_state = trajectory.update(problem.GRADS, snapshot_state, problem.PARAMS)[1]
+  stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p, p - 1]), problem.PARAMS)
+  sgperm_state = problem.make("sgperm").init(problem.PARAMS)
+  snapshots = [jax.tree.map(lambda p, i=i: p + i * (-1) ** i, problem.PARAMS) for i in range(4)]
+  snapshots_kind = {
+    "None": Bad(None, shared.EITHER),
+    "number": Bad(3, shared.EITHER),
+    "text": Bad("abc", shared.EITHER),
+    "empty": Bad([], ValueError),
+    "one": Bad(snapshots[:1], ValueError),
+    "of two trees": Bad([*snapshots, shared.OTHER], ValueError),
+    "nan": Bad([*snapshots, jax.tree.map(lambda p: p * kinds.NAN, problem.PARAMS)], ValueError),
+    "text leaves": Bad([{"a": "b"}, {"a": "c"}, {"a": "d"}], TypeError, "leaf"),
+    "integers": Bad([{"a": jnp.arange(3)}] * 4, TypeError, "leaf"),
+    "another optimizer's state": Bad(optax.adam(0.1).init(problem.PARAMS), shared.EITHER),
+  }
+  components = kinds.count(static=True) | {"more than snapshots": Bad(9, ValueError)}
+  leaves = kinds.kind({"text leaves": {"conv": "a"}, "functions": {"conv": len}}, {})
+  loss = {"loss_fn": shared.FUNCTION, "params": leaves}
+  auto = {
+    "level": shared.NAME,
+    "config": kinds.kind({"number": 3, "list": [], "bool": True, "function": len}, {})
+    | {
+      "missing file": Bad("nowhere.json", FileNotFoundError, "nowhere.json"),
+      "folder": Bad("/", (OSError, ValueError), "/"),
+      "unknown block": Bad({"bost": {}}, ValueError, "bost"),
+      "unknown key": Bad({"boost": {"mod": "auto"}}, ValueError, "mod"),
+      "block of wrong type": Bad({"boost": 3}, TypeError, "boost"),
+      "nan": Bad({"grad_freeze": {"freeze_p": kinds.NAN}}, ValueError, "freeze_p"),
+      "10**400": Bad({"dim_reduce": {"alpha": kinds.HUGE}}, ValueError, "alpha"),
+      "number as block": Bad({3: {}}, shared.EITHER, "3"),
+    },
+    "axis_name": kinds.without(shared.AXIS_NAME, "unbound", "several unbound"),
+    "local_axis_name": kinds.without(shared.AXIS_NAME, "unbound", "several unbound"),
+    "adasum_on": kinds.name(optional=True),
+    "compose": shared.FLAG,
+    "key": shared.KEY,
+    "reference": shared.FLAG,
+    "total_steps": kinds.count(optional=True),
+  }
+  race = shared.race_arguments() | {"init_fn": shared.FUNCTION}
+  return {
+    "adasum_pair": shared.Entry(
+      optax_boost.adasum_pair,
+      lambda: {"a": ones, "b": ones},
+      {"a": shared.arrays_of(jnp.ones(2)), "b": shared.arrays_of(jnp.ones(2))},
+    ),
+    "adasum_reduce": shared.Entry(
+      optax_boost.adasum_reduce,
+      lambda: {"stacked": stacked},
+      {
+        "stacked": {
+          "scalar leaf": Bad(jnp.ones([]), ValueError, "leaf|leaves"),
+          "two lengths": Bad([jnp.ones(2), jnp.ones(3)], ValueError, "leaf|leaves"),
+          "integers": Bad(jnp.ones(2, int), TypeError, "leaf|leaves"),
+          "text": Bad("a", TypeError, "leaf|leaves"),
+          "no replica": Bad(jnp.ones((0, 2)), ValueError, "leaf|leaves"),
+        },
+        "groups": kinds.patterns_or_none(),
+      },
+    ),
+    "alpha_svrg_schedule": shared.Entry(
+      optax_boost.alpha_svrg_schedule,
+      lambda: {"steps": 10},
+      {"steps": shared.COUNT, "initial": shared.NOT_NEGATIVE},
+    ),
+    "apply_permutation": shared.Entry(
+      optax_boost.apply_permutation,
+      lambda: {
+        "initial": problem.PARAMS,
+        "permutation": optax_boost.permutation(sgperm_state),
+      },
+      {
+        "initial": {
+          "other tree": Bad(shared.OTHER, ValueError),
+          "None": Bad(None, ValueError),
+          "text": Bad("a", shared.EITHER),
+        },
+        "permutation": {
+          "None": Bad(None, ValueError),
+          "other tree": Bad(shared.OTHER, ValueError),
+          "floats": Bad(problem.PARAMS, shared.EITHER),
+          "twice the same": Bad(
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int32), problem.PARAMS), ValueError
+          ),
+          "out of range": Bad(
+            jax.tree.map(lambda p: jnp.full(p.shape, 99, jnp.int32), problem.PARAMS), ValueError
+          ),
+          "negative": Bad(
+            jax.tree.map(lambda p: -jnp.ones(p.shape, jnp.int32), problem.PARAMS), ValueError
+          ),
+          "text": Bad("a", shared.EITHER),
+        },
+      },
+    ),
+    "apply_permuted_params": shared.Entry(
+      optax_boost.apply_permuted_params,
+      lambda: {"params": problem.PARAMS, "updates": problem.GRADS, "opt_state": sgperm_state},
+      {
+        "params": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
+        "updates": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
+        "opt_state": shared.OPT_STATE,
+      },
+    ),
+    "auto_boost": shared.Entry(optax_boost.auto_boost, lambda: {}, auto),
+    "checkpoint_snapshots": shared.Entry(
+      optax_boost.checkpoint_snapshots,
+      lambda: {"directory": "."},
+      {
+        "directory": shared.PATH
+        | {
+          "missing": Bad("nowhere", FileNotFoundError, "nowhere"),
+          "without checkpoints": Bad(".", ValueError, "checkpoint"),
+          "a file": Bad(__file__, (NotADirectoryError, ValueError), "table.py"),
+        },
+        "subtree": kinds.kind({"number": 3, "None": None, "list": ["params"]}, {}),
+        "item": kinds.kind({"number": 3, "list": ["params"], "bool": True}, {}),
+        "progress": shared.FLAG,
+      },
+      free={"like": "any tree; checked against each checkpoint that is read"},
+    ),
+    "continuous_freezing": shared.Entry(
+      optax_boost.continuous_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
+    ),
+    "interval_freezing": shared.Entry(
+      optax_boost.interval_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
+    ),
+    "progressive_freezing": shared.Entry(
+      optax_boost.progressive_freezing,
+      lambda: {"num_groups": 2, "total_steps": 10},
+      {
+        "num_groups": shared.COUNT,
+        "total_steps": shared.COUNT,
+        "first": kinds.number(-0.1, 1.5),
+        "power": shared.POSITIVE,
+        "anneal": shared.FLAG,
+      },
+    ),
+    "fit_subspace": shared.Entry(
+      optax_boost.fit_subspace,
+      lambda: {"snapshots": snapshots, "components": 1},
+      {
+        "snapshots": snapshots_kind,
+        "components": components,
+        "method": shared.NAME,
+        "key": kinds.key(optional=True),
+        "oversample": kinds.count(0, static=True),
+        "dtype": kinds.dtype(),
+      },
+    ),
+    "fit_subspace_streamed": shared.Entry(
+      optax_boost.fit_subspace_streamed,
+      lambda: {"snapshots": snapshots, "components": 1, "chunk": 2},
+      {
+        "snapshots": snapshots_kind,
+        "components": components,
+        "chunk": kinds.count(2, static=True),
+        "dtype": kinds.dtype(),
+        "progress": shared.FLAG,
+      },
+    ),
+    "full_gradient": shared.Entry(
+      optax_boost.full_gradient,
+      lambda: {"grad_fn": problem.grad_fn, "params": problem.PARAMS, "batches": [problem.X]},
+      {
+        "grad_fn": shared.FUNCTION
+        | {
+          "to another tree": Bad(lambda params, batch: shared.OTHER, ValueError),
+          "to a number": Bad(lambda params, batch: 3.0, ValueError),
+        },
+        "params": shared.PARAMS_KIND,
+        "batches": shared.BATCHES
+        | {
+          "two trees": Bad([problem.X, {"x": problem.X}], ValueError),
+          "scalars": Bad([1.0, 2.0], ValueError),
+          "text": Bad(["a", "b"], shared.EITHER),
+        },
+        "rng": kinds.without(kinds.key(optional=True), "raw data"),
+        "weight_fn": shared.OPTIONAL_FUNCTION
+        | {
+          "to text": Bad(lambda batch: "a", TypeError),
+          "to a vector": Bad(lambda batch: jnp.ones(2), shared.EITHER),
+          "to zero": Bad(lambda batch: 0, ValueError, "weight"),
+          "to nan": Bad(lambda batch: kinds.NAN, ValueError, "weight"),
+        },
+        "progress": shared.FLAG,
+      },
+    ),
+    "scan_full_gradient": shared.Entry(
+      optax_boost.scan_full_gradient,
+      lambda: {"grad_fn": problem.grad_fn, "params": problem.PARAMS, "batches": problem.X},
+      {
+        "grad_fn": shared.FUNCTION
+        | {
+          "to another tree": Bad(lambda params, batch: shared.OTHER, ValueError),
+          "to a number": Bad(lambda params, batch: 3.0, ValueError),
+        },
+        "params": shared.PARAMS_KIND,
+        "batches": {
+          "None": Bad(None, shared.EITHER),
+          "number": Bad(3, shared.EITHER),
+          "empty": Bad([], ValueError),
+          "no batch": Bad(jnp.ones((0, 2)), ValueError),
+          "two lengths": Bad([jnp.ones(2), jnp.ones(3)], ValueError),
+          "text": Bad("a", shared.EITHER),
+        },
+        "rng": kinds.without(kinds.key(optional=True), "raw data"),
+        "weight_fn": shared.OPTIONAL_FUNCTION
+        | {
+          "to text": Bad(lambda batch: "a", TypeError),
+          "to a vector": Bad(lambda batch: jnp.ones(2), shared.EITHER),
+        },
+        "unroll": kinds.without(kinds.count(static=True), "bool"),
+      },
+    ),
+    "layer_groups": shared.Entry(
+      optax_boost.layer_groups,
+      lambda: {
+        "loss_fn": problem.loss_fn,
+        "params": problem.PARAMS,
+        "args": (problem.X,),
+        "num_groups": 2,
+      },
+      {
+        **loss,
+        "num_groups": kinds.count(static=True) | {"too many": Bad(9, ValueError)},
+        "overrides": shared.OVERRIDES,
+        "data": shared.DATA,
+      },
+      positional=("loss_fn", "params", "args"),
+      free={"args": "whatever the loss takes"},
+    ),
+    "stacked_axes": shared.Entry(
+      optax_boost.stacked_axes,
+      lambda: {"loss_fn": problem.loss_fn, "params": problem.PARAMS, "args": (problem.X,)},
+      loss,
+      positional=("loss_fn", "params", "args"),
+      free={"args": "whatever the loss takes"},
+    ),
+    "load_subspace": shared.Entry(
+      optax_boost.load_subspace,
+      lambda: {"path": "nowhere.npz", "like": problem.PARAMS},
+      {"path": shared.PATH | {"missing": Bad("nowhere.npz", FileNotFoundError, "nowhere.npz")}},
+      free={"like": "checked against the file: see files.py"},
+    ),
+    "save_subspace": shared.Entry(
+      optax_boost.save_subspace,
+      lambda: {"path": "/nowhere/at/all.npz", "subspace": problem.subspace()},
+      {
+        "path": shared.PATH
+        | {
+          "missing folder": Bad("/nowhere/at/all.npz", OSError, "/nowhere/at/all.npz"),
+          "folder": Bad("/", (OSError, ValueError), "/"),
+        },
+        "subspace": shared.SUBSPACE,
+      },
+    ),
+    "make_train_step": shared.Entry(
+      optax_boost.make_train_step,
+      lambda: {"loss_fn": problem.loss_fn, "tx": problem.SGD},
+      {
+        "loss_fn": shared.FUNCTION,
+        "tx": shared.TX,
+        "has_aux": shared.FLAG,
+        "has_model_state": shared.FLAG,
+        "full_grad_fn": shared.OPTIONAL_FUNCTION,
+        "donate": shared.FLAG,
+        "freezing": shared.NAME,
+        "hold_frozen_statistics": shared.FLAG,
+        "extra_metrics": {
+          "text": Bad("grad_norm", TypeError),
+          "None": Bad(None, TypeError),
+          "number": Bad(3, TypeError),
+          "unknown": Bad(["norm"], ValueError),
+          "numbers": Bad([3], TypeError),
+        },
+      },
+    ),
+    "next_group_loss_scale": shared.Entry(
+      optax_boost.next_group_loss_scale,
+      lambda: {"group_loss_scale": jnp.ones(2), "finite": jnp.ones(2, bool)},
+      {
+        "group_loss_scale": kinds.kind(
+          {"None": None, "text": "1", "list of text": ["1"], "bools": jnp.ones(2, bool)}, {}
+        ),
+        "finite": kinds.kind({"None": None, "text": "yes", "floats": jnp.ones(2)}, {}),
+        **scaling,
+      },
+    ),
+    "next_loss_scale": shared.Entry(
+      optax_boost.next_loss_scale,
+      lambda: {"loss_scale": scale, "growth_count": jnp.int32(0), "finite": jnp.array(True)},
+      {
+        "loss_scale": kinds.number(0, -1),
+        "growth_count": kinds.count(0),
+        "finite": finite,
+        "growth_interval": shared.COUNT,
+        **scaling,
+      },
+    ),
+    "path_mask": shared.Entry(
+      optax_boost.path_mask,
+      lambda: {"patterns": ("conv",)},
+      {
+        "patterns": {
+          label: bad._replace(value=("conv", bad.value)) for label, bad in kinds.pattern().items()
+        }
+      },
+      positional=("patterns",),
+    ),
+    "permutation": shared.Entry(
+      optax_boost.permutation, lambda: {"opt_state": sgperm_state}, {"opt_state": shared.OPT_STATE}
+    ),
+    "permuted_params": shared.Entry(
+      optax_boost.permuted_params,
+      lambda: {"opt_state": sgperm_state},
+      {
+        "opt_state": shared.OPT_STATE,
+        "params": {"other tree": Bad(shared.OTHER, ValueError), "number": Bad(3, ValueError)},
+      },
+    ),
+    "race": shared.Entry(
+      optax_boost.race,
+      lambda: {
+        "loss_fn": problem.loss_fn,
+        "init_fn": lambda key: problem.PARAMS,
+        "data": problem.X,
+        "transformations": {"sgd": problem.SGD},
+        "steps": 1,
+        "seeds": 1,
+        "progress": False,
+      },
+      race | {"has_model_state": shared.FLAG},
+    ),
+    "refresh_subspace": shared.Entry(
+      optax_boost.refresh_subspace,
+      lambda: {
+        "opt_state": problem.make("dim_reduce").init(problem.PARAMS),
+        "subspace": problem.subspace(),
+      },
+      {
+        "opt_state": shared.OPT_STATE,
+        "subspace": shared.SUBSPACE,
+        "groups": kinds.groups(optional=True),
+      },
+    ),
+    "refresh_svrg": shared.Entry(
+      optax_boost.refresh_svrg,
+      lambda: {
+        "opt_state": problem.make("svrg").init(problem.PARAMS),
+        "params": problem.PARAMS,
+        "full_gradient": problem.GRADS,
+      },
+      {
+        "opt_state": shared.OPT_STATE,
+        "params": {
+          "other tree": Bad(shared.OTHER, ValueError),
+          "None": Bad(None, ValueError),
+          "text leaves": Bad(jax.tree.map(lambda p: "a", problem.PARAMS), shared.EITHER),
+        },
+        "full_gradient": {
+          "other tree": Bad(shared.OTHER, ValueError),
+          "None": Bad(None, ValueError),
+          "text leaves": Bad(jax.tree.map(lambda p: "a", problem.PARAMS), shared.EITHER, "leaf"),
+        },
+      },
+    ),
+    "scale_by_group": shared.Entry(
+      optax_boost.scale_by_group,
+      lambda: {"loss_fn": problem.loss_fn, "groups": problem.GROUPS},
+      {"loss_fn": shared.FUNCTION, "groups": shared.GROUPS, "has_aux": shared.FLAG},
+    ),
+    "snapshots": shared.Entry(
+      optax_boost.snapshots,
+      lambda: {"opt_state": snapshot_state},
+      {
+        "opt_state": shared.OPT_STATE
+        | {"no snapshot yet": Bad(trajectory.init(problem.PARAMS), ValueError)}
+      },
+    ),
+    "trust_ratio": shared.Entry(
+      optax_boost.trust_ratio,
+      lambda: {"param_norm": ones, "grad_norm": ones},
+      {
+        "param_norm": norms,
+        "grad_norm": norms,
+        "trust_coefficient": shared.POSITIVE,
+        "weight_decay": shared.NOT_NEGATIVE,
+        "eps": shared.NOT_NEGATIVE,
+      },
+    ),
+    "trust_ratio_tree": shared.Entry(
+      optax_boost.trust_ratio_tree,
+      lambda: {
+        "opt_state": problem.make("scale_by_lars_trust_ratio").init(problem.PARAMS),
+        "params": problem.PARAMS,
+      },
+      {
+        "opt_state": shared.OPT_STATE,
+        "params": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
+        "stacked_axes": shared.AXES,
+      },
+    ),
+  }

@@ -1,0 +1,48 @@
+"""Every public callable with the kind of each of its arguments."""
+
+import optax_boost
+from tests.bad_input import classes
+from tests.bad_input import factories
+from tests.bad_input import for_linen
+from tests.bad_input import for_nnx
+from tests.bad_input import functions
+from tests.bad_input import shared
+
+
+def entries() -> dict[str, shared.Entry]:
+  """The table, by public name; of methods, the class's and the method's name."""
+  return {
+    **dict(factories.entries()),
+    **functions.entries(),
+    **classes.entries(),
+    **for_nnx.entries(),
+    **for_linen.entries(),
+  }
+
+
+# Public names that are not called with values of a user's own, each with the reason.
+_STATE = "a state: arrays that `init` made; the functions that take it check it"
+_RECORD = "a record that one of our functions returns; the functions that take it check it"
+_BY_FUNCTION = "made by the function of its name in lower case, whose arguments are checked"
+EXEMPT = {
+  **{
+    name: _STATE for name in optax_boost.__all__ if name.endswith("State") and name != "TrainState"
+  },
+  "SvrgState.with_full_gradient": "called by the train step with what full_gradient returned",
+  "TrainState": _RECORD,
+  "Subspace": _RECORD,
+  "Decision": _RECORD,
+  "LayerGroups": _RECORD,
+  "LoadReport": _RECORD,
+  "AutoBoost": _BY_FUNCTION,
+  "nnx.AutoBoost": _BY_FUNCTION,
+  "linen.AutoBoost": _BY_FUNCTION,
+  "CheckpointSnapshots": "made by checkpoint_snapshots",
+  "TrainStep": "made by make_train_step",
+  "nnx.TrainStep": "made by make_train_step",
+  "linen.TrainStep": "made by make_train_step",
+  "nnx.RemovedBatchNorm": "put into a model by less_bn",
+  "linen.LessBN": "made by less_bn; its `setup` and `__call__` are Linen's",
+  "NoEffectWarning": "a warning",
+  "StackedLayersWarning": "a warning",
+}

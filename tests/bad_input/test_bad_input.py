@@ -1,0 +1,118 @@
+"""Bad input is refused in our own words: every public name, every argument, every kind of value."""
+
+import inspect
+from typing import Any
+
+from flax import linen
+from flax import nnx
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests.bad_input import accepted
+from tests.bad_input import problem
+from tests.bad_input import refusals
+from tests.bad_input import table
+from tests.bad_input import test_trees_and_states
+
+MODULES = {"": optax_boost, "nnx.": optax_boost.nnx, "linen.": optax_boost.linen}
+ENTRIES = table.entries()
+CALLS = [(name, argument) for name, entry in ENTRIES.items() for argument in entry.arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), CALLS, ids=lambda part: part)
+def test_bad_values_of_an_argument_are_refused(name, argument):
+  entry = ENTRIES[name]
+  complaints = {}
+  for label, bad in entry.arguments[argument].items():
+    found = refusals.complaint(lambda value=bad.value: entry.call(argument, value), bad, argument)
+    if (name, argument, label) in accepted.ON_PURPOSE:
+      assert found == "accepted", f"{label} is refused, but listed as accepted: {found}"
+    elif found:
+      complaints[label] = found
+  assert not complaints, "\n".join(f"{label}: {text}" for label, text in complaints.items())
+
+
+# Good values of which are the names of missing files, or of an axis that is not bound.
+MISSING = (
+  "RaceResult.load",
+  "RaceResult.save",
+  "adasum",
+  "checkpoint_snapshots",
+  "load_subspace",
+  "save_subspace",
+)
+
+
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in MISSING])
+def test_the_other_values_of_a_call_are_good(name):
+  ENTRIES[name].run({})
+
+
+def public_names() -> dict[str, Any]:
+  return {
+    prefix + name: getattr(module, name)
+    for prefix, module in MODULES.items()
+    for name in module.__all__
+  }
+
+
+def public_methods() -> dict[str, Any]:
+  """The public methods that our classes define, by class and name."""
+  found = {}
+  for name, value in public_names().items():
+    if inspect.isclass(value) and name not in ("linen.LessBN", "nnx.RemovedBatchNorm"):
+      for method in vars(value):
+        called = method == "__call__" or not method.startswith("_")
+        field = method in getattr(value, "__dataclass_fields__", ())
+        if called and not field and inspect.isroutine(inspect.getattr_static(value, method)):
+          found[f"{name}.{method}"] = getattr(value, method)
+  return found
+
+
+def arguments_of(value: Any) -> set[str]:
+  """Names of arguments, but for those that Flax and Python add."""
+  # The signature of an NNX module is that of its metaclass.
+  made_by_init = inspect.isclass(value) and issubclass(value, nnx.Module)
+  parameters = inspect.signature(value.__init__ if made_by_init else value).parameters
+  names = set(parameters) - {"self"}
+  if inspect.isclass(value) and issubclass(value, linen.Module):
+    names -= {"name", "parent"}
+  return names
+
+
+def test_every_public_name_and_argument_is_in_the_table():
+  missing = {}
+  for name, value in (public_names() | public_methods()).items():
+    if name in table.EXEMPT or (inspect.isclass(value) and name.endswith("Warning")):
+      continue
+    expected = arguments_of(value)
+    if name not in ENTRIES:
+      if expected:
+        missing[name] = expected
+      continue
+    entry = ENTRIES[name]
+    listed = set(entry.arguments) | set(entry.free)
+    if expected - listed or listed - expected - set(entry.free):
+      missing[name] = (expected - listed, listed - expected)
+  assert not missing, "\n".join(f"{name}: {what}" for name, what in missing.items())
+
+
+def test_the_table_and_the_list_of_what_is_accepted_name_nothing_else():
+  known = public_names() | public_methods()
+  assert not [name for name in ENTRIES if name not in known]
+  assert not [name for name in table.EXEMPT if name not in known]
+  listed = {
+    (name, argument, label)
+    for name, argument in CALLS
+    for label in ENTRIES[name].arguments[argument]
+  }
+  for factory in problem.FACTORIES:
+    listed |= {(factory, *name.split(": ")) for name, _, _ in test_trees_and_states.calls(factory)}
+  assert not set(accepted.ON_PURPOSE) - listed
+
+
+def test_there_are_many_calls():
+  assert sum(len(ENTRIES[name].arguments[argument]) for name, argument in CALLS) >= 400
