@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 
 import optax_boost
-import optax_boost.linen
-import optax_boost.nnx
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import shared

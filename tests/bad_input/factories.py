@@ -1,9 +1,8 @@
 """The functions that return a transformation."""
 
 import optax_boost
-import optax_boost.linen
-import optax_boost.nnx
 from tests.bad_input import kinds
+from tests.bad_input import problem
 from tests.bad_input import shared
 from tests.bad_input.kinds import Bad
 
@@ -33,6 +32,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
     ),
     shared.factory(
       "adasum",
+      problem.use_on_replicas,
       axis_name=kinds.axis_name(optional=False),
       local_axis_name=axis_name,
       groups=kinds.patterns_or_none(),

@@ -1,14 +1,13 @@
 """The other functions."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import optax_boost
-import optax_boost.linen
-import optax_boost.nnx
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import shared
@@ -42,15 +41,17 @@ def entries() -> dict[str, shared.Entry]:
   snapshots = [jax.tree.map(lambda p, i=i: p + i * (-1) ** i, problem.PARAMS) for i in range(4)]
   snapshots_kind = {
     "None": Bad(None, shared.EITHER),
-    "number": Bad(3, shared.EITHER),
-    "text": Bad("abc", shared.EITHER),
+    "number": Bad(3, shared.EITHER, "snapshots|leaf"),
+    "text": Bad("abc", shared.EITHER, "snapshots|leaf"),
     "empty": Bad([], ValueError),
     "one": Bad(snapshots[:1], ValueError),
     "of two trees": Bad([*snapshots, shared.OTHER], ValueError),
     "nan": Bad([*snapshots, jax.tree.map(lambda p: p * kinds.NAN, problem.PARAMS)], ValueError),
     "text leaves": Bad([{"a": "b"}, {"a": "c"}, {"a": "d"}], TypeError, "leaf"),
     "integers": Bad([{"a": jnp.arange(3)}] * 4, TypeError, "leaf"),
-    "another optimizer's state": Bad(optax.adam(0.1).init(problem.PARAMS), shared.EITHER),
+    "another optimizer's state": Bad(
+      optax.adam(0.1).init(problem.PARAMS), shared.EITHER, "snapshots|leaf"
+    ),
   }
   components = kinds.count(static=True) | {"more than snapshots": Bad(9, ValueError)}
   leaves = kinds.kind({"text leaves": {"conv": "a"}, "functions": {"conv": len}}, {})
@@ -149,7 +150,7 @@ def entries() -> dict[str, shared.Entry]:
         | {
           "missing": Bad("nowhere", FileNotFoundError, "nowhere"),
           "without checkpoints": Bad(".", ValueError, "checkpoint"),
-          "a file": Bad(__file__, (NotADirectoryError, ValueError), "table.py"),
+          "a file": Bad(__file__, (NotADirectoryError, ValueError), pathlib.Path(__file__).name),
         },
         "subtree": kinds.kind({"number": 3, "None": None, "list": ["params"]}, {}),
         "item": kinds.kind({"number": 3, "list": ["params"], "bool": True}, {}),

@@ -65,6 +65,11 @@ def use(tx: optax.GradientTransformationExtraArgs) -> Any:
   return tx.update(GRADS, state, PARAMS, **extra_args())
 
 
+def use_on_replicas(tx: optax.GradientTransformationExtraArgs) -> Any:
+  """The same, with the axis that the table's good values name."""
+  return jax.vmap(lambda _: use(tx), axis_name="batch")(jnp.ones(2))
+
+
 # By public factory, arguments with which it is a transformation.
 FACTORIES: dict[str, dict[str, Any]] = {
   "accumulate": {"inner": SGD, "every": 2},

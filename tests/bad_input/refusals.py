@@ -55,7 +55,7 @@ def _complaint_about(error: Exception, bad: Bad, argument: str) -> str:
   if not (isinstance(error, OSError) and error.filename) and not _raised_by_us(error):
     return f"not in our words{_raised_at(error)}: {message}"
   name = bad.mention or rf"\b({re.escape(argument)}|{_NOUNS.get(argument, 'x^')})\b"
-  if not re.search(name, str(error)):
+  if not re.search(name, str(error), re.IGNORECASE):
     return f"does not name {bad.mention or argument!r}: {message}"
   if not _CAME.search(str(error)) and not isinstance(error, OSError):
     return f"does not say what came: {message}"

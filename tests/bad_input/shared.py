@@ -11,8 +11,6 @@ import numpy as np
 import optax
 
 import optax_boost
-import optax_boost.linen
-import optax_boost.nnx
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input.kinds import Bad
@@ -56,10 +54,12 @@ def any_error(known: Kind) -> Kind:
   return {label: bad._replace(error=EITHER) for label, bad in known.items()}
 
 
-def factory(name: str, **arguments: Kind) -> tuple[str, Entry]:
+def factory(
+  name: str, use: Callable[[Any], Any] = problem.use, /, **arguments: Kind
+) -> tuple[str, Entry]:
   """The entry of a function that returns a transformation."""
   good = functools.partial(dict, problem.FACTORIES[name])
-  return name, Entry(getattr(optax_boost, name), good, arguments, problem.use)
+  return name, Entry(getattr(optax_boost, name), good, arguments, use)
 
 
 EITHER = (TypeError, ValueError)

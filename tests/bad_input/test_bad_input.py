@@ -34,11 +34,10 @@ def test_bad_values_of_an_argument_are_refused(name, argument):
   assert not complaints, "\n".join(f"{label}: {text}" for label, text in complaints.items())
 
 
-# Good values of which are the names of missing files, or of an axis that is not bound.
+# Their good values are names of missing files.
 MISSING = (
   "RaceResult.load",
   "RaceResult.save",
-  "adasum",
   "checkpoint_snapshots",
   "load_subspace",
   "save_subspace",

@@ -208,8 +208,9 @@ def test_a_subspace_of_other_params_is_refused(saved):
     jax.tree.map(lambda p: jnp.ones(7), problem.PARAMS),
     {"conv": "a"},
   ):
-    load = lambda path, like=like: optax_boost.load_subspace(path, like=like)  # noqa: E731
-    assert not refused(load, saved, (TypeError, ValueError))
+    bad = Bad(like, (TypeError, ValueError), "like")
+    found = refusals.complaint(lambda: optax_boost.load_subspace(saved, like), bad, "like")  # noqa: B023
+    assert not found
 
 
 @pytest.mark.parametrize("wrong", ["integers", "nan", "objects", "text", "other shape"])
