@@ -126,7 +126,7 @@ def test_two_scales_in_one_state_are_refused():
   tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
   step = optax_boost.make_train_step(lambda p, b: jnp.sum(p), tx)
   with pytest.raises(ValueError, match=r"one state with a `loss_scale`; the optimizer .* 2"):
-    step(step.init(jnp.ones(2)), None)
+    step(step.init(jnp.ones(2)), ())
 
 
 def test_accumulation_inside_the_loss_scale_drops_what_overflows():

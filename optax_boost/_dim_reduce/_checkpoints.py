@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence
+import errno
 import os
 import pathlib
 import re
@@ -90,6 +91,7 @@ def checkpoint_snapshots(
 
   Raises:
     ImportError: ``orbax-checkpoint`` is not installed.
+    FileNotFoundError: there is no such directory.
     TypeError: an argument is of the wrong kind.
     ValueError: the directory holds no checkpoint, or not such an item; when read: there is no
       such subtree, or it does not fit `like`.
@@ -117,8 +119,11 @@ def checkpoint_snapshots(
         f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
       )
   folder = pathlib.Path(name).absolute()
+  if not folder.is_dir():
+    code = errno.ENOTDIR if folder.exists() else errno.ENOENT
+    raise OSError(code, os.strerror(code), name)
   numbered: dict[str, list[tuple[int, pathlib.Path]]] = {}
-  for path in folder.iterdir() if folder.is_dir() else ():
+  for path in folder.iterdir():
     # Not `\d`, which finds digits of other alphabets, too.
     number = re.search(r"[0-9]+$", path.name)
     if path.is_dir() and number and _UNFINISHED not in path.name:

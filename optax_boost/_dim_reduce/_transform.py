@@ -565,7 +565,9 @@ def _check_dtype(basis_dtype: Any) -> Any:
     return None
   allowed = ("float32", "float64", "bfloat16", "uint16")
   try:
-    dtype = jnp.dtype(basis_dtype)
+    # NumPy takes an array for its dtype.
+    array = _base.is_array(basis_dtype) or isinstance(basis_dtype, np.ndarray)
+    dtype = None if array else jnp.dtype(basis_dtype)
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.name not in allowed:

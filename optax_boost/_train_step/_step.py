@@ -210,7 +210,8 @@ def _check_call(state: Any, rng: Any) -> None:
       "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
       f" {_base.shorten(state)}."
     )
-  if rng is not None:
+  # The array of a key is checked while tracing.
+  if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
 
 

@@ -134,8 +134,9 @@ BATCHES = {"number": Bad(3, TypeError), "None": Bad(None, TypeError), "empty": B
 
 def arrays_of(value: Any) -> Kind:
   """Arrays; `value` has the wrong shape."""
-  wrong_type = {"None": None, "text": "a", "integers": jnp.ones(3, int), "function": len}
-  return kinds.kind(wrong_type, {"other shape": value})
+  wrong_type = {"text": "a", "integers": jnp.ones(3, int), "function": len}
+  known = kinds.kind(wrong_type, {"other shape": value}) | {"None": Bad(None, EITHER)}
+  return {label: bad._replace(mention="two arrays|leaf") for label, bad in known.items()}
 
 
 def race_arguments() -> dict[str, Kind]:

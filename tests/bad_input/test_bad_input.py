@@ -5,12 +5,14 @@ from typing import Any
 
 from flax import linen
 from flax import nnx
+import jax.numpy as jnp
 import pytest
 
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
 from tests.bad_input import accepted
+from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import refusals
 from tests.bad_input import table
@@ -28,7 +30,7 @@ def test_bad_values_of_an_argument_are_refused(name, argument):
   for label, bad in entry.arguments[argument].items():
     found = refusals.complaint(lambda value=bad.value: entry.call(argument, value), bad, argument)
     if (name, argument, label) in accepted.ON_PURPOSE:
-      assert found == "accepted", f"{label} is refused, but listed as accepted: {found}"
+      assert found == refusals.ACCEPTED, f"{label} is refused, but listed as accepted: {found}"
     elif found:
       complaints[label] = found
   assert not complaints, "\n".join(f"{label}: {text}" for label, text in complaints.items())
@@ -115,3 +117,18 @@ def test_the_table_and_the_list_of_what_is_accepted_name_nothing_else():
 
 def test_there_are_many_calls():
   assert sum(len(ENTRIES[name].arguments[argument]) for name, argument in CALLS) >= 400
+
+
+def test_errors_that_are_not_ours_are_complained_about():
+  """The harness itself: what it must not take for a refusal."""
+
+  def complaint(call: Any, error: type[Exception] = TypeError) -> str:
+    return refusals.complaint(call, kinds.Bad(None, error), "pattern")
+
+  assert complaint(lambda: None) == refusals.ACCEPTED
+  assert "not in our words" in complaint(lambda: jnp.ones(2) + "pattern")
+  assert "must be" in complaint(lambda: optax_boost.path_mask("("))
+  assert "does not name" in refusals.complaint(
+    lambda: optax_boost.path_mask(3), kinds.Bad(3, TypeError, "axis"), "axis"
+  )
+  assert not complaint(lambda: optax_boost.path_mask(3))

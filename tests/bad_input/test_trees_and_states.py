@@ -135,7 +135,7 @@ def test_trees_and_states_of_others_are_refused(factory):
   for name, call, bad in calls(factory):
     found = refusals.complaint(lambda call=call, bad=bad: call(bad.value), bad, name)
     if (factory, *name.split(": ")) in accepted.ON_PURPOSE:
-      assert found == "accepted", f"{name} is refused, but listed as accepted: {found}"
+      assert found == refusals.ACCEPTED, f"{name} is refused, but listed as accepted: {found}"
     elif found:
       complaints[name] = found
   assert not complaints, "\n".join(f"{name}: {text}" for name, text in complaints.items())
