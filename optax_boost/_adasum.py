@@ -181,7 +181,7 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
     if jnp.ndim(leaf) == 0 or leaf.shape[0] != jnp.shape(leaves[0])[0] or leaf.shape[0] == 0:
       raise ValueError(
         f"`{method}` needs leaves with the replicas along their first axis, as many in each;"
-        f" got shape {jnp.shape(leaf)} for the leaf '{path or 'params'}' and"
+        f" got shape {jnp.shape(leaf)} for the leaf '{_tree.leaf_name(path)}' and"
         f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
   found = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))

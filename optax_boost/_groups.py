@@ -279,8 +279,8 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
     missing = [path for path in paths if path not in number]
     if missing:
       raise ValueError(
-        f"`{method}` was given groups for other params: no group has the leaf '{missing[0]}'. Make"
-        " them with `layer_groups` from these params."
+        f"`{method}` was given groups for other params: no group has the leaf"
+        f" '{_tree.leaf_name(missing[0])}'. Make them with `layer_groups` from these params."
       )
     return [number[path] for path in paths]
   last = len(groups) - 1
@@ -313,18 +313,10 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
-def number_tree(tree: Any, groups: Groups, method: str) -> Any:
-  """The group of each leaf, as a tree.
-
-  Args:
-    tree: params or gradients, or a part of them.
-    groups: a plan or patterns.
-    method: the method's name, for messages.
-
-  Returns:
-    Numbers in the structure of `tree`.
-  """
-  return jax.tree.unflatten(jax.tree.structure(tree), group_numbers(tree, groups, method))
+def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
+  """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
+  numbers = _tree.once_per_tree(lambda tree: group_numbers(tree, groups, method))
+  return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 
 def select_state(

@@ -78,6 +78,11 @@ def path_string(key_path: Sequence[Any]) -> str:
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+def leaf_name(path: str) -> str:
+  """A leaf's path for a message; the only leaf of a bare array is called "params"."""
+  return path or "params"
+
+
 def leaf_paths(tree: Any) -> list[str]:
   """The path of every leaf, in the order of ``jax.tree.leaves``.
 
@@ -159,8 +164,9 @@ def axes_by_pattern(
     axes = _as_axes(patterns[keys[index]])
     if any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
-        f"`{argument}` names the axes {axes} for {keys[index]!r}, but the leaf '{path}' has shape"
-        f" {shape}. Narrow the pattern, or name axes that the leaf has."
+        f"`{argument}` names the axes {axes} for {keys[index]!r}, but the leaf"
+        f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
+        " has."
       )
     axes_of_leaves.append(tuple(sorted({axis % len(shape) for axis in axes})))
   return axes_of_leaves
@@ -364,7 +370,7 @@ def warn_no_effect(message: str, paths: Sequence[str]) -> None:
     message: what had no effect.
     paths: the paths that the tree has.
   """
-  shown = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+  shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
 
 
@@ -391,7 +397,7 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
     if jnp.shape(update) != jnp.shape(param):
       raise ValueError(
         f"`{method}` needs gradients of the params' shapes; got {jnp.shape(update)} for the"
-        f" leaf '{path}' of shape {jnp.shape(param)}."
+        f" leaf '{leaf_name(path)}' of shape {jnp.shape(param)}."
       )
 
 
@@ -426,12 +432,12 @@ def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
     # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
     if not hasattr(leaf, "dtype"):
       raise TypeError(
-        f"`{method}` needs arrays as leaves; the leaf '{path or 'params'}' is {_base.shorten(leaf)}"
+        f"`{method}` needs arrays as leaves; the leaf '{leaf_name(path)}' is {_base.shorten(leaf)}"
         f" of type {type(leaf).__name__}. Convert them with `jax.tree.map(jnp.asarray, params)`."
       )
     if not jnp.issubdtype(leaf.dtype, kind):
       raise TypeError(
-        f"`{method}` needs {required} leaves; the leaf '{path or 'params'}' is"
+        f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is"
         f" {leaf.dtype}. Leave it out with `optax.masked` or `optax.partition`."
       )
 
@@ -451,7 +457,7 @@ def check_traceable(name: str, tree: Any) -> None:
       jax.eval_shape(lambda value: value, leaf)
     except (TypeError, ValueError, OverflowError) as error:
       raise TypeError(
-        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{path}' is"
+        f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{leaf_name(path)}' is"
         f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
       ) from error
 

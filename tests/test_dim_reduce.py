@@ -1098,7 +1098,6 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
     ),
     ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got 3"),
   ],
-  ids=str,
 )
 def test_refuses_arguments_out_of_range(kwargs, error, text):
   with pytest.raises(error, match=text):

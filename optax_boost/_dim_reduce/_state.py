@@ -103,7 +103,8 @@ def fitting_basis(subspace: Subspace, params: Any) -> Any:
     if jnp.shape(r) != (k, *jnp.shape(leaf)):
       raise ValueError(
         f"`{METHOD}` needs a basis of {k} rows of the params' shapes; got {jnp.shape(r)} for the"
-        f" leaf '{path}' of shape {jnp.shape(leaf)}. Fit the subspace to snapshots of these params."
+        f" leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(leaf)}. Fit the subspace to"
+        " snapshots of these params."
       )
   return rows
 

@@ -109,6 +109,8 @@ def freeze(
     )
   key = _base.as_key("key", key)
 
+  number = _groups.numbering(groups, "freeze")
+
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))
     depth = _schedules.scalar_depth(schedule.frozen_groups(count, wrapped))
@@ -116,7 +118,7 @@ def freeze(
 
   def init_fn(params: optax.Params) -> FreezeState:
     _tree.check_inexact(params, "freeze")
-    numbers = _groups.group_numbers(params, groups, "freeze")
+    numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups, depth_at)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
@@ -132,7 +134,7 @@ def freeze(
     _base.require_state(state, FreezeState, "freeze")
     if params is not None:
       _tree.check_same_tree(updates, params, "freeze")
-    numbers = _groups.number_tree(updates, groups, "freeze")
+    numbers = number(updates)
     frozen = _groups.FrozenDepth(state.frozen_groups)
 
     def zero_frozen(grads: optax.Updates) -> optax.Updates:

@@ -157,9 +157,11 @@ def group_loss_scale(
   _base.check_name("skip", skip, ("all", "group"))
   _base.check_axis_name("axis_name", axis_name)
 
+  number = _groups.numbering(groups, _METHOD)
+
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
-    numbers = _groups.group_numbers(params, groups, _METHOD)
+    numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
     inner_state = _unscaled.init_inner(inner, params)
     if skip == "group" and _conditional.scales_loss(inner_state):
@@ -187,7 +189,7 @@ def group_loss_scale(
       _tree.check_same_tree(updates, params, _METHOD)
     if axis_name is not None:
       _base.require_axis("axis_name", axis_name, _METHOD)
-    numbers = _groups.number_tree(updates, groups, _METHOD)
+    numbers = number(updates)
 
     def scaled_down(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 
+from optax_boost import _base
 from optax_boost import _protocol
 
 # Steps whose depths are worked out together; the host waits for the device once in as many.
@@ -120,7 +121,7 @@ class HostDepths:
     state = self._counting(opt_state)
     if state is None or isinstance(state.count, jax.core.Tracer):
       return
-    count += 1
+    count = min(count + 1, _base.LARGEST_COUNT)
     index = count - start
     entry = _Entry(state.count, self._forget)
     entry.number = id(state.count)
@@ -154,7 +155,8 @@ class HostDepths:
       # One after the other, since a schedule need not understand `vmap`.
       many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
       self._many = many
-    counts = np.arange(count, count + _CHUNK, dtype=np.int32)
+    # As the counter on the device, which stays at the largest int32.
+    counts = np.minimum(np.arange(count, count + _CHUNK), _base.LARGEST_COUNT).astype(np.int32)
     # On values of the host: over many processes, each works them out for itself.
     arguments = jax.device_put((counts, np.asarray(key)))
     # Someone's trace may be under way around a state whose values are known.

@@ -255,7 +255,8 @@ def make_train_step(
       depth; inside your own ``jit`` or ``scan``, where only a conditional can do it, the switch,
       but on a CPU not for convolutions, whose gradients it makes slower than no freezing at all (a
       warning says so).
-    hold_frozen_statistics: whether the mutable statistics of frozen layers stand still.
+    hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
+      whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside.
     extra_metrics: metrics to report beside those of the methods. ``"grad_norm"``: the global norm
       of the gradient, unscaled, without frozen leaves. ``"learning_rate"``: the current value,
       from ``optax.inject_hyperparams``.

@@ -184,6 +184,7 @@ def make_train_step(
   donate: bool = True,
   freezing: Literal["auto", "per_depth", "switch"] = "auto",
   hold_frozen_statistics: bool = True,
+  extra_metrics: Sequence[str] = (),
 ) -> TrainStep:
   """Makes a jitted train step for Linen that feeds any optax transformation.
 
@@ -204,6 +205,8 @@ def make_train_step(
     freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
       :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
+    extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
+      :func:`optax_boost.make_train_step`.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(module.init(key, x))``, then
@@ -245,6 +248,7 @@ def make_train_step(
       donate=donate,
       freezing=freezing,
       hold_frozen_statistics=hold_frozen_statistics,
+      extra_metrics=extra_metrics,
     )
   )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import Literal
@@ -390,6 +391,7 @@ def make_train_step(
   donate: bool = True,
   freezing: Literal["auto", "per_depth", "switch"] = "auto",
   hold_frozen_statistics: bool = True,
+  extra_metrics: Sequence[str] = (),
 ) -> TrainStep:
   """Makes a jitted train step for NNX that feeds any optax transformation.
 
@@ -409,6 +411,8 @@ def make_train_step(
     freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
       :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
+    extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
+      :func:`optax_boost.make_train_step`.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
@@ -456,6 +460,7 @@ def make_train_step(
     donate=donate,
     freezing=freezing,
     hold_frozen_statistics=hold_frozen_statistics,
+    extra_metrics=extra_metrics,
   )
 
 
