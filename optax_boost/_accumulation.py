@@ -183,14 +183,14 @@ def accumulate(
       return inner.update(mean, inner_state, params, **extra)
 
     out, inner_state = _conditional.update_if(stepping, step, state.inner_state)
-    count = _conditional.increment_if
+    count = _tree.increment_if
     return out, AccumulateState(
       count=jnp.where(full, 0, state.count + 1),
-      inner_count=count(state.inner_count, stepping),
+      inner_count=count(stepping, state.inner_count),
       weight_sum=jnp.where(full, 0.0, weight_sum),
       accumulator=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
-      notfinite_count=count(state.notfinite_count, ~(finite & weighted)),
-      skipped_count=count(state.skipped_count, finite & weighted & ~accepted),
+      notfinite_count=count(~(finite & weighted), state.notfinite_count),
+      skipped_count=count(finite & weighted & ~accepted, state.skipped_count),
       inner_state=inner_state,
     )
 

@@ -76,11 +76,6 @@ def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
   )
 
 
-def increment_if(count: jax.Array, condition: jax.Array) -> jax.Array:
-  """A counter that goes up under a condition, and stays at the largest int32."""
-  return jnp.where(condition, optax.safe_increment(count), count)
-
-
 def no_entry_lost(new: Any, old: Any) -> jax.Array:
   """Whether no entry has become NaN or infinite.
 

@@ -202,8 +202,13 @@ def _scale_by_trust_ratio(
   weight_decay_mask: _base.LeafSelector | None,
   stacked_axes: _base.AxesByPattern | None,
   axis_name: str | tuple[str, ...] | None,
+  like_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """The transformation under the name by which the user called it."""
+  """The transformation under the name by which the user called it.
+
+  With `like_params` updates have the params' dtype, that of a momentum behind it, whatever the
+  gradients' is.
+  """
   _base.check_number("trust_coefficient", trust_coefficient, positive=True)
   _base.check_number("weight_decay", weight_decay, minimum=0.0)
   _base.check_number("eps", eps, minimum=0.0)
@@ -273,12 +278,13 @@ def _scale_by_trust_ratio(
       dtype = _tree.accumulator_dtype(g.dtype)
       if square is None:
         ratio = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype)
-        good = jnp.isfinite(g)
+        good = jnp.isfinite(g) & jnp.isfinite(w)
       else:
         w2, g2 = square
         ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
         if rate is not None:
-          ratio = jnp.where(ratio < rate, ratio / rate, 1.0)
+          # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+          ratio = jnp.where((w2 > 0) & (g2 > 0) & (ratio < rate), ratio / rate, 1.0)
         steps = jnp.isfinite(g2) & jnp.isfinite(w2)
         finite.append(jnp.ravel(steps))
         good = _tree.keep_dims(steps, leaf)
@@ -287,7 +293,7 @@ def _scale_by_trust_ratio(
         direction = jnp.clip(direction, -jnp.asarray(clip), clip)
       direction = _tree.keep_dims(ratio, leaf) * (direction + wd * w.astype(dtype))
       direction = jnp.where(good, direction, jnp.zeros_like(direction))
-      outputs.append(direction.astype(g.dtype))
+      outputs.append(direction.astype(w.dtype if like_params else g.dtype))
       ratios.append(jnp.ravel(ratio).astype(state.trust_ratio.dtype))
 
     if not outputs:
@@ -435,6 +441,7 @@ def lars(
     eps,
     clip=clip,
     clip_ratio=learning_rate if clip_ratio else None,
+    like_params=True,
     exclude=exclude,
     weight_decay_mask=weight_decay_mask,
     stacked_axes=stacked_axes,
@@ -442,7 +449,7 @@ def lars(
   )
   parts = [scaling, optax.scale_by_learning_rate(learning_rate)]
   if momentum is not None:
-    parts += [_to_params_dtype(), optax.trace(momentum, nesterov)]
+    parts.append(optax.trace(momentum, nesterov))
   chain = optax.chain(*parts)
 
   def update_fn(
@@ -456,10 +463,3 @@ def lars(
     return chain.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(chain.init, update_fn)
-
-
-def _to_params_dtype() -> optax.GradientTransformation:
-  """Casts updates to the params' dtype, that of the momentum, whatever the gradients' is."""
-  return optax.stateless(
-    lambda updates, params: jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
-  )

@@ -339,14 +339,10 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   return state._replace(
     snapshot=jax.tree.map(chosen, params, state.snapshot),
     full_gradient=jax.tree.map(chosen, full, state.full_gradient),
-    refresh_count=_plus(good, state.refresh_count),
+    refresh_count=_tree.increment_if(good, state.refresh_count),
     squared_deviations=jnp.where(good, 0, state.squared_deviations),
-    notfinite_count=_plus(~good, state.notfinite_count),
+    notfinite_count=_tree.increment_if(~good, state.notfinite_count),
   )
-
-
-def _plus(condition: jax.Array, count: jax.Array) -> jax.Array:
-  return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def _correct(
@@ -388,7 +384,7 @@ def _correct(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,
-    notfinite_count=_plus(left_out, state.notfinite_count),
+    notfinite_count=_tree.increment_if(left_out, state.notfinite_count),
   )
 
 

@@ -475,3 +475,26 @@ def test_ratios_are_found_by_the_type_of_the_state():
   tx = optax.chain(optax.trace(0.9), optax_boost.lars(0.1))
   ratios = optax_boost.trust_ratio_tree(tx.init(params), params)
   assert ratios["trust_ratio"].shape == ()
+
+
+def test_small_steps_of_float16_gradients_reach_float32_params():
+  params = {"kernel": jnp.full((2, 2), 1e-3)}
+  grads = {"kernel": jnp.full((2, 2), 1.0, jnp.float16)}
+  tx = optax_boost.lars(1.0, trust_coefficient=1e-5, eps=0.0)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -1e-8, rtol=1e-5)
+
+
+def test_a_bad_weight_in_a_leaf_of_ratio_one_does_not_enter_the_momentum():
+  params = {"bias": jnp.ones(2).at[0].set(jnp.nan)}
+  tx = optax_boost.lars(1.0, weight_decay=0.1)
+  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  np.testing.assert_allclose(updates["bias"], [0.0, -1.1], rtol=1e-6)
+  assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+def test_a_clipped_ratio_of_a_layer_without_weights_is_one():
+  params = {"kernel": jnp.zeros((2, 2))}
+  tx = optax_boost.lars(4.0, momentum=None, clip_ratio=True)
+  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -4.0, rtol=1e-6)

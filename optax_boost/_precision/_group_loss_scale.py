@@ -243,8 +243,8 @@ def group_loss_scale(
       group_loss_scale=next_group_loss_scale(
         state.group_loss_scale, finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=_conditional.increment_if(state.overflow_count, ~finite),
-      notfinite_count=_conditional.increment_if(state.notfinite_count, ~jnp.all(finite & landed)),
+      overflow_count=_tree.increment_if(~finite, state.overflow_count),
+      notfinite_count=_tree.increment_if(~jnp.all(finite & landed), state.notfinite_count),
       inner_state=inner_state,
     )
 

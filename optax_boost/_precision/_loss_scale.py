@@ -185,7 +185,7 @@ def dynamic_loss_scale(
     """The scale and its two counters after a step."""
     if growth_interval is None:
       return state.loss_scale, state.growth_count, state.hysteresis_count
-    overflows = _conditional.increment_if(state.hysteresis_count, ~finite)
+    overflows = _tree.increment_if(~finite, state.hysteresis_count)
     scale, count = next_loss_scale(
       state.loss_scale,
       state.growth_count,
@@ -233,7 +233,7 @@ def dynamic_loss_scale(
       loss_scale=scale,
       growth_count=growth_count,
       hysteresis_count=hysteresis_count,
-      notfinite_count=_conditional.increment_if(state.notfinite_count, ~(finite & landed)),
+      notfinite_count=_tree.increment_if(~(finite & landed), state.notfinite_count),
       inner_state=_conditional.select(landed, moved, state.inner_state),
     )
 

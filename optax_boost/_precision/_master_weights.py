@@ -172,8 +172,8 @@ def master_weights(
     return out, MasterWeightsState(
       master_params=kept,
       count=optax.safe_increment(state.count),
-      notfinite_count=_conditional.increment_if(
-        state.notfinite_count, skipped | ~_tree.all_finite(wanted)
+      notfinite_count=_tree.increment_if(
+        skipped | ~_tree.all_finite(wanted), state.notfinite_count
       ),
       key=state.key,
       inner_state=_conditional.select(skipped, state.inner_state, moved),

@@ -292,7 +292,7 @@ def sgperm(
     mismatch_count = state.mismatch_count
     if check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
-      mismatch_count = _plus(mismatch, mismatch_count)
+      mismatch_count = _tree.increment_if(mismatch, mismatch_count)
     recommended, bad = recommend(updates, state)
     given = _given_partitions(partitions, updates, layouts)
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
@@ -330,15 +330,11 @@ def sgperm(
       permutation=jax.tree.unflatten(structure, permuted),
       ranks=state.ranks,
       ranges=state.ranges,
-      notfinite_count=_plus(bad, state.notfinite_count),
+      notfinite_count=_tree.increment_if(bad, state.notfinite_count),
       mismatch_count=mismatch_count,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _plus(condition: jax.Array, count: jax.Array) -> jax.Array:
-  return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def _given_partitions(
