@@ -123,7 +123,7 @@ def test_errors_that_are_not_ours_are_complained_about():
   """The harness itself: what it must not take for a refusal."""
 
   def complaint(call: Any, error: type[Exception] = TypeError) -> str:
-    return refusals.complaint(call, kinds.Bad(None, error), "pattern")
+    return refusals.complaint(call, kinds.Bad(None, error), "patterns")
 
   assert complaint(lambda: None) == refusals.ACCEPTED
   assert "not in our words" in complaint(lambda: jnp.ones(2) + "pattern")
