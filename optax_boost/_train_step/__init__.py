@@ -6,6 +6,7 @@ from optax_boost._train_step._state import TrainState
 from optax_boost._train_step._state import settle
 from optax_boost._train_step._step import Metrics
 from optax_boost._train_step._step import TrainStep
+from optax_boost._train_step._step import check_extra_metrics
 from optax_boost._train_step._step import make_train_step
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
   "Metrics",
   "TrainState",
   "TrainStep",
+  "check_extra_metrics",
   "make_train_step",
   "settle",
   "with_model_state",

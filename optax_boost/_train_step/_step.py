@@ -215,6 +215,21 @@ def _check_call(state: Any, rng: Any) -> None:
     _base.check_key("rng", rng)
 
 
+def check_extra_metrics(extra_metrics: Any) -> None:
+  """Checks the argument `extra_metrics`, for the forms for Flax, too.
+
+  Raises:
+    TypeError: it is no sequence of strings.
+    ValueError: a name is unknown.
+  """
+  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
+    raise TypeError(
+      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
+    )
+  for name in extra_metrics:
+    _base.check_name("extra_metrics", name, EXTRA_METRICS)
+
+
 def make_train_step(
   loss_fn: Callable[..., Any],
   tx: optax.GradientTransformation,
@@ -296,12 +311,7 @@ def make_train_step(
   for name, flag in flags.items():
     _base.check_bool(name, flag)
   _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
-  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
-    raise TypeError(
-      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
-    )
-  for name in extra_metrics:
-    _base.check_name("extra_metrics", name, EXTRA_METRICS)
+  check_extra_metrics(extra_metrics)
 
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
   warn_of_stacked_layers = _warns_once()

@@ -453,6 +453,7 @@ def make_train_step(
   _base.check_bool("donate", donate)
   _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
   _base.check_bool("hold_frozen_statistics", hold_frozen_statistics)
+  _train_step.check_extra_metrics(extra_metrics)
   return TrainStep(
     loss_fn,
     has_aux,

@@ -48,6 +48,7 @@ def entries() -> dict[str, shared.Entry]:
     "donate": shared.FLAG,
     "freezing": shared.NAME,
     "hold_frozen_statistics": shared.FLAG,
+    "extra_metrics": shared.EXTRA_METRICS,
   }
   good_module = {"module": module, "args": (problem.X,)}
   star = ("module", "args")

@@ -41,6 +41,7 @@ def entries() -> dict[str, shared.Entry]:
     "donate": shared.FLAG,
     "freezing": shared.NAME,
     "hold_frozen_statistics": shared.FLAG,
+    "extra_metrics": shared.EXTRA_METRICS,
   }
   good_model = {"model": model, "args": (problem.X,)}
   free = {"args": shared.INPUTS, "kwargs": shared.INPUTS}

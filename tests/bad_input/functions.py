@@ -306,13 +306,7 @@ def entries() -> dict[str, shared.Entry]:
         "donate": shared.FLAG,
         "freezing": shared.NAME,
         "hold_frozen_statistics": shared.FLAG,
-        "extra_metrics": {
-          "text": Bad("grad_norm", TypeError),
-          "None": Bad(None, TypeError),
-          "number": Bad(3, TypeError),
-          "unknown": Bad(["norm"], ValueError),
-          "numbers": Bad([3], TypeError),
-        },
+        "extra_metrics": shared.EXTRA_METRICS,
       },
     ),
     "next_group_loss_scale": shared.Entry(
