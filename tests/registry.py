@@ -371,6 +371,15 @@ ROWS = (
     extra=_loss_nearby,
   ),
   Row(
+    "dim_reduce",
+    {"subspace": _three_waves, "inner": optax.sgd(0.1, momentum=0.5), "alpha": 0.05},
+    baseline=lambda: optax.sgd(0.1, momentum=0.5),
+    needs_params=True,
+    static=("subspace", "max_search"),
+    extra=_loss_nearby,
+    label="inner",
+  ),
+  Row(
     "adasum",
     {"axis_name": "replicas", "shard_axis_name": "x"},
     baseline=optax.identity,
