@@ -14,6 +14,7 @@ import pytest
 import optax_boost
 from optax_boost._train_step import _depths
 import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _binding
 from optax_boost.nnx import _train_step
 
 if not hasattr(nnx, "List"):
@@ -330,3 +331,15 @@ def test_the_host_counts_along_with_a_freezing_schedule(monkeypatch):
   depths = [int(step(model, optimizer, jnp.ones((2, 3)))["frozen_groups"]) for _ in range(6)]
   assert depths == [0, 0, 0, 1, 1, 1]
   assert len(reads) == 2
+
+
+def test_a_model_with_a_variable_that_the_state_lacks_is_not_bound():
+  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  held = jax.tree.leaves(
+    (nnx.state(model), nnx.state(optimizer)), is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )
+  arrays = [variable.get_raw_value() for variable in held]
+  assert _binding.bind(model, optimizer, None, arrays, print) is not None
+  model.overlooked = nnx.Variable(jnp.ones(3))
+  assert _binding.bind(model, optimizer, None, arrays, print) is None
