@@ -479,12 +479,7 @@ class _Weights(NamedTuple):
 
 
 def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
-  """Lays out the leaves of each dtype.
-
-  Args:
-    leaves: arrays or abstract values.
-    chunks: D, into how many chunks each vector is cut.
-  """
+  """Lays out the leaves of each dtype, each vector cut into D = `chunks` chunks."""
   by_dtype: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     by_dtype.setdefault(jnp.result_type(leaf), []).append(i)
@@ -506,15 +501,7 @@ def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
 def _blocks(
   starts: Sequence[int], ends: Sequence[int], origin: int, chunk: int, block: int
 ) -> list[tuple[int, int, int, int]]:
-  """The blocks of one chunk, as :class:`_Layout` lists them.
-
-  Args:
-    starts: where the leaves begin.
-    ends: where they end.
-    origin: where the chunk begins.
-    chunk: its length.
-    block: the length of a block, at most `chunk`.
-  """
+  """The blocks of the chunk that begins at `origin`, as :class:`_Layout` lists them."""
   found = []
   for leaf, (leaf_start, leaf_end) in enumerate(zip(starts, ends, strict=True)):
     low, high = max(leaf_start - origin, 0), min(leaf_end - origin, chunk)
@@ -565,12 +552,7 @@ def _largest(leaf: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 def _scale_steps(largest: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
-  """For each group the largest s with 2**(12 s) at most its largest entry, within bounds.
-
-  Args:
-    largest: ``(..., L)``, the largest magnitude in each leaf.
-    group_of_leaf: ``(L,)``, the number of each leaf's group.
-  """
+  """For each group the largest s with 2**(12 s) at most its largest entry, within bounds."""
   members = [np.flatnonzero(group_of_leaf == g) for g in range(int(group_of_leaf.max()) + 1)]
   if len(members) < len(group_of_leaf):
     largest = jnp.stack([jnp.max(largest[..., m], axis=-1) for m in members], axis=-1)
@@ -579,11 +561,9 @@ def _scale_steps(largest: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
 
 
 def _steps_of_bounds(means: jax.Array) -> jax.Array:
-  """Reads the steps again from bounds that were averaged over up to 2,000 devices.
-
-  A mean of powers of 2**12 lies less than a step below the largest of them, so the order in which
-  they were added up, and its rounding, changes nothing.
-  """
+  """Reads the steps again from bounds that were averaged over up to 2,000 devices."""
+  # A mean of powers of 2**12 lies less than a step below the largest of them, so the order in which
+  # they were added up, and its rounding, changes nothing.
   return jnp.floor(
     (jnp.log2(means.astype(jnp.float32)) + (_SCALE_STEP - 0.5)) / _SCALE_STEP
   ).astype(int)
@@ -743,15 +723,9 @@ def _combine(chunk: _Chunk, weights: _Weights) -> jax.Array:
 
 
 def _weigh(gram: jax.Array, steps: jax.Array, group_of_leaf: np.ndarray) -> _Weights:
-  """Runs the tree on Gram matrices alone.
+  """Runs the tree on Gram matrices ``(2, L, N, N)`` of gradients with scales ``(N, groups)``.
 
-  Args:
-    gram: ``(2, L, N, N)``, per leaf, in two words.
-    steps: ``(N, groups)``, the scales of the gradients.
-    group_of_leaf: ``(L,)``, the number of each leaf's group.
-
-  Returns:
-    The coefficients; NaN for groups whose Gram matrix is not finite.
+  Coefficients are NaN for groups whose Gram matrix is not finite.
   """
   groups = int(group_of_leaf.max()) + 1
   if groups < len(group_of_leaf):
@@ -798,16 +772,9 @@ def _weigh(gram: jax.Array, steps: jax.Array, group_of_leaf: np.ndarray) -> _Wei
 def _pair_factors(
   products: "_Words", zero: jax.Array, steps: jax.Array
 ) -> tuple["_Words", jax.Array]:
-  """The factors of a level's nodes in their pairs' sums, and the scales of these sums.
+  """The factors ``(L, K)`` of a level's nodes in their pairs' sums, and the pairs' scales.
 
-  Args:
-    products: ``(L, K, K)``, inner products of the nodes.
-    zero: ``(L, K)``, which of them count as zero.
-    steps: ``(L, K)``, their scales.
-
-  Returns:
-    Factors ``(L, K)``, m_A / m for both members of a pair of which one is zero, and the scales of
-    the pairs, ``(L, K / 2)``.
+  Of a pair with a `zero` member both factors are m_A / m.
   """
   dtype = products[0].dtype
   nodes = np.arange(zero.shape[1])
@@ -917,10 +884,7 @@ def _axes(argument: str, names: Any) -> tuple[str, ...]:
 
 
 def _check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
-  """Refuses gradients that ``shard_map`` knows to be alike on all replicas.
-
-  It sums the gradients with respect to params that do not vary along an axis by itself.
-  """
+  """Refuses gradients that ``shard_map`` has summed already: those of replicated params."""
   varying = frozenset[str]().union(*map(_varies_along, leaves))
   for name in axes:
     # Where `shard_map` does not keep book of it, nothing varies.

@@ -58,22 +58,9 @@ def check_number(
   below: float = math.inf,
   positive: bool = False,
 ) -> None:
-  """Checks a hyperparameter, if it is a concrete number.
+  """Checks a real hyperparameter: TypeError for another kind, ValueError out of range.
 
-  Traced values and JAX arrays pass: under ``optax.inject_hyperparams`` a hyperparameter is an
-  array whose value is not known when the transformation is built.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-    minimum: smallest value allowed.
-    maximum: largest value allowed.
-    below: the value must be smaller than this.
-    positive: whether zero is refused too.
-
-  Raises:
-    TypeError: `value` is neither a real number nor an array of them.
-    ValueError: `value` is a number out of range, or an array that is not a scalar.
+  Traced values and JAX arrays pass, as under ``optax.inject_hyperparams``; `below` is exclusive.
   """
   if is_array(value) or isinstance(value, np.ndarray):
     # Of an array of Python objects, JAX knows no dtype.
@@ -106,17 +93,7 @@ def check_number(
 
 
 def check_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-  """Checks an argument that is an array of real numbers, or one number.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument. Traced values pass if they have a fitting shape and dtype.
-    shape: the shape that it must have; None: any.
-
-  Raises:
-    TypeError: `value` is no array of real numbers.
-    ValueError: its shape is another.
-  """
+  """Checks an argument that is one number or an array of real numbers, of a shape if given."""
   dtype = None
   if is_array(value):
     dtype = jnp.result_type(value)
@@ -136,12 +113,7 @@ def check_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> 
 
 
 def check_bool_array(name: str, value: Any, shape: tuple[int, ...]) -> None:
-  """Checks an argument that is an array of bools of a shape.
-
-  Raises:
-    TypeError: it is no array of bools.
-    ValueError: its shape is another.
-  """
+  """Checks an argument that is an array of bools of a shape."""
   array = is_array(value) or isinstance(value, bool | np.bool_ | np.ndarray)
   if not (array and jnp.result_type(value) == jnp.bool_):
     raise TypeError(f"`{name}` must be an array of bools; got {shorten(value)}.")
@@ -159,19 +131,7 @@ def check_whole_number(
   maximum: int = LARGEST_COUNT,
   static: bool = False,
 ) -> None:
-  """Checks an argument that counts something.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument. Traced values and arrays pass, as in :func:`check_number`.
-    minimum: smallest value allowed.
-    maximum: largest value allowed; counters on the device are int32.
-    static: whether arrays are refused, because the count sets a shape.
-
-  Raises:
-    TypeError: `value` is no whole number.
-    ValueError: `value` is out of range, or an array that is not a scalar.
-  """
+  """Checks a count; arrays pass, unless it is `static`, as one that sets a shape."""
   array = is_array(value) and jnp.issubdtype(jnp.result_type(value), jnp.integer)
   if isinstance(value, bool) or not (array or isinstance(value, numbers.Integral)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
@@ -187,44 +147,20 @@ def check_whole_number(
 
 
 def check_bool(name: str, value: Any) -> None:
-  """Checks an argument that is True or False.
-
-  Raises:
-    TypeError: it is neither.
-  """
+  """Raises TypeError unless an argument is True or False."""
   if not isinstance(value, bool | np.bool_):
     raise TypeError(f"`{name}` must be True or False; got {shorten(value)}.")
 
 
 def check_callable(name: str, value: Any, form: str = "") -> None:
-  """Checks an argument that is a function.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-    form: how it is called, as ``"loss_fn(params, batch)"``, for the message.
-
-  Raises:
-    TypeError: it can't be called.
-  """
+  """Raises TypeError unless an argument is callable; `form` shows the call in the message."""
   if not callable(value):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
 
 def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
-  """Checks an argument that is a transformation, and lets it swallow extra arguments.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-
-  Returns:
-    The transformation, with support for extra arguments.
-
-  Raises:
-    TypeError: it is none.
-  """
+  """Checks an argument that is a transformation, and lets it swallow extra arguments."""
   if not isinstance(value, optax.GradientTransformation):
     raise TypeError(
       f"`{name}` must be an optax.GradientTransformation; got {shorten(value)}. Did you pass the"
@@ -234,15 +170,7 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
 
 
 def check_floating_dtype(name: str, value: Any) -> None:
-  """Checks an argument that names a floating dtype.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-
-  Raises:
-    TypeError: `value` is no dtype, or one of another kind.
-  """
+  """Raises TypeError unless an argument names a floating dtype."""
   try:
     # NumPy takes None for float64 and an array for its dtype.
     named = value is not None and not is_array(value) and not isinstance(value, np.ndarray)
@@ -256,34 +184,13 @@ def check_floating_dtype(name: str, value: Any) -> None:
 
 
 def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
-  """Checks a learning rate: a number >= 0, a scalar array, or a schedule.
-
-  Args:
-    learning_rate: the argument.
-    name: its name, for the message.
-
-  Raises:
-    TypeError: it is none of the three.
-    ValueError: it is a number below zero or not finite.
-  """
+  """Checks a learning rate: a number >= 0, a scalar array, or a schedule."""
   if not callable(learning_rate):
     check_number(name, learning_rate, minimum=0.0)
 
 
 def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
-  """Compiles a regular expression that a user gave.
-
-  Args:
-    argument: the argument's name, for the message.
-    pattern: the expression.
-
-  Returns:
-    The compiled expression.
-
-  Raises:
-    TypeError: it is no string.
-    ValueError: it does not compile.
-  """
+  """Compiles a user's regular expression: TypeError for no string, ValueError for a bad one."""
   if not isinstance(pattern, str):
     raise TypeError(
       f"`{argument}` must hold regular expressions, which are strings; got {shorten(pattern)}."
@@ -298,15 +205,7 @@ def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
 
 
 def check_axis_name(name: str, value: Any) -> None:
-  """Checks an argument that names one or several mesh axes, or is None.
-
-  Args:
-    name: the argument's name, for the message.
-    value: the argument.
-
-  Raises:
-    TypeError: it is neither.
-  """
+  """Raises TypeError unless an argument names one or several mesh axes, or is None."""
   names = value if isinstance(value, tuple) else (value,)
   if value is not None and not (names and all(isinstance(n, str) for n in names)):
     raise TypeError(
@@ -315,19 +214,7 @@ def check_axis_name(name: str, value: Any) -> None:
 
 
 def require_axis(name: str, value: str | tuple[str, ...], method: str) -> int:
-  """The size of one or several mesh axes that must be bound where ``update`` is called.
-
-  Args:
-    name: the argument that names them, for the message.
-    value: the names.
-    method: the method's name.
-
-  Returns:
-    The product of their sizes.
-
-  Raises:
-    ValueError: an axis is not bound.
-  """
+  """The size of mesh axes; ValueError unless they are bound where ``update`` is called."""
   try:
     return jax.lax.axis_size(value)
   except NameError as error:
@@ -339,15 +226,7 @@ def require_axis(name: str, value: str | tuple[str, ...], method: str) -> int:
 
 
 def require_params(params: Any, method: str) -> None:
-  """Refuses a call of ``update`` without params.
-
-  Args:
-    params: the argument `params`.
-    method: the method's name, for the message.
-
-  Raises:
-    ValueError: `params` is None.
-  """
+  """Raises ValueError where ``update`` is called without params."""
   if params is None:
     raise ValueError(
       f"`{method}` needs the current params; got params=None. Call"
@@ -356,16 +235,7 @@ def require_params(params: Any, method: str) -> None:
 
 
 def require_state(state: Any, state_type: type, method: str) -> None:
-  """Refuses the state of another transformation.
-
-  Args:
-    state: the argument `state`.
-    state_type: the type that the method's ``init`` returns.
-    method: the method's name, for the message.
-
-  Raises:
-    TypeError: `state` is of another type.
-  """
+  """Raises TypeError for the state of another transformation."""
   if not isinstance(state, state_type):
     raise TypeError(
       f"`{method}` needs the state that its own `init` made, a {state_type.__name__}; got a"
@@ -375,17 +245,7 @@ def require_state(state: Any, state_type: type, method: str) -> None:
 
 
 def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
-  """Refuses a call of ``update`` without an extra argument that the method needs.
-
-  Args:
-    value: the extra argument.
-    name: its name.
-    method: the method's name.
-    purpose: what the argument is, in a few words.
-
-  Raises:
-    ValueError: `value` is None.
-  """
+  """Raises ValueError where ``update`` lacks an extra argument; `purpose` describes it."""
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
@@ -395,18 +255,7 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
 
 
 def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
-  """Makes `value_fn` refuse to return anything but a real scalar.
-
-  Args:
-    value_fn: the extra argument `value_fn`.
-    method: the method's name, for the message.
-
-  Returns:
-    A function with the same arguments that returns a scalar array.
-
-  Raises:
-    TypeError: `value_fn` can't be called; when called: it returns something else.
-  """
+  """Makes `value_fn` raise TypeError where it returns anything but a real scalar."""
   check_callable("value_fn", value_fn, "value_fn(params)")
 
   def checked(*args: Any, **kwargs: Any) -> jax.Array:
@@ -423,20 +272,7 @@ def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., 
 
 
 def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
-  """Shows a progress bar around an iterable, if wanted and if ``tqdm`` is there.
-
-  Args:
-    items: the iterable.
-    progress: whether to show one.
-    desc: the bar's label.
-    unit: the noun for one item.
-
-  Returns:
-    `items`, or the bar around it.
-
-  Raises:
-    TypeError: `progress` is neither True nor False.
-  """
+  """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
   check_bool("progress", progress)
   if not progress or importlib.util.find_spec("tqdm") is None:
     return items
@@ -446,19 +282,7 @@ def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) ->
 
 
 def as_key(name: str, key: Any) -> jax.Array:
-  """Makes a typed key of a key or a seed.
-
-  Args:
-    name: the argument's name, for the message.
-    key: the argument.
-
-  Returns:
-    A key as ``jax.random.key`` makes it.
-
-  Raises:
-    TypeError: it is neither a typed key nor an integer.
-    ValueError: it is an array of keys, or an integer that int64 does not hold.
-  """
+  """Makes a typed key of a key or an integer seed."""
   if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
@@ -476,10 +300,9 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 
 def check_key(name: str, key: Any) -> None:
-  """Checks an argument that is one key, as ``jax.random.key`` or ``jax.random.PRNGKey`` makes it.
+  """Raises TypeError unless an argument is one key.
 
-  Raises:
-    TypeError: it is none. Seeds are refused: a step would turn them into keys again and again.
+  Seeds are refused: a step would turn them into keys again and again.
   """
   one, got = False, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -491,17 +314,7 @@ def check_key(name: str, key: Any) -> None:
 
 
 def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
-  """Checks an argument that is one of several names.
-
-  Args:
-    argument: the argument's name, for the message.
-    value: the argument.
-    allowed: the names.
-
-  Raises:
-    TypeError: it is no string.
-    ValueError: it is none of them.
-  """
+  """Checks an argument that is one of several names."""
   error = ValueError if isinstance(value, str) else TypeError
   if error is TypeError or value not in allowed:
     raise error(

@@ -46,21 +46,7 @@ def _name(leaf: _tree.Leaf) -> str:
 
 
 def subtract_mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """`x` minus its mean over `axes`, the mean taken in at least float32.
-
-  Args:
-    x: an array of any floating dtype.
-    axes: the axes of the mean.
-
-  Returns:
-    An array of the shape and dtype of `x`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_boost._centralization import subtract_mean
-    >>> subtract_mean(jnp.array([[1.0, 10.0], [3.0, 30.0]]), (0,)).tolist()
-    [[-1.0, -10.0], [1.0, 10.0]]
-  """
+  """`x` minus its mean over `axes`, the mean taken in at least float32."""
   wide = x.astype(_tree.accumulator_dtype(x.dtype))
   return (wide - jnp.mean(wide, axes, keepdims=True)).astype(x.dtype)
 

@@ -18,16 +18,7 @@ def update_if(
   update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
   state: optax.OptState,
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Makes a step under a condition; otherwise updates are zero and the state stays as it was.
-
-  Args:
-    condition: scalar bool.
-    update: from a state to updates and the next state.
-    state: the state.
-
-  Returns:
-    The updates in the dtypes that `update` gives them, and the state in its own.
-  """
+  """Makes a step under a condition; otherwise updates are zero and the state stays as it was."""
   shapes, _ = jax.eval_shape(update, state)
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -41,10 +32,9 @@ def update_if(
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-  """Gives each array the dtype that its counterpart has.
+  """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
 
-  A state's dtype may drift in the first step: momentum of float16 params is float32 once a float32
-  gradient is added to it. Conditionals, scans and compiled steps need it to stay.
+  Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
   """
   return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
 
@@ -77,15 +67,7 @@ def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
 
 
 def no_entry_lost(new: Any, old: Any) -> jax.Array:
-  """Whether no entry has become NaN or infinite.
-
-  Args:
-    new: a tree of arrays.
-    old: the same tree before; its infinities may mean something.
-
-  Returns:
-    A scalar bool.
-  """
+  """Whether no finite entry has become NaN or infinite; infinities in `old` may be meant."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
   kept = [
     jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))

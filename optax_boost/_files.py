@@ -22,19 +22,7 @@ except ImportError:
 
 
 def check_path(argument: str, path: Any) -> str:
-  """Checks an argument that names a file or a folder.
-
-  Args:
-    argument: the argument's name, for the message.
-    path: the argument.
-
-  Returns:
-    The path as a string.
-
-  Raises:
-    TypeError: it is neither a string nor an ``os.PathLike`` of one.
-    ValueError: it is empty or holds a null character.
-  """
+  """Checks an argument that names a file or a folder, and makes it a string."""
   text = os.fspath(path) if isinstance(path, os.PathLike) else path
   if not isinstance(text, str):
     got = _base.shorten(path)
@@ -45,20 +33,7 @@ def check_path(argument: str, path: Any) -> str:
 
 
 def read_json(argument: str, path: Any) -> Any:
-  """Reads a JSON file with the checks of :func:`parse_json`.
-
-  Args:
-    argument: the argument that names the file, for the message.
-    path: the file.
-
-  Returns:
-    What the file holds.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    TypeError: `path` is no path.
-    ValueError: it is a directory, or the file is not JSON in UTF-8; the message names it.
-  """
+  """Reads a JSON file with the checks of :func:`parse_json`; ValueError names the file."""
   name = check_path(argument, path)
   if os.path.isdir(name):
     raise ValueError(f"`{argument}` must be a JSON file; got the directory '{name}'.")
@@ -71,19 +46,7 @@ def read_json(argument: str, path: Any) -> Any:
 
 
 def parse_json(text: str, source: str) -> Any:
-  """Reads JSON without what Python adds to it: NaN, infinities and keys that occur twice.
-
-  Args:
-    text: the JSON.
-    source: the file, for messages.
-
-  Returns:
-    What the text holds.
-
-  Raises:
-    ValueError: it is not JSON, is nested too deeply, or has a number of too many digits; the
-      message names `source`, and the line and column where they are known.
-  """
+  """Reads JSON without NaN, infinities or repeated keys; ValueError names `source`."""
 
   def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
@@ -121,18 +84,11 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
-  """Writes a file under a temporary name beside it, then renames it.
+  """Writes a file under a temporary name beside it, then renames it; the last writer wins.
 
-  Threads and processes may write the same file: the last rename counts. The target of a symbolic
-  link is replaced, not the link. A temporary file is locked while it is written, so one without a
-  lock belongs to a killed process, and the next call with this path removes it.
-
-  Args:
-    path: the file; one that exists is replaced and keeps its permissions.
-    write: writes the contents to a binary file.
-
-  Raises:
-    OSError: the file can't be written; the error names `path`, and the old file is unchanged.
+  The target of a symbolic link is replaced, not the link; permissions stay. Temporary files are
+  locked while they are written: one without a lock is of a killed process, and is removed here.
+  An OSError names `path` and leaves the old file unchanged.
   """
   name = check_path("path", path)
   try:

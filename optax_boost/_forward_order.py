@@ -45,21 +45,10 @@ def forward_uses(
   *args: Any,
   data: Sequence[bool | None],
 ) -> list[int]:
-  """The params' leaves in the order in which the loss brings them together with data.
+  """The params' leaves, with repetitions, in the order in which the loss brings them to data.
 
-  Constants that the loss closes over (the base of an adapter, a mask) are no data, nor are scalar
-  arguments, unless the loss has no other data: that is where all leaves meet it in one place or
-  nowhere.
-
-  Args:
-    loss_fn: ``loss_fn(params, *args)``.
-    params: the params.
-    *args: further arguments.
-    data: for each leaf of `args` whether it is data; None: treated as a closed-over constant.
-
-  Returns:
-    Numbers of leaves, in the order of ``jax.tree.leaves``; a leaf that is used several times
-    occurs several times, one that is never used does not.
+  A `data` flag of None makes its argument a constant. Constants and scalar arguments count as data
+  only where all leaves would otherwise meet data in one place or nowhere.
   """
   closed = jax.make_jaxpr(loss_fn)(params, *args)
   count = len(jax.tree.leaves(params))
@@ -108,10 +97,7 @@ def _count_places(uses: _Uses) -> int:
 
 
 def _inner(jaxpr: Any, arguments: Sequence[_Value], uses: _Uses, constant: _Value) -> list[_Value]:
-  """Follows the equations, notes the uses, and says what the outputs are made from.
-
-  Closed-over arrays of several entries are taken for `constant`.
-  """
+  """Follows the equations and notes the uses; `constant` stands for closed-over arrays."""
 
   def closed_over(value: Any) -> _Value:
     return constant if np.size(value) > 1 else _NEUTRAL

@@ -122,15 +122,7 @@ def layer_groups(
 
 
 def select_data(args: Any, data: _base.LeafSelector) -> list[bool]:
-  """Says of each leaf of a loss's arguments whether it is data.
-
-  Args:
-    args: the arguments.
-    data: as in :func:`layer_groups`.
-
-  Returns:
-    A bool per leaf.
-  """
+  """Whether each leaf of a loss's arguments is data; `data` as in :func:`layer_groups`."""
   if data is None:
     return [True] * len(jax.tree.leaves(args))
   return _tree.select(args, data, "data")
@@ -146,20 +138,7 @@ def group_by_use(
   overrides: Mapping[str, int] | None,
   is_data: Sequence[bool],
 ) -> LayerGroups:
-  """What :func:`layer_groups` does, for a model that holds more than params.
-
-  Args:
-    loss_fn: ``loss_fn(params, model_state, *args)``.
-    params: the params.
-    model_state: what else the model holds, taken for constants.
-    args: the other arguments.
-    num_groups: as in :func:`layer_groups`.
-    overrides: as in :func:`layer_groups`.
-    is_data: for each leaf of `args`, whether it is data.
-
-  Returns:
-    A :class:`LayerGroups`.
-  """
+  """:func:`layer_groups` for ``loss_fn(params, model_state, *args)``; the state is a constant."""
   _base.check_whole_number("num_groups", num_groups, static=True)
   num_groups = int(num_groups)
   for name, tree in (("params", params), ("model state", model_state), ("args", args)):
@@ -260,19 +239,7 @@ def _overridden(
 
 
 def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
-  """The group of each leaf.
-
-  Args:
-    tree: params or gradients, or a part of them.
-    groups: a plan or patterns.
-    method: the method's name, for messages.
-
-  Returns:
-    A number per leaf, in the order of ``jax.tree.leaves``.
-
-  Raises:
-    ValueError: a leaf is not in the plan.
-  """
+  """The group of each leaf; ValueError for a leaf that a plan lacks."""
   paths = _tree.leaf_paths(tree)
   if isinstance(groups, LayerGroups):
     number = {path: g for g, group in enumerate(groups.groups) for path in group}
@@ -289,17 +256,7 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
 
 
 def count_groups(groups: Any) -> int:
-  """How many groups a plan or a sequence of patterns makes.
-
-  Args:
-    groups: what came as `groups`.
-
-  Returns:
-    Their number.
-
-  Raises:
-    TypeError: it is neither.
-  """
+  """The number of groups in a plan or a sequence of patterns; TypeError for anything else."""
   if isinstance(groups, LayerGroups):
     return len(groups.groups)
   strings = isinstance(groups, list | tuple) and all(isinstance(g, str) for g in groups)
@@ -327,24 +284,9 @@ def select_state(
   before: optax.OptState,
   after: optax.OptState,
 ) -> optax.OptState:
-  """Takes what an optimizer keeps of some leaves from its state before the step.
+  """Selects, leaf by leaf, between an optimizer's state before and after a step.
 
-  What it keeps of no leaf in particular (step counts, norms) is that of after the step. A leaf's
-  entries are recognized with ``optax.tree.map_params``.
-
-  Args:
-    method: the method's name, for the message.
-    inner: the optimizer.
-    select: ``select(group, before, after)``, either value.
-    numbers: a tree of the params' structure, the group of each leaf.
-    before: the state before the step.
-    after: the state after it.
-
-  Returns:
-    The state to keep.
-
-  Raises:
-    TypeError: ``optax.tree.map_params`` can't map over the state.
+  ``select(group, before, after)`` decides; values of no leaf (step counts, norms) are those after.
   """
 
   def masked(value: Any) -> bool:

@@ -35,15 +35,7 @@ _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 
 def bias_or_norm(leaves: list[_tree.Leaf]) -> list[bool]:
-  """LARS's rule for ``"auto"``: which leaves are a bias or belong to a normalization.
-
-  Args:
-    leaves: the leaves.
-
-  Returns:
-    True where the last key is one of Flax's or the references' names for them, or where a layer
-    has at most one axis.
-  """
+  """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
   return [bool(_BIAS_OR_NORM.search(x.path)) or len(x.layer_shape) <= 1 for x in leaves]
 
 

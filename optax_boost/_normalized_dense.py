@@ -35,12 +35,7 @@ def check_settings(
   initializers: dict[str, Any],
   eps: Any,
 ) -> None:
-  """Checks the settings of the layer, in NNX and Linen alike.
-
-  Raises:
-    TypeError: one of them is of the wrong kind.
-    ValueError: a size is below 1, or `eps` not positive.
-  """
+  """Checks the settings of the layer, for NNX and Linen."""
   for name, size in sizes.items():
     _base.check_whole_number(name, size, static=True)
   _base.check_bool("use_bias", use_bias)
@@ -53,12 +48,7 @@ def check_settings(
 
 
 def check_inputs(x: Any, features: int | None = None) -> None:
-  """Checks the inputs of the layer: an array whose last axis has `features` entries, if given.
-
-  Raises:
-    TypeError: `x` is no array.
-    ValueError: it has another shape.
-  """
+  """Checks that the inputs are an array whose last axis has `features` entries, if given."""
   if not (hasattr(x, "shape") and hasattr(x, "dtype")):
     raise TypeError(f"`NormalizedDense` needs an array; got {_base.shorten(x)}.")
   if len(x.shape) == 0 or x.shape[-1] != (features or x.shape[-1]):
@@ -69,22 +59,7 @@ def check_inputs(x: Any, features: int | None = None) -> None:
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:
-  """Scales vectors to length one, those shorter than sqrt(eps) by 1 / sqrt(eps).
-
-  Args:
-    x: an array of any floating dtype; norms are taken in at least float32.
-    axis: the axis along which the vectors run.
-    eps: smallest squared norm to divide by.
-
-  Returns:
-    An array of the shape and dtype of `x`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_boost._normalized_dense import l2_normalize
-    >>> l2_normalize(jnp.array([[3.0, 4.0], [0.0, 0.0]]), axis=1).round(3).tolist()
-    [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
-  """
+  """Scales vectors to length one, those shorter than sqrt(eps) by 1 / sqrt(eps)."""
   wide = x.astype(_tree.accumulator_dtype(x.dtype))
   square = jnp.sum(wide * wide, axis, keepdims=True)
   return (wide * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
@@ -98,25 +73,7 @@ def normalized_dense(
   *,
   eps: float = EPS,
 ) -> jax.Array:
-  """The fully normalized dense layer, ``multiplier * (N(x) @ N(kernel) + bias)``.
-
-  Args:
-    x: inputs, (..., n).
-    kernel: (n, m); each output's column is normalized.
-    multiplier: a scalar or of shape (1,); it scales the bias too.
-    bias: (m,), or None.
-    eps: smallest squared norm to divide by.
-
-  Returns:
-    Outputs, (..., m), in the dtype of `x` and `kernel`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_boost._normalized_dense import normalized_dense
-    >>> x = jnp.array([[180.0, 0.0], [0.0, 5.0]])
-    >>> normalized_dense(x, jnp.eye(2) * 7, jnp.array([10.0])).round(3).tolist()
-    [[10.0, 0.0], [0.0, 10.0]]
-  """
+  """The layer of the module's docstring; `eps` bounds squared norms from below."""
   y = l2_normalize(x, -1, eps) @ l2_normalize(kernel, 0, eps)
   if bias is not None:
     y = y + bias

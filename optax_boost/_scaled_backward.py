@@ -33,16 +33,7 @@ _Group: TypeAlias = int | None
 
 @jax.custom_vjp
 def group_boundary(x: jax.Array, ratio: jax.Array) -> jax.Array:
-  """The identity, whose derivative multiplies by a number.
-
-  Args:
-    x: an array, any floating dtype.
-    ratio: scalar float32, what the cotangent is multiplied by, in at least float32. It gets no
-      derivative itself.
-
-  Returns:
-    `x`.
-  """
+  """The identity, whose derivative multiplies the cotangent by `ratio`, in at least float32."""
   del ratio
   return x
 
@@ -117,17 +108,7 @@ def scaled_objective(
   numbers: Sequence[int],
   scales: jax.Array,
 ) -> tuple[jax.Array, Any]:
-  """Evaluates an objective so that its derivative is scaled by group.
-
-  Args:
-    objective: from params to the value and the rest.
-    params: the params.
-    numbers: the group of each leaf.
-    scales: array [groups], float32.
-
-  Returns:
-    The value in float32, times the scale of its group, and the rest as it is.
-  """
+  """Evaluates ``objective(params) -> (value, aux)`` so that its derivative is scaled by group."""
   closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
   arguments = zip(jax.tree.leaves(params), numbers, strict=True)
   constants: list[tuple[Any, _Group]] = [(value, None) for value in closed.consts]

@@ -60,16 +60,9 @@ class Leaf(NamedTuple):
 
 
 def path_string(key_path: Sequence[Any]) -> str:
-  """Joins a JAX key path with ``/``.
+  """Joins a JAX key path with ``/``; ``""`` for a tree that is a single leaf.
 
-  A trailing ``.value`` is dropped: it is the inside of a Flax NNX variable, and a rule for
-  ``conv/kernel`` must not depend on whether the tree holds variables or arrays.
-
-  Args:
-    key_path: a key path of ``jax.tree_util``.
-
-  Returns:
-    The path, ``""`` for a tree that is a single leaf.
+  A trailing ``.value``, the inside of an NNX variable, is dropped: patterns need not know of it.
   """
   keys = list(key_path)
   last = keys[-1] if keys else None
@@ -84,30 +77,12 @@ def leaf_name(path: str) -> str:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-  """The path of every leaf, in the order of ``jax.tree.leaves``.
-
-  Args:
-    tree: any tree; ``None`` and ``optax.MaskedNode`` are no leaves.
-
-  Returns:
-    The paths.
-  """
+  """The path of every leaf, in the order of ``jax.tree.leaves``."""
   return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
-  """Describes every leaf, in the order of ``jax.tree.leaves``.
-
-  Args:
-    tree: a tree of arrays or abstract values.
-    stacked_axes: by pattern, the axes along which the leaves of several layers are stacked.
-
-  Returns:
-    One :class:`Leaf` each.
-
-  Raises:
-    ValueError: a leaf lacks an axis that a pattern names.
-  """
+  """Describes every leaf, in the order of ``jax.tree.leaves``."""
   paths = leaf_paths(tree)
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
   axes = axes_by_pattern(paths, shapes, stacked_axes, "stacked_axes")
@@ -115,15 +90,7 @@ def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list
 
 
 def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
-  """The axes of a leaf over which one output's incoming weights run.
-
-  Args:
-    leaf: the leaf.
-    layout: ``"flax"`` (output axis last) or ``"torch"`` (output axis first).
-
-  Returns:
-    The axes; stacked axes are not among them.
-  """
+  """The axes of one output's incoming weights, in the ``"flax"`` or ``"torch"`` layout."""
   axes = leaf.layer_axes
   if layout == "torch":
     return axes[1:]
@@ -138,20 +105,7 @@ def axes_by_pattern(
   patterns: _base.AxesByPattern | None,
   argument: str,
 ) -> list[tuple[int, ...] | None]:
-  """Looks up the axes of each leaf.
-
-  Args:
-    paths: the leaves' paths.
-    shapes: the leaves' shapes.
-    patterns: axes by regular expression, searched in the path; the first that matches counts.
-    argument: the argument's name, for messages.
-
-  Returns:
-    For each leaf its axes, not negative and ascending, or None where no pattern matches.
-
-  Raises:
-    ValueError: a leaf lacks an axis that a pattern names.
-  """
+  """Each leaf's axes by the first pattern that matches, ascending, or None."""
   if patterns is None:
     return [None] * len(paths)
   check_axes_by_pattern(argument, patterns)
@@ -173,12 +127,7 @@ def axes_by_pattern(
 
 
 def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
-  """Checks an argument that maps regular expressions to axes, or is None.
-
-  Raises:
-    TypeError: it is no such mapping.
-    ValueError: a regular expression does not compile.
-  """
+  """Checks an argument that maps regular expressions to axes, or is None."""
   if patterns is None:
     return
   if not isinstance(patterns, Mapping):
@@ -199,20 +148,7 @@ def _as_axes(axes: Any) -> tuple[Any, ...]:
 
 
 def first_match(argument: str, patterns: Sequence[str], paths: Sequence[str]) -> list[int | None]:
-  """For each path, the number of the first pattern that is found in it.
-
-  Args:
-    argument: the argument's name, for messages.
-    patterns: regular expressions. One that is found in no path at all is warned of.
-    paths: paths of leaves.
-
-  Returns:
-    A number per path, None where no pattern is found.
-
-  Raises:
-    TypeError: a pattern is no string.
-    ValueError: a pattern does not compile.
-  """
+  """For each path, the index of the first pattern found in it; warns of idle patterns."""
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   idle = [p.pattern for p in compiled if not any(p.search(path) for path in paths)]
   if idle and paths:
@@ -227,22 +163,9 @@ def select(
   auto: Callable[[list[Leaf]], list[bool]] | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
 ) -> list[bool]:
-  """Says of each leaf whether a selector selects it.
+  """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``.
 
-  Args:
-    tree: the params or the gradients.
-    selector: regular expressions (searched in the leaves' paths), a tree of bools or a prefix of
-      one, a callable from `tree` to such a tree, ``"auto"``, or None.
-    argument: the argument's name, for messages.
-    auto: the method's own rule, meant by ``"auto"``.
-    stacked_axes: passed on to the rule.
-
-  Returns:
-    A bool per leaf, in the order of ``jax.tree.leaves``.
-
-  Raises:
-    TypeError: `selector` is none of these.
-    ValueError: the tree of bools does not fit `tree`.
+  The selector ``"auto"`` stands for the method's own rule `auto`.
   """
   paths = leaf_paths(tree)
   if selector is None:
@@ -282,12 +205,7 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
 
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
-  """Checks an argument that selects leaves, as far as that is possible without the tree.
-
-  Raises:
-    TypeError: it is a number, or a sequence of anything but regular expressions.
-    ValueError: a regular expression does not compile.
-  """
+  """Checks an argument that selects leaves, as far as that is possible without the tree."""
   if selector is None or selector == "auto" or callable(selector):
     return
   if isinstance(selector, str):
@@ -300,10 +218,7 @@ def check_selector(argument: str, selector: _base.LeafSelector) -> None:
 
 
 def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
-  """Makes a function of a tree's paths and shapes run once for each; it warns only then.
-
-  ``init`` and every trace of ``update`` need the same plan.
-  """
+  """Makes a function of a tree's paths and shapes run, and warn, once for each tree."""
   plans: dict[Any, _Plan] = {}
 
   def cached(tree: Any) -> _Plan:
@@ -364,27 +279,13 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
 
 
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
-  """Issues a :class:`NoEffectWarning` that shows what there was to match.
-
-  Args:
-    message: what had no effect.
-    paths: the paths that the tree has.
-  """
+  """Issues a :class:`NoEffectWarning` that lists the leaves."""
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
 
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:
-  """Refuses gradients that do not fit the params.
-
-  Args:
-    updates: the gradients.
-    params: the params.
-    method: the method's name, for the message.
-
-  Raises:
-    ValueError: structure or shapes differ.
-  """
+  """Raises ValueError for gradients whose structure or shapes differ from the params'."""
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:
@@ -402,28 +303,12 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
 
 
 def check_floating(tree: Any, method: str) -> None:
-  """Refuses leaves that are not real floating-point numbers.
-
-  Args:
-    tree: params or gradients.
-    method: the method's name, for the message.
-
-  Raises:
-    TypeError: a leaf is of another kind.
-  """
+  """Raises TypeError for leaves that are not real floating-point arrays."""
   _check_dtype(tree, method, jnp.floating, "real floating-point")
 
 
 def check_inexact(tree: Any, method: str) -> None:
-  """Refuses leaves that are neither real nor complex floating-point numbers.
-
-  Args:
-    tree: params or gradients.
-    method: the method's name, for the message.
-
-  Raises:
-    TypeError: a leaf is of another kind.
-  """
+  """Raises TypeError for leaves that are neither real nor complex floating-point arrays."""
   _check_dtype(tree, method, jnp.inexact, "floating-point")
 
 
@@ -443,15 +328,7 @@ def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
 
 
 def check_traceable(name: str, tree: Any) -> None:
-  """Refuses leaves that can't be traced.
-
-  Args:
-    name: the argument's name, for the message.
-    tree: the argument.
-
-  Raises:
-    TypeError: a leaf is neither an array, abstract or not, nor a number.
-  """
+  """Raises TypeError for leaves that are neither arrays, abstract or not, nor numbers."""
   for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     try:
       jax.eval_shape(lambda value: value, leaf)
@@ -468,44 +345,17 @@ def is_masked(value: Any) -> bool:
 
 
 def mask_like(tree: Any, masked: Any) -> Any:
-  """Hides from a tree the leaves that are hidden in another.
-
-  optax masks params, state and `updates`, but hands extra arguments on as they are.
-
-  Args:
-    tree: a tree, `masked` as it was before it was masked; or one masked already.
-    masked: a tree in which ``optax.MaskedNode`` stands for some leaves or subtrees.
-
-  Returns:
-    `tree`, with ``optax.MaskedNode`` where `masked` has it.
-  """
+  """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
   return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
 
 
 def fill_masked(tree: Any, full: Any) -> Any:
-  """Puts the leaves of another tree where ``optax.MaskedNode`` hides them.
-
-  Args:
-    tree: a tree, some of whose leaves or subtrees may be hidden.
-    full: a tree with all leaves.
-
-  Returns:
-    `tree` with the hidden leaves of `full`.
-  """
+  """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
   return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
 
 
 def as_value_fn(function: Callable[[Any], Any]) -> Callable[..., Any]:
-  """Makes of a function of params a `value_fn` that optax's line searches can call.
-
-  They refuse extra arguments that are neither their own nor named by `value_fn`.
-
-  Args:
-    function: from params to the loss.
-
-  Returns:
-    The same function, which swallows the other closures that the train step hands out.
-  """
+  """Makes a `value_fn` that swallows the train step's closures, which line searches pass on."""
 
   def value_fn(
     params: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
@@ -519,17 +369,7 @@ def as_value_fn(function: Callable[[Any], Any]) -> Callable[..., Any]:
 def map_gradients(
   function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-  """Applies a function to all gradients that reach ``update``, as `updates` and as extra arguments.
-
-  Args:
-    function: from a tree of gradients, masked as `updates` are, to another.
-    updates: the gradients.
-    extra_args: the extra arguments, of which `grad` is a tree of gradients and `grad_fn` a function
-      that returns one.
-
-  Returns:
-    The new `updates` and extra arguments.
-  """
+  """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
   extra = dict(extra_args)
   if extra.get("grad") is not None:
     extra["grad"] = function(mask_like(extra["grad"], updates))
@@ -544,13 +384,7 @@ def map_gradients(
 def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 
-  Args:
-    tree: params. Leaves may be ``jax.ShapeDtypeStruct``, as optax's ``init`` allows. Their copies
-      are, too: zeros in place of values would train from zero without an error.
-    dtype_of: from a leaf's dtype to its copy's, such as :func:`accumulator_dtype`.
-
-  Returns:
-    The copies, sharded like the leaves.
+  Abstract leaves stay abstract: zeros in their place would train from zero without an error.
   """
 
   def copy(leaf: Any) -> Any:
@@ -564,53 +398,23 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-  """The dtype for reductions over values of `dtype`: at least float32.
-
-  Args:
-    dtype: a floating dtype.
-
-  Returns:
-    float32, or float64 for float64.
-  """
+  """The dtype for reductions over values of `dtype`: at least float32."""
   return jnp.promote_types(dtype, jnp.float32)
 
 
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-  """Sum of squares over `axes` (None: all), squared and summed in at least float32.
-
-  Args:
-    x: an array of any floating dtype.
-    axes: the axes to sum over.
-
-  Returns:
-    The sums, in :func:`accumulator_dtype`.
-  """
+  """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
   wide = x.astype(accumulator_dtype(x.dtype))
   return jnp.sum(wide * wide, axis=axes)
 
 
 def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
-  """Gives per-layer values of a leaf the leaf's rank, so that they broadcast against it.
-
-  Args:
-    x: an array of the sizes of ``leaf.stacked``.
-    leaf: the leaf.
-
-  Returns:
-    `x` with axes of length 1 inserted at ``leaf.layer_axes``.
-  """
+  """Gives per-layer values of a leaf the leaf's rank, so that they broadcast against it."""
   return jnp.expand_dims(x, leaf.layer_axes)
 
 
 def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite.
-
-  Args:
-    tree: a tree of floating-point arrays.
-
-  Returns:
-    A scalar bool.
-  """
+  """Whether every entry of every leaf is finite; a scalar bool."""
   leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   if not leaves:
     return jnp.asarray(True)

@@ -227,7 +227,7 @@ def test_grouped_kernels_are_centralized_over_their_own_group_unless_named():
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
-    ({"layout": 3}, ValueError, "`layout` must be one of 'flax', 'torch'; got 3"),
+    ({"layout": 3}, TypeError, "`layout` must be one of 'flax', 'torch'; got 3"),
     ({"exclude": "("}, ValueError, r"`exclude` has '\(', which is no regular expression"),
     ({"exclude": 3}, TypeError, "`exclude` must be regular expressions"),
     ({"stacked_axes": 0}, TypeError, "`stacked_axes` must map regular expressions to axes"),

@@ -60,11 +60,7 @@ class FreezeSchedule:
 
 
 def scalar_depth(depth: Any) -> jax.Array:
-  """Refuses what a schedule returns if it is no number of groups.
-
-  Raises:
-    TypeError: it is no scalar integer.
-  """
+  """Raises TypeError unless a schedule returned a scalar integer."""
   if isinstance(depth, numbers.Integral) and not isinstance(depth, bool):
     depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
   whole = _base.is_array(depth) or isinstance(depth, np.ndarray | np.integer)
@@ -77,11 +73,7 @@ def scalar_depth(depth: Any) -> jax.Array:
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
-  """Refuses what a schedule returns if it is no learning rate scale per group.
-
-  Raises:
-    TypeError: it is no array of `num_groups` real numbers.
-  """
+  """Raises TypeError unless a schedule returned a learning rate scale for each group."""
   array = _base.is_array(scale) or isinstance(scale, np.ndarray)
   if not array or jnp.shape(scale) != (num_groups,) or not jnp.isrealobj(scale):
     raise TypeError(
@@ -231,19 +223,10 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
 
 
 def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> jax.Array:
-  r"""Whether the interval schedule freezes in a step.
-
-  MindSpore freezes in step n if it froze in fewer than f n of the n steps before. By induction
-  that is whether :math:`\lceil f n \rceil > \lceil f (n - 1) \rceil`, and n may be taken modulo
-  f's denominator: no step depends on those before it, and no float loses digits.
-
-  Args:
-    count: the step n, from 0.
-    share: the share f of steps.
-
-  Returns:
-    A bool, or an array of them.
-  """
+  """Whether the interval schedule, freezing in a share f of steps, freezes in step n = `count`."""
+  # MindSpore freezes in step n if it froze in fewer than f n of the n steps before. By induction
+  # that is whether ceil(f n) > ceil(f (n - 1)), and n may be taken modulo f's denominator: no step
+  # depends on those before it, and no float loses digits.
   near = _periodic(share)
   # MindSpore compares floats: 1 - 0.7 is a little more than 0.3, so that what would be a tie
   # freezes, while 1 - 0.6 is 0.4.
@@ -273,16 +256,8 @@ def _periodic(share: fractions.Fraction) -> fractions.Fraction:
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
-  """How many groups the interval schedule freezes when it freezes.
-
-  Args:
-    uniform: a draw from [0, 1).
-    num_groups: the number of groups G.
-
-  Returns:
-    i in 1, ..., G-1 with a probability proportional to G - i: the draw is looked up among
-    G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
-  """
+  """The groups i that the interval schedule freezes, with a probability proportional to G - i."""
+  # The draw is looked up among G-1, G-2, ..., 1 with weights 1, 2, ..., G-1, as in MindSpore.
   weights = np.cumsum(np.arange(1, num_groups))
   bounds = jnp.asarray(weights / weights[-1], jnp.float32)
   below = jnp.sum(bounds <= jnp.expand_dims(jnp.asarray(uniform), -1), axis=-1)

@@ -42,24 +42,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds to one of the two neighbours in `dtype`, to the nearer one more often.
-
-  Args:
-    key: a key.
-    x: a float32 array.
-    dtype: a floating dtype of 16 bits.
-
-  Returns:
-    An array of `dtype` whose expectation is `x`, within the range of `dtype`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from optax_boost._precision._master_weights import round_stochastically
-    >>> x = jnp.full(10_000, 1 + 2**-9, jnp.float32)  # halfway between two bfloat16 numbers: /4
-    >>> rounded = round_stochastically(jax.random.key(0), x, jnp.bfloat16)
-    >>> bool(abs(jnp.mean(rounded.astype(jnp.float32)) - x[0]) < 1e-4)
-    True
-  """
+  """Rounds float32 to one of two neighbours in a 16-bit dtype, such that the mean is `x`."""
   nearest = x.astype(dtype)
   error = x - nearest.astype(x.dtype)
   infinity = jnp.array(jnp.inf, dtype)
@@ -226,11 +209,9 @@ def _step_keys(
 def _follow(
   params: optax.Params, masters: optax.Params, last_key: jax.Array | None
 ) -> optax.Params:
-  """The masters, moved to where something else has moved their params since the last step.
-
-  Rounding is repeated with the last step's key, so its own outcome is no such move. The initial
-  masters are numbers of the params' dtype, which every key rounds to themselves.
-  """
+  """The masters, moved to where something else has moved their params since the last step."""
+  # Rounding is repeated with the last step's key, so its own outcome is no such move. The initial
+  # masters are numbers of the params' dtype, which every key rounds to themselves.
 
   def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))

@@ -26,12 +26,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
-  """Checks the scale to start with, its floor and its cap.
-
-  Raises:
-    ValueError: one is not a positive float32, or they are not in order.
-    TypeError: one is no number.
-  """
+  """Checks the initial scale, its floor and its cap: float32 numbers, in order."""
   scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
   for name, value in scales.items():
     _check_scale(name, value)
@@ -47,12 +42,7 @@ def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
 
 
 def check_rule(growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any) -> None:
-  """Checks the numbers by which a scale grows and shrinks.
-
-  Raises:
-    ValueError: one is out of range.
-    TypeError: one is no number.
-  """
+  """Checks the numbers by which a scale grows and shrinks."""
   _base.check_number("growth_factor", growth_factor, minimum=1.0)
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
   _check_scale("minimum", minimum)
@@ -69,15 +59,7 @@ def _check_scale(name: str, value: Any) -> None:
 
 
 def divide(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """A gradient without its scale, in at least float32.
-
-  Args:
-    g: a gradient, any floating dtype.
-    scale: scalar float32.
-
-  Returns:
-    The quotient in :func:`_tree.accumulator_dtype`.
-  """
+  """A gradient without its scale, in at least float32."""
   return g.astype(_tree.accumulator_dtype(g.dtype)) / scale
 
 
@@ -96,17 +78,7 @@ def make_step(
 ) -> Step:
   """The inner optimizer's step with unscaled gradients.
 
-  Args:
-    inner: the inner optimizer.
-    updates: the gradients as they came.
-    params: the params, or None.
-    extra_args: the extra arguments of ``update`` as they came.
-    unscaled: the unscaled gradients.
-    unscaled_args: the extra arguments, with unscaled gradients.
-
-  Returns:
-    From the inner state to updates and the next one. Updates have the dtype that `inner` gives
-    them without a scale around it.
+  Updates have the dtype that `inner` gives them without a scale around it.
   """
   dtypes = _output_dtypes(inner, updates, params, extra_args)
 
@@ -142,10 +114,8 @@ def _output_dtypes(
 def step_if(
   finite: jax.Array, step: Step, inner_state: optax.OptState
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Makes a step unless the gradients overflowed.
-
-  A loss scale inside sees every overflow, or it would never come down; it skips the step itself.
-  """
+  """Makes a step unless the gradients overflowed; a loss scale inside skips the step itself."""
+  # It must see every overflow, or it would never come down.
   if _conditional.scales_loss(inner_state):
     out, moved = step(inner_state)
     return out, _conditional.cast_like(moved, inner_state)
@@ -153,15 +123,7 @@ def step_if(
 
 
 def landed(updates: optax.Updates, params: optax.Params | None) -> jax.Array:
-  """Whether params stay finite when the updates are applied.
-
-  Args:
-    updates: what comes out of the inner optimizer.
-    params: the params, or None; then the updates themselves must be finite.
-
-  Returns:
-    A scalar bool.
-  """
+  """Whether the params, or without them the updates, are finite after the step."""
   if params is None:
     return _tree.all_finite(updates)
   return _conditional.no_entry_lost(optax.apply_updates(params, updates), params)
