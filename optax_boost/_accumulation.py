@@ -166,9 +166,8 @@ def accumulate(
     finite = _tree.all_finite(updates if keep else added)
     accepted = _accepted(accept_fn, updates, extra_args)
     if axis_name is not None:
-      _base.require_axis("axis_name", axis_name, _METHOD)
-      flags = jnp.stack([weighted, finite, accepted]).astype(jnp.int32)
-      weighted, finite, accepted = jax.lax.pmin(flags, axis_name) > 0
+      flags = jnp.stack([weighted, finite, accepted])
+      weighted, finite, accepted = _conditional.agree(flags, axis_name, _METHOD)
     used = weighted & jnp.where(finite, accepted, keep)
     total = _conditional.select(used, added, state.accumulator)
     weight_sum = jnp.where(used, weight_sum, state.weight_sum)

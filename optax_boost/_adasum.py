@@ -39,7 +39,6 @@ import functools
 import inspect
 import itertools
 import math
-import re
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -364,14 +363,10 @@ def adasum(
     **extra_args: Any,
   ) -> tuple[optax.Updates, AdasumState]:
     del extra_args
-    _base.require_state(state, AdasumState, method)
-    if params is not None:
-      _tree.check_same_tree(updates, params, method)
-    _tree.check_floating(updates, method)
+    _tree.check_update(method, updates, state, AdasumState, params)
     replicas = _base.require_axis("axis_name", axes, method)
-    nearby = _base.require_axis("local_axis_name", local_axes, method) if local_axes else 1
-    if shard_axes:
-      _base.require_axis("shard_axis_name", shard_axes, method)
+    nearby = _base.require_axis("local_axis_name", local_axes, method)
+    _base.require_axis("shard_axis_name", shard_axes, method)
     leaves, structure = jax.tree.flatten(updates)
     if not leaves:
       return updates, state
@@ -909,16 +904,7 @@ def _check_groups(groups: Any) -> tuple[str, ...]:
 
 def _group_of_leaf(paths: Sequence[str], patterns: Sequence[str]) -> np.ndarray:
   """Numbers the groups ``0, 1, ...`` and says of each leaf in which it is."""
-  matches = _tree.first_match("groups", patterns, paths)
+  matches = _tree.first_match("groups", patterns, paths, warn_shadowed=True)
   keys = [("leaf", i) if match is None else ("group", match) for i, match in enumerate(matches)]
-  idle = [
-    pattern
-    for i, pattern in enumerate(patterns)
-    if i not in matches and any(re.search(pattern, path) for path in paths)
-  ]
-  if idle:
-    _tree.warn_no_effect(
-      f"`groups` has patterns whose leaves all match an earlier pattern: {idle}.", paths
-    )
   numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
   return np.array([numbers[key] for key in keys], int)

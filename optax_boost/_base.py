@@ -49,6 +49,25 @@ def is_array(value: Any) -> bool:
   return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
 
 
+def is_any_array(value: Any) -> bool:
+  """Whether a value is a JAX or NumPy array."""
+  return is_array(value) or isinstance(value, np.ndarray)
+
+
+def is_integer(value: Any) -> bool:
+  """Whether a value is a Python or NumPy integer; bools are none."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _dtype_of(array: Any) -> Any:
+  # Of an array of Python objects, JAX knows no dtype.
+  return array.dtype if isinstance(array, np.ndarray | np.generic) else jnp.result_type(array)
+
+
+def _is_real(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
 def check_number(
   name: str,
   value: Any,
@@ -62,10 +81,9 @@ def check_number(
 
   Traced values and JAX arrays pass, as under ``optax.inject_hyperparams``; `below` is exclusive.
   """
-  if is_array(value) or isinstance(value, np.ndarray):
-    # Of an array of Python objects, JAX knows no dtype.
-    dtype = value.dtype if isinstance(value, np.ndarray) else jnp.result_type(value)
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+  if is_any_array(value):
+    dtype = _dtype_of(value)
+    if not _is_real(dtype):
       raise TypeError(f"`{name}` must be a real number; got an array of dtype {dtype}.")
     if jnp.ndim(value) != 0:
       raise ValueError(f"`{name}` must be a scalar; got an array of shape {jnp.shape(value)}.")
@@ -94,29 +112,23 @@ def check_number(
 
 def check_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
   """Checks an argument that is one number or an array of real numbers, of a shape if given."""
-  dtype = None
-  if is_array(value):
-    dtype = jnp.result_type(value)
-  elif isinstance(value, np.ndarray | np.generic):
-    dtype = value.dtype
-  elif isinstance(value, numbers.Real) and not isinstance(value, bool):
-    dtype = np.dtype(float)
-  real = dtype is not None and (
-    jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-  )
-  if not real:
+  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  array = is_any_array(value) or isinstance(value, np.generic)
+  if not (_is_real(_dtype_of(value)) if array else number):
     raise TypeError(f"`{name}` must be an array of real numbers; got {shorten(value)}.")
-  if shape is not None and jnp.shape(value) != shape:
-    raise ValueError(
-      f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
-    )
+  if shape is not None:
+    _check_shape(name, value, shape)
 
 
 def check_bool_array(name: str, value: Any, shape: tuple[int, ...]) -> None:
   """Checks an argument that is an array of bools of a shape."""
-  array = is_array(value) or isinstance(value, bool | np.bool_ | np.ndarray)
+  array = is_any_array(value) or isinstance(value, bool | np.bool_)
   if not (array and jnp.result_type(value) == jnp.bool_):
     raise TypeError(f"`{name}` must be an array of bools; got {shorten(value)}.")
+  _check_shape(name, value, shape)
+
+
+def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
   if jnp.shape(value) != shape:
     raise ValueError(
       f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
@@ -133,13 +145,13 @@ def check_whole_number(
 ) -> None:
   """Checks a count; arrays pass, unless it is `static`, as one that sets a shape."""
   array = is_array(value) and jnp.issubdtype(jnp.result_type(value), jnp.integer)
-  if isinstance(value, bool) or not (array or isinstance(value, numbers.Integral)):
+  if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
-  if isinstance(value, numbers.Integral) and not minimum <= int(value) <= maximum:
+  if is_integer(value) and not minimum <= int(value) <= maximum:
     bound = f">= {minimum}" if int(value) < minimum else f"<= {maximum}"
     raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
   check_number(name, value)
-  if static and not isinstance(value, numbers.Integral):
+  if static and not is_integer(value):
     raise TypeError(
       f"`{name}` sets a shape, so it must be a Python number; got {shorten(value)}. Under"
       " `optax.inject_hyperparams` name it in `static_args`."
@@ -173,7 +185,7 @@ def check_floating_dtype(name: str, value: Any) -> None:
   """Raises TypeError unless an argument names a floating dtype."""
   try:
     # NumPy takes None for float64 and an array for its dtype.
-    named = value is not None and not is_array(value) and not isinstance(value, np.ndarray)
+    named = value is not None and not is_any_array(value)
     floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
   except (TypeError, ValueError):
     floating = False
@@ -213,8 +225,10 @@ def check_axis_name(name: str, value: Any) -> None:
     )
 
 
-def require_axis(name: str, value: str | tuple[str, ...], method: str) -> int:
+def require_axis(name: str, value: str | tuple[str, ...] | None, method: str) -> int:
   """The size of mesh axes; ValueError unless they are bound where ``update`` is called."""
+  if not value:
+    return 1
   try:
     return jax.lax.axis_size(value)
   except NameError as error:
@@ -260,7 +274,7 @@ def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., 
 
   def checked(*args: Any, **kwargs: Any) -> jax.Array:
     value = value_fn(*args, **kwargs)
-    number = is_array(value) or isinstance(value, np.ndarray | numbers.Real)
+    number = is_any_array(value) or isinstance(value, numbers.Real)
     if not number or jnp.shape(value) != ():
       got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
       raise TypeError(
@@ -287,14 +301,14 @@ def as_key(name: str, key: Any) -> jax.Array:
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
     return key
-  integer = isinstance(key, numbers.Integral) and not isinstance(key, bool)
-  if is_array(key) or isinstance(key, np.ndarray):
+  integer = is_integer(key)
+  if is_any_array(key):
     integer = jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)
   if not integer:
     raise TypeError(
       f"`{name}` must be a key of `jax.random.key` or an integer seed; got {shorten(key)}."
     )
-  if isinstance(key, numbers.Integral) and not -(2**63) <= int(key) < 2**63:
+  if is_integer(key) and not -(2**63) <= int(key) < 2**63:
     raise ValueError(f"`{name}` must be a seed that fits 64 bits; got {shorten(key)}.")
   return jax.random.key(key)
 

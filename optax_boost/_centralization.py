@@ -22,18 +22,19 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
-_NO_KERNEL = re.compile(r"(^|/)(bias|scale|beta|gamma|[a-z_]*embedding)$")
+_EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding$")
 _Layout = Literal["flax", "torch"]
 
 
 def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
   # A normalized head divides its kernel by its norm and has a `multiplier` beside it.
-  heads = {leaf.path.rpartition("/")[0] for leaf in leaves if _name(leaf) == "multiplier"}
+  places = [leaf.path.rpartition("/") for leaf in leaves]
+  heads = {module for module, _, name in places if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2
 
   def alone(leaf: _tree.Leaf) -> bool:
     shape = leaf.layer_shape
-    if len(shape) <= 1 or _NO_KERNEL.search(leaf.path):
+    if len(shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
       return True
     depthwise = len(shape) >= 3 and shape[input_axis] == 1
     return depthwise or leaf.path.rpartition("/")[0] in heads
@@ -41,14 +42,15 @@ def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
   return [alone(leaf) for leaf in leaves]
 
 
-def _name(leaf: _tree.Leaf) -> str:
-  return leaf.path.rpartition("/")[2]
-
-
-def subtract_mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """`x` minus its mean over `axes`, the mean taken in at least float32."""
+def subtract_mean(
+  x: jax.Array, axes: tuple[int, ...], axis_name: str | tuple[str, ...] | None = None
+) -> jax.Array:
+  """`x` minus its mean over `axes` and the mesh axes, the mean taken in at least float32."""
   wide = x.astype(_tree.accumulator_dtype(x.dtype))
-  return (wide - jnp.mean(wide, axes, keepdims=True)).astype(x.dtype)
+  mean = jnp.mean(wide, axes, keepdims=True)
+  if axis_name is not None:
+    mean = jax.lax.pmean(mean, axis_name)
+  return (wide - mean).astype(x.dtype)
 
 
 def centralize(
@@ -151,24 +153,16 @@ def centralize(
     del params, extra_args
     _tree.check_floating(updates, "centralize")
     axes_of_leaves = plan(updates)
-    if axis_name is not None:
-      _base.require_axis("axis_name", axis_name, "centralize")
+    _base.require_axis("axis_name", axis_name, "centralize")
     if stacked_axes is None:
       paths = _tree.leaf_paths(updates)
       acted = [path for path, axes in zip(paths, axes_of_leaves, strict=True) if axes]
       _protocol.announce_layers("centralize", acted)
-
-    def apply(g: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-      if not axes or g.size == 0:
-        return g
-      if axis_name is None:
-        return subtract_mean(g, axes)
-      wide = g.astype(_tree.accumulator_dtype(g.dtype))
-      mean = jax.lax.pmean(jnp.mean(wide, axes, keepdims=True), axis_name)
-      return (wide - mean).astype(g.dtype)
-
     leaves, structure = jax.tree.flatten(updates)
-    centred = [apply(g, axes) for g, axes in zip(leaves, axes_of_leaves, strict=True)]
+    centred = [
+      subtract_mean(g, axes, axis_name) if axes and g.size else g
+      for g, axes in zip(leaves, axes_of_leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, centred), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

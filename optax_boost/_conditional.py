@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -64,6 +65,14 @@ def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
   return cast_like(
     jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false), on_false
   )
+
+
+def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
+  """Whether flags hold on all devices along the mesh axes; None: on this one."""
+  if axis_name is None:
+    return flags
+  _base.require_axis("axis_name", axis_name, method)
+  return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0
 
 
 def no_entry_lost(new: Any, old: Any) -> jax.Array:

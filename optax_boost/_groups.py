@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
-import numbers
-import re
 from typing import Any
 from typing import TypeAlias
 
@@ -18,9 +16,6 @@ import optax
 from optax_boost import _base
 from optax_boost import _forward_order
 from optax_boost import _tree
-
-# Names of leaves that belong to the kernel before them; with stacked layers they may be matrices.
-_ATTACHED = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +175,8 @@ def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
   """Kernels in the order of the forward pass, each with what belongs to it."""
 
   def attached(leaf: _tree.Leaf) -> bool:
-    return len(leaf.shape) <= 1 or _ATTACHED.search(leaf.path) is not None
+    # With stacked layers, biases may be matrices.
+    return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
   def parent(leaf: _tree.Leaf) -> str:
     return leaf.path.rpartition("/")[0]
@@ -227,8 +223,7 @@ def _overridden(
       f" {_base.shorten(overrides)}."
     )
   for pattern, number in overrides.items():
-    whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
-    if not whole or not 0 <= number < num_groups:
+    if not (_base.is_integer(number) and 0 <= number < num_groups):
       raise ValueError(
         f"`overrides` must name groups 0 to {num_groups - 1}; got {_base.shorten(number)} for"
         f" {_base.shorten(pattern)}."
@@ -288,18 +283,14 @@ def select_state(
 
   ``select(group, before, after)`` decides; values of no leaf (step counts, norms) are those after.
   """
-
-  def masked(value: Any) -> bool:
-    return isinstance(value, optax.MaskedNode)
-
   try:
     groups = optax.tree.map_params(
       inner,
-      lambda value, number: value if masked(value) else number,
+      lambda value, number: value if _tree.is_masked(value) else number,
       before,
       numbers,
       transform_non_params=lambda _: None,
-      is_leaf=masked,
+      is_leaf=_tree.is_masked,
     )
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise TypeError(

@@ -19,7 +19,6 @@ arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
 import itertools
-import re
 from typing import Any
 from typing import NamedTuple
 
@@ -31,12 +30,10 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
-_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
-
 
 def bias_or_norm(leaves: list[_tree.Leaf]) -> list[bool]:
   """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
-  return [bool(_BIAS_OR_NORM.search(x.path)) or len(x.layer_shape) <= 1 for x in leaves]
+  return [_tree.is_bias_or_norm(x.path) or len(x.layer_shape) <= 1 for x in leaves]
 
 
 def trust_ratio(
@@ -241,10 +238,9 @@ def _scale_by_trust_ratio(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
     del extra_args
-    _base.require_params(params, method)
-    _base.require_state(state, ScaleByLarsTrustRatioState, method)
-    _tree.check_same_tree(updates, params, method)
-    _tree.check_floating(updates, method)
+    _tree.check_update(
+      method, updates, state, ScaleByLarsTrustRatioState, params, needs_params=True
+    )
     structure = jax.tree.structure(updates)
     leaves, excluded, decayed = plan(params)
     decays = [weight_decay if flag else 0.0 for flag in decayed]
@@ -257,8 +253,8 @@ def _scale_by_trust_ratio(
       else (_tree.sum_squares(w, leaf.layer_axes), _tree.sum_squares(g, leaf.layer_axes))
       for leaf, w, g, skip in zip(leaves, weights, grads, excluded, strict=True)
     ]
+    _base.require_axis("axis_name", axis_name, method)
     if axis_name is not None:
-      _base.require_axis("axis_name", axis_name, method)
       squares = jax.lax.psum(squares, axis_name)
     if stacked_axes is None:
       acted = [leaf.path for leaf, skip in zip(leaves, excluded, strict=True) if not skip]

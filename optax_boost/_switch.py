@@ -101,7 +101,11 @@ def switch_after(
 
     def act(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
       out, first_state = first.update(updates, first_state, params, **extra_args)
-      return jax.tree.map(lambda u, v: u.astype(_wider(u, v)), out, from_second), first_state
+
+      def widen(u: jax.Array, v: jax.Array) -> jax.Array:
+        return u.astype(jnp.promote_types(u.dtype, v.dtype))
+
+      return jax.tree.map(widen, out, from_second), first_state
 
     from_first, first_state = _conditional.update_if(state.count < step, act, state.first_state)
     out = _conditional.select(
@@ -128,7 +132,3 @@ def _refuse_requests(name: str, state: optax.OptState) -> None:
         " acts on the loss of every step, before and after the switch. Put its wrapper around the"
         f" whole: `{wrapper}(switch_after(...))`."
       )
-
-
-def _wider(u: jax.Array, v: jax.Array) -> Any:
-  return jnp.promote_types(u.dtype, v.dtype)

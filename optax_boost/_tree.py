@@ -19,7 +19,7 @@ from optax_boost import _base
 # The projections of Flax's attention layers: (features, heads, head features), of which only the
 # first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
-
+_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")
@@ -99,6 +99,11 @@ def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
   return axes[:-1]
 
 
+def is_bias_or_norm(path: str) -> bool:
+  """Whether a leaf has one of Flax's or MXNet's names for a bias or a normalization's params."""
+  return _BIAS_OR_NORM.search(path) is not None
+
+
 def axes_by_pattern(
   paths: Sequence[str],
   shapes: Sequence[tuple[int, ...]],
@@ -137,7 +142,7 @@ def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -
     )
   for pattern, axes in patterns.items():
     _base.compile_pattern(argument, pattern)
-    if not all(isinstance(a, int) and not isinstance(a, bool) for a in _as_axes(axes)):
+    if not all(map(_base.is_integer, _as_axes(axes))):
       raise TypeError(
         f"`{argument}` must name axes by integers; got {_base.shorten(axes)} for {pattern!r}."
       )
@@ -147,13 +152,26 @@ def _as_axes(axes: Any) -> tuple[Any, ...]:
   return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
-def first_match(argument: str, patterns: Sequence[str], paths: Sequence[str]) -> list[int | None]:
-  """For each path, the index of the first pattern found in it; warns of idle patterns."""
+def first_match(
+  argument: str, patterns: Sequence[str], paths: Sequence[str], *, warn_shadowed: bool = False
+) -> list[int | None]:
+  """For each path, the index of the first pattern found in it; warns of idle patterns.
+
+  With `warn_shadowed` it also warns of patterns all of whose leaves match an earlier one.
+  """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
-  idle = [p.pattern for p in compiled if not any(p.search(path) for path in paths)]
+  matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
+  first = [match[0] if match else None for match in matches]
+  matching = {i for match in matches for i in match}
+  idle = [pattern for i, pattern in enumerate(patterns) if i not in matching]
   if idle and paths:
     warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
-  return [next((i for i, p in enumerate(compiled) if p.search(path)), None) for path in paths]
+  shadowed = [patterns[i] for i in sorted(matching - set(first))]
+  if shadowed and warn_shadowed:
+    warn_no_effect(
+      f"`{argument}` has patterns whose leaves all match an earlier pattern: {shadowed}.", paths
+    )
+  return first
 
 
 def select(
@@ -282,6 +300,24 @@ def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
+
+
+def check_update(
+  method: str,
+  updates: Any,
+  state: Any,
+  state_type: type,
+  params: Any,
+  *,
+  needs_params: bool = False,
+) -> None:
+  """Checks what ``update`` is called with: real gradients, the method's own state, the params."""
+  if needs_params:
+    _base.require_params(params, method)
+  _base.require_state(state, state_type, method)
+  if params is not None:
+    check_same_tree(updates, params, method)
+  check_floating(updates, method)
 
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import dataclasses
 import fractions
 import math
-import numbers
 from typing import Any
 import warnings
 
@@ -61,9 +60,9 @@ class FreezeSchedule:
 
 def scalar_depth(depth: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned a scalar integer."""
-  if isinstance(depth, numbers.Integral) and not isinstance(depth, bool):
+  if _base.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
-  whole = _base.is_array(depth) or isinstance(depth, np.ndarray | np.integer)
+  whole = _base.is_any_array(depth) or isinstance(depth, np.integer)
   if not whole or jnp.shape(depth) != () or not _is_integer(depth):
     raise TypeError(
       "`frozen_groups(step, key)` of a FreezeSchedule must return a scalar integer, how many groups"
@@ -74,8 +73,7 @@ def scalar_depth(depth: Any) -> jax.Array:
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
   """Raises TypeError unless a schedule returned a learning rate scale for each group."""
-  array = _base.is_array(scale) or isinstance(scale, np.ndarray)
-  if not array or jnp.shape(scale) != (num_groups,) or not jnp.isrealobj(scale):
+  if not _base.is_any_array(scale) or jnp.shape(scale) != (num_groups,) or not jnp.isrealobj(scale):
     raise TypeError(
       f"`learning_rate_scale(step)` of a FreezeSchedule for {num_groups} groups must return an"
       f" array of as many numbers; it returned {_describe(scale)}."
@@ -88,7 +86,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-  array = _base.is_array(value) or isinstance(value, np.ndarray)
+  array = _base.is_any_array(value)
   return f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
 
 

@@ -80,9 +80,9 @@ def next_group_loss_scale(
   """
   _base.check_array("group_loss_scale", group_loss_scale)
   _base.check_bool_array("finite", finite, jnp.shape(group_loss_scale))
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
-  grown = jnp.minimum(group_loss_scale * jnp.float32(growth_factor), jnp.float32(maximum))
-  shrunk = jnp.maximum(group_loss_scale * jnp.float32(backoff_factor), jnp.float32(minimum))
+  grown, shrunk = _unscaled.next_scales(
+    group_loss_scale, growth_factor, backoff_factor, minimum, maximum
+  )
   return jnp.where(finite, grown, shrunk)
 
 
@@ -183,12 +183,7 @@ def group_loss_scale(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, GroupLossScaleState]:
-    _base.require_state(state, GroupLossScaleState, _METHOD)
-    _tree.check_floating(updates, _METHOD)
-    if params is not None:
-      _tree.check_same_tree(updates, params, _METHOD)
-    if axis_name is not None:
-      _base.require_axis("axis_name", axis_name, _METHOD)
+    _tree.check_update(_METHOD, updates, state, GroupLossScaleState, params)
     numbers = number(updates)
 
     def scaled_down(grads: optax.Updates) -> optax.Updates:
@@ -199,9 +194,7 @@ def group_loss_scale(
     def by_group(check: Callable[[Any], jax.Array]) -> jax.Array:
       """A check of each group's leaves, the same on all devices."""
       passed = jnp.stack([check(group) for group in range(num_groups)])
-      if axis_name is None:
-        return passed
-      return jax.lax.pmin(passed.astype(jnp.int32), axis_name) > 0
+      return _conditional.agree(passed, axis_name, _METHOD)
 
     def members(tree: Any, group: int) -> list[Any]:
       pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)

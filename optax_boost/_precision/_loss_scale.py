@@ -86,10 +86,8 @@ def next_loss_scale(
   _base.check_whole_number("growth_count", growth_count, minimum=0)
   _base.check_bool_array("finite", finite, ())
   _base.check_whole_number("growth_interval", growth_interval)
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
+  grown, shrunk = _unscaled.next_scales(loss_scale, growth_factor, backoff_factor, minimum, maximum)
   due = growth_count + 1 >= growth_interval
-  grown = jnp.minimum(loss_scale * jnp.float32(growth_factor), jnp.float32(maximum))
-  shrunk = jnp.maximum(loss_scale * jnp.float32(backoff_factor), jnp.float32(minimum))
   scale = jnp.where(finite, jnp.where(due, grown, loss_scale), shrunk)
   return scale, jnp.where(finite & ~due, growth_count + 1, 0).astype(jnp.int32)
 
@@ -207,26 +205,16 @@ def dynamic_loss_scale(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DynamicLossScaleState]:
-    _base.require_state(state, DynamicLossScaleState, _METHOD)
-    _tree.check_floating(updates, _METHOD)
-    if params is not None:
-      _tree.check_same_tree(updates, params, _METHOD)
-    if axis_name is not None:
-      _base.require_axis("axis_name", axis_name, _METHOD)
+    _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
 
     def unscale(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda g: _unscaled.divide(g, state.loss_scale), grads)
 
-    def agreed(finite: jax.Array) -> jax.Array:
-      if axis_name is None:
-        return finite
-      return jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
-
     unscaled, extra = _tree.map_gradients(unscale, updates, extra_args)
-    finite = agreed(_tree.all_finite(unscaled))
+    finite = _conditional.agree(_tree.all_finite(unscaled), axis_name, _METHOD)
     step = _unscaled.make_step(inner, updates, params, extra_args, unscaled, extra)
     out, moved = _unscaled.step_if(finite, step, state.inner_state)
-    landed = agreed(_unscaled.landed(out, params))
+    landed = _conditional.agree(_unscaled.landed(out, params), axis_name, _METHOD)
     scale, growth_count, hysteresis_count = next_scale(state, finite)
     out = _conditional.select(landed, out, jax.tree.map(jnp.zeros_like, out))
     return out, DynamicLossScaleState(

@@ -124,10 +124,7 @@ def master_weights(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, MasterWeightsState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
-    _tree.check_floating(updates, _METHOD)
+    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
     impl = None if key is None else jax.random.key_impl(key)
     keys = _step_keys(state.key, impl, state.count)
     masters = _follow(params, state.master_params, keys[0])

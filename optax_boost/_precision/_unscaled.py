@@ -49,6 +49,16 @@ def check_rule(growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: A
   _check_scale("maximum", maximum)
 
 
+def next_scales(
+  scale: jax.Array, growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any
+) -> tuple[jax.Array, jax.Array]:
+  """A checked rule's scale after growth, and after an overflow."""
+  check_rule(growth_factor, backoff_factor, minimum, maximum)
+  grown = jnp.minimum(scale * jnp.float32(growth_factor), jnp.float32(maximum))
+  shrunk = jnp.maximum(scale * jnp.float32(backoff_factor), jnp.float32(minimum))
+  return grown, shrunk
+
+
 def _check_scale(name: str, value: Any) -> None:
   _base.check_number(name, value, positive=True)
   if not _base.is_array(value) and not _SMALLEST <= float(value) <= _LARGEST:
