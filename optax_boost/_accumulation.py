@@ -73,25 +73,22 @@ def accumulate(
     inner: the optimizer that sees the mean gradient.
     every: micro-steps per inner step, at least 1; or a function of the number of inner steps made.
       Raising it makes larger batches of the same memory, and fewer steps.
-    not_finite: how a micro-batch is treated whose gradient has a NaN or an infinity, or overflows
-      the sum. ``"drop"``: it is left out of the mean, and a window of nothing else makes no inner
-      step. ``"keep"``: it spoils the mean of its own window, for `inner` to see
-      (``optax.apply_if_finite``), and the next window starts clean. Around a loss scale
-      (:func:`dynamic_loss_scale`, :func:`group_loss_scale`) it always spoils its window, since the
-      scale must see every overflow to come down.
-    accept_fn: decides which micro-batches count: called as ``accept_fn(updates, **extra_args)``, it
-      returns a scalar bool. A micro-batch that it refuses is left out of the mean. Gradients that
-      are not finite never reach the mean through it. None: all count.
+    not_finite: the treatment of micro-batches whose gradient is not finite or overflows the sum.
+      ``"drop"``: they are left out of the mean, and a window of nothing else makes no inner step.
+      ``"keep"``: they spoil the mean of their own window, for `inner` to see
+      (``optax.apply_if_finite``). Around a loss scale (:func:`dynamic_loss_scale`,
+      :func:`group_loss_scale`) they are always kept: the scale must see every overflow.
+    accept_fn: ``accept_fn(updates, **extra_args)``, a scalar bool: whether a micro-batch counts in
+      the mean. It does not readmit gradients that are not finite. None: all count.
     accumulator_dtype: dtype of the sum; None: at least float32.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: what one device
-      leaves out, all leave out. Not needed under ``jit``.
+    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ, so that all
+      devices leave out the same micro-batches. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
-    the number of examples or tokens behind a micro-batch's mean gradient, so that micro-batches
-    of unequal size give the true mean. Of other extra arguments, `inner` sees those of the
-    window's last micro-step, and as `grad` the mean gradient. The mean has the gradients' dtype,
-    the updates that of the inner optimizer's.
+    the number of examples or tokens in the micro-batch, so that unequal ones give the true mean. Of
+    other extra arguments, `inner` sees those of the window's last micro-step, and as `grad` the
+    mean gradient, in the gradients' dtype.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.

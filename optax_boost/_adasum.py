@@ -1,4 +1,4 @@
-r"""AdaSum: adds up what is orthogonal between replicas, averages what they have in common.
+r"""AdaSum: sums orthogonal gradients of replicas, averages their common part.
 
 For two gradients a, b of one leaf:
 
@@ -73,8 +73,8 @@ _LARGEST_STEP = 9
 # Beyond 2**84 and 2**-84 terms of a sum may overflow or underflow; this factor prevents it.
 _EXTREME_STEP = 7
 _SMALL = 2.0**-36
-# A node counts as zero where it cancels to less than this part of what it was added up from: below
-# it, norms are those of rounding errors.
+# A node counts as zero where it cancels to less than this part of its summands: below it, norms are
+# those of rounding errors.
 _CANCELLED = 2.0**-14
 
 
@@ -138,15 +138,11 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   r"""The adaptive sum of N gradients that lie stacked on one device.
 
   A binary tree of :func:`adasum_pair`, neighbours first; an odd one out passes up a level. The
-  same mathematics as :func:`adasum`, without communication: for replicas that are simulated on
-  one device (``vmap``), and to check against.
+  mathematics of :func:`adasum` without communication, for replicas simulated on one device.
 
   Args:
     stacked: a tree whose leaves have the N gradients along their first axis.
-    groups: which leaves share their coefficients. None: each leaf has its own, as in the
-      reference. Regular expressions, searched in the leaves' paths, make one group each of the
-      leaves that they match (the first that matches counts; the others stay on their own);
-      ``".*"`` makes the whole model one vector.
+    groups: which leaves share their coefficients, as in :func:`adasum`.
 
   Returns:
     The tree without the first axis, in the leaves' dtypes.
@@ -164,10 +160,6 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   References:
     Maleki et al., `Scaling Distributed Training with Adaptive Summation
     <https://arxiv.org/abs/2006.02924>`_, 2020.
-
-  .. note::
-    Swapping the two members of a pair changes nothing beyond rounding; any other order of the
-    gradients changes the tree, and with it the result.
   """
   method = "adasum_reduce"
   patterns = _check_groups(groups)
@@ -183,18 +175,18 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
         f" got shape {jnp.shape(leaf)} for the leaf '{_tree.leaf_name(path)}' and"
         f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
-  found = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))
-  return jax.tree.unflatten(structure, found)
+  reduced = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))
+  return jax.tree.unflatten(structure, reduced)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _reduce(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
   """:func:`adasum_reduce` on leaves and the numbers of their groups."""
-  replicas = leaves[0].shape[0]
+  group_of_leaf, replicas = np.array(groups), leaves[0].shape[0]
   layouts = _layouts([jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], chunks=1)
   steps = _scale_steps(
     jnp.stack([_largest(leaf, axes=tuple(range(1, leaf.ndim))) for leaf in leaves], axis=1),
-    np.array(groups),
+    group_of_leaf,
   )
   chunks = []
   for layout in layouts:
@@ -202,8 +194,9 @@ def _reduce(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]
     padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
     joined = jnp.concatenate([*rows, padding], axis=1)
     blocks = jnp.asarray(layout.blocks[0])
-    chunks.append(_Chunk(layout, list(joined), blocks, _steps_by_leaf(layout, steps, groups)))
-  weights = _weigh(_gram(chunks), steps, np.array(groups))
+    steps_of_leaves = _steps_by_leaf(layout, steps, group_of_leaf)
+    chunks.append(_Chunk(layout, list(joined), blocks, steps_of_leaves))
+  weights = _weigh(_gram(chunks), steps, group_of_leaf)
   return _unpack([(chunk.layout, _combine(chunk, weights)) for chunk in chunks])
 
 
@@ -221,41 +214,37 @@ def adasum(
     b \left(1 - \frac{\langle a, b \rangle}{2 |b|^2}\right)
 
   over a binary tree of the N replicas, neighbours first: where their gradients agree it averages,
-  where they are orthogonal it sums. So the step grows by itself as gradients decorrelate, and a
-  learning rate tuned for one replica stays usable with many. All replicas get the same bits.
+  where they are orthogonal it sums. So the step grows as gradients decorrelate, and a learning rate
+  tuned for one replica stays usable with many. All replicas get the same bits.
 
-  It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) and takes the place of
-  ``jax.lax.pmean``. First in a chain it acts on gradients. Last, after an inner optimizer, it
-  acts on the optimizer's updates, as the reference does; the inner state then differs from
-  replica to replica and must be kept so (see the second example).
+  It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
+  First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
+  The inner state then differs from replica to replica and must be kept so (second example).
 
-  Any number of replicas will do; a node without a partner passes up a level. With an axis of
-  size 1 it is the identity. The leaves of one dtype travel together: an all-to-all and an
-  all-gather per dtype and one all-reduce of 2 N x N numbers per leaf, about the bytes of an
-  all-reduce. Inner products cost 2 N multiplications per entry and device; above some 64 replicas,
-  use `local_axis_name`.
+  N need not be a power of two; N = 1 is the identity. Each dtype costs an all-to-all and an
+  all-gather, about the bytes of an all-reduce, and each leaf 2 N x N numbers in one all-reduce.
+  Inner products cost 2 N multiplications per entry and device; above some 64 replicas, use
+  `local_axis_name`.
 
-  A leaf that is not finite on one replica becomes NaN as a whole on all of them, so that any check
-  behind it sees it; other leaves are untouched, nothing is kept but `notfinite_count`, and the next
-  step is good.
+  A leaf that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
+  untouched, and no state but `notfinite_count` remembers it.
 
-  Gradients of float32 and bfloat16 may have any magnitude: each replica's leaf (or group of leaves)
-  is scaled by a power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush
-  them, as XLA does on CPUs; so is a replica's leaf more than 36 orders of magnitude below
-  another's. A result beyond the dtype's range is infinite. float16 has its range except in the mean
-  over `local_axis_name`, which is added up in float16; float64 is good from 1e-180 to 1e180.
+  Gradients of float32 and bfloat16 may have any magnitude: each replica's leaf (or group) is scaled
+  by a power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush them, as XLA
+  does on CPUs; so is a replica's leaf more than 36 orders of magnitude below another's. Results
+  beyond the dtype's range are infinite. The mean over `local_axis_name` is summed in the gradients'
+  dtype, float16 included; float64 is good from 1e-180 to 1e180.
 
   Args:
     axis_name: the mesh axis, or axes, along which the replicas lie.
-    local_axis_name: a further axis, or axes, along which gradients are averaged first, as over
-      the devices of one node; the adaptive sum then runs over nodes. None: no such axis.
-    groups: which leaves share their coefficients. None: each leaf has its own, as in the
-      reference. Regular expressions, searched in the leaves' paths, make one group each of the
-      leaves that they match (the first that matches counts; the others stay on their own);
-      ``".*"`` makes the whole model one vector.
-    shard_axis_name: axes along which the leaves themselves are sharded (tensor parallelism):
-      inner products are summed over them. A replicated leaf counts as often as it occurs, which
-      matters only in a group with sharded ones. None: every device has whole leaves.
+    local_axis_name: further axes along which gradients are averaged first, as over the devices of
+      one node; the adaptive sum then runs over nodes. None: no such axis.
+    groups: which leaves share their coefficients. None: each leaf has its own, as in Horovod.
+      Regular expressions, searched in the leaves' paths, make a group each (the first that matches
+      counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
+    shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
+      are summed over them. Replicated leaves count as often as they occur, which matters only in a
+      group with sharded ones. None: every device has whole leaves.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
@@ -321,19 +310,14 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    Swapping the two members of a pair changes nothing beyond rounding; any other order of the
-    replicas changes the tree, and with it the result. Horovod takes powers of two only and rounds
-    each level to the gradients' dtype; this is rounded once. The relative error in float32 is a few
-    times 1e-7 times the factor by which gradients cancel. A node that cancels to less than 1 part
-    in 16,384 of the gradients that it is added up from counts as zero, since its direction is that
-    of rounding errors.
+    The order of the replicas matters, beyond the two of a pair. Horovod takes powers of two only
+    and rounds each level to the gradients' dtype; this is rounded once. The relative error in
+    float32 is a few times 1e-7 times the factor by which gradients cancel. A node that cancels to
+    less than 1 part in 16,384 of its summands counts as zero: its direction is a rounding error.
 
   .. note::
-    No sure gain: on scikit-learn's digits at eight times the batch, gradients reduced by it reached
-    a lower training loss than their mean at an unchanged learning rate, but no better test
-    accuracy, and on the updates of momentum SGD it did worse than the mean
-    (``benchmarks/results/adasum_digits.md``). ``examples/adasum_processes.py`` runs it over several
-    processes or machines, with checkpoints.
+    No sure gain over the mean; see the method's card. ``examples/adasum_processes.py`` runs it over
+    several processes or machines, with checkpoints.
   """
   method = "adasum"
   axes = _axes("axis_name", axis_name)
@@ -395,15 +379,10 @@ def adasum(
       if layout is carrier:
         steps = _steps_of_bounds(x[:, layout.chunk :])
       received.append(list(x))
-    chunks = [
-      _Chunk(
-        layout,
-        x,
-        jnp.asarray(layout.blocks)[owner],
-        _steps_by_leaf(layout, steps, group_of_leaf.tolist()),
-      )
-      for layout, x in zip(layouts, received, strict=True)
-    ]
+    chunks = []
+    for layout, rows in zip(layouts, received, strict=True):
+      steps_of_leaves = _steps_by_leaf(layout, steps, group_of_leaf)
+      chunks.append(_Chunk(layout, rows, jnp.asarray(layout.blocks)[owner], steps_of_leaves))
     gram, steps = _sum_over_devices(_gram(chunks), steps, every_axis)
     weights = _weigh(gram, steps, group_of_leaf)
     outputs = _unpack(
@@ -418,59 +397,37 @@ def adasum(
 
 
 class _Layout(NamedTuple):
-  """How the leaves of one dtype lie behind each other in one vector, and who owns what of it.
+  """How the leaves of one dtype lie behind each other in one vector, and who owns what of it."""
 
-  Attributes:
-    leaves: their positions among all leaves.
-    shapes: their shapes.
-    starts: where each begins.
-    dtype: theirs.
-    chunk: M, the entries that one device owns.
-    block: B, the columns that are worked on at once.
-    blocks: ``(D, T, 4)`` int32, for each chunk its blocks: where the block starts in the chunk,
-      which of its columns count (from, to), and to which leaf they belong.
-  """
-
-  leaves: tuple[int, ...]
+  leaves: tuple[int, ...]  # positions among all leaves
   shapes: tuple[tuple[int, ...], ...]
   starts: tuple[int, ...]
   dtype: Any
-  chunk: int
-  block: int
+  chunk: int  # M, the entries that one device owns
+  block: int  # B, the columns that are worked on at once
+  # (D, T, 4) int32, the blocks of each chunk: where the block starts in the chunk, which of its
+  # columns count (from, to), and to which leaf they belong.
   blocks: np.ndarray
 
 
 class _Chunk(NamedTuple):
-  """The chunk that a device owns.
-
-  Attributes:
-    layout: of the vector that it is cut from.
-    rows: N vectors of M entries (and more behind them), one per replica; apart, since they arrive
-      apart and joining them would be a pass over memory.
-    blocks: ``(T, 4)``, this chunk's part of ``layout.blocks``.
-    steps: ``(L', N)``, a is 2**(12 steps), for the layout's leaves.
-  """
+  """The chunk that a device owns of a layout's vector."""
 
   layout: _Layout
+  # N vectors of M entries (and more behind them), one per replica; apart, since they arrive apart
+  # and joining them would be a pass over memory.
   rows: list[jax.Array]
-  blocks: jax.Array
-  steps: jax.Array
+  blocks: jax.Array  # (T, 4), this chunk's part of `layout.blocks`
+  steps: jax.Array  # (L', N), a is 2**(12 steps), for the layout's leaves
 
 
 class _Weights(NamedTuple):
-  """The coefficients that follow from the Gram matrices.
+  """The coefficients that follow from the Gram matrices."""
 
-  Attributes:
-    by_leaf: ``(L, N)``, the coefficients of the scaled gradients y.
-    steps: ``(L,)``, the result is 2**(12 steps) times the combination of them.
-    orthogonality: scalar, see :class:`AdasumState`.
-    notfinite: scalar bool, whether a Gram matrix has entries that are not finite.
-  """
-
-  by_leaf: jax.Array
-  steps: jax.Array
-  orthogonality: jax.Array
-  notfinite: jax.Array
+  by_leaf: jax.Array  # (L, N), the coefficients of the scaled gradients y
+  steps: jax.Array  # (L,), the result is 2**(12 steps) times the combination of them
+  orthogonality: jax.Array  # as in AdasumState
+  notfinite: jax.Array  # scalar bool, whether a Gram matrix has entries that are not finite
 
 
 def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
@@ -497,14 +454,14 @@ def _blocks(
   starts: Sequence[int], ends: Sequence[int], origin: int, chunk: int, block: int
 ) -> list[tuple[int, int, int, int]]:
   """The blocks of the chunk that begins at `origin`, as :class:`_Layout` lists them."""
-  found = []
+  blocks = []
   for leaf, (leaf_start, leaf_end) in enumerate(zip(starts, ends, strict=True)):
     low, high = max(leaf_start - origin, 0), min(leaf_end - origin, chunk)
     for first in range(low, high, block):
       # The last block starts early enough to lie in the chunk.
       start = min(first, chunk - block)
-      found.append((start, first - start, min(first + block, high) - start, leaf))
-  return found
+      blocks.append((start, first - start, min(first + block, high) - start, leaf))
+  return blocks
 
 
 def _fit(vector: jax.Array, size: int) -> jax.Array:
@@ -564,9 +521,9 @@ def _steps_of_bounds(means: jax.Array) -> jax.Array:
   ).astype(int)
 
 
-def _steps_by_leaf(layout: _Layout, steps: jax.Array, groups: Sequence[int]) -> jax.Array:
+def _steps_by_leaf(layout: _Layout, steps: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
   """Steps ``(N, groups)`` as ``(L', N)``, for the leaves of a layout."""
-  return steps[:, np.array([groups[i] for i in layout.leaves])].T
+  return steps[:, group_of_leaf[np.array(layout.leaves)]].T
 
 
 def _power(steps: jax.Array, dtype: Any) -> jax.Array:
@@ -610,7 +567,7 @@ def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
     def add(grams: jax.Array, block: jax.Array) -> jax.Array:
       counts = _counts(block, width)
       parts = [
-        # Selected, not multiplied: what belongs to another leaf may be NaN.
+        # Selected, not multiplied: entries of another leaf may be NaN.
         jnp.where(counts, jax.lax.dynamic_slice(row, (block[0],), (width,)).astype(wide) * scale, 0)
         for row, scale in zip(chunk.rows, scales[block[3]], strict=True)
       ]
@@ -625,12 +582,12 @@ def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
     varying = chunk.rows[0][0].astype(wide)
     return _over_blocks(chunk, jnp.where(jnp.zeros(shape, bool), varying, 0), add)
 
-  found = [partial_gram(chunk) for chunk in chunks]
-  if len(found) == 1:
-    return found[0]
-  widest = jnp.result_type(*found)
+  partial = [partial_gram(chunk) for chunk in chunks]
+  if len(partial) == 1:
+    return partial[0]
+  widest = jnp.result_type(*partial)
   order = np.argsort([i for chunk in chunks for i in chunk.layout.leaves])
-  return jnp.concatenate([grams.astype(widest) for grams in found], axis=1)[:, order]
+  return jnp.concatenate([grams.astype(widest) for grams in partial], axis=1)[:, order]
 
 
 def _products(parts: list[jax.Array]) -> jax.Array:
@@ -747,7 +704,8 @@ def _weigh(gram: jax.Array, steps: jax.Array, group_of_leaf: np.ndarray) -> _Wei
     summed = jnp.sum(jnp.abs(nodes[0]) * norms[:, None, :], axis=2)
     factors, largest = _pair_factors(products, squares <= (_CANCELLED * summed) ** 2, scales)
     nodes = _add_pairs(nodes, factors)
-    products = _add_pairs(_transpose(_add_pairs(products, factors)), factors)
+    first, second = _add_pairs(products, factors)
+    products = _add_pairs((jnp.swapaxes(first, 1, 2), jnp.swapaxes(second, 1, 2)), factors)
     unused = jnp.full_like(largest, -_LARGEST_STEP)
     return nodes, products, jnp.concatenate([largest, unused], axis=1)
 
@@ -840,10 +798,6 @@ def _divide(x: _Words, y: _Words) -> _Words:
   return _fast_two_sum(quotient, (rest[0] + rest[1]) / y[0])
 
 
-def _transpose(x: _Words) -> _Words:
-  return jnp.swapaxes(x[0], 1, 2), jnp.swapaxes(x[1], 1, 2)
-
-
 def _sum_words(x: jax.Array) -> jax.Array:
   """The sum over axis 1 of numbers ``(2, K, ...)`` in two words."""
   total: _Words = (x[0, 0], x[1, 0])
@@ -856,7 +810,7 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """All chunks behind each other, on all devices."""
   if not _varies_along(chunk):
     return jax.lax.all_gather(chunk, axes, tiled=True)
-  # `shard_map` keeps book of what varies: it must be told that the result does not.
+  # `shard_map` tracks which arrays vary: it must be told that the result does not.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
   # Below JAX 0.10 only a sum can say so. It moves twice the bytes.

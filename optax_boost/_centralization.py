@@ -67,13 +67,11 @@ def centralize(
     G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
 
   for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
-  the optimizer in a chain. Where it stands relative to ``optax.add_decayed_weights`` decides
-  whether the decay is centralized too: decay first, as in MindSpore, or decay after.
+  the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes
+  the decay too. A gradient that is not finite stays so, within the output it belongs to.
 
   Kernels of grouped convolutions are centralized over the inputs of their own group. MindSpore
-  leaves them out; a kernel's shape does not tell them apart, so name them in `exclude` for that.
-
-  A gradient that is not finite stays so, within the output it belongs to; nothing is kept.
+  leaves them out; name them in `exclude` for that, since shapes don't tell them apart.
 
   Args:
     exclude: the leaves to leave alone: regular expressions searched in the leaf's path, a tree of
@@ -82,9 +80,8 @@ def centralize(
       convolutions; a first convolution on grey images looks the same) and a normalized head.
     layout: where a kernel has its output axis: ``"flax"``, last: Dense ``(in, out)``, Conv
       ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
-    fan_in_axes: by regular expression, the axes to average over, for kernels whose layout the
-      shape does not tell (``DenseGeneral`` with several output axes). Flax's attention
-      projections are known.
+    fan_in_axes: the axes to average over by regular expression, for kernels whose layout the shape
+      does not tell (``DenseGeneral`` with several output axes). Flax's attention is known.
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as in
       ``{"layers/": 0}``; each layer is centralized on its own.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
@@ -131,7 +128,7 @@ def centralize(
     skipped = _tree.select(
       tree, exclude, "exclude", lambda found: _left_alone(found, layout), stacked_axes
     )
-    # Axes that were named for a leaf are a stronger word than the automatic exclusion.
+    # Axes named for a leaf take precedence over its exclusion.
     return [
       axes or (None if skip else _tree.fan_in_axes(leaf, layout) or None)
       for leaf, axes, skip in zip(leaves, named, skipped, strict=True)

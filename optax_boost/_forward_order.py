@@ -17,22 +17,15 @@ from optax_boost import _jaxpr
 
 
 class _Value(NamedTuple):
-  """What a value of the trace was made from.
+  """The ingredients of a value of the trace."""
 
-  Attributes:
-    data: whether data went into it.
-    params: the leaves of the params that it is made of, as long as it has not met data.
-    penalty: whether it is a number that sums up params, as a weight decay in the loss is.
-  """
-
-  data: bool
-  params: frozenset[int]
-  penalty: bool = False
+  data: bool  # whether data went into it
+  params: frozenset[int]  # the leaves that it is made of, as long as it has not met data
+  penalty: bool = False  # whether it is a number that sums up params, as a weight decay does
 
 
 _NEUTRAL = _Value(False, frozenset())
 _DATA = _Value(True, frozenset())
-
 
 # A use is noted as the tuple of leaves that meet data in one equation. A leaf that meets it as part
 # of a penalty is noted as ~leaf.
@@ -155,7 +148,7 @@ def _loop(
 ) -> list[_Value]:
   carry = inputs[consts : consts + carries]
   while True:
-    # From the second round on the carry is what the body returns.
+    # From the second round on the carry is a result of the body.
     arguments = [*inputs[:consts], *carry, *inputs[consts + carries :]]
     outputs = _inner(body, arguments, [], constant)
     merged = [_join(pair) for pair in zip(carry, outputs[:carries], strict=True)]
@@ -173,7 +166,7 @@ def _branches(
   for branch in branches:
     own: _Uses = []
     results.append(_inner(branch, inputs, own, constant))
-    # What two branches use is used once.
+    # A leaf of two branches is used once.
     noted = {leaf for use in all_uses for leaf in use}
     all_uses += [tuple(leaf for leaf in use if leaf not in noted) for use in own]
   uses += all_uses

@@ -65,13 +65,12 @@ def layer_groups(
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  A leaf's place is where it first meets the data: casts and reshapes of params do not count, nor
-  does the order of names. Nothing is computed; arrays may be abstract. A bias or a normalization
-  stays with the kernel before it. The blocks that this makes are shared out evenly.
+  A leaf's place is where it first meets the data; casts and reshapes of params do not count.
+  Nothing is computed; arrays may be abstract. A bias or a normalization stays with the kernel
+  before it. The blocks that this makes are shared out evenly.
 
-  Arrays that the loss closes over (the base weights of an adapter, a pruning mask) are not data.
-  Only where the params would otherwise meet data in one place or nowhere, as in a loss that closes
-  over its data, they are.
+  Arrays that the loss closes over (an adapter's base weights, a pruning mask) are data only where
+  the params would otherwise meet data in one place or nowhere.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -79,12 +78,12 @@ def layer_groups(
     *args: the loss's other arguments: statistics, batch, rng.
     num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
       each a program to compile.
-    overrides: group by regular expression, searched in the leaves' paths, against the trace. The
-      first that matches counts.
-    data: which of `args` are data, where they hold weights or masks, too: a tree of bools with the
+    overrides: groups by regular expression, searched in the leaves' paths, which take precedence
+      over the trace. The first that matches counts.
+    data: which of `args` are data, where some hold weights or masks: a tree of bools with the
       structure of the tuple `args` or a prefix of it, as ``(True, False)``; or regular expressions,
-      searched in the paths of their leaves, as ``"^0/image$"`` for the entry ``image`` of the
-      first; or a callable from `args` to such a tree. None: all of them.
+      searched in their leaves' paths, as ``"^0/image$"``; or a callable from `args` to such a tree.
+      None: all of them.
 
   Returns:
     A :class:`LayerGroups`.
@@ -172,7 +171,7 @@ def group_by_use(
 
 
 def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
-  """Kernels in the order of the forward pass, each with what belongs to it."""
+  """Kernels in the order of the forward pass, each with its bias and normalization."""
 
   def attached(leaf: _tree.Leaf) -> bool:
     # With stacked layers, biases may be matrices.

@@ -11,8 +11,7 @@ For each layer, with weights w, gradient g and norms taken over the whole layer:
   ratio        scalar: one per layer; |.| the Euclidean norm, in float32
   eta          trust coefficient, dimensionless
   wd           weight decay
-  lr           learning rate; inside the momentum, so that a change of the rate does not rescale
-               what the momentum holds
+  lr           learning rate; inside the momentum, so a change of it does not rescale past steps
 
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
 arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
@@ -82,14 +81,14 @@ class ScaleByLarsTrustRatioState(NamedTuple):
 
   Attributes:
     trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios in the order
-      of ``jax.tree.leaves``; one per leaf, or one per layer for stacked leaves. One array, because
-      each further buffer in a state costs a step some microseconds. :func:`trust_ratio_tree` gives
-      it the structure of the params.
+      of ``jax.tree.leaves``; one per leaf, or one per layer for stacked leaves.
+      :func:`trust_ratio_tree` gives it the structure of the params.
     notfinite_count: scalar int32, the steps in which a layer stood still because the norm of its
       gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
     count: scalar int32, steps made, where `clip_ratio` is a schedule; otherwise None.
   """
 
+  # One array: each further buffer in a state costs a step some microseconds.
   trust_ratio: jax.Array
   notfinite_count: jax.Array
   count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
@@ -133,8 +132,8 @@ def scale_by_lars_trust_ratio(
     stacked_axes: for leaves that hold many layers (``nn.scan``, ``nnx.vmap``), the stacked axes
       by regular expression, as in ``{"layers/": 0}``; each layer gets a ratio of its own.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
-      summed over them. Not needed under ``jit`` with sharded arrays. Every leaf is taken as
-      sharded; of a replicated leaf both norms grow alike, which only weakens `eps`.
+      summed over them. Not needed under ``jit``. Of a replicated leaf both norms grow alike, which
+      only weakens `eps`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -221,12 +220,10 @@ def _scale_by_trust_ratio(
 
   def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
     _tree.check_floating(params, method)
-    leaves, _, _ = plan(params)
-    dtypes = [_tree.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
+    layers = sum(leaf.layers for leaf in plan(params)[0])
+    dtype = jnp.result_type(jnp.float32, *(p.dtype for p in jax.tree.leaves(params)))
     return ScaleByLarsTrustRatioState(
-      trust_ratio=jnp.ones(
-        sum(leaf.layers for leaf in leaves), jnp.result_type(jnp.float32, *dtypes)
-      ),
+      trust_ratio=jnp.ones(layers, dtype),
       notfinite_count=jnp.zeros([], jnp.int32),
       count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
     )
@@ -241,11 +238,9 @@ def _scale_by_trust_ratio(
     _tree.check_update(
       method, updates, state, ScaleByLarsTrustRatioState, params, needs_params=True
     )
-    structure = jax.tree.structure(updates)
     leaves, excluded, decayed = plan(params)
     decays = [weight_decay if flag else 0.0 for flag in decayed]
-
-    grads, weights = jax.tree.leaves(updates), jax.tree.leaves(params)
+    (grads, structure), weights = jax.tree.flatten(updates), jax.tree.leaves(params)
     # Leaves that keep ratio 1 need no norm; there are many, and on a CPU each costs a kernel.
     squares = [
       None
@@ -260,10 +255,8 @@ def _scale_by_trust_ratio(
       acted = [leaf.path for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
       _protocol.announce_layers(method, acted)
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
-
     outputs, ratios, finite = [], [], [jnp.ones(1, bool)]
     for leaf, w, g, square, wd in zip(leaves, weights, grads, squares, decays, strict=True):
-      dtype = _tree.accumulator_dtype(g.dtype)
       if square is None:
         ratio = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype)
         good = jnp.isfinite(g) & jnp.isfinite(w)
@@ -271,15 +264,11 @@ def _scale_by_trust_ratio(
         w2, g2 = square
         ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
         if rate is not None:
-          # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
-          ratio = jnp.where((w2 > 0) & (g2 > 0) & (ratio < rate), ratio / rate, 1.0)
+          ratio = _clip_ratio(ratio, rate, (w2 > 0) & (g2 > 0))
         steps = jnp.isfinite(g2) & jnp.isfinite(w2)
         finite.append(jnp.ravel(steps))
         good = _tree.keep_dims(steps, leaf)
-      direction = g.astype(dtype)
-      if clip is not None:
-        direction = jnp.clip(direction, -jnp.asarray(clip), clip)
-      direction = _tree.keep_dims(ratio, leaf) * (direction + wd * w.astype(dtype))
+      direction = _tree.keep_dims(ratio, leaf) * _clip_and_decay(g, w, clip, wd)
       direction = jnp.where(good, direction, jnp.zeros_like(direction))
       outputs.append(direction.astype(w.dtype if like_params else g.dtype))
       ratios.append(jnp.ravel(ratio).astype(state.trust_ratio.dtype))
@@ -294,6 +283,21 @@ def _scale_by_trust_ratio(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _clip_ratio(ratio: jax.Array, rate: jax.typing.ArrayLike, usable: jax.Array) -> jax.Array:
+  # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+  return jnp.where(usable & (ratio < rate), ratio / rate, 1.0)
+
+
+def _clip_and_decay(
+  g: jax.Array, w: jax.Array, clip: Any, weight_decay: jax.typing.ArrayLike
+) -> jax.Array:
+  """clip(g) + wd w, in at least float32."""
+  wide = g.astype(_tree.accumulator_dtype(g.dtype))
+  if clip is not None:
+    wide = jnp.clip(wide, -jnp.asarray(clip), clip)
+  return wide + weight_decay * w.astype(wide.dtype)
 
 
 def trust_ratio_tree(

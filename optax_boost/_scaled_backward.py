@@ -27,7 +27,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
 
-# The group that a value belongs to; None for what no param went into.
+# The group that a value belongs to; None for values made of no params.
 _Group: TypeAlias = int | None
 
 
@@ -38,16 +38,12 @@ def group_boundary(x: jax.Array, ratio: jax.Array) -> jax.Array:
   return x
 
 
-def _boundary_forward(x: jax.Array, ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return x, ratio
-
-
 def _boundary_backward(ratio: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
   wide = g.astype(_tree.accumulator_dtype(g.dtype)) * ratio
   return wide.astype(g.dtype), jnp.zeros_like(ratio)
 
 
-group_boundary.defvjp(_boundary_forward, _boundary_backward)
+group_boundary.defvjp(lambda x, ratio: (x, ratio), _boundary_backward)
 
 
 def scale_by_group(
@@ -61,8 +57,8 @@ def scale_by_group(
 
   Args:
     loss_fn: ``loss_fn(params, *args)``, the scalar loss, or with `has_aux` ``(loss, aux)``.
-    groups: what :func:`layer_groups` returned, or a sequence of regular expressions, one per
-      group in the order of the forward pass.
+    groups: a :class:`LayerGroups`, or a sequence of regular expressions, one per group in the
+      order of the forward pass.
     has_aux: whether `loss_fn` returns aux.
 
   Returns:
@@ -123,12 +119,12 @@ def scaled_objective(
 def _evaluate(
   jaxpr: Any, inputs: Sequence[tuple[Any, _Group]], scales: jax.Array
 ) -> list[tuple[Any, _Group]]:
-  """Runs a program on values with their groups; what it returns has groups as well."""
-  known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+  """Runs a program on values with their groups; its results have groups as well."""
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
   raised: dict[tuple[Any, int], Any] = {}
 
   def read(atom: Any) -> tuple[Any, _Group]:
-    return (atom.val, None) if isinstance(atom, jax_core.Literal) else known[atom]
+    return (atom.val, None) if isinstance(atom, jax_core.Literal) else values[atom]
 
   def raise_to(atom: Any, top: _Group) -> Any:
     value, group = read(atom)
@@ -146,12 +142,12 @@ def _evaluate(
     else:
       top = max(groups, default=None)  # type: ignore[type-var]
       variables = [v for v in equation.invars if not isinstance(v, jax_core.Literal)]
-      values = _run(jaxpr, equation, {v: raise_to(v, top) for v in variables})
+      results = _run(jaxpr, equation, {v: raise_to(v, top) for v in variables})
       outputs = [
         (value, top if jnp.issubdtype(variable.aval.dtype, jnp.floating) else None)
-        for value, variable in zip(values, equation.outvars, strict=True)
+        for value, variable in zip(results, equation.outvars, strict=True)
       ]
-    known.update(zip(equation.outvars, outputs, strict=True))
+    values.update(zip(equation.outvars, outputs, strict=True))
   return [read(atom) for atom in jaxpr.outvars]
 
 

@@ -17,7 +17,7 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "switch_after"
-# The wrappers whose states ask something of the loss, by the request.
+# The wrappers whose states make requests of the loss.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.GROUP_LOSS_SCALE: "group_loss_scale",
@@ -46,13 +46,13 @@ def switch_after(
 ) -> optax.GradientTransformationExtraArgs:
   """Lets `first` act for a number of steps, then `second`.
 
-  Before the switch `second` sees the same gradients and params, and what it would do is dropped;
-  so its moments are warm when it takes over. After the switch `first` is not computed any more.
+  Before the switch `second` sees the same gradients and params and its updates are dropped, so its
+  moments are warm when it takes over. After the switch `first` is not computed any more.
 
   Args:
     step: for how many steps `first` acts; 0: `second` acts from the start. May be traced.
-    first: what acts first.
-    second: what acts then. It costs its time from the first step on, and a line search its trials.
+    first: the transformation before the switch.
+    second: the transformation after it. It is computed from the first step on.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that hands its extra arguments to both. Its

@@ -26,17 +26,11 @@ _State = TypeVar("_State")
 
 
 class Leaf(NamedTuple):
-  """One leaf of a tree, as the rules of the methods see it.
+  """One leaf of a tree, as the rules of the methods see it."""
 
-  Attributes:
-    path: the keys joined by ``/``, as in ``block_1/conv/kernel``.
-    shape: the leaf's shape.
-    stacked: the axes along which layers are stacked, not negative, ascending.
-  """
-
-  path: str
+  path: str  # the keys joined by `/`, as in `block_1/conv/kernel`
   shape: tuple[int, ...]
-  stacked: tuple[int, ...]
+  stacked: tuple[int, ...]  # the axes along which layers are stacked, not negative, ascending
 
   @property
   def layer_axes(self) -> tuple[int, ...]:
@@ -114,12 +108,11 @@ def axes_by_pattern(
   if patterns is None:
     return [None] * len(paths)
   check_axes_by_pattern(argument, patterns)
-  axes_of_leaves: list[tuple[int, ...] | None] = []
   keys = list(patterns)
-  for path, shape, index in zip(paths, shapes, first_match(argument, keys, paths), strict=True):
+
+  def axes_of(path: str, shape: tuple[int, ...], index: int | None) -> tuple[int, ...] | None:
     if index is None:
-      axes_of_leaves.append(None)
-      continue
+      return None
     axes = _as_axes(patterns[keys[index]])
     if any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
@@ -127,8 +120,9 @@ def axes_by_pattern(
         f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
         " has."
       )
-    axes_of_leaves.append(tuple(sorted({axis % len(shape) for axis in axes})))
-  return axes_of_leaves
+    return tuple(sorted({axis % len(shape) for axis in axes}))
+
+  return list(map(axes_of, paths, shapes, first_match(argument, keys, paths)))
 
 
 def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
@@ -194,7 +188,7 @@ def select(
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
     return [index is not None for index in first_match(argument, patterns, paths)]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
-    # What is left of a callable that `inject_hyperparams` called as a schedule.
+    # `inject_hyperparams` has called a callable as a schedule.
     raise _not_a_selector(argument, selector)
   mask = selector(tree) if callable(selector) else selector
   return _broadcast_mask(mask, tree, argument)
@@ -252,7 +246,7 @@ def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """A counter after one more event, if there was one; it saturates."""
+  """A saturating counter after a step in which its event may have happened."""
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
@@ -311,7 +305,7 @@ def check_update(
   *,
   needs_params: bool = False,
 ) -> None:
-  """Checks what ``update`` is called with: real gradients, the method's own state, the params."""
+  """Checks the arguments of ``update``: real gradients, the method's own state, params that fit."""
   if needs_params:
     _base.require_params(params, method)
   _base.require_state(state, state_type, method)

@@ -37,8 +37,8 @@ class FreezeSchedule:
     frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
       frozen in that step, a scalar integer; values are clipped to 0, ..., num_groups - 1. The train
       step evaluates it many steps ahead.
-    learning_rate_scale: a function of the step to what each group's updates are multiplied by, an
-      array of `num_groups` numbers; None: ones.
+    learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
+      `num_groups` numbers; None: ones.
 
   Raises:
     TypeError: `num_groups` is no whole number, or a function can't be called.
@@ -122,19 +122,17 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   r"""In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
 
   A turn has :math:`\lfloor p (G - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
-  minus `frozen_fraction`, so something is frozen in the share of steps that is named to within one
-  step per turn.
+  minus `frozen_fraction`: the share is kept to within one step per turn.
 
   Args:
     num_groups: the number of groups G.
     frozen_fraction: the share of steps in which something is frozen; raising it saves more time
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
-      (G - 1) / G a turn has no step with nothing frozen, and the first group is never trained; that
-      is warned of.
+      (G - 1) / G the first group is never trained, with a warning.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`, step by step that of MindSpore. In step 2^31 - 1,
-    where the count stops, and from then on, nothing is frozen.
+    A :class:`FreezeSchedule` for :func:`freeze`, step by step that of MindSpore. From step 2^31 - 1
+    on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -192,10 +190,9 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the steps in which MindSpore
-    does. Its depths are drawn from the key that :func:`freeze` keeps, each on its own: what step
-    100 freezes does not depend on step 99. In step 2^31 - 1, where the count stops, and from then
-    on, nothing is frozen.
+    A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the same steps as MindSpore. Its
+    depths are drawn from the key that :func:`freeze` keeps, independently in each step. From step
+    2^31 - 1 on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -226,7 +223,7 @@ def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> 
   # that is whether ceil(f n) > ceil(f (n - 1)), and n may be taken modulo f's denominator: no step
   # depends on those before it, and no float loses digits.
   near = _periodic(share)
-  # MindSpore compares floats: 1 - 0.7 is a little more than 0.3, so that what would be a tie
+  # MindSpore compares floats: 1 - 0.7 is a little more than 0.3, so that a tie in decimals
   # freezes, while 1 - 0.6 is 0.4.
   ties_freeze = _is_rounded(share, near) and float(share) > float(near)
   count = jnp.asarray(count)
@@ -278,9 +275,8 @@ def progressive_freezing(
     \tfrac12 (1 + \cos(\pi t / t_i)), \qquad
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
-  The last group's learning rate is annealed over the whole run and it is never frozen, so the
-  inner optimizer's learning rate should be constant. One that decays over the run by itself goes
-  with ``anneal=False``: by the time they are frozen, the first layers would hardly move.
+  The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
+  rate should be constant. One that decays by itself goes with ``anneal=False``.
 
   Args:
     num_groups: the number of groups G.

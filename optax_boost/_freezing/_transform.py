@@ -44,23 +44,22 @@ def freeze(
 ) -> optax.GradientTransformationExtraArgs:
   """Freezes the first groups of leaves on the steps that a schedule says.
 
-  A frozen leaf gets no update and no weight decay, and the inner optimizer's state of it (momentum,
-  second moments) stands still. Frozen gradients are zeroed before `inner`, so norm clipping
-  measures trained leaves only. Inside :func:`make_train_step` the backward pass of frozen groups is
-  not computed either; by hand, gradients of frozen leaves are ignored, which saves nothing. Leaves
-  may be complex.
+  A frozen leaf gets no update and no weight decay, and its optimizer state (momentum, second
+  moments) stands still. Frozen gradients are zeroed before `inner`, so norm clipping measures
+  trained leaves only. :func:`make_train_step` does not compute the backward pass of frozen groups;
+  by hand, gradients of frozen leaves are ignored, which saves nothing. Leaves may be complex.
 
   Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
   it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth). A
-  wrapper of your own that skips steps must keep a state of a type of its own: inside plain tuples,
-  as ``optax.chain`` keeps, the train step takes every step as counted.
+  wrapper of your own that skips steps needs its own type of state: with plain tuples, as those of
+  ``optax.chain``, the train step takes every step as counted.
 
   Args:
     inner: the optimizer.
-    groups: what :func:`layer_groups` returned; or a sequence of regular expressions, one per
-      group in the order of freezing, searched in the leaves' paths. The first that matches
-      counts; a leaf that none matches is in the last group.
+    groups: a :class:`LayerGroups`; or a sequence of regular expressions, one per group in the
+      order of freezing, searched in the leaves' paths. The first that matches counts; a leaf that
+      none matches is in the last group.
     schedule: a :class:`FreezeSchedule` for as many groups: :func:`continuous_freezing`,
       :func:`interval_freezing`, :func:`progressive_freezing` or your own.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
@@ -92,7 +91,7 @@ def freeze(
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
 
   .. note::
-    What `inner` keeps as shared numbers (step counts, norms) goes on in every step. A leaf's
+    Shared numbers in the state of `inner` (step counts, norms) advance in every step. A leaf's
     entries are recognized with ``optax.tree.map_params``.
   """
   inner = _base.check_transformation("inner", inner)

@@ -1,31 +1,15 @@
 """Fewer BatchNorms: which of them go, found from a trace of the model; shared by all of Flax."""
 
-from optax_boost._less_bn._checkpoint import LoadReport
-from optax_boost._less_bn._checkpoint import load_tree
-from optax_boost._less_bn._flow import abstract
-from optax_boost._less_bn._flow import mark_norm
-from optax_boost._less_bn._flow import trace
-from optax_boost._less_bn._plan import Layers
-from optax_boost._less_bn._plan import LessBNPlan
-from optax_boost._less_bn._plan import NormPlace
-from optax_boost._less_bn._plan import Predicate
-from optax_boost._less_bn._plan import check_call
-from optax_boost._less_bn._plan import check_plan
-from optax_boost._less_bn._plan import in_bottleneck
-from optax_boost._less_bn._plan import make_plan
-
-__all__ = [
-  "Layers",
-  "LessBNPlan",
-  "LoadReport",
-  "NormPlace",
-  "Predicate",
-  "abstract",
-  "check_call",
-  "check_plan",
-  "in_bottleneck",
-  "load_tree",
-  "make_plan",
-  "mark_norm",
-  "trace",
-]
+from optax_boost._less_bn._checkpoint import LoadReport as LoadReport
+from optax_boost._less_bn._checkpoint import load_tree as load_tree
+from optax_boost._less_bn._flow import abstract as abstract
+from optax_boost._less_bn._flow import mark_norm as mark_norm
+from optax_boost._less_bn._flow import trace as trace
+from optax_boost._less_bn._plan import Layers as Layers
+from optax_boost._less_bn._plan import LessBNPlan as LessBNPlan
+from optax_boost._less_bn._plan import NormPlace as NormPlace
+from optax_boost._less_bn._plan import Predicate as Predicate
+from optax_boost._less_bn._plan import check_call as check_call
+from optax_boost._less_bn._plan import check_plan as check_plan
+from optax_boost._less_bn._plan import in_bottleneck as in_bottleneck
+from optax_boost._less_bn._plan import make_plan as make_plan

@@ -4,7 +4,7 @@ Nodes are numbered in the order of the program, so every node's inputs have smal
 
   node 0       the data: one input of the model; constants and the model's state are none, as in
                ``_forward_order``
-  inputs(n)    the nodes that n is computed from; what is made of params or constants alone is none
+  inputs(n)    the nodes that n is computed from; values of params or constants alone are none
   ancestors(n) all nodes that lead to n, as the bits of an integer
   gate(n)      the last node through which all of the data goes that reaches n: n's immediate
                dominator. Where a residual block ends in n = a + b, its gate is where the two
@@ -12,7 +12,6 @@ Nodes are numbered in the order of the program, so every node's inputs have smal
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -36,19 +35,12 @@ def mark_norm(x: jax.Array, path: str) -> jax.Array:
 
 
 class Node(NamedTuple):
-  """One operation on data.
+  """One operation on data."""
 
-  Attributes:
-    kind: the primitive's name; ``"norm"`` for a marked normalization.
-    inputs: the nodes it is computed from.
-    shape: the shape of its result.
-    path: the module of a normalization; of a layer with weights the path of its param.
-  """
-
-  kind: str
+  kind: str  # the primitive's name, or "norm" for a marked normalization
   inputs: tuple[int, ...]
-  shape: tuple[int, ...]
-  path: str = ""
+  shape: tuple[int, ...]  # of its result
+  path: str = ""  # the module of a normalization, or the param of a layer with weights
 
 
 class Flow:
@@ -151,7 +143,7 @@ def _on_arrays(
 
 
 class _Value(NamedTuple):
-  """What a value of the trace is: a node, or else made of these params alone."""
+  """A value of the trace: a node, or else made of these params alone."""
 
   node: int | None = None
   params: tuple[str, ...] = ()
@@ -168,15 +160,15 @@ def _follow(closed: Any, paths: Sequence[str], data: int) -> Flow:
 
 def _inner(jaxpr: Any, arguments: Sequence[_Value], nodes: list[Node]) -> list[_Value]:
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  known = dict.fromkeys(jaxpr.constvars, _Value())
-  known |= zip(jaxpr.invars, arguments, strict=True)
+  values = dict.fromkeys(jaxpr.constvars, _Value())
+  values |= zip(jaxpr.invars, arguments, strict=True)
 
   def read(atom: Any) -> _Value:
-    return _Value() if isinstance(atom, jax_core.Literal) else known[atom]
+    return _Value() if isinstance(atom, jax_core.Literal) else values[atom]
 
   for equation in jaxpr.eqns:
     outputs = _equation(equation, [read(atom) for atom in equation.invars], nodes)
-    known |= zip(equation.outvars, outputs, strict=True)
+    values |= zip(equation.outvars, outputs, strict=True)
   return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -196,8 +188,7 @@ def _equation(equation: Any, inputs: list[_Value], nodes: list[Node]) -> list[_V
     return _inner(call, inputs, nodes)
   label = settings["name"] if name == "name" else ""
   if label.startswith(_MARK):
-    marked = _operation("norm", inputs, equation.outvars[0], nodes, label.removeprefix(_MARK))
-    return [marked]
+    return [_operation("norm", inputs, equation.outvars[0], nodes, label.removeprefix(_MARK))]
   result = [_operation(name, inputs, variable, nodes) for variable in equation.outvars[:1]]
   return result * len(equation.outvars)
 
@@ -205,15 +196,10 @@ def _equation(equation: Any, inputs: list[_Value], nodes: list[Node]) -> list[_V
 def _operation(
   kind: str, inputs: Sequence[_Value], variable: Any, nodes: list[Node], path: str = ""
 ) -> _Value:
-  params = tuple(dict.fromkeys(_all_params(inputs)))
+  params = tuple(dict.fromkeys(path for value in inputs for path in value.params))
   data = tuple(dict.fromkeys(value.node for value in inputs if value.node is not None))
   if not data:
     return _Value(params=params)
   path = path or (params[0] if kind in _WEIGHTS and params else "")
   nodes.append(Node(kind, data, getattr(variable.aval, "shape", ()), path))
   return _Value(len(nodes) - 1)
-
-
-def _all_params(values: Sequence[_Value]) -> Iterator[str]:
-  for value in values:
-    yield from value.params

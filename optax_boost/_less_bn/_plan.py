@@ -57,22 +57,16 @@ def in_bottleneck(place: NormPlace) -> bool:
 
 
 class Layers(NamedTuple):
-  """What the plan must know of the model's layers, by path.
-
-  Attributes:
-    norms: the BatchNorms.
-    without_bias: convolutions and dense layers that have no bias.
-    dense: dense layers.
-  """
+  """The paths of the model's layers."""
 
   norms: Sequence[str]
-  without_bias: Collection[str]
+  without_bias: Collection[str]  # convolutions and dense layers
   dense: Collection[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class LessBNPlan:
-  """What ``less_bn`` does to a model; ``print`` shows it.
+  """The changes that ``less_bn`` makes to a model; ``print`` shows them.
 
   Attributes:
     places: where each BatchNorm stands.
@@ -157,10 +151,9 @@ def make_plan(
   multiplier: float,
 ) -> LessBNPlan:
   """Decides from the flows of a model's inputs; the arguments are those of ``plan_less_bn``."""
-  found = _places(flows)
-  in_order = [path for path in found if path in layers.norms]
-  unseen = [path for path in layers.norms if path not in found]
-  places = tuple([found[path] for path in in_order] + [NormPlace(p, "outside") for p in unseen])
+  traced = {path: place for path, place in _places(flows).items() if path in layers.norms}
+  unseen = {path: NormPlace(path, "outside") for path in layers.norms if path not in traced}
+  places = tuple((traced | unseen).values())
   removed = tuple(place.path for place in places if _goes(predicate or in_bottleneck, place))
   if not removed:
     _warn_nothing(places)
@@ -204,18 +197,18 @@ def _warn_nothing(places: Sequence[NormPlace]) -> None:
 
 def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
   """The place of each BatchNorm, seen from all inputs; a shared one goes if all its uses do."""
-  found: dict[str, NormPlace] = {}
+  places: dict[str, NormPlace] = {}
   for flow in flows:
-    here: dict[str, NormPlace] = {}
+    in_flow: dict[str, NormPlace] = {}
     for n, place in _in_blocks(flow).items():
       path = flow.nodes[n].path
-      other = here.setdefault(path, place)
+      other = in_flow.setdefault(path, place)
       if other.role == "inner":
-        here[path] = place if place.role != "inner" or place.layers < other.layers else other
-    for path, place in here.items():
-      if found.get(path, place).role in ("outside", place.role):
-        found[path] = place
-  return found
+        in_flow[path] = place if place.role != "inner" or place.layers < other.layers else other
+    for path, place in in_flow.items():
+      if places.get(path, place).role in ("outside", place.role):
+        places[path] = place
+  return places
 
 
 class _Block(NamedTuple):
@@ -259,13 +252,14 @@ def _place(flow: _flow.Flow, n: int, block: _Block) -> NormPlace:
 
 
 def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> list[str]:
-  found: dict[str, None] = {}
-  for flow in flows:
-    for n in flow.of_kind("norm"):
-      source = flow.source(n)
-      if flow.nodes[n].path in removed and flow.has_weights(source):
-        found[_module(flow.nodes[source].path)] = None
-  return list(found)
+  """The layers with weights whose output goes into a removed BatchNorm."""
+  sources = [
+    flow.nodes[flow.source(n)].path
+    for flow in flows
+    for n in flow.of_kind("norm")
+    if flow.nodes[n].path in removed and flow.has_weights(flow.source(n))
+  ]
+  return list(dict.fromkeys(map(_module, sources)))
 
 
 def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:

@@ -58,8 +58,8 @@ def next_group_loss_scale(
   Args:
     group_loss_scale: array [groups], float32, the scales that the step used.
     finite: array [groups], bool, whether the groups' gradients were.
-    growth_factor: what a scale is multiplied by after every step without an overflow.
-    backoff_factor: what it is multiplied by after one.
+    growth_factor: factor of a scale after a step without an overflow.
+    backoff_factor: its factor after an overflow.
     minimum: its floor.
     maximum: its cap.
 
@@ -100,21 +100,19 @@ def group_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales gradients that arrive with a scale for each group of layers.
 
-  :func:`make_train_step` finds the scales in the state and scales the backward pass where it goes
-  from group to group; in a loop of your own :func:`scale_by_group` does it.
-
-  An overflow travels: what is not finite in one group is not finite in those before it either.
+  :func:`make_train_step` scales the backward pass where it goes from group to group; in a loop of
+  your own :func:`scale_by_group` does it. An overflow in one group spreads to the groups before it.
 
   Args:
     inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
       least float32, too. For float16 params, put :func:`master_weights` around the whole.
-    groups: what :func:`layer_groups` returned; or a sequence of regular expressions, one per
-      group in the order of the forward pass, searched in the leaves' paths. The first that
-      matches counts; a leaf that none matches is in the last group.
+    groups: a :class:`LayerGroups`; or a sequence of regular expressions, one per group in the
+      order of the forward pass, searched in the leaves' paths. The first that matches counts; a
+      leaf that none matches is in the last group.
     initial_scale: the scale of every group to start with, between `minimum` and `maximum`.
-    growth_factor: what a group's scale is multiplied by after every step in which it did not
-      overflow; above 1. Raising it adapts faster and overflows more often.
-    backoff_factor: what it is multiplied by after a step in which it did; below 1.
+    growth_factor: factor of a group's scale after a step in which it did not overflow, above 1;
+      raising it adapts faster and overflows more often.
+    backoff_factor: its factor after a step in which it did, below 1.
     minimum: its floor.
     maximum: its cap.
     skip: ``"all"``: a step in which any group overflowed, or after which a param would not be

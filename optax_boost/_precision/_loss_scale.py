@@ -32,7 +32,7 @@ class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
 
   Attributes:
-    loss_scale: scalar float32, what to multiply the next loss by.
+    loss_scale: scalar float32, the factor of the next loss.
     growth_count: scalar int32, steps since the scale last changed.
     hysteresis_count: scalar int32, overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped.
@@ -63,8 +63,8 @@ def next_loss_scale(
     growth_count: steps since it last changed, int32.
     finite: whether the step's gradients were.
     growth_interval: steps without an overflow before the scale grows.
-    growth_factor: what it grows by.
-    backoff_factor: what it is multiplied by after an overflow.
+    growth_factor: its factor when it grows.
+    backoff_factor: its factor after an overflow.
     minimum: its floor.
     maximum: its cap.
 
@@ -106,14 +106,12 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales the gradients of a scaled loss, and skips the steps that overflowed.
 
-  The loss must be multiplied by the state's `loss_scale` before it is differentiated;
-  :func:`make_train_step` finds it there and does it. By hand:
-  ``optax.tree.get(opt_state, "loss_scale")``.
+  The loss must be multiplied by the state's `loss_scale` before it is differentiated:
+  :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients have a NaN or an infinity, or after which a param would have one,
-  changes nothing but the scale and the counters: its updates are zero, the inner state stays as it
-  was. The scale follows the gradients only. Inside ``optax.partition`` and ``optax.masked``
-  :func:`make_train_step` takes the scale off the gradients of the other leaves.
+  A step whose unscaled gradients or resulting params are not finite changes nothing but the scale
+  and the counters. The scale follows the gradients only. Inside ``optax.partition`` and
+  ``optax.masked`` :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
     inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
@@ -121,12 +119,11 @@ def dynamic_loss_scale(
       ``master_weights(dynamic_loss_scale(inner))`` keeps updates that float16 params lose.
     initial_scale: the scale to start with, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
-      overflows and adapts more slowly. None: a static scale, which neither grows nor shrinks;
-      steps that overflow are skipped all the same.
+      overflows and adapts more slowly. None: a static scale; overflows are skipped all the same.
     hysteresis: which overflow since the scale last grew is the first to shrink it; raising it
       tolerates rare overflows that a smaller scale would not prevent.
-    growth_factor: what the scale grows by; above 1.
-    backoff_factor: what it is multiplied by after an overflow; below 1.
+    growth_factor: the scale's factor when it grows, above 1.
+    backoff_factor: its factor after an overflow, below 1.
     minimum: its floor.
     maximum: its cap.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's

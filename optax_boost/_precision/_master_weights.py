@@ -68,17 +68,15 @@ def master_weights(
 
   Args:
     inner: the optimizer of the masters.
-    key: for stochastic rounding, whose error is zero on average, a key of ``jax.random.key`` or a
-      seed; None: round to nearest. It only matters to the forward pass: the masters are exact
-      either way.
+    key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
+      average; None: round to nearest. The masters are exact either way.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates are float32
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
     (float64 for float64 params), since the difference of two float16 numbers need not be one:
-    ``optax.apply_updates`` adds them in float32 and rounds once. It lands on the masters' rounding
-    exactly, unless a weight shrinks 4,096-fold in one step; then the master follows the param, as
-    after any other move. Wrappers of optax that skip steps by ``lax.cond`` expect updates in the
-    gradients' dtype: put ``optax.apply_if_finite`` inside,
+    ``optax.apply_updates`` adds them in float32 and rounds once, exactly to the masters' rounding
+    unless a weight shrinks 4,096-fold in one step; then the master follows the param. Wrappers of
+    optax that skip steps expect updates in the gradients' dtype: put them inside, as in
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 
   Raises:
@@ -138,22 +136,21 @@ def master_weights(
       if extra.get(name) is not None:
         extra[name] = _at_rounded(extra[name], params)
     if extra.get("full_grad_fn") is not None:
-      extra["full_grad_fn"] = _after(extra["full_grad_fn"], widen_gradients)
+      extra["full_grad_fn"] = _compose(widen_gradients, extra["full_grad_fn"])
     gradients, extra = _tree.map_gradients(widen, updates, extra)
     moves, moved = inner.update(gradients, state.inner_state, masters, **extra)
     moved = _conditional.cast_like(moved, state.inner_state)
 
     skipped = _spoilt(updates, moves, moved, state.inner_state)
-    wanted = optax.apply_updates(masters, moves)
-    wanted = _conditional.select(skipped, masters, wanted)
-    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), wanted, masters)
+    stepped = _conditional.select(skipped, masters, optax.apply_updates(masters, moves))
+    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stepped, masters)
     rounded = _round_like(kept, params, keys[1])
     out = jax.tree.map(jnp.subtract, widen(rounded), widen(params))
     return out, MasterWeightsState(
       master_params=kept,
       count=optax.safe_increment(state.count),
       notfinite_count=_tree.increment_if(
-        skipped | ~_tree.all_finite(wanted), state.notfinite_count
+        skipped | ~_tree.all_finite(stepped), state.notfinite_count
       ),
       key=state.key,
       inner_state=_conditional.select(skipped, state.inner_state, moved),
@@ -168,8 +165,8 @@ def _spoilt(
   """Whether the inner optimizer could not cope with its gradients."""
   bad_moves = ~_tree.all_finite(moves)
   if _conditional.scales_loss(state):
-    # It copes with overflows, and must keep what it learned of them: inside an accumulation they
-    # wait in the sum for the end of the window.
+    # It copes with overflows, and must keep its record of them: inside an accumulation they wait
+    # in the sum for the end of the window.
     return bad_moves
   # The state is looked through only where something is wrong already.
   return jax.lax.cond(
@@ -189,8 +186,8 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   return call
 
 
-def _after(function: Any, then: Any) -> Any:
-  return lambda *args, **kwargs: then(function(*args, **kwargs))
+def _compose(outer: Any, inner: Any) -> Any:
+  return lambda *args, **kwargs: outer(inner(*args, **kwargs))
 
 
 def _step_keys(
