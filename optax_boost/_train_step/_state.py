@@ -26,6 +26,15 @@ class TrainState(NamedTuple):
   step: jax.Array
 
 
+def check_state(state: Any) -> None:
+  """Refuses what is no state of a train step."""
+  if not isinstance(state, TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+
+
 def settle(state: TrainState) -> TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
@@ -105,8 +114,7 @@ def explain_other_state(
   except Exception:
     # The params do not fit either: the update's error says more.
     return
-  structures: list[Any] = [jax.tree.structure(one) for one in (expected, state.opt_state)]
-  if structures[0] != structures[1] or not _same_shapes(expected, state.opt_state):
+  if not same_shapes(expected, state.opt_state):
     raise TypeError(
       "`state` must hold the optimizer state that `step.init(params)` made, of the same"
       f" transformation and params: {_base.shorten(expected, 400)}; got"
@@ -115,6 +123,8 @@ def explain_other_state(
     ) from error
 
 
-def _same_shapes(first: Any, second: Any) -> bool:
-  pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-  return all(jnp.shape(a) == jnp.shape(b) for a, b in pairs)
+def same_shapes(first: Any, second: Any) -> bool:
+  """Whether two trees have the same structure and shapes."""
+  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
+  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
+  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]

@@ -197,29 +197,10 @@ class TrainStep:
 
 
 def _check_call(state: Any, rng: Any) -> None:
-  if not isinstance(state, _state.TrainState):
-    raise TypeError(
-      "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
-      f" {_base.shorten(state)}."
-    )
+  _state.check_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
-
-
-def check_extra_metrics(extra_metrics: Any) -> None:
-  """Checks the argument `extra_metrics`, for the forms for Flax, too.
-
-  Raises:
-    TypeError: it is no sequence of strings.
-    ValueError: a name is unknown.
-  """
-  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
-    raise TypeError(
-      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
-    )
-  for name in extra_metrics:
-    _base.check_name("extra_metrics", name, EXTRA_METRICS)
 
 
 def make_train_step(
@@ -326,7 +307,12 @@ def check_options(
   for name, flag in flags.items():
     _base.check_bool(name, flag)
   _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
-  check_extra_metrics(extra_metrics)
+  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
+    raise TypeError(
+      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
+    )
+  for name in extra_metrics:
+    _base.check_name("extra_metrics", name, EXTRA_METRICS)
 
 
 # Compared and hashed by identity: jit keeps its programs by the bound methods.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _less_bn
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _checks
 from optax_boost.nnx import _head
-from optax_boost.nnx._train_step import _as_pure
 
 _KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
 
@@ -99,7 +99,7 @@ def _plan(
   def apply(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
     return nnx.merge(graphdef, params, rest)(*args, **kwargs)
 
-  flows = _less_bn.trace(apply, _as_pure(params), _as_pure(rest), args, kwargs)
+  flows = _less_bn.trace(apply, _adapter.as_pure(params), _adapter.as_pure(rest), args, kwargs)
   bare = [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None]
   dense = [p for p, m in modules.items() if isinstance(m, nnx.Linear)]
   return _less_bn.make_plan(
@@ -232,7 +232,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):
-    checkpoint = _as_pure(checkpoint)
+    checkpoint = _adapter.as_pure(checkpoint)
   if not isinstance(checkpoint, Mapping):
     raise TypeError(
       "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got a"
@@ -247,7 +247,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     if isinstance(leaf, nnx.RngState)
   }
   names = {_path(path) for path in rngs}
-  new, report = _less_bn.load_tree(_as_pure(state), checkpoint, names.__contains__)
+  new, report = _less_bn.load_tree(_adapter.as_pure(state), checkpoint, names.__contains__)
   nnx.update(model, new)
   return report
 
