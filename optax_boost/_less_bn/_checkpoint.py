@@ -41,20 +41,9 @@ class LoadReport:
 def load_tree(
   target: Any, checkpoint: Any, ignore: Callable[[str], bool] = lambda _: False
 ) -> tuple[Any, LoadReport]:
-  """Loads by path.
+  """Loads a checkpoint's arrays by path, in the dtypes and on the mesh of `target`.
 
-  Args:
-    target: a tree of arrays.
-    checkpoint: a tree of arrays with the same paths, more or fewer.
-    ignore: paths whose absence from the checkpoint is not reported.
-
-  Returns:
-    A tree like `target`, in its dtypes and on its mesh, and the report.
-
-  Raises:
-    TypeError: a value of the checkpoint is no array.
-    ValueError: an array has another shape than its place, can't be cast to its dtype, or nothing
-      fits.
+  The report leaves out paths that `ignore` takes and the checkpoint lacks.
   """
   try:
     values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))

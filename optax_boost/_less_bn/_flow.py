@@ -31,15 +31,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Stands for a normalization while the model is traced.
-
-  Args:
-    x: its input.
-    path: the path of the module.
-
-  Returns:
-    `x`, under a name that :func:`trace` finds.
-  """
+  """Stands for a normalization while the model is traced: `x` under a name that `trace` finds."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -81,61 +73,24 @@ class Flow:
       depth[n] = depth[gate] + 1
 
   def of_kind(self, kind: str) -> list[int]:
-    """The nodes of a kind.
-
-    Args:
-      kind: the kind.
-
-    Returns:
-      Their numbers.
-    """
+    """The nodes of a kind."""
     return [n for n, node in enumerate(self.nodes) if node.kind == kind]
 
   def has_weights(self, n: int) -> bool:
-    """Whether a node brings data and weights together: a convolution or a matrix product.
-
-    Args:
-      n: the node.
-
-    Returns:
-      Whether it does.
-    """
+    """Whether a node brings data and weights together: a convolution or a matrix product."""
     return self.nodes[n].kind in _WEIGHTS and len(self.nodes[n].inputs) == 1
 
   def between(self, start: int, end: int) -> list[int]:
-    """The nodes after `start` on the paths from `start` to `end`, with `end`.
-
-    Args:
-      start: a node.
-      end: a node.
-
-    Returns:
-      Their numbers; none if the two are the same.
-    """
+    """The nodes after `start` on the paths from `start` to `end`, with `end`."""
     inside = self.ancestors[end] | 1 << end
     return [n for n in range(start + 1, end + 1) if inside >> n & 1 and self.leads_to(start, n)]
 
   def leads_to(self, start: int, end: int) -> bool:
-    """Whether `end` is computed from `start`.
-
-    Args:
-      start: a node.
-      end: a node.
-
-    Returns:
-      Whether it is.
-    """
+    """Whether `end` is computed from `start`."""
     return bool(self.ancestors[end] >> start & 1)
 
   def source(self, n: int) -> int:
-    """Goes back from a node's input over biases, activations and casts.
-
-    Args:
-      n: a node with one input.
-
-    Returns:
-      The first node that is more than an elementwise function of one other.
-    """
+    """The first node before `n` that is more than a bias, an activation or a cast."""
     current = self.nodes[n].inputs[0]
     while current:
       gate = self.gate[current]
@@ -154,21 +109,9 @@ class Flow:
 def trace(
   apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
 ) -> list[Flow]:
-  """Traces a model and follows each of its inputs.
+  """Traces ``apply(params, state, *args, **kwargs)`` with marked norms: a flow per input array.
 
-  Nothing is computed; params and inputs may be abstract. What is no array among the inputs (flags,
-  strings) is passed as it is.
-
-  Args:
-    apply: ``apply(params, state, *args, **kwargs)``, with its normalizations replaced by
-      :func:`mark_norm`.
-    params: a tree of arrays.
-    state: what else the model holds, a tree of arrays.
-    args: the model's arguments.
-    kwargs: its keyword arguments.
-
-  Returns:
-    A flow for each array among the inputs.
+  Nothing is computed, and arrays may be abstract; other inputs (flags, strings) are passed on.
   """
   on_arrays, arrays = _on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(on_arrays)(params, state, *arrays)
@@ -180,18 +123,7 @@ def trace(
 def abstract(
   apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-  """What a function returns, as abstract values; its arguments are those of :func:`trace`.
-
-  Args:
-    apply: ``apply(params, state, *args, **kwargs)``.
-    params: a tree of arrays.
-    state: a tree of arrays.
-    args: arguments, arrays and others.
-    kwargs: keyword arguments.
-
-  Returns:
-    A tree of ``jax.ShapeDtypeStruct``.
-  """
+  """The output of a function with the arguments of :func:`trace`, as abstract values."""
   on_arrays, arrays = _on_arrays(apply, args, kwargs)
   return jax.eval_shape(on_arrays, params, state, *arrays)
 

@@ -52,21 +52,7 @@ Predicate: TypeAlias = Callable[[NormPlace], bool]
 
 
 def in_bottleneck(place: NormPlace) -> bool:
-  """The rule: all BatchNorms in the branch of a bottleneck block but the last.
-
-  Args:
-    place: where a BatchNorm stands.
-
-  Returns:
-    Whether it goes.
-
-  Examples:
-    >>> from optax_boost._less_bn import NormPlace, in_bottleneck
-    >>> in_bottleneck(NormPlace("block/bn1", "inner", layers=3))
-    True
-    >>> in_bottleneck(NormPlace("block/bn3", "last", layers=3))
-    False
-  """
+  """The rule: all BatchNorms in the branch of a bottleneck block but the last."""
   return place.role == "inner" and place.layers >= _BOTTLENECK
 
 
@@ -135,11 +121,7 @@ def _list(paths: Sequence[str]) -> str:
 
 
 def check_plan(plan: Any) -> None:
-  """Checks the argument `plan`.
-
-  Raises:
-    TypeError: it is no plan.
-  """
+  """Refuses what is no plan."""
   if not isinstance(plan, LessBNPlan):
     raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
 
@@ -152,12 +134,7 @@ def check_call(
   predicate: Any,
   multiplier: Any,
 ) -> None:
-  """Checks the arguments of ``plan_less_bn`` and ``less_bn`` before the model is traced.
-
-  Raises:
-    TypeError: an option is of the wrong kind.
-    ValueError: `multiplier` is not positive, or there is no array among the model's inputs.
-  """
+  """Checks the arguments of ``plan_less_bn`` and ``less_bn`` before the model is traced."""
   _base.check_bool("fn_flag", fn_flag)
   _base.check_bool("bias", bias)
   if predicate is not None:
@@ -179,22 +156,7 @@ def make_plan(
   predicate: Predicate | None,
   multiplier: float,
 ) -> LessBNPlan:
-  """Decides from the flows of a model's inputs.
-
-  Args:
-    flows: what :func:`optax_boost._less_bn.trace` returned.
-    layers: the model's layers.
-    fn_flag: whether the last dense layer becomes a normalized head.
-    bias: whether a removed BatchNorm leaves a bias.
-    predicate: which BatchNorms go; None: :func:`in_bottleneck`.
-    multiplier: the initial value of the head's multiplier.
-
-  Returns:
-    The plan.
-
-  Raises:
-    TypeError: `predicate` returns no truth value.
-  """
+  """Makes the plan from the flows of a model's inputs and its layers."""
   found = _places(flows)
   in_order = [path for path in found if path in layers.norms]
   unseen = [path for path in layers.norms if path not in found]

@@ -31,20 +31,9 @@ def cut_gradient(
   depth: int | jax.Array,
   execution: Execution,
 ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
-  """The gradient of an objective, without the backward pass of what is frozen.
+  """The gradient function of an objective, zero for frozen leaves, without their backward pass.
 
-  Args:
-    objective: from params to the value and the rest.
-    groups: the groups.
-    depth: how many groups are frozen: an integer, or a traced scalar.
-    execution: how a traced depth is treated: a conditional over all depths, or, where ``"auto"``
-      finds that to be slower, the whole gradient.
-
-  Returns:
-    A function from params to the gradient, zero for frozen leaves, and the rest.
-
-  Raises:
-    ValueError: the depth is traced and `execution` is ``"per_depth"``.
+  A traced depth is treated as `execution` says; its output beside the gradient is the objective's.
   """
   if isinstance(depth, int):
     return lambda params: _gradient_at(objective, groups, depth, params)
@@ -110,22 +99,10 @@ def hold_statistics(
   groups: _protocol.GroupAssignment,
   depth: int | jax.Array,
 ) -> Any:
-  """Keeps the mutable statistics of frozen layers.
+  """Takes the floating-point statistics of frozen layers from `before`.
 
-  Statistics belong to the layer whose params have the same path but for a collection's name in
-  front: ``norm/mean`` and ``batch_stats/norm/mean`` to ``norm/scale`` and ``params/norm/scale``.
-  Those of layers without params go on.
-
-  Args:
-    before: the statistics before the forward pass.
-    after: those after it.
-    params: the params.
-    groups: the groups.
-    depth: how many groups are frozen.
-
-  Returns:
-    `after`, with the floating-point entries of frozen layers from `before`. Integers, as counts of
-    batches or of random draws, go on.
+  A layer's statistics have the path of its params, but for a collection's name in front. Integers
+  (counts of batches or draws) and statistics of layers without params go on.
   """
   structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
   if structures[0] != structures[1]:

@@ -41,12 +41,6 @@ def settle(state: TrainState) -> TrainState:
   Weak types are removed, and what the optimizer state adds is replicated over the mesh of the
   params. An array that occurs twice is copied, as donation demands: some of optax's states hold
   the params themselves, and tied weights occur twice.
-
-  Args:
-    state: a state that was put together outside of a step.
-
-  Returns:
-    The state, each of its arrays a buffer of its own.
   """
   arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
   # Inside a trace there is no placement to ask for.
@@ -68,15 +62,7 @@ def settle(state: TrainState) -> TrainState:
 
 
 def check_shapes(before: optax.Params, after: optax.Params) -> None:
-  """Refuses updates that broadcast the params, as an optimizer state of other params makes them.
-
-  Args:
-    before: the params.
-    after: those after the step.
-
-  Raises:
-    ValueError: a shape has changed.
-  """
+  """Refuses updates that broadcast the params, as an optimizer state of other params makes them."""
   for (path, old), new in zip(
     jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
   ):
@@ -99,16 +85,7 @@ def drop_weak_type(leaf: Any) -> jax.Array:
 def explain_other_state(
   error: Exception, state: TrainState, tx: optax.GradientTransformation
 ) -> None:
-  """Raises an error of its own where an update failed on the state of another optimizer.
-
-  Args:
-    error: the update's error.
-    state: the state.
-    tx: the transformation.
-
-  Raises:
-    TypeError: `state` holds no optimizer state of `tx` for its params.
-  """
+  """Raises an error of its own where an update failed on the state of another optimizer."""
   try:
     expected = jax.eval_shape(tx.init, state.params)
   except Exception:

@@ -15,9 +15,8 @@ The optimizer state may ask for scaled gradients or for a shorter backward pass
 (:mod:`optax_boost._protocol`). `grad` and `grad_fn` are then those of the scaled loss; the values
 are of the loss itself.
 
-The closures cost nothing unless a transformation calls them, and their aux and new statistics are
-dropped: those come from the one forward pass at the current params. They take params as
-``optax.masked`` and ``optax.partition`` hide them: hidden leaves have their current values.
+Closures that no transformation calls cost nothing. Their aux and statistics are dropped. Leaves
+that ``optax.masked`` and ``optax.partition`` hide have their current values.
 """
 
 from collections.abc import Callable
@@ -155,13 +154,7 @@ class TrainStep:
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    Args:
-      state: a state, or abstract values of one.
-      batch: a batch, or abstract values.
-      rng: a key, or None.
-
-    Returns:
-      A ``jax.stages.Lowered``.
+    Arguments as for a step, arrays or abstract values; nothing is computed.
     """
     _check_call(state, rng)
     return self._step.lower(state, batch, rng, self.program.data, self._place(state).depth)
@@ -169,13 +162,7 @@ class TrainStep:
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Traces the step for inspection, like ``jax.jit(...).trace``.
 
-    Args:
-      state: a state, or abstract values of one.
-      batch: a batch, or abstract values.
-      rng: a key, or None.
-
-    Returns:
-      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    Arguments as for a step, arrays or abstract values; `jaxpr` of the result is its program.
     """
     _check_call(state, rng)
     return self._step.trace(state, batch, rng, self.program.data, self._place(state).depth)
@@ -487,9 +474,8 @@ class _Requests:
       if self.scaled is None or self.group_loss_scale is None:
         value, rest = objective(params)
       else:
-        numbers = self.scaled.numbers(params)
         value, rest = _scaled_backward.scaled_objective(
-          objective, params, numbers, self._group_scales()
+          objective, params, self.scaled.numbers(params), self._group_scales()
         )
       # In float32: a float16 loss times its scale would overflow.
       scale = self.loss_scale
@@ -513,11 +499,12 @@ class _Requests:
     if self._has_scale is None or not self._has_scale.lacks(grad):
       return grad
     leaves, structure = jax.tree.flatten(grad)
-    numbers = self._has_scale.numbers(grad)
-    return jax.tree.unflatten(
-      structure,
-      [g if n == 0 else _divide(g, self.loss_scale) for g, n in zip(leaves, numbers, strict=True)],
-    )
+    lacking = [number != 0 for number in self._has_scale.numbers(grad)]
+    unscaled = [
+      (_wide(g) / self.loss_scale).astype(g.dtype) if lacks else g
+      for g, lacks in zip(leaves, lacking, strict=True)
+    ]
+    return jax.tree.unflatten(structure, unscaled)
 
   def _group_scales(self) -> jax.Array:
     """The groups' scales, and 1 for leaves that the method has not seen."""
@@ -526,19 +513,18 @@ class _Requests:
   def unscaled(self, grad: optax.Updates) -> optax.Updates:
     """A gradient without its scales, in at least float32."""
     leaves, structure = jax.tree.flatten(grad)
-    wide = [g.astype(_tree.accumulator_dtype(g.dtype)) for g in leaves]
+    wide = list(map(_wide, leaves))
     if self.loss_scale is not None:
       scaled = [0] * len(wide) if self._has_scale is None else self._has_scale.numbers(grad)
       wide = [g / self.loss_scale if n == 0 else g for g, n in zip(wide, scaled, strict=True)]
     if self.scaled is not None and self.group_loss_scale is not None:
-      numbers = self.scaled.numbers(grad)
       scales = self._group_scales()
-      wide = [g / scales[n] for g, n in zip(wide, numbers, strict=True)]
+      wide = [g / scales[n] for g, n in zip(wide, self.scaled.numbers(grad), strict=True)]
     return jax.tree.unflatten(structure, wide)
 
 
-def _divide(g: jax.Array, scale: jax.Array) -> jax.Array:
-  return (g.astype(_tree.accumulator_dtype(g.dtype)) / scale).astype(g.dtype)
+def _wide(g: jax.Array) -> jax.Array:
+  return g.astype(_tree.accumulator_dtype(g.dtype))
 
 
 def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -60,10 +60,7 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
-  loss = _adapter.pure_loss(module, loss_fn, rngs)
-  params, collections = _adapter.split_variables(variables)
-  if rng is not None:
-    _base.check_key("rng", rng)
+  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
   return _groups.group_by_use(
     loss,
     params,
@@ -116,8 +113,16 @@ def stacked_axes(
     >>> optax_boost.linen.stacked_axes(module, loss_fn, variables, x)
     {'^Dense_0/bias$': (0,), '^Dense_0/kernel$': (0,)}
   """
+  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
+  return _stacked.stacked_axes(loss, params, collections, batch, rng)
+
+
+def _adapt(
+  module: Any, loss_fn: Any, variables: Any, rng: Any, rngs: Any
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+  """The loss as ``loss(params, model_state, batch, rng)``, the params and the state."""
   loss = _adapter.pure_loss(module, loss_fn, rngs)
   params, collections = _adapter.split_variables(variables)
   if rng is not None:
     _base.check_key("rng", rng)
-  return _stacked.stacked_axes(loss, params, collections, batch, rng)
+  return loss, params, collections

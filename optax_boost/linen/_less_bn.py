@@ -21,11 +21,7 @@ _TRACE_SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-  """Keeps a module as it is: Linen would adopt one in a field, under the field's name.
-
-  Attributes:
-    module: the module.
-  """
+  """Keeps a module as it is: Linen would adopt one in a field, under the field's name."""
 
   module: nn.Module
 
@@ -50,15 +46,7 @@ class LessBN(nn.Module):
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module.
-
-    Args:
-      *args: the module's arguments.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      What the module returns.
-    """
+    """Calls the module with its own arguments."""
     return self._run("__call__", args, kwargs)
 
   def __getattr__(self, name: str) -> Any:

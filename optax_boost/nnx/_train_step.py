@@ -128,14 +128,7 @@ class TrainStep:
   def lower(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``; changes nothing.
 
-    Args:
-      model: the model.
-      optimizer: its optimizer.
-      batch: a batch, or abstract values.
-      rng: as for a step.
-
-    Returns:
-      A ``jax.stages.Lowered``.
+    Arguments as for a step; the batch may be abstract.
     """
     rngs, key = _rngs_and_key(rng)
     step, state, _ = self._open(model, optimizer, rngs, key)
@@ -144,14 +137,7 @@ class TrainStep:
   def trace(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
     """Traces the step for inspection, like ``jax.jit(...).trace``; changes nothing.
 
-    Args:
-      model: the model.
-      optimizer: its optimizer.
-      batch: a batch, or abstract values.
-      rng: as for a step.
-
-    Returns:
-      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    Arguments as for a step; the batch may be abstract.
     """
     rngs, key = _rngs_and_key(rng)
     step, state, _ = self._open(model, optimizer, rngs, key)
