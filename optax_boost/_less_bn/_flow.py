@@ -4,7 +4,7 @@ Nodes are numbered in the order of the program, so every node's inputs have smal
 
   node 0       the data: one input of the model; constants and the model's state are none, as in
                ``_forward_order``
-  inputs(n)    the nodes that n is computed from; what is made of params or constants alone is none
+  inputs(n)    the nodes that n is computed from; values made of params or constants alone are none
   ancestors(n) all nodes that lead to n, as the bits of an integer
   gate(n)      the last node through which all of the data goes that reaches n: n's immediate
                dominator. Where a residual block ends in n = a + b, its gate is where the two
@@ -151,7 +151,7 @@ def _on_arrays(
 
 
 class _Value(NamedTuple):
-  """What a value of the trace is: a node, or else made of these params alone."""
+  """A value of the trace: a node, or else made of these params alone."""
 
   node: int | None = None
   params: tuple[str, ...] = ()

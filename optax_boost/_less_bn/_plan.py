@@ -57,7 +57,7 @@ def in_bottleneck(place: NormPlace) -> bool:
 
 
 class Layers(NamedTuple):
-  """What the plan must know of the model's layers, by path.
+  """The model's layers, by path.
 
   Attributes:
     norms: the BatchNorms.
@@ -72,7 +72,7 @@ class Layers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LessBNPlan:
-  """What ``less_bn`` does to a model; ``print`` shows it.
+  """The changes that ``less_bn`` makes to a model; ``print`` shows them.
 
   Attributes:
     places: where each BatchNorm stands.
@@ -121,7 +121,7 @@ def _list(paths: Sequence[str]) -> str:
 
 
 def check_plan(plan: Any) -> None:
-  """Refuses what is no plan."""
+  """Refuses all but plans."""
   if not isinstance(plan, LessBNPlan):
     raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
 

@@ -125,7 +125,7 @@ class HostDepths:
       self._asks[kind] = asks
     if asks:
       return opt_state
-    # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
+    # The state of `optax.chain`. Wrappers, which may skip inner updates, have types of their own.
     if kind is tuple:
       for inner in opt_state:
         state = self._counting(inner)

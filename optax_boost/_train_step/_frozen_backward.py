@@ -1,4 +1,4 @@
-"""The gradient without the backward pass of what is frozen, and statistics that stand still."""
+"""The gradient without the backward pass of frozen layers, whose statistics stand still."""
 
 from collections.abc import Callable
 import functools
@@ -18,7 +18,7 @@ from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
 
-# What a loss to be differentiated returns: the value, and whatever else the step wants of it.
+# From params to the value to differentiate, and the other outputs of the step.
 Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
 Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 # Of Linen's variables, those that stand for a whole model's.
@@ -59,7 +59,7 @@ def _gradient_at(
   objective: Objective, groups: _protocol.GroupAssignment, depth: int, params: optax.Params
 ) -> tuple[optax.Updates, Any]:
   leaves, structure = jax.tree.flatten(params)
-  # What no group has is always trained.
+  # Leaves of no group are always trained.
   trained = [i for i, group in enumerate(groups.numbers(params)) if group >= depth]
 
   def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:

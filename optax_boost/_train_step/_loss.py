@@ -10,7 +10,7 @@ import numpy as np
 
 
 def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
-  """Brings what a loss returns into the form ``loss, (model_state, aux)``."""
+  """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
   expected = "loss"
   if has_aux and has_model_state:
     expected = "(loss, (model_state, aux))"

@@ -11,7 +11,7 @@ from optax_boost import _base
 
 
 class TrainState(NamedTuple):
-  """What training carries from step to step; a tree, to be saved and restored whole.
+  """The state of a training; a tree, to be saved and restored whole.
 
   Attributes:
     params: the trainable arrays.
@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
 
 
 def check_state(state: Any) -> None:
-  """Refuses what is no state of a train step."""
+  """Refuses all but states of a train step."""
   if not isinstance(state, TrainState):
     raise TypeError(
       "`state` must be a TrainState: what `step.init` or the step before returned; got"
@@ -35,10 +35,10 @@ def check_state(state: Any) -> None:
     )
 
 
-def settle(state: TrainState) -> TrainState:
+def canonicalize_state(state: TrainState) -> TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
-  Weak types are removed, and what the optimizer state adds is replicated over the mesh of the
+  Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
   params. An array that occurs twice is copied, as donation demands: some of optax's states hold
   the params themselves, and tied weights occur twice.
   """
@@ -49,7 +49,7 @@ def settle(state: TrainState) -> TrainState:
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   seen: set[int] = set()
 
-  def settled(leaf: Any) -> jax.Array:
+  def canonicalize(leaf: Any) -> jax.Array:
     leaf = drop_weak_type(leaf)
     if replicated and not isinstance(leaf.sharding, jax.sharding.NamedSharding):
       leaf = jax.device_put(leaf, replicated)
@@ -58,7 +58,7 @@ def settle(state: TrainState) -> TrainState:
     seen.add(id(leaf))
     return leaf
 
-  return jax.tree.map(settled, state)
+  return jax.tree.map(canonicalize, state)
 
 
 def check_shapes(before: optax.Params, after: optax.Params) -> None:

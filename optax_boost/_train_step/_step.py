@@ -83,7 +83,7 @@ class TrainStep:
     state = _state.TrainState(
       params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
     )
-    return _state.settle(state)
+    return _state.canonicalize_state(state)
 
   def __call__(
     self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
@@ -94,7 +94,7 @@ class TrainStep:
       state: the current state.
       batch: a tree of arrays, handed to the loss as it is.
       rng: a key, or None if the loss takes none. The step number is folded in, so the same key
-        may be passed at every step, and a run that resumes draws what it would have drawn.
+        may be passed at every step, and a resumed run draws the same numbers.
 
     Returns:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
@@ -147,7 +147,7 @@ class TrainStep:
     full = _full_gradient.full_gradient(
       gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
     )
-    return _state.settle(
+    return _state.canonicalize_state(
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
 
@@ -222,7 +222,7 @@ def make_train_step(
       arrays are handed to the compiled step as arguments, not built into it:
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
+    freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by
       a compiled step for each number of frozen groups, made when it first occurs; the host counts
       along to know it, but where :func:`freeze` stands in a wrapper other than ``optax.chain`` it
       reads it from the state, which waits for the step before. ``"switch"``: by a conditional

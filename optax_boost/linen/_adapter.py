@@ -96,7 +96,7 @@ def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def check_module(module: Any) -> None:
-  """Refuses what is no Linen module."""
+  """Refuses all but Linen modules."""
   if not isinstance(module, nn.Module):
     raise TypeError(
       "`module` must be a Linen module, as `nn.Dense(1)`; got"

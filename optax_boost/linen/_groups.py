@@ -1,4 +1,4 @@
-"""What is read from the trace of a Linen module's loss: groups of layers, and stacked layers."""
+"""Groups of layers and stacked layers, read from the trace of a Linen module's loss."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def layer_groups(
   Args:
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    variables: what ``module.init`` returned.
+    variables: the output of ``module.init``.
     batch: a batch.
     rng: a key, if the module draws.
     rngs: the names of the module's rng streams.
@@ -86,7 +86,7 @@ def stacked_axes(
   Args:
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    variables: what ``module.init`` returned.
+    variables: the output of ``module.init``.
     batch: a batch.
     rng: a key, if the module draws.
     rngs: the names of the module's rng streams.

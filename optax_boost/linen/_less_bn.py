@@ -34,7 +34,7 @@ class LessBN(nn.Module):
 
   Attributes:
     original: the original module.
-    plan: what is removed and replaced.
+    plan: the changes.
   """
 
   original: Unbound
@@ -273,15 +273,15 @@ def less_bn(
 
 
 def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadReport]:
-  """Loads variables of an original module into those of what :func:`less_bn` made of it.
+  """Loads variables of an original module into those of the module after :func:`less_bn`.
 
   Args:
-    variables: what the module's ``init`` returned after :func:`less_bn`.
+    variables: the output of ``init`` of the module after :func:`less_bn`.
     checkpoint: the original module's variables, with the same collections.
 
   Returns:
-    The variables, and a report that prints: what was loaded, what is left over, what the
-    checkpoint lacks.
+    The variables, and a report that prints: the arrays loaded, left over, and missing in the
+    checkpoint.
 
   Raises:
     TypeError: `variables` or `checkpoint` is no dict, or a value of it no array.

@@ -28,7 +28,7 @@ class TrainStep(_train_step.TrainStep):
     """Makes the state to start from.
 
     Args:
-      variables: what ``module.init`` returned: the collection ``params``, and others (BatchNorm's
+      variables: the output of ``module.init``: the collection ``params``, and others (BatchNorm's
         ``batch_stats``), which are carried as mutable statistics. They are copied.
 
     Returns:
@@ -86,7 +86,7 @@ def make_train_step(
     full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``; see
       :func:`optax_boost.make_train_step`.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
+    freezing: how the backward pass of frozen layers is skipped; see
       :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
     extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see

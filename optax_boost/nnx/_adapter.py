@@ -42,8 +42,8 @@ def pure_loss(
   """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too."""
 
   def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    # A model of its own for every call: what the forward pass changes in it (statistics, rng
-    # counts) is read off afterwards, and a trial point's changes are dropped with it.
+    # A model of its own for every call: its changes in the forward pass (statistics, rng
+    # counts) are read off afterwards, and a trial point's changes are dropped with it.
     model, rngs = merge(graphdef, params, model_state, has_rngs)
     if isinstance(batch, Keyed):
       batch = batch.batch
@@ -103,7 +103,7 @@ def advance(model: Any, by: jax.Array) -> None:
 
 
 def check_model(model: Any) -> None:
-  """Refuses what holds no NNX module or variable."""
+  """Refuses trees without an NNX module or variable."""
   nodes = [] if isinstance(model, type) else jax.tree.leaves(model, is_leaf=_is_nnx)
   if not any(map(_is_nnx, nodes)):
     raise TypeError(

@@ -2,8 +2,8 @@
 
 A binding remembers every container of the last call with its contents, and compares them object by
 object. A replaced or added layer, a set attribute (``model.eval()``), another ``Variable`` or other
-metadata show as another object. What can't be compared so (raw arrays as attributes, containers of
-unknown kinds, static attributes that changed inside) is not bound, and the model is split again.
+metadata show as another object. Models with contents that can't be compared so (raw arrays as
+attributes, containers of unknown kinds, static attributes that changed inside) are split again.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ import jax
 # Older flax has other names for these; there, nothing is bound.
 _CAN_BIND = hasattr(nnx.Variable, "get_raw_value") and hasattr(nnx, "Pytree")
 _IMMUTABLE = (str, int, float, complex, bytes, type(None))
-# What flax keeps in each module about itself; it is put anew, not changed.
+# Flax's own entries in each module; they are replaced, not changed.
 _FLAX_OWN = tuple(type(v) for k, v in vars(nnx.Module()).items() if k.startswith("_pytree__"))
 
 
 class Binding:
-  """The variables that hold a state, in its order, and what shows that they still do."""
+  """The variables that hold a state, in its order, and the contents to compare."""
 
   def __init__(
     self,
@@ -66,7 +66,7 @@ class Binding:
 def bind(
   model: Any, optimizer: Any, rngs: Any, state: Any, on_free: Callable[[Any], Any]
 ) -> Binding | None:
-  """Finds the variables that hold a state; None if model or optimizer holds what can't be bound.
+  """Finds the variables that hold a state; None if model or optimizer can't be bound.
 
   `on_free` is called when either is freed; it must hold neither. A binding keeps `rngs` alive.
   """
@@ -93,7 +93,7 @@ class _CannotBindError(Exception):
 
 
 class _Held:
-  """What two objects and rngs hold: their containers with what is in each, and their variables."""
+  """The containers of two objects and rngs, with the contents of each, and their variables."""
 
   def __init__(self, roots: tuple[Any, ...], rngs: Any):
     self.variables: list[Any] = []
@@ -101,14 +101,14 @@ class _Held:
     self._hashes: list[tuple[Any, int]] = []
     self._roots = {id(root) for root in roots}
     self._seen: set[int] = set()
-    # Of the roots, only what they hold is held here, so that they can be freed.
+    # Only the contents of the roots are kept, so that the roots can be freed.
     self._held_by_roots = [(type(root), _attributes(root)) for root in roots]
     for _, contents in self._held_by_roots:
       self._add_all(contents)
     self._add_all([rngs])
 
   def unchanged(self, roots: tuple[Any, ...]) -> bool:
-    """Whether these objects hold what they held."""
+    """Whether these objects hold the same contents."""
     for root, (kind, contents) in zip(roots, self._held_by_roots, strict=True):
       if type(root) is not kind or not _same(_attributes(root), contents):
         return False
@@ -137,7 +137,7 @@ class _Held:
     elif not jax.tree_util.all_leaves([value]):
       raise _CannotBindError
     elif type(value).__hash__ is not object.__hash__:
-      # What is compared by value may change inside.
+      # Objects that compare by value may change inside.
       try:
         self._hashes.append((value, hash(value)))
       except TypeError as error:
@@ -145,7 +145,7 @@ class _Held:
 
 
 def _reader(value: Any) -> Callable[[Any], list[Any]] | None:
-  """How to read what a container holds, names and values; None if it is none."""
+  """The function that reads a container's names and values; None if it is no container."""
   if isinstance(value, nnx.Variable):
     return _metadata
   if isinstance(value, nnx.Pytree):

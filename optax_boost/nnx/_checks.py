@@ -8,13 +8,13 @@ from optax_boost import _base
 
 
 def check_model(model: Any) -> None:
-  """Refuses what is no NNX module."""
+  """Refuses all but NNX modules."""
   if not isinstance(model, nnx.Module):
     raise TypeError(f"`model` must be an NNX module; got {_base.shorten(model)}.")
 
 
 def check_filter(name: str, value: Any) -> None:
-  """Refuses what is no NNX filter."""
+  """Refuses all but NNX filters."""
   try:
     nnx.filterlib.to_predicate(value)
   except (TypeError, ValueError) as error:

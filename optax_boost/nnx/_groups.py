@@ -1,4 +1,4 @@
-"""What is read from the trace of an NNX model's loss: groups of layers, and stacked layers."""
+"""Groups of layers and stacked layers, read from the trace of an NNX model's loss."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def layer_groups(
     loss_fn: ``loss_fn(model, *args)``.
     model: the model; it is not changed.
     *args: the loss's other arguments.
-    wrt: what is trained, as in ``nnx.Optimizer``.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
     num_groups: how many groups.
     overrides: group by regular expression.
     data: which of `args` are data, as in :func:`optax_boost.layer_groups`; None: all of them.
@@ -74,7 +74,7 @@ def stacked_axes(
     loss_fn: ``loss_fn(model, *args)``.
     model: the model; it is not changed.
     *args: the loss's other arguments.
-    wrt: what is trained, as in ``nnx.Optimizer``.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
 
   Returns:
     Axes by regular expression, as :func:`optax_boost.stacked_axes`.

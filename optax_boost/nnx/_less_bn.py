@@ -192,7 +192,7 @@ def less_bn(
 
 
 def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
-  """Loads the checkpoint of an original model into what :func:`less_bn` made of it, in place.
+  """Loads the checkpoint of an original model into that after :func:`less_bn`, in place.
 
   Args:
     model: the model after :func:`less_bn`.
@@ -200,7 +200,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
       model after :func:`less_bn` loads too, with nothing left over.
 
   Returns:
-    A report that prints: what was loaded, what is left over, what the checkpoint lacks.
+    A report that prints: the arrays loaded, left over, and missing in the checkpoint.
 
   Raises:
     TypeError: `model` is no NNX module, or `checkpoint` or a value of it of the wrong kind.

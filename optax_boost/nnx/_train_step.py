@@ -23,7 +23,7 @@ from optax_boost.nnx._adapter import advance as advance
 from optax_boost.nnx._adapter import split as split
 from optax_boost.nnx._groups import layer_groups as layer_groups
 
-# What a loss may draw from.
+# The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
 
@@ -55,13 +55,13 @@ class TrainStep:
   ) -> _train_step.Metrics:
     """Makes one step, in place.
 
-    The arrays that model and optimizer held before are donated; copy what must outlive the step.
-    Both may change between steps, in values and in structure; repeated steps on what kept its
-    structure cost the least Python, about what ``nnx.cached_partial`` does.
+    The old arrays of model and optimizer are donated; copy those that must outlive the step.
+    Both may change between steps, in values and in structure; repeated steps on an unchanged
+    structure cost the least Python, about as much as with ``nnx.cached_partial``.
 
     Args:
       model: the model.
-      optimizer: its optimizer; ``optimizer.wrt`` says what is trained.
+      optimizer: its optimizer; ``optimizer.wrt`` selects the trained variables.
       batch: a tree of arrays, handed to the loss as it is.
       rng: handed to the loss as a third argument, unless None. A key: the number of the step
         (``optimizer.step``) is folded in, so the same key may be passed at every step.
@@ -69,7 +69,7 @@ class TrainStep:
         draws of one forward pass; their arrays are donated, too. A model may hold the same rngs.
 
     Returns:
-      The metrics: ``loss``, ``aux`` if the loss has any, and what the methods keep in their state.
+      The metrics: ``loss``, ``aux`` if the loss has any, and the metrics that the methods declare.
 
     Raises:
       TypeError: an argument is of the wrong kind.
@@ -156,7 +156,7 @@ class TrainStep:
     if bound is not None:
       step, binding = bound
       if binding.holds(model, optimizer, rngs):
-        return step, _train_step.settle(binding.read()), binding
+        return step, _train_step.canonicalize_state(binding.read()), binding
       self._bound.pop(place, None)
     _adapter.check_model(model)
     _check_optimizer(optimizer)
@@ -170,7 +170,7 @@ class TrainStep:
       params, _adapter.as_pure(optimizer.opt_state), rest, optimizer.step[...]
     )
     step = self._step_for(graphdef, optimizer, rngs is not None, key is not None)
-    return step, _train_step.settle(state), None
+    return step, _train_step.canonicalize_state(state), None
 
   def _step_for(
     self, graphdef: Any, optimizer: nnx.Optimizer, has_rngs: bool, has_key: bool
@@ -280,7 +280,7 @@ def make_train_step(
       rng=key)``, with ``grad_fn(params, batch, key)`` for pure trees of params; the key moves all
       rng streams, and is handed to a loss that takes one.
     donate: whether the memory of the old arrays is reused for the new ones.
-    freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
+    freezing: how the backward pass of frozen layers is skipped; see
       :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
     extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
