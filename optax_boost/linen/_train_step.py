@@ -83,14 +83,11 @@ def make_train_step(
     tx: the transformation.
     rngs: the names of the module's rng streams.
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``; see
-      :func:`optax_boost.make_train_step`.
+    full_grad_fn: as for :func:`optax_boost.make_train_step`.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of frozen layers is skipped; see
-      :func:`optax_boost.make_train_step`.
+    freezing: as for :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
-      :func:`optax_boost.make_train_step`.
+    extra_metrics: as for :func:`optax_boost.make_train_step`.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(module.init(key, x))``, then

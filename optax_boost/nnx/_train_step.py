@@ -280,11 +280,9 @@ def make_train_step(
       rng=key)``, with ``grad_fn(params, batch, key)`` for pure trees of params; the key moves all
       rng streams, and is handed to a loss that takes one.
     donate: whether the memory of the old arrays is reused for the new ones.
-    freezing: how the backward pass of frozen layers is skipped; see
-      :func:`optax_boost.make_train_step`.
+    freezing: as for :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
-      :func:`optax_boost.make_train_step`.
+    extra_metrics: as for :func:`optax_boost.make_train_step`.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
