@@ -14,8 +14,8 @@ import pytest
 import optax_boost
 from optax_boost._train_step import _depths
 import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _binding
-from optax_boost.nnx import _train_step
 
 if not hasattr(nnx, "List"):
   pytest.skip("with this flax the step remembers nothing", allow_module_level=True)
@@ -69,11 +69,11 @@ def taken_apart(monkeypatch):
   """Counts how often a model is taken apart."""
   calls = []
 
-  def counted(model, wrt, rngs=None, real=_train_step.split):
+  def counted(model, wrt, rngs=None, real=_adapter.split):
     calls.append(model)
     return real(model, wrt, rngs)
 
-  monkeypatch.setattr(_train_step, "split", counted)
+  monkeypatch.setattr(_adapter, "split", counted)
   return calls
 
 

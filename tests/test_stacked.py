@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
 
 X = jnp.ones((2, 8))
 
@@ -82,40 +84,84 @@ def test_lax_map_and_scans_over_data_alone():
   assert optax_boost.stacked_axes(recurrent, {"w": jnp.ones((8, 8))}, X) == {}
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_linen_scans(axis):
-  class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-      return nn.Dense(8)(x), None
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    x = nn.Dropout(0.5, deterministic=not self.has_rng("dropout"))(nn.Dense(8)(x))
+    return nn.BatchNorm(use_running_average=False)(x), None
 
-  scanned = nn.scan(Block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)()
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rng", [None, jax.random.key(1)], ids=["no rng", "rng"])
+def test_linen_scans(axis, rng):
+  scanned = nn.scan(
+    Block,
+    variable_axes={"params": axis, "batch_stats": 0},
+    split_rngs={"params": True, "dropout": True},
+    length=3,
+  )()
   variables = scanned.init(jax.random.key(0), X, None)
 
-  def loss_fn(p, x):
-    return jnp.sum(scanned.apply({"params": p}, x, None)[0])
+  def loss_fn(model, x):
+    return jnp.sum(model(x, None)[0])
 
-  found = optax_boost.stacked_axes(loss_fn, variables["params"], X)
-  assert found == {"^Dense_0/bias$": (axis,), "^Dense_0/kernel$": (axis,)}
+  found = optax_boost.linen.stacked_axes(scanned, loss_fn, variables, X, rng)
+  names = ("BatchNorm_0/bias", "BatchNorm_0/scale", "Dense_0/bias", "Dense_0/kernel")
+  assert found == {f"^{name}$": (axis,) for name in names}
 
 
-def test_nnx_scans():
-  @nnx.vmap(in_axes=0)
-  def make(key):
-    return nnx.Linear(8, 8, rngs=nnx.Rngs(key))
+class Scanned(nnx.Module):
+  def __init__(self):
+    @nnx.vmap(in_axes=0)
+    def make(key):
+      return nnx.Linear(8, 8, rngs=nnx.Rngs(key))
 
-  graphdef, state = nnx.split(make(jax.random.split(jax.random.key(0), 3)))
+    self.blocks = make(jax.random.split(jax.random.key(0), 3))
+    self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
 
-  def loss_fn(state, x):
-    model = nnx.merge(graphdef, state)
-
+  def __call__(self, x):
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def run(x, block):
       return jnp.tanh(block(x))
 
-    return jnp.sum(run(x, model))
+    return self.dropout(self.norm(run(x, self.blocks)))
 
-  assert optax_boost.stacked_axes(loss_fn, state, X) == {"^bias$": (0,), "^kernel$": (0,)}
+
+def test_nnx_scans():
+  model = Scanned()
+  before = nnx.state(model)
+
+  def loss_fn(model, x, scale):
+    return scale * jnp.sum(model(x))
+
+  found = optax_boost.nnx.stacked_axes(loss_fn, model, X, 2.0)
+  assert found == {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
+  assert all(a is b for a, b in zip(*map(jax.tree.leaves, (before, nnx.state(model))), strict=True))
+  # Only what is trained has a place among the params.
+  biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
+  of_biases = optax_boost.nnx.stacked_axes(loss_fn, model, X, 2.0, wrt=biases)
+  assert of_biases == {"^blocks/bias$": (0,)}
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: optax_boost.nnx.stacked_axes(3, Scanned(), X), r"`loss_fn` must be callable"),
+    (lambda: optax_boost.nnx.stacked_axes(len, 3, X), r"`model` must be an NNX module"),
+    (lambda: optax_boost.nnx.stacked_axes(len, Scanned(), wrt=3), r"`wrt` must be an NNX filter"),
+    (lambda: optax_boost.linen.stacked_axes(3, len, {}, X), r"`module` must be a Linen module"),
+    (lambda: optax_boost.linen.stacked_axes(nn.Dense(1), 3, {}, X), r"`loss_fn` must be callable"),
+    (lambda: optax_boost.linen.stacked_axes(nn.Dense(1), len, 3, X), r"`variables` must be"),
+    (
+      lambda: optax_boost.linen.stacked_axes(nn.Dense(1), len, {"params": {}}, X, 3),
+      r"`rng` must be one key",
+    ),
+  ],
+)
+def test_flax_forms_refuse_arguments_of_the_wrong_kind(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()
 
 
 def test_its_answer_is_the_argument_of_the_methods():

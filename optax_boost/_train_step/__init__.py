@@ -3,10 +3,12 @@
 from optax_boost._train_step._frozen_backward import Execution
 from optax_boost._train_step._loss import with_model_state
 from optax_boost._train_step._state import TrainState
-from optax_boost._train_step._state import settle
+from optax_boost._train_step._state import canonicalize_state
+from optax_boost._train_step._state import check_state
+from optax_boost._train_step._state import same_shapes
 from optax_boost._train_step._step import Metrics
 from optax_boost._train_step._step import TrainStep
-from optax_boost._train_step._step import check_extra_metrics
+from optax_boost._train_step._step import check_options
 from optax_boost._train_step._step import make_train_step
 
 __all__ = [
@@ -14,8 +16,10 @@ __all__ = [
   "Metrics",
   "TrainState",
   "TrainStep",
-  "check_extra_metrics",
+  "canonicalize_state",
+  "check_options",
+  "check_state",
   "make_train_step",
-  "settle",
+  "same_shapes",
   "with_model_state",
 ]

@@ -75,15 +75,7 @@ class HostDepths:
   def locate(
     self, opt_state: optax.OptState, find_depth_at: Callable[[], _protocol.DepthAt]
   ) -> Place:
-    """Finds the place of a state, from which a step is to be made.
-
-    Args:
-      opt_state: the optimizer's state.
-      find_depth_at: finds the schedule; called once.
-
-    Returns:
-      The place, for :meth:`made_step`.
-    """
+    """Finds the place of a state before its step; `find_depth_at` finds the schedule, once."""
     if not self._freezes:
       return NOWHERE
     state = self._counting(opt_state)
@@ -106,12 +98,7 @@ class HostDepths:
     return entry.place
 
   def made_step(self, place: Place, opt_state: optax.OptState) -> None:
-    """Counts a step.
-
-    Args:
-      place: the place of the state that it started from.
-      opt_state: the state that it returned.
-    """
+    """Notes the place of `opt_state`, which a step from `place` returned."""
     _, count, start, depths = place
     if count is None:
       if place is NOWHERE:
@@ -138,7 +125,7 @@ class HostDepths:
       self._asks[kind] = asks
     if asks:
       return opt_state
-    # What `optax.chain` keeps. Wrappers, which may skip inner updates, have types of their own.
+    # The state of `optax.chain`. Wrappers, which may skip inner updates, have types of their own.
     if kind is tuple:
       for inner in opt_state:
         state = self._counting(inner)

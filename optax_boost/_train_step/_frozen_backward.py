@@ -1,4 +1,4 @@
-"""The gradient without the backward pass of what is frozen, and statistics that stand still."""
+"""The gradient without the backward pass of frozen layers, whose statistics stand still."""
 
 from collections.abc import Callable
 import functools
@@ -18,7 +18,7 @@ from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
 
-# What a loss to be differentiated returns: the value, and whatever else the step wants of it.
+# From params to the value to differentiate, and the other outputs of the step.
 Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
 Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 # Of Linen's variables, those that stand for a whole model's.
@@ -31,20 +31,9 @@ def cut_gradient(
   depth: int | jax.Array,
   execution: Execution,
 ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
-  """The gradient of an objective, without the backward pass of what is frozen.
+  """The gradient function of an objective, zero for frozen leaves, without their backward pass.
 
-  Args:
-    objective: from params to the value and the rest.
-    groups: the groups.
-    depth: how many groups are frozen: an integer, or a traced scalar.
-    execution: how a traced depth is treated: a conditional over all depths, or, where ``"auto"``
-      finds that to be slower, the whole gradient.
-
-  Returns:
-    A function from params to the gradient, zero for frozen leaves, and the rest.
-
-  Raises:
-    ValueError: the depth is traced and `execution` is ``"per_depth"``.
+  A traced depth is treated as `execution` says; its output beside the gradient is the objective's.
   """
   if isinstance(depth, int):
     return lambda params: _gradient_at(objective, groups, depth, params)
@@ -70,7 +59,7 @@ def _gradient_at(
   objective: Objective, groups: _protocol.GroupAssignment, depth: int, params: optax.Params
 ) -> tuple[optax.Updates, Any]:
   leaves, structure = jax.tree.flatten(params)
-  # What no group has is always trained.
+  # Leaves of no group are always trained.
   trained = [i for i, group in enumerate(groups.numbers(params)) if group >= depth]
 
   def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:
@@ -110,22 +99,10 @@ def hold_statistics(
   groups: _protocol.GroupAssignment,
   depth: int | jax.Array,
 ) -> Any:
-  """Keeps the mutable statistics of frozen layers.
+  """Takes the floating-point statistics of frozen layers from `before`.
 
-  Statistics belong to the layer whose params have the same path but for a collection's name in
-  front: ``norm/mean`` and ``batch_stats/norm/mean`` to ``norm/scale`` and ``params/norm/scale``.
-  Those of layers without params go on.
-
-  Args:
-    before: the statistics before the forward pass.
-    after: those after it.
-    params: the params.
-    groups: the groups.
-    depth: how many groups are frozen.
-
-  Returns:
-    `after`, with the floating-point entries of frozen layers from `before`. Integers, as counts of
-    batches or of random draws, go on.
+  A layer's statistics have the path of its params, but for a collection's name in front. Integers
+  (counts of batches or draws) and statistics of layers without params go on.
   """
   structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
   if structures[0] != structures[1]:

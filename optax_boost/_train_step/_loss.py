@@ -10,7 +10,7 @@ import numpy as np
 
 
 def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
-  """Brings what a loss returns into the form ``loss, (model_state, aux)``."""
+  """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
   expected = "loss"
   if has_aux and has_model_state:
     expected = "(loss, (model_state, aux))"
@@ -43,19 +43,7 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
 
 
 def with_model_state(output: Any, model_state: Any, has_aux: bool) -> Any:
-  """Adds the new statistics to the output of a loss that returns none.
-
-  Args:
-    output: the loss, or ``(loss, aux)``.
-    model_state: the statistics after the forward pass.
-    has_aux: which of the two `output` is.
-
-  Returns:
-    ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
-
-  Raises:
-    TypeError: `output` is no pair though `has_aux` says so.
-  """
+  """Adds the new statistics to the output of a loss that returns none."""
   if not has_aux:
     return output, model_state
   loss, (_, aux) = split_output(output, has_aux, False)

@@ -11,7 +11,7 @@ from optax_boost import _base
 
 
 class TrainState(NamedTuple):
-  """What training carries from step to step; a tree, to be saved and restored whole.
+  """The state of a training; a tree, to be saved and restored whole.
 
   Attributes:
     params: the trainable arrays.
@@ -26,18 +26,21 @@ class TrainState(NamedTuple):
   step: jax.Array
 
 
-def settle(state: TrainState) -> TrainState:
+def check_state(state: Any) -> None:
+  """Refuses all but states of a train step."""
+  if not isinstance(state, TrainState):
+    raise TypeError(
+      "`state` must be a TrainState: what `step.init` or the step before returned; got"
+      f" {_base.shorten(state)}."
+    )
+
+
+def canonicalize_state(state: TrainState) -> TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
-  Weak types are removed, and what the optimizer state adds is replicated over the mesh of the
+  Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
   params. An array that occurs twice is copied, as donation demands: some of optax's states hold
   the params themselves, and tied weights occur twice.
-
-  Args:
-    state: a state that was put together outside of a step.
-
-  Returns:
-    The state, each of its arrays a buffer of its own.
   """
   arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
   # Inside a trace there is no placement to ask for.
@@ -46,7 +49,7 @@ def settle(state: TrainState) -> TrainState:
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   seen: set[int] = set()
 
-  def settled(leaf: Any) -> jax.Array:
+  def canonicalize(leaf: Any) -> jax.Array:
     leaf = drop_weak_type(leaf)
     if replicated and not isinstance(leaf.sharding, jax.sharding.NamedSharding):
       leaf = jax.device_put(leaf, replicated)
@@ -55,19 +58,11 @@ def settle(state: TrainState) -> TrainState:
     seen.add(id(leaf))
     return leaf
 
-  return jax.tree.map(settled, state)
+  return jax.tree.map(canonicalize, state)
 
 
 def check_shapes(before: optax.Params, after: optax.Params) -> None:
-  """Refuses updates that broadcast the params, as an optimizer state of other params makes them.
-
-  Args:
-    before: the params.
-    after: those after the step.
-
-  Raises:
-    ValueError: a shape has changed.
-  """
+  """Refuses updates that broadcast the params, as an optimizer state of other params makes them."""
   for (path, old), new in zip(
     jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
   ):
@@ -90,23 +85,13 @@ def drop_weak_type(leaf: Any) -> jax.Array:
 def explain_other_state(
   error: Exception, state: TrainState, tx: optax.GradientTransformation
 ) -> None:
-  """Raises an error of its own where an update failed on the state of another optimizer.
-
-  Args:
-    error: the update's error.
-    state: the state.
-    tx: the transformation.
-
-  Raises:
-    TypeError: `state` holds no optimizer state of `tx` for its params.
-  """
+  """Raises an error of its own where an update failed on the state of another optimizer."""
   try:
     expected = jax.eval_shape(tx.init, state.params)
   except Exception:
     # The params do not fit either: the update's error says more.
     return
-  structures: list[Any] = [jax.tree.structure(one) for one in (expected, state.opt_state)]
-  if structures[0] != structures[1] or not _same_shapes(expected, state.opt_state):
+  if not same_shapes(expected, state.opt_state):
     raise TypeError(
       "`state` must hold the optimizer state that `step.init(params)` made, of the same"
       f" transformation and params: {_base.shorten(expected, 400)}; got"
@@ -115,6 +100,8 @@ def explain_other_state(
     ) from error
 
 
-def _same_shapes(first: Any, second: Any) -> bool:
-  pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-  return all(jnp.shape(a) == jnp.shape(b) for a, b in pairs)
+def same_shapes(first: Any, second: Any) -> bool:
+  """Whether two trees have the same structure and shapes."""
+  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
+  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
+  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]

@@ -15,14 +15,14 @@ The optimizer state may ask for scaled gradients or for a shorter backward pass
 (:mod:`optax_boost._protocol`). `grad` and `grad_fn` are then those of the scaled loss; the values
 are of the loss itself.
 
-The closures cost nothing unless a transformation calls them, and their aux and new statistics are
-dropped: those come from the one forward pass at the current params. They take params as
-``optax.masked`` and ``optax.partition`` hide them: hidden leaves have their current values.
+Closures that no transformation calls cost nothing. Their aux and statistics are dropped. Leaves
+that ``optax.masked`` and ``optax.partition`` hide have their current values.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+import dataclasses
 import functools
 import inspect
 import re
@@ -55,19 +55,10 @@ EXTRA_METRICS = ("grad_norm", "learning_rate")
 class TrainStep:
   """A jitted train step; made by :func:`make_train_step`."""
 
-  def __init__(
-    self,
-    step: Callable[..., tuple[_state.TrainState, Metrics]],
-    tx: optax.GradientTransformation,
-    gradient: Callable[..., Any],
-    data: dict[str, Any],
-    freezing: _frozen_backward.Execution = "auto",
-  ):
-    self._step = step
-    self._tx = tx
-    self._gradient = gradient
-    self._data = data
-    self._freezing = freezing
+  def __init__(self, program: "Program", donate: bool = True):
+    self.program = program
+    donated = (0,) if donate else ()
+    self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=4)
     self._depths = _depths.HostDepths()
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
@@ -89,8 +80,10 @@ class TrainStep:
     _tree.check_traceable("params", params)
     _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
-    state = _state.TrainState(params, self._tx.init(params), model_state, jnp.zeros([], jnp.int32))
-    return _state.settle(state)
+    state = _state.TrainState(
+      params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
+    )
+    return _state.canonicalize_state(state)
 
   def __call__(
     self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
@@ -101,7 +94,7 @@ class TrainStep:
       state: the current state.
       batch: a tree of arrays, handed to the loss as it is.
       rng: a key, or None if the loss takes none. The step number is folded in, so the same key
-        may be passed at every step, and a run that resumes draws what it would have drawn.
+        may be passed at every step, and a resumed run draws the same numbers.
 
     Returns:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
@@ -113,7 +106,7 @@ class TrainStep:
     """
     _check_call(state, rng)
     place = self._place(state)
-    state, metrics = self._step(state, batch, rng, self._data, place.depth)
+    state, metrics = self._step(state, batch, rng, self.program.data, place.depth)
     self._depths.made_step(place, state.opt_state)
     return state, metrics
 
@@ -150,43 +143,29 @@ class TrainStep:
     if rng is not None:
       _base.check_key("rng", rng)
       rng = jax.random.fold_in(rng, state.step)
-    gradient = jax.tree_util.Partial(self._gradient, state.model_state)
+    gradient = jax.tree_util.Partial(self.program.gradient, state.model_state)
     full = _full_gradient.full_gradient(
       gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
     )
-    return _state.settle(
+    return _state.canonicalize_state(
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``.
 
-    Args:
-      state: a state, or abstract values of one.
-      batch: a batch, or abstract values.
-      rng: a key, or None.
-
-    Returns:
-      A ``jax.stages.Lowered``.
+    Arguments as for a step, arrays or abstract values; nothing is computed.
     """
     _check_call(state, rng)
-    depth = self._place(state).depth
-    return self._step.lower(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
+    return self._step.lower(state, batch, rng, self.program.data, self._place(state).depth)
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Traces the step for inspection, like ``jax.jit(...).trace``.
 
-    Args:
-      state: a state, or abstract values of one.
-      batch: a batch, or abstract values.
-      rng: a key, or None.
-
-    Returns:
-      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    Arguments as for a step, arrays or abstract values; `jaxpr` of the result is its program.
     """
     _check_call(state, rng)
-    depth = self._place(state).depth
-    return self._step.trace(state, batch, rng, self._data, depth)  # type: ignore[attr-defined]
+    return self._step.trace(state, batch, rng, self.program.data, self._place(state).depth)
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen."""
@@ -194,40 +173,21 @@ class TrainStep:
 
   def _place(self, state: _state.TrainState) -> _depths.Place:
     """How many groups are frozen, where the host can know it; it chooses the compiled step."""
-    if self._freezing == "switch":
+    if self.program.freezing == "switch":
       return _depths.NOWHERE
 
     def schedule() -> Any:
-      groups = _protocol.collect_groups(self._tx, state.params)
+      groups = _protocol.collect_groups(self.program.tx, state.params)
       return groups[_protocol.FROZEN_GROUPS].depth_at
 
     return self._depths.locate(state.opt_state, schedule)
 
 
 def _check_call(state: Any, rng: Any) -> None:
-  if not isinstance(state, _state.TrainState):
-    raise TypeError(
-      "`state` must be a TrainState: what `step.init(params)` or the step before returned; got"
-      f" {_base.shorten(state)}."
-    )
+  _state.check_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
-
-
-def check_extra_metrics(extra_metrics: Any) -> None:
-  """Checks the argument `extra_metrics`, for the forms for Flax, too.
-
-  Raises:
-    TypeError: it is no sequence of strings.
-    ValueError: a name is unknown.
-  """
-  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
-    raise TypeError(
-      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
-    )
-  for name in extra_metrics:
-    _base.check_name("extra_metrics", name, EXTRA_METRICS)
 
 
 def make_train_step(
@@ -262,7 +222,7 @@ def make_train_step(
       arrays are handed to the compiled step as arguments, not built into it:
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of what :func:`freeze` freezes is skipped. ``"per_depth"``: by
+    freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by
       a compiled step for each number of frozen groups, made when it first occurs; the host counts
       along to know it, but where :func:`freeze` stands in a wrapper other than ``optax.chain`` it
       reads it from the state, which waits for the step before. ``"switch"``: by a conditional
@@ -298,135 +258,178 @@ def make_train_step(
     (True, 5)
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
-  if full_grad_fn is not None:
-    _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)")
   # The user's own: the extra arguments that it accepts are looked up in its signature.
   _base.check_transformation("tx", tx)
-  flags = {
-    "has_aux": has_aux,
-    "has_model_state": has_model_state,
-    "donate": donate,
-    "hold_frozen_statistics": hold_frozen_statistics,
-  }
+  check_options(
+    full_grad_fn,
+    "full_grad_fn(grad_fn, params)",
+    freezing,
+    extra_metrics,
+    has_aux=has_aux,
+    has_model_state=has_model_state,
+    donate=donate,
+    hold_frozen_statistics=hold_frozen_statistics,
+  )
+  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
+  program = Program(
+    loss_fn,
+    tx,
+    full_grad_fn,
+    data,
+    has_aux=has_aux,
+    has_model_state=has_model_state,
+    freezing=freezing,
+    hold_frozen_statistics=hold_frozen_statistics,
+    extra_metrics=extra_metrics,
+  )
+  return TrainStep(program, donate)
+
+
+def check_options(
+  full_grad_fn: Any, form: str, freezing: Any, extra_metrics: Any, **flags: Any
+) -> None:
+  """Checks the options of a train step; `form` is the form of `full_grad_fn`."""
+  if full_grad_fn is not None:
+    _base.check_callable("full_grad_fn", full_grad_fn, form)
   for name, flag in flags.items():
     _base.check_bool(name, flag)
   _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
-  check_extra_metrics(extra_metrics)
+  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
+    raise TypeError(
+      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
+    )
+  for name in extra_metrics:
+    _base.check_name("extra_metrics", name, EXTRA_METRICS)
 
-  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
-  warn_of_stacked_layers = _warns_once()
 
-  def gradient(model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+# Compared and hashed by identity: jit keeps its programs by the bound methods.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """The computation of a train step, from the arguments of :func:`make_train_step`."""
+
+  loss_fn: Callable[..., Any]
+  tx: optax.GradientTransformation
+  full_grad_fn: Callable[..., Any] | None
+  data: dict[str, Any]
+  _: dataclasses.KW_ONLY
+  has_aux: bool
+  has_model_state: bool
+  freezing: _frozen_backward.Execution
+  hold_frozen_statistics: bool
+  extra_metrics: Sequence[str]
+  warnings_given: list[str] = dataclasses.field(default_factory=list)
+
+  def loss(
+    self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array
+  ) -> tuple[jax.Array, tuple[Any, Any]]:
+    """The loss, and the new statistics with aux."""
+    statistics = (model_state,) if self.has_model_state else ()
+    output = self.loss_fn(params, *statistics, batch, *rngs)
+    return _loss.split_output(output, self.has_aux, self.has_model_state)
+
+  def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
     """The gradient of the loss alone, on any batch."""
-    stats = (model_state,) if has_model_state else ()
+    return jax.grad(lambda params: self.loss(model_state, params, batch, *rngs)[0])(params)
 
-    def loss(params: optax.Params) -> jax.Array:
-      output = loss_fn(params, *stats, batch, *rngs)
-      return _loss.split_output(output, has_aux, has_model_state)[0]
-
-    return jax.grad(loss)(params)
-
-  def step_fn(
+  def step(
+    self,
     state: _state.TrainState,
     batch: Any,
     rng: jax.Array | None,
     data: dict[str, Any],
     depth: int | None = None,
   ) -> tuple[_state.TrainState, Metrics]:
+    """One step; `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known."""
     if rng is not None:
       _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    stats = (state.model_state,) if has_model_state else ()
-    request = _Requests(tx, state.opt_state, state.params, depth)
+    request = _Requests(self.tx, state.opt_state, state.params, depth)
 
     def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
-      output = loss_fn(params, *stats, batch, *rngs)
-      return _loss.split_output(output, has_aux, has_model_state)
+      return self.loss(state.model_state, params, batch, *rngs)
 
-    differentiate = request.gradient_of(forward, freezing)
-
-    def value_at(params: optax.Params) -> jax.Array:
-      return forward(_tree.fill_masked(params, state.params))[0]
-
-    # What is differentiated carries the scale, here as at the current params. Transformations may
-    # hand on more, as `optax.contrib.sam` the number of its inner step.
-    def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-      return _tree.mask_like(differentiate(_tree.fill_masked(params, state.params))[0], params)
-
+    differentiate = request.gradient_of(forward, self.freezing)
     grad, (value, (model_state, aux)) = differentiate(state.params)
-    value_fn = _tree.as_value_fn(value_at)
-    extra = {
-      "value": value,
-      "grad": grad,
-      "value_fn": value_fn,
-      "grad_fn": grad_fn,
-      "obj_fn": value_at,
-    }
-    if full_grad_fn is not None:
-      mean_gradient = functools.partial(
-        full_grad_fn,
-        functools.partial(gradient, state.model_state),
-        **data,
-        **({"rng": rngs[0]} if rngs else {}),
-      )
-      extra["full_grad_fn"] = lambda params: _tree.mask_like(
-        mean_gradient(_tree.fill_masked(params, state.params)), params
-      )
-    accepted = accepted_extra_args(tx.update, extra)
+    extra = {"value": value, "grad": grad, **_closures(forward, differentiate, state.params)}
+    if self.full_grad_fn is not None:
+      extra["full_grad_fn"] = self._full_gradient_at(state, data, rngs)
     with _protocol.collect_layers() as layerwise:
       try:
-        updates, opt_state = tx.update(grad, request.opt_state, state.params, **accepted)
+        updates, opt_state = self.tx.update(
+          grad, request.opt_state, state.params, **accepted_extra_args(self.tx.update, extra)
+        )
       except (AttributeError, TypeError, ValueError) as error:
-        _state.explain_other_state(error, state, tx)
+        _state.explain_other_state(error, state, self.tx)
         raise
-    warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
+    self._warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if request.frozen is not None:
       # Of this step; the new state holds the next one's.
       metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
-      if hold_frozen_statistics:
+      if self.hold_frozen_statistics:
         model_state = _frozen_backward.hold_statistics(
           state.model_state, model_state, state.params, request.frozen, request.frozen_groups
         )
-    if "grad_norm" in extra_metrics:
+    if "grad_norm" in self.extra_metrics:
       metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
-    if "learning_rate" in extra_metrics:
+    if "learning_rate" in self.extra_metrics:
       metrics["learning_rate"] = _learning_rate(opt_state)
-    if has_aux:
+    if self.has_aux:
       metrics["aux"] = aux
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     return jax.tree.map(_state.drop_weak_type, new_state), metrics
 
-  jitted = jax.jit(step_fn, donate_argnums=(0,) if donate else (), static_argnums=4)
-  return TrainStep(jitted, tx, gradient, data, freezing)
+  def _full_gradient_at(
+    self, state: _state.TrainState, data: dict[str, Any], rngs: tuple[jax.Array, ...]
+  ) -> Callable[[optax.Params], optax.Updates]:
+    assert self.full_grad_fn is not None
+    gradient = functools.partial(self.gradient, state.model_state)
+    rng = {"rng": rngs[0]} if rngs else {}
+    mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng)
+    return lambda params: _tree.mask_like(
+      mean_gradient(_tree.fill_masked(params, state.params)), params
+    )
 
-
-def _warns_once() -> Callable[..., None]:
-  """Makes a check for leaves that hold many layers but are taken as one; it warns once."""
-  warned: list[str] = []
-
-  def check(layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params) -> None:
-    if not layerwise or warned:
+  def _warn_of_stacked_layers(
+    self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
+  ) -> None:
+    """Warns once of leaves that hold many layers but are taken as one."""
+    if not layerwise or self.warnings_given:
       return
-    axes = _stacked.stacked_axes(loss_fn, params)
-    taken = {
-      pattern: method
-      for pattern in axes
-      for path, method in layerwise.items()
-      if re.search(pattern, path)
-    }
-    if taken:
-      told = {pattern: axes[pattern] for pattern in taken}
-      warned.append(
-        f"`{next(iter(taken.values()))}` takes leaves that hold many layers as one layer each: the"
-        f" loss scans over them. Pass stacked_axes={_base.shorten(told, 400)} to it, as"
+    axes = {}
+    methods = []
+    for pattern, stacked in _stacked.stacked_axes(loss_fn, params).items():
+      of_pattern = [method for path, method in layerwise.items() if re.search(pattern, path)]
+      if of_pattern:
+        axes[pattern] = stacked
+        methods += of_pattern[-1:]
+    if axes:
+      self.warnings_given.append(
+        f"`{methods[0]}` takes leaves that hold many layers as one layer each: the"
+        f" loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
         " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is."
       )
-      warnings.warn(warned[0], _base.StackedLayersWarning, stacklevel=2)
+      warnings.warn(self.warnings_given[0], _base.StackedLayersWarning, stacklevel=2)
 
-  return check
+
+def _closures(
+  forward: Callable[[optax.Params], tuple[jax.Array, Any]],
+  differentiate: Callable[[optax.Params], tuple[optax.Updates, Any]],
+  current: optax.Params,
+) -> dict[str, Any]:
+  """The functions of other params that a step hands to ``update``."""
+
+  def value_at(params: optax.Params) -> jax.Array:
+    return forward(_tree.fill_masked(params, current))[0]
+
+  # Differentiated is the scaled loss, as at the current params. Transformations may pass more than
+  # params, as `optax.contrib.sam` the number of its inner step.
+  def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
+    return _tree.mask_like(differentiate(_tree.fill_masked(params, current))[0], params)
+
+  return {"value_fn": _tree.as_value_fn(value_at), "grad_fn": grad_fn, "obj_fn": value_at}
 
 
 class _Requests:
@@ -471,9 +474,8 @@ class _Requests:
       if self.scaled is None or self.group_loss_scale is None:
         value, rest = objective(params)
       else:
-        numbers = self.scaled.numbers(params)
         value, rest = _scaled_backward.scaled_objective(
-          objective, params, numbers, self._group_scales()
+          objective, params, self.scaled.numbers(params), self._group_scales()
         )
       # In float32: a float16 loss times its scale would overflow.
       scale = self.loss_scale
@@ -497,11 +499,12 @@ class _Requests:
     if self._has_scale is None or not self._has_scale.lacks(grad):
       return grad
     leaves, structure = jax.tree.flatten(grad)
-    numbers = self._has_scale.numbers(grad)
-    return jax.tree.unflatten(
-      structure,
-      [g if n == 0 else _divide(g, self.loss_scale) for g, n in zip(leaves, numbers, strict=True)],
-    )
+    lacking = [number != 0 for number in self._has_scale.numbers(grad)]
+    unscaled = [
+      (_wide(g) / self.loss_scale).astype(g.dtype) if lacks else g
+      for g, lacks in zip(leaves, lacking, strict=True)
+    ]
+    return jax.tree.unflatten(structure, unscaled)
 
   def _group_scales(self) -> jax.Array:
     """The groups' scales, and 1 for leaves that the method has not seen."""
@@ -510,19 +513,18 @@ class _Requests:
   def unscaled(self, grad: optax.Updates) -> optax.Updates:
     """A gradient without its scales, in at least float32."""
     leaves, structure = jax.tree.flatten(grad)
-    wide = [g.astype(_tree.accumulator_dtype(g.dtype)) for g in leaves]
+    wide = list(map(_wide, leaves))
     if self.loss_scale is not None:
       scaled = [0] * len(wide) if self._has_scale is None else self._has_scale.numbers(grad)
       wide = [g / self.loss_scale if n == 0 else g for g, n in zip(wide, scaled, strict=True)]
     if self.scaled is not None and self.group_loss_scale is not None:
-      numbers = self.scaled.numbers(grad)
       scales = self._group_scales()
-      wide = [g / scales[n] for g, n in zip(wide, numbers, strict=True)]
+      wide = [g / scales[n] for g, n in zip(wide, self.scaled.numbers(grad), strict=True)]
     return jax.tree.unflatten(structure, wide)
 
 
-def _divide(g: jax.Array, scale: jax.Array) -> jax.Array:
-  return (g.astype(_tree.accumulator_dtype(g.dtype)) / scale).astype(g.dtype)
+def _wide(g: jax.Array) -> jax.Array:
+  return g.astype(_tree.accumulator_dtype(g.dtype))
 
 
 def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""What Flax Linen modules need: train steps, levels, fewer BatchNorms, the normalized head.
+"""For Flax Linen modules: train steps, levels, fewer BatchNorms, the normalized head.
 
-Needs the extra ``flax``.
+Each function takes the module, and after it the arguments of the plain function in their order,
+with variables in the place of params. Needs the extra ``flax``.
 """
 
+from optax_boost.linen._adapter import BoundModel
 from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
+from optax_boost.linen._groups import layer_groups
+from optax_boost.linen._groups import stacked_axes
 from optax_boost.linen._head import NormalizedDense
 from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
 from optax_boost.linen._less_bn import load_original
 from optax_boost.linen._less_bn import plan_less_bn
 from optax_boost.linen._race import race
-from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import TrainStep
-from optax_boost.linen._train_step import layer_groups
 from optax_boost.linen._train_step import make_train_step
 from optax_boost.linen._train_step import variables
 
@@ -30,5 +32,6 @@ __all__ = [
   "make_train_step",
   "plan_less_bn",
   "race",
+  "stacked_axes",
   "variables",
 ]

@@ -9,22 +9,13 @@ from optax_boost import _base
 
 
 def check_module(module: Any) -> None:
-  """Checks the argument `module`.
-
-  Raises:
-    TypeError: it is no Linen module.
-  """
+  """Refuses all but Linen modules."""
   if not isinstance(module, nn.Module):
     raise TypeError(f"`module` must be a Linen module; got {_base.shorten(module)}.")
 
 
 def check_variables(argument: str, variables: Any) -> None:
-  """Checks an argument that holds a module's variables.
-
-  Raises:
-    TypeError: it is no mapping.
-    ValueError: it has no collection ``params``.
-  """
+  """Refuses all but dicts of collections with a collection ``params``."""
   if not isinstance(variables, Mapping):
     raise TypeError(
       f"`{argument}` must be a dict of collections, as `module.init` returns it; got"

@@ -21,11 +21,7 @@ _TRACE_SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-  """Keeps a module as it is: Linen would adopt one in a field, under the field's name.
-
-  Attributes:
-    module: the module.
-  """
+  """Keeps a module as it is: Linen would adopt one in a field, under the field's name."""
 
   module: nn.Module
 
@@ -38,7 +34,7 @@ class LessBN(nn.Module):
 
   Attributes:
     original: the original module.
-    plan: what is removed and replaced.
+    plan: the changes.
   """
 
   original: Unbound
@@ -50,15 +46,7 @@ class LessBN(nn.Module):
     object.__setattr__(self, "_bound", self.original.module.clone(parent=self.scope))
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module.
-
-    Args:
-      *args: the module's arguments.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      What the module returns.
-    """
+    """Calls the module with its own arguments."""
     return self._run("__call__", args, kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -285,15 +273,15 @@ def less_bn(
 
 
 def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadReport]:
-  """Loads variables of an original module into those of what :func:`less_bn` made of it.
+  """Loads variables of an original module into those of the module after :func:`less_bn`.
 
   Args:
-    variables: what the module's ``init`` returned after :func:`less_bn`.
+    variables: the output of ``init`` of the module after :func:`less_bn`.
     checkpoint: the original module's variables, with the same collections.
 
   Returns:
-    The variables, and a report that prints: what was loaded, what is left over, what the
-    checkpoint lacks.
+    The variables, and a report that prints: the arrays loaded, left over, and missing in the
+    checkpoint.
 
   Raises:
     TypeError: `variables` or `checkpoint` is no dict, or a value of it no array.

@@ -1,10 +1,13 @@
-"""What Flax NNX models need: train steps, levels, fewer BatchNorms, the normalized head.
+"""For Flax NNX models: train steps, levels, fewer BatchNorms, the normalized head.
 
-Needs the extra ``flax``.
+Each function takes the arguments of the plain function in their order, with the model in the place
+of params. Needs the extra ``flax``.
 """
 
 from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
+from optax_boost.nnx._groups import layer_groups
+from optax_boost.nnx._groups import stacked_axes
 from optax_boost.nnx._head import NormalizedDense
 from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
@@ -12,7 +15,6 @@ from optax_boost.nnx._less_bn import load_original
 from optax_boost.nnx._less_bn import plan_less_bn
 from optax_boost.nnx._race import race
 from optax_boost.nnx._train_step import TrainStep
-from optax_boost.nnx._train_step import layer_groups
 from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [
@@ -27,4 +29,5 @@ __all__ = [
   "make_train_step",
   "plan_less_bn",
   "race",
+  "stacked_axes",
 ]

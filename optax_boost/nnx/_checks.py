@@ -8,21 +8,13 @@ from optax_boost import _base
 
 
 def check_model(model: Any) -> None:
-  """Checks the argument `model`.
-
-  Raises:
-    TypeError: it is no NNX module.
-  """
+  """Refuses all but NNX modules."""
   if not isinstance(model, nnx.Module):
     raise TypeError(f"`model` must be an NNX module; got {_base.shorten(model)}.")
 
 
 def check_filter(name: str, value: Any) -> None:
-  """Checks an argument that is an NNX filter.
-
-  Raises:
-    TypeError: it is none.
-  """
+  """Refuses all but NNX filters."""
   try:
     nnx.filterlib.to_predicate(value)
   except (TypeError, ValueError) as error:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _less_bn
+from optax_boost import _tree
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _checks
 from optax_boost.nnx import _head
-from optax_boost.nnx._train_step import _as_pure
 
 _KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
 
@@ -23,16 +24,7 @@ class RemovedBatchNorm(nnx.Module):
     self.marked = marked
 
   def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
-    """Returns the input.
-
-    Args:
-      x: the input.
-      use_running_average: not used.
-      mask: not used.
-
-    Returns:
-      `x`.
-    """
+    """Returns the input; the other arguments are a BatchNorm's and not used."""
     del use_running_average, mask
     x = x if self.dtype is None else x.astype(self.dtype)
     return x if self.marked is None else _less_bn.mark_norm(x, self.marked)
@@ -99,14 +91,10 @@ def _plan(
   def apply(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
     return nnx.merge(graphdef, params, rest)(*args, **kwargs)
 
-  flows = _less_bn.trace(apply, _as_pure(params), _as_pure(rest), args, kwargs)
+  flows = _less_bn.trace(apply, _adapter.as_pure(params), _adapter.as_pure(rest), args, kwargs)
   bare = [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None]
   dense = [p for p, m in modules.items() if isinstance(m, nnx.Linear)]
-  return _less_bn.make_plan(
-    flows,
-    _less_bn.Layers(list(norms), bare, dense),
-    *options,
-  )
+  return _less_bn.make_plan(flows, _less_bn.Layers(list(norms), bare, dense), *options)
 
 
 def less_bn(
@@ -126,10 +114,9 @@ def less_bn(
   layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
   as in MindSpore.
 
-  The copy has arrays of its own, those of the model. Removing BatchNorms changes the function, so
-  do it before training, or very early. For
-  evaluation, apply the plan of the training to a fresh model, load the trained weights
-  (:func:`load_original`) and call ``model.eval()``.
+  The copy has arrays of its own. Removing BatchNorms changes the function, so do it before
+  training, or very early. For evaluation, apply the plan of the training to a fresh model, load the
+  trained weights (:func:`load_original`) and call ``model.eval()``.
 
   Args:
     model: the model; it is not changed.
@@ -205,7 +192,7 @@ def less_bn(
 
 
 def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
-  """Loads the checkpoint of an original model into what :func:`less_bn` made of it, in place.
+  """Loads the checkpoint of an original model into that after :func:`less_bn`, in place.
 
   Args:
     model: the model after :func:`less_bn`.
@@ -213,7 +200,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
       model after :func:`less_bn` loads too, with nothing left over.
 
   Returns:
-    A report that prints: what was loaded, what is left over, what the checkpoint lacks.
+    A report that prints: the arrays loaded, left over, and missing in the checkpoint.
 
   Raises:
     TypeError: `model` is no NNX module, or `checkpoint` or a value of it of the wrong kind.
@@ -232,28 +219,16 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):
-    checkpoint = _as_pure(checkpoint)
+    checkpoint = _adapter.as_pure(checkpoint)
   if not isinstance(checkpoint, Mapping):
     raise TypeError(
       "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got a"
       f" {type(checkpoint).__name__}."
     )
-  state = nnx.state(model)
-  rngs = {
-    path
-    for path, leaf in jax.tree_util.tree_flatten_with_path(
-      state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )[0]
-    if isinstance(leaf, nnx.RngState)
-  }
-  names = {_path(path) for path in rngs}
-  new, report = _less_bn.load_tree(_as_pure(state), checkpoint, names.__contains__)
+  state, rngs = (_adapter.as_pure(nnx.state(model, kind)) for kind in (..., nnx.RngState))
+  new, report = _less_bn.load_tree(state, checkpoint, set(_tree.leaf_paths(rngs)).__contains__)
   nnx.update(model, new)
   return report
-
-
-def _path(keys: Any) -> str:
-  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
@@ -274,26 +249,15 @@ def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
 
 
 def copy_model(model: nnx.Module) -> Any:
-  """Copies a model with its arrays, so that either can be donated.
-
-  Args:
-    model: the model.
-
-  Returns:
-    A copy.
-  """
+  """Copies a model with its arrays, so that either can be donated."""
   graphdef, state = nnx.split(model)
   copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
   return nnx.merge(graphdef, copied)
 
 
 def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
-  found = [
-    ("/".join(map(str, path)), node)
-    for path, node in nnx.iter_graph(model)
-    if isinstance(node, nnx.Module)
-  ]
-  return dict(found)
+  graph = nnx.iter_graph(model)
+  return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, nnx.Module)}
 
 
 def _replace(model: nnx.Module, replacements: dict[int, Any]) -> None:

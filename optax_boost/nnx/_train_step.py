@@ -2,42 +2,29 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 from typing import TypeAlias
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _base
-from optax_boost import _groups
 from optax_boost import _train_step
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _binding
-from optax_boost.nnx import _checks
 
-# Before flax 0.12.7 it was called `pure`, a name that warns since.
-_as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
-# Seeds the masks of a full pass. They differ from pass to pass all the same: the key only moves the
-# model's own rng streams.
-PASS_SEED = 0
+# For the sibling modules.
+from optax_boost.nnx._adapter import PASS_SEED as PASS_SEED
+from optax_boost.nnx._adapter import advance as advance
+from optax_boost.nnx._adapter import split as split
+from optax_boost.nnx._groups import layer_groups as layer_groups
 
-# Of a model and the rngs of a call, the arrays that are not trained.
-_COLLECTIONS = ("batch_stats", "rngs")
-
-# What a loss may draw from.
+# The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
-
-
-class _Keyed(NamedTuple):
-  """The batch of a step that is called with a key; a full pass has batches without this mark."""
-
-  batch: Any
 
 
 class TrainStep:
@@ -64,21 +51,17 @@ class TrainStep:
     self._bound: dict[Any, tuple[_train_step.TrainStep, _binding.Binding]] = {}
 
   def __call__(
-    self,
-    model: Any,
-    optimizer: nnx.Optimizer,
-    batch: Any,
-    rng: Rng | None = None,
+    self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
   ) -> _train_step.Metrics:
     """Makes one step, in place.
 
-    The arrays that model and optimizer held before are donated; copy what must outlive the step.
-    Both may change between steps, in values and in structure; repeated steps on what kept its
-    structure cost the least Python, about what ``nnx.cached_partial`` does.
+    The old arrays of model and optimizer are donated; copy those that must outlive the step.
+    Both may change between steps, in values and in structure; repeated steps on an unchanged
+    structure cost the least Python, about as much as with ``nnx.cached_partial``.
 
     Args:
       model: the model.
-      optimizer: its optimizer; ``optimizer.wrt`` says what is trained.
+      optimizer: its optimizer; ``optimizer.wrt`` selects the trained variables.
       batch: a tree of arrays, handed to the loss as it is.
       rng: handed to the loss as a third argument, unless None. A key: the number of the step
         (``optimizer.step``) is folded in, so the same key may be passed at every step.
@@ -86,7 +69,7 @@ class TrainStep:
         draws of one forward pass; their arrays are donated, too. A model may hold the same rngs.
 
     Returns:
-      The metrics: ``loss``, ``aux`` if the loss has any, and what the methods keep in their state.
+      The metrics: ``loss``, ``aux`` if the loss has any, and the metrics that the methods declare.
 
     Raises:
       TypeError: an argument is of the wrong kind.
@@ -95,7 +78,7 @@ class TrainStep:
     rngs, key = _rngs_and_key(rng)
     step, state, binding = self._open(model, optimizer, rngs, key)
     try:
-      state, metrics = step(state, batch if key is None else _Keyed(batch), key)
+      state, metrics = step(state, batch if key is None else _adapter.Keyed(batch), key)
     except (TypeError, ValueError) as error:
       _explain(error, state, optimizer, batch)
       raise
@@ -138,53 +121,27 @@ class TrainStep:
     rngs, key = _rngs_and_key(rng)
     step, state, _ = self._open(model, optimizer, rngs, key)
     if key is None:
-      key = jax.random.key(PASS_SEED)
+      key = jax.random.key(_adapter.PASS_SEED)
     state = step.refresh(state, batches, key, weight_fn=weight_fn, progress=progress)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
 
-  def lower(
-    self,
-    model: Any,
-    optimizer: nnx.Optimizer,
-    batch: Any,
-    rng: Rng | None = None,
-  ) -> Any:
+  def lower(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
     """Lowers the step for inspection, like ``jax.jit(...).lower``; changes nothing.
 
-    Args:
-      model: the model.
-      optimizer: its optimizer.
-      batch: a batch, or abstract values.
-      rng: as for a step.
-
-    Returns:
-      A ``jax.stages.Lowered``.
+    Arguments as for a step; the batch may be abstract.
     """
     rngs, key = _rngs_and_key(rng)
     step, state, _ = self._open(model, optimizer, rngs, key)
-    return step.lower(state, batch if key is None else _Keyed(batch), key)
+    return step.lower(state, batch if key is None else _adapter.Keyed(batch), key)
 
-  def trace(
-    self,
-    model: Any,
-    optimizer: nnx.Optimizer,
-    batch: Any,
-    rng: Rng | None = None,
-  ) -> Any:
+  def trace(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
     """Traces the step for inspection, like ``jax.jit(...).trace``; changes nothing.
 
-    Args:
-      model: the model.
-      optimizer: its optimizer.
-      batch: a batch, or abstract values.
-      rng: as for a step.
-
-    Returns:
-      A ``jax.stages.Traced``, whose `jaxpr` is the step's program.
+    Arguments as for a step; the batch may be abstract.
     """
     rngs, key = _rngs_and_key(rng)
     step, state, _ = self._open(model, optimizer, rngs, key)
-    return step.trace(state, batch if key is None else _Keyed(batch), key)
+    return step.trace(state, batch if key is None else _adapter.Keyed(batch), key)
 
   def cache_size(self) -> int:
     """The number of programs that were compiled, for all models together."""
@@ -199,19 +156,21 @@ class TrainStep:
     if bound is not None:
       step, binding = bound
       if binding.holds(model, optimizer, rngs):
-        return step, _train_step.settle(binding.read()), binding
+        return step, _train_step.canonicalize_state(binding.read()), binding
       self._bound.pop(place, None)
-    _check_model(model)
+    _adapter.check_model(model)
     _check_optimizer(optimizer)
-    graphdef, params, rest = split(model, optimizer.wrt, rngs)
+    graphdef, params, rest = _adapter.split(model, optimizer.wrt, rngs)
     if not jax.tree.leaves(params):
       raise ValueError(
         "`optimizer.wrt` must select variables of the model; got"
         f" {_base.shorten(optimizer.wrt)}, which selects none."
       )
-    state = _train_step.TrainState(params, _as_pure(optimizer.opt_state), rest, optimizer.step[...])
+    state = _train_step.TrainState(
+      params, _adapter.as_pure(optimizer.opt_state), rest, optimizer.step[...]
+    )
     step = self._step_for(graphdef, optimizer, rngs is not None, key is not None)
-    return step, _train_step.settle(state), None
+    return step, _train_step.canonicalize_state(state), None
 
   def _step_for(
     self, graphdef: Any, optimizer: nnx.Optimizer, has_rngs: bool, has_key: bool
@@ -221,26 +180,17 @@ class TrainStep:
     step = self._compiled.get(cached)
     if step is not None:
       return step
-    wrt = optimizer.wrt
-
-    def loss_fn(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-      # A model of its own for every call: what the forward pass changes in it (statistics, rng
-      # counts) is read off afterwards, and a trial point's changes are dropped with it.
-      model, rngs = merge(graphdef, params, rest, has_rngs)
-      if isinstance(batch, _Keyed):
-        batch = batch.batch
-      elif rng is not None:
-        advance((model, rngs) if has_rngs else model, jax.random.bits(rng))
-      _check_batch(batch)
-      drawn_from = rngs if has_rngs else rng
-      rng_args = (drawn_from,) if has_rngs or has_key else ()
-      output = self._loss_fn(model, batch, *rng_args)
-      _, _, rest = split(model, wrt, rngs)
-      return _train_step.with_model_state(output, rest, self._has_aux)
-
+    loss_fn = _adapter.pure_loss(
+      self._loss_fn,
+      graphdef,
+      optimizer.wrt,
+      has_aux=self._has_aux,
+      has_rngs=has_rngs,
+      has_key=has_key,
+    )
     full_grad_fn = self._full_grad_fn
     if full_grad_fn is not None and not has_key:
-      full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED))
+      full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(_adapter.PASS_SEED))
     step = _train_step.make_train_step(
       loss_fn,
       optimizer.tx,
@@ -253,56 +203,9 @@ class TrainStep:
     return self._compiled.setdefault(cached, step)
 
 
-def split(model: Any, wrt: Any, rngs: Any = None) -> tuple[Any, Any, Any]:
-  """A model's structure, its trainable arrays, and all its other arrays, those of rngs included.
-
-  Args:
-    model: the model.
-    wrt: what is trained, as in ``nnx.Optimizer``.
-    rngs: the ``nnx.Rngs`` of a call, or None. Streams that the model holds, too, stay one.
-
-  Returns:
-    The three, for :func:`merge`.
-  """
-  if rngs is None:
-    graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
-    return graphdef, _as_pure(params), _as_pure(rest)
-  selects = nnx.filterlib.to_predicate(wrt)
-  graphdef, params, rest = nnx.split(  # type: ignore[misc]
-    (model, rngs), lambda path, value: path[0] == 0 and selects(path[1:], value), ...
-  )
-  params, rest = _as_pure(params), _as_pure(rest)
-  # The params bear the paths that they have in the model alone; the rest is in two collections, the
-  # first of them under the name by which `hold_frozen_statistics` knows a collection.
-  collections = {name: rest[i] for i, name in enumerate(_COLLECTIONS) if i in rest}
-  return graphdef, params.get(0, params), collections
-
-
-def merge(graphdef: Any, params: Any, rest: Any, has_rngs: bool) -> tuple[Any, Any]:
-  """The inverse of :func:`split`: a new model, and new rngs or None."""
-  if has_rngs:
-    return nnx.merge(graphdef, *_states_of_pair(params, rest))
-  return nnx.merge(graphdef, params, rest), None
-
-
-def _states_of_pair(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
-  """The states of the pair of a model and rngs."""
-  rest = {i: collections[name] for i, name in enumerate(_COLLECTIONS) if name in collections}
-  return nnx.State({0: params}), nnx.State(rest)
-
-
-def advance(model: Any, by: jax.Array) -> None:
-  """Moves all of a model's rng streams ahead, so that it draws other masks."""
-  counts = nnx.state(model, nnx.RngCount)
-  nnx.update(model, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
-
-
 def _write(model: Any, optimizer: nnx.Optimizer, rngs: Any, state: _train_step.TrainState) -> None:
   """Puts a state's arrays into model, optimizer and rngs, by their paths."""
-  if rngs is None:
-    nnx.update(model, state.params, state.model_state)
-  else:
-    nnx.update((model, rngs), *_states_of_pair(state.params, state.model_state))
+  _adapter.write(model, rngs, state.params, state.model_state)
   nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
   nnx.update(optimizer, {"step": state.step})
 
@@ -320,22 +223,6 @@ def _rngs_and_key(rng: Any) -> tuple[Any, Any]:
   return None, rng
 
 
-def _alike(first: Any, second: Any) -> bool:
-  """Whether two trees have the same structure and shapes."""
-  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
-  shapes = [[jnp.shape(leaf) for leaf in of_one] for of_one in leaves]
-  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
-
-
-def _check_model(model: Any) -> None:
-  nodes = [] if isinstance(model, type) else jax.tree.leaves(model, is_leaf=_is_nnx)
-  if not any(map(_is_nnx, nodes)):
-    raise TypeError(
-      f"`model` must be an NNX module, as `nnx.Linear(2, 1, rngs=nnx.Rngs(0))`; got"
-      f" {_base.shorten(model)}. For Linen modules there is `optax_boost.linen`."
-    )
-
-
 def _check_optimizer(optimizer: Any) -> None:
   if not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
@@ -343,21 +230,6 @@ def _check_optimizer(optimizer: Any) -> None:
       f" {_base.shorten(optimizer)}."
     )
   _base.check_transformation("optimizer.tx", optimizer.tx)
-
-
-def _is_nnx(node: Any) -> bool:
-  return isinstance(node, nnx.Module | nnx.Variable | nnx.Rngs | nnx.RngStream)
-
-
-def _check_batch(batch: Any) -> None:
-  """Refuses what a batch must not hold; called while tracing, so it costs a step nothing."""
-  found = next(filter(_is_nnx, jax.tree.leaves(batch, is_leaf=_is_nnx)), None)
-  if found is not None:
-    raise TypeError(
-      f"`batch` must hold arrays only; it holds an nnx.{type(found).__name__}. Its changes would"
-      " be lost. Pass `nnx.Rngs` as the argument `rng`: step(model, optimizer, batch, rngs) calls"
-      " loss_fn(model, batch, rngs)."
-    )
 
 
 def _explain(
@@ -375,7 +247,7 @@ def _explain(
   except Exception:
     # Then the step's own error says more.
     return
-  if not _alike(state.opt_state, made):
+  if not _train_step.same_shapes(state.opt_state, made):
     raise ValueError(
       "`optimizer` must be made for this model; its state is of other params, or of another"
       " transformation than `optimizer.tx`. Make a new one:"
@@ -408,11 +280,9 @@ def make_train_step(
       rng=key)``, with ``grad_fn(params, batch, key)`` for pure trees of params; the key moves all
       rng streams, and is handed to a loss that takes one.
     donate: whether the memory of the old arrays is reused for the new ones.
-    freezing: how the backward pass of what :func:`optax_boost.freeze` freezes is skipped; see
-      :func:`optax_boost.make_train_step`.
+    freezing: as for :func:`optax_boost.make_train_step`.
     hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: ``"grad_norm"`` and ``"learning_rate"``, on request; see
-      :func:`optax_boost.make_train_step`.
+    extra_metrics: as for :func:`optax_boost.make_train_step`.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
@@ -447,13 +317,15 @@ def make_train_step(
     1
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  _base.check_bool("has_aux", has_aux)
-  if full_grad_fn is not None:
-    _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params, rng=key)")
-  _base.check_bool("donate", donate)
-  _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
-  _base.check_bool("hold_frozen_statistics", hold_frozen_statistics)
-  _train_step.check_extra_metrics(extra_metrics)
+  _train_step.check_options(
+    full_grad_fn,
+    "full_grad_fn(grad_fn, params, rng=key)",
+    freezing,
+    extra_metrics,
+    has_aux=has_aux,
+    donate=donate,
+    hold_frozen_statistics=hold_frozen_statistics,
+  )
   return TrainStep(
     loss_fn,
     has_aux,
@@ -462,67 +334,4 @@ def make_train_step(
     freezing=freezing,
     hold_frozen_statistics=hold_frozen_statistics,
     extra_metrics=extra_metrics,
-  )
-
-
-def layer_groups(
-  loss_fn: Callable[..., Any],
-  model: Any,
-  *args: Any,
-  wrt: Any = nnx.Param,
-  num_groups: int = 10,
-  overrides: Mapping[str, int] | None = None,
-  data: _base.LeafSelector = None,
-) -> _groups.LayerGroups:
-  """Groups a model's params along the forward pass: :func:`optax_boost.layer_groups` for NNX.
-
-  Variables that are not trained (the base weights of LoRA, statistics) are no data.
-
-  Args:
-    loss_fn: ``loss_fn(model, *args)``.
-    model: the model; it is not changed.
-    *args: the loss's other arguments.
-    wrt: what is trained, as in ``nnx.Optimizer``.
-    num_groups: how many groups.
-    overrides: group by regular expression.
-    data: which of `args` are data, as in :func:`optax_boost.layer_groups`; None: all of them.
-
-  Returns:
-    A :class:`optax_boost.LayerGroups`.
-
-  Raises:
-    ValueError: as :func:`optax_boost.layer_groups`; or `model` has nothing that is trained.
-    TypeError: as :func:`optax_boost.layer_groups`.
-
-  Examples:
-    >>> from flax import nnx
-    >>> import jax.numpy as jnp, optax_boost.nnx
-    >>> rngs = nnx.Rngs(0)
-    >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
-    >>> loss_fn = lambda model, x: jnp.mean(model(x))
-    >>> print(optax_boost.nnx.layer_groups(loss_fn, model, jnp.ones((2, 3)), num_groups=2))
-    group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
-    group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
-  """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
-  _check_model(model)
-  _checks.check_filter("wrt", wrt)
-  graphdef, params, rest = split(model, wrt)
-  if not jax.tree.leaves(params):
-    raise ValueError(
-      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
-      f" {_base.shorten(model)}, which has none."
-    )
-
-  def pure_loss(params: Any, rest: Any, *args: Any) -> Any:
-    return loss_fn(nnx.merge(graphdef, params, rest), *args)
-
-  return _groups.group_by_use(
-    pure_loss,
-    params,
-    rest,
-    args,
-    num_groups=num_groups,
-    overrides=overrides,
-    is_data=_groups.select_data(args, data),
   )

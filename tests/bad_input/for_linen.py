@@ -171,6 +171,23 @@ def entries() -> dict[str, shared.Entry]:
       },
       free=free,
     ),
+    "linen.stacked_axes": shared.Entry(
+      ours.stacked_axes,
+      lambda: {
+        "module": module,
+        "loss_fn": loss_fn,
+        "variables": variables,
+        "batch": problem.X,
+      },
+      {
+        "module": modules,
+        "loss_fn": shared.FUNCTION,
+        "variables": trees,
+        "rng": shared.RNG,
+        "rngs": rngs,
+      },
+      free=free,
+    ),
     "linen.less_bn": shared.Entry(
       ours.less_bn,
       lambda: good_module,

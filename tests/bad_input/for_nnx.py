@@ -137,6 +137,13 @@ def entries() -> dict[str, shared.Entry]:
       positional=("loss_fn", "model", "args"),
       free=free,
     ),
+    "nnx.stacked_axes": shared.Entry(
+      ours.stacked_axes,
+      lambda: {"loss_fn": loss_fn, "model": model, "args": (problem.X,)},
+      {"loss_fn": shared.FUNCTION, "model": models, "wrt": wrt},
+      positional=("loss_fn", "model", "args"),
+      free=free,
+    ),
     "nnx.less_bn": shared.Entry(
       ours.less_bn,
       lambda: good_model,

@@ -1,0 +1,115 @@
+"""A Linen module as a pure loss ``loss(params, model_state, batch, rng)`` with its arrays.
+
+The train step, groups of layers and stacked axes stand on it.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from optax_boost import _base
+from optax_boost import _train_step
+
+
+class BoundModel:
+  """A Linen module with its variables, as the loss sees it.
+
+  Calls are ``module.apply`` with the params, statistics and rngs of this step. Statistics that a
+  call changes are seen by the next call.
+  """
+
+  def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
+    check_module(module)
+    for name, value in (("collections", collections), ("rngs", rngs)):
+      if not isinstance(value, Mapping):
+        raise TypeError(f"`{name}` must be a dict by name; got {_base.shorten(value)}.")
+    self._module = module
+    self._params = params
+    self._rngs = rngs
+    self._calls = 0
+    self.collections = dict(collections)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Applies the module.
+
+    Args:
+      *args: the module's arguments.
+      **kwargs: the module's keyword arguments, and `method`.
+
+    Returns:
+      The module's output.
+    """
+    # Two calls within one loss draw different masks.
+    rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
+    self._calls += 1
+    output, changed = self._module.apply(
+      {"params": self._params, **self.collections},
+      *args,
+      rngs=rngs,
+      mutable=list(self.collections),
+      **kwargs,
+    )
+    self.collections |= changed
+    return output
+
+
+def pure_loss(
+  module: nn.Module, loss_fn: Callable[..., Any], rngs: Any, has_aux: bool = False
+) -> Callable[..., Any]:
+  """From ``loss_fn(model, batch)`` to the pure loss that returns the new collections, too."""
+  check_module(module)
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  names = check_stream_names(rngs)
+
+  def loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    model = BoundModel(module, params, collections, keys(rng, names))
+    output = loss_fn(model, batch)
+    return _train_step.with_model_state(output, model.collections, has_aux)
+
+  return loss
+
+
+def keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
+  """A key for each rng stream; none without `rng`."""
+  if rng is None:
+    return {}
+  return dict(zip(names, jax.random.split(rng, len(names)), strict=True))
+
+
+def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
+  """The params, and the other collections."""
+  if not isinstance(variables, Mapping):
+    raise TypeError(
+      "`variables` must be the mapping that `module.init` returned; got"
+      f" {_base.shorten(variables)}."
+    )
+  if "params" not in variables:
+    raise ValueError(
+      "`variables` must be what `module.init` returned, with a collection 'params'; got"
+      f" {sorted(map(str, variables))}."
+    )
+  return variables["params"], {name: v for name, v in variables.items() if name != "params"}
+
+
+def check_module(module: Any) -> None:
+  """Refuses all but Linen modules."""
+  if not isinstance(module, nn.Module):
+    raise TypeError(
+      "`module` must be a Linen module, as `nn.Dense(1)`; got"
+      f" {_base.shorten(module)}. For NNX modules there is `optax_boost.nnx`."
+    )
+
+
+def check_stream_names(rngs: Any) -> tuple[str, ...]:
+  """Checks the argument `rngs`."""
+  sequence = isinstance(rngs, Sequence) and not isinstance(rngs, str)
+  if not (sequence and all(isinstance(name, str) for name in rngs)):
+    raise TypeError(
+      "`rngs` must be a sequence of names of rng streams, as ('dropout',); got"
+      f" {_base.shorten(rngs)}."
+    )
+  return tuple(rngs)

@@ -1,0 +1,128 @@
+"""Groups of layers and stacked layers, read from the trace of a Linen module's loss."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from optax_boost import _base
+from optax_boost import _groups
+from optax_boost import _stacked
+from optax_boost.linen import _adapter
+
+
+def layer_groups(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  variables: Any,
+  batch: Any,
+  rng: jax.Array | None = None,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+  num_groups: int = 10,
+  overrides: Mapping[str, int] | None = None,
+  data: _base.LeafSelector = None,
+) -> _groups.LayerGroups:
+  """Groups a model's params along the forward pass: :func:`optax_boost.layer_groups` for Linen.
+
+  Collections other than ``params`` are no data.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    variables: the output of ``module.init``.
+    batch: a batch.
+    rng: a key, if the module draws.
+    rngs: the names of the module's rng streams.
+    num_groups: how many groups.
+    overrides: group by regular expression.
+    data: which leaves of `batch` are data: a tree of bools with its structure or a prefix of it,
+      regular expressions, searched in their paths, or a callable from `batch` to such a tree;
+      None: all of them.
+
+  Returns:
+    A :class:`optax_boost.LayerGroups`.
+
+  Raises:
+    ValueError: as :func:`optax_boost.layer_groups`; or `variables` has no collection ``params``.
+    TypeError: as :func:`optax_boost.layer_groups`; or `module` is no Linen module.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> module, x = nn.Sequential([nn.Dense(4), nn.Dense(1)]), jnp.ones((2, 3))
+    >>> loss_fn = lambda model, x: jnp.mean(model(x))
+    >>> variables = module.init(jax.random.key(0), x)
+    >>> print(optax_boost.linen.layer_groups(module, loss_fn, variables, x, num_groups=2))
+    group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
+    group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
+  """
+  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
+  return _groups.group_by_use(
+    loss,
+    params,
+    collections,
+    (batch, rng),
+    num_groups=num_groups,
+    overrides=overrides,
+    is_data=[*_groups.select_data(batch, data), *[False] * len(jax.tree.leaves(rng))],
+  )
+
+
+def stacked_axes(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  variables: Any,
+  batch: Any,
+  rng: jax.Array | None = None,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+) -> dict[str, tuple[int, ...]]:
+  """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for Linen.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    variables: the output of ``module.init``.
+    batch: a batch.
+    rng: a key, if the module draws.
+    rngs: the names of the module's rng streams.
+
+  Returns:
+    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
+
+  Raises:
+    ValueError: `variables` has no collection ``params``.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> class Block(nn.Module):
+    ...   @nn.compact
+    ...   def __call__(self, x, _):
+    ...     return nn.tanh(nn.Dense(8)(x)), None
+    >>> axes = {"params": 0}
+    >>> module = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    >>> loss_fn = lambda model, x: jnp.mean(model(x, None)[0])
+    >>> x = jnp.ones((2, 8))
+    >>> variables = module.init(jax.random.key(0), x, None)
+    >>> optax_boost.linen.stacked_axes(module, loss_fn, variables, x)
+    {'^Dense_0/bias$': (0,), '^Dense_0/kernel$': (0,)}
+  """
+  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
+  return _stacked.stacked_axes(loss, params, collections, batch, rng)
+
+
+def _adapt(
+  module: Any, loss_fn: Any, variables: Any, rng: Any, rngs: Any
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+  """The loss as ``loss(params, model_state, batch, rng)``, the params and the state."""
+  loss = _adapter.pure_loss(module, loss_fn, rngs)
+  params, collections = _adapter.split_variables(variables)
+  if rng is not None:
+    _base.check_key("rng", rng)
+  return loss, params, collections

@@ -1,0 +1,113 @@
+"""Groups of layers and stacked layers, read from the trace of an NNX model's loss."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+import jax
+
+from optax_boost import _base
+from optax_boost import _groups
+from optax_boost import _stacked
+from optax_boost.nnx import _adapter
+from optax_boost.nnx import _checks
+
+
+def layer_groups(
+  loss_fn: Callable[..., Any],
+  model: Any,
+  *args: Any,
+  wrt: Any = nnx.Param,
+  num_groups: int = 10,
+  overrides: Mapping[str, int] | None = None,
+  data: _base.LeafSelector = None,
+) -> _groups.LayerGroups:
+  """Groups a model's params along the forward pass: :func:`optax_boost.layer_groups` for NNX.
+
+  Variables that are not trained (the base weights of LoRA, statistics) are no data.
+
+  Args:
+    loss_fn: ``loss_fn(model, *args)``.
+    model: the model; it is not changed.
+    *args: the loss's other arguments.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+    num_groups: how many groups.
+    overrides: group by regular expression.
+    data: which of `args` are data, as in :func:`optax_boost.layer_groups`; None: all of them.
+
+  Returns:
+    A :class:`optax_boost.LayerGroups`.
+
+  Raises:
+    ValueError: as :func:`optax_boost.layer_groups`; or `model` has nothing that is trained.
+    TypeError: as :func:`optax_boost.layer_groups`.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax_boost.nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
+    >>> loss_fn = lambda model, x: jnp.mean(model(x))
+    >>> print(optax_boost.nnx.layer_groups(loss_fn, model, jnp.ones((2, 3)), num_groups=2))
+    group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
+    group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
+  """
+  loss, params, rest = _adapt(loss_fn, model, wrt)
+  return _groups.group_by_use(
+    loss,
+    params,
+    rest,
+    args,
+    num_groups=num_groups,
+    overrides=overrides,
+    is_data=_groups.select_data(args, data),
+  )
+
+
+def stacked_axes(
+  loss_fn: Callable[..., Any], model: Any, *args: Any, wrt: Any = nnx.Param
+) -> dict[str, tuple[int, ...]]:
+  """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for NNX.
+
+  Args:
+    loss_fn: ``loss_fn(model, *args)``.
+    model: the model; it is not changed.
+    *args: the loss's other arguments.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+
+  Returns:
+    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
+
+  Raises:
+    ValueError: `model` has nothing that is trained.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp, optax_boost.nnx
+    >>> make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))
+    >>> model = make(jax.random.split(jax.random.key(0), 3))
+    >>> run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    >>> loss_fn = lambda model, x: jnp.mean(run(x, model))
+    >>> optax_boost.nnx.stacked_axes(loss_fn, model, jnp.ones((2, 8)))
+    {'^bias$': (0,), '^kernel$': (0,)}
+  """
+  loss, params, rest = _adapt(loss_fn, model, wrt)
+  return _stacked.stacked_axes(loss, params, rest, *args)
+
+
+def _adapt(loss_fn: Callable[..., Any], model: Any, wrt: Any) -> tuple[Any, Any, Any]:
+  """The loss as ``loss(params, model_state, *args)``, the params and the state."""
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
+  _adapter.check_model(model)
+  _checks.check_filter("wrt", wrt)
+  graphdef, params, rest = _adapter.split(model, wrt)
+  if not jax.tree.leaves(params):
+    raise ValueError(
+      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
+      f" {_base.shorten(model)}, which has none."
+    )
+  # All arguments together are the batch.
+  loss = _adapter.pure_loss(lambda model, args: loss_fn(model, *args), graphdef, wrt)
+  return lambda params, rest, *args: loss(params, rest, args), params, rest
