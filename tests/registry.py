@@ -1,7 +1,7 @@
 """One row per public factory; the contract suite runs every row through every column.
 
-To add a method: export its factory from ``optax_boost`` and add a row here. A factory without a
-row fails ``test_registry.py``.
+To add a method: export its factory from ``optax_boost`` and add a row here, with the values that it
+must refuse. A factory without a row fails ``test_registry.py``.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import optax
 
 import optax_boost
 from tests import problems
+from tests.bad_input import kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Row:
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
     wrap: gives the transformation what it needs around it, such as a named axis.
+    bad_values: by argument, the values that it must refuse, of tests/bad_input/kinds.py; None where
+      they are listed in tests/bad_input/factories.py.
   """
 
   factory: str
@@ -59,6 +62,7 @@ class Row:
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
+  bad_values: dict[str, Any] | None = None
 
   def make(self) -> optax.GradientTransformationExtraArgs:
     """The transformation itself, given what extra arguments it needs."""
@@ -347,6 +351,10 @@ ROWS = (
     needs_params=True,
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
+    bad_values={
+      "refresh_every": kinds.count(optional=True),
+      "coefficient": kinds.number(-1, schedule=True),
+    },
   ),
   Row(
     "record_trajectory",

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -45,7 +46,18 @@ def test_a_card_says_all_that_a_card_must(card):
   text = card.read_text()
   found = re.findall("^## (.*)$", text, re.MULTILINE)
   assert not set(HEADINGS) - set(found)
-  assert "**Verdict" in text.split("##")[0]
+
+
+def test_readme_and_index_have_the_tables_that_the_cards_headers_make():
+  for path, expected in runpy.run_path(str(DOCS / "card_tables.py"))["pages"]().items():
+    assert path.read_text() == expected, f"{path}: run `python docs/card_tables.py`"
+
+
+def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
+  script = runpy.run_path(str(DOCS / "card_tables.py"))
+  (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n")
+  with pytest.raises(ValueError, match=r"method.md must begin with its header"):
+    script["read_cards"](tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
@@ -63,7 +75,7 @@ def test_every_transformation_has_a_card():
   assert not missing - {"scale_by_lars_trust_ratio"}
 
 
-@pytest.mark.parametrize("name", ["mxnet", "horovod"])
+@pytest.mark.parametrize("name", ["mxnet", "horovod", "sgperm"])
 def test_a_migration_table_names_only_what_there_is(name):
   page = (DOCS / "migrating" / f"{name}.md").read_text()
   for row in re.findall(r"^\|[^|]*\|([^|]*)\|", page, re.MULTILINE):

@@ -5,7 +5,12 @@ import re
 
 import pytest
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+import optax_boost
+from tests import test_architecture
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PACKAGE = pathlib.Path(optax_boost.__file__).parent
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -21,3 +26,48 @@ def test_readme_block_runs(code):
 def test_readme_names_the_two_commands():
   assert "make demo" in README
   assert "make test" in README
+
+
+def test_no_relative_link_or_picture_which_would_lead_nowhere_on_pypi():
+  assert not re.findall(r"\]\((?!https://)[^)]*\)", README)
+
+
+def test_the_quick_start_follows_the_table_of_methods():
+  between = README.split("<!-- end -->")[1].split("## Quick start")[0]
+  assert len(between.strip().splitlines()) <= 5
+
+
+MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", README, re.DOTALL)[1]
+
+
+def named_in_the_map():
+  """The paths in the map: what ends in a slash or in .py, left of the descriptions."""
+  folder, paths = "", set()
+  for line in MAP.splitlines():
+    if not line.startswith(" "):
+      folder = line.split()[0]
+      paths.add(folder)
+    elif line[2] != " ":
+      names = re.match(r" *(?:[\w.]+(?:/|\.py)(?: +|$))*", line)[0]
+      paths |= {folder + name for name in names.split()}
+  return paths
+
+
+def test_all_that_the_map_names_is_there():
+  missing = {
+    path
+    for path in named_in_the_map()
+    if not (ROOT / path).exists() and not (PACKAGE.parent / path).exists()
+  }
+  assert not missing, f"README's map names {missing}; correct it"
+
+
+def test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own():
+  parts = {f"optax_boost/{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
+  parts |= {f"optax_boost/{path.name}" for path in PACKAGE.glob("*.py") if shared(path)}
+  missing = parts - named_in_the_map()
+  assert not missing, f"README's map lacks {missing}; add them"
+
+
+def shared(path):
+  return path.stem in (*test_architecture.FOUNDATION, test_architecture.TRAIN_STEP)

@@ -1,9 +1,20 @@
 """What is accepted on purpose, by callable, argument and label, with the reason."""
 
+import optax
+
+from tests import registry
+from tests.bad_input import problem
+
 _OBSERVES = "it hands gradients on as they are; the optimizer behind it decides what it takes"
 _STATELESS = "it has no state and looks at none"
 _ANY_TREE = "it maps over the gradients alone; params only name the leaves' axes"
 _INNER = "params and gradients are handed to the inner optimizer, which decides what it takes"
+
+_WITHOUT_STATE = [
+  name
+  for name in ("centralize", *(row.factory for row in registry.ROWS if row.bad_values is not None))
+  if problem.make(name).init(problem.PARAMS) == optax.EmptyState()
+]
 
 ON_PURPOSE: dict[tuple[str, str, str], str] = {
   ("freeze", "updates", "integers"): _OBSERVES,
@@ -11,12 +22,14 @@ ON_PURPOSE: dict[tuple[str, str, str], str] = {
   ("record_trajectory", "updates", "integers"): _OBSERVES,
   ("record_trajectory", "updates", "bools"): _OBSERVES,
   **{
-    ("centralize", argument, label): _ANY_TREE
+    (name, argument, label): _ANY_TREE
+    for name in _WITHOUT_STATE
     for argument in ("updates", "params")
     for label in ("other tree", "leaf missing", "other shape")
   },
   **{
-    ("centralize", "state", label): _STATELESS
+    (name, "state", label): _STATELESS
+    for name in _WITHOUT_STATE
     for label in ("None", "empty", "number", "params", "Adam's", "the state's fields")
   },
   **{

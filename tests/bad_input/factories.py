@@ -1,6 +1,7 @@
 """The functions that return a transformation."""
 
 import optax_boost
+from tests import registry
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import shared
@@ -136,10 +137,10 @@ def entries() -> list[tuple[str, shared.Entry]]:
       check=shared.FLAG,
       **layouts,
     ),
-    shared.factory(
-      "svrg",
-      refresh_every=kinds.count(optional=True),
-      coefficient=kinds.number(-1, schedule=True),
-    ),
     shared.factory("switch_after", step=kinds.count(0), first=shared.TX, second=shared.TX),
+    *(
+      shared.factory(row.factory, **row.bad_values)
+      for row in registry.ROWS
+      if row.bad_values is not None
+    ),
   ]

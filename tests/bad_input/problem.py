@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import optax_boost
+from tests import registry
 
 PARAMS = {
   "conv": {"kernel": jnp.arange(1.0, 7.0).reshape(2, 3)},
@@ -89,8 +90,8 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "record_trajectory": {"every": 2, "capacity": 2},
   "scale_by_lars_trust_ratio": {},
   "sgperm": {"key": 0},
-  "svrg": {"refresh_every": 2},
   "switch_after": {"step": 2, "first": SGD, "second": SGD},
+  **{row.factory: row.kwargs for row in registry.ROWS if row.bad_values is not None},
 }
 
 
