@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from optax_boost import BoostConfig
+from optax_boost import auto
 from optax_boost import auto_boost
+from optax_boost.auto import BoostConfig
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.residual_models import LinenNet
@@ -65,13 +66,9 @@ def test_the_defaults_are_the_documented_ones():
 
 def test_the_levels_have_settings_of_their_own_and_the_references_stay_reachable():
   found = {level: auto_boost(level).config.grad_freeze for level in ("O1", "O2")}
-  assert found["O1"] == optax_boost.GradFreezeConfig(
-    2, freeze_type=2, freeze_p=0.7, total_steps=None
-  )
-  assert found["O2"] == optax_boost.GradFreezeConfig(
-    2, freeze_type=2, freeze_p=0.55, total_steps=None
-  )
-  assert auto_boost("O1").config.less_bn == optax_boost.LessBNConfig(fn_flag=False)
+  assert found["O1"] == auto.GradFreezeConfig(2, freeze_type=2, freeze_p=0.7, total_steps=None)
+  assert found["O2"] == auto.GradFreezeConfig(2, freeze_type=2, freeze_p=0.55, total_steps=None)
+  assert auto_boost("O1").config.less_bn == auto.LessBNConfig(fn_flag=False)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
     assert make("O1", reference=True).config == BoostConfig()
     assert make("O1", DOCUMENTED).config == BoostConfig.from_dict(DOCUMENTED)
@@ -83,9 +80,9 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
   (tmp_path / "boost.json").write_text(json.dumps(config))
   for given in (config, tmp_path / "boost.json"):
     level = auto_boost("O2", given, total_steps=9)
-    assert level.config.grad_freeze == optax_boost.GradFreezeConfig(3, 2, 0.55, 9)
+    assert level.config.grad_freeze == auto.GradFreezeConfig(3, 2, 0.55, 9)
     reference = auto_boost("O2", given, reference=True)
-    assert reference.config.grad_freeze == optax_boost.GradFreezeConfig(3, 1, 0.7)
+    assert reference.config.grad_freeze == auto.GradFreezeConfig(3, 1, 0.7)
 
 
 def test_the_levels_freeze_at_the_end_of_the_training_level_two_sooner():
@@ -125,9 +122,9 @@ def test_freezing_at_the_end_needs_to_know_when_that_is():
 
 def test_a_configuration_survives_dict_json_and_file(tmp_path):
   config = BoostConfig(
-    boost=optax_boost.BoostSwitches(mode="manual", grad_freeze=True, less_bn=False),
-    common=optax_boost.CommonConfig(gradient_split_groups=(3, 9)),
-    dim_reduce=optax_boost.DimReduceConfig(pca_mat_path="pca.npy", gamma=0),
+    boost=auto.BoostSwitches(mode="manual", grad_freeze=True, less_bn=False),
+    common=auto.CommonConfig(gradient_split_groups=(3, 9)),
+    dim_reduce=auto.DimReduceConfig(pca_mat_path="pca.npy", gamma=0),
   )
   assert BoostConfig.from_dict(config.to_dict()) == config
   assert BoostConfig.from_json(config.to_json()) == config
@@ -140,7 +137,7 @@ def test_a_configuration_survives_dict_json_and_file(tmp_path):
 def test_what_is_left_out_comes_from_the_base():
   base = BoostConfig.from_dict({"grad_freeze": {"freeze_p": 0.5, "param_groups": 4}})
   config = BoostConfig.from_dict({"grad_freeze": {"param_groups": 6}}, base)
-  assert config.grad_freeze == optax_boost.GradFreezeConfig(param_groups=6, freeze_p=0.5)
+  assert config.grad_freeze == auto.GradFreezeConfig(param_groups=6, freeze_p=0.5)
 
 
 def test_a_bare_number_is_one_split():
@@ -180,7 +177,7 @@ def test_a_wrong_setting_is_an_error_that_names_it(config, message):
 
 def test_a_wrong_value_is_refused_however_the_configuration_is_made():
   with pytest.raises(ValueError, match=r"`grad_freeze.freeze_p` must be"):
-    optax_boost.GradFreezeConfig(freeze_p=2)
+    auto.GradFreezeConfig(freeze_p=2)
   with pytest.raises(ValueError, match=r"`boost.mode` must be"):
     dataclasses.replace(BoostConfig().boost, mode="O1")
   with pytest.raises(TypeError, match=r"`less_bn` must be a LessBNConfig; got True"):

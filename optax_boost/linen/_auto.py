@@ -8,17 +8,17 @@ from flax import linen as nn
 import jax
 import optax
 
-from optax_boost import _auto
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _less_bn as _shared
+from optax_boost.auto import _build
 from optax_boost.linen import _checks
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_auto.AutoBoost):
+class AutoBoost(_build.AutoBoost):
   """A level and a configuration, decided on, for Linen modules; made by :func:`auto_boost`.
 
   Attributes:
@@ -99,7 +99,7 @@ class AutoBoost(_auto.AutoBoost):
       rng: a key, if the module draws.
       groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
       decay: the weight decay, to centralize together with the gradients; see
-        :meth:`optax_boost.AutoBoost.optimizer`.
+        :meth:`optax_boost.auto.AutoBoost.optimizer`.
 
     Returns:
       The transformation.
@@ -144,7 +144,7 @@ class AutoBoost(_auto.AutoBoost):
 
 def auto_boost(
   level: str = "O0",
-  config: _auto.Config = None,
+  config: _build.Config = None,
   *,
   axis_name: Any = None,
   local_axis_name: Any = None,
@@ -186,7 +186,7 @@ def auto_boost(
     0
   """
   return AutoBoost(
-    **_auto.decided(
+    **_build.decided(
       level,
       config,
       axis_name=axis_name,

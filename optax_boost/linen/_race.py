@@ -10,11 +10,12 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _race
 from optax_boost import _train_step
 from optax_boost.linen import _checks
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import keys
+from optax_boost.race import RaceResult
+from optax_boost.race import _api
 
 
 def race(
@@ -35,7 +36,7 @@ def race(
   baseline: str | None = None,
   seeds_at_once: int | None = None,
   progress: bool = True,
-) -> _race.RaceResult:
+) -> RaceResult:
   """Trains a module with each of several transformations: :func:`optax_boost.race` for Linen.
 
   Args:
@@ -58,7 +59,7 @@ def race(
     progress: whether to show a progress bar.
 
   Returns:
-    A :class:`optax_boost.RaceResult`.
+    A :class:`optax_boost.race.RaceResult`.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -84,7 +85,7 @@ def race(
   _checks.check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
   if isinstance(rngs, str) or not (
     isinstance(rngs, Sequence) and all(isinstance(name, str) for name in rngs)
   ):
@@ -106,7 +107,7 @@ def race(
     assert evaluate is not None
     return evaluate(BoundModel(module, params, collections, {}))
 
-  return _race.race_from(
+  return _api.race_from(
     pure_loss,
     start,
     data,

@@ -11,12 +11,13 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _race
 from optax_boost import _train_step
 from optax_boost.nnx import _checks
 from optax_boost.nnx._train_step import PASS_SEED
 from optax_boost.nnx._train_step import advance
 from optax_boost.nnx._train_step import split
+from optax_boost.race import RaceResult
+from optax_boost.race import _api
 
 
 def race(
@@ -36,7 +37,7 @@ def race(
   baseline: str | None = None,
   seeds_at_once: int | None = None,
   progress: bool = True,
-) -> _race.RaceResult:
+) -> RaceResult:
   """Trains a model with each of several transformations: :func:`optax_boost.race` for NNX.
 
   Args:
@@ -58,7 +59,7 @@ def race(
     progress: whether to show a progress bar.
 
   Returns:
-    A :class:`optax_boost.RaceResult`.
+    A :class:`optax_boost.race.RaceResult`.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -81,8 +82,8 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("make_model", make_model, "make_model(seed)")
-  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
-  _race.check_optional_callable("full_grad_fn", full_grad_fn)
+  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  _api.check_optional_callable("full_grad_fn", full_grad_fn)
   _checks.check_filter("wrt", wrt)
   structures: list[Any] = []
 
@@ -115,7 +116,7 @@ def race(
     model.eval()
     return evaluate(model)
 
-  return _race.race_from(
+  return _api.race_from(
     pure_loss,
     start,
     data,

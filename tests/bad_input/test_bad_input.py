@@ -1,5 +1,6 @@
 """Bad input is refused in our own words: every public name, every argument, every kind of value."""
 
+import importlib
 import inspect
 from typing import Any
 
@@ -18,7 +19,14 @@ from tests.bad_input import refusals
 from tests.bad_input import table
 from tests.bad_input import test_trees_and_states
 
-MODULES = {"": optax_boost, "nnx.": optax_boost.nnx, "linen.": optax_boost.linen}
+# The attribute `optax_boost.race` is the function.
+MODULES = [
+  ("", optax_boost),
+  ("", optax_boost.auto),
+  ("", importlib.import_module("optax_boost.race")),
+  ("nnx.", optax_boost.nnx),
+  ("linen.", optax_boost.linen),
+]
 ENTRIES = table.entries()
 CALLS = [(name, argument) for name, entry in ENTRIES.items() for argument in entry.arguments]
 
@@ -54,9 +62,7 @@ def test_the_other_values_of_a_call_are_good(name):
 
 def public_names() -> dict[str, Any]:
   return {
-    prefix + name: getattr(module, name)
-    for prefix, module in MODULES.items()
-    for name in module.__all__
+    prefix + name: getattr(module, name) for prefix, module in MODULES for name in module.__all__
   }
 
 

@@ -18,10 +18,10 @@ from optax_boost import _groups
 from optax_boost import _precision
 from optax_boost import _train_step
 from optax_boost import _tree
-from optax_boost._auto import _config
-from optax_boost._auto import _levels
-from optax_boost._auto import _subspace
-from optax_boost._auto import _summation
+from optax_boost.auto import _config
+from optax_boost.auto import _levels
+from optax_boost.auto import _subspace
+from optax_boost.auto import _summation
 
 Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 

@@ -213,7 +213,7 @@ class BoostConfig:
     dim_reduce: training in a subspace.
 
   Examples:
-    >>> from optax_boost import BoostConfig
+    >>> from optax_boost.auto import BoostConfig
     >>> config = BoostConfig.from_dict({"boost": {"mode": "manual", "grad_freeze": True}})
     >>> config.grad_freeze.freeze_p
     0.7

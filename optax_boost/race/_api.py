@@ -14,9 +14,9 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
-from optax_boost._race import _data
-from optax_boost._race import _result
-from optax_boost._race import _run
+from optax_boost.race import _data
+from optax_boost.race import _result
+from optax_boost.race import _run
 
 # The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"

@@ -307,7 +307,7 @@ class RaceResult:
       TypeError: an argument is of the wrong kind.
       ValueError: a name is unknown, or matplotlib writes no such file.
     """
-    from optax_boost._race import _plot
+    from optax_boost.race import _plot
 
     quantities = self.quantities[:1] if quantities is None else quantities
     _check_names("quantities", quantities, self.quantities)

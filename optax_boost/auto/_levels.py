@@ -6,8 +6,8 @@ from typing import Any
 import warnings
 
 from optax_boost import _base
-from optax_boost._auto import _config
-from optax_boost._auto import _summation
+from optax_boost.auto import _config
+from optax_boost.auto import _summation
 
 # The methods that each level turns on, as in MindSpore.
 LEVELS: dict[str, tuple[str, ...]] = {

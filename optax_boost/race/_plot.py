@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-  from optax_boost._race import _result
+  from optax_boost.race import _result
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the baseline is grey.
 BASELINE_COLOUR = "#5A5A5A"

@@ -31,8 +31,8 @@ import optax
 
 from optax_boost import _jaxpr
 from optax_boost import _train_step
-from optax_boost._race import _cost
-from optax_boost._race import _data
+from optax_boost.race import _cost
+from optax_boost.race import _data
 
 # A pass over all methods is repeated until the clock has run for so long, up to so many passes.
 _TIMED_SECONDS = 2.0

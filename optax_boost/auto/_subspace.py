@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_boost import _dim_reduce
-from optax_boost._auto import _config
+from optax_boost.auto import _config
 
 
 def subspace_optimizer(
