@@ -42,30 +42,30 @@ def race(
   seeds_at_once: int | None = None,
   progress: bool = True,
 ) -> _result.RaceResult:
-  """Trains with each of several transformations, and says what each of them buys.
+  """Trains with each of several transformations, and compares them.
 
-  A seed gives all methods the same initial params, batches and dropout masks, so that they are
-  compared seed by seed. They are compared three ways, each with the budget that the cheapest of
-  them has spent at its end:
+  A seed gives all methods the same initial params, batches and dropout masks, so that methods are
+  compared seed by seed. They are compared three ways, each with the budget that the cheapest
+  method has spent at its end:
 
   - at equal steps;
   - at equal gradient evaluations: a gradient of the loss on one batch counts one, a value of the
     loss without its gradient (a trial point of a line search) a third, as a backward pass takes
-    about as long as two forward passes. They are counted, not asked for. What :func:`freeze`
-    leaves out of a backward pass is seen in the time only;
+    about as long as two forward passes. Counted from the train step's program. The backward pass
+    that :func:`freeze` leaves out is seen in the time only;
   - at equal wall time: of one seed alone, without compiling, evaluating and making batches. The
-    methods take turns on the clock, in random order, and the median over several such passes
-    counts, so that what else the machine does slows all of them alike.
+    methods take turns on the clock, in random order, and the median over several passes counts, so
+    that other work of the machine slows all of them alike.
 
-  The first seed is trained with all methods side by side, so that one state of each must fit into
-  memory. The other seeds are trained at once (``jax.vmap``) where that fits and is faster. One at a
-  time are trained: methods that freeze layers, methods with the loss inside a loop or conditional,
-  all of them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
+  The first seed is trained with all methods side by side, so one state of each must fit into
+  memory. The other seeds are trained at once (``jax.vmap``) where that is faster. One at a time are
+  trained: methods that freeze layers, methods with the loss inside a loop or conditional, all of
+  them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
 
   Args:
     loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
-      ``loss_fn(params, model_state, batch)``. If it takes one argument more that has no default,
-      or is called ``rng`` or ``key``, it is given a key.
+      ``loss_fn(params, model_state, batch)``. A further argument that has no default, or is called
+      ``rng`` or ``key``, gets a key.
     init_fn: from a key to the initial params; with `has_model_state`, to ``(params,
       model_state)``.
     data: a tree of arrays with a leading axis of examples, which are shuffled for each seed and
@@ -74,29 +74,28 @@ def race(
     transformations: by name. Make learning-rate schedules for `steps` steps.
     steps: the length of each training.
     batch_size: examples in a batch; None: all of them. Not with a function as `data`.
-    seeds: how many, from 0, or which. More make the intervals narrower; 3 is few.
+    seeds: the number of seeds, from 0, or the seeds. More make the intervals narrower; 3 is few.
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
       held-out data: a scalar, or a dictionary of scalars.
-    points: how many points the curves have, at most. More cost more evaluations.
-    jit_evaluate: whether `evaluate` is jitted, which makes the arrays that it closes over a part of
-      the program. False for one that goes through much held-out data batch by batch, with a
-      function that it has jitted itself.
+    points: the most points of a curve. More cost more evaluations.
+    jit_evaluate: whether `evaluate` is jitted, which makes arrays that it closes over a part of the
+      program. False for one that goes through held-out data batch by batch.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once, if they fit, faster or not (those that freeze
-      layers aside). None: see above.
-    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
+    seeds_at_once: the most seeds to train at once, faster or not (methods that freeze layers
+      aside). More take more memory: 1 where several do not fit. None: as said above.
+    progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
     A :class:`RaceResult`. A seed whose loss is not finite at the end is reported as diverged and
     left out of means. After Ctrl-C it holds the seeds that every method has finished, or else the
-    points of the first seed that every method got to, and its `complete` is False.
+    points of the first seed that every method has reached, and its `complete` is False.
 
   Raises:
     TypeError: an argument is of the wrong kind.
     ValueError: an argument is out of range, or does not fit the others.
-    KeyboardInterrupt: interrupted before any point was reached.
+    KeyboardInterrupt: interrupted before the first point.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -179,29 +178,7 @@ def race_from(
   seeds_at_once: int | None,
   progress: bool,
 ) -> _result.RaceResult:
-  """:func:`race` from seeds instead of keys, for the forms for Flax.
-
-  Args:
-    loss_fn: as for :func:`race`.
-    start: from the seed to the initial params and statistics.
-    data: as for :func:`race`.
-    transformations: as for :func:`race`.
-    steps: as for :func:`race`.
-    batch_size: as for :func:`race`.
-    seeds: as for :func:`race`.
-    evaluate: from params and statistics to a scalar or a dictionary of scalars.
-    points: as for :func:`race`.
-    jit_evaluate: as for :func:`race`.
-    has_model_state: as for :func:`race`.
-    takes_rng: whether the loss takes a key.
-    full_grad_fn: as for :func:`race`.
-    baseline: as for :func:`race`.
-    seeds_at_once: as for :func:`race`.
-    progress: as for :func:`race`.
-
-  Returns:
-    A :class:`RaceResult`.
-  """
+  """:func:`race` with `start` from the seed, and `evaluate`, to and from params and statistics."""
   baseline = _check_transformations(transformations, baseline)
   check_optional_callable("full_grad_fn", full_grad_fn)
   _base.check_bool("jit_evaluate", jit_evaluate)
@@ -291,11 +268,7 @@ def _curves(
 
 
 def check_optional_callable(name: str, value: Any, form: str = "") -> None:
-  """Checks an argument that is a function or None.
-
-  Raises:
-    TypeError: it is neither.
-  """
+  """Checks an argument that is a function or None."""
   if value is not None:
     _base.check_callable(name, value, form)
 

@@ -1,4 +1,4 @@
-"""How many gradients a train step computes: counted in its trace, or, where that can't tell, run.
+"""Counts the gradients that a train step computes: in its trace, or while it runs.
 
 The loss's output passes through an identity that leaves a mark in the program: one where the loss
 is evaluated alone, another where it is pulled back. Marks outside of control flow are counted in
@@ -21,12 +21,7 @@ _FORWARD, _BACKWARD = "_race_forward", "_race_backward"
 
 
 class Evaluations(NamedTuple):
-  """What a program computes of the loss.
-
-  Attributes:
-    gradients: backward passes, each with its forward pass.
-    forwards: forward passes without a backward pass.
-  """
+  """Backward passes with their forward passes, and forward passes alone."""
 
   gradients: float
   forwards: float
@@ -44,14 +39,7 @@ class Counter:
     self._counts = np.zeros(2)
 
   def mark(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss, with marks.
-
-    Args:
-      loss_fn: returns the scalar loss, or a pair that begins with it.
-
-    Returns:
-      A loss that returns the same.
-    """
+    """The same loss, with marks."""
 
     def forward(_: jax.Array) -> None:
       self._counts[1] += 1
@@ -90,7 +78,7 @@ class Counter:
     return loss
 
   def take(self) -> Evaluations:
-    """What was evaluated since the last call; waits for programs that still run."""
+    """The evaluations since the last call; waits for programs that still run."""
     jax.effects_barrier()
     taken = Evaluations(*self._counts.tolist())
     self._counts[:] = 0
@@ -98,14 +86,7 @@ class Counter:
 
 
 def traced(jaxpr: Any) -> Evaluations | None:
-  """Counts the marks in a program.
-
-  Args:
-    jaxpr: of a program whose loss was marked, closed or not.
-
-  Returns:
-    What it evaluates whenever it runs, or None where that depends on what it computes.
-  """
+  """Counts the marks in a program; None where their number depends on what it computes."""
   total = np.zeros(2)
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     name = equation.params.get("name")

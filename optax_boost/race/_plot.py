@@ -26,20 +26,7 @@ _FONT = 13
 def draw(
   result: "_result.RaceResult", quantities: Sequence[str], against: Sequence[str]
 ) -> "Figure":
-  """Draws panels: a row for each quantity, a column for each budget.
-
-  Args:
-    result: of a race.
-    quantities: of its `quantities`.
-    against: of the budgets.
-
-  Returns:
-    The figure. Its axes are in the order of reading; each line bears its method as its label. What
-    is called a loss is drawn on a logarithmic scale.
-
-  Raises:
-    ImportError: matplotlib is not installed.
-  """
+  """Draws a row of panels for each quantity, a column for each budget; losses on a log scale."""
   try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -77,14 +64,7 @@ def draw(
 
 
 def method_colours(result: "_result.RaceResult") -> dict[str, str]:
-  """A colour for each method.
-
-  Args:
-    result: of a race.
-
-  Returns:
-    The colours, by name.
-  """
+  """A colour for each method."""
   colours = itertools.cycle(_COLOURS)
   return {
     name: BASELINE_COLOUR if name == result.baseline else next(colours) for name in result.curves

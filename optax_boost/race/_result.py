@@ -408,16 +408,7 @@ class RaceResult:
 
 
 def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """A curve's value, where it is known to both sides.
-
-  Args:
-    x: ascending.
-    y: of the same length; points that are not finite are left out.
-    at: where.
-
-  Returns:
-    The value on the line between the neighbours; nan outside of the curve.
-  """
+  """The value at `at` of a curve over ascending `x`; nan outside of it. Drops infinities."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -426,14 +417,7 @@ def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
 
 
 def half_interval(values: np.ndarray) -> float | None:
-  """Half of the 95 % interval of a mean, by Student's t.
-
-  Args:
-    values: the sample.
-
-  Returns:
-    The half width; None for less than two values.
-  """
+  """Half of the 95 % interval of the mean, by Student's t; None for less than two values."""
   # Imported late: nothing else needs SciPy, which JAX brings along.
   from scipy import special
 
@@ -444,16 +428,7 @@ def half_interval(values: np.ndarray) -> float | None:
 
 
 def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
-  """A mean with its spread, to the second digit of the spread.
-
-  Args:
-    mean: the mean.
-    spread: its spread, or None.
-    sign: ``"+"`` to show the sign of positive means.
-
-  Returns:
-    The text.
-  """
+  """A mean with its spread, to the second digit of the spread; `sign` "+" shows plus signs."""
   if spread is None:
     return f"{mean:{sign}.4g}"
   if not 1e-12 < spread < 1e6:
@@ -465,14 +440,7 @@ def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-  """A Markdown table whose columns line up as plain text.
-
-  Args:
-    lines: the cells, line by line; the first is the header.
-
-  Returns:
-    The table.
-  """
+  """A Markdown table whose columns line up as plain text; the first line is the header."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
   def line(cells: Sequence[str]) -> str:
