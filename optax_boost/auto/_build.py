@@ -70,16 +70,12 @@ class AutoBoost:
 
     Returns:
       A table: for each method whether it is on, why, its settings, and the savings to expect.
-      With a level's own settings also the measured savings, with the network and the machine.
+      Measured savings of the levels are in ``docs/cards/auto_boost.md``.
     """
     rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    freezing = dataclasses.replace(self.config.grad_freeze, total_steps=None)
-    settings = dataclasses.replace(self.config, grad_freeze=freezing)
-    if settings == _levels.SETTINGS[self.level] and self.level in _levels.MEASURED:
-      lines.append(f"measured: {_levels.MEASURED[self.level]}")
     return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
 
   def optimizer(

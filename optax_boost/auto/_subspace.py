@@ -13,19 +13,7 @@ from optax_boost.auto import _config
 def subspace_optimizer(
   block: _config.DimReduceConfig, params: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes :func:`dim_reduce` of a configuration.
-
-  Args:
-    block: the block ``dim_reduce``.
-    params: the params, or abstract values of them.
-
-  Returns:
-    The transformation.
-
-  Raises:
-    ValueError: there are no params, there is neither a file nor a directory to take the subspace
-      from, or it does not fit the params.
-  """
+  """Makes :func:`dim_reduce` of a configuration; `params` may be abstract."""
   if not jax.tree.leaves(params):
     raise ValueError(
       "`dim_reduce` is on, so the optimizer must know the tree of the subspace: pass the"
@@ -41,7 +29,7 @@ def subspace_optimizer(
 
 
 def _subspace(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Subspace:
-  """That in the file; else one fitted to the checkpoints, and saved if a file is named."""
+  """Loads the subspace's file; else fits the subspace to the checkpoints, and writes the file."""
   path = None if block.pca_mat_path is None else pathlib.Path(block.pca_mat_path)
   if path is not None and path.exists():
     found = _dim_reduce.load_subspace(path, like=params)

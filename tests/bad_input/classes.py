@@ -82,12 +82,6 @@ def entries() -> dict[str, shared.Entry]:
       )
     },
     "CommonConfig": {
-      "gradient_split_groups": {
-        "text": Bad("50", shared.EITHER),
-        "fractions": Bad((0.5,), shared.EITHER),
-        "negative": Bad((-1,), shared.EITHER),
-        "None": Bad(None, shared.EITHER),
-      },
       "device_number": kinds.count(static=True, optional=True),
     },
     "LessBNConfig": {"fn_flag": shared.FLAG, "gc_flag": shared.FLAG},
@@ -106,7 +100,6 @@ def entries() -> dict[str, shared.Entry]:
       "n_components": kinds.count(static=True),
       "pca_mat_path": kinds.path(optional=True),
       "weight_load_dir": kinds.path(optional=True),
-      "timeout": shared.NOT_NEGATIVE,
     },
   }
   result = problem.race_result()
