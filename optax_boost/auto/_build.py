@@ -373,16 +373,5 @@ def auto_boost(
     MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
     for all that follow, and unknown levels and keys pass silently.
   """
-  return AutoBoost(
-    **decided(
-      level,
-      config,
-      axis_name=axis_name,
-      local_axis_name=local_axis_name,
-      adasum_on=adasum_on,
-      compose=compose,
-      key=key,
-      reference=reference,
-      total_steps=total_steps,
-    )
-  )
+  # All arguments of this function.
+  return AutoBoost(**decided(**locals()))

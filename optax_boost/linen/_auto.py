@@ -185,16 +185,5 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  return AutoBoost(
-    **_build.decided(
-      level,
-      config,
-      axis_name=axis_name,
-      local_axis_name=local_axis_name,
-      adasum_on=adasum_on,
-      compose=compose,
-      key=key,
-      reference=reference,
-      total_steps=total_steps,
-    )
-  )
+  # All arguments of this function.
+  return AutoBoost(**_build.decided(**locals()))

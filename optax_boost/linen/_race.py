@@ -107,21 +107,15 @@ def race(
     assert evaluate is not None
     return evaluate(BoundModel(module, params, collections, {}))
 
+  options = _api.Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
   return _api.race_from(
     pure_loss,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=True,
     takes_rng=True,
-    full_grad_fn=full_grad_fn,
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )

@@ -116,21 +116,17 @@ def race(
     model.eval()
     return evaluate(model)
 
+  if full_grad_fn is not None:
+    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED))
+  options = _api.Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
   return _api.race_from(
     pure_loss,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=True,
     takes_rng=False,
-    full_grad_fn=full_grad_fn and functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED)),
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )

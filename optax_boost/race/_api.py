@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import functools
 import inspect
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,22 @@ from optax_boost.race import _run
 _UNNAMED = "evaluation"
 # Integers of metrics are int32 in a jitted `evaluate`.
 _LARGEST = 2**31
+
+
+class Options(NamedTuple):
+  """The arguments of :func:`race` that are the same for the forms for Flax."""
+
+  data: Any
+  transformations: Mapping[str, optax.GradientTransformation]
+  steps: int
+  batch_size: int | None
+  seeds: int | Sequence[int]
+  points: int
+  jit_evaluate: bool
+  full_grad_fn: Callable[..., Any] | None
+  baseline: str | None
+  seeds_at_once: int | None
+  progress: bool
 
 
 def race(
@@ -139,54 +156,39 @@ def race(
     assert evaluate is not None
     return evaluate(params, model_state) if has_model_state else evaluate(params)
 
+  options = Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
   return race_from(
     loss_fn,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=has_model_state,
     takes_rng=_takes_rng(loss_fn, 3 if has_model_state else 2),
-    full_grad_fn=full_grad_fn,
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )
 
 
 def race_from(
   loss_fn: Callable[..., Any],
   start: Callable[[int], tuple[Any, Any]],
-  data: Any,
-  transformations: Mapping[str, optax.GradientTransformation],
-  *,
-  steps: int,
-  batch_size: int | None,
-  seeds: int | Sequence[int],
   evaluate: Callable[[Any, Any], Any] | None,
-  points: int,
-  jit_evaluate: bool,
+  options: Options,
+  *,
   has_model_state: bool,
   takes_rng: bool,
-  full_grad_fn: Callable[..., Any] | None,
-  baseline: str | None,
-  seeds_at_once: int | None,
-  progress: bool,
 ) -> _result.RaceResult:
   """:func:`race` with `start` from the seed, and `evaluate`, to and from params and statistics."""
-  baseline = _check_transformations(transformations, baseline)
-  check_optional_callable("full_grad_fn", full_grad_fn)
-  _base.check_bool("jit_evaluate", jit_evaluate)
-  _base.check_bool("progress", progress)
+  steps, points, seeds_at_once = options.steps, options.points, options.seeds_at_once
+  baseline = _check_transformations(options.transformations, options.baseline)
+  check_optional_callable("full_grad_fn", options.full_grad_fn)
+  _base.check_bool("jit_evaluate", options.jit_evaluate)
+  _base.check_bool("progress", options.progress)
   for name, value in (("steps", steps), ("points", points), ("seeds_at_once", seeds_at_once)):
     if value is not None or name != "seeds_at_once":
       _base.check_whole_number(name, value, static=True)
-  chosen = _seeds(seeds)
+  chosen = _seeds(options.seeds)
 
   # Methods share what one seed starts from; it is copied before it is trained.
   @functools.lru_cache(maxsize=1)
@@ -202,21 +204,21 @@ def race_from(
     assert evaluate is not None
     return _named(evaluate(params, model_state))
 
-  measure = None if evaluate is None else (jax.jit(named) if jit_evaluate else named)
+  measure = None if evaluate is None else (jax.jit(named) if options.jit_evaluate else named)
   problem = _run.Problem(
     loss_fn,
     latest,
-    _data.batches_of(data, batch_size),
+    _data.batches_of(options.data, options.batch_size),
     measure,
     has_model_state,
     takes_rng,
-    full_grad_fn,
+    options.full_grad_fn,
   )
   every = -(-steps // points)
   marks = [*range(every, steps, every), steps]
-  methods = {name: _run.Method(problem, tx, marks) for name, tx in transformations.items()}
+  methods = {name: _run.Method(problem, tx, marks) for name, tx in options.transformations.items()}
   complete = True
-  with _run.Bar(steps * len(chosen) * len(methods), progress) as bar:
+  with _run.Bar(steps * len(chosen) * len(methods), options.progress) as bar:
     try:
       _run.run(methods, chosen, seeds_at_once, bar)
     except KeyboardInterrupt:
