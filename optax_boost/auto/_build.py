@@ -28,7 +28,7 @@ Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[
 
 @dataclasses.dataclass(frozen=True)
 class AutoBoost:
-  """A level and a configuration, decided on; made by :func:`auto_boost`. It changes nothing global.
+  """The methods that a level and a configuration turn on; made by :func:`auto_boost`.
 
   Attributes:
     level: the level.
@@ -49,13 +49,7 @@ class AutoBoost:
   adasum_on: str = "gradients"
 
   def is_on(self, method: str) -> bool:
-    """Whether a method is on.
-
-    Args:
-      method: its key in the configuration, as ``"grad_freeze"``.
-
-    Returns:
-      Whether it is.
+    """Whether a method is on, by its key in the configuration, as ``"grad_freeze"``.
 
     Raises:
       ValueError: there is no such method.
@@ -100,9 +94,8 @@ class AutoBoost:
       loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
-      decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, to centralize together with
-        the gradients, as MindSpore's optimizers do; leave it out of `tx` then. None: a decay inside
-        `tx` is not centralized.
+      decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, centralized together with the
+        gradients, as in MindSpore; leave it out of `tx` then. None: none, or one inside `tx`.
 
     Returns:
       The transformation.
@@ -218,8 +211,7 @@ def _scaled(boost: AutoBoost, tx: Any, groups: Any) -> Any:
   return _precision.group_loss_scale(tx, groups, axis_name=axis_name)
 
 
-# The wrappers of each method, from the inside out; centralization is inside of them. A new method
-# joins here and in `_levels.METHODS`.
+# From the inside out, around centralization. A new method joins here and in `_levels.METHODS`.
 _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
   "adasum": _summed,
   "grad_freeze": _frozen,
@@ -229,7 +221,7 @@ _WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
 
 
 def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
-  """Reads a configuration in any of its forms; keys that a dict or file leaves out are `base`'s."""
+  """Reads any form of a configuration; a dict or file takes missing keys from `base`."""
   if config is None:
     return base
   if isinstance(config, _config.BoostConfig):
@@ -249,7 +241,7 @@ def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfi
   )
 
 
-def decided(
+def resolve(
   level: str,
   config: Config,
   *,
@@ -374,4 +366,4 @@ def auto_boost(
     for all that follow, and unknown levels and keys pass silently.
   """
   # All arguments of this function.
-  return AutoBoost(**decided(**locals()))
+  return AutoBoost(**resolve(**locals()))

@@ -251,7 +251,7 @@ class BoostConfig:
     if not isinstance(base, BoostConfig | None):
       raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
     base = cls() if base is None else base
-    blocks = {name: _read(getattr(base, name), name, {}) for name in _BLOCKS}
+    blocks = {name: getattr(base, name) for name in _BLOCKS}
     for name, values in config.items():
       if name not in _BLOCKS:
         raise ValueError(
@@ -369,15 +369,15 @@ def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
   return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
 
-def _hint(name: Any, known: Iterable[str]) -> str:
-  homes = [block for block in _BLOCKS if name in _keys(block) and name not in known]
+def _hint(name: Any, names: Iterable[str]) -> str:
+  homes = [block for block in _BLOCKS if name in _keys(block) and name not in names]
   if homes:
     return f" It belongs to the block {homes[0]!r}."
-  return nearest(name, known)
+  return nearest(name, names)
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
+def nearest(name: Any, names: Iterable[str]) -> str:
   """Words for an error about an unknown name: the nearest known one, or the list of them."""
-  known = list(known)
-  close = difflib.get_close_matches(name, known, 1, 0.5) if isinstance(name, str) else []
-  return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+  names = list(names)
+  close = difflib.get_close_matches(name, names, 1, 0.5) if isinstance(name, str) else []
+  return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(names)}."

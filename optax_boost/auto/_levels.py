@@ -146,10 +146,10 @@ def decide(
   `compose` combines methods that MindSpore runs alone. An axis does so for adasum and freezing,
   unless `reference`.
   """
-  wanted = _wanted(level, config)
+  requests = _requests(level, config)
   has_axis = summation.axis_name is not None
-  on = {name for name, (wants, _) in wanted.items() if wants}
-  reasons = {name: why for name, (_, why) in wanted.items()}
+  on = {name for name, (requested, _) in requests.items() if requested}
+  reasons = {name: why for name, (_, why) in requests.items()}
 
   def keeps_adasum(method: str) -> bool:
     return method == "adasum" and has_axis and not reference
@@ -190,22 +190,22 @@ def decide(
   )
 
 
-def _wanted(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
+def _requests(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
   mode = config.boost.mode
-  wanted: dict[str, tuple[bool, str]] = {}
+  requests: dict[str, tuple[bool, str]] = {}
   for name in METHODS:
     switch = getattr(config.boost, name)
     if mode in ("enable_all", "disable_all"):
-      wanted[name] = (mode == "enable_all", f"mode '{mode}'")
+      requests[name] = (mode == "enable_all", f"mode '{mode}'")
     elif mode == "manual" and switch is not None:
-      wanted[name] = (switch, f"boost.{name} is {str(switch).lower()}")
+      requests[name] = (switch, f"boost.{name} is {str(switch).lower()}")
     else:
       included = name in LEVELS[level]
-      wanted[name] = (included, f"{'' if included else 'not '}in level {level}")
+      requests[name] = (included, f"{'' if included else 'not '}in level {level}")
     # MindSpore's own examples hold False beside any mode; True was set by the user.
-    if switch and not wanted[name][0]:
+    if switch and not requests[name][0]:
       raise ValueError(
         f"`boost.mode` {mode!r} contradicts `boost.{name}` true: the mode takes no switches"
         f"{f', and level {level} leaves it off' if mode == 'auto' else ''}. Pass mode 'manual'."
       )
-  return wanted
+  return requests

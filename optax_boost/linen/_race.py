@@ -42,20 +42,20 @@ def race(
   Args:
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    init_fn: from a key to what ``module.init`` returns.
-    data: see :func:`optax_boost.race`.
+    init_fn: from a key to the variables that ``module.init`` returns.
+    rngs: the names of the module's rng streams.
+    evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
+      scalar, or a dictionary of scalars. Pass the module's argument for evaluation, as ``train``.
+    data: see :func:`optax_boost.race`, as for the rest.
     transformations: by name.
     steps: the length of each training.
-    rngs: the names of the module's rng streams.
-    batch_size: see :func:`optax_boost.race`.
-    seeds: how many, or which.
-    evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
-      scalar, or a dictionary of scalars. Tell the module that it is evaluated, as it asks for it.
-    points: how many points the curves have, at most.
-    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
+    batch_size: examples in a batch.
+    seeds: the number of seeds, or the seeds.
+    points: the most points of a curve.
+    jit_evaluate: whether `evaluate` is jitted.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
     progress: whether to show a progress bar.
 
   Returns:

@@ -20,20 +20,10 @@ from optax_boost.nnx import _train_step
 
 @dataclasses.dataclass(frozen=True)
 class AutoBoost(_build.AutoBoost):
-  """A level and a configuration, decided on, for NNX models; made by :func:`auto_boost`.
-
-  Attributes:
-    level: the level.
-    config: the configuration.
-    decisions: whether each method is on, and why.
-    axis_name: the named axis of adasum, or None.
-    key: the seed of the freezing schedule.
-    local_axis_name: the named axis over the devices of one server, or None.
-    adasum_on: ``"gradients"`` or ``"updates"``.
-  """
+  """:class:`optax_boost.auto.AutoBoost` for NNX models; made by :func:`auto_boost`."""
 
   def plan(self, model: nnx.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
-    """Says what :meth:`model` does to a model.
+    """Plans the changes of :meth:`model` to a model.
 
     Args:
       model: the model.
@@ -178,4 +168,4 @@ def auto_boost(
     0
   """
   # All arguments of this function.
-  return AutoBoost(**_build.decided(**locals()))
+  return AutoBoost(**_build.resolve(**locals()))

@@ -42,20 +42,20 @@ def race(
 
   Args:
     loss_fn: ``loss_fn(model, batch)``.
-    make_model: from the seed to a new model, which draws all that it draws from that seed.
-    data: see :func:`optax_boost.race`.
-    transformations: by name.
-    steps: the length of each training.
-    batch_size: see :func:`optax_boost.race`.
-    seeds: how many, or which.
+    make_model: from the seed to a new model, which draws from that seed only.
     evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
       dictionary of scalars.
-    points: how many points the curves have, at most.
-    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+    data: see :func:`optax_boost.race`, as for the rest.
+    transformations: by name.
+    steps: the length of each training.
+    batch_size: examples in a batch.
+    seeds: the number of seeds, or the seeds.
+    points: the most points of a curve.
+    jit_evaluate: whether `evaluate` is jitted.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
     progress: whether to show a progress bar.
 
   Returns:
@@ -94,25 +94,25 @@ def race(
         f"`make_model` must return an NNX module; make_model({seed}) returned"
         f" {_base.shorten(model)}."
       )
-    graphdef, params, rest = split(model, wrt)
+    graphdef, params, model_state = split(model, wrt)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
         f"`make_model` must return models of one structure; that of seed {seed} differs. Let it"
         " read nothing but the seed's random numbers."
       )
-    return params, rest
+    return params, model_state
 
-  def pure_loss(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = nnx.merge(structures[0], params, rest)
+  def pure_loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    model = nnx.merge(structures[0], params, model_state)
     if rng is not None:
       advance(model, jax.random.bits(rng))
     loss = loss_fn(model, batch)
     return _train_step.with_model_state(loss, split(model, wrt)[2], False)
 
-  def metrics(params: Any, rest: Any) -> Any:
+  def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None
-    model = nnx.merge(structures[0], params, rest)
+    model = nnx.merge(structures[0], params, model_state)
     model.eval()
     return evaluate(model)
 

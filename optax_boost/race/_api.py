@@ -190,7 +190,7 @@ def race_from(
       _base.check_whole_number(name, value, static=True)
   chosen = _seeds(options.seeds)
 
-  # Methods share what one seed starts from; it is copied before it is trained.
+  # Methods share a seed's initial params; the train step copies them.
   @functools.lru_cache(maxsize=1)
   def latest(seed: int) -> tuple[Any, Any]:
     params, model_state = start(seed)
@@ -215,21 +215,24 @@ def race_from(
     options.full_grad_fn,
   )
   every = -(-steps // points)
-  marks = [*range(every, steps, every), steps]
-  methods = {name: _run.Method(problem, tx, marks) for name, tx in options.transformations.items()}
+  eval_steps = [*range(every, steps, every), steps]
+  methods = {
+    name: _run.Method(problem, tx, eval_steps) for name, tx in options.transformations.items()
+  }
   complete = True
   with _run.Bar(steps * len(chosen) * len(methods), options.progress) as bar:
     try:
       _run.run(methods, chosen, seeds_at_once, bar)
     except KeyboardInterrupt:
       complete = False
-      if not _common(methods, marks, chosen):
+      if not _common(methods, eval_steps, chosen):
         raise
   recordings = {name: method.recording for name, method in methods.items()}
-  finished, reached = _common(methods, marks, chosen) or ([], 0)
+  finished, reached = _common(methods, eval_steps, chosen) or ([], 0)
   return _result.RaceResult(
     curves={
-      name: _curves(recording, finished, marks[:reached]) for name, recording in recordings.items()
+      name: _curves(recording, finished, eval_steps[:reached])
+      for name, recording in recordings.items()
     },
     seeds=tuple(finished),
     baseline=baseline,
@@ -239,7 +242,7 @@ def race_from(
 
 
 def _common(
-  methods: Mapping[str, _run.Method], marks: Sequence[int], seeds: Sequence[int]
+  methods: Mapping[str, _run.Method], eval_steps: Sequence[int], seeds: Sequence[int]
 ) -> tuple[list[int], int] | None:
   """The seeds that every method has finished, or the first one; and the points in common."""
 
@@ -247,23 +250,23 @@ def _common(
     # The loss is the last that is noted of a point.
     return min(len(method.recording.loss.get(seed, ())) for method in methods.values())
 
-  finished = [seed for seed in seeds if reached(seed) == len(marks)]
+  finished = [seed for seed in seeds if reached(seed) == len(eval_steps)]
   if finished:
-    return finished, len(marks)
+    return finished, len(eval_steps)
   return ([seeds[0]], reached(seeds[0])) if reached(seeds[0]) else None
 
 
 def _curves(
-  recording: _run.Recording, seeds: Sequence[int], marks: Sequence[int]
+  recording: _run.Recording, seeds: Sequence[int], eval_steps: Sequence[int]
 ) -> _result.RaceCurves:
-  count = len(marks)
+  count = len(eval_steps)
   rows = [recording.metrics[seed][:count] for seed in seeds]
   return _result.RaceCurves(
-    steps=np.array(marks),
+    steps=np.array(eval_steps),
     loss=np.array([recording.loss[seed][:count] for seed in seeds]),
     metrics={name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]},
     gradient_evaluations=np.cumsum(recording.evaluations[:count]),
-    seconds=np.cumsum(recording.seconds(np.diff(marks, prepend=0).tolist())),
+    seconds=np.cumsum(recording.seconds(np.diff(eval_steps, prepend=0).tolist())),
     compile_seconds=recording.compile_seconds,
     seeds_at_once=recording.seeds_at_once,
   )
@@ -307,14 +310,14 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
   return list(range(seeds))
 
 
-def _takes_rng(loss_fn: Callable[..., Any], given: int) -> bool:
-  """Whether a loss wants a key behind its other arguments."""
+def _takes_rng(loss_fn: Callable[..., Any], position: int) -> bool:
+  """Whether the loss takes a key as the argument at `position`."""
   try:
     parameters = inspect.signature(loss_fn).parameters.values()
   except (TypeError, ValueError):
     return False
   kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-  further = [p for p in parameters if p.kind in kinds][given:]
+  further = [p for p in parameters if p.kind in kinds][position:]
   return bool(further) and (
     further[0].default is inspect.Parameter.empty or further[0].name in ("rng", "key")
   )

@@ -72,7 +72,7 @@ class Counter:
       return marked_if_scalar(output)
 
     def marked_if_scalar(value: Any) -> Any:
-      # What is no scalar is refused by the train step, which says so better.
+      # The train step refuses other losses, with a better message.
       return marked(value) if getattr(value, "shape", None) == () else value
 
     return loss
@@ -93,13 +93,13 @@ def traced(jaxpr: Any) -> Evaluations | None:
     if name in (_BACKWARD, _FORWARD):
       total[0 if name == _BACKWARD else 1] += 1
       continue
-    found = np.zeros(2)
+    count = np.zeros(2)
     for inner in _jaxpr.sub_jaxprs(equation):
       inside = traced(inner)
       if inside is None:
         return None
-      found += inside
-    if found.any() and equation.primitive.name in ("while", "cond"):
+      count += inside
+    if count.any() and equation.primitive.name in ("while", "cond"):
       return None
-    total += equation.params["length"] * found if equation.primitive.name == "scan" else found
+    total += equation.params["length"] * count if equation.primitive.name == "scan" else count
   return Evaluations(*total.tolist())

@@ -85,21 +85,26 @@ def _curve(
   alive = rows[~result.curves[name].diverged]
   # A method that never came through is shown as far as it got.
   rows = alive if len(alive) else rows
-  there, back = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
+  scale, inverse = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
   with np.errstate(all="ignore"):
-    mean, spread = there(rows).mean(0), there(rows).std(0)
-  known = np.isfinite(mean) & np.isfinite(x)
+    mean, spread = scale(rows).mean(0), scale(rows).std(0)
+  finite = np.isfinite(mean) & np.isfinite(x)
   axes.fill_between(
-    x[known],
-    back(mean - spread)[known],
-    back(mean + spread)[known],
+    x[finite],
+    inverse(mean - spread)[finite],
+    inverse(mean + spread)[finite],
     color=colour,
     alpha=0.15,
     linewidth=0,
   )
   label = name + ("" if len(alive) else " (diverged)")
   axes.plot(
-    x[known], back(mean[known]), color=colour, linewidth=2.4, label=label, solid_capstyle="round"
+    x[finite],
+    inverse(mean[finite]),
+    color=colour,
+    linewidth=2.4,
+    label=label,
+    solid_capstyle="round",
   )
 
 
@@ -123,9 +128,9 @@ def _name_lines(axes: Any, colours: dict[str, str]) -> None:
     ends.append((height, line, colour))
   gap, height = 0.065, np.inf
   ends.sort(key=lambda end: -end[0])
-  for rank, (wanted, line, colour) in enumerate(ends):
+  for rank, (natural, line, colour) in enumerate(ends):
     lowest_free = gap * (len(ends) - 1 - rank)
-    height = min(max(wanted, lowest_free), height - gap)
+    height = min(max(natural, lowest_free), height - gap)
     # The alternative form keeps trailing zeros, and a trailing point.
     last = f" {line.get_ydata()[-1]:#.3g}".rstrip(".") if len(line.get_ydata()) else ""
     axes.annotate(

@@ -89,9 +89,9 @@ class Recording:
     Where neither is known, the mean of the others; nan without any.
     """
     columns = itertools.zip_longest(*self.passes, self.rough, fillvalue=math.nan)
-    known = [([x for x in clocked if not math.isnan(x)] or [rough]) for *clocked, rough in columns]
+    times = [([x for x in clocked if not math.isnan(x)] or [rough]) for *clocked, rough in columns]
     medians = np.full(len(lengths), math.nan)
-    medians[: len(known)] = [np.median(column) for column in known][: len(lengths)]
+    medians[: len(times)] = [np.median(column) for column in times][: len(lengths)]
     timed = ~np.isnan(medians)
     if not timed.any():
       return medians
@@ -139,20 +139,20 @@ class _Training:
 
 
 class Method:
-  """One transformation in the race; `marks` are the points of the curves, in steps."""
+  """One transformation in the race; curves have a point at each of `eval_steps`."""
 
   def __init__(
-    self, problem: Problem, tx: optax.GradientTransformation, marks: Sequence[int]
+    self, problem: Problem, tx: optax.GradientTransformation, eval_steps: Sequence[int]
   ) -> None:
     self._problem = problem
     self._tx = tx
-    self._lengths = np.diff(marks, prepend=0).tolist()
+    self._lengths = np.diff(eval_steps, prepend=0).tolist()
     self._counter = _cost.Counter()
     self._plain = problem.train_step(problem.loss_fn, tx)
     self._marked = problem.train_step(self._counter.mark(problem.loss_fn), tx)
-    # What each step evaluates; None where that varies.
+    # The evaluations of each step; None where they vary.
     self._per_step: _cost.Evaluations | None = None
-    self._compiled: dict[int, Any] = {}
+    self._at_once = jax.jit(jax.vmap(lambda *args: self._plain(*args)), donate_argnums=0)
     self.recording = Recording()
     # Whether its seeds must be trained one at a time, and whether they had better be.
     self.always_alone = self.better_alone = False
@@ -162,9 +162,9 @@ class Method:
     training = self._begin(self._plain, seed)
     batch = next(self._problem.batches(seed))
     jaxpr = self._marked.trace(training.state, batch, self._problem.key(seed)).jaxpr
-    found = _cost.traced(jaxpr)
+    traced = _cost.traced(jaxpr)
     # A step without any gradient is one whose marks the trace does not show.
-    self._per_step = found if found is not None and found.gradients else None
+    self._per_step = traced if traced is not None and traced.gradients else None
     # The host chooses the compiled step by the depth.
     self.always_alone = bool(
       optax.tree.get_all_with_path(training.state.opt_state, "frozen_groups")
@@ -178,7 +178,7 @@ class Method:
       or (jax.default_backend() == "cpu" and _jaxpr.has_convolution(jaxpr))
     )
     self.recording.steady = self._per_step is not None and not self.always_alone
-    first, second = (_seconds(lambda: training.advance(1)) for _ in range(2))
+    first, second = (training.advance(1).seconds for _ in range(2))
     self.recording.compile_seconds = max(0.0, first - second)
     self._evaluate(training.state.params, training.state.model_state)
     if self._per_step is None:
@@ -251,44 +251,24 @@ class Method:
       return False
     return together * sum(self._lengths) < len(seeds) * alone
 
-  def _at_once(self, seed: int, number: int) -> Any:
-    """The step for several seeds at once, compiled."""
-    if number not in self._compiled:
-      state = self._begin(self._plain, seed).state
-      arguments = (state, next(self._problem.batches(seed)), self._problem.key(seed))
-
-      def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-        return jax.ShapeDtypeStruct((number, *jnp.shape(leaf)), dtype)
-
-      step = jax.jit(jax.vmap(lambda *each: self._plain(*each)), donate_argnums=0)
-      self._compiled[number] = step.lower(*jax.tree.map(stacked, arguments)).compile()
-    return self._compiled[number]
-
   def _begin(self, step: _train_step.TrainStep, seed: int) -> _Training:
     problem = self._problem
     state = step.init(*problem.start(seed))
     return _Training(step, state, problem.batches(seed), problem.key(seed))
 
   def _begin_at_once(self, seeds: Sequence[int]) -> _Training:
-    problem, step = self._problem, self._at_once(seeds[0], len(seeds))
+    problem = self._problem
     states = [self._begin(self._plain, seed).state for seed in seeds]
     feeds = [problem.batches(seed) for seed in seeds]
     keys = [problem.key(seed) for seed in seeds]
     feed = (_stack(batches) for batches in zip(*feeds, strict=True))
-    return _Training(step, _stack(states), feed, _stack(keys))
+    return _Training(self._at_once, _stack(states), feed, _stack(keys))
 
   def _evaluate(self, params: Any, model_state: Any) -> Mapping[str, float]:
     if self._problem.evaluate is None:
       return {}
     metrics = jax.device_get(self._problem.evaluate(params, model_state))
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-  begin = time.perf_counter()
-  work()
-  return time.perf_counter() - begin
 
 
 def _mean(losses: np.ndarray) -> float:
@@ -373,7 +353,7 @@ def run(
   sizes = {}
   for name, method in methods.items():
     if others and name not in alone:
-      bar.say(f"compiling {name} for several seeds")
+      bar.say(f"trying {name} with several seeds")
       if seeds_at_once is None:
         sizes[name] = len(others) if method.faster_at_once(others) else 1
       else:
