@@ -117,7 +117,33 @@ class AutoBoost:
           " params or the model, the loss and its arguments, or groups=..."
         )
       groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
-    return self._around(tx, groups, params, decay)
+    if decay is not None:
+      decay = _base.check_transformation("decay", decay)
+    if self.is_on("dim_reduce"):
+      if decay is not None:
+        raise ValueError(
+          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
+          " it out, or turn `dim_reduce` off."
+        )
+      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
+    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
+      tx = optax.chain(_centralization.centralize(), tx)
+    if decay is not None:
+      tx = optax.chain(decay, tx)
+    # From the inside out. A new method joins here and in `_levels.METHODS`.
+    if self.is_on("adasum"):
+      tx = _summation.summed(tx, self._summation, self.config.common.device_number)
+    if self.is_on("grad_freeze"):
+      assert groups is not None
+      tx = _freezing.freeze(tx, groups, _schedule(self.config.grad_freeze), key=self.key)
+    if self.is_on("grad_accumulation"):
+      tx = _accumulation.accumulate(tx, self.config.grad_accumulation.grad_accumulation_step)
+    if self.is_on("loss_scale_group"):
+      assert groups is not None
+      # Where replicas have gradients of their own, the overflow of one counts for all.
+      axis_name = self._summation.every_axis if self.is_on("adasum") else None
+      tx = _precision.group_loss_scale(tx, groups, axis_name=axis_name)
+    return tx
 
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
@@ -148,40 +174,6 @@ class AutoBoost:
   def _summation(self) -> _summation.Summation:
     return _summation.Summation(self.axis_name, self.local_axis_name, self.adasum_on)
 
-  def _around(
-    self,
-    tx: optax.GradientTransformationExtraArgs,
-    groups: _groups.Groups | None,
-    params: Any,
-    decay: optax.GradientTransformation | None,
-  ) -> optax.GradientTransformationExtraArgs:
-    if decay is not None:
-      decay = _base.check_transformation("decay", decay)
-    if self.is_on("dim_reduce"):
-      if decay is not None:
-        raise ValueError(
-          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
-          " it out, or turn `dim_reduce` off."
-        )
-      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
-    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
-      tx = optax.chain(_centralization.centralize(), tx)
-    if decay is not None:
-      tx = optax.chain(decay, tx)
-    for method, wrap in _WRAPS.items():
-      if self.is_on(method):
-        tx = wrap(self, tx, groups)
-    return tx
-
-
-def _summed(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  del groups
-  return _summation.summed(tx, boost._summation, boost.config.common.device_number)
-
-
-def _frozen(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  return _freezing.freeze(tx, groups, _schedule(boost.config.grad_freeze), key=boost.key)
-
 
 def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
   # `freeze_p` is the share of steps in which nothing is frozen.
@@ -198,26 +190,6 @@ def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
   return _freezing.progressive_freezing(
     block.param_groups, block.total_steps, block.freeze_p, anneal=False
   )
-
-
-def _accumulated(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  del groups
-  return _accumulation.accumulate(tx, boost.config.grad_accumulation.grad_accumulation_step)
-
-
-def _scaled(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  # Where replicas have gradients of their own, the overflow of one counts for all.
-  axis_name = boost._summation.every_axis if boost.is_on("adasum") else None
-  return _precision.group_loss_scale(tx, groups, axis_name=axis_name)
-
-
-# From the inside out, around centralization. A new method joins here and in `_levels.METHODS`.
-_WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
-  "adasum": _summed,
-  "grad_freeze": _frozen,
-  "grad_accumulation": _accumulated,
-  "loss_scale_group": _scaled,
-}
 
 
 def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
