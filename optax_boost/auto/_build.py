@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import dataclasses
 import os
 from typing import Any
+from typing import ClassVar
 from typing import TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
+from optax_boost import _less_bn
 from optax_boost import _precision
 from optax_boost import _train_step
 from optax_boost import _tree
@@ -173,6 +175,39 @@ class AutoBoost:
   @property
   def _summation(self) -> _summation.Summation:
     return _summation.Summation(self.axis_name, self.local_axis_name, self.adasum_on)
+
+
+class ModelBoost(AutoBoost):
+  """The common part of the forms for Flax, which also change the model."""
+
+  # The module of `plan_less_bn` and `less_bn` for the kind of model.
+  _less_bn: ClassVar[Any]
+
+  def plan(self, model: Any, /, *args: Any, **kwargs: Any) -> _less_bn.LessBNPlan | None:
+    """Plans the changes of :meth:`model` to a model.
+
+    Args:
+      model: the NNX model or Linen module.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. In Linen, the module's
+        variables may come first, see :func:`optax_boost.linen.plan_less_bn`.
+      **kwargs: its keyword arguments, such as ``train=True``.
+
+    Returns:
+      A plan that prints, or None if `less_bn` is off.
+    """
+    if not self.is_on("less_bn"):
+      return None
+    return self._less_bn.plan_less_bn(model, *args, fn_flag=self.config.less_bn.fn_flag, **kwargs)
+
+  def model(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a model for training; arguments as for :meth:`plan`.
+
+    Returns:
+      A copy after :func:`optax_boost.nnx.less_bn` or :func:`optax_boost.linen.less_bn`, or `model`
+      itself if that is off.
+    """
+    plan = self.plan(model, *args, **kwargs)
+    return model if plan is None else self._less_bn.less_bn(model, plan=plan)
 
 
 def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:

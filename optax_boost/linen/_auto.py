@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 from typing import Any
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
@@ -10,7 +11,6 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _less_bn as _shared
 from optax_boost.auto import _build
 from optax_boost.linen import _checks
 from optax_boost.linen import _less_bn
@@ -18,53 +18,14 @@ from optax_boost.linen import _train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_build.AutoBoost):
+class AutoBoost(_build.ModelBoost):
   """:class:`optax_boost.auto.AutoBoost` for Linen modules; made by :func:`auto_boost`."""
 
-  def plan(self, module: nn.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
-    """Plans the changes of :meth:`model` to a module.
+  _less_bn: ClassVar[Any] = _less_bn
 
-    Args:
-      module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
-        first, see :func:`plan_less_bn`.
-      **kwargs: its keyword arguments, such as ``train=True``.
-
-    Returns:
-      A plan that prints, or None if `less_bn` is off.
-    """
-    if not self.is_on("less_bn"):
-      return None
-    fn_flag = self.config.less_bn.fn_flag
-    return _less_bn.plan_less_bn(module, *args, fn_flag=fn_flag, **kwargs)
-
-  def model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a module, for training and evaluation alike.
-
-    Args:
-      module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
-        first, see :func:`plan_less_bn`.
-      **kwargs: its keyword arguments, such as ``train=True``.
-
-    Returns:
-      The module after :func:`less_bn`, or `module` itself if that is off.
-    """
-    plan = self.plan(module, *args, **kwargs)
-    return module if plan is None else _less_bn.less_bn(module, plan=plan)
-
-  def eval_model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode.
-
-    Args:
-      module: the original module.
-      *args: its inputs, as for a call.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      The module for ``apply`` with the trained variables.
-    """
-    return self.model(module, *args, **kwargs)
+  def eval_model(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode."""
+    return self.model(model, *args, **kwargs)
 
   def optimizer(  # type: ignore[override]
     self,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
+from typing import ClassVar
 
 from flax import nnx
 import jax
@@ -11,7 +12,6 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _less_bn as _shared
 from optax_boost.auto import _build
 from optax_boost.nnx import _checks
 from optax_boost.nnx import _less_bn
@@ -19,38 +19,10 @@ from optax_boost.nnx import _train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_build.AutoBoost):
+class AutoBoost(_build.ModelBoost):
   """:class:`optax_boost.auto.AutoBoost` for NNX models; made by :func:`auto_boost`."""
 
-  def plan(self, model: nnx.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
-    """Plans the changes of :meth:`model` to a model.
-
-    Args:
-      model: the model.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      A plan that prints, or None if `less_bn` is off.
-    """
-    if not self.is_on("less_bn"):
-      return None
-    fn_flag = self.config.less_bn.fn_flag
-    return _less_bn.plan_less_bn(model, *args, fn_flag=fn_flag, **kwargs)
-
-  def model(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """Prepares a model for training.
-
-    Args:
-      model: the model; it is not changed.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      A copy after :func:`less_bn`, or `model` itself if that is off.
-    """
-    plan = self.plan(model, *args, **kwargs)
-    return model if plan is None else _less_bn.less_bn(model, plan=plan)
+  _less_bn: ClassVar[Any] = _less_bn
 
   def eval_model(self, model: nnx.Module, trained: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares a fresh model for evaluation.
