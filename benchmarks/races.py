@@ -23,6 +23,7 @@ import scipy.optimize
 from benchmarks import plot
 import optax_boost
 import optax_boost.nnx
+from optax_boost.race import RaceResult
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
@@ -40,14 +41,14 @@ _RATES = (0.02, 0.05, 0.1, 0.2, 0.5)
 _BFLOAT = jnp.dtype("bfloat16")
 
 
-def large_batches() -> optax_boost.RaceResult:
+def large_batches() -> RaceResult:
   """LARS and centralization against SGD: the demo's network, batches of 512."""
   steps = _training.STEPS
   methods = {name: method.make(steps, **method.chosen) for name, method in METHODS.items()}
   return _training.race(digits(), methods, batch_size=512, epochs=steps // 2, seeds=range(5))
 
 
-def freezing() -> optax_boost.RaceResult:
+def freezing() -> RaceResult:
   """Freezing schedules against none: the demo's network, batches of 64, 10 epochs."""
   data, epochs, batch_size = digits(), 10, 64
   steps = epochs * _training.steps_per_epoch(data, batch_size)
@@ -73,7 +74,7 @@ def freezing() -> optax_boost.RaceResult:
   return _training.race(data, methods, batch_size=batch_size, epochs=epochs, seeds=range(3))
 
 
-def convex() -> optax_boost.RaceResult:
+def convex() -> RaceResult:
   """SVRG against SGD on logistic regression, batches of 32, at a constant learning rate."""
   part = digits().train
   x = part.images.reshape(len(part.labels), -1)
@@ -136,7 +137,7 @@ def _on_digits(
   epochs: int,
   batch_size: int = 64,
   points: int = 40,
-) -> optax_boost.RaceResult:
+) -> RaceResult:
   data = digits()
   return optax_boost.nnx.race(
     loss_fn,
@@ -151,14 +152,14 @@ def _on_digits(
   )
 
 
-def _together(results: Mapping[str, optax_boost.RaceResult]) -> optax_boost.RaceResult:
+def _together(results: Mapping[str, RaceResult]) -> RaceResult:
   """Races of one method each, on models of their own, as one: its times were not interleaved."""
   curves = {name: next(iter(result.curves.values())) for name, result in results.items()}
   first = next(iter(results))
   return dataclasses.replace(results[first], curves=curves, baseline=first)
 
 
-def centralization(network: type[CNN]) -> optax_boost.RaceResult:
+def centralization(network: type[CNN]) -> RaceResult:
   """SGD with and without centralization at each of some learning rates, batches of 64."""
   steps = 5 * _training.steps_per_epoch(digits(), 64)
   sgd = {peak: optax.sgd(rate(steps, peak), 0.9) for peak in _RATES}
@@ -169,7 +170,7 @@ def centralization(network: type[CNN]) -> optax_boost.RaceResult:
   return _on_digits(functools.partial(network, 1, 10), _model.loss_fn, methods, epochs=5, points=5)
 
 
-def centralization_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figure:
+def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
   """Test accuracy at the end, by learning rate; a panel for each network."""
   figure = Figure(figsize=(11, 3.6), dpi=100, layout="constrained")
   panels = figure.subplots(1, len(results), sharey=True)
@@ -191,7 +192,7 @@ def centralization_picture(results: Mapping[str, optax_boost.RaceResult]) -> Fig
   return figure
 
 
-def half_precision() -> optax_boost.RaceResult:
+def half_precision() -> RaceResult:
   """A CNN in float32, in float16 alone, and in float16 with loss scale and masters."""
   return _together(
     {
@@ -206,7 +207,7 @@ def half_precision() -> optax_boost.RaceResult:
   )
 
 
-def masters() -> optax_boost.RaceResult:
+def masters() -> RaceResult:
   """A CNN in float32, and in bfloat16 without and with masters: Adam at a rate of 3e-4."""
   adam = functools.partial(optax.adam, 3e-4)
   recipes = {
@@ -228,7 +229,7 @@ def masters() -> optax_boost.RaceResult:
   )
 
 
-def accumulation() -> dict[str, optax_boost.RaceResult]:
+def accumulation() -> dict[str, RaceResult]:
   """SGD on batches of 256, on batches of 64, and on four times 64 accumulated."""
   network, sgd = functools.partial(half.CNN, jnp.dtype("float32")), optax.sgd(0.1, 0.9)
   small = {"batches of 64": sgd, "4 x 64, accumulated": optax_boost.accumulate(sgd, every=4)}
@@ -264,7 +265,7 @@ def accumulation_memory() -> str:
   return f"\nTemporary memory of a step: {', '.join(found)}.\n"
 
 
-def accumulation_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figure:
+def accumulation_picture(results: Mapping[str, RaceResult]) -> Figure:
   """Test accuracy by images seen."""
   figure = Figure(figsize=(7, 3.6), dpi=100, layout="constrained")
   axes = figure.subplots()
@@ -293,7 +294,7 @@ def accumulation_picture(results: Mapping[str, optax_boost.RaceResult]) -> Figur
   return figure
 
 
-def switching() -> optax_boost.RaceResult:
+def switching() -> RaceResult:
   """Adam, then SGD: the demo's network, batches of 64, 6 epochs."""
   steps = 6 * _training.steps_per_epoch(digits(), 64)
   adam, sgd = functools.partial(optax.adam, 2e-3), functools.partial(optax.sgd, 0.02, 0.9)
@@ -315,12 +316,12 @@ class Race:
     note: what stands below the last table.
   """
 
-  run: Callable[[], Mapping[str, optax_boost.RaceResult]]
-  draw: Callable[[Mapping[str, optax_boost.RaceResult]], Figure]
+  run: Callable[[], Mapping[str, RaceResult]]
+  draw: Callable[[Mapping[str, RaceResult]], Figure]
   note: Callable[[], str] = str
 
 
-def _alone(make: Callable[[], optax_boost.RaceResult], **kwargs: Any) -> Race:
+def _alone(make: Callable[[], RaceResult], **kwargs: Any) -> Race:
   heading = make.__doc__.partition("\n")[0]
   return Race(lambda: {heading: make()}, lambda results: results[heading].plot(**kwargs))
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 import numpy as np
 
-import optax_boost
+from optax_boost.race import RaceResult
 
 LOSS = "training loss"
 FORMATS = (".png", ".pdf", ".svg")
@@ -44,7 +44,7 @@ class Report:
     baseline: the method that the others are compared with, if it is among them.
   """
 
-  def __init__(self, result: optax_boost.RaceResult, baseline: str):
+  def __init__(self, result: RaceResult, baseline: str):
     self._result = result
     self._baseline = baseline
     # The round number that the baseline reaches at the end, on average.

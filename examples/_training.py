@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import optax_boost.nnx
+from optax_boost.race import RaceResult
 
 BATCH_SIZE = 512
 STEPS = 40  # about as many are made where the number of epochs is left open
@@ -67,7 +68,7 @@ def race(
   seeds: Sequence[int],
   baseline: str | None = None,
   points: int = POINTS,
-) -> optax_boost.RaceResult:
+) -> RaceResult:
   """Trains with each transformation and each seed.
 
   Args:

@@ -9,16 +9,6 @@ from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
-from optax_boost._auto import AutoBoost
-from optax_boost._auto import BoostConfig
-from optax_boost._auto import BoostSwitches
-from optax_boost._auto import CommonConfig
-from optax_boost._auto import Decision
-from optax_boost._auto import DimReduceConfig
-from optax_boost._auto import GradAccumulationConfig
-from optax_boost._auto import GradFreezeConfig
-from optax_boost._auto import LessBNConfig
-from optax_boost._auto import auto_boost
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
@@ -62,9 +52,6 @@ from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
-from optax_boost._race import RaceCurves
-from optax_boost._race import RaceResult
-from optax_boost._race import race
 from optax_boost._scaled_backward import scale_by_group
 from optax_boost._sgperm import LapermState
 from optax_boost._sgperm import SgpermState
@@ -85,36 +72,29 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import make_train_step
 from optax_boost._tree import path_mask
+from optax_boost.auto import auto_boost
+
+# The function takes the place of its subpackage as an attribute.
+from optax_boost.race import race
 
 __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
   "AdasumState",
-  "AutoBoost",
-  "BoostConfig",
-  "BoostSwitches",
   "CheckpointSnapshots",
-  "CommonConfig",
-  "Decision",
-  "DimReduceConfig",
   "DimReduceState",
   "DynamicLossScaleState",
   "FreezeSchedule",
   "FreezeState",
-  "GradAccumulationConfig",
-  "GradFreezeConfig",
   "GroupLossScaleState",
   "LapermState",
   "LayerGroups",
-  "LessBNConfig",
   "LessBNPlan",
   "LoadReport",
   "MasterWeightsState",
   "NoEffectWarning",
   "NormPlace",
-  "RaceCurves",
-  "RaceResult",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "SnapshotStore",

@@ -31,7 +31,7 @@ FOUNDATION = [
   "_full_gradient",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
-TOP = {"_auto", "_race"}
+TOP = {"auto", "race"}
 TRAIN_STEP = "_train_step"
 FLAX = {"nnx", "linen"}
 
@@ -118,6 +118,31 @@ def test_the_built_wheel_holds_the_package_and_its_types(wheel):
   expected = {str(path.relative_to(ROOT)) for path in MODULES} | {"optax_boost/py.typed"}
   assert expected <= names
   assert not any(name.startswith(("tests", "benchmarks", "examples")) for name in names)
+
+
+@pytest.mark.parametrize(
+  "statement",
+  [
+    "import optax_boost",
+    "import optax_boost.race",
+    "import optax_boost.race._plot",
+    "from optax_boost.race import RaceResult",
+    "from optax_boost import race",
+    "from optax_boost.race import race",
+    "import optax_boost.nnx",
+    "import optax_boost; import importlib; importlib.import_module('optax_boost.race')",
+  ],
+)
+def test_race_is_the_function_however_its_subpackage_is_imported(statement):
+  code = f"""
+{statement}
+import optax_boost.race
+from optax_boost.race import RaceResult, race
+assert optax_boost.race is race and race.__name__ == "race", optax_boost.race
+assert "RaceResult" not in optax_boost.__all__
+print(RaceResult.__module__)
+"""
+  assert run_python(code, ROOT, PYTHONPATH=str(ROOT)) == "optax_boost.race._result"
 
 
 def test_the_built_wheel_trains_and_does_not_import_flax(wheel):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optax_boost
+from optax_boost.race import RaceCurves
+from optax_boost.race import RaceResult
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +308,9 @@ def test_the_report_compares_with_the_baseline_seed_by_seed(examples):
       loss[np.isnan(ends), -1] = np.nan
       accuracy = np.array([[10, end, end] for end in ends])
       metrics = {"test accuracy": accuracy}
-      curves[name] = optax_boost.RaceCurves(steps, loss, metrics, steps, ones, 0.0, 1)
+      curves[name] = RaceCurves(steps, loss, metrics, steps, ones, 0.0, 1)
     seeds = tuple(range(len(ends)))
-    return optax_boost.RaceResult(curves, seeds, next(iter(finals)), True, "cpu")
+    return RaceResult(curves, seeds, next(iter(finals)), True, "cpu")
 
   report = Report(result(sgd=[71, 72, 73], better=[81, 83, 82]), "sgd")
   assert report.target == 70

@@ -3,78 +3,29 @@
 from collections.abc import Callable
 import dataclasses
 from typing import Any
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
 import optax
 
-from optax_boost import _auto
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _less_bn as _shared
+from optax_boost.auto import _build
 from optax_boost.linen import _checks
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_auto.AutoBoost):
-  """A level and a configuration, decided on, for Linen modules; made by :func:`auto_boost`.
+class AutoBoost(_build.ModelBoost):
+  """:class:`optax_boost.auto.AutoBoost` for Linen modules; made by :func:`auto_boost`."""
 
-  Attributes:
-    level: the level.
-    config: the configuration.
-    decisions: whether each method is on, and why.
-    axis_name: the named axis of adasum, or None.
-    key: the seed of the freezing schedule.
-    local_axis_name: the named axis over the devices of one server, or None.
-    adasum_on: ``"gradients"`` or ``"updates"``.
-  """
+  _less_bn: ClassVar[Any] = _less_bn
 
-  def plan(self, module: nn.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
-    """Says what :meth:`model` does to a module.
-
-    Args:
-      module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
-        first, see :func:`plan_less_bn`.
-      **kwargs: its keyword arguments, such as ``train=True``.
-
-    Returns:
-      A plan that prints, or None if `less_bn` is off.
-    """
-    if not self.is_on("less_bn"):
-      return None
-    fn_flag = self.config.less_bn.fn_flag
-    return _less_bn.plan_less_bn(module, *args, fn_flag=fn_flag, **kwargs)
-
-  def model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a module, for training and evaluation alike.
-
-    Args:
-      module: the module.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables may come
-        first, see :func:`plan_less_bn`.
-      **kwargs: its keyword arguments, such as ``train=True``.
-
-    Returns:
-      The module after :func:`less_bn`, or `module` itself if that is off.
-    """
-    plan = self.plan(module, *args, **kwargs)
-    return module if plan is None else _less_bn.less_bn(module, plan=plan)
-
-  def eval_model(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode.
-
-    Args:
-      module: the original module.
-      *args: its inputs, as for a call.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      The module for ``apply`` with the trained variables.
-    """
-    return self.model(module, *args, **kwargs)
+  def eval_model(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode."""
+    return self.model(model, *args, **kwargs)
 
   def optimizer(  # type: ignore[override]
     self,
@@ -99,7 +50,7 @@ class AutoBoost(_auto.AutoBoost):
       rng: a key, if the module draws.
       groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
       decay: the weight decay, to centralize together with the gradients; see
-        :meth:`optax_boost.AutoBoost.optimizer`.
+        :meth:`optax_boost.auto.AutoBoost.optimizer`.
 
     Returns:
       The transformation.
@@ -144,7 +95,7 @@ class AutoBoost(_auto.AutoBoost):
 
 def auto_boost(
   level: str = "O0",
-  config: _auto.Config = None,
+  config: _build.Config = None,
   *,
   axis_name: Any = None,
   local_axis_name: Any = None,
@@ -185,16 +136,5 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  return AutoBoost(
-    **_auto.decided(
-      level,
-      config,
-      axis_name=axis_name,
-      local_axis_name=local_axis_name,
-      adasum_on=adasum_on,
-      compose=compose,
-      key=key,
-      reference=reference,
-      total_steps=total_steps,
-    )
-  )
+  # All arguments of this function.
+  return AutoBoost(**_build.resolve(**locals()))

@@ -10,11 +10,12 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _race
 from optax_boost import _train_step
 from optax_boost.linen import _checks
 from optax_boost.linen._train_step import BoundModel
 from optax_boost.linen._train_step import keys
+from optax_boost.race import RaceResult
+from optax_boost.race import _api
 
 
 def race(
@@ -35,30 +36,30 @@ def race(
   baseline: str | None = None,
   seeds_at_once: int | None = None,
   progress: bool = True,
-) -> _race.RaceResult:
+) -> RaceResult:
   """Trains a module with each of several transformations: :func:`optax_boost.race` for Linen.
 
   Args:
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    init_fn: from a key to what ``module.init`` returns.
-    data: see :func:`optax_boost.race`.
+    init_fn: from a key to the variables that ``module.init`` returns.
+    rngs: the names of the module's rng streams.
+    evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
+      scalar, or a dictionary of scalars. Pass the module's argument for evaluation, as ``train``.
+    data: see :func:`optax_boost.race`, as for the rest.
     transformations: by name.
     steps: the length of each training.
-    rngs: the names of the module's rng streams.
-    batch_size: see :func:`optax_boost.race`.
-    seeds: how many, or which.
-    evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
-      scalar, or a dictionary of scalars. Tell the module that it is evaluated, as it asks for it.
-    points: how many points the curves have, at most.
-    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
+    batch_size: examples in a batch.
+    seeds: the number of seeds, or the seeds.
+    points: the most points of a curve.
+    jit_evaluate: whether `evaluate` is jitted.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
     progress: whether to show a progress bar.
 
   Returns:
-    A :class:`optax_boost.RaceResult`.
+    A :class:`optax_boost.race.RaceResult`.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -84,7 +85,7 @@ def race(
   _checks.check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
   if isinstance(rngs, str) or not (
     isinstance(rngs, Sequence) and all(isinstance(name, str) for name in rngs)
   ):
@@ -106,21 +107,15 @@ def race(
     assert evaluate is not None
     return evaluate(BoundModel(module, params, collections, {}))
 
-  return _race.race_from(
+  options = _api.Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
+  return _api.race_from(
     pure_loss,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=True,
     takes_rng=True,
-    full_grad_fn=full_grad_fn,
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )

@@ -4,63 +4,25 @@ from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
+from typing import ClassVar
 
 from flax import nnx
 import jax
 import optax
 
-from optax_boost import _auto
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _less_bn as _shared
+from optax_boost.auto import _build
 from optax_boost.nnx import _checks
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_auto.AutoBoost):
-  """A level and a configuration, decided on, for NNX models; made by :func:`auto_boost`.
+class AutoBoost(_build.ModelBoost):
+  """:class:`optax_boost.auto.AutoBoost` for NNX models; made by :func:`auto_boost`."""
 
-  Attributes:
-    level: the level.
-    config: the configuration.
-    decisions: whether each method is on, and why.
-    axis_name: the named axis of adasum, or None.
-    key: the seed of the freezing schedule.
-    local_axis_name: the named axis over the devices of one server, or None.
-    adasum_on: ``"gradients"`` or ``"updates"``.
-  """
-
-  def plan(self, model: nnx.Module, *args: Any, **kwargs: Any) -> _shared.LessBNPlan | None:
-    """Says what :meth:`model` does to a model.
-
-    Args:
-      model: the model.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      A plan that prints, or None if `less_bn` is off.
-    """
-    if not self.is_on("less_bn"):
-      return None
-    fn_flag = self.config.less_bn.fn_flag
-    return _less_bn.plan_less_bn(model, *args, fn_flag=fn_flag, **kwargs)
-
-  def model(self, model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """Prepares a model for training.
-
-    Args:
-      model: the model; it is not changed.
-      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
-      **kwargs: its keyword arguments.
-
-    Returns:
-      A copy after :func:`less_bn`, or `model` itself if that is off.
-    """
-    plan = self.plan(model, *args, **kwargs)
-    return model if plan is None else _less_bn.less_bn(model, plan=plan)
+  _less_bn: ClassVar[Any] = _less_bn
 
   def eval_model(self, model: nnx.Module, trained: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares a fresh model for evaluation.
@@ -99,7 +61,7 @@ class AutoBoost(_auto.AutoBoost):
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
       decay: the weight decay, to centralize together with the gradients; see
-        :meth:`optax_boost.AutoBoost.optimizer`.
+        :meth:`optax_boost.auto.AutoBoost.optimizer`.
       wrt: the filter of the trained variables.
 
     Returns:
@@ -136,7 +98,7 @@ class AutoBoost(_auto.AutoBoost):
 
 def auto_boost(
   level: str = "O0",
-  config: _auto.Config = None,
+  config: _build.Config = None,
   *,
   axis_name: Any = None,
   local_axis_name: Any = None,
@@ -177,16 +139,5 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  return AutoBoost(
-    **_auto.decided(
-      level,
-      config,
-      axis_name=axis_name,
-      local_axis_name=local_axis_name,
-      adasum_on=adasum_on,
-      compose=compose,
-      key=key,
-      reference=reference,
-      total_steps=total_steps,
-    )
-  )
+  # All arguments of this function.
+  return AutoBoost(**_build.resolve(**locals()))

@@ -11,12 +11,13 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _race
 from optax_boost import _train_step
 from optax_boost.nnx import _checks
 from optax_boost.nnx._train_step import PASS_SEED
 from optax_boost.nnx._train_step import advance
 from optax_boost.nnx._train_step import split
+from optax_boost.race import RaceResult
+from optax_boost.race import _api
 
 
 def race(
@@ -36,29 +37,29 @@ def race(
   baseline: str | None = None,
   seeds_at_once: int | None = None,
   progress: bool = True,
-) -> _race.RaceResult:
+) -> RaceResult:
   """Trains a model with each of several transformations: :func:`optax_boost.race` for NNX.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``.
-    make_model: from the seed to a new model, which draws all that it draws from that seed.
-    data: see :func:`optax_boost.race`.
-    transformations: by name.
-    steps: the length of each training.
-    batch_size: see :func:`optax_boost.race`.
-    seeds: how many, or which.
+    make_model: from the seed to a new model, which draws from that seed only.
     evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
       dictionary of scalars.
-    points: how many points the curves have, at most.
-    jit_evaluate: whether `evaluate` is jitted; see :func:`optax_boost.race`.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+    data: see :func:`optax_boost.race`, as for the rest.
+    transformations: by name.
+    steps: the length of each training.
+    batch_size: examples in a batch.
+    seeds: the number of seeds, or the seeds.
+    points: the most points of a curve.
+    jit_evaluate: whether `evaluate` is jitted.
     full_grad_fn: as for :func:`make_train_step`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: see :func:`optax_boost.race`.
+    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
     progress: whether to show a progress bar.
 
   Returns:
-    A :class:`optax_boost.RaceResult`.
+    A :class:`optax_boost.race.RaceResult`.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -81,8 +82,8 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("make_model", make_model, "make_model(seed)")
-  _race.check_optional_callable("evaluate", evaluate, "evaluate(model)")
-  _race.check_optional_callable("full_grad_fn", full_grad_fn)
+  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
+  _api.check_optional_callable("full_grad_fn", full_grad_fn)
   _checks.check_filter("wrt", wrt)
   structures: list[Any] = []
 
@@ -93,43 +94,39 @@ def race(
         f"`make_model` must return an NNX module; make_model({seed}) returned"
         f" {_base.shorten(model)}."
       )
-    graphdef, params, rest = split(model, wrt)
+    graphdef, params, model_state = split(model, wrt)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
         f"`make_model` must return models of one structure; that of seed {seed} differs. Let it"
         " read nothing but the seed's random numbers."
       )
-    return params, rest
+    return params, model_state
 
-  def pure_loss(params: Any, rest: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = nnx.merge(structures[0], params, rest)
+  def pure_loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    model = nnx.merge(structures[0], params, model_state)
     if rng is not None:
       advance(model, jax.random.bits(rng))
     loss = loss_fn(model, batch)
     return _train_step.with_model_state(loss, split(model, wrt)[2], False)
 
-  def metrics(params: Any, rest: Any) -> Any:
+  def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None
-    model = nnx.merge(structures[0], params, rest)
+    model = nnx.merge(structures[0], params, model_state)
     model.eval()
     return evaluate(model)
 
-  return _race.race_from(
+  if full_grad_fn is not None:
+    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED))
+  options = _api.Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
+  return _api.race_from(
     pure_loss,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=True,
     takes_rng=False,
-    full_grad_fn=full_grad_fn and functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED)),
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )

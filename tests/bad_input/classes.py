@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 
 import optax_boost
+from optax_boost import auto
+from optax_boost.race import RaceCurves
+from optax_boost.race import RaceResult
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import shared
@@ -79,12 +82,6 @@ def entries() -> dict[str, shared.Entry]:
       )
     },
     "CommonConfig": {
-      "gradient_split_groups": {
-        "text": Bad("50", shared.EITHER),
-        "fractions": Bad((0.5,), shared.EITHER),
-        "negative": Bad((-1,), shared.EITHER),
-        "None": Bad(None, shared.EITHER),
-      },
       "device_number": kinds.count(static=True, optional=True),
     },
     "LessBNConfig": {"fn_flag": shared.FLAG, "gc_flag": shared.FLAG},
@@ -103,7 +100,6 @@ def entries() -> dict[str, shared.Entry]:
       "n_components": kinds.count(static=True),
       "pca_mat_path": kinds.path(optional=True),
       "weight_load_dir": kinds.path(optional=True),
-      "timeout": shared.NOT_NEGATIVE,
     },
   }
   result = problem.race_result()
@@ -117,13 +113,8 @@ def entries() -> dict[str, shared.Entry]:
     "empty": Bad(np.ones(0), shared.EITHER),
   }
   vector = curve | {"negative": Bad(np.array([-1.0, 1.0]), ValueError)}
-  fields = {
-    f.name: getattr(problem.race_curves(), f.name)
-    for f in dataclasses.fields(optax_boost.RaceCurves)
-  }
-  result_fields = {
-    f.name: getattr(result, f.name) for f in dataclasses.fields(optax_boost.RaceResult)
-  }
+  fields = {f.name: getattr(problem.race_curves(), f.name) for f in dataclasses.fields(RaceCurves)}
+  result_fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(RaceResult)}
   plan = {"places": (), "removed": ()}
   paths = kinds.kind({"text": "a", "list": ["a"], "numbers": (3,), "None": None}, {})
   schedule = optax_boost.continuous_freezing(2, 0.5)
@@ -150,15 +141,15 @@ def entries() -> dict[str, shared.Entry]:
       free={"options": "those of make_train_step, which see"},
     ),
     "BoostConfig": shared.Entry(
-      optax_boost.BoostConfig,
+      auto.BoostConfig,
       lambda: nothing,
       {
         f.name: kinds.kind({"None": None, "dict": {}, "number": 3}, {})
-        for f in dataclasses.fields(optax_boost.BoostConfig)
+        for f in dataclasses.fields(auto.BoostConfig)
       },
     ),
     "BoostConfig.from_dict": shared.Entry(
-      optax_boost.BoostConfig.from_dict,
+      auto.BoostConfig.from_dict,
       lambda: {"config": {}},
       {
         "config": {
@@ -171,10 +162,10 @@ def entries() -> dict[str, shared.Entry]:
       },
     ),
     "BoostConfig.from_json": shared.Entry(
-      optax_boost.BoostConfig.from_json, lambda: {"text": "{}"}, {"text": text, **config}
+      auto.BoostConfig.from_json, lambda: {"text": "{}"}, {"text": text, **config}
     ),
     "BoostConfig.load": shared.Entry(
-      optax_boost.BoostConfig.load,
+      auto.BoostConfig.load,
       lambda: {"path": problem.config_file()},
       {
         "path": shared.PATH
@@ -188,7 +179,7 @@ def entries() -> dict[str, shared.Entry]:
     **{
       # The blocks refuse what is not of the schema, be it read from a file or not.
       name: shared.Entry(
-        getattr(optax_boost, name),
+        getattr(auto, name),
         lambda: nothing,
         {argument: shared.any_error(known) for argument, known in arguments.items()},
       )
@@ -224,7 +215,7 @@ def entries() -> dict[str, shared.Entry]:
       },
     ),
     "RaceCurves": shared.Entry(
-      optax_boost.RaceCurves,
+      RaceCurves,
       lambda: fields,
       {
         "steps": curve
@@ -247,7 +238,7 @@ def entries() -> dict[str, shared.Entry]:
       },
     ),
     "RaceResult": shared.Entry(
-      optax_boost.RaceResult,
+      RaceResult,
       lambda: result_fields,
       {
         "curves": {
@@ -309,7 +300,7 @@ def entries() -> dict[str, shared.Entry]:
       },
     ),
     "RaceResult.load": shared.Entry(
-      optax_boost.RaceResult.load,
+      RaceResult.load,
       lambda: {"path": "nowhere.json"},
       {
         "path": shared.PATH

@@ -52,6 +52,9 @@ def entries() -> dict[str, shared.Entry]:
   }
   good_module = {"module": module, "args": (problem.X,)}
   star = ("module", "args")
+  # The common form for Flax calls it `model`; it is passed by position.
+  named = {label: bad._replace(mention="module") for label, bad in modules.items()}
+  good_model, star_model = {"model": module, "args": (problem.X,)}, ("model", "args")
   free = {"args": shared.INPUTS, "kwargs": shared.INPUTS, "batch": "whatever the loss takes"}
   plan = shared.less_bn_arguments() | {"module": modules}
   race = shared.race_arguments() | {"init_fn": shared.FUNCTION, "module": modules, "rngs": rngs}
@@ -67,13 +70,13 @@ def entries() -> dict[str, shared.Entry]:
   dicts = kinds.kind({"None": None, "number": 3, "text": "a"}, {})
   return {
     "linen.AutoBoost.plan": shared.Entry(
-      boost.plan, lambda: good_module, {"module": modules}, positional=star, free=free
+      boost.plan, lambda: good_model, {"model": named}, positional=star_model, free=free
     ),
     "linen.AutoBoost.model": shared.Entry(
-      boost.model, lambda: good_module, {"module": modules}, positional=star, free=free
+      boost.model, lambda: good_model, {"model": named}, positional=star_model, free=free
     ),
     "linen.AutoBoost.eval_model": shared.Entry(
-      boost.eval_model, lambda: good_module, {"module": modules}, positional=star, free=free
+      boost.eval_model, lambda: good_model, {"model": named}, positional=star_model, free=free
     ),
     "linen.AutoBoost.optimizer": shared.Entry(
       boost.optimizer,

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 
 import optax_boost
+from optax_boost.race import RaceCurves
+from optax_boost.race import RaceResult
 from tests import registry
 
 PARAMS = {
@@ -114,14 +116,14 @@ def config_file() -> str:
   return str(path)
 
 
-def race_result() -> optax_boost.RaceResult:
+def race_result() -> RaceResult:
   """A result of two methods, two seeds and two points."""
   curves = race_curves()
-  return optax_boost.RaceResult({"a": curves, "b": curves}, (0, 1), "a", True, "cpu")
+  return RaceResult({"a": curves, "b": curves}, (0, 1), "a", True, "cpu")
 
 
-def race_curves() -> optax_boost.RaceCurves:
+def race_curves() -> RaceCurves:
   """Two seeds, two points."""
   line = np.array([1.0, 2.0])
   rows = np.ones((2, 2))
-  return optax_boost.RaceCurves(np.array([1, 2]), rows, {"error": rows}, line, line, 0.5, 1)
+  return RaceCurves(np.array([1, 2]), rows, {"error": rows}, line, line, 0.5, 1)

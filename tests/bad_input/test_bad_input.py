@@ -1,5 +1,6 @@
 """Bad input is refused in our own words: every public name, every argument, every kind of value."""
 
+import importlib
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_boost
+from optax_boost.auto import _build
 import optax_boost.linen
 import optax_boost.nnx
 from tests.bad_input import accepted
@@ -18,7 +20,14 @@ from tests.bad_input import refusals
 from tests.bad_input import table
 from tests.bad_input import test_trees_and_states
 
-MODULES = {"": optax_boost, "nnx.": optax_boost.nnx, "linen.": optax_boost.linen}
+# The attribute `optax_boost.race` is the function.
+MODULES = [
+  ("", optax_boost),
+  ("", optax_boost.auto),
+  ("", importlib.import_module("optax_boost.race")),
+  ("nnx.", optax_boost.nnx),
+  ("linen.", optax_boost.linen),
+]
 ENTRIES = table.entries()
 CALLS = [(name, argument) for name, entry in ENTRIES.items() for argument in entry.arguments]
 
@@ -54,9 +63,7 @@ def test_the_other_values_of_a_call_are_good(name):
 
 def public_names() -> dict[str, Any]:
   return {
-    prefix + name: getattr(module, name)
-    for prefix, module in MODULES.items()
-    for name in module.__all__
+    prefix + name: getattr(module, name) for prefix, module in MODULES for name in module.__all__
   }
 
 
@@ -65,7 +72,9 @@ def public_methods() -> dict[str, Any]:
   found = {}
   for name, value in public_names().items():
     if inspect.isclass(value) and name not in ("linen.LessBN", "nnx.RemovedBatchNorm"):
-      for method in vars(value):
+      # The common part of the two AutoBoosts for Flax has no public name.
+      shared = vars(_build.ModelBoost) if issubclass(value, _build.ModelBoost) else {}
+      for method in {**shared, **vars(value)}:
         called = method == "__call__" or not method.startswith("_")
         field = method in getattr(value, "__dataclass_fields__", ())
         if called and not field and inspect.isroutine(inspect.getattr_static(value, method)):

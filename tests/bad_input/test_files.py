@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import optax_boost
+from optax_boost import auto
+from optax_boost.race import RaceResult
 from tests.bad_input import problem
 from tests.bad_input import refusals
 from tests.bad_input.kinds import Bad
@@ -61,9 +63,9 @@ def test_json_that_is_no_such_file_is_refused(load, label, tmp_path):
   path = tmp_path / "forged.json"
   path.write_bytes(JSON[label] if label in JSON else json.dumps(CONFIG[label]).encode())
   function = {
-    "BoostConfig.load": optax_boost.BoostConfig.load,
+    "BoostConfig.load": auto.BoostConfig.load,
     "auto_boost": lambda path: optax_boost.auto_boost("O1", path),
-    "RaceResult.load": optax_boost.RaceResult.load,
+    "RaceResult.load": RaceResult.load,
   }[load]
   assert not refused(function, path, (TypeError, ValueError))
 
@@ -115,7 +117,7 @@ RESULTS = {
 def test_forged_results_of_a_race_are_refused(label, tmp_path):
   path = tmp_path / "forged.json"
   forged_result(RESULTS[label], path)
-  assert not refused(optax_boost.RaceResult.load, path)
+  assert not refused(RaceResult.load, path)
 
 
 def load_subspace(path: pathlib.Path) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import warnings
 
 from optax_boost import _base
-from optax_boost._auto import _config
-from optax_boost._auto import _summation
+from optax_boost.auto import _config
+from optax_boost.auto import _summation
 
 # The methods that each level turns on, as in MindSpore.
 LEVELS: dict[str, tuple[str, ...]] = {
@@ -37,32 +37,14 @@ SETTINGS: dict[str, _config.BoostConfig] = {
   ),
 }
 
-# The levels with these settings, for `explain`; from benchmarks/results/auto_boost.md.
-_NETWORK = "steps per second (ResNet-29 with bottlenecks, 32 x 32 images, batch 32, NNX, CPU)"
-_ACCURACY = "ResNet-11, test accuracy: as O0's on digits, after four epochs of CIFAR-10"
-MEASURED: dict[str, str] = {
-  "O1": (
-    f"1.31 times O0's {_NETWORK}; {_ACCURACY} 0.5 points lower, after 20 with augmented images 2.2"
-  ),
-  "O2": (
-    f"1.47 times O0's {_NETWORK}; {_ACCURACY} 1.1 points lower, after 20 with augmented images 2.5"
-  ),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """A method's entry in the decision.
-
-  Attributes:
-    settings: its settings in words, from the configuration and the axes.
-    saves: the savings to expect, from the configuration.
-    rules_out: the methods that it turns off, as in MindSpore.
-    alone: whether it can't be combined with those even if asked to.
-  """
+  """A method's entry in the decision: its settings and savings in words, and its precedence."""
 
   settings: Callable[[_config.BoostConfig, _summation.Summation], str]
   saves: Callable[[_config.BoostConfig], str]
+  # The methods that it turns off, as in MindSpore; `alone`: even with `compose`.
   rules_out: tuple[str, ...] = ()
   alone: bool = False
 
@@ -142,15 +124,7 @@ class Decision:
 
 
 def check_level(level: Any) -> None:
-  """Checks a level's name.
-
-  Args:
-    level: the argument.
-
-  Raises:
-    TypeError: it is no string.
-    ValueError: there is no such level.
-  """
+  """Checks a level's name."""
   if not isinstance(level, str):
     names = ", ".join(map(repr, LEVELS))
     raise TypeError(f"`level` must be one of {names}; got {_base.shorten(level)}.")
@@ -167,25 +141,15 @@ def decide(
   compose: bool,
   reference: bool,
 ) -> tuple[Decision, ...]:
-  """Decides which methods are on.
+  """Decides which methods are on, with MindSpore's precedence.
 
-  Args:
-    level: one of :data:`LEVELS`.
-    config: the configuration.
-    summation: how adaptive summation runs. With an axis it stays on beside freezing.
-    compose: whether methods that MindSpore runs alone are combined where ours do combine.
-    reference: whether MindSpore's precedence holds: freezing turns adasum off, axis or not.
-
-  Returns:
-    A decision per method.
-
-  Raises:
-    ValueError: the level is unknown, or two settings contradict each other.
+  `compose` combines methods that MindSpore runs alone. An axis does so for adasum and freezing,
+  unless `reference`.
   """
-  wanted = _wanted(level, config)
+  requests = _requests(level, config)
   has_axis = summation.axis_name is not None
-  on = {name for name, (wants, _) in wanted.items() if wants}
-  reasons = {name: why for name, (_, why) in wanted.items()}
+  on = {name for name, (requested, _) in requests.items() if requested}
+  reasons = {name: why for name, (_, why) in requests.items()}
 
   def keeps_adasum(method: str) -> bool:
     return method == "adasum" and has_axis and not reference
@@ -226,22 +190,22 @@ def decide(
   )
 
 
-def _wanted(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
+def _requests(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
   mode = config.boost.mode
-  wanted: dict[str, tuple[bool, str]] = {}
+  requests: dict[str, tuple[bool, str]] = {}
   for name in METHODS:
     switch = getattr(config.boost, name)
     if mode in ("enable_all", "disable_all"):
-      wanted[name] = (mode == "enable_all", f"mode '{mode}'")
+      requests[name] = (mode == "enable_all", f"mode '{mode}'")
     elif mode == "manual" and switch is not None:
-      wanted[name] = (switch, f"boost.{name} is {str(switch).lower()}")
+      requests[name] = (switch, f"boost.{name} is {str(switch).lower()}")
     else:
       included = name in LEVELS[level]
-      wanted[name] = (included, f"{'' if included else 'not '}in level {level}")
+      requests[name] = (included, f"{'' if included else 'not '}in level {level}")
     # MindSpore's own examples hold False beside any mode; True was set by the user.
-    if switch and not wanted[name][0]:
+    if switch and not requests[name][0]:
       raise ValueError(
         f"`boost.mode` {mode!r} contradicts `boost.{name}` true: the mode takes no switches"
         f"{f', and level {level} leaves it off' if mode == 'auto' else ''}. Pass mode 'manual'."
       )
-  return wanted
+  return requests

@@ -44,8 +44,8 @@ class RaceCurves:
     gradient_evaluations: ``(m,)``, the evaluations so far, in gradients of one batch; a value of
       the loss without its gradient counts a third. Where it varies, that of the first seed.
     seconds: ``(m,)``, the time that the steps took so far, for one seed alone, without compiling
-      and evaluating; nan where it is not known.
-    compile_seconds: the time to compile the step; nan where it is not known.
+      and evaluating; nan if unknown.
+    compile_seconds: the time to compile the step; nan if unknown.
     seeds_at_once: how many seeds were trained at once.
   """
 
@@ -123,7 +123,7 @@ class RaceResult:
     curves: by method, its :class:`RaceCurves`.
     seeds: the seeds, in the order of the curves' rows.
     baseline: the method that the others are compared with.
-    complete: False after an interruption: there are fewer seeds than asked for, or fewer points.
+    complete: False after an interruption: seeds or points are missing.
     device: the kind of device that it ran on.
   """
 
@@ -173,13 +173,10 @@ class RaceResult:
     return [*self.curves[self.baseline].metrics, LOSS]
 
   def budget(self, of: str) -> float:
-    """The budget that every method has spent at its end; those that always diverged are left out.
+    """The smallest total over the methods, but those that always diverged; nan if one is unknown.
 
     Args:
       of: ``"steps"``, ``"gradient_evaluations"`` or ``"seconds"``.
-
-    Returns:
-      The smallest total over the methods; nan if one is not known.
     """
     _base.check_name("of", of, list(BUDGETS))
     curves = self.curves.values()
@@ -187,12 +184,7 @@ class RaceResult:
     return float(np.min([getattr(one, of)[-1] for one in came_through]))
 
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
-    """A method's values where it has spent the budget.
-
-    Args:
-      name: the method.
-      quantity: one of `quantities`.
-      of: the budget, see :meth:`budget`.
+    """A method's values where it has spent the budget `of`, see :meth:`budget`.
 
     Returns:
       ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that diverged,
@@ -201,16 +193,11 @@ class RaceResult:
     rows = self.rows(name, quantity)
     curves = self.curves[name]
     at, x = self.budget(of), getattr(curves, of)
-    found = [interpolate(x, y, at) for y in rows]
-    return np.where(curves.diverged, math.nan, found)
+    values = [interpolate(x, y, at) for y in rows]
+    return np.where(curves.diverged, math.nan, values)
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
-    """The mean difference to the baseline, seed by seed.
-
-    Args:
-      name: the method.
-      quantity: one of `quantities`.
-      of: the budget, see :meth:`budget`.
+    """The mean difference to the baseline, seed by seed; arguments as for :meth:`values`.
 
     Returns:
       The mean of the paired differences over the seeds that neither method diverged on (nan
@@ -221,14 +208,7 @@ class RaceResult:
     return (float(np.mean(paired)) if paired.size else math.nan), half_interval(paired)
 
   def rows(self, name: str, quantity: str) -> np.ndarray:
-    """A method's curves of one quantity, ``(n, m)``.
-
-    Args:
-      name: the method.
-      quantity: one of `quantities`.
-
-    Returns:
-      The array.
+    """A method's curves of one of the `quantities`, ``(n, m)``.
 
     Raises:
       ValueError: there is no such method or quantity.
@@ -239,7 +219,7 @@ class RaceResult:
     return curves.loss if quantity == LOSS else curves.metrics[quantity]
 
   def table(self) -> str:
-    """Markdown tables: one for each kind of budget, and one of what a step costs.
+    """Markdown tables: one for each kind of budget, and one of the cost of a step.
 
     Returns:
       The tables with a heading each. ± after a mean is the standard deviation over seeds, after a
@@ -258,15 +238,7 @@ class RaceResult:
     return "\n\n".join(parts)
 
   def verdict(self, name: str, quantity: str | None = None) -> str:
-    """One line on what a method changes.
-
-    Args:
-      name: the method.
-      quantity: one of `quantities`; None: the first.
-
-    Returns:
-      By how much it is higher or lower than the baseline, for each kind of budget.
-    """
+    """One line: how much a quantity (None: the first) differs from the baseline's, per budget."""
     _base.check_name("name", name, list(self.curves))
     quantity = self.quantities[0] if quantity is None else quantity
     _base.check_name("quantity", quantity, self.quantities)
@@ -307,7 +279,7 @@ class RaceResult:
       TypeError: an argument is of the wrong kind.
       ValueError: a name is unknown, or matplotlib writes no such file.
     """
-    from optax_boost._race import _plot
+    from optax_boost.race import _plot
 
     quantities = self.quantities[:1] if quantities is None else quantities
     _check_names("quantities", quantities, self.quantities)
@@ -322,10 +294,7 @@ class RaceResult:
     return figure
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes everything as JSON, whole or not at all; threads may save to one file at once.
-
-    Args:
-      path: the file.
+    """Writes a JSON file, whole or not at all; threads may save to one file at once.
 
     Raises:
       OSError: the file can't be written; the old one is unchanged.
@@ -341,12 +310,6 @@ class RaceResult:
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "RaceResult":
     """Reads a file of :meth:`save`.
-
-    Args:
-      path: the file.
-
-    Returns:
-      The result.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -366,14 +329,14 @@ class RaceResult:
 
   def _coinciding(self) -> dict[str, list[str]]:
     """The budgets, and with each of them those that are the same for every method."""
-    found: dict[str, list[str]] = {}
+    coinciding: dict[str, list[str]] = {}
     for of in BUDGETS:
-      shares = [_shares(self, of, other) for other in found]
-      if any(shares):
-        found[list(found)[shares.index(True)]].append(of)
+      same = next((other for other in coinciding if _shares(self, of, other)), None)
+      if same is None:
+        coinciding[of] = []
       else:
-        found[of] = []
-    return found
+        coinciding[same].append(of)
+    return coinciding
 
   def _comparison(self, of: str) -> str:
     others = f"against {self.baseline}"
@@ -408,16 +371,7 @@ class RaceResult:
 
 
 def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
-  """A curve's value, where it is known to both sides.
-
-  Args:
-    x: ascending.
-    y: of the same length; points that are not finite are left out.
-    at: where.
-
-  Returns:
-    The value on the line between the neighbours; nan outside of the curve.
-  """
+  """The value at `at` of a curve over ascending `x`; nan outside of it. Drops infinities."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
@@ -426,14 +380,7 @@ def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
 
 
 def half_interval(values: np.ndarray) -> float | None:
-  """Half of the 95 % interval of a mean, by Student's t.
-
-  Args:
-    values: the sample.
-
-  Returns:
-    The half width; None for less than two values.
-  """
+  """Half of the 95 % interval of the mean, by Student's t; None for less than two values."""
   # Imported late: nothing else needs SciPy, which JAX brings along.
   from scipy import special
 
@@ -444,16 +391,7 @@ def half_interval(values: np.ndarray) -> float | None:
 
 
 def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
-  """A mean with its spread, to the second digit of the spread.
-
-  Args:
-    mean: the mean.
-    spread: its spread, or None.
-    sign: ``"+"`` to show the sign of positive means.
-
-  Returns:
-    The text.
-  """
+  """A mean with its spread, to the second digit of the spread; `sign` "+" shows plus signs."""
   if spread is None:
     return f"{mean:{sign}.4g}"
   if not 1e-12 < spread < 1e6:
@@ -465,14 +403,7 @@ def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-  """A Markdown table whose columns line up as plain text.
-
-  Args:
-    lines: the cells, line by line; the first is the header.
-
-  Returns:
-    The table.
-  """
+  """A Markdown table whose columns line up as plain text; the first line is the header."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
   def line(cells: Sequence[str]) -> str:

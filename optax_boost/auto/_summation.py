@@ -16,15 +16,11 @@ PLACES = ("gradients", "updates")
 
 
 class Summation(NamedTuple):
-  """How adaptive summation runs.
+  """The axes of adaptive summation, and its place: one of :data:`PLACES`."""
 
-  Attributes:
-    axis_name: the axis, or axes, of the adaptive sum; None: one replica.
-    local_axis_name: the axis, or axes, over the devices of one server; None: there is none.
-    on: one of :data:`PLACES`.
-  """
-
+  # None: one replica.
   axis_name: Any = None
+  # Over the devices of one server; None: no such axis.
   local_axis_name: Any = None
   on: str = "gradients"
 
@@ -39,16 +35,7 @@ class Summation(NamedTuple):
 def summed(
   tx: optax.GradientTransformation, summation: Summation, device_number: int | None
 ) -> optax.GradientTransformationExtraArgs:
-  """Puts adaptive summation before an optimizer, or after it.
-
-  Args:
-    tx: the optimizer.
-    summation: how it runs.
-    device_number: the devices of one server, to check `local_axis_name` against; None: any.
-
-  Returns:
-    The transformation.
-  """
+  """Puts adaptive summation before an optimizer, or after it; `device_number` None: any."""
   axis_name, local = summation.axis_name, summation.local_axis_name
   adasum = _adasum.adasum(axis_name, local_axis_name=local)
   if local is None:

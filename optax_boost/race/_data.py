@@ -17,20 +17,7 @@ Batches: TypeAlias = Callable[[int], Iterator[Any]]
 
 
 def batches_of(data: Any, batch_size: int | None) -> Batches:
-  """Makes endless batches from the argument `data`.
-
-  Args:
-    data: a tree of arrays with a leading axis of examples, or a function from the seed to an
-      iterable of batches.
-    batch_size: examples in a batch; None: all of them, or what the function gives.
-
-  Returns:
-    A function from the seed to an endless iterator of batches.
-
-  Raises:
-    ValueError: the arrays disagree about the number of examples, or there are too few.
-    TypeError: an argument is of the wrong kind.
-  """
+  """Makes endless batches, by seed, of arrays or of a function from the seed to batches."""
   if callable(data):
     if batch_size is not None:
       raise ValueError(

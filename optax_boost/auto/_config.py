@@ -58,13 +58,8 @@ _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")
 _RATE = _Rule(lambda v: _is_number(v) and v >= 0, "a number >= 0")
-_SECONDS = _Rule(lambda v: _is_number(v) and v > 0, "a number of seconds > 0")
 _PATH = _Rule(
   lambda v: v is None or (isinstance(v, str) and v != "" and "\0" not in v), "a path or null"
-)
-_SPLITS = _Rule(
-  lambda v: isinstance(v, tuple) and all(map(_is_count, v)) and list(v) == sorted(set(v)),
-  "a list of positive integers that grow",
 )
 
 
@@ -116,14 +111,11 @@ class CommonConfig(_Block):
   """The block ``common``.
 
   Attributes:
-    gradient_split_groups: where MindSpore cuts the parameters into groups for communication.
-      XLA groups collectives by itself: it is read, written and has no effect.
     device_number: how many devices a server has, over which `adasum` averages before it sums
       adaptively over servers. The axis ``local_axis_name`` of ``auto_boost`` must have this size;
       without such an axis it has no effect. None: any size.
   """
 
-  gradient_split_groups: tuple[int, ...] = _key((50, 100), _SPLITS)
   device_number: int | None = _key(8, _LENGTH)
 
 
@@ -183,8 +175,6 @@ class DimReduceConfig(_Block):
     pca_mat_path: a file of :func:`save_subspace`, or None. It is read if it exists, else written.
     weight_load_dir: a directory of checkpoints of the params, as :func:`checkpoint_snapshots` reads
       them, to fit the subspace to if there is no file yet; or None.
-    timeout: how many seconds processes wait for the one that writes the file. Ours do not wait: of
-      several, let one write it first. It is read, written and has no effect.
   """
 
   rho: float = _key(0.55, _INSIDE)
@@ -194,15 +184,15 @@ class DimReduceConfig(_Block):
   n_components: int = _key(32, _COUNT)
   pca_mat_path: str | None = _key(None, _PATH)
   weight_load_dir: str | None = _key(None, _PATH)
-  timeout: float = _key(1800, _SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoostConfig:
-  """What ``auto_boost`` is told beside its level; the schema is that of MindSpore's AutoBoost.
+  """The configuration of :func:`auto_boost`, in the schema of MindSpore's AutoBoost.
 
   A dict and a JSON file have the same blocks and keys; those that are left out have the defaults
-  of MindSpore. Unknown blocks and keys, wrong types and values out of range are errors.
+  of MindSpore. Unknown blocks and keys, wrong types and values out of range are errors, and so are
+  MindSpore's ``common.gradient_split_groups`` and ``dim_reduce.timeout``, without effect here.
 
   Attributes:
     boost: which methods are on.
@@ -213,7 +203,7 @@ class BoostConfig:
     dim_reduce: training in a subspace.
 
   Examples:
-    >>> from optax_boost import BoostConfig
+    >>> from optax_boost.auto import BoostConfig
     >>> config = BoostConfig.from_dict({"boost": {"mode": "manual", "grad_freeze": True}})
     >>> config.grad_freeze.freeze_p
     0.7
@@ -261,7 +251,7 @@ class BoostConfig:
     if not isinstance(base, BoostConfig | None):
       raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
     base = cls() if base is None else base
-    blocks = {name: _read(getattr(base, name), name, {}) for name in _BLOCKS}
+    blocks = {name: getattr(base, name) for name in _BLOCKS}
     for name, values in config.items():
       if name not in _BLOCKS:
         raise ValueError(
@@ -282,12 +272,9 @@ class BoostConfig:
     """
     blocks: dict[str, dict[str, Any]] = {}
     for name in _BLOCKS:
-      values = {key: getattr(getattr(self, name), key) for key in _keys(name)}
-      blocks[name] = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if not (name == "boost" and value is None)
-      }
+      values = dataclasses.asdict(getattr(self, name))
+      unset = name == "boost"
+      blocks[name] = {k: v for k, v in values.items() if not (unset and v is None)}
     return blocks
 
   @classmethod
@@ -356,6 +343,14 @@ _BLOCKS: dict[str, type[Any]] = {
   "grad_accumulation": GradAccumulationConfig,
   "dim_reduce": DimReduceConfig,
 }
+# Keys of MindSpore's that change nothing with XLA, and why.
+_WITHOUT_EFFECT = {
+  ("common", "gradient_split_groups"): "XLA groups collectives by itself",
+  (
+    "dim_reduce",
+    "timeout",
+  ): "no process waits for another's file: let one write it first",
+}
 _BLOCK_NAMES = {kind: name for name, kind in _BLOCKS.items()}
 
 
@@ -365,24 +360,24 @@ def _keys(name: str) -> list[str]:
 
 def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
   for key in values:
+    if (name, key) in _WITHOUT_EFFECT:
+      raise ValueError(
+        f"`{name}.{key}` has no effect here: {_WITHOUT_EFFECT[name, key]}. Remove the key."
+      )
     if key not in _keys(name):
       raise ValueError(f"`{name}` has no key {_base.shorten(key)}.{_hint(key, _keys(name))}")
-  # JSON has lists only; a bare number is one split.
-  given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-  if _is_int(given.get("gradient_split_groups")):
-    given["gradient_split_groups"] = (given["gradient_split_groups"],)
-  return dataclasses.replace(base, **given)  # type: ignore[type-var]
+  return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
 
-def _hint(name: Any, known: Iterable[str]) -> str:
-  homes = [block for block in _BLOCKS if name in _keys(block) and name not in known]
+def _hint(name: Any, names: Iterable[str]) -> str:
+  homes = [block for block in _BLOCKS if name in _keys(block) and name not in names]
   if homes:
     return f" It belongs to the block {homes[0]!r}."
-  return nearest(name, known)
+  return nearest(name, names)
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
+def nearest(name: Any, names: Iterable[str]) -> str:
   """Words for an error about an unknown name: the nearest known one, or the list of them."""
-  known = list(known)
-  close = difflib.get_close_matches(name, known, 1, 0.5) if isinstance(name, str) else []
-  return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+  names = list(names)
+  close = difflib.get_close_matches(name, names, 1, 0.5) if isinstance(name, str) else []
+  return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(names)}."

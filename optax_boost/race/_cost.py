@@ -1,4 +1,4 @@
-"""How many gradients a train step computes: counted in its trace, or, where that can't tell, run.
+"""Counts the gradients that a train step computes: in its trace, or while it runs.
 
 The loss's output passes through an identity that leaves a mark in the program: one where the loss
 is evaluated alone, another where it is pulled back. Marks outside of control flow are counted in
@@ -21,12 +21,7 @@ _FORWARD, _BACKWARD = "_race_forward", "_race_backward"
 
 
 class Evaluations(NamedTuple):
-  """What a program computes of the loss.
-
-  Attributes:
-    gradients: backward passes, each with its forward pass.
-    forwards: forward passes without a backward pass.
-  """
+  """Backward passes with their forward passes, and forward passes alone."""
 
   gradients: float
   forwards: float
@@ -44,14 +39,7 @@ class Counter:
     self._counts = np.zeros(2)
 
   def mark(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss, with marks.
-
-    Args:
-      loss_fn: returns the scalar loss, or a pair that begins with it.
-
-    Returns:
-      A loss that returns the same.
-    """
+    """The same loss, with marks."""
 
     def forward(_: jax.Array) -> None:
       self._counts[1] += 1
@@ -84,13 +72,13 @@ class Counter:
       return marked_if_scalar(output)
 
     def marked_if_scalar(value: Any) -> Any:
-      # What is no scalar is refused by the train step, which says so better.
+      # The train step refuses other losses, with a better message.
       return marked(value) if getattr(value, "shape", None) == () else value
 
     return loss
 
   def take(self) -> Evaluations:
-    """What was evaluated since the last call; waits for programs that still run."""
+    """The evaluations since the last call; waits for programs that still run."""
     jax.effects_barrier()
     taken = Evaluations(*self._counts.tolist())
     self._counts[:] = 0
@@ -98,27 +86,20 @@ class Counter:
 
 
 def traced(jaxpr: Any) -> Evaluations | None:
-  """Counts the marks in a program.
-
-  Args:
-    jaxpr: of a program whose loss was marked, closed or not.
-
-  Returns:
-    What it evaluates whenever it runs, or None where that depends on what it computes.
-  """
+  """Counts the marks in a program; None where their number depends on what it computes."""
   total = np.zeros(2)
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     name = equation.params.get("name")
     if name in (_BACKWARD, _FORWARD):
       total[0 if name == _BACKWARD else 1] += 1
       continue
-    found = np.zeros(2)
+    count = np.zeros(2)
     for inner in _jaxpr.sub_jaxprs(equation):
       inside = traced(inner)
       if inside is None:
         return None
-      found += inside
-    if found.any() and equation.primitive.name in ("while", "cond"):
+      count += inside
+    if count.any() and equation.primitive.name in ("while", "cond"):
       return None
-    total += equation.params["length"] * found if equation.primitive.name == "scan" else found
+    total += equation.params["length"] * count if equation.primitive.name == "scan" else count
   return Evaluations(*total.tolist())

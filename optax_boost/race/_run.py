@@ -12,13 +12,10 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import math
-import os
-import pathlib
 import random
 import time
 from typing import Any
@@ -31,8 +28,8 @@ import optax
 
 from optax_boost import _jaxpr
 from optax_boost import _train_step
-from optax_boost._race import _cost
-from optax_boost._race import _data
+from optax_boost.race import _cost
+from optax_boost.race import _data
 
 # A pass over all methods is repeated until the clock has run for so long, up to so many passes.
 _TIMED_SECONDS = 2.0
@@ -40,26 +37,15 @@ _MOST_TIMED = 5
 # Batches are made ahead, so that the clock doesn't see it: so many, or so many bytes.
 _AHEAD = 16
 _AHEAD_BYTES = 64 * 2**20
-# Seeds are trained at once as long as they take no more than this share of the free memory.
-_MEMORY_SHARE = 0.8
 # Steps that say whether training several seeds at once is faster.
 _TRIAL_STEPS = 3
 
 
 class Problem(NamedTuple):
-  """What is trained.
-
-  Attributes:
-    loss_fn: as ``make_train_step`` takes it.
-    start: from the seed to the initial params and statistics (None without any).
-    batches: from the seed to endless batches.
-    evaluate: from params and statistics to metrics; None without any.
-    has_model_state: whether the loss carries statistics.
-    takes_rng: whether it takes a key.
-    full_grad_fn: as ``make_train_step`` takes it.
-  """
+  """The training problem; `start` and `batches` take the seed."""
 
   loss_fn: Callable[..., Any]
+  # To the initial params and statistics (None without any).
   start: Callable[[int], tuple[Any, Any]]
   batches: _data.Batches
   evaluate: Callable[[Any, Any], Mapping[str, jax.Array]] | None
@@ -68,7 +54,7 @@ class Problem(NamedTuple):
   full_grad_fn: Callable[..., Any] | None
 
   def key(self, seed: int) -> jax.Array | None:
-    """The key of a seed's training; that of its initial params is another one."""
+    """The key of a seed's training, other than the key of its initial params."""
     return jax.random.fold_in(jax.random.key(seed), 1) if self.takes_rng else None
 
   def train_step(
@@ -82,43 +68,30 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass
 class Recording:
-  """What one method's runs have left behind so far.
-
-  Attributes:
-    loss: by seed, the mean training loss since the point before, point by point.
-    metrics: by seed, the metrics point by point.
-    evaluations: gradient evaluations since the point before, point by point.
-    passes: on the clock, each the seconds since the point before; nan: a step was compiled.
-    rough: the same of a pass that counted gradients, which takes longer.
-    steady: whether every step does the same, so that they share the time evenly.
-    compile_seconds: what the first step took more than the second.
-    seeds_at_once: the most seeds that were trained at once.
-  """
+  """The curves and times of one method so far; lists hold a value for each point."""
 
   loss: dict[int, list[float]] = dataclasses.field(default_factory=dict)
   metrics: dict[int, list[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
   evaluations: list[float] = dataclasses.field(default_factory=list)
+  # Seconds since the point before, in each pass on the clock; nan: a step was compiled.
   passes: list[list[float]] = dataclasses.field(default_factory=list)
+  # The same of a pass that counted gradients, which takes longer.
   rough: list[float] = dataclasses.field(default_factory=list)
+  # Whether every step does the same, so that they share the time evenly.
   steady: bool = True
+  # The time of the first step minus that of the second.
   compile_seconds: float = math.nan
   seeds_at_once: int = 1
 
   def seconds(self, lengths: Sequence[int]) -> np.ndarray:
-    """The seconds from point to point: the median over the passes.
+    """The seconds for each of `lengths` steps: the median over the passes, else the rough pass.
 
-    Where there is none, those of the rough pass, and else what a step takes on average.
-
-    Args:
-      lengths: the steps from point to point.
-
-    Returns:
-      One number for each of `lengths`, nan where nothing is known.
+    Where neither is known, the mean of the others; nan without any.
     """
     columns = itertools.zip_longest(*self.passes, self.rough, fillvalue=math.nan)
-    known = [([x for x in clocked if not math.isnan(x)] or [rough]) for *clocked, rough in columns]
+    times = [([x for x in clocked if not math.isnan(x)] or [rough]) for *clocked, rough in columns]
     medians = np.full(len(lengths), math.nan)
-    medians[: len(known)] = [np.median(column) for column in known][: len(lengths)]
+    medians[: len(times)] = [np.median(column) for column in times][: len(lengths)]
     timed = ~np.isnan(medians)
     if not timed.any():
       return medians
@@ -141,16 +114,7 @@ class _Training:
     self.state = state
 
   def advance(self, count: int, versions: Callable[[], int] = lambda: 0) -> _Block:
-    """Makes some steps.
-
-    Args:
-      count: how many.
-      versions: how many programs were compiled; steps during which they grew are left out of the
-        time.
-
-    Returns:
-      The losses ``(count,)`` or ``(count, seeds)``, and the seconds, nan if no step could be timed.
-    """
+    """Makes steps; those during which `versions` (compiled programs) grows are not timed."""
     losses: list[Any] = []
     seconds, timed = 0.0, 0
     while len(losses) < count:
@@ -175,42 +139,32 @@ class _Training:
 
 
 class Method:
-  """One transformation in the race.
-
-  Args:
-    problem: what is trained.
-    tx: the transformation.
-    marks: the points of the curves, in steps.
-  """
+  """One transformation in the race; curves have a point at each of `eval_steps`."""
 
   def __init__(
-    self, problem: Problem, tx: optax.GradientTransformation, marks: Sequence[int]
+    self, problem: Problem, tx: optax.GradientTransformation, eval_steps: Sequence[int]
   ) -> None:
     self._problem = problem
     self._tx = tx
-    self._lengths = np.diff(marks, prepend=0).tolist()
+    self._lengths = np.diff(eval_steps, prepend=0).tolist()
     self._counter = _cost.Counter()
     self._plain = problem.train_step(problem.loss_fn, tx)
     self._marked = problem.train_step(self._counter.mark(problem.loss_fn), tx)
-    # What each step evaluates; None where that varies.
+    # The evaluations of each step; None where they vary.
     self._per_step: _cost.Evaluations | None = None
-    self._compiled: dict[int, Any] = {}
+    self._at_once = jax.jit(jax.vmap(lambda *args: self._plain(*args)), donate_argnums=0)
     self.recording = Recording()
     # Whether its seeds must be trained one at a time, and whether they had better be.
     self.always_alone = self.better_alone = False
 
   def compile(self, seed: int) -> None:
-    """Counts the gradients of a step as far as its program tells, and compiles it.
-
-    Args:
-      seed: of a run that is thrown away.
-    """
+    """Compiles the step and counts its gradients, as far as its program tells."""
     training = self._begin(self._plain, seed)
     batch = next(self._problem.batches(seed))
     jaxpr = self._marked.trace(training.state, batch, self._problem.key(seed)).jaxpr
-    found = _cost.traced(jaxpr)
+    traced = _cost.traced(jaxpr)
     # A step without any gradient is one whose marks the trace does not show.
-    self._per_step = found if found is not None and found.gradients else None
+    self._per_step = traced if traced is not None and traced.gradients else None
     # The host chooses the compiled step by the depth.
     self.always_alone = bool(
       optax.tree.get_all_with_path(training.state.opt_state, "frozen_groups")
@@ -224,7 +178,7 @@ class Method:
       or (jax.default_backend() == "cpu" and _jaxpr.has_convolution(jaxpr))
     )
     self.recording.steady = self._per_step is not None and not self.always_alone
-    first, second = (_seconds(lambda: training.advance(1)) for _ in range(2))
+    first, second = (training.advance(1).seconds for _ in range(2))
     self.recording.compile_seconds = max(0.0, first - second)
     self._evaluate(training.state.params, training.state.model_state)
     if self._per_step is None:
@@ -238,16 +192,7 @@ class Method:
     return bool(recording.rough) or any(math.isnan(x) for one in recording.passes for x in one)
 
   def run(self, seed: int, *, records: bool = True, clocked: bool = True) -> Iterator[int]:
-    """Trains one seed.
-
-    Args:
-      seed: the seed.
-      records: whether its curves are kept.
-      clocked: whether its time is.
-
-    Yields:
-      After each point of the curves, the steps that were made for them.
-    """
+    """Trains one seed; yields the steps made, after each point of the curves."""
     recording = self.recording
     first = not recording.loss
     counts = first and self._per_step is None
@@ -273,14 +218,7 @@ class Method:
       yield length if records else 0
 
   def run_at_once(self, seeds: Sequence[int]) -> Iterator[int]:
-    """Trains several seeds at once, off the clock.
-
-    Args:
-      seeds: the seeds.
-
-    Yields:
-      After each point of the curves, the steps made since the one before, over all seeds.
-    """
+    """Trains several seeds at once, off the clock; yields the steps made, over all seeds."""
     if len(seeds) == 1:
       yield from self.run(seeds[0], clocked=False)
       return
@@ -298,56 +236,20 @@ class Method:
         recording.loss[seed].append(_mean(block.losses[:, i]))
       yield length * len(seeds)
 
-  def best_group(self, seeds: Sequence[int]) -> int:
-    """How many seeds to train at once: as many as fit into memory, or one if that is faster.
-
-    Args:
-      seeds: those that are left.
-
-    Returns:
-      At most their number, at least 1.
-    """
-    steps = sum(self._lengths)
+  def faster_at_once(self, seeds: Sequence[int]) -> bool:
+    """Whether the seeds fit into memory at once and train faster that way, by a few steps."""
     alone = self.recording.seconds(self._lengths).sum()
     # Compiling the step for several seeds takes at least as long as the one for one seed.
-    if len(seeds) * alone < self.recording.compile_seconds:
-      return 1
-    size = self.fitting(seeds[0], len(seeds))
-    if size > 1:
-      training = self._begin_at_once(seeds[:size])
+    if len(seeds) < 2 or len(seeds) * alone < self.recording.compile_seconds:
+      return False
+    try:
+      training = self._begin_at_once(seeds)
       together = min(training.advance(1).seconds for _ in range(_TRIAL_STEPS))
-      if together * steps >= size * alone:
-        return 1
-    return size
-
-  def fitting(self, seed: int, most: int) -> int:
-    """How many seeds fit into memory at once.
-
-    Args:
-      seed: one of them.
-      most: how many there are.
-
-    Returns:
-      At most `most`, at least 1.
-    """
-    while most > 1 and _bytes(self._at_once(seed, most)) > _MEMORY_SHARE * _free_memory():
-      del self._compiled[most]
-      most //= 2
-    return most
-
-  def _at_once(self, seed: int, number: int) -> Any:
-    """The step for several seeds at once, compiled."""
-    if number not in self._compiled:
-      state = self._begin(self._plain, seed).state
-      arguments = (state, next(self._problem.batches(seed)), self._problem.key(seed))
-
-      def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
-        return jax.ShapeDtypeStruct((number, *jnp.shape(leaf)), dtype)
-
-      step = jax.jit(jax.vmap(lambda *each: self._plain(*each)), donate_argnums=0)
-      self._compiled[number] = step.lower(*jax.tree.map(stacked, arguments)).compile()
-    return self._compiled[number]
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      return False
+    return together * sum(self._lengths) < len(seeds) * alone
 
   def _begin(self, step: _train_step.TrainStep, seed: int) -> _Training:
     problem = self._problem
@@ -355,24 +257,18 @@ class Method:
     return _Training(step, state, problem.batches(seed), problem.key(seed))
 
   def _begin_at_once(self, seeds: Sequence[int]) -> _Training:
-    problem, step = self._problem, self._at_once(seeds[0], len(seeds))
+    problem = self._problem
     states = [self._begin(self._plain, seed).state for seed in seeds]
     feeds = [problem.batches(seed) for seed in seeds]
     keys = [problem.key(seed) for seed in seeds]
     feed = (_stack(batches) for batches in zip(*feeds, strict=True))
-    return _Training(step, _stack(states), feed, _stack(keys))
+    return _Training(self._at_once, _stack(states), feed, _stack(keys))
 
   def _evaluate(self, params: Any, model_state: Any) -> Mapping[str, float]:
     if self._problem.evaluate is None:
       return {}
     metrics = jax.device_get(self._problem.evaluate(params, model_state))
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-  begin = time.perf_counter()
-  work()
-  return time.perf_counter() - begin
 
 
 def _mean(losses: np.ndarray) -> float:
@@ -394,36 +290,8 @@ def _pick(tree: Any, index: int) -> Any:
   return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def _free_memory() -> float:
-  """Bytes that are free where arrays live; infinite where nobody says."""
-  stats = jax.local_devices()[0].memory_stats()
-  if stats and "bytes_limit" in stats:
-    return stats["bytes_limit"] - stats["bytes_in_use"]
-  with contextlib.suppress(OSError, StopIteration, ValueError):
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    return 1024.0 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1])
-  with contextlib.suppress(AttributeError, OSError, ValueError):
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-  return math.inf
-
-
-def _bytes(compiled: Any) -> float:
-  """What a compiled program takes in memory, as far as the backend says."""
-  usage = compiled.memory_analysis()
-  if usage is None:
-    return 0.0
-  # Outputs take the memory of donated arguments, as far as they are aliased.
-  outputs = usage.output_size_in_bytes - usage.alias_size_in_bytes
-  return usage.temp_size_in_bytes + usage.argument_size_in_bytes + outputs
-
-
 class Bar:
-  """A progress bar that counts steps, or nothing where there is no tqdm.
-
-  Args:
-    total: the steps in all.
-    shown: whether there is to be one.
-  """
+  """A progress bar that counts steps, or nothing where there is no tqdm."""
 
   def __init__(self, total: int, shown: bool) -> None:
     self._bar: Any = None
@@ -453,14 +321,7 @@ class Bar:
 def run(
   methods: Mapping[str, Method], seeds: Sequence[int], seeds_at_once: int | None, bar: Bar
 ) -> None:
-  """Trains every method with every seed, into the methods' recordings.
-
-  Args:
-    methods: by name.
-    seeds: the seeds.
-    seeds_at_once: the most seeds to train at once; None: as many as fit, where it pays.
-    bar: shows the progress.
-  """
+  """Trains every method with every seed, into the methods' recordings."""
   for name, method in methods.items():
     bar.say(f"compiling {name}")
     method.compile(seeds[0])
@@ -492,11 +353,11 @@ def run(
   sizes = {}
   for name, method in methods.items():
     if others and name not in alone:
-      bar.say(f"compiling {name} for several seeds")
+      bar.say(f"trying {name} with several seeds")
       if seeds_at_once is None:
-        sizes[name] = method.best_group(others)
+        sizes[name] = len(others) if method.faster_at_once(others) else 1
       else:
-        sizes[name] = method.fitting(others[0], min(seeds_at_once, len(others)))
+        sizes[name] = min(seeds_at_once, len(others))
   for start in range(len(others)):
     for name, size in sizes.items():
       if start % size == 0:

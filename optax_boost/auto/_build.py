@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import dataclasses
 import os
 from typing import Any
+from typing import ClassVar
 from typing import TypeAlias
 
 import jax
@@ -15,20 +16,21 @@ from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
+from optax_boost import _less_bn
 from optax_boost import _precision
 from optax_boost import _train_step
 from optax_boost import _tree
-from optax_boost._auto import _config
-from optax_boost._auto import _levels
-from optax_boost._auto import _subspace
-from optax_boost._auto import _summation
+from optax_boost.auto import _config
+from optax_boost.auto import _levels
+from optax_boost.auto import _subspace
+from optax_boost.auto import _summation
 
 Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoBoost:
-  """A level and a configuration, decided on; made by :func:`auto_boost`. It changes nothing global.
+  """The methods that a level and a configuration turn on; made by :func:`auto_boost`.
 
   Attributes:
     level: the level.
@@ -49,13 +51,7 @@ class AutoBoost:
   adasum_on: str = "gradients"
 
   def is_on(self, method: str) -> bool:
-    """Whether a method is on.
-
-    Args:
-      method: its key in the configuration, as ``"grad_freeze"``.
-
-    Returns:
-      Whether it is.
+    """Whether a method is on, by its key in the configuration, as ``"grad_freeze"``.
 
     Raises:
       ValueError: there is no such method.
@@ -70,16 +66,12 @@ class AutoBoost:
 
     Returns:
       A table: for each method whether it is on, why, its settings, and the savings to expect.
-      With a level's own settings also the measured savings, with the network and the machine.
+      Measured savings of the levels are in ``docs/cards/auto_boost.md``.
     """
     rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    freezing = dataclasses.replace(self.config.grad_freeze, total_steps=None)
-    settings = dataclasses.replace(self.config, grad_freeze=freezing)
-    if settings == _levels.SETTINGS[self.level] and self.level in _levels.MEASURED:
-      lines.append(f"measured: {_levels.MEASURED[self.level]}")
     return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
 
   def optimizer(
@@ -104,9 +96,8 @@ class AutoBoost:
       loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
       *args: the loss's other arguments.
       groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
-      decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, to centralize together with
-        the gradients, as MindSpore's optimizers do; leave it out of `tx` then. None: a decay inside
-        `tx` is not centralized.
+      decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, centralized together with the
+        gradients, as in MindSpore; leave it out of `tx` then. None: none, or one inside `tx`.
 
     Returns:
       The transformation.
@@ -128,7 +119,33 @@ class AutoBoost:
           " params or the model, the loss and its arguments, or groups=..."
         )
       groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
-    return self._around(tx, groups, params, decay)
+    if decay is not None:
+      decay = _base.check_transformation("decay", decay)
+    if self.is_on("dim_reduce"):
+      if decay is not None:
+        raise ValueError(
+          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
+          " it out, or turn `dim_reduce` off."
+        )
+      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
+    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
+      tx = optax.chain(_centralization.centralize(), tx)
+    if decay is not None:
+      tx = optax.chain(decay, tx)
+    # From the inside out. A new method joins here and in `_levels.METHODS`.
+    if self.is_on("adasum"):
+      tx = _summation.summed(tx, self._summation, self.config.common.device_number)
+    if self.is_on("grad_freeze"):
+      assert groups is not None
+      tx = _freezing.freeze(tx, groups, _schedule(self.config.grad_freeze), key=self.key)
+    if self.is_on("grad_accumulation"):
+      tx = _accumulation.accumulate(tx, self.config.grad_accumulation.grad_accumulation_step)
+    if self.is_on("loss_scale_group"):
+      assert groups is not None
+      # Where replicas have gradients of their own, the overflow of one counts for all.
+      axis_name = self._summation.every_axis if self.is_on("adasum") else None
+      tx = _precision.group_loss_scale(tx, groups, axis_name=axis_name)
+    return tx
 
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
@@ -159,39 +176,38 @@ class AutoBoost:
   def _summation(self) -> _summation.Summation:
     return _summation.Summation(self.axis_name, self.local_axis_name, self.adasum_on)
 
-  def _around(
-    self,
-    tx: optax.GradientTransformationExtraArgs,
-    groups: _groups.Groups | None,
-    params: Any,
-    decay: optax.GradientTransformation | None,
-  ) -> optax.GradientTransformationExtraArgs:
-    if decay is not None:
-      decay = _base.check_transformation("decay", decay)
-    if self.is_on("dim_reduce"):
-      if decay is not None:
-        raise ValueError(
-          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
-          " it out, or turn `dim_reduce` off."
-        )
-      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
-    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
-      tx = optax.chain(_centralization.centralize(), tx)
-    if decay is not None:
-      tx = optax.chain(decay, tx)
-    for method, wrap in _WRAPS.items():
-      if self.is_on(method):
-        tx = wrap(self, tx, groups)
-    return tx
 
+class ModelBoost(AutoBoost):
+  """The common part of the forms for Flax, which also change the model."""
 
-def _summed(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  del groups
-  return _summation.summed(tx, boost._summation, boost.config.common.device_number)
+  # The module of `plan_less_bn` and `less_bn` for the kind of model.
+  _less_bn: ClassVar[Any]
 
+  def plan(self, model: Any, /, *args: Any, **kwargs: Any) -> _less_bn.LessBNPlan | None:
+    """Plans the changes of :meth:`model` to a model.
 
-def _frozen(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  return _freezing.freeze(tx, groups, _schedule(boost.config.grad_freeze), key=boost.key)
+    Args:
+      model: the NNX model or Linen module.
+      *args: its inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. In Linen, the module's
+        variables may come first, see :func:`optax_boost.linen.plan_less_bn`.
+      **kwargs: its keyword arguments, such as ``train=True``.
+
+    Returns:
+      A plan that prints, or None if `less_bn` is off.
+    """
+    if not self.is_on("less_bn"):
+      return None
+    return self._less_bn.plan_less_bn(model, *args, fn_flag=self.config.less_bn.fn_flag, **kwargs)
+
+  def model(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a model for training; arguments as for :meth:`plan`.
+
+    Returns:
+      A copy after :func:`optax_boost.nnx.less_bn` or :func:`optax_boost.linen.less_bn`, or `model`
+      itself if that is off.
+    """
+    plan = self.plan(model, *args, **kwargs)
+    return model if plan is None else self._less_bn.less_bn(model, plan=plan)
 
 
 def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
@@ -211,29 +227,8 @@ def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
   )
 
 
-def _accumulated(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  del groups
-  return _accumulation.accumulate(tx, boost.config.grad_accumulation.grad_accumulation_step)
-
-
-def _scaled(boost: AutoBoost, tx: Any, groups: Any) -> Any:
-  # Where replicas have gradients of their own, the overflow of one counts for all.
-  axis_name = boost._summation.every_axis if boost.is_on("adasum") else None
-  return _precision.group_loss_scale(tx, groups, axis_name=axis_name)
-
-
-# The wrappers of each method, from the inside out; centralization is inside of them. A new method
-# joins here and in `_levels.METHODS`.
-_WRAPS: dict[str, Callable[[AutoBoost, Any, Any], Any]] = {
-  "adasum": _summed,
-  "grad_freeze": _frozen,
-  "grad_accumulation": _accumulated,
-  "loss_scale_group": _scaled,
-}
-
-
 def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
-  """Reads a configuration in any of its forms; keys that a dict or file leaves out are `base`'s."""
+  """Reads any form of a configuration; a dict or file takes missing keys from `base`."""
   if config is None:
     return base
   if isinstance(config, _config.BoostConfig):
@@ -253,7 +248,7 @@ def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfi
   )
 
 
-def decided(
+def resolve(
   level: str,
   config: Config,
   *,
@@ -377,16 +372,5 @@ def auto_boost(
     MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
     for all that follow, and unknown levels and keys pass silently.
   """
-  return AutoBoost(
-    **decided(
-      level,
-      config,
-      axis_name=axis_name,
-      local_axis_name=local_axis_name,
-      adasum_on=adasum_on,
-      compose=compose,
-      key=key,
-      reference=reference,
-      total_steps=total_steps,
-    )
-  )
+  # All arguments of this function.
+  return AutoBoost(**resolve(**locals()))

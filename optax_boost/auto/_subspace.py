@@ -7,25 +7,13 @@ import jax
 import optax
 
 from optax_boost import _dim_reduce
-from optax_boost._auto import _config
+from optax_boost.auto import _config
 
 
 def subspace_optimizer(
   block: _config.DimReduceConfig, params: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes :func:`dim_reduce` of a configuration.
-
-  Args:
-    block: the block ``dim_reduce``.
-    params: the params, or abstract values of them.
-
-  Returns:
-    The transformation.
-
-  Raises:
-    ValueError: there are no params, there is neither a file nor a directory to take the subspace
-      from, or it does not fit the params.
-  """
+  """Makes :func:`dim_reduce` of a configuration; `params` may be abstract."""
   if not jax.tree.leaves(params):
     raise ValueError(
       "`dim_reduce` is on, so the optimizer must know the tree of the subspace: pass the"
@@ -41,23 +29,23 @@ def subspace_optimizer(
 
 
 def _subspace(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Subspace:
-  """That in the file; else one fitted to the checkpoints, and saved if a file is named."""
+  """Loads the subspace's file; else fits the subspace to the checkpoints, and writes the file."""
   path = None if block.pca_mat_path is None else pathlib.Path(block.pca_mat_path)
   if path is not None and path.exists():
-    found = _dim_reduce.load_subspace(path, like=params)
-    if found.components != block.n_components:
+    loaded = _dim_reduce.load_subspace(path, like=params)
+    if loaded.components != block.n_components:
       raise ValueError(
         f"`dim_reduce.n_components` is {block.n_components}, but the subspace in"
-        f" `dim_reduce.pca_mat_path` ({path}) has {found.components} dimensions. Set"
+        f" `dim_reduce.pca_mat_path` ({path}) has {loaded.components} dimensions. Set"
         " `n_components` to that, or name another file."
       )
-    return found
+    return loaded
   if block.weight_load_dir is None:
-    there = "None" if path is None else f"{str(path)!r}, which does not exist"
+    missing = "None" if path is None else f"{str(path)!r}, which does not exist"
     raise ValueError(
       "`dim_reduce` is on, so `dim_reduce.pca_mat_path` must name a file that `save_subspace`"
       " wrote, or `dim_reduce.weight_load_dir` a directory of checkpoints of the params; got"
-      f" {there}, and None."
+      f" {missing}, and None."
     )
   snapshots = _dim_reduce.checkpoint_snapshots(block.weight_load_dir, like=params)
   # At most so many snapshots beside the basis: as much memory again.

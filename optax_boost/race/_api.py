@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import functools
 import inspect
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,30 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
-from optax_boost._race import _data
-from optax_boost._race import _result
-from optax_boost._race import _run
+from optax_boost.race import _data
+from optax_boost.race import _result
+from optax_boost.race import _run
 
 # The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
 # Integers of metrics are int32 in a jitted `evaluate`.
 _LARGEST = 2**31
+
+
+class Options(NamedTuple):
+  """The arguments of :func:`race` that are the same for the forms for Flax."""
+
+  data: Any
+  transformations: Mapping[str, optax.GradientTransformation]
+  steps: int
+  batch_size: int | None
+  seeds: int | Sequence[int]
+  points: int
+  jit_evaluate: bool
+  full_grad_fn: Callable[..., Any] | None
+  baseline: str | None
+  seeds_at_once: int | None
+  progress: bool
 
 
 def race(
@@ -42,30 +59,30 @@ def race(
   seeds_at_once: int | None = None,
   progress: bool = True,
 ) -> _result.RaceResult:
-  """Trains with each of several transformations, and says what each of them buys.
+  """Trains with each of several transformations, and compares them.
 
-  A seed gives all methods the same initial params, batches and dropout masks, so that they are
-  compared seed by seed. They are compared three ways, each with the budget that the cheapest of
-  them has spent at its end:
+  A seed gives all methods the same initial params, batches and dropout masks, so that methods are
+  compared seed by seed. They are compared three ways, each with the budget that the cheapest
+  method has spent at its end:
 
   - at equal steps;
   - at equal gradient evaluations: a gradient of the loss on one batch counts one, a value of the
     loss without its gradient (a trial point of a line search) a third, as a backward pass takes
-    about as long as two forward passes. They are counted, not asked for. What :func:`freeze`
-    leaves out of a backward pass is seen in the time only;
+    about as long as two forward passes. Counted from the train step's program. The backward pass
+    that :func:`freeze` leaves out is seen in the time only;
   - at equal wall time: of one seed alone, without compiling, evaluating and making batches. The
-    methods take turns on the clock, in random order, and the median over several such passes
-    counts, so that what else the machine does slows all of them alike.
+    methods take turns on the clock, in random order, and the median over several passes counts, so
+    that other work of the machine slows all of them alike.
 
-  The first seed is trained with all methods side by side, so that one state of each must fit into
-  memory. The other seeds are trained at once (``jax.vmap``) where that fits and is faster. One at a
-  time are trained: methods that freeze layers, methods with the loss inside a loop or conditional,
-  all of them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
+  The first seed is trained with all methods side by side, so one state of each must fit into
+  memory. The other seeds are trained at once (``jax.vmap``) where that is faster. One at a time are
+  trained: methods that freeze layers, methods with the loss inside a loop or conditional, all of
+  them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
 
   Args:
     loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
-      ``loss_fn(params, model_state, batch)``. If it takes one argument more that has no default,
-      or is called ``rng`` or ``key``, it is given a key.
+      ``loss_fn(params, model_state, batch)``. A further argument that has no default, or is called
+      ``rng`` or ``key``, gets a key.
     init_fn: from a key to the initial params; with `has_model_state`, to ``(params,
       model_state)``.
     data: a tree of arrays with a leading axis of examples, which are shuffled for each seed and
@@ -74,29 +91,28 @@ def race(
     transformations: by name. Make learning-rate schedules for `steps` steps.
     steps: the length of each training.
     batch_size: examples in a batch; None: all of them. Not with a function as `data`.
-    seeds: how many, from 0, or which. More make the intervals narrower; 3 is few.
+    seeds: the number of seeds, from 0, or the seeds. More make the intervals narrower; 3 is few.
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
       held-out data: a scalar, or a dictionary of scalars.
-    points: how many points the curves have, at most. More cost more evaluations.
-    jit_evaluate: whether `evaluate` is jitted, which makes the arrays that it closes over a part of
-      the program. False for one that goes through much held-out data batch by batch, with a
-      function that it has jitted itself.
+    points: the most points of a curve. More cost more evaluations.
+    jit_evaluate: whether `evaluate` is jitted, which makes arrays that it closes over a part of the
+      program. False for one that goes through held-out data batch by batch.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once, if they fit, faster or not (those that freeze
-      layers aside). None: see above.
-    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
+    seeds_at_once: the most seeds to train at once, faster or not (methods that freeze layers
+      aside). More take more memory: 1 where several do not fit. None: as said above.
+    progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
     A :class:`RaceResult`. A seed whose loss is not finite at the end is reported as diverged and
     left out of means. After Ctrl-C it holds the seeds that every method has finished, or else the
-    points of the first seed that every method got to, and its `complete` is False.
+    points of the first seed that every method has reached, and its `complete` is False.
 
   Raises:
     TypeError: an argument is of the wrong kind.
     ValueError: an argument is out of range, or does not fit the others.
-    KeyboardInterrupt: interrupted before any point was reached.
+    KeyboardInterrupt: interrupted before the first point.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -140,78 +156,41 @@ def race(
     assert evaluate is not None
     return evaluate(params, model_state) if has_model_state else evaluate(params)
 
+  options = Options(
+    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
+    seeds_at_once, progress
+  )  # fmt: skip
   return race_from(
     loss_fn,
     start,
-    data,
-    transformations,
-    steps=steps,
-    batch_size=batch_size,
-    seeds=seeds,
-    evaluate=None if evaluate is None else metrics,
-    points=points,
-    jit_evaluate=jit_evaluate,
+    None if evaluate is None else metrics,
+    options,
     has_model_state=has_model_state,
     takes_rng=_takes_rng(loss_fn, 3 if has_model_state else 2),
-    full_grad_fn=full_grad_fn,
-    baseline=baseline,
-    seeds_at_once=seeds_at_once,
-    progress=progress,
   )
 
 
 def race_from(
   loss_fn: Callable[..., Any],
   start: Callable[[int], tuple[Any, Any]],
-  data: Any,
-  transformations: Mapping[str, optax.GradientTransformation],
-  *,
-  steps: int,
-  batch_size: int | None,
-  seeds: int | Sequence[int],
   evaluate: Callable[[Any, Any], Any] | None,
-  points: int,
-  jit_evaluate: bool,
+  options: Options,
+  *,
   has_model_state: bool,
   takes_rng: bool,
-  full_grad_fn: Callable[..., Any] | None,
-  baseline: str | None,
-  seeds_at_once: int | None,
-  progress: bool,
 ) -> _result.RaceResult:
-  """:func:`race` from seeds instead of keys, for the forms for Flax.
-
-  Args:
-    loss_fn: as for :func:`race`.
-    start: from the seed to the initial params and statistics.
-    data: as for :func:`race`.
-    transformations: as for :func:`race`.
-    steps: as for :func:`race`.
-    batch_size: as for :func:`race`.
-    seeds: as for :func:`race`.
-    evaluate: from params and statistics to a scalar or a dictionary of scalars.
-    points: as for :func:`race`.
-    jit_evaluate: as for :func:`race`.
-    has_model_state: as for :func:`race`.
-    takes_rng: whether the loss takes a key.
-    full_grad_fn: as for :func:`race`.
-    baseline: as for :func:`race`.
-    seeds_at_once: as for :func:`race`.
-    progress: as for :func:`race`.
-
-  Returns:
-    A :class:`RaceResult`.
-  """
-  baseline = _check_transformations(transformations, baseline)
-  check_optional_callable("full_grad_fn", full_grad_fn)
-  _base.check_bool("jit_evaluate", jit_evaluate)
-  _base.check_bool("progress", progress)
+  """:func:`race` with `start` from the seed, and `evaluate`, to and from params and statistics."""
+  steps, points, seeds_at_once = options.steps, options.points, options.seeds_at_once
+  baseline = _check_transformations(options.transformations, options.baseline)
+  check_optional_callable("full_grad_fn", options.full_grad_fn)
+  _base.check_bool("jit_evaluate", options.jit_evaluate)
+  _base.check_bool("progress", options.progress)
   for name, value in (("steps", steps), ("points", points), ("seeds_at_once", seeds_at_once)):
     if value is not None or name != "seeds_at_once":
       _base.check_whole_number(name, value, static=True)
-  chosen = _seeds(seeds)
+  chosen = _seeds(options.seeds)
 
-  # Methods share what one seed starts from; it is copied before it is trained.
+  # Methods share a seed's initial params; the train step copies them.
   @functools.lru_cache(maxsize=1)
   def latest(seed: int) -> tuple[Any, Any]:
     params, model_state = start(seed)
@@ -225,32 +204,35 @@ def race_from(
     assert evaluate is not None
     return _named(evaluate(params, model_state))
 
-  measure = None if evaluate is None else (jax.jit(named) if jit_evaluate else named)
+  measure = None if evaluate is None else (jax.jit(named) if options.jit_evaluate else named)
   problem = _run.Problem(
     loss_fn,
     latest,
-    _data.batches_of(data, batch_size),
+    _data.batches_of(options.data, options.batch_size),
     measure,
     has_model_state,
     takes_rng,
-    full_grad_fn,
+    options.full_grad_fn,
   )
   every = -(-steps // points)
-  marks = [*range(every, steps, every), steps]
-  methods = {name: _run.Method(problem, tx, marks) for name, tx in transformations.items()}
+  eval_steps = [*range(every, steps, every), steps]
+  methods = {
+    name: _run.Method(problem, tx, eval_steps) for name, tx in options.transformations.items()
+  }
   complete = True
-  with _run.Bar(steps * len(chosen) * len(methods), progress) as bar:
+  with _run.Bar(steps * len(chosen) * len(methods), options.progress) as bar:
     try:
       _run.run(methods, chosen, seeds_at_once, bar)
     except KeyboardInterrupt:
       complete = False
-      if not _common(methods, marks, chosen):
+      if not _common(methods, eval_steps, chosen):
         raise
   recordings = {name: method.recording for name, method in methods.items()}
-  finished, reached = _common(methods, marks, chosen) or ([], 0)
+  finished, reached = _common(methods, eval_steps, chosen) or ([], 0)
   return _result.RaceResult(
     curves={
-      name: _curves(recording, finished, marks[:reached]) for name, recording in recordings.items()
+      name: _curves(recording, finished, eval_steps[:reached])
+      for name, recording in recordings.items()
     },
     seeds=tuple(finished),
     baseline=baseline,
@@ -260,7 +242,7 @@ def race_from(
 
 
 def _common(
-  methods: Mapping[str, _run.Method], marks: Sequence[int], seeds: Sequence[int]
+  methods: Mapping[str, _run.Method], eval_steps: Sequence[int], seeds: Sequence[int]
 ) -> tuple[list[int], int] | None:
   """The seeds that every method has finished, or the first one; and the points in common."""
 
@@ -268,34 +250,30 @@ def _common(
     # The loss is the last that is noted of a point.
     return min(len(method.recording.loss.get(seed, ())) for method in methods.values())
 
-  finished = [seed for seed in seeds if reached(seed) == len(marks)]
+  finished = [seed for seed in seeds if reached(seed) == len(eval_steps)]
   if finished:
-    return finished, len(marks)
+    return finished, len(eval_steps)
   return ([seeds[0]], reached(seeds[0])) if reached(seeds[0]) else None
 
 
 def _curves(
-  recording: _run.Recording, seeds: Sequence[int], marks: Sequence[int]
+  recording: _run.Recording, seeds: Sequence[int], eval_steps: Sequence[int]
 ) -> _result.RaceCurves:
-  count = len(marks)
+  count = len(eval_steps)
   rows = [recording.metrics[seed][:count] for seed in seeds]
   return _result.RaceCurves(
-    steps=np.array(marks),
+    steps=np.array(eval_steps),
     loss=np.array([recording.loss[seed][:count] for seed in seeds]),
     metrics={name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]},
     gradient_evaluations=np.cumsum(recording.evaluations[:count]),
-    seconds=np.cumsum(recording.seconds(np.diff(marks, prepend=0).tolist())),
+    seconds=np.cumsum(recording.seconds(np.diff(eval_steps, prepend=0).tolist())),
     compile_seconds=recording.compile_seconds,
     seeds_at_once=recording.seeds_at_once,
   )
 
 
 def check_optional_callable(name: str, value: Any, form: str = "") -> None:
-  """Checks an argument that is a function or None.
-
-  Raises:
-    TypeError: it is neither.
-  """
+  """Checks an argument that is a function or None."""
   if value is not None:
     _base.check_callable(name, value, form)
 
@@ -332,14 +310,14 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
   return list(range(seeds))
 
 
-def _takes_rng(loss_fn: Callable[..., Any], given: int) -> bool:
-  """Whether a loss wants a key behind its other arguments."""
+def _takes_rng(loss_fn: Callable[..., Any], position: int) -> bool:
+  """Whether the loss takes a key as the argument at `position`."""
   try:
     parameters = inspect.signature(loss_fn).parameters.values()
   except (TypeError, ValueError):
     return False
   kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-  further = [p for p in parameters if p.kind in kinds][given:]
+  further = [p for p in parameters if p.kind in kinds][position:]
   return bool(further) and (
     further[0].default is inspect.Parameter.empty or further[0].name in ("rng", "key")
   )

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-  from optax_boost._race import _result
+  from optax_boost.race import _result
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the baseline is grey.
 BASELINE_COLOUR = "#5A5A5A"
@@ -26,20 +26,7 @@ _FONT = 13
 def draw(
   result: "_result.RaceResult", quantities: Sequence[str], against: Sequence[str]
 ) -> "Figure":
-  """Draws panels: a row for each quantity, a column for each budget.
-
-  Args:
-    result: of a race.
-    quantities: of its `quantities`.
-    against: of the budgets.
-
-  Returns:
-    The figure. Its axes are in the order of reading; each line bears its method as its label. What
-    is called a loss is drawn on a logarithmic scale.
-
-  Raises:
-    ImportError: matplotlib is not installed.
-  """
+  """Draws a row of panels for each quantity, a column for each budget; losses on a log scale."""
   try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -77,14 +64,7 @@ def draw(
 
 
 def method_colours(result: "_result.RaceResult") -> dict[str, str]:
-  """A colour for each method.
-
-  Args:
-    result: of a race.
-
-  Returns:
-    The colours, by name.
-  """
+  """A colour for each method."""
   colours = itertools.cycle(_COLOURS)
   return {
     name: BASELINE_COLOUR if name == result.baseline else next(colours) for name in result.curves
@@ -105,21 +85,26 @@ def _curve(
   alive = rows[~result.curves[name].diverged]
   # A method that never came through is shown as far as it got.
   rows = alive if len(alive) else rows
-  there, back = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
+  scale, inverse = (np.log, np.exp) if logarithmic else (np.positive, np.positive)
   with np.errstate(all="ignore"):
-    mean, spread = there(rows).mean(0), there(rows).std(0)
-  known = np.isfinite(mean) & np.isfinite(x)
+    mean, spread = scale(rows).mean(0), scale(rows).std(0)
+  finite = np.isfinite(mean) & np.isfinite(x)
   axes.fill_between(
-    x[known],
-    back(mean - spread)[known],
-    back(mean + spread)[known],
+    x[finite],
+    inverse(mean - spread)[finite],
+    inverse(mean + spread)[finite],
     color=colour,
     alpha=0.15,
     linewidth=0,
   )
   label = name + ("" if len(alive) else " (diverged)")
   axes.plot(
-    x[known], back(mean[known]), color=colour, linewidth=2.4, label=label, solid_capstyle="round"
+    x[finite],
+    inverse(mean[finite]),
+    color=colour,
+    linewidth=2.4,
+    label=label,
+    solid_capstyle="round",
   )
 
 
@@ -143,9 +128,9 @@ def _name_lines(axes: Any, colours: dict[str, str]) -> None:
     ends.append((height, line, colour))
   gap, height = 0.065, np.inf
   ends.sort(key=lambda end: -end[0])
-  for rank, (wanted, line, colour) in enumerate(ends):
+  for rank, (natural, line, colour) in enumerate(ends):
     lowest_free = gap * (len(ends) - 1 - rank)
-    height = min(max(wanted, lowest_free), height - gap)
+    height = min(max(natural, lowest_free), height - gap)
     # The alternative form keeps trailing zeros, and a trailing point.
     last = f" {line.get_ydata()[-1]:#.3g}".rstrip(".") if len(line.get_ydata()) else ""
     axes.annotate(
