@@ -21,8 +21,8 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _linalg
 from optax_boost import _tree
+from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _trajectory
 
 
