@@ -24,7 +24,6 @@ from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
-from optax_boost._dim_reduce import SnapshotStore
 from optax_boost._dim_reduce import Subspace
 from optax_boost._dim_reduce import TrajectoryState
 from optax_boost._dim_reduce import checkpoint_snapshots
@@ -117,7 +116,6 @@ __all__ = [
   "RaceResult",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
-  "SnapshotStore",
   "StackedLayersWarning",
   "Subspace",
   "SvrgState",

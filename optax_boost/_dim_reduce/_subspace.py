@@ -5,8 +5,7 @@ r"""The subspace in which the weights moved: principal components of snapshots o
   B   [k, n]   basis: the leading right singular vectors of C, orthonormal over the whole tree
   s   [k]      its singular values; the explained variance is s^2 / (m - 1)
 
-The mathematics, and why no leaf is flattened, is in ``_linalg.py``. Each row's sign is such that
-its entry of the largest magnitude is positive.
+``_linalg.py`` has the mathematics. Each row's entry of the largest magnitude is positive.
 """
 
 from collections.abc import Iterator
@@ -49,16 +48,7 @@ class Subspace(NamedTuple):
 
 
 def check_subspace(argument: str, value: Any) -> None:
-  """Checks an argument that is a subspace.
-
-  Args:
-    argument: the argument's name, for the message.
-    value: the argument.
-
-  Raises:
-    TypeError: it is none, or a field holds something else than real floating-point numbers.
-    ValueError: its arrays are not of one number of components.
-  """
+  """Checks an argument that is a subspace: its type, dtypes, and one number of components."""
   if not isinstance(value, Subspace):
     raise TypeError(
       f"`{argument}` must be a Subspace, as `fit_subspace` returns it; got {_base.shorten(value)}."
@@ -99,28 +89,27 @@ def fit_subspace(
   .. math::
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
-  The snapshots are many times longer than they are many, so the eigenvectors of their m x m Gram
-  matrix give the components; one Rayleigh-Ritz step then sets right what squaring lost. In float32,
-  components with less than 1e-7 of the first one's variance are found less exactly, those with
-  less than 1e-10 are rounding errors and are refused. Sharded params are not gathered:
-  what crosses devices has m or k rows and columns.
+  The eigenvectors of the snapshots' m x m Gram matrix give the components; one Rayleigh-Ritz step
+  then restores the digits that squaring lost. In float32, components with less than 1e-7 of the
+  first one's variance are less exact, those with less than 1e-10 are rounding errors and are
+  refused. Sharded params are not gathered: only matrices of m or k rows and columns cross devices.
 
-  Inside ``jit``, where numbers can't be looked at, snapshots that are not finite are left out, and
-  where there are fewer directions than `components`, the last rows of the basis are zero.
+  Inside ``jit``, snapshots that are not finite are left out instead of refused, and where there are
+  fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: one of: an optimizer state with a :class:`TrajectoryState` in it; a sequence (list,
-      :class:`SnapshotStore`, :func:`checkpoint_snapshots`) of trees; a stacked tree, whose leaves
-      have the snapshots along their first axis. A list is always a sequence of snapshots, so of
-      params that are a list pass the state or a list of trees.
-    components: k, the dimensions of the subspace; fewer than there are snapshots. Static.
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a sequence of trees (a
+      list, or :func:`checkpoint_snapshots`); or a stacked tree, whose leaves have the snapshots
+      along their first axis. A list is always a sequence of snapshots.
+    components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
+      it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
       snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
       one for m in the hundreds, and is as good where variances decay.
     key: a key or an integer seed, for the randomized method only.
     oversample: raising it makes the randomized method more exact.
-    dtype: what the basis is stored in; all is computed in float32 or wider. bfloat16 halves its
-      memory, and its rows are then orthonormal to 3 digits only.
+    dtype: a floating dtype to store the basis in; computed in float32 or wider. With bfloat16 its
+      rows are orthonormal to 3 digits only.
 
   Returns:
     A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
@@ -184,18 +173,16 @@ def fit_subspace_streamed(
 ) -> Subspace:
   """The same as an exact :func:`fit_subspace`, with few of the snapshots in memory at a time.
 
-  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times: the
-  Gram matrix is made block by block, and the basis and what refines it take two more passes. A
-  host loop, not for ``jit``.
+  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times. A host
+  loop, not for ``jit``.
 
   Args:
-    snapshots: the snapshots, by index: anything with ``len`` and ``[i]``, such as
-      :func:`checkpoint_snapshots` or a :class:`SnapshotStore`. They are read again and again, and
-      must be the same each time.
-    components: k, the dimensions of the subspace; fewer than there are snapshots.
-    chunk: how many snapshots are held at a time, at least 2, beside the mean and the basis
+    snapshots: anything with ``len`` and ``[i]``, such as :func:`checkpoint_snapshots` or a list of
+      NumPy arrays; each ``[i]`` is read several times, and must be the same each time.
+    components: k, as in :func:`fit_subspace`.
+    chunk: the number of snapshots held at a time, at least 2, beside the mean and the basis
       (k + 8 of them, and k more when it is refined). Raising it saves reading.
-    dtype: what the basis is stored in; see :func:`fit_subspace`.
+    dtype: as in :func:`fit_subspace`.
     progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
 
   Returns:
@@ -284,7 +271,7 @@ def _linalg_dtype(tree: Any) -> Any:
 
 def _stack(snapshots: Any) -> tuple[Any, Any]:
   """The snapshots as a stacked tree, and which of its rows hold one."""
-  if _trajectory.find_trajectories(snapshots):
+  if _tree.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
