@@ -1,8 +1,8 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
 A stacked tree X has leaves [m, *shape]: m vectors of n entries in all, one to a row. Matrices of m
-or k rows and columns are small and kept whole; what has n entries is only ever contracted over all
-axes of its leaves, or combined row by row. No leaf is reshaped or concatenated, so a sharded leaf
+or k rows and columns are small and kept whole; rows of n entries are only contracted over all axes
+of their leaves, or combined with each other. No leaf is reshaped or concatenated, so a sharded leaf
 stays on its devices, and only the small matrices cross them.
 
 Principal component analysis, with C the rows of X minus their mean:
@@ -113,8 +113,8 @@ def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
 def finite_rows(rows: Any) -> jax.Array:
   """Which rows of a stacked tree hold finite numbers only: [m], bool."""
   parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
-  # Counted by a contraction: what XLA can fuse, it repeats in the kernel of every leaf that uses
-  # it, and compiles for long where there are hundreds.
+  # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
+  # compile for long where there are hundreds.
   return jnp.ones(len(parts)) @ jnp.stack(parts).astype(jnp.float32) == len(parts)
 
 
@@ -141,7 +141,7 @@ def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
 
 
 def orthonormalize(rows: Any) -> Any:
-  """Orthonormal rows of which the first j span what the first j given ones do, for every j.
+  """Orthonormal rows: the first j span the space of the first j of `rows`, for every j.
 
   A row that sticks out of the span of those before it by less than 1 % of its length (in float32;
   sqrt(1000 eps)) is taken for a rounding error and becomes zero.

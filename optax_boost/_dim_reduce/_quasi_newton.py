@@ -45,22 +45,6 @@ def bfgs_update(
   return jnp.where(updated, new, inverse_hessian), updated
 
 
-class Directions(NamedTuple):
-  """Search directions of G groups, and the start of their line search.
-
-  Attributes:
-    inverse_hessian: B, updated, ``[G, k, k]``.
-    direction: d, ``[G, k]``.
-    first: the first step to try.
-    steepest: whether all directions are those of steepest descent.
-  """
-
-  inverse_hessian: jax.Array
-  direction: jax.Array
-  first: jax.Array
-  steepest: jax.Array
-
-
 @jax.jit
 def directions(
   inverse_hessian: jax.Array,
@@ -87,9 +71,10 @@ def descent_directions(
   min_curvature: jax.typing.ArrayLike,
   next_step: jax.Array,
   last_length: jax.Array,
-) -> Directions:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """As :func:`directions`, but steepest descent where those do not descend.
 
+  Beside B and the directions returns the first step to try, and whether descent is steepest.
   The first update of B starts from the identity times the length of the last step, which was one
   of steepest descent: so a length of 1 suits the directions that B has not seen, too.
   """
@@ -101,11 +86,11 @@ def descent_directions(
   unchanged = fresh & jnp.all(new == scale * identity)
   descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
   steepest = unchanged | ~descends
-  return Directions(
-    inverse_hessian=jnp.where(steepest, identity, new),
-    direction=jnp.where(steepest, -gradient, direction),
-    first=jnp.where(unchanged | (descends & ~fresh), next_step, 1),
-    steepest=steepest,
+  return (
+    jnp.where(steepest, identity, new),
+    jnp.where(steepest, -gradient, direction),
+    jnp.where(unchanged | (descends & ~fresh), next_step, 1),
+    steepest,
   )
 
 

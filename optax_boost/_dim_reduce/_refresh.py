@@ -21,14 +21,14 @@ def refresh_subspace(
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
-  The residual momentum stays what it is, exactly; the quasi-Newton matrix starts anew.
+  The residual momentum stays exactly the same; the quasi-Newton matrix starts anew.
 
   Args:
     opt_state: the state of any chain that holds a :class:`DimReduceState`; of several, all are
       renewed.
     subspace: the new subspace, of as many components. If it is not finite, the old one stays, and
       `notfinite_count` grows.
-    groups: those that :func:`dim_reduce` was given.
+    groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
     The new optimizer state. Its other parts are those of `opt_state`, not copies.
@@ -142,7 +142,7 @@ def renew(
   leaves, structure = jax.tree.flatten(state.momentum)
   olds = jax.tree.leaves(state.basis)
   taken = jnp.where(good, state.projected_momentum, 0)
-  # M - P' q is what must not change, and q starts at 0.
+  # M - P' q must not change, and q starts at 0.
   momentum = [
     m - _linalg.combine_rows(taken[group].astype(m.dtype), rows)
     for group, m, rows in zip(group_of_leaf, leaves, olds, strict=True)

@@ -38,7 +38,7 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
     TypeError: `subspace` is no Subspace of floating-point arrays, or `path` no path.
     ValueError: a number is not finite, the arrays' shapes do not fit each other, or two leaves have
       the same path.
-    OSError: the file can't be written; the one that was there is unchanged.
+    OSError: the file can't be written; an old one is unchanged.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -102,30 +102,22 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
     >>> optax_boost.load_subspace(path, like=jnp.zeros(2)).basis.tolist()
     [[0.0, 1.0]]
   """
-  leaves, structure = jax.tree.flatten(like)
-  for leaf in leaves:
-    if not hasattr(leaf, "shape"):
-      raise TypeError(
-        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
-      )
+  leaves = _subspace.leaves_like(like)
   arrays = _read(_files.check_path("path", path))
-  shapes = {p: jnp.shape(x) for p, x in zip(_tree.leaf_paths(like), leaves, strict=True)}
   saved = {
     name.removeprefix("mean/"): x.shape for name, x in arrays.items() if name.startswith("mean/")
   }
-  if saved != shapes:
-    name = sorted(set(saved.items()) ^ set(shapes.items()))[0][0]
-    raise ValueError(
-      f"`load_subspace` needs the params that the subspace was fitted to; at {name!r} the file"
-      f" {path} has {saved.get(name, 'nothing')} and `like` has {shapes.get(name, 'nothing')}."
-      " Pass the params of that model, or fit a subspace to this one's snapshots."
-    )
+  _subspace.check_shapes(
+    saved,
+    leaves,
+    "`load_subspace` needs the params that the subspace was fitted to",
+    f"the file {path}",
+    "Pass the params of that model, or fit a subspace to this one's snapshots.",
+  )
 
   def tree(field: str, stacked: bool) -> Any:
-    placed = [
-      _place(arrays[f"{field}/{p}"], x, stacked) for p, x in zip(shapes, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, placed)
+    placed = [_place(arrays[f"{field}/{p}"], x, stacked) for p, x in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
 
   return _subspace.Subspace(
     mean=tree("mean", False),
@@ -192,13 +184,12 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
   return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _as_floating(name: str, array: Any, wanted: Any) -> Any:
+def _as_floating(name: str, array: Any, saved: Any) -> Any:
   """The array in the floating dtype that it was saved from."""
-  if not (isinstance(wanted, str) and wanted in dir(jnp)) or not jnp.issubdtype(
-    jnp.dtype(wanted), jnp.floating
-  ):
-    raise ValueError(f"{name!r} is of dtype {_base.shorten(wanted)}, which is no floating dtype")
-  dtype = np.dtype(jnp.dtype(wanted))
+  named = isinstance(saved, str) and saved in dir(jnp)
+  if not named or not jnp.issubdtype(jnp.dtype(saved), jnp.floating):
+    raise ValueError(f"{name!r} is of dtype {_base.shorten(saved)}, which is no floating dtype")
+  dtype = np.dtype(jnp.dtype(saved))
   if array.dtype != _stored_dtype(dtype):
     raise ValueError(f"{name!r} is stored as {array.dtype}, not as {_stored_dtype(dtype)}")
   return array.view(dtype)
@@ -215,9 +206,8 @@ def _problem_of(arrays: dict[str, Any]) -> str | None:
   variances = ("explained_variance/", "explained_variance_ratio/")
   means = {n.removeprefix("mean/"): x for n, x in arrays.items() if n.startswith("mean/")}
   bases = {n.removeprefix("basis/"): x for n, x in arrays.items() if n.startswith("basis/")}
-  if set(means) != set(bases) or set(arrays) - {f"mean/{n}" for n in means} - {
-    f"basis/{n}" for n in bases
-  } != set(variances):
+  named = {f"{field}/{n}" for field in ("mean", "basis") for n in means}
+  if set(means) != set(bases) or set(arrays) != named | set(variances):
     return f"its arrays are {_base.shorten(sorted(arrays))}"
   shape = arrays[variances[0]].shape
   if len(shape) != 1 or not shape[0] or arrays[variances[1]].shape != shape:

@@ -14,7 +14,7 @@ to 0, so that the next step is one of steepest descent. With an inner optimizer 
 w + I(-t P' d_k), and the step I(alpha r - t P' d_k): I receives the sign of a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g and q <- gamma q + g_k, n and k
-numbers. M and q are what the state keeps, and the update is -alpha M + P' (t d_k + alpha q): the
+numbers. The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q): the
 basis is read twice in a step. A line search needs P' d_k by itself, and makes the second product
 one of two columns.
 
@@ -114,7 +114,7 @@ def dim_reduce(
       none is accepted, the step in the subspace is left out and :math:`B` restored, so where the
       loss is steep, nothing moves in the subspace. None: the full step is taken untried, which
       needs no forward pass and no loss.
-    groups: what :func:`layer_groups` returned; or regular expressions, searched in the leaves'
+    groups: a plan of :func:`layer_groups`; or regular expressions, searched in the leaves'
       paths, one per group of leaves; the first that matches counts, and a leaf that none matches
       is in the last group. Each group has a subspace, and a :math:`B`, of its own; they share the
       step length. The rows of the basis then hold a component of each group, orthonormal within
@@ -168,14 +168,10 @@ def dim_reduce(
     in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2021.
 
   .. note::
-    MindSpore's ``DimReduce`` compares losses that were divided by the number of ranks with a floor
-    division, needs a number of components that the ranks divide, and divides the projected
-    gradient by the loss scale but not the residual. Here the loss is the mean, any number of
-    components will do, and gradients arrive unscaled. Inside ``optax.masked`` or
-    ``optax.partition`` the basis is cut down to the leaves that are there, and ``value_fn`` is
-    called with the masked params. In a population under ``vmap`` each member gets a copy of the
-    basis, unless the axes of the state say None for it. TPUs pad the last two axes of a leaf to
-    8 x 128, which wastes memory for the basis of kernels with fewer channels.
+    Inside ``optax.masked`` or ``optax.partition`` the basis is cut down to the unmasked leaves, and
+    ``value_fn`` is called with the masked params. In a population under ``vmap`` each member gets a
+    copy of the basis, unless the axes of the state say None for it. TPUs pad the last two axes of a
+    leaf to 8 x 128, which wastes memory for the basis of kernels with fewer channels.
   """
   _check_arguments(subspace, rho, sigma, gamma, alpha, max_search, min_curvature)
   if basis_dtype is not None:
@@ -230,6 +226,11 @@ class _DimReduce:
   refresh_snapshots: int | None
   min_curvature: jax.typing.ArrayLike
   basis_dtype: jax.typing.DTypeLike | None
+
+  @property
+  def rescales(self) -> bool:
+    """Whether B learns from distances in the units of the gradients that `inner` receives."""
+    return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
     _tree.check_floating(params, _METHOD)
@@ -319,10 +320,7 @@ class _DimReduce:
     if self.refresh_every is not None:
       state = _refresh.refresh_if_due(state, params, self.refresh_every, group_of_leaf)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
-    rescales = self.inner is not None and self.adaptive
-    quasi = _QuasiNewton.of(
-      updates, state, group_of_leaf, self.min_curvature, self.adaptive, rescales
-    )
+    quasi = _QuasiNewton.of(self, updates, state, group_of_leaf)
     projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
     momentum = jax.tree.map(
       lambda m, g: self.gamma * m + g.astype(m.dtype), state.momentum, updates
@@ -356,7 +354,7 @@ class _DimReduce:
         quasi, [x[0] for x in lifted], value, value_fn, updates, params, through_inner
       )
       t = search.accepted
-      # Not only times 0: what overflows may be in the direction.
+      # Not only times 0: the direction may overflow.
       inside = [jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1] for x in lifted]
     moves = [
       jnp.where(quasi.finite, x - jnp.asarray(rate, m.dtype) * m, 0)
@@ -369,11 +367,11 @@ class _DimReduce:
       return jax.tree.map(lambda n, o: jnp.where(quasi.finite, n, o), new, old)
 
     step = search.accepted * quasi.direction
-    if rescales:
+    if self.rescales:
       # Where the params went, of which the change of the gradient tells. MindSpore takes the above.
       step = _linalg.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
       step = quasi.scale * step
-    return changes, quasi.after(state, search, step, self.rho, self.adaptive)._replace(
+    return changes, quasi.after(self, state, search, step)._replace(
       momentum=kept(momentum, state.momentum),
       projected_momentum=kept(projected_momentum, state.projected_momentum),
       inner_state=kept(inner_state, state.inner_state),
@@ -392,7 +390,7 @@ class _DimReduce:
     params: Any,
     through_inner: Callable[[Sequence[jax.Array]], tuple[Any, Any]],
   ) -> _quasi_newton.Search:
-    """The line search along a direction, given as leaves like the params'."""
+    """The line search along a direction, a list of leaves like the params'."""
     dtype = quasi.gradient.dtype
     slope = jnp.sum(quasi.gradient * quasi.direction)
     start, offset = jnp.asarray(value, dtype), jnp.zeros([], dtype)
@@ -408,7 +406,7 @@ class _DimReduce:
       change = _inner_product(updates, changes) if self.adaptive else length * slope
       return value_fn(optax.apply_updates(params, changes)), change
 
-    if self.inner is not None and self.adaptive:
+    if self.rescales:
       # Its momentum moves the params whether or not a step is found.
       start, offset = (x.astype(dtype) for x in trial(jnp.zeros([], dtype)))
 
@@ -428,7 +426,7 @@ class _DimReduce:
     )
     search = search._replace(notfinite=search.notfinite + ~jnp.isfinite(start))
     if self.inner is not None:
-      # Its learning rate bounds the steps. Adam's would not grow with what it receives.
+      # Its learning rate bounds the steps; Adam's do not grow with the gradient.
       search = search._replace(short=jnp.asarray(False))
     return search
 
@@ -460,21 +458,15 @@ class _QuasiNewton(NamedTuple):
 
   @classmethod
   def of(
-    cls,
-    updates: Any,
-    state: DimReduceState,
-    group_of_leaf: Sequence[int],
-    min_curvature: jax.typing.ArrayLike,
-    adaptive: bool,
-    rescales: bool,
+    cls, method: _DimReduce, updates: Any, state: DimReduceState, group_of_leaf: Sequence[int]
   ) -> Self:
     shape, dtype = state.projected_gradient.shape, state.projected_gradient.dtype
     gradient = _linalg.project(state.basis, updates, group_of_leaf, shape).astype(dtype)
     squares = [_tree.sum_squares(g).astype(dtype) for g in jax.tree.leaves(updates)]
     last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
-    if rescales:
-      # B begins as the identity, and what it learns is as large: directions stay as long as
-      # gradients, so that an inner optimizer receives one unit throughout.
+    if method.rescales:
+      # B begins as the identity, and stays of its size: directions are as long as gradients, and
+      # an inner optimizer receives one unit throughout.
       identity = jnp.all(state.inverse_hessian == _state.identities(state))
       change = jnp.sum((gradient - state.projected_gradient) * last_step)
       stiffness = _ratio(change, jnp.sum(last_step**2))
@@ -482,29 +474,24 @@ class _QuasiNewton(NamedTuple):
       scale = jnp.where(begins, stiffness, scale)
       last_step = jnp.where(begins, stiffness * last_step, last_step)
       last_length = jnp.ones([], dtype)
-    matrices = (
-      state.inverse_hessian,
-      last_step,
-      gradient,
-      state.projected_gradient,
-      min_curvature,
-    )
-    if adaptive:
-      found = _quasi_newton.descent_directions(*matrices, state.next_rho, last_length)
+    curvature = (last_step, gradient, state.projected_gradient, method.min_curvature)
+    if method.adaptive:
+      hessian, direction, first, steepest = _quasi_newton.descent_directions(
+        state.inverse_hessian, *curvature, state.next_rho, last_length
+      )
     else:
-      full = jnp.ones([], dtype)
-      hessian, direction = _quasi_newton.directions(*matrices)
-      found = _quasi_newton.Directions(hessian, direction, full, jnp.asarray(False))
+      hessian, direction = _quasi_newton.directions(state.inverse_hessian, *curvature)
+      first, steepest = jnp.ones([], dtype), jnp.asarray(False)
     finite = jnp.all(jnp.isfinite(gradient))
-    usable = finite & jnp.all(jnp.isfinite(found.direction))
+    usable = finite & jnp.all(jnp.isfinite(direction))
     return cls(
       gradient=gradient,
       norm=sum(squares, start=jnp.zeros([], dtype)),
-      inverse_hessian=found.inverse_hessian,
-      direction=jnp.where(usable, found.direction, 0),
-      first=found.first,
-      steepest=found.steepest,
-      scale=jnp.where(found.steepest, 1, scale),
+      inverse_hessian=hessian,
+      direction=jnp.where(usable, direction, 0),
+      first=first,
+      steepest=steepest,
+      scale=jnp.where(steepest, 1, scale),
       finite=finite,
       usable=usable,
     )
@@ -518,35 +505,34 @@ class _QuasiNewton(NamedTuple):
 
   def after(
     self,
+    method: _DimReduce,
     state: DimReduceState,
     search: _quasi_newton.Search,
     step: jax.Array,
-    rho: jax.typing.ArrayLike,
-    adaptive: bool,
   ) -> DimReduceState:
     """The state after a search, but for the momentum and the counts."""
-    found = search.accepted > 0
-    failed = (search.tried > 0) & ~found if adaptive else jnp.asarray(False)
+    moved = search.accepted > 0
+    failed = (search.tried > 0) & ~moved if method.adaptive else jnp.asarray(False)
     # A matrix whose directions overflow, or lead nowhere, is of no use: it starts anew.
     anew = (self.finite & ~self.usable) | failed
     old = jnp.where(anew, _state.identities(state), state.inverse_hessian)
     change = self.gradient - state.projected_gradient
     curvature = _ratio(jnp.sum(change * state.last_step), jnp.sum(state.last_step**2))
     explained = _ratio(jnp.sum(self.gradient**2), self.norm)
-    rejected, next_rho = self.finite & ~found, state.next_rho
-    if adaptive:
+    rejected, next_rho = self.finite & ~moved, state.next_rho
+    if method.adaptive:
       rejected &= jnp.any(self.gradient != 0)
       # As far as the last step that was accepted.
       length = jnp.sqrt(jnp.sum(state.last_step**2) / jnp.sum(self.gradient**2))
-      length = _quasi_newton.next_step(search, self.first, self.steepest, length, rho)
+      length = _quasi_newton.next_step(search, self.first, self.steepest, length, method.rho)
       next_rho = jnp.where(self.finite, length, next_rho)
     return state._replace(
-      inverse_hessian=jnp.where(found, self.inverse_hessian, old),
-      projected_gradient=jnp.where(found, self.gradient, state.projected_gradient),
-      last_step=jnp.where(found, step, jnp.where(failed, 0, state.last_step)),
+      inverse_hessian=jnp.where(moved, self.inverse_hessian, old),
+      projected_gradient=jnp.where(moved, self.gradient, state.projected_gradient),
+      last_step=jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
       accepted_rho=search.accepted,
       next_rho=next_rho,
-      inner_scale=jnp.where(found, self.scale, jnp.where(failed, 1, state.inner_scale)),
+      inner_scale=jnp.where(moved, self.scale, jnp.where(failed, 1, state.inner_scale)),
       curvature=jnp.where(self.finite, curvature, state.curvature),
       explained_gradient=jnp.where(self.finite, explained, state.explained_gradient),
       rejected_count=state.rejected_count + rejected,
@@ -558,8 +544,10 @@ def _tree_like(tree: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
-  """Zeros where a gradient is not finite, and NaN in its own entries that are not."""
-  # Shows them to `optax.apply_if_finite`; the rest stands still.
+  """Zeros where the gradient is not finite, but NaN in those entries.
+
+  ``optax.apply_if_finite`` sees them; the rest stands still.
+  """
   return jax.tree.map(
     lambda u, g: jnp.where(finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(u.dtype),
     changes,
