@@ -31,7 +31,7 @@ less than 1.11 times that. Searches accept the first trial of a loss that costs 
 XLA need not store the trial's params for such a loss, the peers do; a network would add some 5 %
 to ours. Gradients are the same at every step, so the peers skip their BFGS update of {_K} x {_K}
 numbers, which ours always computes. `{_CELL}` (2.10.0, graph mode) and `{_DLDR}` (2.13.0) run on
-the CPU in processes of their own. "uint16" is `basis_dtype`; it halves the basis."""
+the CPU in processes of their own."""
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -99,8 +99,6 @@ def compare(size: int, leaves: int, rounds: int, with_peers: bool) -> dict[str, 
       _harness.Contender(_READS, _stream.read_pass(_K * total, 2)),
       step_contender("optax_boost.dim_reduce, no search", shapes, max_search=None),
       step_contender("optax_boost.dim_reduce", shapes),
-      step_contender("no search, uint16", shapes, max_search=None, basis_dtype="uint16"),
-      step_contender("uint16", shapes, basis_dtype="uint16"),
       *peers,
     ]
     title = f"{total:,} params in {len(shapes)} leaves"

@@ -14,7 +14,6 @@ from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
-from optax_boost._dim_reduce import SnapshotStore
 from optax_boost._dim_reduce import Subspace
 from optax_boost._dim_reduce import TrajectoryState
 from optax_boost._dim_reduce import checkpoint_snapshots
@@ -97,7 +96,6 @@ __all__ = [
   "NormPlace",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
-  "SnapshotStore",
   "StackedLayersWarning",
   "Subspace",
   "SvrgState",

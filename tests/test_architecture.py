@@ -23,7 +23,6 @@ FOUNDATION = [
   "_tree",
   "_protocol",
   "_conditional",
-  "_linalg",
   "_forward_order",
   "_groups",
   "_scaled_backward",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_boost import _linalg
+from optax_boost._dim_reduce import _linalg
 
 SHAPES = {"conv": (3, 2, 4), "dense": (5, 8), "bias": (7,), "scale": (), "empty": (0, 3)}
 ENTRIES = sum(int(np.prod(shape)) for shape in SHAPES.values())

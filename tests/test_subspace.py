@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _linalg
+from optax_boost._dim_reduce import _linalg
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "pca.npz"
 SHAPES = {"conv": (3, 2, 8), "dense": (4, 8), "bias": (8,), "scale": ()}

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._dim_reduce import _storage
 
 
 def subspace(dtype=jnp.float32):
@@ -80,13 +79,13 @@ def test_a_truncated_file_is_refused(tmp_path, share):
 
 
 def test_a_file_with_a_changed_number_is_refused(tmp_path):
-  optax_boost.save_subspace(tmp_path / "a.npz", subspace())
-  with np.load(tmp_path / "a.npz") as file:
-    arrays = dict(file)
-  arrays["basis/kernel"][0, 0, 0] += 1
-  np.savez(tmp_path / "a.npz", **arrays)
-  with pytest.raises(ValueError, match=REFUSED + r": its content does not match its checksum"):
-    optax_boost.load_subspace(tmp_path / "a.npz", params())
+  path, saved = tmp_path / "a.npz", subspace()
+  optax_boost.save_subspace(path, saved)
+  content = bytearray(path.read_bytes())
+  content[content.index(np.asarray(saved.basis["kernel"]).tobytes())] ^= 1
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=REFUSED + r": Bad CRC-32 for file 'basis/kernel.npy'"):
+    optax_boost.load_subspace(path, params())
 
 
 def write_text(path):
@@ -107,13 +106,13 @@ def write_pickle(path):
 
 
 def forge(path, change, **meta):
-  """A file of the right checksum, whose arrays and dtypes were changed."""
+  """A file that is whole, whose arrays and dtypes were changed."""
   optax_boost.save_subspace(path, subspace())
   with np.load(path) as file:
     arrays = dict(file)
   header = json.loads(str(arrays.pop("meta_json")))
   change(arrays, header["dtypes"])
-  header |= {"sha256": _storage._digest(arrays)} | meta
+  header |= meta
   np.savez(path, meta_json=np.array(json.dumps(header)), **arrays)
 
 

@@ -9,7 +9,6 @@ from optax_boost._dim_reduce._storage import save_subspace
 from optax_boost._dim_reduce._subspace import Subspace
 from optax_boost._dim_reduce._subspace import fit_subspace
 from optax_boost._dim_reduce._subspace import fit_subspace_streamed
-from optax_boost._dim_reduce._trajectory import SnapshotStore
 from optax_boost._dim_reduce._trajectory import TrajectoryState
 from optax_boost._dim_reduce._trajectory import record_trajectory
 from optax_boost._dim_reduce._trajectory import snapshots
@@ -18,7 +17,6 @@ from optax_boost._dim_reduce._transform import dim_reduce
 __all__ = [
   "CheckpointSnapshots",
   "DimReduceState",
-  "SnapshotStore",
   "Subspace",
   "TrajectoryState",
   "checkpoint_snapshots",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 import errno
 import os
 import pathlib
@@ -14,47 +15,42 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _files
 from optax_boost import _tree
+from optax_boost._dim_reduce import _subspace
 
-# What every Orbax checkpoint of a tree holds.
+# A file in every Orbax checkpoint of a tree.
 _METADATA = "_METADATA"
-# What the names of those that are still being written have.
+# A part of the names of those that are still being written.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CheckpointSnapshots(Sequence[Any]):
   """The snapshots in a directory of checkpoints; made by :func:`checkpoint_snapshots`.
 
   A sequence in the order of the steps: indexing reads one snapshot from disk, and none is kept.
-  Iterating shows a progress bar if it was asked for.
+  Iterating shows a progress bar if `progress` was True.
   """
 
-  def __init__(
-    self,
-    found: Sequence[tuple[int, pathlib.Path]],
-    like: Any,
-    subtree: tuple[str, ...],
-    progress: bool,
-  ):
-    self._found = list(found)
-    self._like = like
-    self._subtree = subtree
-    self._progress = progress
+  _folders: Sequence[tuple[int, pathlib.Path]]
+  _like: Any
+  _subtree: tuple[str, ...]
+  _progress: bool
 
   @property
   def steps(self) -> list[int]:
     """The steps of the checkpoints, ascending."""
-    return [step for step, _ in self._found]
+    return [step for step, _ in self._folders]
 
   def __len__(self) -> int:
-    return len(self._found)
+    return len(self._folders)
 
   def __getitem__(self, index: Any) -> Any:
     if isinstance(index, slice):
-      return CheckpointSnapshots(self._found[index], self._like, self._subtree, self._progress)
-    return _read(self._found[index][1], self._like, self._subtree)
+      return CheckpointSnapshots(self._folders[index], self._like, self._subtree, self._progress)
+    return _read(self._folders[index][1], self._like, self._subtree)
 
   def __iter__(self) -> Iterator[Any]:
-    paths = [path for _, path in self._found]
+    paths = [path for _, path in self._folders]
     for path in _base.with_progress(paths, self._progress, "reading checkpoints", "checkpoint"):
       yield _read(path, self._like, self._subtree)
 
@@ -69,21 +65,19 @@ def checkpoint_snapshots(
 ) -> CheckpointSnapshots:
   """Reads the params of the Orbax checkpoints in a directory, in the order of their steps.
 
-  Made for :func:`fit_subspace_streamed`, which needs a few snapshots at a time, or
-  :func:`fit_subspace`, which needs them all. Only the wanted part of each checkpoint is read.
-  Slices of the result are such sequences themselves: ``found[-40:]`` are the last 40.
+  For :func:`fit_subspace_streamed`, which needs a few snapshots at a time, or :func:`fit_subspace`,
+  which needs all. Only the subtree of each checkpoint is read. Slices of the result are such
+  sequences themselves: ``history[-40:]`` are the last 40.
 
   Args:
-    directory: where a ``CheckpointManager`` keeps its steps, or one that holds a folder per
-      checkpoint whose name ends with the step (``step_100``). Unfinished checkpoints are passed
-      over, and so are other entries: folders are taken for steps if one of the same name, but for
-      the number, is a checkpoint.
-    like: a tree of arrays or of ``jax.ShapeDtypeStruct`` as the snapshots are to be: structure,
-      dtypes, and on which devices, if it says so. None: nested dicts and lists of NumPy arrays.
+    directory: that of a ``CheckpointManager``, or one that holds a folder per checkpoint whose
+      name ends with the step (``step_100``). Unfinished checkpoints and other entries are passed
+      over: folders are steps if one of the same name, but for the number, is a checkpoint.
+    like: a tree of arrays or of ``jax.ShapeDtypeStruct`` that gives snapshots their structure,
+      dtypes and sharding. None: nested dicts and lists of NumPy arrays.
     subtree: the keys that lead from the checkpoint's root to the params, joined by ``/``:
       ``"params"`` if a train state was saved. ``""``: the checkpoint is the params.
-    item: the name of the item that was saved with ``ocp.args.Composite``. None: the only tree
-      that there is.
+    item: the name of the item that was saved with ``ocp.args.Composite``. None: the only tree.
     progress: whether iterating shows a progress bar; needs ``tqdm``, and is nothing without it.
 
   Returns:
@@ -103,8 +97,8 @@ def checkpoint_snapshots(
     ...   for step in (0, 5, 10):
     ...     state = {"params": {"w": jnp.full(2, step, jnp.float32)}, "step": step}
     ...     saved = manager.save(step, args=ocp.args.StandardSave(state))
-    >>> found = optax_boost.checkpoint_snapshots(folder, subtree="params")
-    >>> found.steps, found[-1]["w"].tolist()
+    >>> history = optax_boost.checkpoint_snapshots(folder, subtree="params")
+    >>> history.steps, history[-1]["w"].tolist()
     ([0, 5, 10], [10.0, 10.0])
   """
   _orbax()
@@ -113,11 +107,7 @@ def checkpoint_snapshots(
     if not isinstance(value, str) and not (argument == "item" and value is None):
       raise TypeError(f"`{argument}` must be a string; got {_base.shorten(value)}.")
   _base.check_bool("progress", progress)
-  for leaf in jax.tree.leaves(like):
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-      raise TypeError(
-        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
-      )
+  _subspace.leaves_like(like)
   folder = pathlib.Path(name).absolute()
   if not folder.is_dir():
     code = errno.ENOTDIR if folder.exists() else errno.ENOENT
@@ -141,9 +131,9 @@ def checkpoint_snapshots(
       "`checkpoint_snapshots` needs a directory with a folder per checkpoint whose name ends with"
       f" the step, as Orbax's CheckpointManager makes them; found none in {folder}."
     )
-  found = [(step, _tree_folder(path, item)) for step, path in sorted(steps)]
+  folders = [(step, _tree_folder(path, item)) for step, path in sorted(steps)]
   keys = tuple(key for key in subtree.split("/") if key)
-  return CheckpointSnapshots(found, like, keys, progress)
+  return CheckpointSnapshots(folders, like, keys, progress)
 
 
 def _orbax() -> Any:
@@ -191,17 +181,25 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
           f" {path} has no {key!r}, but {has}. Pass the `subtree` that leads to the params."
         )
       part = part[key]
-    wanted = _by_path(part, like, path)
+    targets = _subspace.leaves_like(like)
+    if like is not None:
+      _subspace.check_shapes(
+        {_key(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(part)[0]},
+        targets,
+        "`checkpoint_snapshots` needs checkpoints of the tree and the shapes of `like`",
+        str(path),
+        "Pass the params of the model that was saved, and the `subtree` under which they were.",
+      )
     plain = ocp.RestoreArgs(restore_type=np.ndarray)
 
     def how(key_path: Any, _: Any) -> Any:
-      target: Any = wanted.get(_key(key_path))
+      target: Any = targets.get(_key(key_path))
       sharding = getattr(target, "sharding", None)
       if sharding is None:
         return plain
       return ocp.ArrayRestoreArgs(sharding=sharding, dtype=target.dtype)
 
-    # Structures of their own: what is not named in them is not read.
+    # Structures of their own: leaves that are not named in them are not read.
     item = jax.tree.map(lambda _: 0, part)
     arguments = jax.tree_util.tree_map_with_path(how, part)
     for key in reversed(subtree):
@@ -214,29 +212,10 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
   if like is None:
     return read
   leaves = {_key(p): x for p, x in jax.tree_util.tree_flatten_with_path(read)[0]}
-  paths = _tree.leaf_paths(like)
-  ordered = [leaves[p].astype(x.dtype) for p, x in zip(paths, jax.tree.leaves(like), strict=True)]
+  ordered = [leaves[p].astype(x.dtype) for p, x in targets.items()]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
 
 def _key(key_path: Any) -> str:
   """A leaf's path; Orbax saves a Flax variable as a dict with its value in it."""
   return re.sub(r"/(raw_)?value$", "", _tree.path_string(key_path))
-
-
-def _by_path(part: Any, like: Any, path: pathlib.Path) -> dict[str, Any]:
-  if like is None:
-    return {}
-  wanted = dict(zip(_tree.leaf_paths(like), jax.tree.leaves(like), strict=True))
-  saved = {_key(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(part)[0]}
-  shapes = {p: tuple(x.shape) for p, x in wanted.items()}
-  if saved != shapes:
-    differ = sorted(set(saved.items()) ^ set(shapes.items()))
-    name = differ[0][0]
-    raise ValueError(
-      "`checkpoint_snapshots` needs checkpoints of the tree and the shapes of `like`; at"
-      f" {name!r} {path} has {saved.get(name, 'nothing')} and `like` has"
-      f" {shapes.get(name, 'nothing')}. Pass the params of the model that was saved, and the"
-      " `subtree` under which they were."
-    )
-  return wanted

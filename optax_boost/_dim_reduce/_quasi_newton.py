@@ -28,17 +28,10 @@ def bfgs_update(
   gradient_change: jax.Array,
   min_curvature: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
-  """One BFGS update of an inverse Hessian, where the curvature allows it.
+  """One BFGS update of B [k, k] by s and y, and whether it was made.
 
-  Args:
-    inverse_hessian: B, ``[k, k]``, symmetric.
-    step: s, ``[k]``.
-    gradient_change: y, ``[k]``.
-    min_curvature: B stays as it was unless ``y's`` is above this.
-
-  Returns:
-    The new B, and whether it was updated: not where ``y's`` is too small or the result would not
-    be finite. So B stays positive definite.
+  Not where ``y's`` is at most `min_curvature` or the result would not be finite: B stays positive
+  definite.
   """
   curvature = gradient_change @ step
   enough = curvature > min_curvature
@@ -52,22 +45,6 @@ def bfgs_update(
   return jnp.where(updated, new, inverse_hessian), updated
 
 
-class Directions(NamedTuple):
-  """Directions of G groups, and where their search begins.
-
-  Attributes:
-    inverse_hessian: B, updated, ``[G, k, k]``.
-    direction: d, ``[G, k]``.
-    first: the first step to try.
-    steepest: whether all directions are those of steepest descent.
-  """
-
-  inverse_hessian: jax.Array
-  direction: jax.Array
-  first: jax.Array
-  steepest: jax.Array
-
-
 @jax.jit
 def directions(
   inverse_hessian: jax.Array,
@@ -76,18 +53,7 @@ def directions(
   last_gradient: jax.Array,
   min_curvature: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
-  """Updated inverse Hessians, and the directions that they give, for G groups at once.
-
-  Args:
-    inverse_hessian: B, ``[G, k, k]``.
-    step: s, ``[G, k]``.
-    gradient: the projected gradient, ``[G, k]``.
-    last_gradient: that of the last step that was accepted, ``[G, k]``.
-    min_curvature: see :func:`bfgs_update`.
-
-  Returns:
-    The new B, and the directions ``[G, k]``.
-  """
+  """B after its update, and the directions -B g, for G groups at once."""
 
   def one(b: jax.Array, s: jax.Array, g: jax.Array, last: jax.Array) -> Any:
     b, _ = bfgs_update(b, s, g - last, min_curvature)
@@ -105,23 +71,12 @@ def descent_directions(
   min_curvature: jax.typing.ArrayLike,
   next_step: jax.Array,
   last_length: jax.Array,
-) -> Directions:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """As :func:`directions`, but steepest descent where those do not descend.
 
+  Beside B and the directions returns the first step to try, and whether descent is steepest.
   The first update of B starts from the identity times the length of the last step, which was one
   of steepest descent: so a length of 1 suits the directions that B has not seen, too.
-
-  Args:
-    inverse_hessian: B, ``[G, k, k]``.
-    step: s, ``[G, k]``.
-    gradient: the projected gradient, ``[G, k]``.
-    last_gradient: that of the last step that was accepted, ``[G, k]``.
-    min_curvature: see :func:`bfgs_update`.
-    next_step: the length at which the last search says that this one begins.
-    last_length: the length of the last step.
-
-  Returns:
-    The directions, finite where the gradient is.
   """
   identity = jnp.broadcast_to(jnp.eye(step.shape[-1], dtype=step.dtype), inverse_hessian.shape)
   fresh = jnp.all(inverse_hessian == identity)
@@ -131,21 +86,21 @@ def descent_directions(
   unchanged = fresh & jnp.all(new == scale * identity)
   descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
   steepest = unchanged | ~descends
-  return Directions(
-    inverse_hessian=jnp.where(steepest, identity, new),
-    direction=jnp.where(steepest, -gradient, direction),
-    first=jnp.where(unchanged | (descends & ~fresh), next_step, 1),
-    steepest=steepest,
+  return (
+    jnp.where(steepest, identity, new),
+    jnp.where(steepest, -gradient, direction),
+    jnp.where(unchanged | (descends & ~fresh), next_step, 1),
+    steepest,
   )
 
 
 class Search(NamedTuple):
-  """What a line search ended with.
+  """State of a line search, and its result.
 
   Attributes:
     accepted: the accepted step, 0 if there was none.
-    tried: how many steps were tried.
-    notfinite: how many of their losses were not finite.
+    tried: the number of steps tried.
+    notfinite: the number of losses among them that were not finite.
     step: the last step tried times rho.
     hidden: whether the last linear change was smaller than the losses' rounding errors.
     short: whether, by a parabola through the last loss, its minimum lies at `step / rho` or beyond.
@@ -171,22 +126,10 @@ def backtrack(
 ) -> Search:
   """Tries the steps first, first rho, first rho^2, ... until one lowers the loss enough.
 
-  A step is accepted if ``value + sigma change > loss``, both losses finite. Where the change is
-  smaller than the losses' rounding errors, the search ends: the step is accepted unless the loss
-  grows.
-
-  Args:
-    trial: from a step to the loss there, and to its linear change. One above zero counts as zero.
-    value: the loss at step 0.
-    first: the first step.
-    rho: the factor from one step to the next.
-    sigma: the share of the linear decrease that is asked for.
-    max_search: how many steps to try at most.
-    possible: whether to try at all.
-    resolution: the relative rounding error of a loss. None: rounding errors are ignored.
-
-  Returns:
-    How the search ended.
+  `trial` gives a step's loss and its linear change. A step is accepted if ``value + sigma change >
+  loss``, both losses finite; a change above zero counts as zero. Where the change is below
+  `resolution`, the relative rounding error of a loss, the search ends, and the step is accepted
+  unless the loss grows; None ignores rounding errors.
   """
   dtype = value.dtype
 
@@ -226,19 +169,11 @@ def next_step(
   anew: jax.Array,
   rho: jax.typing.ArrayLike,
 ) -> jax.Array:
-  """Where the search of the next step begins: where this one ended, or one trial before that.
+  """The first step of the next search: where this one ended, or one trial before that.
 
-  Args:
-    search: how this one ended.
-    first: where it began.
-    steepest: whether it was along steepest descent.
-    anew: where steepest descent begins after other directions failed.
-    rho: the factor from one step to the next.
-
-  Returns:
-    A length above zero. It grows where the first trial was accepted, beyond 1 only where that was
-    short. Where no trial was accepted, along steepest descent it goes on shrinking, grows where
-    rounding errors hid the change, and stays where no loss was finite.
+  It grows where the first trial was accepted, beyond 1 only where that was short. Where no trial
+  was accepted, along steepest descent it goes on shrinking, grows where rounding errors hid the
+  change, and stays where no loss was finite; along other directions it is `anew`.
   """
   one = jnp.ones([], first.dtype)
   factor = jnp.asarray(rho, first.dtype)

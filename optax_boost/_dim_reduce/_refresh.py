@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _groups
-from optax_boost import _linalg
 from optax_boost import _tree
-from optax_boost._dim_reduce import _basis
+from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
@@ -22,14 +21,14 @@ def refresh_subspace(
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
-  The residual momentum stays what it is, exactly; the quasi-Newton matrix starts anew.
+  The residual momentum stays exactly the same; the quasi-Newton matrix starts anew.
 
   Args:
     opt_state: the state of any chain that holds a :class:`DimReduceState`; of several, all are
       renewed.
     subspace: the new subspace, of as many components. If it is not finite, the old one stays, and
       `notfinite_count` grows.
-    groups: those that :func:`dim_reduce` was given.
+    groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
     The new optimizer state. Its other parts are those of `opt_state`, not copies.
@@ -49,13 +48,14 @@ def refresh_subspace(
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
   check_subspace("subspace", subspace)
-  found = 0
+  patterns = ("",) if groups is None else groups
+
+  def is_state(node: Any) -> bool:
+    return isinstance(node, DimReduceState)
 
   def renewed(node: Any) -> Any:
-    nonlocal found
-    if not isinstance(node, DimReduceState):
+    if not is_state(node):
       return node
-    found += 1
     rows = _state.fitting_basis(subspace, node.momentum)
     old = node.projected_gradient.shape[-1]
     if subspace.components != old:
@@ -64,43 +64,28 @@ def refresh_subspace(
         f" {subspace.components}. Fit as many, or make a new transformation."
       )
     rows = jax.tree.map(
-      lambda r, m: _state.placed(r, m, _state.storage_dtype(None, r, m)), rows, node.momentum
+      lambda r, m: _state.placed(r, m, _state.basis_dtype(r, m)), rows, node.momentum
     )
-    named = ("",) if groups is None else groups
-    if _groups.count_groups(named) != node.projected_gradient.shape[0]:
+    if _groups.count_groups(patterns) != node.projected_gradient.shape[0]:
       raise ValueError(
         f"`refresh_subspace` needs the {node.projected_gradient.shape[0]} groups that `dim_reduce`"
         f" was given; got {groups!r}."
       )
-    numbers = _groups.group_numbers(node.momentum, named, "refresh_subspace")
+    numbers = _groups.group_numbers(node.momentum, patterns, "refresh_subspace")
     return _jitted_renew(node, rows, tuple(numbers))
 
-  def is_state(node: Any) -> bool:
-    return isinstance(node, DimReduceState)
-
-  new_state = jax.tree.map(renewed, opt_state, is_leaf=is_state)
-  if not found:
+  if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(
       "`refresh_subspace` needs an optimizer state with a DimReduceState in it; got"
       f" {jax.tree.structure(opt_state)}. Is `optax_boost.dim_reduce` part of the chain?"
     )
-  return new_state
+  return jax.tree.map(renewed, opt_state, is_leaf=is_state)
 
 
 def refresh_if_due(
   state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: Sequence[int]
 ) -> DimReduceState:
-  """Keeps the params, and fits the basis anew where its turn has come.
-
-  Args:
-    state: the state before a step.
-    params: the params before it.
-    refresh_every: steps from one refresh to the next.
-    group_of_leaf: the number of each leaf's group.
-
-  Returns:
-    The state with its snapshots, and perhaps its subspace, renewed.
-  """
+  """Keeps the params in the state, and fits the basis anew every `refresh_every` steps."""
   leaves, structure = jax.tree.flatten(params)
   if not leaves:
     return state
@@ -133,16 +118,16 @@ def refresh_if_due(
 def _components(
   held: Sequence[jax.Array], count: int, group_of_leaf: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-  """The principal components of snapshots, each group's for itself, and the whole variance."""
+  """Principal components of each group's leaves, and the sum of the groups' variances."""
   basis: dict[int, jax.Array] = {}
   total = jnp.zeros([])
   for group in set(group_of_leaf):
     members = [i for i, number in enumerate(group_of_leaf) if number == group]
     rows = [held[i] for i in members]
     _, centred = _linalg.centre(rows, jnp.ones(len(rows[0]), bool))
-    found = _linalg.gram_pca(centred, count)
-    basis |= dict(zip(members, found.components, strict=True))
-    total = total + found.total
+    pca = _linalg.gram_pca(centred, count)
+    basis |= dict(zip(members, pca.components, strict=True))
+    total = total + pca.total
   return [basis[i] for i in range(len(held))], total
 
 
@@ -151,26 +136,19 @@ def renew(
 ) -> DimReduceState:
   """The state with another basis, its residual momentum unchanged.
 
-  Args:
-    state: the state.
-    basis: the new basis, in any floating dtype.
-    group_of_leaf: the number of each leaf's group.
-    good: whether to take the basis; None: where it is finite.
-
-  Returns:
-    The new state, or the old one with a count.
+  The basis is taken if it is `good` (None: if it is finite); else `notfinite_count` grows.
   """
   good = _tree.all_finite(basis) if good is None else good
   leaves, structure = jax.tree.flatten(state.momentum)
   olds = jax.tree.leaves(state.basis)
   taken = jnp.where(good, state.projected_momentum, 0)
-  # M - P' q is what must not change, and q starts at 0.
+  # M - P' q must not change, and q starts at 0.
   momentum = [
-    m - _basis.combine(taken[group].astype(m.dtype), rows)
+    m - _linalg.combine_rows(taken[group].astype(m.dtype), rows)
     for group, m, rows in zip(group_of_leaf, leaves, olds, strict=True)
   ]
   rows = [
-    jnp.where(good, _state.store(new, old.dtype), old)
+    jnp.where(good, new.astype(old.dtype), old)
     for new, old in zip(jax.tree.leaves(basis), olds, strict=True)
   ]
 

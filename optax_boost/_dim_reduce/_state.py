@@ -1,4 +1,4 @@
-"""What :func:`dim_reduce` keeps, and how a subspace gets into it."""
+"""The state of :func:`dim_reduce`, and the storage of a basis in it."""
 
 from typing import Any
 from typing import NamedTuple
@@ -9,7 +9,6 @@ import optax
 
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._dim_reduce import _basis
 from optax_boost._dim_reduce._subspace import Subspace
 
 METHOD = "dim_reduce"
@@ -30,7 +29,7 @@ class DimReduceState(NamedTuple):
 
   Attributes:
     basis: the components, a copy; a tree like the params with leaves ``[k, *leaf.shape]``, sharded
-      as these are. With ``basis_dtype=uint16``, the bits of bfloat16 numbers.
+      as these are.
     momentum: ``M``, the momentum of the whole gradient, like the params, in at least float32.
     projected_momentum: ``q``, ``[G, k]``; the residual momentum is ``M - P' q``.
     inverse_hessian: ``B``, ``[G, k, k]``.
@@ -50,8 +49,7 @@ class DimReduceState(NamedTuple):
       that lies in the subspace, if the rows of the basis are orthonormal.
     rejected_count: scalar int32, the steps that found no step length.
     refresh_count: scalar int32, how often the subspace was replaced.
-    notfinite_count: scalar int32, what was met that is not finite: gradients, losses, and
-      subspaces that were not taken.
+    notfinite_count: scalar int32, the gradients, losses and new subspaces that were not finite.
   """
 
   basis: optax.Params
@@ -75,21 +73,9 @@ class DimReduceState(NamedTuple):
 
 
 def fitting_basis(subspace: Subspace, params: Any) -> Any:
-  """The basis, cut down to the leaves that the params have.
-
-  Args:
-    subspace: the subspace.
-    params: params, or a part of them with ``optax.MaskedNode`` for the rest.
-
-  Returns:
-    A tree like the params, leaves ``[k, *leaf.shape]``.
-
-  Raises:
-    ValueError: the subspace is one of other params.
-  """
+  """The basis, cut down to the leaves that the params have; refuses that of other params."""
   if not jax.tree.leaves(params):
     return params
-
   rows = _matched(subspace.basis, params)
   if rows is None:
     raise ValueError(
@@ -115,55 +101,31 @@ def _matched(basis: Any, params: Any) -> Any:
   By path, not by structure: the states of a Flax NNX optimizer, and the snapshots in them, wrap
   their arrays in other variables than a model does.
   """
-
-  def is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
   rows = dict(zip(_tree.leaf_paths(basis), jax.tree.leaves(basis), strict=True))
-  wanted, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_masked)
-  found, masked = [], []
-  for key_path, leaf in wanted:
+  nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
+  matched, masked = [], []
+  for key_path, leaf in nodes:
     path = _tree.path_string(key_path)
-    if is_masked(leaf):
+    if _tree.is_masked(leaf):
       masked.append(path)
-      found.append(leaf)
+      matched.append(leaf)
     elif path not in rows:
       return None
     else:
-      found.append(rows.pop(path))
+      matched.append(rows.pop(path))
   if all(any(path == m or path.startswith(f"{m}/") for m in masked) for path in rows):
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, matched)
   return None
 
 
-def storage_dtype(wanted: Any, rows: Any, leaf: Any) -> Any:
-  """The dtype that a leaf of the basis is kept in.
-
-  Args:
-    wanted: what the user said, or None.
-    rows: the leaf of the basis.
-    leaf: the leaf of the params.
-
-  Returns:
-    A dtype.
-  """
-  if wanted is None:
-    narrow = jnp.result_type(rows) == jnp.bfloat16
-    return jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
-  return wanted
+def basis_dtype(rows: Any, leaf: Any) -> Any:
+  """The dtype in which a basis is kept by default: bfloat16 stays, all else is widened."""
+  narrow = jnp.result_type(rows) == jnp.bfloat16
+  return jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
 
 
 def placed(rows: Any, leaf: Any, dtype: Any) -> jax.Array:
-  """A copy of a stack of leaves, each sharded like the params' leaf.
-
-  Args:
-    rows: ``[k, *leaf.shape]``.
-    leaf: the leaf of the params.
-    dtype: of the copy, see :func:`storage_dtype`.
-
-  Returns:
-    The copy.
-  """
+  """A copy of a stack of leaves ``[k, *leaf.shape]``, each sharded like the params' leaf."""
   sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else None
   if sharding is None and isinstance(leaf, jax.Array):
     sharding = leaf.sharding
@@ -175,32 +137,11 @@ def placed(rows: Any, leaf: Any, dtype: Any) -> jax.Array:
       rows = jax.device_put(rows, stacked)
     elif jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
       rows = jax.sharding.reshard(rows, stacked)
-  stored = store(jnp.asarray(rows), dtype)
-  return jnp.array(stored)
-
-
-def store(rows: jax.Array, dtype: Any) -> jax.Array:
-  """Casts a leaf of a basis to the dtype that it is kept in.
-
-  Args:
-    rows: a floating-point array.
-    dtype: a floating dtype, or uint16 for the bits of bfloat16.
-
-  Returns:
-    The array.
-  """
-  return _basis.compress(rows) if dtype == jnp.uint16 else rows.astype(dtype)
+  return jnp.array(jnp.asarray(rows).astype(dtype))
 
 
 def identities(state: DimReduceState) -> jax.Array:
-  """The inverse Hessians to start from.
-
-  Args:
-    state: any state.
-
-  Returns:
-    ``[G, k, k]``.
-  """
+  """The inverse Hessians ``[G, k, k]`` to start from."""
   groups, k = state.projected_gradient.shape
   identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
   return jnp.broadcast_to(identity, (groups, k, k))

@@ -1,6 +1,5 @@
-"""Subspaces in files: written whole or not at all, and read back only if nothing is amiss."""
+"""Subspaces in files: written whole or not at all, and refused where anything is amiss."""
 
-import hashlib
 import json
 import math
 import os
@@ -25,13 +24,12 @@ _META = "meta_json"
 def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) -> None:
   """Writes a subspace to a file that any NumPy can read.
 
-  It is written under a temporary name in the same folder and then renamed, so that the file is
-  either the old or the new one, never a part of it. Threads and processes may save to the same file
-  at once. Arrays on several machines must be gathered or checkpointed first.
+  The file is either the old or the new one, never a part of it; threads and processes may save to
+  it at once. Arrays on several machines must be gathered or checkpointed first.
 
   Args:
     path: the file, by custom ``*.npz``; one that exists is replaced, of a symbolic link its target.
-    subspace: what :func:`fit_subspace` returned.
+    subspace: the subspace, from :func:`fit_subspace`.
 
   Returns:
     Nothing.
@@ -40,7 +38,7 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
     TypeError: `subspace` is no Subspace of floating-point arrays, or `path` no path.
     ValueError: a number is not finite, the arrays' shapes do not fit each other, or two leaves have
       the same path.
-    OSError: the file can't be written; the one that was there is unchanged.
+    OSError: the file can't be written; an old one is unchanged.
 
   Examples:
     >>> import pathlib, tempfile, jax.numpy as jnp, optax_boost
@@ -74,7 +72,7 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
     raise ValueError(f"`save_subspace` needs a subspace that can be trained in; {problem}.")
   dtypes = {name: array.dtype.name for name, array in arrays.items()}
   plain = {name: x.view(_stored_dtype(x.dtype)) for name, x in arrays.items()}
-  meta = {"format": _FORMAT, "version": _VERSION, "dtypes": dtypes, "sha256": _digest(plain)}
+  meta = {"format": _FORMAT, "version": _VERSION, "dtypes": dtypes}
   contents: dict[str, Any] = {_META: np.array(json.dumps(meta)), **plain}
   _files.write_atomically(path, lambda file: np.savez(file, **contents))
 
@@ -104,30 +102,22 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
     >>> optax_boost.load_subspace(path, like=jnp.zeros(2)).basis.tolist()
     [[0.0, 1.0]]
   """
-  leaves, structure = jax.tree.flatten(like)
-  for leaf in leaves:
-    if not hasattr(leaf, "shape"):
-      raise TypeError(
-        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
-      )
+  leaves = _subspace.leaves_like(like)
   arrays = _read(_files.check_path("path", path))
-  shapes = {p: jnp.shape(x) for p, x in zip(_tree.leaf_paths(like), leaves, strict=True)}
   saved = {
     name.removeprefix("mean/"): x.shape for name, x in arrays.items() if name.startswith("mean/")
   }
-  if saved != shapes:
-    name = sorted(set(saved.items()) ^ set(shapes.items()))[0][0]
-    raise ValueError(
-      f"`load_subspace` needs the params that the subspace was fitted to; at {name!r} the file"
-      f" {path} has {saved.get(name, 'nothing')} and `like` has {shapes.get(name, 'nothing')}."
-      " Pass the params of that model, or fit a subspace to this one's snapshots."
-    )
+  _subspace.check_shapes(
+    saved,
+    leaves,
+    "`load_subspace` needs the params that the subspace was fitted to",
+    f"the file {path}",
+    "Pass the params of that model, or fit a subspace to this one's snapshots.",
+  )
 
   def tree(field: str, stacked: bool) -> Any:
-    found = [
-      _place(arrays[f"{field}/{p}"], x, stacked) for p, x in zip(shapes, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, found)
+    placed = [_place(arrays[f"{field}/{p}"], x, stacked) for p, x in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
 
   return _subspace.Subspace(
     mean=tree("mean", False),
@@ -135,15 +125,6 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
     explained_variance=jnp.asarray(arrays["explained_variance/"]),
     explained_variance_ratio=jnp.asarray(arrays["explained_variance_ratio/"]),
   )
-
-
-def _digest(arrays: dict[str, Any]) -> str:
-  digest = hashlib.sha256()
-  for name in sorted(arrays):
-    array = arrays[name]
-    digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-    digest.update(np.ascontiguousarray(array).data if array.size else b"")
-  return digest.hexdigest()
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -171,8 +152,6 @@ def _checked_arrays(handle: Any, path: str) -> dict[str, Any]:
   meta = _files.parse_json(str(plain.pop(_META)), path)
   if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (_FORMAT, _VERSION):
     raise ValueError(f"its {_META!r} is not that of this format and version")
-  if meta.get("sha256") != _digest(plain):
-    raise ValueError("its content does not match its checksum")
   dtypes = meta.get("dtypes")
   if not isinstance(dtypes, dict) or set(dtypes) != set(plain):
     raise ValueError("its 'dtypes' are not those of its arrays")
@@ -205,12 +184,12 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
   return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _as_floating(name: str, array: Any, wanted: Any) -> Any:
+def _as_floating(name: str, array: Any, saved: Any) -> Any:
   """The array in the floating dtype that it was saved from."""
-  known = isinstance(wanted, str) and wanted in dir(jnp)
-  if not known or not jnp.issubdtype(jnp.dtype(wanted), jnp.floating):
-    raise ValueError(f"{name!r} is of dtype {_base.shorten(wanted)}, which is no floating dtype")
-  dtype = np.dtype(jnp.dtype(wanted))
+  named = isinstance(saved, str) and saved in dir(jnp)
+  if not named or not jnp.issubdtype(jnp.dtype(saved), jnp.floating):
+    raise ValueError(f"{name!r} is of dtype {_base.shorten(saved)}, which is no floating dtype")
+  dtype = np.dtype(jnp.dtype(saved))
   if array.dtype != _stored_dtype(dtype):
     raise ValueError(f"{name!r} is stored as {array.dtype}, not as {_stored_dtype(dtype)}")
   return array.view(dtype)
@@ -223,13 +202,12 @@ def _stored_dtype(dtype: Any) -> Any:
 
 
 def _problem_of(arrays: dict[str, Any]) -> str | None:
-  """What keeps arrays by name from being a subspace, or None."""
+  """The reason why arrays by name are no subspace, or None."""
   variances = ("explained_variance/", "explained_variance_ratio/")
   means = {n.removeprefix("mean/"): x for n, x in arrays.items() if n.startswith("mean/")}
   bases = {n.removeprefix("basis/"): x for n, x in arrays.items() if n.startswith("basis/")}
-  if set(means) != set(bases) or set(arrays) - {f"mean/{n}" for n in means} - {
-    f"basis/{n}" for n in bases
-  } != set(variances):
+  named = {f"{field}/{n}" for field in ("mean", "basis") for n in means}
+  if set(means) != set(bases) or set(arrays) != named | set(variances):
     return f"its arrays are {_base.shorten(sorted(arrays))}"
   shape = arrays[variances[0]].shape
   if len(shape) != 1 or not shape[0] or arrays[variances[1]].shape != shape:

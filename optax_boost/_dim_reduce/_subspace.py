@@ -5,11 +5,9 @@ r"""The subspace in which the weights moved: principal components of snapshots o
   B   [k, n]   basis: the leading right singular vectors of C, orthonormal over the whole tree
   s   [k]      its singular values; the explained variance is s^2 / (m - 1)
 
-The mathematics, and why no leaf is flattened, is in ``_linalg.py``. Each row's sign is such that
-its entry of the largest magnitude is positive.
+``_linalg.py`` has the mathematics. Each row's entry of the largest magnitude is positive.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -21,8 +19,8 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _linalg
 from optax_boost import _tree
+from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _trajectory
 
 
@@ -49,16 +47,7 @@ class Subspace(NamedTuple):
 
 
 def check_subspace(argument: str, value: Any) -> None:
-  """Checks an argument that is a subspace.
-
-  Args:
-    argument: the argument's name, for the message.
-    value: the argument.
-
-  Raises:
-    TypeError: it is none, or a field holds something else than real floating-point numbers.
-    ValueError: its arrays are not of one number of components.
-  """
+  """Checks an argument that is a subspace: its type, dtypes, and one number of components."""
   if not isinstance(value, Subspace):
     raise TypeError(
       f"`{argument}` must be a Subspace, as `fit_subspace` returns it; got {_base.shorten(value)}."
@@ -85,6 +74,29 @@ def check_subspace(argument: str, value: Any) -> None:
       )
 
 
+def leaves_like(like: Any) -> dict[str, Any]:
+  """The leaves of the argument `like` by path; refuses leaves without shape and dtype."""
+  for leaf in jax.tree.leaves(like):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+      raise TypeError(
+        f"`like` must be a tree of arrays or abstract values; got a leaf {_base.shorten(leaf)}."
+      )
+  return dict(zip(_tree.leaf_paths(like), jax.tree.leaves(like), strict=True))
+
+
+def check_shapes(
+  saved: dict[str, tuple[int, ...]], like: dict[str, Any], required: str, source: str, advice: str
+) -> None:
+  """Refuses saved leaves whose paths or shapes are not those of `like`."""
+  shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in like.items()}
+  if saved != shapes:
+    path = sorted(set(saved.items()) ^ set(shapes.items()))[0][0]
+    raise ValueError(
+      f"{required}; at {path!r} {source} has {saved.get(path, 'nothing')} and `like` has"
+      f" {shapes.get(path, 'nothing')}. {advice}"
+    )
+
+
 def fit_subspace(
   snapshots: Any,
   components: int,
@@ -99,28 +111,27 @@ def fit_subspace(
   .. math::
     C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
 
-  The snapshots are many times longer than they are many, so the eigenvectors of their m x m Gram
-  matrix give the components; one Rayleigh-Ritz step then sets right what squaring lost. In float32,
-  components with less than 1e-7 of the first one's variance are found less exactly, those with
-  less than 1e-10 are rounding errors and are refused. Sharded params are not gathered:
-  what crosses devices has m or k rows and columns.
+  The eigenvectors of the snapshots' m x m Gram matrix give the components; one Rayleigh-Ritz step
+  then restores the digits that squaring lost. In float32, components with less than 1e-7 of the
+  first one's variance are less exact, those with less than 1e-10 are rounding errors and are
+  refused. Sharded params are not gathered: only matrices of m or k rows and columns cross devices.
 
-  Inside ``jit``, where numbers can't be looked at, snapshots that are not finite are left out, and
-  where there are fewer directions than `components`, the last rows of the basis are zero.
+  Inside ``jit``, snapshots that are not finite are left out instead of refused, and where there are
+  fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: one of: an optimizer state with a :class:`TrajectoryState` in it; a sequence (list,
-      :class:`SnapshotStore`, :func:`checkpoint_snapshots`) of trees; a stacked tree, whose leaves
-      have the snapshots along their first axis. A list is always a sequence of snapshots, so of
-      params that are a list pass the state or a list of trees.
-    components: k, the dimensions of the subspace; fewer than there are snapshots. Static.
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a sequence of trees (a
+      list, or :func:`checkpoint_snapshots`); or a stacked tree, whose leaves have the snapshots
+      along their first axis. A list is always a sequence of snapshots.
+    components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
+      it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
       snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
       one for m in the hundreds, and is as good where variances decay.
     key: a key or an integer seed, for the randomized method only.
     oversample: raising it makes the randomized method more exact.
-    dtype: what the basis is stored in; all is computed in float32 or wider. bfloat16 halves its
-      memory, and its rows are then orthonormal to 3 digits only.
+    dtype: a floating dtype to store the basis in; computed in float32 or wider. With bfloat16 its
+      rows are orthonormal to 3 digits only.
 
   Returns:
     A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
@@ -146,7 +157,8 @@ def fit_subspace(
     Halko, Martinsson, Tropp, `Finding Structure with Randomness
     <https://arxiv.org/abs/0909.4061>`_, 2011.
   """
-  _check_components(components, dtype)
+  _base.check_whole_number("components", components, static=True)
+  _base.check_floating_dtype("dtype", dtype)
   _base.check_whole_number("oversample", oversample, static=True)
   _base.check_name("method", method, ("exact", "randomized"))
   key = None if key is None else _base.as_key("key", key)
@@ -158,7 +170,7 @@ def fit_subspace(
   if method == "randomized":
     assert key is not None
     width = min(count, components + oversample)
-    sketch = jax.random.normal(key, (count, width), _linalg_dtype(rows))
+    sketch = jax.random.normal(key, (count, width), _linalg.inner_dtype(rows))
   _check_enough(used, components, rows, stacked=True)
   subspace, finite, total = _jitted_fit(
     rows, used, sketch, components=components, dtype=jnp.dtype(dtype)
@@ -184,18 +196,16 @@ def fit_subspace_streamed(
 ) -> Subspace:
   """The same as an exact :func:`fit_subspace`, with few of the snapshots in memory at a time.
 
-  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times: the
-  Gram matrix is made block by block, and the basis and what refines it take two more passes. A
-  host loop, not for ``jit``.
+  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times. A host
+  loop, not for ``jit``.
 
   Args:
-    snapshots: the snapshots, by index: anything with ``len`` and ``[i]``, such as
-      :func:`checkpoint_snapshots` or a :class:`SnapshotStore`. They are read again and again, and
-      must be the same each time.
-    components: k, the dimensions of the subspace; fewer than there are snapshots.
-    chunk: how many snapshots are held at a time, at least 2, beside the mean and the basis
+    snapshots: anything with ``len`` and ``[i]``, such as :func:`checkpoint_snapshots` or a list of
+      NumPy arrays; each ``[i]`` is read several times, and must be the same each time.
+    components: k, as in :func:`fit_subspace`.
+    chunk: the number of snapshots held at a time, at least 2, beside the mean and the basis
       (k + 8 of them, and k more when it is refined). Raising it saves reading.
-    dtype: what the basis is stored in; see :func:`fit_subspace`.
+    dtype: as in :func:`fit_subspace`.
     progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
 
   Returns:
@@ -212,7 +222,8 @@ def fit_subspace_streamed(
     >>> [round(float(x), 3) for x in subspace.basis["w"][0]]
     [0.6, 0.8]
   """
-  _check_components(components, dtype)
+  _base.check_whole_number("components", components, static=True)
+  _base.check_floating_dtype("dtype", dtype)
   _base.check_whole_number("chunk", chunk, static=True)
   _base.check_bool("progress", progress)
   if chunk < 2:
@@ -230,11 +241,6 @@ def fit_subspace_streamed(
   if count <= chunk:
     return fit_subspace([snapshots[i] for i in range(count)], components, dtype=dtype)
   return _Stream(snapshots, components, chunk - 1, progress).fit(jnp.dtype(dtype))
-
-
-def _check_components(components: int, dtype: Any) -> None:
-  _base.check_whole_number("components", components, static=True)
-  _base.check_floating_dtype("dtype", dtype)
 
 
 def _too_few(count: int, components: int) -> ValueError:
@@ -277,14 +283,9 @@ def _check_rank(subspace: Subspace, components: int) -> None:
     )
 
 
-def _linalg_dtype(tree: Any) -> Any:
-  dtypes = [_tree.accumulator_dtype(x.dtype) for x in jax.tree.leaves(tree)]
-  return jnp.result_type(jnp.float32, *dtypes)
-
-
 def _stack(snapshots: Any) -> tuple[Any, Any]:
   """The snapshots as a stacked tree, and which of its rows hold one."""
-  if _trajectory.find_trajectories(snapshots):
+  if _tree.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
@@ -349,21 +350,20 @@ def _jitted_fit(
   used &= finite
   mean, centred = _linalg.centre(rows, used)
   if sketch is None:
-    found = _linalg.gram_pca(centred, components)
+    pca = _linalg.gram_pca(centred, components)
   else:
-    found = _linalg.randomized_pca(centred, components, sketch)
-  return _subspace(mean, found, jnp.sum(used), dtype), finite, found.total
+    pca = _linalg.randomized_pca(centred, components, sketch)
+  return _subspace(mean, pca, jnp.sum(used), dtype), finite, pca.total
 
 
 def _subspace(
-  mean: Any, found: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
+  mean: Any, pca: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
 ) -> Subspace:
-  total = jnp.where(found.total > 0, found.total, 1)
   return Subspace(
     mean=mean,
-    basis=jax.tree.map(lambda x: x.astype(dtype), found.components),
-    explained_variance=found.variances / jnp.maximum(count - 1, 1),
-    explained_variance_ratio=found.variances / total,
+    basis=jax.tree.map(lambda x: x.astype(dtype), pca.components),
+    explained_variance=pca.variances / jnp.maximum(count - 1, 1),
+    explained_variance_ratio=pca.variances / jnp.where(pca.total > 0, pca.total, 1),
   )
 
 
@@ -381,15 +381,12 @@ class _Stream:
     self.blocks = [
       range(start, min(start + size, self.count)) for start in range(0, self.count, size)
     ]
-    first = self._as_arrays(snapshots[0])
-    _checked(first)
-    _check_enough(np.ones(self.count, bool), components, first, stacked=False)
-    self.origin = first
-    self.block = _empty_rows(first, size)
-    gram_pass = [i for block in self.blocks for i in range(block.start, self.count)]
-    order = gram_pass + 2 * list(range(self.count))
-    shown = _base.with_progress(order, progress, "fitting the subspace", "snapshot")
-    self._order: Iterator[int] = iter(shown)
+    self.origin = _checked(self._as_arrays(snapshots[0]))
+    _check_enough(np.ones(self.count, bool), components, self.origin, stacked=False)
+    self.block = _empty_rows(self.origin, size)
+    reads = sum(self.count - block.start for block in self.blocks) + 2 * self.count
+    bar = _base.with_progress(range(reads), progress, "fitting the subspace", "snapshot")
+    self.reads = iter(bar)
 
   def fit(self, dtype: Any) -> Subspace:
     gram = self._gram()
@@ -402,20 +399,15 @@ class _Stream:
     width = _linalg.guarded(self.components, self.count)
     shift, basis = self._combined(vectors[:, ::-1][:, :width].T)
     coordinates = self._coordinates(basis)
-    next(self._order, None)  # Lets the progress bar arrive.
+    next(self.reads, None)  # Lets the progress bar arrive.
     coordinates -= coordinates.mean(axis=0)
-    total = np.trace(gram)
-    subspace = _finish(
-      *(self.origin, shift, basis, coordinates, total, self.count),
-      components=self.components,
-      dtype=dtype,
-    )
+    numbers = coordinates, np.trace(gram), self.count
+    subspace = _finish(self.origin, shift, basis, *numbers, self.components, dtype)
     _check_rank(subspace, self.components)
     return subspace
 
-  def _read(self, expected: int) -> Any:
-    index = next(self._order)
-    assert index == expected
+  def _read(self, index: int) -> Any:
+    next(self.reads)
     tree = self._as_arrays(self.snapshots[index])
     _check_like(tree, self.origin, index)
     return tree
@@ -433,12 +425,12 @@ class _Stream:
     gram = np.zeros((self.count, self.count))
     for block in self.blocks:
       self._fill(block)
-      here = slice(block.start, block.stop)
+      rows = slice(block.start, block.stop)
       within = np.asarray(_inner(self.block, self.block), np.float64)
-      gram[here, here] = within[: len(block), : len(block)]
+      gram[rows, rows] = within[: len(block), : len(block)]
       for index in range(block.stop, self.count):
         across = np.asarray(_inner_with(self.block, self.origin, self._read(index)))[: len(block)]
-        gram[here, index] = gram[index, here] = across
+        gram[rows, index] = gram[index, rows] = across
     return gram
 
   def _combined(self, vectors: Any) -> tuple[Any, Any]:
@@ -446,7 +438,7 @@ class _Stream:
     sums = (_empty_rows(self.origin, 1), _empty_rows(self.origin, len(vectors)))
     for block in self.blocks:
       self._fill(block)
-      # What a last, shorter block leaves in the other rows counts nothing.
+      # Rows that a last, shorter block leaves as they were count nothing.
       coefficients = np.zeros((1 + len(vectors), len(self.blocks[0])))
       coefficients[0, : len(block)] = 1 / self.count
       coefficients[1:, : len(block)] = vectors[:, block.start : block.stop]
@@ -455,11 +447,11 @@ class _Stream:
     return jax.tree.map(lambda x: x[0], shift), _orthonormalize(basis)
 
   def _coordinates(self, basis: Any) -> Any:
-    found = []
+    parts = []
     for block in self.blocks:
       self._fill(block)
-      found.append(np.asarray(_inner(self.block, basis), np.float64)[: len(block)])
-    return np.concatenate(found)
+      parts.append(np.asarray(_inner(self.block, basis), np.float64)[: len(block)])
+    return np.concatenate(parts)
 
 
 def _distance(snapshot: jax.Array, origin: jax.Array) -> jax.Array:
@@ -504,18 +496,9 @@ def _accumulate(sums: Any, block: Any, coefficients: jax.Array) -> Any:
 _orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnames=("components", "dtype"))
+@functools.partial(jax.jit, static_argnums=(6, 7))
 def _finish(
-  origin: Any,
-  shift: Any,
-  basis: Any,
-  coordinates: Any,
-  total: Any,
-  count: Any,
-  *,
-  components: int,
-  dtype: Any,
+  origin: Any, shift: Any, basis: Any, coordinates: Any, total: Any, count: Any, k: int, dtype: Any
 ) -> Subspace:
   mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s, origin, shift)
-  numbers = (jnp.asarray(coordinates), jnp.asarray(total))
-  return _subspace(mean, _linalg.rayleigh_ritz(basis, *numbers, components), count, dtype)
+  return _subspace(mean, _linalg.rayleigh_ritz(basis, coordinates, total, k), count, dtype)

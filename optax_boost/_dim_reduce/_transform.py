@@ -11,10 +11,10 @@ For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal o
 
 Where no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
 to 0, so that the next step is one of steepest descent. With an inner optimizer I, a trial is
-w + I(-t P' d_k), and the step I(alpha r - t P' d_k): what I receives has the sign of a gradient.
+w + I(-t P' d_k), and the step I(alpha r - t P' d_k): I receives the sign of a gradient.
 
 The recursion of r is linear, so r = M - P' q with M <- gamma M + g and q <- gamma q + g_k, n and k
-numbers. M and q are what the state keeps, and the update is -alpha M + P' (t d_k + alpha q): the
+numbers. The state keeps M and q, and the update is -alpha M + P' (t d_k + alpha q): the
 basis is read twice in a step. A line search needs P' d_k by itself, and makes the second product
 one of two columns.
 
@@ -24,6 +24,7 @@ Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import numbers
 from typing import Any
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._dim_reduce import _basis
+from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
 from optax_boost._dim_reduce import _refresh
 from optax_boost._dim_reduce import _state
@@ -64,7 +65,7 @@ def dim_reduce(
   refresh_every: int | None = None,
   refresh_snapshots: int | None = None,
   min_curvature: jax.typing.ArrayLike | None = None,
-  basis_dtype: Any = None,
+  basis_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
 
@@ -85,21 +86,19 @@ def dim_reduce(
   unless the loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its
   steps in the subspace need no learning rate.
 
-  The time is that of reading the basis twice, as long as a trial's forward pass is cheap beside
-  it. An accepted first trial costs one forward pass, each that fails one more. Memory: the basis
-  (k copies of the params) and one copy of the params.
-
-  A gradient that is not finite changes nothing but a counter, and leaves NaN in its own entries of
-  the updates, for ``optax.apply_if_finite``. A loss that is not finite is never accepted.
+  A step takes the time of reading the basis twice, and one forward pass per trial. Memory: the
+  basis (k copies of the params) and one copy of the params.
 
   ``update`` needs, unless `max_search` is None, the extra arguments `value`, the loss at the
   params, and ``value_fn(params)``, the loss elsewhere on the same batch; ``make_train_step``
   supplies both. Gradients must be those of that loss, unscaled: with a loss scale, put
   :func:`dynamic_loss_scale` around. With a batch that is sharded over devices, both losses are
-  the mean over all of it.
+  the mean over all of it. A gradient that is not finite changes nothing but a counter, and leaves
+  NaN in its own entries of the updates, for ``optax.apply_if_finite``. A loss that is not finite
+  is never accepted.
 
-  Sharded params keep the basis sharded as they are, and what crosses devices in a step is the
-  projected gradient, the gradient's norm and the losses. For that, ``init`` must see the params
+  Sharded params keep the basis sharded as they are, and only the projected gradient, the
+  gradient's norm and the losses cross devices in a step. For that, ``init`` must see the params
   as they are placed: outside of ``jit``, or on a mesh with Explicit axes.
 
   Args:
@@ -108,39 +107,38 @@ def dim_reduce(
     rho: the factor from one trial to the next, in (0, 1). Raising it tries longer steps.
     sigma: the share of the linear decrease that a step must reach, in [0, 1). Raising it rejects
       more steps.
-    gamma: the decay of the residual momentum, in [0, 1).
+    gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
-    max_search: how a step length is found. ``"auto"``: as above, with at most 30 trials in a step.
-      A number: MindSpore's search, which has 2. It tries so many lengths, from the full step on;
-      where none is accepted, the step in the subspace is left out and :math:`B` restored, so where
-      the loss is steep, nothing moves in the subspace, and `rejected_count` grows at every step.
-      None: the full step is taken untried, which needs no forward pass and no loss. Static.
-    groups: what :func:`layer_groups` returned; or regular expressions, searched in the leaves'
+    max_search: the search for a step length; static. ``"auto"``: as above, at most 30 trials in a
+      step. A number: MindSpore's search (there 2) of so many lengths, from the full step on; where
+      none is accepted, the step in the subspace is left out and :math:`B` restored, so where the
+      loss is steep, nothing moves in the subspace. None: the full step is taken untried, which
+      needs no forward pass and no loss.
+    groups: a plan of :func:`layer_groups`; or regular expressions, searched in the leaves'
       paths, one per group of leaves; the first that matches counts, and a leaf that none matches
-      is in the last group. Each group has a
-      subspace, and a :math:`B`, of its own; they share the step length. The rows of the basis then
-      hold a component of each group, orthonormal within it. None: one group.
+      is in the last group. Each group has a subspace, and a :math:`B`, of its own; they share the
+      step length. The rows of the basis then hold a component of each group, orthonormal within
+      it. None: one group.
     inner: an optimizer that the steps go through, as in MindSpore's
-      ``DimReduce(network, optimizer, ...)``. It receives :math:`\alpha r - t P^\top d` in place of
-      the gradient; a trial is its answer to :math:`-t P^\top d`, which leaves its state as it was.
-      Its learning rate scales the steps. With ``max_search="auto"``, :math:`t` is at most 1; a
-      trial is compared with the inner optimizer's answer to zeros, which is its momentum alone, at
-      the cost of one more forward pass; and :math:`B` learns from the distance that the params
-      went, in the units of gradients, for which learning rates and Adam's moments are made. None:
-      as ``optax.sgd(1.0)`` in MindSpore's search.
+      ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. It receives
+      :math:`\alpha r - t P^\top d` in place of the gradient; a trial is its answer to
+      :math:`-t P^\top d`, which leaves its state as it was. With ``max_search="auto"``, :math:`t`
+      is at most 1; a trial is compared with the inner optimizer's answer to zeros, its momentum
+      alone, at the cost of one more forward pass; and :math:`B` learns from the distance that the
+      params went, in the units of gradients, for which learning rates and Adam's moments are made.
+      None: as ``optax.sgd(1.0)`` in MindSpore's search.
     refresh_every: the steps after which the subspace is fitted anew, inside the step, to the
       newest params; :math:`B` starts anew too. The compiled step then sets aside some three bases
       of scratch memory, touched by refreshes alone. None: never, or by :func:`refresh_subspace`.
-    refresh_snapshots: how many params a refresh is fitted to, evenly spaced over the steps since
-      the last one; static, above the number of components. The state holds them. Default: one
-      more than components.
+    refresh_snapshots: the number of params that a refresh is fitted to, evenly spaced over the
+      steps since the last one; static, above the number of components. The state holds them.
+      Default: one more than components.
     min_curvature: :math:`B` is updated only where the change of the projected gradient times the
       step exceeds this. Raising it keeps :math:`B` from growing. Default: 0; with a number as
       `max_search` 1e-20, as in MindSpore.
-    basis_dtype: float32, bfloat16, or uint16 for bfloat16 numbers kept as bits; the products are
-      in float32 all the same. For CPUs, where XLA would expand all of a bfloat16 basis before each
-      use, it is uint16 that halves the memory; GPUs and TPUs have bfloat16 of their own. Default:
-      that of the basis if bfloat16, else float32 (float64 for float64 params).
+    basis_dtype: the dtype that the basis is kept in; products are in at least float32. bfloat16
+      halves the memory; CPUs expand all of such a basis before each use. Default: bfloat16 for a
+      basis in bfloat16, else float32 (float64 for float64 params).
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -170,74 +168,86 @@ def dim_reduce(
     in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2021.
 
   .. note::
-    MindSpore's ``DimReduce`` compares losses that were divided by the number of ranks with a floor
-    division, needs a number of components that the ranks divide, and divides the projected
-    gradient by the loss scale but not the residual. Here the loss is the mean, any number of
-    components will do, and gradients arrive unscaled. Inside ``optax.masked`` or
-    ``optax.partition`` the basis is cut down to the leaves that are there, and ``value_fn`` is
-    called with the masked params. In a population under ``vmap`` each member gets a copy of the
-    basis, unless the axes of the state say None for it. Components come first in the basis
-    because then each device reads it in order, whatever the leaf: right for GPUs and TPUs as for
-    CPUs, by reasoning and not by measurement; TPUs pad the last two axes to 8 x 128, which wastes
-    memory for kernels with fewer channels.
+    Inside ``optax.masked`` or ``optax.partition`` the basis is cut down to the unmasked leaves, and
+    ``value_fn`` is called with the masked params. In a population under ``vmap`` each member gets a
+    copy of the basis, unless the axes of the state say None for it. TPUs pad the last two axes of a
+    leaf to 8 x 128, which wastes memory for the basis of kernels with fewer channels.
   """
   _check_arguments(subspace, rho, sigma, gamma, alpha, max_search, min_curvature)
-  storage = _check_dtype(basis_dtype)
+  if basis_dtype is not None:
+    _base.check_floating_dtype("basis_dtype", basis_dtype)
   groups = ("",) if groups is None else groups
-  num_groups = _groups.count_groups(groups)
-  if not isinstance(groups, _groups.LayerGroups):
-    for pattern in groups:
-      _base.compile_pattern("groups", pattern)
+  _groups.count_groups(groups)
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every, static=True)
   if refresh_snapshots is not None:
     _base.check_whole_number("refresh_snapshots", refresh_snapshots, static=True)
     if refresh_every is None:
       raise ValueError("`refresh_snapshots` is for refreshes: give `refresh_every`, too.")
-
-  if inner is not None:
-    inner = _base.check_transformation("inner", inner)
-  adaptive = max_search == "auto"
-  most_trials = _LONGEST_SEARCH if isinstance(max_search, str) else max_search
   if min_curvature is None:
-    min_curvature = 0.0 if adaptive else 1e-20
+    min_curvature = 0.0 if max_search == "auto" else 1e-20
+  method = _DimReduce(
+    subspace=subspace,
+    rho=rho,
+    sigma=sigma,
+    gamma=gamma,
+    alpha=alpha,
+    max_search=_LONGEST_SEARCH if isinstance(max_search, str) else max_search,
+    adaptive=max_search == "auto",
+    groups=groups,
+    inner=None if inner is None else _base.check_transformation("inner", inner),
+    refresh_every=refresh_every,
+    refresh_snapshots=refresh_snapshots,
+    min_curvature=min_curvature,
+    basis_dtype=basis_dtype,
+  )
+  return optax.GradientTransformationExtraArgs(method.init, method.update)
 
-  def init_inner(params: optax.Params) -> optax.OptState:
-    if inner is None:
-      return None
-    state = inner.init(params)
-    for request in (_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE):
-      if _protocol.find_request(state, request) is not None:
-        raise ValueError(
-          f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
-          f" with a `{request}`. Put the loss scale around `{_METHOD}` instead."
-        )
-    return state
 
-  def init_fn(params: optax.Params) -> DimReduceState:
+@dataclasses.dataclass(frozen=True)
+class _DimReduce:
+  """The arguments of :func:`dim_reduce`, checked, with its ``init`` and ``update``.
+
+  Attributes:
+    max_search: the most trials in a step; None: the full step is taken untried.
+    adaptive: whether a search starts where the last one ended, ``max_search="auto"``.
+  """
+
+  subspace: Subspace | Callable[[Any], Subspace]
+  rho: jax.typing.ArrayLike
+  sigma: jax.typing.ArrayLike
+  gamma: jax.typing.ArrayLike
+  alpha: optax.ScalarOrSchedule
+  max_search: int | None
+  adaptive: bool
+  groups: _groups.Groups
+  inner: optax.GradientTransformationExtraArgs | None
+  refresh_every: int | None
+  refresh_snapshots: int | None
+  min_curvature: jax.typing.ArrayLike
+  basis_dtype: jax.typing.DTypeLike | None
+
+  @property
+  def rescales(self) -> bool:
+    """Whether B learns from distances in the units of the gradients that `inner` receives."""
+    return self.inner is not None and self.adaptive
+
+  def init(self, params: optax.Params) -> DimReduceState:
     _tree.check_floating(params, _METHOD)
-    given = subspace
-    if not isinstance(given, Subspace):
-      given = given(params)
-      check_subspace("subspace", given)
-    number, k = num_groups, given.components
-    rows = _state.fitting_basis(given, params)
-    dtype = _basis.inner_dtype(params)
-    snapshots = None
-    if refresh_every is not None:
-      held = k + 1 if refresh_snapshots is None else refresh_snapshots
-      if held <= k:
-        raise ValueError(
-          f"`refresh_snapshots` must exceed the number of components, {k}; got {held}. Of m"
-          " snapshots, the deviations from their mean span m - 1 dimensions."
-        )
-      snapshots = jax.tree.map(
-        lambda p: _state.placed(jnp.broadcast_to(p, (held, *p.shape)), p, p.dtype), params
-      )
+    subspace = self.subspace
+    if not isinstance(subspace, Subspace):
+      subspace = subspace(params)
+      check_subspace("subspace", subspace)
+    number, k = _groups.count_groups(self.groups), subspace.components
+    rows = _state.fitting_basis(subspace, params)
+    dtype = _linalg.inner_dtype(params)
+
+    def kept(p: Any, r: Any) -> jax.Array:
+      dtype = _state.basis_dtype(r, p) if self.basis_dtype is None else self.basis_dtype
+      return _state.placed(r, p, dtype)
+
     return DimReduceState(
-      basis=jax.tree.map(
-        lambda p, r: _state.placed(r, p, _state.storage_dtype(storage, r, p)), params, rows
-      ),
+      basis=jax.tree.map(kept, params, rows),
       momentum=jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)), params
       ),
@@ -245,8 +255,8 @@ def dim_reduce(
       inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (number, 1, 1)),
       projected_gradient=jnp.zeros((number, k), dtype),
       last_step=jnp.zeros((number, k), dtype),
-      inner_state=init_inner(params),
-      snapshots=snapshots,
+      inner_state=self._init_inner(params),
+      snapshots=self._init_snapshots(params, k),
       count=jnp.zeros([], jnp.int32),
       line_search_steps=jnp.zeros([], jnp.int32),
       accepted_rho=jnp.zeros([], dtype),
@@ -259,7 +269,33 @@ def dim_reduce(
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
-  def update_fn(
+  def _init_inner(self, params: optax.Params) -> optax.OptState:
+    if self.inner is None:
+      return None
+    state = self.inner.init(params)
+    for request in (_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE):
+      if _protocol.find_request(state, request) is not None:
+        raise ValueError(
+          f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
+          f" with a `{request}`. Put the loss scale around `{_METHOD}` instead."
+        )
+    return state
+
+  def _init_snapshots(self, params: optax.Params, k: int) -> Any:
+    if self.refresh_every is None:
+      return None
+    held = k + 1 if self.refresh_snapshots is None else self.refresh_snapshots
+    if held <= k:
+      raise ValueError(
+        f"`refresh_snapshots` must exceed the number of components, {k}; got {held}. Of m"
+        " snapshots, the deviations from their mean span m - 1 dimensions."
+      )
+    return jax.tree.map(
+      lambda p: _state.placed(jnp.broadcast_to(p, (held, *p.shape)), p, p.dtype), params
+    )
+
+  def update(
+    self,
     updates: optax.Updates,
     state: DimReduceState,
     params: optax.Params | None = None,
@@ -272,128 +308,131 @@ def dim_reduce(
     _base.require_state(state, DimReduceState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
-    loss_fn = None
-    if max_search is not None:
+    if self.max_search is not None:
       _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
       _base.require_extra(
         value_fn, "value_fn", _METHOD, "a function from params to the loss on the current batch"
       )
       value = _scalar_loss(value)
       assert value_fn is not None
-      loss_fn = _base.scalar_value_fn(value_fn, _METHOD)
-    group_of_leaf = _groups.group_numbers(params, groups, _METHOD)
-    if refresh_every is not None:
-      state = _refresh.refresh_if_due(state, params, refresh_every, group_of_leaf)
-    rate = alpha(state.count) if callable(alpha) else alpha
-    rescales = inner is not None and adaptive
-    quasi = _QuasiNewton.of(updates, state, group_of_leaf, min_curvature, adaptive, rescales)
-    # Of the step in the subspace, and of what the residual momentum lacks.
-    columns = (quasi.direction, rate * (gamma * state.projected_momentum + quasi.gradient))
-    momentum = jax.tree.map(lambda m, g: gamma * m + g.astype(m.dtype), state.momentum, updates)
-    structure = jax.tree.structure(params)
+      value_fn = _base.scalar_value_fn(value_fn, _METHOD)
+    group_of_leaf = _groups.group_numbers(params, self.groups, _METHOD)
+    if self.refresh_every is not None:
+      state = _refresh.refresh_if_due(state, params, self.refresh_every, group_of_leaf)
+    rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
+    quasi = _QuasiNewton.of(self, updates, state, group_of_leaf)
+    projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
+    momentum = jax.tree.map(
+      lambda m, g: self.gamma * m + g.astype(m.dtype), state.momentum, updates
+    )
 
     def lift(columns: jax.Array) -> list[jax.Array]:
       leaves = zip(group_of_leaf, *map(jax.tree.leaves, (state.basis, momentum)), strict=True)
-      return [_basis.combine(columns[group].astype(m.dtype), rows) for group, rows, m in leaves]
+      return [_linalg.combine_rows(columns[g].astype(m.dtype), rows) for g, rows, m in leaves]
 
     # Extra arguments are not masked where `updates` are.
     _, inner_extra = _tree.map_gradients(lambda g: g, updates, extra_args)
     inner_extra |= {"value": value, "value_fn": value_fn}
+    inner_extra = {name: extra for name, extra in inner_extra.items() if extra is not None}
 
-    def through_inner(changes: Any) -> tuple[Any, Any]:
-      """The updates that the inner optimizer makes of changes of the params."""
-      narrow = jax.tree.map(lambda x, p: x.astype(p.dtype), changes, params)
-      if inner is None:
+    def through_inner(changes: Sequence[jax.Array]) -> tuple[Any, Any]:
+      """The updates that the inner optimizer makes of changes of the params, and its state."""
+      narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, _tree_like(params, changes))
+      if self.inner is None:
         return narrow, None
       pseudo_gradient = jax.tree.map(jnp.negative, narrow)
-      given = {name: extra for name, extra in inner_extra.items() if extra is not None}
-      return inner.update(pseudo_gradient, state.inner_state, params, **given)
+      return self.inner.update(pseudo_gradient, state.inner_state, params, **inner_extra)
 
-    slope = jnp.sum(quasi.gradient * quasi.direction)
-
-    def trial(lifted: Sequence[jax.Array], length: jax.Array) -> tuple[jax.Array, jax.Array]:
-      """The loss after a step of this length, and its linear change."""
-      assert loss_fn is not None
-      steps = [length.astype(x.dtype) * x[0] for x in lifted]
-      if inner is None:
-        leaves = zip(jax.tree.leaves(params), steps, strict=True)
-        moved = [(w.astype(x.dtype) + x).astype(w.dtype) for w, x in leaves]
-        return loss_fn(jax.tree.unflatten(structure, moved)), length * slope
-      changes, _ = through_inner(jax.tree.unflatten(structure, steps))
-      change = _inner_product(updates, changes) if adaptive else length * slope
-      return loss_fn(optax.apply_updates(params, changes)), change
-
-    if max_search is None:
+    # Of the step in the subspace, and of P' q, by which M exceeds the residual momentum.
+    columns = quasi.direction, rate * projected_momentum
+    if self.max_search is None:
       search = quasi.untried()
       inside = lift(columns[0] + columns[1])
     else:
       lifted = lift(jnp.stack(columns, axis=1))
-      dtype = quasi.gradient.dtype
-      start, offset = jnp.asarray(value, dtype), jnp.zeros([], dtype)
-      if inner is not None and adaptive:
-        # Its momentum moves the params whether or not a step is found.
-        start, offset = (x.astype(dtype) for x in trial(lifted, jnp.zeros([], dtype)))
-
-      def try_step(length: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loss, change = trial(lifted, length)
-        return loss, change - offset
-
-      search = _quasi_newton.backtrack(
-        try_step,
-        start,
-        quasi.first,
-        rho,
-        sigma,
-        most_trials or 0,
-        possible=quasi.usable & jnp.isfinite(start) & (slope < 0 if adaptive else True),
-        resolution=float(jnp.finfo(jnp.result_type(value)).eps) if adaptive else None,
+      search = self._search(
+        quasi, [x[0] for x in lifted], value, value_fn, updates, params, through_inner
       )
-      search = search._replace(notfinite=search.notfinite + ~jnp.isfinite(start))
-      if inner is not None:
-        # Its learning rate bounds the steps. Adam's would not grow with what it receives.
-        search = search._replace(short=jnp.asarray(False))
-      length = search.accepted
-      # Not only times 0: what overflows may be in the direction.
-      inside = [jnp.where(length > 0, length.astype(x.dtype) * x[0], 0) + x[1] for x in lifted]
-
+      t = search.accepted
+      # Not only times 0: the direction may overflow.
+      inside = [jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1] for x in lifted]
     moves = [
       jnp.where(quasi.finite, x - jnp.asarray(rate, m.dtype) * m, 0)
       for x, m in zip(inside, jax.tree.leaves(momentum), strict=True)
     ]
-    changes, inner_state = through_inner(jax.tree.unflatten(structure, moves))
-    # Shows what is not finite to `optax.apply_if_finite`; the rest stands still.
-    changes = jax.tree.map(
-      lambda u, g: jnp.where(quasi.finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(
-        u.dtype
-      ),
-      changes,
-      updates,
-    )
+    changes, inner_state = through_inner(moves)
+    changes = _show_nonfinite(quasi.finite, changes, updates)
 
     def kept(new: Any, old: Any) -> Any:
       return jax.tree.map(lambda n, o: jnp.where(quasi.finite, n, o), new, old)
 
-    projected = gamma * state.projected_momentum + quasi.gradient
     step = search.accepted * quasi.direction
-    if inner is not None and adaptive:
+    if self.rescales:
       # Where the params went, of which the change of the gradient tells. MindSpore takes the above.
-      step = _basis.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
+      step = _linalg.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
       step = quasi.scale * step
-    state = quasi.after(state, search, step, rho, adaptive)._replace(
+    return changes, quasi.after(self, state, search, step)._replace(
       momentum=kept(momentum, state.momentum),
-      projected_momentum=kept(projected, state.projected_momentum),
+      projected_momentum=kept(projected_momentum, state.projected_momentum),
       inner_state=kept(inner_state, state.inner_state),
       count=optax.safe_increment(state.count),
       line_search_steps=search.tried,
       notfinite_count=state.notfinite_count + ~quasi.finite + search.notfinite,
     )
-    return changes, state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def _search(
+    self,
+    quasi: "_QuasiNewton",
+    direction: Sequence[jax.Array],
+    value: Any,
+    value_fn: Any,
+    updates: Any,
+    params: Any,
+    through_inner: Callable[[Sequence[jax.Array]], tuple[Any, Any]],
+  ) -> _quasi_newton.Search:
+    """The line search along a direction, a list of leaves like the params'."""
+    dtype = quasi.gradient.dtype
+    slope = jnp.sum(quasi.gradient * quasi.direction)
+    start, offset = jnp.asarray(value, dtype), jnp.zeros([], dtype)
+
+    def trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
+      """The loss after a step of this length, and its linear change."""
+      steps = [length.astype(x.dtype) * x for x in direction]
+      if self.inner is None:
+        leaves = zip(jax.tree.leaves(params), steps, strict=True)
+        moved = [(w.astype(x.dtype) + x).astype(w.dtype) for w, x in leaves]
+        return value_fn(_tree_like(params, moved)), length * slope
+      changes, _ = through_inner(steps)
+      change = _inner_product(updates, changes) if self.adaptive else length * slope
+      return value_fn(optax.apply_updates(params, changes)), change
+
+    if self.rescales:
+      # Its momentum moves the params whether or not a step is found.
+      start, offset = (x.astype(dtype) for x in trial(jnp.zeros([], dtype)))
+
+    def relative_trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
+      loss, change = trial(length)
+      return loss, change - offset
+
+    search = _quasi_newton.backtrack(
+      relative_trial,
+      start,
+      quasi.first,
+      self.rho,
+      self.sigma,
+      self.max_search or 0,
+      possible=quasi.usable & jnp.isfinite(start) & (slope < 0 if self.adaptive else True),
+      resolution=float(jnp.finfo(jnp.result_type(value)).eps) if self.adaptive else None,
+    )
+    search = search._replace(notfinite=search.notfinite + ~jnp.isfinite(start))
+    if self.inner is not None:
+      # Its learning rate bounds the steps; Adam's do not grow with the gradient.
+      search = search._replace(short=jnp.asarray(False))
+    return search
 
 
 class _QuasiNewton(NamedTuple):
-  """What a step finds out in the subspace, before its length is known.
+  """Gradient, curvature and direction of a step in the subspace, before its length is known.
 
   Attributes:
     gradient: the projected gradient, ``[G, k]``.
@@ -419,21 +458,15 @@ class _QuasiNewton(NamedTuple):
 
   @classmethod
   def of(
-    cls,
-    updates: Any,
-    state: DimReduceState,
-    group_of_leaf: Sequence[int],
-    min_curvature: jax.typing.ArrayLike,
-    adaptive: bool,
-    rescales: bool,
+    cls, method: _DimReduce, updates: Any, state: DimReduceState, group_of_leaf: Sequence[int]
   ) -> Self:
     shape, dtype = state.projected_gradient.shape, state.projected_gradient.dtype
-    gradient = _basis.project(state.basis, updates, group_of_leaf, shape).astype(dtype)
+    gradient = _linalg.project(state.basis, updates, group_of_leaf, shape).astype(dtype)
     squares = [_tree.sum_squares(g).astype(dtype) for g in jax.tree.leaves(updates)]
     last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
-    if rescales:
-      # B begins as the identity, and what it learns is as large: directions stay as long as
-      # gradients, so that an inner optimizer receives one unit throughout.
+    if method.rescales:
+      # B begins as the identity, and stays of its size: directions are as long as gradients, and
+      # an inner optimizer receives one unit throughout.
       identity = jnp.all(state.inverse_hessian == _state.identities(state))
       change = jnp.sum((gradient - state.projected_gradient) * last_step)
       stiffness = _ratio(change, jnp.sum(last_step**2))
@@ -441,29 +474,24 @@ class _QuasiNewton(NamedTuple):
       scale = jnp.where(begins, stiffness, scale)
       last_step = jnp.where(begins, stiffness * last_step, last_step)
       last_length = jnp.ones([], dtype)
-    matrices = (
-      state.inverse_hessian,
-      last_step,
-      gradient,
-      state.projected_gradient,
-      min_curvature,
-    )
-    if adaptive:
-      found = _quasi_newton.descent_directions(*matrices, state.next_rho, last_length)
+    curvature = (last_step, gradient, state.projected_gradient, method.min_curvature)
+    if method.adaptive:
+      hessian, direction, first, steepest = _quasi_newton.descent_directions(
+        state.inverse_hessian, *curvature, state.next_rho, last_length
+      )
     else:
-      full = jnp.ones([], dtype)
-      hessian, direction = _quasi_newton.directions(*matrices)
-      found = _quasi_newton.Directions(hessian, direction, full, jnp.asarray(False))
+      hessian, direction = _quasi_newton.directions(state.inverse_hessian, *curvature)
+      first, steepest = jnp.ones([], dtype), jnp.asarray(False)
     finite = jnp.all(jnp.isfinite(gradient))
-    usable = finite & jnp.all(jnp.isfinite(found.direction))
+    usable = finite & jnp.all(jnp.isfinite(direction))
     return cls(
       gradient=gradient,
       norm=sum(squares, start=jnp.zeros([], dtype)),
-      inverse_hessian=found.inverse_hessian,
-      direction=jnp.where(usable, found.direction, 0),
-      first=found.first,
-      steepest=found.steepest,
-      scale=jnp.where(found.steepest, 1, scale),
+      inverse_hessian=hessian,
+      direction=jnp.where(usable, direction, 0),
+      first=first,
+      steepest=steepest,
+      scale=jnp.where(steepest, 1, scale),
       finite=finite,
       usable=usable,
     )
@@ -477,44 +505,59 @@ class _QuasiNewton(NamedTuple):
 
   def after(
     self,
+    method: _DimReduce,
     state: DimReduceState,
     search: _quasi_newton.Search,
     step: jax.Array,
-    rho: jax.typing.ArrayLike,
-    adaptive: bool,
   ) -> DimReduceState:
     """The state after a search, but for the momentum and the counts."""
-    found = search.accepted > 0
-    failed = (search.tried > 0) & ~found if adaptive else jnp.asarray(False)
+    moved = search.accepted > 0
+    failed = (search.tried > 0) & ~moved if method.adaptive else jnp.asarray(False)
     # A matrix whose directions overflow, or lead nowhere, is of no use: it starts anew.
     anew = (self.finite & ~self.usable) | failed
     old = jnp.where(anew, _state.identities(state), state.inverse_hessian)
     change = self.gradient - state.projected_gradient
     curvature = _ratio(jnp.sum(change * state.last_step), jnp.sum(state.last_step**2))
     explained = _ratio(jnp.sum(self.gradient**2), self.norm)
-    rejected, next_rho = self.finite & ~found, state.next_rho
-    if adaptive:
+    rejected, next_rho = self.finite & ~moved, state.next_rho
+    if method.adaptive:
       rejected &= jnp.any(self.gradient != 0)
       # As far as the last step that was accepted.
       length = jnp.sqrt(jnp.sum(state.last_step**2) / jnp.sum(self.gradient**2))
-      length = _quasi_newton.next_step(search, self.first, self.steepest, length, rho)
+      length = _quasi_newton.next_step(search, self.first, self.steepest, length, method.rho)
       next_rho = jnp.where(self.finite, length, next_rho)
     return state._replace(
-      inverse_hessian=jnp.where(found, self.inverse_hessian, old),
-      projected_gradient=jnp.where(found, self.gradient, state.projected_gradient),
-      last_step=jnp.where(found, step, jnp.where(failed, 0, state.last_step)),
+      inverse_hessian=jnp.where(moved, self.inverse_hessian, old),
+      projected_gradient=jnp.where(moved, self.gradient, state.projected_gradient),
+      last_step=jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
       accepted_rho=search.accepted,
       next_rho=next_rho,
-      inner_scale=jnp.where(found, self.scale, jnp.where(failed, 1, state.inner_scale)),
+      inner_scale=jnp.where(moved, self.scale, jnp.where(failed, 1, state.inner_scale)),
       curvature=jnp.where(self.finite, curvature, state.curvature),
       explained_gradient=jnp.where(self.finite, explained, state.explained_gradient),
       rejected_count=state.rejected_count + rejected,
     )
 
 
+def _tree_like(tree: Any, leaves: Sequence[Any]) -> Any:
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
+  """Zeros where the gradient is not finite, but NaN in those entries.
+
+  ``optax.apply_if_finite`` sees them; the rest stands still.
+  """
+  return jax.tree.map(
+    lambda u, g: jnp.where(finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(u.dtype),
+    changes,
+    gradient,
+  )
+
+
 def _inner_product(a: Any, b: Any) -> jax.Array:
   """The inner product of two trees, in at least float32."""
-  dtype = jnp.result_type(_basis.inner_dtype(a), _basis.inner_dtype(b))
+  dtype = jnp.result_type(_linalg.inner_dtype(a), _linalg.inner_dtype(b))
   leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   parts = [jnp.sum(x.astype(dtype) * y.astype(dtype)) for x, y in leaves]
   return sum(parts, start=jnp.zeros([], dtype))
@@ -558,19 +601,3 @@ def _check_arguments(
     _base.check_name("max_search", max_search, ("auto",))
   elif max_search is not None:
     _base.check_whole_number("max_search", max_search, static=True)
-
-
-def _check_dtype(basis_dtype: Any) -> Any:
-  if basis_dtype is None:
-    return None
-  allowed = ("float32", "float64", "bfloat16", "uint16")
-  try:
-    # NumPy takes an array for its dtype.
-    array = _base.is_array(basis_dtype) or isinstance(basis_dtype, np.ndarray)
-    dtype = None if array else jnp.dtype(basis_dtype)
-  except (TypeError, ValueError):
-    dtype = None
-  if dtype is None or dtype.name not in allowed:
-    got = _base.shorten(basis_dtype)
-    raise ValueError(f"`basis_dtype` must be one of {', '.join(allowed)}, or None; got {got}.")
-  return dtype

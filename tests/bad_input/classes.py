@@ -310,20 +310,6 @@ def entries() -> dict[str, shared.Entry]:
         }
       },
     ),
-    "SnapshotStore": shared.Entry(
-      optax_boost.SnapshotStore,
-      lambda: {"every": 1, "capacity": 2},
-      {
-        "every": shared.COUNT,
-        "capacity": kinds.count(static=True),
-        "dtype": shared.FLOAT_DTYPE,
-      },
-    ),
-    "SnapshotStore.record": shared.Entry(
-      lambda params: optax_boost.SnapshotStore(1, 2).record(params),
-      lambda: {"params": problem.PARAMS},
-      {"params": shared.PARAMS_KIND},
-    ),
     "TrainStep.init": shared.Entry(
       step.init,
       lambda: {"params": problem.PARAMS},

@@ -54,7 +54,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       refresh_every=kinds.count(optional=True, static=True),
       refresh_snapshots=kinds.count(optional=True, static=True),
       min_curvature=kinds.number(-1, optional=True),
-      basis_dtype=shared.any_error(shared.FLOAT_DTYPE),
+      basis_dtype=shared.FLOAT_DTYPE,
     ),
     shared.factory(
       "dynamic_loss_scale",

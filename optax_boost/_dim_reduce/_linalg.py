@@ -1,9 +1,9 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
 A stacked tree X has leaves [m, *shape]: m vectors of n entries in all, one to a row. Matrices of m
-or k rows and columns are small and kept whole; what has n entries is only ever contracted over all
-axes of its leaves, or combined row by row. No leaf is reshaped or concatenated, so a sharded leaf
-stays where it is and what crosses devices are the small matrices.
+or k rows and columns are small and kept whole; rows of n entries are only contracted over all axes
+of their leaves, or combined with each other. No leaf is reshaped or concatenated, so a sharded leaf
+stays on its devices, and only the small matrices cross them.
 
 Principal component analysis, with C the rows of X minus their mean:
 
@@ -20,6 +20,7 @@ which l is far below m. Source: Halko, Martinsson, Tropp, "Finding Structure wit
 SIAM Review 53 (2011), with one power iteration.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -31,10 +32,10 @@ PRECISION = jax.lax.Precision.HIGHEST
 
 
 class PrincipalComponents(NamedTuple):
-  """What a principal component analysis found.
+  """Components, a stacked tree of k orthonormal rows, with their variances.
 
   Attributes:
-    components: stacked tree, leaves [k, *shape]; orthonormal rows, or zero where there is no k-th.
+    components: leaves [k, *shape]; a row of zeros where the rows span fewer than k directions.
     variances: [k], squared singular values of the centred rows, descending; zero with their row.
     total: scalar, the sum of all squared singular values.
   """
@@ -45,14 +46,9 @@ class PrincipalComponents(NamedTuple):
 
 
 def contract(rows: jax.Array, leaf: jax.Array) -> jax.Array:
-  """Inner products over all axes of a leaf, replicated over its mesh.
+  """Inner products of rows [k, *shape] over all axes of a leaf, replicated over its mesh.
 
-  Args:
-    rows: [k, *shape], float32 or wider.
-    leaf: [*shape] of the same dtype, or [m, *shape] for products with each of m; the rank decides.
-
-  Returns:
-    [k] or [k, m].
+  [k] for a leaf [*shape]; [k, m] for a stacked one, [m, *shape]. Both are float32 or wider.
   """
   many = leaf.ndim == rows.ndim
   axes = tuple(range(1, rows.ndim)), tuple(range(many, leaf.ndim))
@@ -66,80 +62,66 @@ def contract(rows: jax.Array, leaf: jax.Array) -> jax.Array:
   )
 
 
-def inner_products(a: Any, b: Any) -> jax.Array:
-  """Inner products of the rows of two stacked trees, ``A B'``.
+def combine_rows(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
+  """Linear combinations of the rows of one leaf, in the dtype of the coefficients.
 
-  Args:
-    a: stacked tree, leaves [m, *shape], float32 or wider.
-    b: stacked tree of the same structure, leaves [l, *shape].
-
-  Returns:
-    [m, l].
+  [*shape] for coefficients [k]; [c, *shape] for coefficients [c, k].
   """
+  contracted = (coefficients.ndim - 1,), (0,)
+  return jax.lax.dot_general(
+    coefficients, rows.astype(coefficients.dtype), (contracted, ((), ())), PRECISION
+  )
+
+
+def combine(coefficients: jax.Array, rows: Any) -> Any:
+  """Linear combinations [l, m] of the rows of a stacked tree, in its leaves' dtypes."""
+  return jax.tree.map(lambda x: combine_rows(coefficients.astype(x.dtype), x), rows)
+
+
+def inner_products(a: Any, b: Any) -> jax.Array:
+  """``A B'``, [m, l], of two stacked trees of m and l rows, float32 or wider."""
   parts = [contract(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
   return _sum(parts)
+
+
+def project(
+  basis: Any, tree: Any, group_of_leaf: Sequence[int], shape: tuple[int, ...]
+) -> jax.Array:
+  """Inner products [G, k] of a basis with a tree like the params, each group's for itself."""
+  pairs = list(zip(jax.tree.leaves(basis), jax.tree.leaves(tree), strict=True))
+  dtype = inner_dtype(tree)
+  sums = [jnp.zeros(shape[1:], dtype)] * shape[0]
+  for group, (rows, leaf) in zip(group_of_leaf, pairs, strict=True):
+    sums[group] += contract(rows.astype(dtype), leaf.astype(dtype))
+  return jnp.stack(sums)
+
+
+def inner_dtype(tree: Any) -> Any:
+  """The dtype of inner products over a tree: float32, or float64 where a leaf has it."""
+  return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree)))
 
 
 def _sum(parts: list[jax.Array]) -> jax.Array:
   return sum(parts[1:], start=parts[0])
 
 
-def combine(coefficients: jax.Array, rows: Any) -> Any:
-  """Linear combinations of the rows of a stacked tree.
-
-  Args:
-    coefficients: [l, m].
-    rows: stacked tree, leaves [m, *shape], float32 or wider.
-
-  Returns:
-    A stacked tree, leaves [l, *shape] in the dtypes of `rows`.
-  """
-  return jax.tree.map(
-    lambda x: jax.lax.dot_general(
-      coefficients.astype(x.dtype), x, (((1,), (0,)), ((), ())), PRECISION
-    ),
-    rows,
-  )
-
-
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
-  """Gives one value per row the rank of a stacked leaf.
-
-  Args:
-    values: [m].
-    like: an array [m, *shape].
-
-  Returns:
-    [m, 1, ..., 1].
-  """
+  """Gives one value per row, [m], the rank of a stacked leaf: [m, 1, ..., 1]."""
   return jnp.expand_dims(values, tuple(range(1, like.ndim)))
 
 
 def finite_rows(rows: Any) -> jax.Array:
-  """Which rows of a stacked tree hold finite numbers only.
-
-  Args:
-    rows: stacked tree with at least one leaf.
-
-  Returns:
-    [m], bool.
-  """
+  """Which rows of a stacked tree hold finite numbers only: [m], bool."""
   parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
-  # Counted by a contraction: what XLA can fuse, it repeats in the kernel of every leaf that uses
-  # it, and compiles for long where there are hundreds.
+  # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
+  # compile for long where there are hundreds.
   return jnp.ones(len(parts)) @ jnp.stack(parts).astype(jnp.float32) == len(parts)
 
 
 def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
-  """The mean of some rows of a stacked tree, and these rows minus it.
+  """The mean of the rows that are `used`, and these rows minus it, in float32 or wider.
 
-  Args:
-    rows: stacked tree, leaves [m, *shape] of any floating dtype.
-    used: [m], bool: the rows that count. What the others hold does not matter.
-
-  Returns:
-    The mean, leaves [*shape], and the centred rows, leaves [m, *shape], zero where not used; both
-    in float32 or wider.
+  The other rows may hold anything; of the centred ones they are zero.
   """
   first = jnp.argmax(used)
   count = jnp.maximum(jnp.sum(used), 1)
@@ -159,34 +141,23 @@ def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
 
 
 def orthonormalize(rows: Any) -> Any:
-  """Orthonormal rows of which the first j span what the first j given ones do, for every j.
+  """Orthonormal rows: the first j span the space of the first j of `rows`, for every j.
 
-  Args:
-    rows: stacked tree, leaves [k, *shape], in order of importance.
-
-  Returns:
-    A stacked tree like `rows`, orthonormal to about k eps, less where a row sticks out of the span
-    of those before it by a few percent of its length. Where it does so by less than 1 % (in
-    float32; sqrt(1000 eps)), it is taken for a rounding error and zero.
+  A row that sticks out of the span of those before it by less than 1 % of its length (in float32;
+  sqrt(1000 eps)) is taken for a rounding error and becomes zero.
   """
   gram = inner_products(rows, rows)
   norms = jnp.sqrt(jnp.diagonal(gram))
   # Unit rows are near to orthogonal even if their lengths were not comparable.
   scale = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
   unit = gram * scale[:, None] * scale[None, :]
-  return combine(orthonormalizer(unit) * scale[None, :], rows)
+  return combine(_orthonormalizer(unit) * scale[None, :], rows)
 
 
-def orthonormalizer(gram: jax.Array) -> jax.Array:
+def _orthonormalizer(gram: jax.Array) -> jax.Array:
   """The lower triangular T for which T G T' is the identity, by the Gram-Schmidt process.
 
-  A Cholesky factor, but that dependent rows are left out instead of making everything nan.
-
-  Args:
-    gram: G, [k, k], with a diagonal of ones, or zeros for rows to leave out.
-
-  Returns:
-    T, [k, k], with rows of zeros for what depends on the rows before.
+  A Cholesky factor, but with rows of zeros for dependent rows, instead of NaN everywhere.
   """
   size = len(gram)
   least = 1000 * jnp.finfo(gram.dtype).eps
@@ -194,105 +165,57 @@ def orthonormalizer(gram: jax.Array) -> jax.Array:
   def times(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=PRECISION)
 
-  def add(j: jax.Array, found: jax.Array) -> jax.Array:
+  def add(j: jax.Array, done: jax.Array) -> jax.Array:
     row = (jnp.arange(size) == j).astype(gram.dtype)
     for _ in range(2):  # Twice is enough.
-      row = row - times(times(found, times(gram, row)), found)
+      row = row - times(times(done, times(gram, row)), done)
     square = times(row, times(gram, row))
     good = square > least
     row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
-    return jax.lax.dynamic_update_index_in_dim(found, row, j, 0)
+    return jax.lax.dynamic_update_index_in_dim(done, row, j, 0)
 
   return jax.lax.fori_loop(0, size, add, jnp.zeros_like(gram))
 
 
-def leading_directions(gram: jax.Array, count: int) -> jax.Array:
-  """The eigenvectors of the largest eigenvalues of a symmetric matrix.
-
-  Args:
-    gram: [m, m].
-    count: how many.
-
-  Returns:
-    [count, m], one eigenvector to a row, the largest first.
-  """
+def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
+  """The eigenvectors of the largest eigenvalues, one to a row, the largest first."""
   _, vectors = jnp.linalg.eigh(gram)
   return vectors[:, ::-1][:, :count].T
 
 
 def guarded(count: int, rows: int) -> int:
-  """How many directions to start from, so that the last of those wanted are not mixed with others.
-
-  Args:
-    count: how many are wanted.
-    rows: how many centred rows there are.
-
-  Returns:
-    Eight more, or as many as there can be.
-  """
+  """Eight directions more than wanted, if so many rows allow, so that the last are not mixed."""
   return min(count + 8, max(rows - 1, count))
 
 
 def gram_pca(centred: Any, count: int) -> PrincipalComponents:
-  """Principal components by the Gram matrix of the rows.
-
-  Args:
-    centred: stacked tree, leaves [m, *shape]: rows that sum to zero.
-    count: how many components, below m.
-
-  Returns:
-    The components, their signs as :func:`fix_signs` leaves them.
-  """
+  """Principal components of m centred rows, fewer than m of them, by their Gram matrix."""
   gram = inner_products(centred, centred)
-  basis = orthonormalize(combine(leading_directions(gram, guarded(count, len(gram))), centred))
-  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred), count)
+  return _refined(centred, _leading_directions(gram, guarded(count, len(gram))), centred, count)
 
 
 def randomized_pca(centred: Any, count: int, sketch: jax.Array) -> PrincipalComponents:
-  """Principal components of a random sketch of the rows.
-
-  Args:
-    centred: stacked tree, leaves [m, *shape]: rows that sum to zero.
-    count: how many components.
-    sketch: [m, l], normal random numbers, l at least `count`. Raising l makes it more exact.
-
-  Returns:
-    The components, their signs as :func:`fix_signs` leaves them.
-  """
+  """Principal components of a sketch of m centred rows: [m, l] normal numbers, l >= `count`."""
   seen, _ = jnp.linalg.qr(inner_products(centred, combine(sketch.T, centred)))
   rows = combine(seen.T, centred)
-  basis = orthonormalize(
-    combine(leading_directions(inner_products(rows, rows), len(sketch.T)), rows)
-  )
-  return rayleigh_ritz(basis, inner_products(centred, basis), total_square(centred), count)
+  directions = _leading_directions(inner_products(rows, rows), len(sketch.T))
+  return _refined(rows, directions, centred, count)
 
 
-def total_square(rows: Any) -> jax.Array:
-  """The sum of the squares of all entries.
-
-  Args:
-    rows: a tree of arrays, float32 or wider.
-
-  Returns:
-    A scalar.
-  """
-  return _sum([jnp.sum(x * x) for x in jax.tree.leaves(rows)])
+def _refined(rows: Any, directions: jax.Array, centred: Any, count: int) -> PrincipalComponents:
+  basis = orthonormalize(combine(directions, rows))
+  total = _sum([jnp.sum(x * x) for x in jax.tree.leaves(centred)])
+  return rayleigh_ritz(basis, inner_products(centred, basis), total, count)
 
 
 def rayleigh_ritz(
   basis: Any, coordinates: jax.Array, total: jax.Array, count: int
 ) -> PrincipalComponents:
-  """The principal components within the span of rows that are orthonormal, or nearly so.
+  """The principal components within the span of l rows that are nearly orthonormal, or zero.
 
-  Args:
-    basis: stacked tree, leaves [l, *shape]; rows of zeros count nothing.
-    coordinates: [m, l], the inner products of the centred rows with them.
-    total: the sum of the squares of the centred rows.
-    count: how many components, at most l and m.
-
-  Returns:
-    The components. Those with less than 100 eps of the first one's singular value are rounding
-    errors: they and their variances are zero.
+  `coordinates`, [m, l], are the centred rows' inner products with them, `total` their sum of
+  squares. Components with less than 100 eps of the first one's singular value are rounding errors:
+  they and their variances are zero.
   """
   gram = inner_products(basis, basis)
   gram += jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0).astype(gram.dtype))
@@ -311,14 +234,7 @@ def rayleigh_ritz(
 
 
 def fix_signs(rows: Any) -> Any:
-  """Turns each row so that its entry of the largest magnitude is positive.
-
-  Args:
-    rows: stacked tree, leaves [k, *shape].
-
-  Returns:
-    A stacked tree like `rows`; a row with two such entries of opposite sign stays as it is.
-  """
+  """Turns each row so that its entry of the largest magnitude is positive."""
   leaves = [x for x in jax.tree.leaves(rows) if x.size]
   if not leaves:
     return rows
