@@ -31,20 +31,17 @@ def full_gradient(
   .. math::
     \mu = \sum_b n_b \, \nabla f_b(s) \Big/ \sum_b n_b
 
-  for batches :math:`b` with :math:`n_b` examples each. A last batch that is smaller counts less. A
-  last batch that is *padded* needs two things: a loss that is the mean over the real examples
-  (a mask in the batch), and `weight_fn`, which says how many those are.
+  for batches :math:`b` with :math:`n_b` examples each; a smaller last batch counts less. A *padded*
+  one needs a loss that is the mean over the real examples (by a mask in the batch), and
+  `weight_fn`, which counts them.
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted here, once for each batch shape; pass the same function
-      every time, or it is compiled every time.
+      ``jax.grad(loss_fn)``. It is jitted here; another function is compiled anew.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
-      PyTorch loader, Grain, a generator). Two of them are held at a time: the next one is loaded
-      while the gradient of the last is computed.
-    rng: a key, for losses with dropout: ``grad_fn(params, batch, key)`` is then called, with a key
-      of its own for each batch.
+      PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
+    rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets one per batch.
     weight_fn: from a batch to the number of its real examples, as in
       ``lambda batch: batch["mask"].sum()``. A batch of weight 0 is left out. None: the length of
       the leaves' first axis.
@@ -54,8 +51,8 @@ def full_gradient(
     A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`.
 
   Raises:
-    ValueError: there is no batch, or none with weight; a batch's tree differs from the first's, or
-      the gradients' from the params'; the number of examples can't be told from the shapes.
+    ValueError: there is no batch, or none with weight; trees of batches or of gradients differ; the
+      shapes do not tell the number of examples.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -72,16 +69,19 @@ def full_gradient(
     ...   jax.grad(loss_fn), jnp.zeros([]), padded, weight_fn=lambda batch: batch["mask"].sum()))
     -3.0
   """
-  _check_pass(grad_fn, weight_fn, params, "full_gradient")
-  _check_iterable(batches)
-  _base.check_bool("progress", progress)
-  rng = _as_rng(rng)
+  rng = _check_pass(grad_fn, weight_fn, params, rng, "full_gradient")
+  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+  if not iterable or isinstance(batches, Mapping | str | bytes | type):
+    raise TypeError(
+      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
+      " passed as `[batch]`."
+    )
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
     raise ValueError(
       "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
       " steps, or `scan_full_gradient` inside."
     )
-  # A Partial goes into jit as an argument: what it binds may change without a recompilation.
+  # A Partial goes into jit as an argument: its bound arrays may change without a recompilation.
   bound = grad_fn if isinstance(grad_fn, jax.tree_util.Partial) else jax.tree_util.Partial(grad_fn)
   total, weights = zeros_like_wide(params), jnp.zeros([])
   structure = None
@@ -98,7 +98,7 @@ def full_gradient(
     key = () if rng is None else (jax.random.fold_in(rng, index),)
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
     jax.block_until_ready(weights)
-    weight = _host_weight(_weight(arrays, weight_fn, "full_gradient"), index)
+    weight = _weight(arrays, weight_fn, index)
     total, weights = _jitted_add((total, weights), bound, params, arrays, weight, *key)
   if structure is None:
     raise ValueError(
@@ -129,22 +129,18 @@ def scan_full_gradient(
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch.
     params: where the gradient is taken.
-    batches: a tree of arrays whose first axis runs over the batches: shapes
-      ``(batches, examples, ...)``.
-    rng: a key, for losses with dropout: ``grad_fn(params, batch, key)`` is then called, with a key
-      of its own for each batch.
-    weight_fn: from a batch to the number of its real examples, for a padded last batch; see
-      :func:`full_gradient`. None: all batches count the same.
-    unroll: how many batches make one iteration, True for all: compiles longer. On CPUs the
-      gradients of convolutions need True; inside the step, where the whole pass stands under
-      ``lax.cond``, that does not help either: refresh on the host.
+    batches: a tree of arrays of shapes ``(batches, examples, ...)``.
+    rng: as in :func:`full_gradient`.
+    weight_fn: as in :func:`full_gradient`; None: all batches count the same.
+    unroll: how many batches make one iteration, True for all. Raising it compiles longer. On CPUs
+      the gradients of convolutions need True; under ``lax.cond``, as inside the step, they stay
+      slow: refresh on the host.
 
   Returns:
     A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.
 
   Raises:
-    ValueError: there is no batch, the leaves' first axes differ, or the gradients' tree differs
-      from that of the params.
+    ValueError: there is no batch, the leaves' first axes or the gradients' tree differ.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -154,13 +150,12 @@ def scan_full_gradient(
     >>> float(optax_boost.scan_full_gradient(gradient, jnp.zeros([]), batches))
     -3.0
   """
-  _check_pass(grad_fn, weight_fn, params, "scan_full_gradient")
-  rng = _as_rng(rng)
+  rng = _check_pass(grad_fn, weight_fn, params, rng, "scan_full_gradient")
   if not isinstance(unroll, bool):
     _base.check_whole_number("unroll", unroll, static=True)
-  lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
+  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
+  lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
     raise ValueError(
       "`scan_full_gradient` needs at least one batch, and arrays whose first axis runs over the"
       f" batches; got shapes {shapes}."
@@ -203,18 +198,23 @@ def _add(
 _jitted_add = jax.jit(_add, donate_argnums=0)
 
 
-def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, method: str) -> Any:
+def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int) -> float:
+  """The number of examples in a batch of a streamed pass."""
   if weight_fn is not None:
-    return _check_weight(weight_fn(batch))
-  lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    weight = float(_check_weight(weight_fn(batch)))
+    if not 0 <= weight < math.inf:
+      raise ValueError(
+        f"`weight_fn` must return a finite number >= 0; it returned {weight:g} for batch {index}."
+      )
+    return weight
+  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+  lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     raise ValueError(
-      f"`{method}` can't tell the number of examples from arrays of shapes {shapes}, whose first"
-      " axes differ. Pass `weight_fn`, a function from a batch to that number."
+      f"`full_gradient` can't tell the number of examples from arrays of shapes {shapes}, whose"
+      " first axes differ. Pass `weight_fn`, a function from a batch to that number."
     )
-  ((length,),) = lengths
-  return length
+  return float(lengths.pop()[0])
 
 
 def _check_weight(weight: Any) -> Any:
@@ -228,37 +228,15 @@ def _check_weight(weight: Any) -> Any:
   return weight
 
 
-def _host_weight(weight: Any, index: int) -> float:
-  value = float(weight)
-  if not 0 <= value < math.inf:
-    raise ValueError(
-      f"`weight_fn` must return a finite number >= 0; it returned {value:g} for batch {index}."
-    )
-  return value
-
-
-def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, method: str) -> None:
+def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, rng: Any, method: str) -> Any:
+  """Checks the arguments that both passes have; returns the key, also of a seed."""
   _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
   if weight_fn is not None:
     _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
   _tree.check_floating(params, method)
-
-
-def _as_rng(rng: Any) -> Any:
-  """A key or a seed as a key; keys of ``jax.random.PRNGKey`` stay as they are."""
+  # A key of `jax.random.PRNGKey` stays as it is.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
-  if rng is None or raw:
-    return rng
-  return _base.as_key("rng", rng)
-
-
-def _check_iterable(batches: Any) -> None:
-  iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-  if not iterable or isinstance(batches, Mapping | str | bytes | type):
-    raise TypeError(
-      f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
-      " passed as `[batch]`."
-    )
+  return rng if rng is None or raw else _base.as_key("rng", rng)
 
 
 def _as_array(index: int, path: Any, leaf: Any) -> Any:
@@ -266,23 +244,22 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
-  if np.asarray(array).dtype.kind in "OSUMm":
+  dtype = np.asarray(array).dtype
+  if dtype.kind in "OSUMm":
     raise TypeError(
       "`batches` must hold trees of numbers; the leaf"
       f" '{_tree.path_string(path) or 'batch'}' of batch {index} is {_base.shorten(leaf)} of dtype"
-      f" {np.asarray(array).dtype}. Leave it out of the batches."
+      f" {dtype}. Leave it out of the batches."
     )
   return array
 
 
 def zeros_like_wide(params: Any) -> Any:
-  return jax.tree.map(
-    lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)),
-    params,
-  )
+  return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)), params)
 
 
 def check_gradients(gradients: Any, params: Any, source: str) -> None:
+  """Refuses gradients, returned by the function `source`, that do not fit the params."""
   got: Any = jax.tree.structure(gradients)
   want: Any = jax.tree.structure(params)
   if got == want:

@@ -8,13 +8,12 @@ For params w, a snapshot s of earlier ones, and a batch B:
   h    gradient of the loss on B at s
   mu   full gradient at s: the mean over all of the data, each example counting once
   a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
-  v    what the optimizer receives; its mean over B is that of g
+  v    corrected gradient, for the optimizer; its mean over B is that of g
 
 g, h, mu and v have the structure and shapes of w; mu and the arithmetic are in at least float32.
-Since h varies with the batch as g does while s is near w, the difference varies less than g. How
-much less is told by ``variance_ratio``, the sums running over steps since the last refresh:
+While s is near w, h varies with the batch as g does, so g - h varies less than g. Measured by
 
-  sum |v - mu|^2 / sum |g - mu|^2
+  variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
 
 Sources: Johnson, Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance
 Reduction", NeurIPS 2013; Yin, Xu, Li, Darrell, Liu, "A Coefficient Makes SVRG Effective",
@@ -35,8 +34,8 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "svrg"
-# Params of at most so many entries have their variance ratio measured at every step, larger ones
-# at every 16th.
+# The variance ratio of more params than this is sampled: its sums are passes of their own, which on
+# a CPU cost several times the correction.
 _SMALL = 65_536
 _MEASURE_EVERY = 16
 
@@ -46,20 +45,19 @@ class SvrgState(NamedTuple):
   """State of :func:`svrg`.
 
   Attributes:
-    snapshot: the params at the last refresh; a copy, like the params in structure, dtypes and
-      sharding. Before the first refresh, the params that ``init`` was given.
-    full_gradient: the full gradient there, in float32 (float64 for float64); zeros before the
-      first refresh.
+    snapshot: a copy of the params at the last refresh, or at ``init``, sharded like them.
+    full_gradient: the full gradient at the snapshot, in float32 (float64 for float64); zeros before
+      the first refresh.
     count: scalar int32, the number of steps made.
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: vector of two, the sums over the steps since the last refresh of
-      ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v``, plain ones ``g`` and the
-      full gradient ``mu``. With more than 65,536 params, over every 16th step only.
+      ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``. With
+      more than 65,536 params over every 16th step only, for they cost more than the correction.
     variance_ratio: scalar, the first of the sums over the second: about the variance of the
       corrected over that of the plain gradient. 0 is a perfect correction, above 1 it does harm.
-      As the true gradient moves away from ``mu``, the ratio is drawn towards 1, but never across.
-    notfinite_count: scalar int32, the refreshes that were not made, and those of the steps summed
-      above in which a part of the correction was left out, for numbers that are not finite.
+      As the true gradient moves away from ``mu``, the ratio tends to 1, but never crosses it.
+    notfinite_count: scalar int32, the refreshes that were not made, and those of the summed steps
+      in which a part of the correction was left out, for numbers that are not finite.
   """
 
   snapshot: optax.Params
@@ -84,8 +82,7 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
 
   Args:
     steps: the steps of the whole training, not of one refresh period; 0 is reached after them.
-    initial: the coefficient of the first step. Raising it corrects more strongly; deep networks
-      take less than 1.
+    initial: the coefficient of the first step, for deep networks below 1. Raising it corrects more.
 
   Returns:
     A schedule, for the `coefficient` of :func:`svrg`.
@@ -112,23 +109,13 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
 def correction(
   snapshot_gradient: jax.Array, full_gradient: jax.Array, coefficient: jax.typing.ArrayLike
 ) -> jax.Array:
-  """What is subtracted from a gradient, ``a (h - mu)``.
-
-  Args:
-    snapshot_gradient: the batch's gradient at the snapshot, any floating dtype.
-    full_gradient: the full gradient there, in at least float32.
-    coefficient: scalar.
-
-  Returns:
-    The correction in the dtype of `full_gradient`, not finite where an operand is not.
-  """
+  """The correction ``a (h - mu)``, in the dtype of `full_gradient`."""
   dtype = full_gradient.dtype
   return jnp.asarray(coefficient, dtype) * (snapshot_gradient.astype(dtype) - full_gradient)
 
 
 def svrg(
-  refresh_every: int | None,
-  coefficient: optax.ScalarOrSchedule = 1.0,
+  refresh_every: int | None, coefficient: optax.ScalarOrSchedule = 1.0
 ) -> optax.GradientTransformationExtraArgs:
   r"""Reduces the variance of gradients with a snapshot and its full gradient.
 
@@ -137,32 +124,26 @@ def svrg(
     \mu = \frac{1}{n} \sum_{i=1}^{n} \nabla f_i(s)
 
   for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
-  chain, so that it sees the plain gradient, and before what treats leaves differently:
-  ``optax.chain(svrg(...), optax.partition(...))``. On convex problems the error then shrinks
-  geometrically at a constant learning rate: logistic regression on real data came within 1e-16 of
-  the optimum where SGD, with as many gradients, stalled at 2e-5. Deep networks gain little. A
-  small CNN on digits, with three times the gradients of SGD, ended at a training loss of 1.0e-3
-  with :math:`\alpha = 1`, whose variance ratio rose to 2.5, and of 0.87e-3 with
-  :func:`alpha_svrg_schedule`; SGD at 0.83e-3, and at 0.11e-3 when given the same work.
+  chain, before ``optax.masked`` and ``optax.partition``, and needs the plain gradient. On convex
+  problems the error then shrinks geometrically at a constant learning rate, where SGD stalls. Deep
+  networks gain little, best with :func:`alpha_svrg_schedule`: compare with SGD given the same work.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
-  - On the host: ``svrg(refresh_every=None)`` with :func:`full_gradient` and :func:`refresh_svrg`,
-    or ``step.refresh(state, batches)`` of a train step. For data that is streamed, and for
-    convolutional networks on CPUs, where XLA runs the gradient of a convolution inside control
-    flow some 20 times slower.
+  - On the host: ``svrg(refresh_every=None)`` with ``step.refresh(state, batches)`` of a train step,
+    or with :func:`full_gradient` and :func:`refresh_svrg`. For streamed data, and for convolutional
+    networks on CPUs, where XLA is slow on convolutions inside control flow.
   - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
     ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. For data on the
     device; see :func:`scan_full_gradient`.
 
   Until the first refresh gradients pass unchanged. Where a snapshot gradient is not finite, the
-  correction's entry is left out; a full gradient (or snapshot) that is not finite is not taken,
-  and the last one, still valid, serves on. Both are counted. A gradient that is not finite stays
-  so and leaves no trace in the state.
+  correction's entry is left out; a refresh with a number that is not finite is not made. Both are
+  counted. A gradient that is not finite stays so and leaves no trace in the state.
 
-  ``update`` needs the extra argument ``grad_fn(params) -> grads``: the gradient elsewhere on the
-  batch that the updates came from, with the same dropout masks and statistics. Neither it nor
-  `full_grad_fn` may update statistics. ``make_train_step`` supplies the first.
+  ``update`` needs the extra argument ``grad_fn(params) -> grads``, as ``make_train_step`` supplies:
+  the gradient on the batch of the updates, with the same dropout masks and statistics. Neither it
+  nor `full_grad_fn` may update statistics.
 
   Args:
     refresh_every: steps from one refresh inside ``update`` to the next; about the number of steps
@@ -208,11 +189,9 @@ def svrg(
   .. note::
     MXNet's ``SVRGModule`` adds each full gradient to the last one divided by the number of
     batches, and counts the padding of the last batch in the sum but not in the divisor; here the
-    full gradient is the mean. Inside ``optax.masked`` or ``optax.partition`` the two functions
-    are called with the masked params: those of ``make_train_step`` fill in the hidden leaves, your
-    own must, too. A snapshot of a part of the params while the rest moves is biased: better keep
-    it outside. Inside ``optax.MultiSteps`` the correction is that
-    of the last batch alone.
+    full gradient is the mean. Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part
+    of the params is biased, and your own `grad_fn` and `full_grad_fn` must fill in the hidden
+    leaves. Inside ``optax.MultiSteps`` the correction is that of the last batch alone.
   """
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every)
@@ -247,12 +226,10 @@ def svrg(
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
     _check_state(state, params, _METHOD)
-    _base.require_extra(
-      grad_fn,
-      "grad_fn",
-      _METHOD,
-      "a function from params to the gradient on the current batch, with its rng and statistics",
+    purpose = (
+      "a function from params to the gradient on the current batch, with its rng and statistics"
     )
+    _base.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
     assert grad_fn is not None
     _base.check_callable("grad_fn", grad_fn, "grad_fn(params)")
     if refresh_every is not None:
@@ -264,8 +241,8 @@ def svrg(
         f" {jnp.shape(alpha)}."
       )
     alpha = jnp.where(state.refresh_count > 0, alpha, 0.0)
-    elsewhere = _gradients_at(state.snapshot, grad_fn, "grad_fn")
-    return _correct(updates, elsewhere, alpha, state)
+    snapshot_gradient = _gradients_at(state.snapshot, grad_fn, "grad_fn")
+    return _correct(updates, snapshot_gradient, alpha, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -346,13 +323,12 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
 
 
 def _correct(
-  updates: Any, elsewhere: Any, alpha: jax.Array, state: SvrgState
+  updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: SvrgState
 ) -> tuple[Any, SvrgState]:
   """Corrected gradients and the state after them."""
   leaves, structure = jax.tree.flatten(updates)
-  parts = list(
-    zip(leaves, jax.tree.leaves(elsewhere), jax.tree.leaves(state.full_gradient), strict=True)
-  )
+  trees = (snapshot_gradient, state.full_gradient)
+  parts = list(zip(leaves, *map(jax.tree.leaves, trees), strict=True))
 
   def raw(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     return g.astype(mu.dtype) - correction(h, mu, alpha)
@@ -364,14 +340,13 @@ def _correct(
       total += jnp.stack(sums).astype(total.dtype)
     return total
 
-  # The sums read all gradients once more: a twentieth of the step of a large network.
   if sum(g.size for g in leaves) <= _SMALL:
-    seen = deviations()
+    squares = deviations()
   else:
     measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
-    seen = jax.lax.cond(measured, deviations, lambda: jnp.zeros_like(state.squared_deviations))
-  finite = jnp.isfinite(seen)
-  total = state.squared_deviations + jnp.where(jnp.all(finite), seen, 0)
+    squares = jax.lax.cond(measured, deviations, lambda: jnp.zeros_like(state.squared_deviations))
+  finite = jnp.isfinite(squares)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), squares, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
   known = total[1] > 0
   ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
@@ -396,11 +371,11 @@ def refresh_svrg(
   Args:
     opt_state: the state of any chain that holds a :class:`SvrgState`; of several, all are renewed.
     params: the params at which the full gradient was taken; they are copied.
-    full_gradient: their full gradient, as :func:`full_gradient` returns it. If it or `params` is
-      not finite, the state stays as it was and its `notfinite_count` grows.
+    full_gradient: from :func:`full_gradient`. If it or `params` is not finite, the snapshot stays
+      and `notfinite_count` grows.
 
   Returns:
-    The new optimizer state. Its other parts are those of `opt_state`, not copies.
+    The new optimizer state; its other parts are not copied.
 
   Raises:
     ValueError: `opt_state` holds no :class:`SvrgState`, or a tree does not fit.

@@ -17,75 +17,36 @@ def _relative(words: int, q: jax.Array) -> jax.Array:
 
 
 def at(words: int, q: jax.Array) -> jax.Array:
-  """The set of `q` alone.
-
-  Args:
-    words: how many words there are.
-    q: int32 numbers.
-
-  Returns:
-    (words, ...) uint32.
-  """
+  """The set of `q` alone, in so many words."""
   bit = _relative(words, q)
   inside = (bit >= 0) & (bit < 32)
   return jnp.where(inside, jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32), jnp.uint32(0))
 
 
 def above(words: int, q: jax.Array) -> jax.Array:
-  """The set of all numbers above `q`.
-
-  Args:
-    words: how many words there are.
-    q: int32 numbers.
-
-  Returns:
-    (words, ...) uint32.
-  """
+  """The set of all numbers above `q`."""
   bit = _relative(words, q)
   shifted = _ALL << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
   return jnp.where(bit >= 31, jnp.uint32(0), shifted)
 
 
 def below(words: int, q: jax.Array) -> jax.Array:
-  """The set of all numbers below `q`.
-
-  Args:
-    words: how many words there are.
-    q: int32 numbers.
-
-  Returns:
-    (words, ...) uint32.
-  """
+  """The set of all numbers below `q`."""
   return ~above(words, q - 1)
 
 
 def nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The smallest member, or the largest.
-
-  Args:
-    members: (words, ...) uint32.
-    up: bool, whether the smallest is wanted.
-
-  Returns:
-    Whether there is one, and it; 0 if there is none.
-  """
+  """Whether there are members; and the smallest (where `up`) or the largest, else 0."""
   first = jnp.arange(members.shape[0], dtype=jnp.int32) * 32
   first = first.reshape((-1,) + (1,) * up.ndim)
   lowest = jax.lax.population_count((members & -members) - 1)
   highest = 31 - jax.lax.clz(members)
-  found = first + jnp.where(up, lowest, highest).astype(jnp.int32)
-  best = jnp.max(jnp.where(members == 0, _NONE, jnp.where(up, -found, found)), axis=0)
-  some = best != _NONE
-  return some, jnp.where(some, jnp.where(up, -best, best), 0)
+  number = first + jnp.where(up, lowest, highest).astype(jnp.int32)
+  best = jnp.max(jnp.where(members == 0, _NONE, jnp.where(up, -number, number)), axis=0)
+  exists = best != _NONE
+  return exists, jnp.where(exists, jnp.where(up, -best, best), 0)
 
 
 def some(members: jax.Array) -> jax.Array:
-  """Whether a set has members.
-
-  Args:
-    members: (words, ...) uint32.
-
-  Returns:
-    bool.
-  """
+  """Whether a set has members."""
   return jnp.any(members != 0, axis=0)

@@ -10,9 +10,9 @@ grows.
   W        words of 32 bits that hold a set of entries of a lane
   base     (P, 1), where a lane starts: its entries lie behind each other, by rising weight
 
-Weights are sorted once for all runs, for their ranks move with them. What each source needs is the
-nearest live entry of the other direction, a few words of bits; and what each cycle leaves is a pair
-of links. Links of entries that are taken freeze, and in the end say which weight each receives.
+Weights are sorted once, in ``init``, for their ranks move with them. Each source looks for the
+nearest live entry of the other direction in a few words of bits; each cycle leaves a pair of links.
+The links of entries in a cycle freeze, and in the end tell which weight each receives.
 """
 
 import functools
@@ -31,7 +31,7 @@ from optax_boost._sgperm import _sorting
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(
   weights: jax.Array,
-  wishes: jax.Array,
+  momentum: jax.Array,
   ranks: jax.Array,
   ranges: jax.Array,
   subsets: _host.Subsets,
@@ -39,37 +39,25 @@ def permute(
   sizes: tuple[int, int],
   remainder: bool = True,
 ) -> jax.Array:
-  """One exact step for a stack of weight vectors.
+  """One exact step for weight vectors (n, m): for each position the one whose weight it receives.
 
-  Args:
-    weights: (n, m).
-    wishes: (n, m), the recommendations.
-    ranks: (n, m) int32, the weights' ranks in their vectors, ties in any order.
-    ranges: (m,), the vectors' value ranges in the dtype of the weights.
-    subsets: the partition, alike for all or, as (n, m), for each vector.
-    sizes: the smallest and the largest size that a subset may ever have.
-    remainder: whether the subset that reaches the end of a vector takes part.
-
-  Returns:
-    (n, m) int32: for each position the one whose weight it receives.
+  Arguments as in ``_step.Work``; `sizes`: the least and the largest that a subset may ever have.
   """
   n = weights.shape[0]
   size = jnp.minimum(subsets.size, n)
   position, values = _arranged(weights, ranks, subsets.order, size)
-  wanted = _sorting.gather(wishes, position)
+  wanted = _sorting.gather(momentum, position)
   segment = jnp.arange(n, dtype=jnp.int32) // size
   pieces = -(-n // size)
-  # The negation puts NaN among what takes no part.
+  # The negation makes NaN idle.
   idle = jnp.logical_not(jnp.abs(wanted) > 0)
   if not remainder:
     idle |= ((pieces > 1) & (segment == pieces - 1))[:, None]
   lanes = -(-n // sizes[0])
   order = _by_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
   up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
-  found = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32)).run(
-    ranges, subsets.brackets
-  )
-  source = _sorting.gather(position, found)
+  search = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32))
+  source = _sorting.gather(position, search.run(ranges, subsets.brackets))
   return _sorting.scatter(jnp.zeros_like(position), position, source)
 
 
@@ -80,32 +68,32 @@ def _arranged(
   n = weights.shape[0]
   position = _sorting.inverse(ranks)
   values = _sorting.gather(weights, position)
-  here = jnp.arange(n, dtype=jnp.int32)
+  rows = jnp.arange(n, dtype=jnp.int32)
   whole = size == n
-  each = order.ndim == 2
-  if each:
+  own_orders = order.ndim == 2
+  if own_orders:
     # A single subset is in natural order.
-    order = jnp.where(whole, here[:, None], order)
+    order = jnp.where(whole, rows[:, None], order)
     place = _sorting.inverse(order)
   new_value = jnp.concatenate([jnp.zeros_like(values[:1], bool), values[1:] != values[:-1]])
 
   def with_ties() -> jax.Array:
     group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
-    if not each:
+    if not own_orders:
       return _sorting.within_groups(group, position)
     return _sorting.gather(order, _sorting.within_groups(group, _sorting.gather(place, position)))
 
   # Equal weights are in the order of their places; ranks tell only those of the first step.
   position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
-  if each:
+  if own_orders:
     label = _sorting.gather(place, position) // size
     index = _sorting.within_groups(label, jax.lax.broadcasted_iota(jnp.int32, label.shape, 0))
     position = _sorting.gather(position, index)
     return position, _sorting.gather(weights, position)
-  label = jnp.zeros_like(here).at[order].set(here // size, unique_indices=True)
+  label = jnp.zeros_like(rows).at[order].set(rows // size, unique_indices=True)
   label = jnp.where(whole, 0, label)
-  index = _sorting.within_groups(label, here)
-  # Equal weights change places alone: the sorted values are what they were.
+  index = _sorting.within_groups(label, rows)
+  # Only equal weights have changed places: `values` are still sorted.
   return position[index], values[index]
 
 
@@ -123,10 +111,7 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """X < a + b, decided as in float64.
-
-  In float32 the sum's exact error decides what its rounding left open.
-  """
+  """Whether x < a + b as in float64: the sum's exact error decides what its rounding left open."""
   total = a + b
   if total.dtype == jnp.float64:
     return x < total
@@ -136,7 +121,7 @@ def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class _Carry(NamedTuple):
-  """What changes from turn to turn.
+  """The arrays that change from turn to turn.
 
   Attributes:
     up: (W, P, m), the live entries that want to increase.
@@ -159,14 +144,14 @@ class _Walk(NamedTuple):
   """A general search under way.
 
   Attributes:
-    turn: what else changes.
-    mode: (P, m): 0 at rest, 1 searching, 2 removing what was found.
-    entry: (P, m), where it is.
+    carry: the turn's arrays.
+    mode: (P, m): 0 at rest, 1 searching, 2 removing the cycle.
+    entry: (P, m), the current entry.
     visited: (W, P, m).
     path: (W, P, m).
   """
 
-  turn: _Carry
+  carry: _Carry
   mode: jax.Array
   entry: jax.Array
   visited: jax.Array
@@ -215,23 +200,23 @@ class _Search:
       jax.lax.population_count(self.start_up | self.start_down), axis=0, dtype=jnp.int32
     )
     self.epsilon = self._epsilon(ranges, brackets, count)
-    here = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
+    rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down
-    next_one = jax.lax.cummin(jnp.where(takes_part, here, self.n), axis=0, reverse=True)
-    last_one = jax.lax.cummax(jnp.where(takes_part, here, -1), axis=0)
+    next_one = jax.lax.cummin(jnp.where(takes_part, rows, self.n), axis=0, reverse=True)
+    last_one = jax.lax.cummax(jnp.where(takes_part, rows, -1), axis=0)
     edge = jnp.full((1, self.m), self.n, jnp.int32)
     carry = _Carry(
       up=self.start_up,
       down=self.start_down,
       above=jnp.concatenate([next_one[1:], edge]),
       below=jnp.concatenate([-jnp.ones_like(edge), last_one[:-1]]),
-      given=jnp.full_like(here, -1),
-      parent=here,
+      given=jnp.full_like(rows, -1),
+      parent=rows,
     )
     end = jax.lax.fori_loop(
       0, jnp.max(count, initial=0), lambda t, c: self._turn(t, c, t < count), carry
     )
-    linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, here))
+    linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, rows))
     return jnp.where(end.given >= 0, end.given, linked)
 
   def _epsilon(self, ranges: jax.Array, brackets: jax.Array, count: jax.Array) -> jax.Array:
@@ -299,11 +284,11 @@ class _Search:
     walk = _Walk(carry, (closes & tied).astype(jnp.int32), source, this, this)
     return jax.lax.while_loop(
       lambda w: jnp.any(w.mode > 0), lambda w: self._step(w, source), walk
-    ).turn
+    ).carry
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
     """One step of the depth-first search, or of taking its cycle out."""
-    words, carry, entry = self.words, walk.turn, walk.entry
+    words, carry, entry = self.words, walk.carry, walk.entry
     searching, removing = walk.mode == 1, walk.mode == 2
     q = entry - self.base
     this = self._at(q)

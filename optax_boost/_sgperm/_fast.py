@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _tree
-from optax_boost._sgperm import _blocks
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sorting
 
 # With fewer bits of a weight, too many of a vector would look the same.
@@ -27,39 +27,22 @@ _LEAST_BITS = 16
 
 @jax.jit
 def targets(
-  weights: jax.Array, wishes: jax.Array, ranges: jax.Array, bracket: jax.Array
+  weights: jax.Array, momentum: jax.Array, ranges: jax.Array, bracket: jax.Array
 ) -> jax.Array:
-  """Where each position would like its weight to be.
-
-  Args:
-    weights: (n, vectors).
-    wishes: the momentum, of the same shape; NaN counts as zero.
-    ranges: (1, vectors).
-    bracket: ``alpha + 1 / n``.
-
-  Returns:
-    (n, vectors), in at least float32.
-  """
+  """The targets t in at least float32; `bracket` is ``alpha + 1 / n``, NaN counts as zero."""
   dtype = _tree.accumulator_dtype(weights.dtype)
-  wishes = jnp.where(jnp.isnan(wishes), 0, wishes).astype(dtype)
-  largest = jnp.max(jnp.abs(wishes), axis=0, keepdims=True)
-  # The inner `where` keeps vectors without any wish from dividing by zero.
+  momentum = jnp.where(jnp.isnan(momentum), 0, momentum).astype(dtype)
+  largest = jnp.max(jnp.abs(momentum), axis=0, keepdims=True)
+  # The inner `where` keeps vectors without momentum from dividing by zero.
   epsilon = jnp.where(largest > 0, ranges.astype(dtype) * bracket.astype(dtype), 0)
-  return weights.astype(dtype) - epsilon * (wishes / jnp.where(largest > 0, largest, 1))
+  return weights.astype(dtype) - epsilon * (momentum / jnp.where(largest > 0, largest, 1))
 
 
 @jax.jit
 def pairs(weights: jax.Array, places: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
-  """Swaps pairs of weights towards their targets.
+  """Swaps pairs of weights towards their targets, a round for each of the random `bits` (uint32).
 
-  Args:
-    weights: (n, vectors).
-    places: int32 of the same shape, numbers from 0 to n - 1 that go where their weights go.
-    target: from :func:`targets`.
-    bits: random uint32, one for each round.
-
-  Returns:
-    `places`, permuted.
+  Returns `places`, int32 from 0 to n - 1, moved as the weights.
   """
   n = weights.shape[0]
   shifts = (bits % n).astype(jnp.int32)
@@ -71,17 +54,17 @@ def pairs(weights: jax.Array, places: jax.Array, target: jax.Array, bits: jax.Ar
 
   def better(w: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Comparisons, for a product of differences may underflow.
-    other, wish = partner(w, shift), partner(target, shift)
-    return other, ((other > w) & (wish < target)) | ((other < w) & (wish > target))
+    other, aim = partner(w, shift), partner(target, shift)
+    return other, ((other > w) & (aim < target)) | ((other < w) & (aim > target))
 
   def swap(k: jax.Array, packed: jax.Array) -> jax.Array:
-    other, found = better(packed, shifts[k])
-    return jnp.where(found, other, packed)
+    other, swaps = better(packed, shifts[k])
+    return jnp.where(swaps, other, packed)
 
   def swap_both(k: jax.Array, both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     w, p = both
-    other, found = better(w, shifts[k])
-    return jnp.where(found, other, w), jnp.where(found, partner(p, shifts[k]), p)
+    other, swaps = better(w, shifts[k])
+    return jnp.where(swaps, other, w), jnp.where(swaps, partner(p, shifts[k]), p)
 
   # A round moves memory and hardly computes. So weight and place go as one integer where there is
   # room; a weight's order among the n of its vector needs no more of its bits.
@@ -106,17 +89,9 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 
 @jax.jit
 def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
-  """Gives the r-th smallest weight to the position of the r-th smallest target.
-
-  Args:
-    target: (n, vectors), without NaN.
-    ordered: (n, vectors), what stands for the weights, by rising weight.
-
-  Returns:
-    `ordered`, permuted.
-  """
+  """Gives the r-th of `ordered`, values by rising weight, to the r-th smallest target (no NaN)."""
 
   def kernel(target: jax.Array, ordered: jax.Array) -> jax.Array:
     return _sorting.gather(ordered, _sorting.ranks(target))
 
-  return _blocks.in_blocks(kernel, (target, ordered), ordered.dtype)
+  return _execution.in_blocks(kernel, (target, ordered), ordered.dtype)

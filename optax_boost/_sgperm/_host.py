@@ -1,4 +1,4 @@
-"""The exact step of SGPerm on the host, in NumPy; its search compiled by numba where there is one.
+"""The exact step of SGPerm on the host, in NumPy; its search compiled by numba if installed.
 
 Only NumPy in here: it runs inside ``jax.pure_callback``, where a call into JAX may wait for the
 very computation that waits for the callback.
@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_boost._sgperm import _search
-
 
 class Subsets(NamedTuple):
-  """How each weight vector of a leaf is partitioned in a step; arrays or, in a callback, NumPy's.
+  """The partition of a leaf's weight vectors in a step, in arrays of JAX or, in a callback, NumPy.
 
   Attributes:
     order: int32. Of shape (vectors, n), each vector's positions after its shuffle; of shape (n,),
@@ -36,56 +34,47 @@ def have_numba() -> bool:
 
 
 @functools.cache
-def compiled() -> Callable[..., None]:
+def _compiled() -> Callable[..., None]:
   """The search, compiled at its first call and kept on disk where that can be written."""
   import numba
 
   try:
-    return numba.njit(cache=True, nogil=True)(_search.search)
-  except RuntimeError:  # There is no folder for the cache.
-    return numba.njit(nogil=True)(_search.search)
+    return numba.njit(cache=True, nogil=True)(_search)
+  except RuntimeError:  # No folder for the cache is writable.
+    return numba.njit(nogil=True)(_search)
 
 
 def permute(
   weights: np.ndarray,
-  wishes: np.ndarray,
+  momentum: np.ndarray,
   subsets: Subsets,
   ranges: np.ndarray,
   *,
   remainder: bool = True,
   compile_search: bool | None = None,
 ) -> np.ndarray:
-  """One exact step for a stack of weight vectors.
+  """One exact step for weight vectors (vectors, n), else as in ``_step.Work``.
 
-  Args:
-    weights: (vectors, n).
-    wishes: the recommendations, of the same shape.
-    subsets: the partition, alike for all or for each vector.
-    ranges: (vectors,), the vectors' value ranges in the dtype of the weights.
-    remainder: whether the subset that reaches the end of a vector takes part.
-    compile_search: whether numba compiles the search. None: if it is installed.
-
-  Returns:
-    (vectors, n) int32: for each position the one whose weight it receives.
+  `compile_search`: whether numba compiles the search; None: if it is installed.
   """
   rows, n = weights.shape
   # A single subset is in natural order.
   size = min(int(subsets.size), n)
   values = weights.astype(np.promote_types(weights.dtype, np.float32))
   if size == n or subsets.order.ndim == 1:
-    position = stable_argsort(values)
+    position = _stable_argsort(values)
     label = np.empty(n, np.int64)
     label[subsets.order if size < n else slice(None)] = np.arange(n) // size
     label = np.broadcast_to(label, (rows, n))
   else:
-    place = stable_argsort(np.take_along_axis(values, subsets.order, 1))
+    place = _stable_argsort(np.take_along_axis(values, subsets.order, 1))
     position = np.take_along_axis(subsets.order, place, 1)
     label = place // size
   pieces = -(-n // size)
   row = np.arange(rows)[:, None]
-  there = position + row * n
-  wanted = wishes.ravel()[there]
-  # The negation puts NaN among what takes no part.
+  flat = position + row * n
+  wanted = momentum.ravel()[flat]
+  # The negation makes NaN idle.
   idle = ~(np.abs(wanted) > 0)
   if pieces > 1 and not remainder:
     idle = idle | (label == pieces - 1)
@@ -94,18 +83,18 @@ def permute(
   count = np.bincount(group, minlength=rows * pieces + 1)
   total = len(group) - count[-1]
   entries = np.argsort(group, kind="stable")[:total]
-  # What takes no part is dropped below; alike, it would be ties, which sort slowly.
+  # Idle entries are dropped below; made distinct here, for ties sort slowly.
   apart = -1 - np.arange(n, dtype=np.float32)
-  by_size = stable_argsort(np.where(idle, apart, np.abs(wanted)))[:, ::-1]
+  by_size = _stable_argsort(np.where(idle, apart, np.abs(wanted)))[:, ::-1]
   by_size = (by_size + row * n).ravel()
   by_size = by_size[np.argsort(group[by_size], kind="stable")[:total]]
   slot = np.empty(len(group), np.int64)
   slot[entries] = np.arange(total)
   count = count[:-1].reshape(rows, pieces)
   epsilon = (ranges[:, None] * subsets.brackets[count]).astype(np.float64)
-  there = there.ravel()[entries]
-  found = _run(
-    values.ravel()[there].astype(np.float64),
+  flat = flat.ravel()[entries]
+  received = _run_search(
+    values.ravel()[flat].astype(np.float64),
     (wanted < 0).ravel()[entries],
     slot[by_size],
     np.concatenate([[0], np.cumsum(count)]),
@@ -113,11 +102,11 @@ def permute(
     have_numba() if compile_search is None else compile_search,
   )
   source = np.tile(np.arange(n, dtype=np.int32), (rows, 1)).ravel()
-  source[there] = there[found] % n
+  source[flat] = flat[received] % n
   return source.reshape(rows, n)
 
 
-def _run(
+def _run_search(
   weights: np.ndarray,
   up: np.ndarray,
   order: np.ndarray,
@@ -131,26 +120,19 @@ def _run(
     source = np.arange(total)
     live, seen = np.ones(total, bool), np.full(total, -1)
     path, cursor = np.empty(total, np.int64), np.empty(total, np.int64)
-    compiled()(*given, source, source + 1, source - 1, live, seen, path, cursor)
+    _compiled()(*given, source, source + 1, source - 1, live, seen, path, cursor)
     return source
   # Ready-made lists cost a fraction of converted arrays.
-  found, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
-  lists: list[Any] = [*(x.tolist() for x in given), found, above, below, [True] * total]
-  _search.search(*lists, *([-1] * total for _ in range(3)))
-  return np.asarray(found, np.int64)
+  sources, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
+  lists: list[Any] = [*(x.tolist() for x in given), sources, above, below, [True] * total]
+  _search(*lists, *([-1] * total for _ in range(3)))
+  return np.asarray(sources, np.int64)
 
 
-def stable_argsort(values: np.ndarray) -> np.ndarray:
-  """A stable argsort of each row.
+def _stable_argsort(values: np.ndarray) -> np.ndarray:
+  """A stable argsort of each row, without NaN.
 
-  NumPy's unstable sort is several times faster, and what it leaves to do for equal values, a second
-  one does.
-
-  Args:
-    values: (rows, n), without NaN.
-
-  Returns:
-    (rows, n) indices.
+  NumPy's unstable sort is several times faster; a second one orders equal values.
   """
   n = values.shape[1]
   order = np.argsort(values, axis=1)
@@ -161,3 +143,107 @@ def stable_argsort(values: np.ndarray) -> np.ndarray:
     np.cumsum(ordered[tied, 1:] != ordered[tied, :-1], axis=1, out=group[:, 1:])
     order[tied] = np.sort(group * n + order[tied], axis=1) - group * n
   return order
+
+
+# One source for two machines: plain Python runs it on lists, numba compiles it for arrays. So it
+# indexes, compares and adds, and does nothing else.
+def _search(
+  weights: Any,
+  up: Any,
+  order: Any,
+  starts: Any,
+  epsilon: Any,
+  source: Any,
+  above: Any,
+  below: Any,
+  live: Any,
+  seen: Any,
+  path: Any,
+  cursor: Any,
+) -> None:
+  """Finds the cycles of all subsets, which lie one behind the other, each by rising weight.
+
+  Args:
+    weights: the entries' weights, float64: their sums with epsilons are compared in float64.
+    up: whether the entry wants to increase; the others want to decrease.
+    order: per subset, its entries by falling size of the recommendation.
+    starts: where each subset starts, and at last where they end.
+    epsilon: per subset, how far a weight may move, float64.
+    source: receives for each entry whose weight it gets; starts as the entry itself.
+    above: scratch, the next live entry; starts as the next.
+    below: scratch, the last live entry; starts as the last.
+    live: scratch, whether an entry may still be in a cycle; starts as true.
+    seen: scratch, the last source whose search visited the entry; starts as -1.
+    path: scratch.
+    cursor: scratch.
+  """
+  for group in range(len(epsilon)):
+    first, last = starts[group], starts[group + 1]
+    reach = epsilon[group]
+    for t in range(first, last):
+      s = order[t]
+      if not live[s]:
+        continue
+      w = weights[s]
+      tied, closes = False, False
+      # All of the source's own direction lie between it and the nearest entry of the other.
+      end = s
+      if up[s]:
+        step = above[s]
+        while step < last and weights[step] - reach <= w:
+          tied = tied or weights[step] == weights[end]
+          end = step
+          if not up[step]:
+            closes = step != above[s] or weights[step] < w + reach
+            break
+          step = above[step]
+      else:
+        step = below[s]
+        while step >= first and w < weights[step] + reach:
+          tied = tied or weights[step] == weights[end]
+          end = step
+          if up[step]:
+            closes = step != below[s] or w - reach <= weights[step]
+            break
+          step = below[step]
+      length = 1
+      path[0] = s
+      if closes and not tied:
+        while path[length - 1] != end:
+          path[length] = above[path[length - 1]] if up[s] else below[path[length - 1]]
+          length += 1
+      elif closes:
+        # An entry that wants to decrease cannot step to an equal weight: the path may wind.
+        cursor[s] = above[s] if up[s] else below[s]
+        seen[s] = s
+        while length > 0:
+          i = path[length - 1]
+          j = cursor[i]
+          if up[i]:
+            while j < last and j != s and seen[j] == s:
+              j = above[j]
+            inside = j < last and weights[j] < weights[i] + reach
+          else:
+            while j >= first and (weights[j] == weights[i] or (j != s and seen[j] == s)):
+              j = below[j]
+            inside = j >= first and weights[i] - reach <= weights[j]
+          if not inside:
+            length -= 1
+            continue
+          if j == s:
+            break
+          cursor[i] = above[j] if up[i] else below[j]
+          seen[j] = s
+          cursor[j] = above[j] if up[j] else below[j]
+          path[length] = j
+          length += 1
+        length = max(length, 1)
+      for k in range(length):
+        i = path[k]
+        source[i] = path[k + 1] if k + 1 < length else s
+        live[i] = False
+        lower, upper = below[i], above[i]
+        if lower >= first:
+          above[lower] = upper
+        if upper < last:
+          below[upper] = lower

@@ -23,13 +23,11 @@ import optax
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
-from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
-from optax_boost._sgperm import _states
 from optax_boost._sgperm._states import LapermState
 
 _METHOD = "laperm"
@@ -48,19 +46,19 @@ def laperm(
 
   At a synchronization each weight vector gets its initial values back, in the order of the trained
   ones: of all their permutations the nearest. Between two synchronizations params are no
-  permutation; evaluate and save :func:`permuted_params` of the state, which is that of the last
-  one, or its :func:`permutation`, with the initial params the whole model.
+  permutation: evaluate and save :func:`permuted_params` of the state, those of the last
+  synchronization, or its :func:`permutation`, with the initial params the whole model.
 
-  A weight vector is what leads into one output: for Flax all axes but the last, and of a bias the
-  whole. A vector whose initial weights are all alike, such as a zero bias, returns to them, which
+  A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
+  bias. A vector whose initial weights are all alike, such as a zero bias, returns to them, which
   undoes its training: exclude such leaves, or start them at random.
 
   With ``optax.apply_updates``, params after a synchronization are within one rounding of the exact
   permutation; with :func:`apply_permuted_params` in its place they are the permutation itself.
 
-  A gradient that is not finite goes to the inner optimizer. Weights that it makes NaN count as the
-  largest of their vector at the next synchronization. A step whose updates are all zero, as those
-  of ``accumulate`` between two inner steps and of a loss scale after an overflow, is not counted.
+  A gradient that is not finite goes to the inner optimizer. Weights that become NaN count as the
+  largest of their vector at the next synchronization. A step whose updates are all zero, as between
+  two inner steps of ``accumulate`` and after an overflow under a loss scale, is not counted.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
@@ -102,22 +100,20 @@ def laperm(
   """
   inner = _base.check_transformation("inner", inner)
   _base.check_whole_number("sync_every", sync_every, static=True)
-  _base.check_name("layout", layout, ("flax", "torch"))
-  for name, axes in (("fan_in_axes", fan_in_axes), ("stacked_axes", stacked_axes)):
-    _tree.check_axes_by_pattern(name, axes)
+  _layout.check_arguments(layout, fan_in_axes, stacked_axes)
 
   @_tree.once_per_tree
   def plan(params: Any) -> list[_layout.Layout | None]:
     """The layouts, None for leaves that are excluded."""
-    found = _layout.layouts(params, layout, fan_in_axes, stacked_axes)
+    layouts = _layout.layouts(params, layout, fan_in_axes, stacked_axes)
     excluded = _tree.select(params, exclude, "exclude")
-    return [None if skip else lay for lay, skip in zip(found, excluded, strict=True)]
+    return [None if skip else lay for lay, skip in zip(layouts, excluded, strict=True)]
 
   def init_fn(params: optax.Params) -> LapermState:
     _tree.check_floating(params, _METHOD)
     leaves, structure = jax.tree.flatten(params)
     layouts = plan(params)
-    _leaf.check_finite(layouts, leaves, _METHOD)
+    _layout.check_finite(layouts, leaves, _METHOD)
 
     def tree(values: list[Any]) -> Any:
       masked = [
@@ -131,7 +127,7 @@ def laperm(
       synced=jnp.ones([], bool),
       initial=tree(jax.tree.leaves(_tree.copy_arrays(params))),
       permutation=tree(jax.tree.leaves(_permutation.identity(params))),
-      ranks=tree([x if lay is None else _leaf.ranks_of(lay, x) for lay, x in pairs]),
+      ranks=tree([x if lay is None else _layout.ranks(lay, x) for lay, x in pairs]),
       inner_state=inner.init(params),
     )
 
@@ -147,7 +143,7 @@ def laperm(
     _tree.check_floating(updates, _METHOD)
     current, structure = jax.tree.flatten(params)
     chosen = {i: lay for i, lay in enumerate(plan(params)) if lay is not None}
-    _states.check_params(chosen.values(), state.initial, _METHOD)
+    _layout.check_params(chosen.values(), state.initial, _METHOD)
     if stacked_axes is None and fan_in_axes is None:
       _protocol.announce_layers(_METHOD, [lay.path for lay in chosen.values() if lay.movable])
     steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -167,15 +163,15 @@ def laperm(
           trained = lay.columns(optax.apply_updates(current[i], free[i]))
           trained = jnp.where(jnp.isnan(trained), jnp.inf, trained)
           ordered = _sorting.inverse(lay.columns(rank))
-          target, found = _leaf.arranged(lay, initial, _fast.by_rank(trained, ordered))
-          flat = _sharding.same_as(held, found, initial)
-        new[i] = _leaf.step(current[i], target, free[i].dtype)
+          target, moved = _layout.arranged(lay, initial, _fast.by_rank(trained, ordered))
+          flat = _execution.sharded_like(held, moved, initial)
+        new[i] = _layout.step(current[i], target, free[i].dtype)
         permuted.append(flat)
       return new, permuted
 
     trees = [jax.tree.leaves(tree) for tree in (state.initial, state.permutation, state.ranks)]
-    synchronized = _sharding.automatic(synchronized, (free, trees[1]))
-    # The sorts are paid for when they are due.
+    synchronized = _execution.auto_sharded(synchronized, (free, trees[1]))
+    # Sorts run only when they are due.
     free, held = jax.lax.cond(due, synchronized, lambda c, f, t: (f, t[1]), current, free, trees)
     return jax.tree.unflatten(structure, free), LapermState(
       count=count,

@@ -1,4 +1,4 @@
-"""Permutations as what is kept of a training: integers, and the initial params."""
+"""Permutations: with the initial params, the whole trained model."""
 
 from collections.abc import Callable
 import functools
@@ -11,21 +11,14 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm import _states
 
 
 def identity(params: Any) -> Any:
-  """The permutation that changes nothing.
-
-  Args:
-    params: the params.
-
-  Returns:
-    A tree of int32.
-  """
+  """The permutation that changes nothing, a tree of int32."""
 
   def one(p: jax.Array) -> jax.Array:
     if p.size > np.iinfo(np.int32).max:
@@ -38,50 +31,28 @@ def identity(params: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> jax.Array:
-  """What a leaf holds after a permutation; vectors stay where they are, also sharded.
+def _take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> jax.Array:
+  """A leaf after a permutation; vectors stay where they are, also sharded."""
 
-  Args:
-    layout: the leaf's.
-    initial: the leaf before.
-    permutation: int32 of the leaf's shape, indices into the raveled leaf.
-
-  Returns:
-    The leaf after.
-  """
-
-  def taken(initial: jax.Array, permutation: jax.Array) -> jax.Array:
+  def take(initial: jax.Array, permutation: jax.Array) -> jax.Array:
     position = layout.position(layout.columns(permutation))
     return layout.leaf(_sorting.gather(layout.columns(initial), position))
 
-  return _sharding.automatic(taken, initial)(initial, permutation)
+  return _execution.auto_sharded(take, initial)(initial, permutation)
 
 
 def mismatch(
   params: Any, initial: Any, permutation: Any, layouts: list[_layout.Layout]
 ) -> jax.Array:
-  """Whether params are something else than the permutation, beyond rounding.
-
-  Args:
-    params: the params.
-    initial: the initial params.
-    permutation: the permutation.
-    layouts: of the leaves.
-
-  Returns:
-    Scalar bool.
-
-  Raises:
-    ValueError: they are, and this is not inside ``jit``.
-  """
-  found = jnp.zeros([], bool)
+  """Whether params differ from the permutation by more than rounding; raises outside ``jit``."""
+  any_wrong = jnp.zeros([], bool)
   parts = (jax.tree.leaves(tree) for tree in (params, initial, permutation))
   for layout, p, start, flat in zip(layouts, *parts, strict=True):
     if not layout.movable:
       continue
     # With `optax.apply_updates`, rounding moves a weight by less than this.
     slack = 2 * jnp.finfo(p.dtype).eps * jnp.max(jnp.abs(start))
-    off = jnp.max(jnp.abs(p - take(layout, start, flat)))
+    off = jnp.max(jnp.abs(p - _take(layout, start, flat)))
     wrong = jnp.logical_not(off <= slack)
     if not isinstance(wrong, jax.core.Tracer) and wrong:
       raise ValueError(
@@ -90,25 +61,15 @@ def mismatch(
         " decay, no scaling of the updates, no second optimizer. After a deliberate change, start"
         " from `tx.init(params)`."
       )
-    found |= wrong
-  return found
+    any_wrong |= wrong
+  return any_wrong
 
 
 def check_indices(index: Any, size: int, argument: str, name: str) -> None:
-  """Refuses integers that are no permutations, where their values are known.
-
-  Args:
-    index: integers. As (`size`, columns), each column must hold 0 to `size` - 1 once.
-    size: the length of a column.
-    argument: the argument's name, for the message.
-    name: the leaf's name, for the message.
-
-  Raises:
-    ValueError: an index is out of range or occurs twice.
-  """
+  """Refuses integers (`size`, ...) whose columns don't hold 0 to `size` - 1 once, where known."""
   if isinstance(index, jax.core.Tracer) or not size:
     return
-  # What lies on other processes is theirs to check.
+  # Shards on other processes are theirs to check.
   if isinstance(index, jax.Array) and not index.is_fully_addressable:
     return
   values = np.asarray(index).reshape(size, -1)
@@ -128,10 +89,10 @@ def check_indices(index: Any, size: int, argument: str, name: str) -> None:
 
 
 def permutation(opt_state: optax.OptState) -> Any:
-  """The permutation that a training has come to: with the initial params, the whole model.
+  """The permutation in an optimizer state: with the initial params, the whole model.
 
   Args:
-    opt_state: the state of any chain that holds one of ``sgperm`` or ``laperm``.
+    opt_state: the state of any chain that holds one of ``sgperm`` and ``laperm``.
 
   Returns:
     A tree of int32 arrays of the params' shapes: for each entry of a leaf, which entry of the
@@ -146,7 +107,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> params = init(0)
     >>> tx = optax_boost.sgperm(method="rank")
     >>> _, state = tx.update(params, tx.init(params), params)
-    >>> integers = optax_boost.permutation(state)  # with the seed, all there is to save
+    >>> integers = optax_boost.permutation(state)  # with the seed, the whole model
     >>> trained = optax_boost.apply_permutation(init(0), integers)
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
@@ -159,15 +120,14 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
 
   Args:
     initial: the params that the training started from.
-    permutation: as :func:`permutation` gives it; leaves that are ``optax.MaskedNode()`` stay as
-      they are.
+    permutation: from :func:`permutation`; ``optax.MaskedNode()`` leaves a leaf as it is.
 
   Returns:
     The permuted params, exact.
 
   Raises:
-    ValueError: the permutation is none of these params: another tree, shape or dtype; or, where
-      its values are known, an index is out of range or occurs twice.
+    ValueError: the permutation is none of these params: another tree, shape or dtype; or an index
+      is out of range or occurs twice (checked outside ``jit``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -177,9 +137,9 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
   """
 
   def check(path: Any, start: jax.Array, index: Any) -> jax.Array:
-    if isinstance(index, optax.MaskedNode):
+    if _tree.is_masked(index):
       return start
-    name = _tree.path_string(path) or "params"
+    name = _tree.leaf_name(_tree.path_string(path))
     integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
     if not integers or jnp.shape(index) != jnp.shape(start):
       raise ValueError(
@@ -199,19 +159,19 @@ def _permuted(initial: Any, permutation: Any, function: str) -> Any:
 
   def one(path: Any, start: jax.Array, index: Any) -> jax.Array:
     del path
-    if isinstance(index, optax.MaskedNode):
+    if _tree.is_masked(index):
       return start
-    return _sharding.automatic(lambda x, i: jnp.ravel(x)[i], start)(start, index)
+    return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
   return _mapped(one, initial, permutation, function)
 
 
 def permuted_params(opt_state: optax.OptState, params: optax.Params | None = None) -> optax.Params:
-  """The params as an exact permutation of the initial ones, free of any rounding.
+  """The params as an exact permutation of the initial ones.
 
   Args:
-    opt_state: the state of any chain that holds one of ``sgperm`` or ``laperm``.
-    params: where some leaves were masked out, the params to take those from.
+    opt_state: the state of any chain that holds one of ``sgperm`` and ``laperm``.
+    params: the params to take masked leaves from.
 
   Returns:
     The params; without `params`, masked leaves are ``optax.MaskedNode()``.
@@ -223,8 +183,8 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     >>> import jax.numpy as jnp, optax_boost
     >>> params = {"bias": jnp.array([0.3, 0.2, 0.1])}
     >>> tx = optax_boost.sgperm(alpha=1.0, method="rank")
-    >>> wishes = {"bias": jnp.array([1.0, 0.0, -1.0])}
-    >>> _, state = tx.update(wishes, tx.init(params), params)
+    >>> grads = {"bias": jnp.array([1.0, 0.0, -1.0])}
+    >>> _, state = tx.update(grads, tx.init(params), params)
     >>> [round(float(x), 1) for x in optax_boost.permuted_params(state)["bias"]]
     [0.1, 0.2, 0.3]
   """
@@ -235,7 +195,7 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
 
   def one(path: Any, current: jax.Array, permuted: Any) -> jax.Array:
     del path
-    return current if isinstance(permuted, optax.MaskedNode) else permuted
+    return current if _tree.is_masked(permuted) else permuted
 
   return _mapped(one, params, exact, "permuted_params")
 
@@ -243,17 +203,15 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
 def apply_permuted_params(
   params: optax.Params, updates: optax.Updates, opt_state: optax.OptState
 ) -> optax.Params:
-  """Takes a step whose params are exactly a permutation of the initial ones.
+  """Like ``optax.apply_updates``, but makes params exactly a permutation of the initial ones.
 
-  In the place of ``optax.apply_updates``, which adds, and so may end one rounding beside a weight:
-  ``p + (q - p)`` is not always ``q``. That rounding does not grow, for each step aims anew at
-  the exact weight; with this function there is none. Between two synchronizations of ``laperm``
-  params are no permutation, and it is ``optax.apply_updates``.
+  ``optax.apply_updates`` may end one rounding beside a weight: ``p + (q - p)`` is not always ``q``.
+  Between two synchronizations of ``laperm``, the two functions are the same.
 
   Args:
     params: the params before.
-    updates: from ``tx.update``; they count for the leaves that are not permuted.
-    opt_state: from ``tx.update``, the new one.
+    updates: from ``tx.update``; used for the leaves that are not permuted.
+    opt_state: the new state from ``tx.update``.
 
   Returns:
     The params after.
@@ -265,8 +223,8 @@ def apply_permuted_params(
     >>> import jax.numpy as jnp, optax_boost
     >>> params = {"bias": jnp.array([0.3, 0.2, 0.1])}
     >>> tx = optax_boost.sgperm(alpha=1.0, method="rank")
-    >>> wishes = {"bias": jnp.array([1.0, 0.0, -1.0])}
-    >>> updates, state = tx.update(wishes, tx.init(params), params)
+    >>> grads = {"bias": jnp.array([1.0, 0.0, -1.0])}
+    >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> new = optax_boost.apply_permuted_params(params, updates, state)
     >>> new["bias"].tolist() == params["bias"][::-1].tolist()
     True
@@ -286,16 +244,13 @@ def _mapped(
 ) -> Any:
   """Maps over params and a tree of the same structure but for its masked leaves."""
 
-  def masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
   def with_path(path: Any, p: Any, x: Any) -> Any:
-    if not masked(x) and not jax.tree_util.all_leaves([x]):
+    if not _tree.is_masked(x) and not jax.tree_util.all_leaves([x]):
       raise ValueError("the params have a leaf in place of a subtree")
-    return p if masked(p) else one(path, p, x)
+    return p if _tree.is_masked(p) else one(path, p, x)
 
   try:
-    return jax.tree_util.tree_map_with_path(with_path, params, tree, is_leaf=masked)
+    return jax.tree_util.tree_map_with_path(with_path, params, tree, is_leaf=_tree.is_masked)
   except ValueError as error:
     if str(error).startswith("`"):
       raise

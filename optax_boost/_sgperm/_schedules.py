@@ -6,15 +6,14 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   alpha        how far a weight may move, as a share of the range of its vector
   lamda        the size of a subset, as a share of its vector
 
-``floor(lamda n)`` and the rounding of ``alpha + 1 / k`` decide in float64. Numbers known when the
-transformation is built are run through the recurrence in Python, and the steps look it up.
+``floor(lamda n)`` and the rounding of ``alpha + 1 / k`` are those of float64: for numbers known as
+the transformation is built, the recurrence runs in Python, and the steps look up its values.
 """
 
 from collections.abc import Callable
 import math
 import numbers
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +21,6 @@ import numpy as np
 
 # Steps after which the schedules go on in the device's own precision.
 _LONGEST = 65_536
-
-
-class Wide(NamedTuple):
-  """A number in two parts, as wide as float64 nearly, on a device without float64.
-
-  Attributes:
-    high: the number, rounded.
-    low: what the rounding took away.
-  """
-
-  high: jax.Array
-  low: jax.Array
 
 
 def as_float(value: Any) -> Any:
@@ -72,22 +59,26 @@ class Schedules:
     return later, jnp.minimum(beta2**steps * lamda, lamda_max)
 
   def _looked_up(self, table: np.ndarray, count: jax.Array, later: Callable[[], Any]) -> jax.Array:
-    """A step's entry; the last one serves on, unless the recurrence goes on behind it."""
-    found = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
-    return found if len(table) < _LONGEST else jnp.where(count < _LONGEST, found, later())
+    """A step's entry; past the table its last one, or `later` where the table was cut short."""
+    entry = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
+    return entry if len(table) < _LONGEST else jnp.where(count < _LONGEST, entry, later())
 
-  def alpha(self, count: jax.Array) -> Wide:
-    """Alpha in step `count`, from 0."""
+  def _wide_alpha(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Alpha rounded, and its rounding error: nearly float64 on a device without it."""
     if not self._known:
       later, _ = self._beyond(count)
-      return Wide(later, jnp.zeros_like(later))
+      return later, jnp.zeros_like(later)
     table = np.asarray(self._alphas)
     high = table.astype(jnp.zeros([]).dtype)
     low = (table - high).astype(high.dtype)
-    return Wide(
+    return (
       self._looked_up(high, count, lambda: self._beyond(count)[0]),
       self._looked_up(low, count, lambda: 0),
     )
+
+  def alpha(self, count: jax.Array) -> jax.Array:
+    """Alpha in step `count`, from 0, rounded."""
+    return self._wide_alpha(count)[0]
 
   def lamda(self, count: jax.Array) -> jax.Array:
     """Lamda in step `count`, rounded; sizes are :meth:`size`'s."""
@@ -108,7 +99,7 @@ class Schedules:
     return jnp.clip(self._looked_up(table, count, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
-    """The smallest and the largest size there will ever be; with them, shapes stay the same."""
+    """The smallest and the largest size of all steps, which shapes depend on."""
     smallest, largest = min(least, length), length
     if self._known:
       ends = [math.floor(x * length) for x in (min(self._lamdas), max(self._lamdas))]
@@ -117,13 +108,18 @@ class Schedules:
       smallest, largest = (min(max(least, end), length) for end in ends)
     return smallest, largest
 
+  @property
+  def always_whole(self) -> bool:
+    """Whether lamda is 1 in every step, so that a weight vector is one subset."""
+    return self._known and min(self._lamdas) == 1.0 and len(self._lamdas) < _LONGEST
+
   def brackets(self, count: jax.Array, length: int) -> jax.Array:
     """``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from nearly float64."""
-    alpha = self.alpha(count)
+    alpha, alpha_low = self._wide_alpha(count)
     exact = 1 / np.maximum(np.arange(length + 1), 1)
-    high = exact.astype(alpha.high.dtype)
+    high = exact.astype(alpha.dtype)
     low = jnp.asarray((exact - high).astype(high.dtype))
-    total = alpha.high + high
-    part = total - alpha.high
-    error = (alpha.high - (total - part)) + (high - part)
-    return total + (error + (alpha.low + low))
+    total = alpha + high
+    part = total - alpha
+    error = (alpha - (total - part)) + (high - part)
+    return total + (error + (alpha_low + low))

@@ -15,40 +15,27 @@ import jax.numpy as jnp
 _EXCHANGES = 8
 
 
-def sortable(x: jax.Array) -> jax.Array:
-  """The bits of 32-bit floats (or narrower ones, widened) as integers of the same order.
-
-  Args:
-    x: without NaN.
-
-  Returns:
-    uint32; equal where the floats are, so for both zeros.
-  """
+def _sortable(x: jax.Array) -> jax.Array:
+  """Floats of at most 32 bits, without NaN, as uint32 of the same order; both zeros are equal."""
   wide = x.astype(jnp.float32)
   bits = jax.lax.bitcast_convert_type(jnp.where(wide == 0, 0, wide), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> jax.Array:
-  """A stable argsort along axis 0.
+  """A stable argsort along axis 0 of floats without NaN, or of uint32.
 
-  Args:
-    x: (n, ...) floats without NaN, or uint32.
-    high: uint32 that come before `x` in the comparison, of the same shape.
-    high_bits: how many of their bits may be set.
-
-  Returns:
-    int32 indices.
+  `high`: uint32 that come before `x` in the comparison, of which `high_bits` bits may be set.
   """
   index_bits = max(1, (x.shape[0] - 1).bit_length())
   digit_bits = 32 - index_bits
   # From some length on there are too many passes, and float64 has too many bits.
   if x.dtype == jnp.float64 or digit_bits < 11:
-    here = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     words = [x] if high is None else [high, x]
-    return jax.lax.sort((*words, here), dimension=0, num_keys=len(words))[-1]
-  keys = x if x.dtype == jnp.uint32 else sortable(x)
-  here = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
+    return jax.lax.sort((*words, rows), dimension=0, num_keys=len(words))[-1]
+  keys = x if x.dtype == jnp.uint32 else _sortable(x)
+  rows = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
 
   def digit(done: int, index: jax.Array | None) -> jax.Array:
     """Some bits of the keys, counted from the last."""
@@ -56,15 +43,16 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
     def taken(values: jax.Array) -> jax.Array:
       return values if index is None else gather(values, index)
 
-    found = jnp.zeros_like(keys) if done >= 32 else taken(keys) >> done
+    bits = jnp.zeros_like(keys) if done >= 32 else taken(keys) >> done
     if high is not None and done + digit_bits > 32:
-      found |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
-    return found & jnp.uint32((1 << digit_bits) - 1)
+      bits |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
+    return bits & jnp.uint32((1 << digit_bits) - 1)
 
   def one_pass(done: int, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    packed = (digit(done, index) << index_bits) | here
+    packed = (digit(done, index) << index_bits) | rows
     packed = jax.lax.sort(packed, dimension=0, is_stable=False)
-    return packed >> index_bits, _composed(packed, index, index_bits)
+    step = (packed & jnp.uint32((1 << index_bits) - 1)).astype(jnp.int32)
+    return packed >> index_bits, step if index is None else gather(index, step)
 
   def all_passes() -> jax.Array:
     index = None
@@ -74,25 +62,21 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
     return index
 
   group, index = one_pass(32 + high_bits - digit_bits, None)
-  index, settled = _settled(group, gather(keys, index), index)
-  return jax.lax.cond(settled, lambda: index, all_passes)
+  index, in_order = _exchange(group, gather(keys, index), index)
+  return jax.lax.cond(in_order, lambda: index, all_passes)
 
 
-def _settled(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Exchanges neighbours of a group that are out of order, for some rounds.
-
-  Returns:
-    The index after that, and whether all are in order.
-  """
-  here = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
-  inside = (group == jnp.roll(group, -1, 0)) & (here < len(keys) - 1)
+def _exchange(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Exchanges neighbours of a group that are out of order, for some rounds; whether all are in."""
+  rows = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
+  inside = (group == jnp.roll(group, -1, 0)) & (rows < len(keys) - 1)
 
   def wrong(keys: jax.Array) -> jax.Array:
     return inside & (keys > jnp.roll(keys, -1, 0))
 
   def exchange(carry: tuple[Any, ...]) -> tuple[Any, ...]:
     t, keys, index, _ = carry
-    lower = wrong(keys) & (here % 2 == t % 2)
+    lower = wrong(keys) & (rows % 2 == t % 2)
     upper = jnp.roll(lower, 1, 0)
 
     def exchanged(x: jax.Array) -> jax.Array:
@@ -102,28 +86,14 @@ def _settled(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.A
     return t + 1, keys, exchanged(index), jnp.any(wrong(keys))
 
   start: tuple[Any, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
-  _, _, index, unsettled = jax.lax.while_loop(
+  _, _, index, out_of_order = jax.lax.while_loop(
     lambda carry: carry[3] & (carry[0] < _EXCHANGES), exchange, start
   )
-  return index, jnp.logical_not(unsettled)
-
-
-def _composed(packed: jax.Array, index: jax.Array | None, index_bits: int) -> jax.Array:
-  """Composes the indices of one pass with those of the passes before."""
-  step = (packed & jnp.uint32((1 << index_bits) - 1)).astype(jnp.int32)
-  return step if index is None else gather(index, step)
+  return index, jnp.logical_not(out_of_order)
 
 
 def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
-  """Sorts numbers along axis 0, each group of neighbours for itself.
-
-  Args:
-    group: (n, ...) int32 from 0 to n - 1, ascending.
-    x: int32 of the same shape, from 0 to n - 1.
-
-  Returns:
-    int32, `x` by group, then size.
-  """
+  """Sorts int32 from 0 to n - 1 along axis 0 by ascending group, then size."""
   bits = max(1, (x.shape[0] - 1).bit_length())
   if 2 * bits > 32:
     return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
@@ -133,29 +103,12 @@ def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Reads from each column, along axis 0.
-
-  Args:
-    x: (n, ...).
-    index: (k, ...) int32, all in bounds.
-
-  Returns:
-    (k, ...), ``x[index[i, j], j]``.
-  """
+  """Reads ``x[index[i, j], j]``; all indices are in bounds."""
   return jnp.take_along_axis(x, index, axis=0, mode="promise_in_bounds")
 
 
 def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-  """Writes into each column; indices out of bounds are dropped.
-
-  Args:
-    x: (n, m).
-    index: (k, m) int32.
-    values: (k, m).
-
-  Returns:
-    `x` with ``x[index[i, j], j] = values[i, j]``.
-  """
+  """Writes ``x[index[i, j], j] = values[i, j]``; indices out of bounds are dropped."""
   # As `jax.vmap` would write it, but without its transposes of x.
   dimensions = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(),
@@ -169,25 +122,11 @@ def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def inverse(index: jax.Array) -> jax.Array:
-  """The inverse of permutations along axis 0.
-
-  Args:
-    index: (n, m), a permutation in each column.
-
-  Returns:
-    (n, m) int32: at ``index[i]`` stands i.
-  """
-  here = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
-  return scatter(jnp.zeros_like(here), index, here)
+  """The inverses of the permutations in the columns."""
+  rows = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
+  return scatter(jnp.zeros_like(rows), index, rows)
 
 
 def ranks(x: jax.Array) -> jax.Array:
-  """The ranks of entries along axis 0, equal ones in natural order.
-
-  Args:
-    x: (n, m) floats without NaN.
-
-  Returns:
-    (n, m) int32.
-  """
+  """The ranks of entries along axis 0, equal ones in natural order; without NaN."""
   return inverse(argsort(x))

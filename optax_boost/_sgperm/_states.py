@@ -1,15 +1,12 @@
 """The states of the two methods, and how they are found in an optimizer state."""
 
-from collections.abc import Iterable
 from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _protocol
-from optax_boost._sgperm import _layout
 
 
 @_protocol.declares(metrics=("sgperm/notfinite_count",))
@@ -28,8 +25,7 @@ class SgpermState(NamedTuple):
     ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors; ``()``
       with ``method="pairs"``.
     ranges: per leaf (1, vectors), the weight vectors' initial ranges.
-    notfinite_count: scalar int32, the steps in which some recommendation was kept as it was,
-      for its gradient was not finite.
+    notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
     mismatch_count: scalar int32, with ``check=True`` the steps whose params were not the
       permutation that this state holds.
   """
@@ -70,19 +66,12 @@ class LapermState(NamedTuple):
   inner_state: optax.OptState
 
 
-def is_state(value: Any) -> bool:
-  """Whether a value is the state of one of the two methods."""
-  return isinstance(value, SgpermState | LapermState)
-
-
 def find(opt_state: Any, function: str) -> SgpermState | LapermState:
-  """The only state of the two methods in an optimizer state.
+  """The only state of the two methods in an optimizer state, found by its type."""
 
-  Looks for the types: a param may bear the name of any field.
+  def is_state(value: Any) -> bool:
+    return isinstance(value, SgpermState | LapermState)
 
-  Raises:
-    ValueError: there is none, or several.
-  """
   states: list[Any] = []
   below = [opt_state]
   while below:
@@ -95,29 +84,3 @@ def find(opt_state: Any, function: str) -> SgpermState | LapermState:
       f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
     )
   return states[0]
-
-
-def check_params(layouts: Iterable[_layout.Layout], initial: Any, method: str) -> None:
-  """Refuses params that are not those of the state.
-
-  Args:
-    layouts: of the params that are permuted.
-    initial: the initial params in the state.
-    method: the method's name, for the message.
-
-  Raises:
-    ValueError: the number of leaves or a shape differs.
-  """
-  layouts = list(layouts)
-  shapes = [jnp.shape(x) for x in jax.tree.leaves(initial)]
-  if [lay.shape for lay in layouts] == shapes:
-    return
-  detail = f"{len(layouts)} leaves for {len(shapes)}"
-  for lay, shape in zip(layouts, shapes, strict=False):
-    if lay.shape != shape:
-      detail = f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
-      break
-  raise ValueError(
-    f"`{method}` needs the params that its state was made for; got {detail}. Start from"
-    " `tx.init(params)`."
-  )

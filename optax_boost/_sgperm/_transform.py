@@ -9,14 +9,14 @@ a gradient g:
   for each weight, by falling |m|: the nearest cycle of moves, each as its weight recommends and
   within epsilon, is carried out; a weight moves at most once per step
 
-The exact meaning of "nearest", down to ties and roundings, is that of the published program. With
-distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
-larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
+"Nearest" means, down to ties and roundings, as in SGPerm.py. With distinct weights the cycle has a
+closed form: from a weight that wants to increase, the nearest larger one that wants to decrease and
+all between (and the mirror image of this), if within epsilon.
 
-Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.
+Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.py.
 """
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 from typing import Literal
 
@@ -27,20 +27,14 @@ import optax
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._sgperm import _exact
-from optax_boost._sgperm import _fast
-from optax_boost._sgperm import _host
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _leaf
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
-from optax_boost._sgperm import _sharding
-from optax_boost._sgperm import _sorting
-from optax_boost._sgperm import _states
+from optax_boost._sgperm import _step
 from optax_boost._sgperm._states import SgpermState
 
 _METHOD = "sgperm"
-_MANY = 1 << 20
 
 
 def sgperm(
@@ -70,24 +64,21 @@ def sgperm(
   A whole model is its initial weights, which may come from a seed, and a permutation: see
   :func:`permutation`. Three methods of permuting:
 
-  - ``"exact"``: the published algorithm, weight for weight. Its two executions agree bit for bit:
-    on the device, and on the host through ``jax.pure_callback``, faster on a CPU if numba is
-    installed (``pip install "optax-boost[host]"``).
+  - ``"exact"``: the published algorithm, weight for weight, alike to the bit on the device and on
+    the host, which on a CPU is faster if numba is installed (``pip install "optax-boost[host]"``).
   - ``"pairs"``: not the paper's. Drawn pairs of weights swap where that brings them into the order
     of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort, no gather: made for
     accelerators, and many times faster.
   - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
 
-  It takes plain gradients and returns the difference to the permuted weights: nothing that scales
-  updates belongs behind it in a chain, nor weight decay. The state knows the exact weights, and
-  each update aims at them, so that with ``optax.apply_updates`` params stay within one rounding of
-  them however long the run; :func:`apply_permuted_params` in its place makes params exactly a
-  permutation of the initial ones.
+  It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
+  and no weight decay may follow it in a chain. With ``optax.apply_updates`` params stay within one
+  rounding of the exact weights however long the run; with :func:`apply_permuted_params` in its
+  place they are exactly a permutation of the initial ones.
 
-  A weight vector is what leads into one output: for Flax all axes but the last, and of a bias the
-  whole. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
-  ``optax.partition``. Vectors of a single weight stay as they are, as do vectors whose weights are
-  all alike. A gradient entry that is not finite leaves its recommendation as it was. ``init``
+  A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
+  bias. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
+  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was. ``init``
   refuses initial weights that are not finite; inside ``jit`` it can't: no weight is lost, but
   updates that move an infinity are NaN.
 
@@ -98,14 +89,12 @@ def sgperm(
       more moves and costs more; at 1 there is a single subset. ``"exact"`` only.
     beta1: factor of alpha at the start of each step, at most 1.
     beta2: factor of lamda at the start of each step.
-    alpha_min: alpha does not fall below.
-    lamda_max: lamda does not rise above.
-    momentum_lr: weight of the gradient in the momentum; only its ratio to what is already there
-      matters.
-    momentum: raising it averages recommendations over more steps.
+    alpha_min: lower bound of alpha.
+    lamda_max: upper bound of lamda.
+    momentum_lr: weight of the gradient in the momentum; counts relative to the old momentum.
+    momentum: raising it averages gradients over more steps.
     partition_size_min: the least size of a subset. Static.
-    include_partition_remainder: whether the last subset of a vector takes part, which may be
-      smaller than the others.
+    include_partition_remainder: whether the last, smaller subset of a vector takes part.
     method: see above.
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
@@ -113,19 +102,17 @@ def sgperm(
     key: a key of ``jax.random.key`` or a seed, for subsets and pairs. Not needed for ``"rank"``
       nor where `lamda` is 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
-    fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose layout the
-      shape does not tell (``DenseGeneral`` with several output axes). Flax's attention projections
-      are known.
+    fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
+      not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
     accumulator_dtype: of the momentum. None: float32, or float64 for float64 leaves.
-    check: whether each update looks if params are the permutation in the state. If not, it raises
-      outside ``jit`` and counts `mismatch_count` inside.
+    check: whether each update compares params with the permutation in the state. Where they differ,
+      it raises outside ``jit`` and counts `mismatch_count` inside.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
-    wider of the dtypes of params and gradients. It takes an extra
-    argument `partitions` for replaying recorded ones: a tree like the params, each leaf int32 of
-    shape (n, vectors), in each column the vector's positions in their order after the shuffle.
+    wider of the dtypes of params and gradients. The extra argument `partitions` replays recorded
+    ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
 
   Raises:
     ValueError: a number is out of range, a name unknown, the key missing; in ``init``: weights that
@@ -154,10 +141,9 @@ def sgperm(
     Qiu, Suda, `Permute to Train <https://arxiv.org/abs/2003.02570>`_, 2020.
 
   .. note::
-    The published program orders equal recommendations as an unstable sort happens to leave them;
-    here the order is that of a stable sort, reversed. It draws each vector's subsets anew; here
-    the vectors of a leaf share one draw, in the order of their weights, and a drawn subset
-    keeps equal weights in natural order. Leaves of any rank are permuted.
+    SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector;
+    this function reverses a stable sort, and the vectors of a leaf share one draw by the order of
+    their weights, equal ones in natural order. Leaves of any rank are permuted.
   """
   bounds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("alpha", alpha, {"minimum": 0.0}),
@@ -177,99 +163,35 @@ def sgperm(
   _base.check_bool("check", check)
   if accumulator_dtype is not None:
     _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
-  for name, axes in (("fan_in_axes", fan_in_axes), ("stacked_axes", stacked_axes)):
-    _tree.check_axes_by_pattern(name, axes)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
-  _base.check_name("layout", layout, ("flax", "torch"))
+  _layout.check_arguments(layout, fan_in_axes, stacked_axes)
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
-  momentum, momentum_lr = (_schedules.as_float(x) for x in (momentum, momentum_lr))
-  draws = method == "pairs" or (method == "exact" and schedules.sizes(_MANY, 1) != (_MANY, _MANY))
+  draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
   if key is None and draws:
     raise ValueError(
       f"`{_METHOD}` draws {'pairs' if method == 'pairs' else 'subsets'} and needs a `key`; got"
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
   typed_key = _base.as_key("key", 0 if key is None else key)
+  settings = _step.Settings(
+    schedules,
+    _schedules.as_float(momentum),
+    _schedules.as_float(momentum_lr),
+    partition_size_min,
+    include_partition_remainder,
+    method,
+    backend,
+    rounds,
+    jax.random.key_impl(typed_key),
+  )
 
   @_tree.once_per_tree
   def plan(tree: Any) -> list[_layout.Layout]:
     return _layout.layouts(tree, layout, fan_in_axes, stacked_axes)
 
   def init_fn(params: optax.Params) -> SgpermState:
-    _tree.check_floating(params, _METHOD)
-    leaves, structure = jax.tree.flatten(params)
-    layouts = plan(params)
-    _leaf.check_finite(layouts, leaves, _METHOD)
-    spans = [_leaf.ranges_of(lay, x) for lay, x in zip(layouts, leaves, strict=True)]
-    ranks = []
-    if method != "pairs":
-      ranks = [_leaf.ranks_of(lay, x) for lay, x in zip(layouts, leaves, strict=True)]
-    beginning = jnp.zeros([], jnp.int32)
-    return SgpermState(
-      count=beginning,
-      alpha=schedules.alpha(beginning).high,
-      lamda=schedules.lamda(beginning),
-      key=jnp.array(jax.random.key_data(typed_key)),
-      momentum=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_slot_dtype(p)), params),
-      initial=_tree.copy_arrays(params),
-      permutation=_permutation.identity(params),
-      ranks=jax.tree.unflatten(structure, ranks) if method != "pairs" else (),
-      ranges=jax.tree.unflatten(structure, spans),
-      notfinite_count=jnp.zeros([], jnp.int32),
-      mismatch_count=jnp.zeros([], jnp.int32),
-    )
-
-  def _slot_dtype(leaf: jax.Array) -> Any:
-    return _tree.accumulator_dtype(leaf.dtype) if accumulator_dtype is None else accumulator_dtype
-
-  def random_bits(count: jax.Array, key: jax.Array, found: list[_layout.Layout]) -> list[jax.Array]:
-    """What each leaf's step draws, from one draw for all: each is much to compile."""
-
-    def needed(lay: _layout.Layout) -> int:
-      if method == "exact":
-        return lay.length if schedules.sizes(lay.length, partition_size_min)[0] < lay.length else 0
-      return rounds if method == "pairs" else 0
-
-    ends = list(itertools.accumulate((needed(lay) for lay in found), initial=0))
-    drawn = jnp.zeros(0, jnp.uint32)
-    if ends[-1]:
-      step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(typed_key))
-      drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
-    return [drawn[start:end] for start, end in itertools.pairwise(ends)]
-
-  def exact_step(
-    count: jax.Array, columns: list[_leaf.Leaf], bits: list[jax.Array], given: list[Any]
-  ) -> list[jax.Array]:
-    works, sizes = [], []
-    for leaf, random, order in zip(columns, bits, given, strict=True):
-      length = leaf.layout.length
-      if order is None:
-        order = _sorting.argsort(random) if random.size else jnp.arange(length)
-      subsets = _host.Subsets(
-        order=order.astype(jnp.int32),
-        size=schedules.size(count, length, partition_size_min),
-        brackets=schedules.brackets(count, length).astype(leaf.initial.dtype),
-      )
-      works.append(leaf.work(subsets))
-      sizes.append(schedules.sizes(length, partition_size_min))
-    sources = _exact.permute(works, sizes, _exact.resolve(backend), include_partition_remainder)
-    pairs = zip(columns, sources, strict=True)
-    return [_sorting.gather(leaf.position, source) for leaf, source in pairs]
-
-  def fast_step(count: jax.Array, leaf: _leaf.Leaf, random: jax.Array) -> jax.Array:
-    target = leaf.target(schedules.brackets(count, leaf.layout.length)[-1])
-    if method == "pairs":
-      return _fast.pairs(leaf.params, leaf.position, target, random)
-    return _fast.by_rank(target, leaf.ordered())
-
-  def recommend(updates: Any, state: SgpermState) -> tuple[Any, jax.Array]:
-    def one(g: jax.Array, m: jax.Array) -> jax.Array:
-      return jnp.asarray(momentum_lr * g.astype(m.dtype) + momentum * m, m.dtype)
-
-    new = jax.tree.map(one, updates, state.momentum)
-    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, state.momentum)
-    return kept, jnp.logical_not(_tree.all_finite(new))
+    return _init(settings, params, plan, jax.random.key_data(typed_key), accumulator_dtype)
 
   def update_fn(
     updates: optax.Updates,
@@ -284,63 +206,109 @@ def sgperm(
     _base.require_state(state, SgpermState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
     _tree.check_floating(updates, _METHOD)
-    structure = jax.tree.structure(updates)
     layouts = plan(params)
-    _states.check_params(layouts, state.initial, _METHOD)
+    _layout.check_params(layouts, state.initial, _METHOD)
     if stacked_axes is None and fan_in_axes is None:
       _protocol.announce_layers(_METHOD, [lay.path for lay in layouts if lay.movable])
-    mismatch_count = state.mismatch_count
     if check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
-      mismatch_count = _tree.increment_if(mismatch, mismatch_count)
-    recommended, bad = recommend(updates, state)
-    given = _given_partitions(partitions, updates, layouts)
-    moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    gradients = jax.tree.leaves(updates)
-    trees = (recommended, params, state.initial, state.permutation, state.ranks, state.ranges)
-    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-
-    def act(
-      count: jax.Array, key: jax.Array, given: Any, parts: Any, gradients: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-      columns = [_leaf.leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
-      bits = random_bits(count, key, [x.layout for x in columns])
-      if method == "exact":
-        moved = exact_step(count, columns, bits, [given[i] for i in moving])
-      else:
-        moved = [fast_step(count, *pair) for pair in zip(columns, bits, strict=True)]
-      wishes, current, initial = parts[:3]
-      permuted = list(parts[3])
-      steps = [jnp.zeros_like(g) for g in gradients]
-      for i, position in zip(moving, moved, strict=True):
-        target, new = _leaf.arranged(layouts[i], initial[i], position)
-        steps[i] = _leaf.step(current[i], target, gradients[i].dtype)
-        permuted[i] = _sharding.same_as(permuted[i], new, wishes[i])
-      return permuted, steps
-
-    act = _sharding.automatic(act, (parts[1], parts[1]))
-    permuted, steps = act(state.count, state.key, given, parts, gradients)
-    return jax.tree.unflatten(structure, steps), SgpermState(
-      count=optax.safe_increment(state.count),
-      alpha=schedules.alpha(state.count).high,
-      lamda=schedules.lamda(state.count),
-      key=state.key,
-      momentum=recommended,
-      initial=state.initial,
-      permutation=jax.tree.unflatten(structure, permuted),
-      ranks=state.ranks,
-      ranges=state.ranges,
-      notfinite_count=_tree.increment_if(bad, state.notfinite_count),
-      mismatch_count=mismatch_count,
-    )
+      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
+    orders = _given_partitions(partitions, updates, layouts)
+    return _update(settings, updates, state, params, layouts, orders)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init(
+  settings: _step.Settings,
+  params: optax.Params,
+  plan: Callable[[Any], list[_layout.Layout]],
+  key_data: jax.Array,
+  accumulator_dtype: Any,
+) -> SgpermState:
+  _tree.check_floating(params, _METHOD)
+  leaves, structure = jax.tree.flatten(params)
+  layouts = plan(params)
+  _layout.check_finite(layouts, leaves, _METHOD)
+
+  def zero_momentum(leaf: jax.Array) -> jax.Array:
+    default = _tree.accumulator_dtype(leaf.dtype)
+    return jnp.zeros_like(leaf, dtype=default if accumulator_dtype is None else accumulator_dtype)
+
+  def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
+    return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
+
+  count = jnp.zeros([], jnp.int32)
+  return SgpermState(
+    count=count,
+    alpha=settings.schedules.alpha(count),
+    lamda=settings.schedules.lamda(count),
+    key=jnp.array(key_data),
+    momentum=jax.tree.map(zero_momentum, params),
+    initial=_tree.copy_arrays(params),
+    permutation=_permutation.identity(params),
+    ranks=() if settings.method == "pairs" else of_each(_layout.ranks),
+    ranges=of_each(_layout.ranges),
+    notfinite_count=jnp.zeros([], jnp.int32),
+    mismatch_count=jnp.zeros([], jnp.int32),
+  )
+
+
+def _update(
+  settings: _step.Settings,
+  updates: Any,
+  state: SgpermState,
+  params: Any,
+  layouts: list[_layout.Layout],
+  orders: list[jax.Array | None],
+) -> tuple[Any, SgpermState]:
+  momentum, notfinite = _new_momentum(settings, updates, state.momentum)
+  gradients, structure = jax.tree.flatten(updates)
+  moving = [i for i, lay in enumerate(layouts) if lay.movable]
+  trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
+  parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+
+  def act(
+    count: jax.Array, key: jax.Array, orders: Any, parts: Any, gradients: Any
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    leaves = [_step.Leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
+    moving_orders = [orders[i] for i in moving]
+    positions = _step.new_positions(settings, count, key, leaves, moving_orders)
+    permutation = list(parts[3])
+    steps = [jnp.zeros_like(g) for g in gradients]
+    for i, leaf, position in zip(moving, leaves, positions, strict=True):
+      target, moved = _layout.arranged(leaf.layout, leaf.initial, position)
+      steps[i] = _layout.step(leaf.params, target, gradients[i].dtype)
+      permutation[i] = _execution.sharded_like(leaf.permutation, moved, leaf.momentum)
+    return permutation, steps
+
+  act = _execution.auto_sharded(act, (parts[1], parts[1]))
+  permutation, steps = act(state.count, state.key, orders, parts, gradients)
+  return jax.tree.unflatten(structure, steps), state._replace(
+    count=optax.safe_increment(state.count),
+    alpha=settings.schedules.alpha(state.count),
+    lamda=settings.schedules.lamda(state.count),
+    momentum=momentum,
+    permutation=jax.tree.unflatten(structure, permutation),
+    notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+  )
+
+
+def _new_momentum(settings: _step.Settings, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
+  """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
+
+  def one(g: jax.Array, m: jax.Array) -> jax.Array:
+    return jnp.asarray(settings.momentum_lr * g.astype(m.dtype) + settings.momentum * m, m.dtype)
+
+  new = jax.tree.map(one, updates, momentum)
+  kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
+  return kept, jnp.logical_not(_tree.all_finite(new))
 
 
 def _given_partitions(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
 ) -> list[jax.Array | None]:
-  """The partitions to replay, per leaf; None where they are to be drawn."""
+  """The partitions to replay, per leaf; None where they are drawn."""
   if partitions is None:
     return [None] * len(layouts)
   structure: Any = jax.tree.structure(updates)
