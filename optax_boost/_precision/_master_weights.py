@@ -84,12 +84,13 @@ def master_weights(
     TypeError: a leaf is not floating-point, or `key` is no key.
 
   Examples:
-    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.master_weights(optax.sgd(1.0))
+    >>> update = jax.jit(tx.update)
     >>> params = jnp.ones(1, jnp.float16)
     >>> state = tx.init(params)
     >>> for _ in range(1000):  # each too small a step for float16
-    ...   updates, state = tx.update(jnp.full(1, -1e-4, jnp.float16), state, params)
+    ...   updates, state = update(jnp.full(1, -1e-4, jnp.float16), state, params)
     ...   params = optax.apply_updates(params, updates)
     >>> round(float(params[0]), 2), params.dtype
     (1.1, dtype('float16'))

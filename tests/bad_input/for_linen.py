@@ -28,7 +28,6 @@ def entries() -> dict[str, shared.Entry]:
     return jnp.mean(model(batch))
 
   step = ours.make_train_step(module, loss_fn, problem.SGD, donate=False)
-  svrg_step = ours.make_train_step(module, loss_fn, problem.make("svrg"))
   state = step.init(variables)
   modules = kinds.kind(
     {"None": None, "class": nn.Dense, "variables": variables, "NNX": nnx.Rngs(0)}, {}
@@ -129,26 +128,6 @@ def entries() -> dict[str, shared.Entry]:
     ),
     "linen.TrainStep.init": shared.Entry(
       step.init, lambda: {"variables": variables}, {"variables": trees}
-    ),
-    **{
-      f"linen.TrainStep.{method}": shared.Entry(
-        getattr(step, method),
-        lambda: {"state": state, "batch": problem.X},
-        {"state": states, "rng": shared.RNG},
-        free=free,
-      )
-      for method in ("__call__", "lower", "trace")
-    },
-    "linen.TrainStep.refresh": shared.Entry(
-      svrg_step.refresh,
-      lambda: {"state": svrg_step.init(variables), "batches": [problem.X]},
-      {
-        "state": states | {"without svrg": Bad(state, ValueError)},
-        "batches": shared.BATCHES,
-        "rng": shared.RNG,
-        "weight_fn": shared.OPTIONAL_FUNCTION,
-        "progress": shared.FLAG,
-      },
     ),
     "linen.auto_boost": shared.Entry(
       ours.auto_boost, lambda: {}, functions.entries()["auto_boost"].arguments
