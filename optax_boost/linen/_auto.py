@@ -15,6 +15,7 @@ from optax_boost.auto import _build
 from optax_boost.linen import _checks
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
+from optax_boost.linen._groups import layer_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class AutoBoost(_build.ModelBoost):
       _base.check_key("rng", rng)
     traceable = not any(value is None for value in (module, loss_fn, variables))
     if self._needing_groups() and groups is None and traceable:
-      groups = self._read_groups(_train_step.layer_groups, module, loss_fn, variables, batch, rng)
+      groups = self._read_groups(layer_groups, module, loss_fn, variables, batch, rng)
     params = None if variables is None else variables["params"]
     return super().optimizer(tx, params, groups=groups, decay=decay)
 

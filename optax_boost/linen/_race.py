@@ -12,8 +12,8 @@ import optax
 from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost.linen import _checks
-from optax_boost.linen._train_step import BoundModel
-from optax_boost.linen._train_step import keys
+from optax_boost.linen._adapter import BoundModel
+from optax_boost.linen._adapter import keys
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 

@@ -11,11 +11,6 @@ import optax
 from optax_boost import _train_step
 from optax_boost.linen import _adapter
 
-# For the sibling modules.
-from optax_boost.linen._adapter import BoundModel as BoundModel
-from optax_boost.linen._adapter import keys as keys
-from optax_boost.linen._groups import layer_groups as layer_groups
-
 
 class TrainStep(_train_step.TrainStep):
   """A jitted train step for a Linen module; made by :func:`make_train_step`.

@@ -16,6 +16,7 @@ from optax_boost.auto import _build
 from optax_boost.nnx import _checks
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
+from optax_boost.nnx._groups import layer_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class AutoBoost(_build.ModelBoost):
     if model is not None:
       _checks.check_model(model)
     if self._needing_groups() and groups is None and loss_fn is not None and model is not None:
-      find = functools.partial(_train_step.layer_groups, wrt=wrt)
+      find = functools.partial(layer_groups, wrt=wrt)
       groups = self._read_groups(find, loss_fn, model, *args)
     params = None if model is None else nnx.state(model, wrt)
     return super().optimizer(tx, params, groups=groups, decay=decay)

@@ -13,9 +13,9 @@ import optax
 from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost.nnx import _checks
-from optax_boost.nnx._train_step import PASS_SEED
-from optax_boost.nnx._train_step import advance
-from optax_boost.nnx._train_step import split
+from optax_boost.nnx._adapter import PASS_SEED
+from optax_boost.nnx._adapter import advance
+from optax_boost.nnx._adapter import split
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 

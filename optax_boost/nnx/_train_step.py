@@ -17,12 +17,6 @@ from optax_boost import _train_step
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _binding
 
-# For the sibling modules.
-from optax_boost.nnx._adapter import PASS_SEED as PASS_SEED
-from optax_boost.nnx._adapter import advance as advance
-from optax_boost.nnx._adapter import split as split
-from optax_boost.nnx._groups import layer_groups as layer_groups
-
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
