@@ -2,6 +2,8 @@
 
 import atexit
 import importlib
+import importlib.util
+import mmap
 import os
 import pathlib
 import shutil
@@ -9,10 +11,25 @@ import tempfile
 
 import pytest
 
+
+
+def _xla_knows(flag: str) -> bool:
+  """Whether the installed XLA has a flag: an unknown one ends the process."""
+  package = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
+  for library in pathlib.Path(package).glob("libjax_common*"):
+    with library.open("rb") as file:
+      content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+      return content.find(flag.encode()) >= 0
+  return False
+
+
 # Sharding is tested on eight virtual devices.
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+_flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+# XLA's newer CPU emitters take twice as long to compile small programs, which is most of what the
+# suite does. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true runs the suite with them.
+if "xla_cpu_use_fusion_emitters" not in _flags[0] and _xla_knows("xla_cpu_use_fusion_emitters"):
+  _flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("MPLBACKEND", "Agg")
 # The tests build the same small programs over and over: kept on disk for the run, with all of its
 # processes in common, each is compiled once. Who names a folder keeps them from run to run.

@@ -14,12 +14,11 @@ from tests.test_contract import run
 
 def main(folder: pathlib.Path) -> None:
   for index, row in enumerate(registry.ROWS):
-    tx = row.optimizer()
     params = problems.params()
-    like = (params, tx.init(params))
+    like = (params, row.optimizer().init(params))
     with ocp.StandardCheckpointer() as checkpointer:
       params, state = checkpointer.restore(folder / str(index), like)
-    last = run(tx, params, range(2, 4), state)
+    last = run(row, params, range(2, 4), state)
     leaves = [np.asarray(x) for x in jax.tree.leaves(last)]
     np.savez(folder / f"{index}.npz", *leaves)
 

@@ -23,16 +23,40 @@ every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def run(
-  tx: optax.GradientTransformation, params: Any, steps: range, state: Any = None, jit: bool = True
-) -> Any:
+# Columns share a row's transformation and its compiled steps: a transformation is pure.
+@functools.cache
+def transformation(row: registry.Row) -> optax.GradientTransformationExtraArgs:
+  return row.make()
+
+
+@functools.cache
+def jitted_update(row: registry.Row) -> Any:
+  return jax.jit(transformation(row).update)
+
+
+@functools.cache
+def first_update(row: registry.Row) -> Any:
+  """The updates of the first step, and the state after it."""
+  params = problems.params()
+  return jitted_update(row)(problems.grads(params), transformation(row).init(params), params)
+
+
+@functools.cache
+def jitted_step(row: registry.Row) -> Any:
+  """One step of the row as an optimizer: from params, state and step to params and state."""
+  return jax.jit(functools.partial(step, row.optimizer()))
+
+
+def step(tx: Any, params: Any, state: Any, t: Any) -> Any:
+  updates, state = update(tx, params, state, t)
+  return optax.apply_updates(params, updates), state
+
+
+def run(row: registry.Row, params: Any, steps: range, state: Any = None) -> Any:
   """The loop that everything else is compared with."""
-  state = tx.init(params) if state is None else state
-  step = functools.partial(update, tx)
-  step = jax.jit(step) if jit else step
+  state = row.optimizer().init(params) if state is None else state
   for t in steps:
-    updates, state = step(params, state, t)
-    params = optax.apply_updates(params, updates)
+    params, state = jitted_step(row)(params, state, t)
   return params, state
 
 
@@ -50,7 +74,7 @@ def test_acts(row):
     assert row.acts(row.make(), row.baseline())
     return
   params = problems.params()
-  ours, _ = update(row.make(), params, row.make().init(params), 0)
+  ours, _ = first_update(row)
   base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
   change = optax.tree.norm(optax.tree.sub(ours, base)) / optax.tree.norm(base)
   assert change > 1e-2
@@ -77,41 +101,39 @@ def test_solves_its_problem(row):
 
 @every_row
 def test_takes_extra_arguments_it_does_not_know(row):
-  params = problems.params()
-  tx = row.make()
-  expected = update(tx, params, tx.init(params), 0)
-  chex.assert_trees_all_equal(update(tx, params, tx.init(params), 0, unheard_of=1), expected)
+  params, tx = problems.params(), transformation(row)
+  more = functools.partial(tx.update, unheard_of=1)
+  ours = jax.jit(more)(problems.grads(params), tx.init(params), params)
+  chex.assert_trees_all_equal(ours, first_update(row))
 
 
 @every_row
 def test_says_that_it_needs_params(row):
-  tx, params = row.make(), problems.params()
+  tx, params = transformation(row), problems.params()
   state, grads = tx.init(params), problems.grads(params)
   if row.needs_params:
     with pytest.raises(ValueError, match=r"needs the current params; got params=None. Call"):
       tx.update(grads, state)
   else:
-    tx.update(grads, state)
+    jax.eval_shape(tx.update, grads, state)
 
 
 @every_row
 def test_jit_equals_the_plain_loop(row):
   tx, params = row.optimizer(), problems.params()
-  expected = run(tx, params, range(3), jit=False)
-  chex.assert_trees_all_close(run(tx, params, range(3)), expected, rtol=1e-5, atol=1e-6)
+  after = params, tx.init(params)
+  for t in range(3):
+    after = step(tx, *after, t)
+  chex.assert_trees_all_close(run(row, params, range(3)), after, rtol=1e-5, atol=1e-6)
 
 
 @every_row
 def test_scan_equals_the_plain_loop(row):
   tx, params = row.optimizer(), problems.params()
 
-  def body(carry, t):
-    params, state = carry
-    updates, state = update(tx, params, state, t)
-    return (optax.apply_updates(params, updates), state), None
-
-  carry, _ = jax.lax.scan(body, (params, tx.init(params)), jnp.arange(3))
-  chex.assert_trees_all_close(carry, run(tx, params, range(3)), rtol=1e-5, atol=1e-6)
+  start = params, tx.init(params)
+  carry, _ = jax.lax.scan(lambda carry, t: (step(tx, *carry, t), None), start, jnp.arange(3))
+  chex.assert_trees_all_close(carry, run(row, params, range(3)), rtol=1e-5, atol=1e-6)
 
 
 @every_row
@@ -121,15 +143,13 @@ def test_vmap_over_a_population_equals_the_plain_loop(row):
   population = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
 
   def body(carry, t):
-    params, state = carry
-    updates, state = jax.vmap(lambda p, s: update(tx, p, s, t))(params, state)
-    return (optax.apply_updates(params, updates), state), None
+    return jax.vmap(lambda p, s: step(tx, p, s, t))(*carry), None
 
   carry = (population, jax.vmap(tx.init)(population))
   params, _ = jax.lax.scan(body, carry, jnp.arange(3))[0]
   for i, member in enumerate(members):
     one = jax.tree.map(lambda x, i=i: x[i], params)
-    chex.assert_trees_all_close(one, run(tx, member, range(3))[0], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(one, run(row, member, range(3))[0], rtol=1e-5, atol=1e-6)
 
 
 @every_row
@@ -145,41 +165,35 @@ def test_compiles_once(row):
 @every_row
 def test_params_and_state_can_be_donated_together(row):
   tx, params = row.optimizer(), problems.params()
-  expected = run(tx, params, range(2))
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, state, t):
-    updates, state = update(tx, params, state, t)
-    return optax.apply_updates(params, updates), state
-
+  expected = run(row, params, range(2))
+  donating = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
   params = jax.tree.map(jnp.array, params)
   state = tx.init(params)
   old = params
   for t in range(2):
-    params, state = step(params, state, t)
+    params, state = donating(params, state, t)
   assert all(x.is_deleted() for x in jax.tree.leaves(old))
   chex.assert_trees_all_close((params, state), expected, rtol=1e-5, atol=1e-6)
 
 
 @every_row
 def test_none_and_masked_leaves_pass_through(row):
-  tx = row.make()
+  tx = transformation(row)
   params = problems.params()
   holes = params | {"none": None, "masked": optax.MaskedNode()}
   grads = problems.grads(params)
   full = grads | {"none": None, "masked": optax.MaskedNode()}
-  updates, _ = tx.update(full, tx.init(holes), holes)
+  updates, _ = jitted_update(row)(full, tx.init(holes), holes)
   assert updates.pop("none") is None
   assert updates.pop("masked") == optax.MaskedNode()
-  chex.assert_trees_all_equal(updates, tx.update(grads, tx.init(params), params)[0])
+  chex.assert_trees_all_equal(updates, first_update(row)[0])
 
 
 @every_row
 @pytest.mark.parametrize("params", [{}, ()], ids=repr)
 def test_empty_trees(row, params):
-  tx = row.make()
-  state = tx.init(params)
-  updates, after = jax.jit(tx.update)(params, state, params)
+  state = transformation(row).init(params)
+  updates, after = jitted_update(row)(params, state, params)
   assert updates == params
   assert spec(after) == spec(state)
 
@@ -188,10 +202,9 @@ def test_empty_trees(row, params):
 @pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1,), (1, 1)], ids=str)
 def test_scalars_and_leaves_without_entries(row, shape):
-  tx = row.make()
   params = {"kernel": jnp.ones(shape)}
-  state = tx.init(params)
-  updates, after = jax.jit(tx.update)({"kernel": jnp.full(shape, 0.5)}, state, params)
+  state = row.make().init(params)
+  updates, after = jax.jit(row.make().update)({"kernel": jnp.full(shape, 0.5)}, state, params)
   assert updates["kernel"].shape == shape
   chex.assert_tree_all_finite((updates, after))
   assert spec(after) == spec(state)
@@ -209,9 +222,8 @@ def dtype(request):
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
   params = problems.params(dtype)
-  tx = row.make()
-  state = tx.init(params)
-  updates, after = jax.jit(tx.update)(problems.grads(params), state, params)
+  state = transformation(row).init(params)
+  updates, after = jitted_update(row)(problems.grads(params), state, params)
   wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
   assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
   assert spec(after) == spec(state)
@@ -221,7 +233,7 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
 @every_row
 def test_injected_hyperparams_change_nothing(row):
   params = problems.params()
-  tx = row.make()
+  tx = transformation(row)
   factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
   injected = row.feed(factory(**row.kwargs))
   state = injected.init(params)
@@ -230,7 +242,7 @@ def test_injected_hyperparams_change_nothing(row):
   for t in range(2):
     grads = problems.grads(params, t)
     updates, state = step(grads, state, params)
-    expected, inner = tx.update(grads, inner, params)
+    expected, inner = jitted_update(row)(grads, inner, params)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
   assert step._cache_size() == 1
 
@@ -239,9 +251,9 @@ def test_injected_hyperparams_change_nothing(row):
 def test_inside_masked_only_the_chosen_leaves_change(row):
   params = problems.params()
   mask = optax_boost.path_mask("kernel$")
-  tx = optax.masked(row.make(), mask)
-  updates, _ = update(tx, params, tx.init(params), 0)
+  tx = optax.masked(transformation(row), mask)
   grads = problems.grads(params, 0)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
   chex.assert_trees_all_equal(updates["norm"], grads["norm"])
   assert np.allclose(updates["dense"]["kernel"], grads["dense"]["kernel"]) != row.rewrites
 
@@ -264,40 +276,39 @@ def test_inside_partition_with_a_schedule(row):
 @every_row
 def test_inside_multi_steps_the_mean_gradient_arrives(row):
   params = problems.params()
-  tx = row.make()
+  tx = transformation(row)
   multi = optax.MultiSteps(tx, every_k_schedule=2)
   state = multi.init(params)
   grads = [problems.grads(params, t) for t in range(2)]
-  updates, state = multi.update(grads[0], state, params)
-  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
-  updates, state = jax.jit(multi.update)(grads[1], state, params)
+  step = jax.jit(multi.update)
+  updates, state = step(grads[0], state, params)
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
+  updates, state = step(grads[1], state, params)
   mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
-  expected, _ = tx.update(mean, tx.init(params), params)
+  expected, _ = jitted_update(row)(mean, tx.init(params), params)
   chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-6)
 
 
 @every_row
 def test_inside_apply_if_finite_a_bad_step_changes_nothing(row):
   params = problems.params()
-  tx = optax.apply_if_finite(row.make(), max_consecutive_errors=3)
-  state = tx.init(params)
-  _, state = update(tx, params, state, 0)
+  tx = optax.apply_if_finite(transformation(row), max_consecutive_errors=3)
+  step = jax.jit(tx.update)
+  _, state = step(problems.grads(params), tx.init(params), params)
   bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), problems.grads(params))
-  updates, after = tx.update(bad, state, params)
-  assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+  updates, after = step(bad, state, params)
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
   chex.assert_trees_all_equal(after.inner_state, state.inner_state)
 
 
 @every_row
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_the_step_after_a_bad_gradient_is_good(row, bad):
-  params = problems.params()
-  tx = row.make()
-  step = jax.jit(tx.update)
+  params, step = problems.params(), jitted_update(row)
   poisoned = problems.grads(params, 0)
   poisoned["dense"]["kernel"] = poisoned["dense"]["kernel"].at[3, 2].set(bad)
   poisoned["dense"]["bias"] = poisoned["dense"]["bias"].at[1].set(bad)
-  _, state = step(poisoned, tx.init(params), params)
+  _, state = step(poisoned, transformation(row).init(params), params)
   updates, state = step(problems.grads(params, 1), state, params)
   chex.assert_tree_all_finite((updates, state))
   assert jnp.any(updates["dense"]["kernel"])
@@ -331,7 +342,7 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
 
   params, tx = problems.params(), row.make()
   grads = problems.grads(params)
-  expected = tx.update(grads, tx.init(params), params)
+  expected = first_update(row)
   with jax.set_mesh(mesh):
     sharded, grads = place(params), place(grads)
     state = tx.init(sharded)
@@ -372,11 +383,10 @@ def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
   """All rows in one process, since starting one takes seconds."""
   expected = {}
   for index, row in enumerate(registry.ROWS):
-    tx = row.optimizer()
-    halfway = run(tx, problems.params(), range(2))
+    halfway = run(row, problems.params(), range(2))
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(tmp_path / str(index), halfway)
-    last = run(tx, halfway[0], range(2, 4), halfway[1])
+    last = run(row, halfway[0], range(2, 4), halfway[1])
     expected[str(index)] = [np.asarray(x) for x in jax.tree.leaves(last)]
   program = pathlib.Path(__file__).with_name("resume.py")
   root = str(program.parent.parent)

@@ -4,6 +4,7 @@ Each row of the registry runs through the train step with every extra argument t
 """
 
 import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -47,6 +48,17 @@ def train(step: optax_boost.TrainStep, params: Any, steps: int = STEPS) -> Any:
   return state, metrics
 
 
+@functools.cache
+def trained(row: registry.Row, scale: float = 1.0) -> Any:
+  """The row's training from the scaled params, shared by the columns."""
+  return train(shared_step(row), jax.tree.map(lambda x: scale * x, problems.params()))
+
+
+@functools.cache
+def shared_step(row: registry.Row) -> optax_boost.TrainStep:
+  return train_step(row.optimizer())
+
+
 def spec(tree: Any) -> Any:
   return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
 
@@ -58,8 +70,8 @@ def test_params_named_like_state_fields_train_as_any_others(row):
     layer: {HOSTILE[layer][name]: leaf for name, leaf in leaves.items()}
     for layer, leaves in params.items()
   }
-  step = train_step(row.optimizer())
-  (expected, metrics), (ours, hostile_metrics) = train(step, params), train(step, renamed)
+  expected, metrics = trained(row)
+  ours, hostile_metrics = train(shared_step(row), renamed)
   assert metrics.keys() == hostile_metrics.keys()
   pairs = zip(jax.tree.leaves(ours.params), jax.tree.leaves(expected.params), strict=True)
   for leaf, other in pairs:
@@ -151,21 +163,20 @@ def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
 
 @every_row
 def test_two_threads_share_one_train_step(row):
+  scales = (1.0, 0.5)
+  expected = [trained(row, scale)[0] for scale in scales]
   step = train_step(row.optimizer())
-  starts = [problems.params(), jax.tree.map(lambda x: 0.5 * x, problems.params())]
-  expected = [train(step, start)[0] for start in starts]
-  shared = train_step(row.optimizer())
-  finished: dict[int, Any] = {}
+  finished: dict[float, Any] = {}
 
-  def work(index: int) -> None:
-    finished[index] = train(shared, starts[index])[0]
+  def work(scale: float) -> None:
+    finished[scale] = train(step, jax.tree.map(lambda x: scale * x, problems.params()))[0]
 
-  threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+  threads = [threading.Thread(target=work, args=(scale,)) for scale in scales]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  chex.assert_trees_all_equal([finished[0], finished[1]], expected)
+  chex.assert_trees_all_equal([finished[scale] for scale in scales], expected)
 
 
 # Methods that select and average; the others need an order or a norm of real numbers.
