@@ -12,7 +12,6 @@ import tempfile
 import pytest
 
 
-
 def _xla_knows(flag: str) -> bool:
   """Whether the installed XLA has a flag: an unknown one ends the process."""
   package = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
