@@ -34,6 +34,7 @@ class Row:
     reachable: maps any target to one that the method can reach from zero.
     start: maps a target to where the solving starts, for methods that cannot reach it from zero.
     gathers: whether it may gather sharded params.
+    calls_host: whether it works on the host, by callbacks, and so on CPUs only.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
@@ -55,6 +56,7 @@ class Row:
   reachable: Callable[[Any], Any] = lambda tree: tree
   start: Callable[[Any], Any] | None = None
   gathers: bool = False
+  calls_host: bool = False
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
   rewrites: bool = True
@@ -413,6 +415,7 @@ ROWS = (
     needs_params=True,
     start=_reversed,
     gathers=True,
+    calls_host=True,
     static=("partition_size_min", "rounds", "key"),
     label="host",
   ),

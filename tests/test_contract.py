@@ -9,6 +9,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -356,6 +357,18 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
   chex.assert_trees_all_close(
     jax.device_get((updates, after)), jax.device_get(expected), rtol=1e-5, atol=1e-6
   )
+
+
+@every_row
+def test_lowers_for_gpus_and_tpus_without_calls_to_the_host(row):
+  params = problems.params()
+  arguments = problems.grads(params), transformation(row).init(params), params
+  export = jax.export.export(jitted_update(row), platforms=("cuda", "tpu"))
+  if row.calls_host:
+    with pytest.raises(NotImplementedError, match="callback"):
+      export(*arguments)
+  else:
+    assert "callback" not in export(*arguments).mlir_module()
 
 
 @every_row
