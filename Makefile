@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto test test-oldest lint type bench evidence docs dist clean
+.PHONY: demo demo-auto devices test test-oldest lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -41,6 +41,17 @@ bench: $(READY)
 evidence: $(READY)
 	$(BIN)/python -m pytest -m slow
 
+# Programs for TPUs and GPUs need XLA's compilers for them, in an environment of their own.
+METHODS ?=
+devices: .venv-devices/.ready
+	.venv-devices/bin/python -m benchmarks.devices $(METHODS)
+
+.venv-devices/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-devices
+	.venv-devices/bin/python -m pip install --quiet --upgrade pip
+	.venv-devices/bin/python -m pip install --quiet -e ".[devices]"
+	touch $@
+
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
@@ -70,4 +81,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-dist build dist docs/build out
+	rm -rf .venv .venv-oldest .venv-devices .venv-dist build dist docs/build out

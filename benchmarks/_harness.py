@@ -336,7 +336,6 @@ def write(
     machine_description: what `machine` returned.
     folder: made when missing.
   """
-  folder.mkdir(parents=True, exist_ok=True)
   record = {"machine": machine_description, "comparisons": comparisons}
   where = ", ".join(f"{key} {value}" for key, value in machine_description.items())
   tables = "\n".join(map(_table, comparisons))
@@ -345,10 +344,16 @@ def write(
     "md": f"# {name}\n\n{about}\n\nMachine: {where}.\n\n{tables}",
   }
   for extension, text in texts.items():
-    partial = folder / f"{name}.{extension}.partial"
-    partial.write_text(text)
-    partial.replace(folder / f"{name}.{extension}")
+    replace(folder / f"{name}.{extension}", text)
   plot.save(comparisons, folder / f"{name}.png")
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+  """Writes a file, whole or not at all."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(f"{path.name}.partial")
+  partial.write_text(text)
+  partial.replace(path)
 
 
 def _table(comparison: Mapping[str, Any]) -> str:

@@ -1,0 +1,89 @@
+"""Compiles the methods' steps for chips that are not there, and checks their bounds.
+
+``python -m benchmarks.devices [--chip h100] [method ...]``; ``make devices`` brings the packages.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+from typing import Any
+
+# Read when JAX starts: no chip is asked for.
+os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_QUERY="1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from benchmarks import _harness
+from benchmarks.devices import bounds
+from benchmarks.devices import cases
+from benchmarks.devices import chips
+from benchmarks.devices import workers
+
+_COLUMNS = ("kernels", "loops", "collectives", "sent, MB", "temporary, MB", "accessed, MB", "s")
+_ABOUT = f"""\
+Optimizer steps (`update` and `optax.apply_updates` in one program, params and state donated) on
+{cases.LEAVES} leaves of {cases.SHAPE[0]} x {cases.SHAPE[1]}, compiled by XLA for chips that were
+not there: `make devices`. Kernels and loops: of the program's entry computation. Sent: the results
+of collectives, in bytes per device. Accessed: XLA's estimate per device, both sides of conditionals
+counted; only TPUs have one. s: seconds to trace and compile on the machine below, with other work
+on it. `adasum` runs on replicas, with whole params."""
+
+
+def _row(name: str, record: dict[str, Any]) -> str:
+  if "error" in record:
+    return f"| {name} | {record['error']} |" + " |" * (len(_COLUMNS) - 1)
+  collectives = ", ".join(f"{n} {kind}" for kind, n in sorted(record["collectives"].items()))
+  accessed = record["bytes accessed"]
+  cells = (
+    record["kernels"],
+    record["loops"],
+    collectives or "none",
+    f"{record['collective bytes'] / 1e6:.1f}",
+    f"{record['temporary bytes'] / 1e6:.1f}",
+    "" if accessed is None else f"{accessed / 1e6:.0f}",
+    f"{record['seconds to compile']:.1f}",
+  )
+  return f"| {name} | " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> int:
+  """Prints and stores the table; returns 1 if a bound does not hold."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("methods", nargs="*", choices=[[], *cases.CASES], default=[])
+  parser.add_argument("--chip", action="append", choices=list(chips.CHIPS))
+  parser.add_argument("--limit", type=float, default=120.0, help="seconds for each program")
+  parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
+  options = parser.parse_args()
+  names = options.methods or list(cases.CASES)
+  records: dict[str, dict[str, dict[str, Any]]] = {}
+  text = []
+  for chip_name in options.chip or chips.CHIPS:
+    chip = chips.CHIPS[chip_name]
+    if chip.missing():
+      print(f"{chip.title}: left out; it needs `pip install {chip.missing()}`")
+      continue
+    for layout in chips.layouts(chip):
+      title = f"{chip.title}, params {layout}"
+      text += [f"\n## {title}\n", "| | " + " | ".join(_COLUMNS) + " |"]
+      text += ["|---" * (len(_COLUMNS) + 1) + "|"]
+      print(*text[-3:], sep="\n", flush=True)
+      here = [n for n in names if layout == "replicated" or not cases.CASES[n].replicas]
+      found = records.setdefault(chip_name, {}).setdefault(layout, {})
+      for name, record in workers.compile_all(chip_name, layout, here, options.limit):
+        found[name] = record
+        text.append(_row(name, record))
+        print(text[-1], flush=True)
+  broken = bounds.broken(records)
+  print(*broken, sep="\n")
+  if not options.methods and records:
+    where = _harness.machine(["jax", "jaxlib", "optax"])
+    described = ", ".join(f"{key} {value}" for key, value in where.items())
+    page = "\n".join([f"# devices\n\n{_ABOUT}\n\nMachine: {described}.", *text]) + "\n"
+    _harness.replace(options.out / "devices.md", page)
+    content = json.dumps({"machine": where, "programs": records}, indent=2) + "\n"
+    _harness.replace(options.out / "devices.json", content)
+  return 1 if broken else 0
+
+
+if __name__ == "__main__":
+  raise SystemExit(main())

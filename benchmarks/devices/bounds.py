@@ -1,0 +1,26 @@
+"""The bounds that the methods' programs keep."""
+
+from typing import Any
+
+# Chip, layout, case, figure, the largest allowed value.
+BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
+  ("v5e-8", "fan-in", "lars", "all-reduce", 1),
+  ("v5e-8", "outputs", "lars", "all-reduce", 1),
+)
+
+
+def broken(records: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+  """The bounds that measured programs break, in words."""
+  found = []
+  for chip, layout, case, figure, most in BOUNDS:
+    record = records.get(chip, {}).get(layout, {}).get(case)
+    if record is None:
+      continue
+    value = record["error"] if "error" in record else _figure(record, figure)
+    if isinstance(value, str) or value > most:
+      found.append(f"{case} on {chip}, params {layout}: {figure} {value}, at most {most}")
+  return found
+
+
+def _figure(record: dict[str, Any], name: str) -> float:
+  return record[name] if name in record else record["collectives"].get(name, 0)

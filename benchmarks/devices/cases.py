@@ -1,0 +1,134 @@
+"""The optimizer steps to compile: every factory as users write it, and its peers in optax."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_boost
+
+LEAVES = 20
+SHAPE = (1024, 1024)
+COMPONENTS = 32
+GROUPS = ("body", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A transformation and the arguments of its update.
+
+  Attributes:
+    factory: the public name, "" for optax's.
+    make: makes the transformation.
+    extra: makes extra arguments from the gradients and params.
+    dtype: of params and gradients.
+    replicas: whether gradients differ between the devices, in ``shard_map`` along "x".
+  """
+
+  factory: str
+  make: Callable[[], optax.GradientTransformation]
+  extra: Callable[[Any, Any], dict[str, Any]] = lambda grads, params: {}
+  dtype: Any = jnp.float32
+  replicas: bool = False
+
+
+def params(dtype: Any) -> dict[str, Any]:
+  """Two groups of equal kernels."""
+  half = LEAVES // 2
+  return {
+    group: {f"kernel_{i:02d}": jax.ShapeDtypeStruct(SHAPE, dtype) for i in range(half)}
+    for group in GROUPS
+  }
+
+
+def _subspace(params: Any) -> optax_boost.Subspace:
+  basis = jax.tree.map(lambda x: jnp.zeros((COMPONENTS, *x.shape), x.dtype), params)
+  variance = jnp.ones(COMPONENTS)
+  return optax_boost.Subspace(jax.tree.map(jnp.zeros_like, params), basis, variance, variance)
+
+
+def _quadratic(grads: Any, params: Any) -> dict[str, Any]:
+  """Closures of a loss, cheap enough not to count."""
+  del params
+
+  def value_fn(point: Any) -> jax.Array:
+    return optax.tree.vdot(grads, point)
+
+  def grad_fn(point: Any) -> Any:
+    return jax.tree.map(lambda g, p: 0.5 * g + p, grads, point)
+
+  return {"value": jnp.zeros([]), "value_fn": value_fn, "grad_fn": grad_fn, "full_grad_fn": grad_fn}
+
+
+def _sgd() -> optax.GradientTransformation:
+  return optax.sgd(0.1, momentum=0.9)
+
+
+def _adam() -> optax.GradientTransformation:
+  return optax.adam(1e-3)
+
+
+CASES = {
+  "optax.sgd": Case("", _sgd),
+  "optax.adam": Case("", _adam),
+  "lars": Case("lars", lambda: optax_boost.lars(0.1, weight_decay=1e-4)),
+  "optax.lars": Case("", lambda: optax.lars(0.1, weight_decay=1e-4)),
+  "scale_by_lars_trust_ratio": Case(
+    "scale_by_lars_trust_ratio",
+    lambda: optax.chain(optax_boost.scale_by_lars_trust_ratio(), _sgd()),
+  ),
+  "centralize": Case("centralize", lambda: optax.chain(optax_boost.centralize(), _sgd())),
+  "optax.centralize": Case("", lambda: optax.chain(optax.centralize(), _sgd())),
+  "accumulate": Case("accumulate", lambda: optax_boost.accumulate(_adam(), 4)),
+  "optax.MultiSteps": Case("", lambda: optax.MultiSteps(_adam(), 4).gradient_transformation()),
+  "dynamic_loss_scale": Case("dynamic_loss_scale", lambda: optax_boost.dynamic_loss_scale(_adam())),
+  "group_loss_scale": Case(
+    "group_loss_scale", lambda: optax_boost.group_loss_scale(_adam(), GROUPS)
+  ),
+  "optax.apply_if_finite": Case("", lambda: optax.apply_if_finite(_adam(), 5)),
+  "master_weights": Case(
+    "master_weights", lambda: optax_boost.master_weights(_adam()), dtype=jnp.bfloat16
+  ),
+  "freeze": Case(
+    "freeze",
+    lambda: optax_boost.freeze(
+      _adam(), GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.4)
+    ),
+  ),
+  "switch_after": Case("switch_after", lambda: optax_boost.switch_after(100, _sgd(), _adam())),
+  "svrg": Case(
+    "svrg", lambda: optax.chain(optax_boost.svrg(refresh_every=100), _sgd()), extra=_quadratic
+  ),
+  "record_trajectory": Case(
+    "record_trajectory",
+    lambda: optax.chain(optax_boost.record_trajectory(every=10, capacity=4), _sgd()),
+  ),
+  "dim_reduce": Case("dim_reduce", lambda: optax_boost.dim_reduce(_subspace), extra=_quadratic),
+  "adasum": Case("adasum", lambda: optax.chain(optax_boost.adasum("x"), _sgd()), replicas=True),
+  "sgperm pairs": Case("sgperm", lambda: optax_boost.sgperm(method="pairs", key=0)),
+  "sgperm rank": Case("sgperm", lambda: optax_boost.sgperm(method="rank")),
+  "sgperm exact": Case("sgperm", lambda: optax_boost.sgperm(key=0, backend="device")),
+  "laperm": Case("laperm", lambda: optax_boost.laperm(_adam(), 20)),
+}
+
+
+def step(case: Case, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+  """One optimizer step, from params, state and gradients to params and state."""
+  tx = optax.with_extra_args_support(case.make())
+
+  def run(params: Any, state: Any, grads: Any) -> Any:
+    updates, state = tx.update(grads, state, params, **case.extra(grads, params))
+    return optax.apply_updates(params, updates), state
+
+  if not case.replicas:
+    return run
+
+  def on_replica(params: Any, state: Any, grads: Any) -> Any:
+    return run(params, state, jax.tree.map(lambda g: g[0], grads))
+
+  whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x")
+  specs = {"in_specs": (whole, whole, split), "out_specs": whole}
+  return jax.shard_map(on_replica, mesh=mesh, **specs, check_vma=False)

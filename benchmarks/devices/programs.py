@@ -1,0 +1,70 @@
+"""Compiles a case for a chip and reads the program: kernels, collectives, memory."""
+
+import collections
+import re
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.devices import cases
+from benchmarks.devices import chips
+
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+_KERNELS = ("fusion", "copy", "custom-call", "sort", "transpose", "reduce", "scatter")
+_ITEM_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+
+
+def compile_case(case: cases.Case, chip: chips.Chip, layout: str) -> dict[str, Any]:
+  """The figures of the compiled step: one row of the table."""
+  mesh = chip.mesh()
+  tx = case.make()
+
+  def place(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = chips.sharding(mesh, layout, x.shape)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  def per_replica(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype, sharding=sharding)
+
+  params = cases.params(case.dtype)
+  state = jax.tree.map(place, jax.eval_shape(tx.init, params))
+  grads = jax.tree.map(per_replica if case.replicas else place, params)
+  params = jax.tree.map(place, params)
+  start = time.perf_counter()
+  lowered = jax.jit(cases.step(case, mesh), donate_argnums=(0, 1)).lower(params, state, grads)
+  compiled = lowered.compile()
+  seconds = time.perf_counter() - start
+  return {"seconds to compile": seconds} | read(compiled)
+
+
+def read(compiled: Any) -> dict[str, Any]:
+  """Counts in a compiled program."""
+  text = compiled.as_text()
+  entry = text[text.index("\nENTRY") :]
+  operations = collections.Counter(re.findall(r" ([a-z-]+?)(?:-start)?\(", entry))
+  collectives = collections.Counter()
+  sent = 0
+  pattern = rf"= (.+?) ({_COLLECTIVES})(?:-start)?\("
+  for shape, name in re.findall(pattern, text):
+    collectives[name] += 1
+    sent += _bytes(shape)
+  cost = compiled.cost_analysis() or {}
+  return {
+    "kernels": sum(operations[name] for name in _KERNELS),
+    "loops": operations["while"],
+    "collectives": dict(collectives),
+    "collective bytes": sent,
+    "temporary bytes": compiled.memory_analysis().temp_size_in_bytes,
+    "bytes accessed": cost.get("bytes accessed"),
+  }
+
+
+def _bytes(shape: str) -> int:
+  """The bytes of an HLO shape, of a tuple's parts together."""
+  total = 0
+  for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shape):
+    total += int(np.prod([int(n) for n in sizes.split(",") if n])) * _ITEM_SIZES.get(dtype, 4)
+  return total
