@@ -175,6 +175,12 @@ def check_callable(name: str, value: Any, form: str = "") -> None:
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
 
+def check_type(name: str, value: Any, kind: Any, words: str) -> None:
+  """Raises TypeError unless an argument is of a type, which `words` describe."""
+  if not isinstance(value, kind):
+    raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
+
+
 def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
   """Checks an argument that is a transformation, and lets it swallow extra arguments."""
   if not isinstance(value, optax.GradientTransformation):

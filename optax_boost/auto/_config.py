@@ -247,10 +247,7 @@ class BoostConfig:
       if name not in _BLOCKS:
         hint = _hint(name, _BLOCKS)
         raise ValueError(f"The configuration has no block {_base.shorten(name)}.{hint}")
-      if not isinstance(values, Mapping):
-        raise TypeError(
-          f"`{name}` must be a mapping of keys to values; got {_base.shorten(values)}."
-        )
+      _base.check_type(name, values, Mapping, "a mapping of keys to values")
       blocks[name] = _read_block(getattr(base, name), name, values)
     return dataclasses.replace(base, **blocks)
 
@@ -269,8 +266,7 @@ class BoostConfig:
       ValueError: the text is no JSON (the message has line and column), a key occurs twice, or
         it is not of the schema.
     """
-    if not isinstance(text, str):
-      raise TypeError(f"`text` must be JSON in a string; got {_base.shorten(text)}.")
+    _base.check_type("text", text, str, "JSON in a string")
     return cls._from_parsed(_files.parse_json(text, "`text`"), base, "`text`")
 
   def to_json(self) -> str:
@@ -330,8 +326,7 @@ def read_config(config: Config, base: BoostConfig) -> BoostConfig:
 
 
 def _checked_base(base: Any) -> BoostConfig:
-  if not isinstance(base, BoostConfig | None):
-    raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
+  _base.check_type("base", base, BoostConfig | None, "a BoostConfig or None")
   return base or BoostConfig()
 
 

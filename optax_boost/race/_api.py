@@ -22,8 +22,6 @@ from optax_boost.race import _run
 
 # The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
-# Integers of metrics are int32 in a jitted `evaluate`.
-_LARGEST = 2**31
 
 
 class FromSeed(functools.partial[Any]):
@@ -131,13 +129,13 @@ def race(
     _base.check_callable("evaluate", evaluate, "evaluate(params)")
   if full_grad_fn is not None:
     _base.check_callable("full_grad_fn", full_grad_fn)
-  for name, flag in (
-    ("has_model_state", has_model_state), ("jit_evaluate", jit_evaluate), ("progress", progress)
-  ):  # fmt: skip
-    _base.check_bool(name, flag)
-  for name, number in (("steps", steps), ("points", points), ("seeds_at_once", seeds_at_once)):
-    if number is not None or name != "seeds_at_once":
-      _base.check_whole_number(name, number, static=True)
+  _base.check_bool("has_model_state", has_model_state)
+  _base.check_bool("jit_evaluate", jit_evaluate)
+  _base.check_bool("progress", progress)
+  _base.check_whole_number("steps", steps, static=True)
+  _base.check_whole_number("points", points, static=True)
+  if seeds_at_once is not None:
+    _base.check_whole_number("seeds_at_once", seeds_at_once, static=True)
   baseline = _check_transformations(transformations, baseline)
   chosen = _seeds(seeds)
 
@@ -234,11 +232,8 @@ def _curves(
 
 
 def _check_transformations(transformations: Any, baseline: str | None) -> str:
-  if not isinstance(transformations, Mapping):
-    raise TypeError(
-      "`transformations` must be a dictionary from names to transformations; got a"
-      f" {type(transformations).__name__}."
-    )
+  words = "a dictionary from names to transformations"
+  _base.check_type("transformations", transformations, Mapping, words)
   if not transformations:
     raise ValueError("`transformations` must hold at least one transformation; got an empty one.")
   for name, tx in transformations.items():
@@ -290,7 +285,8 @@ def _named(output: Any) -> dict[str, Any]:
         "`evaluate` must return a scalar or a dictionary of scalars; got"
         f" {type(value).__name__} of shape {np.shape(value)} for {name!r}. Take the mean."
       )
-    if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+    # A jitted `evaluate` makes int32 of integers.
+    if isinstance(value, int) and abs(value) > _base.LARGEST_COUNT:
       raise ValueError(
         "`evaluate` must return integers that int32 holds; got"
         f" {_base.shorten(value)} for {name!r}."

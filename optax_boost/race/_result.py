@@ -70,10 +70,7 @@ class RaceCurves:
         f"`loss` must have a row for each seed, at least one, and {points} columns, the points of"
         f" `steps`; got shape {self.loss.shape}."
       )
-    if not isinstance(self.metrics, Mapping):
-      raise TypeError(
-        f"`metrics` must be a dict of arrays by name; got {_base.shorten(self.metrics)}."
-      )
+    _base.check_type("metrics", self.metrics, Mapping, "a dict of arrays by name")
     for name, rows in self.metrics.items():
       if not isinstance(name, str) or name == LOSS:
         raise ValueError(
@@ -132,8 +129,7 @@ class RaceResult:
   device: str
 
   def __post_init__(self) -> None:
-    if not isinstance(self.curves, Mapping):
-      raise TypeError(f"`curves` must be a dict of RaceCurves; got {_base.shorten(self.curves)}.")
+    _base.check_type("curves", self.curves, Mapping, "a dict of RaceCurves")
     for name, curves in self.curves.items():
       if not (isinstance(name, str) and isinstance(curves, RaceCurves)):
         raise TypeError(
@@ -142,13 +138,11 @@ class RaceResult:
         )
     if not self.curves:
       raise ValueError("`curves` must hold at least one method; got none.")
-    if not isinstance(self.seeds, tuple):
-      raise TypeError(f"`seeds` must be a tuple of seeds; got {_base.shorten(self.seeds)}.")
+    _base.check_type("seeds", self.seeds, tuple, "a tuple of seeds")
     check_seeds(self.seeds)
     _base.check_name("baseline", self.baseline, list(self.curves))
     _base.check_bool("complete", self.complete)
-    if not isinstance(self.device, str):
-      raise TypeError(f"`device` must be a string; got {_base.shorten(self.device)}.")
+    _base.check_type("device", self.device, str, "a string")
     first = self.curves[self.baseline]
     for name, curves in self.curves.items():
       if len(curves.loss) != len(self.seeds):
@@ -424,9 +418,8 @@ def _read_result(content: Any) -> RaceResult:
   version = fields.pop("version", VERSION)
   if type(version) is not int or version != VERSION:
     raise ValueError(f"`version` must be {VERSION}; got {_base.shorten(version)}.")
-  if not isinstance(fields["curves"], dict):
-    raise TypeError(f"`curves` must be an object; got {_base.shorten(fields['curves'])}.")
-  _check_list("seeds", fields["seeds"])
+  _base.check_type("curves", fields["curves"], dict, "an object")
+  _base.check_type("seeds", fields["seeds"], list, "a list")
   curves = {}
   for name, values in fields["curves"].items():
     try:
@@ -438,11 +431,10 @@ def _read_result(content: Any) -> RaceResult:
 
 def _read_curves(content: Any) -> RaceCurves:
   fields = _read_fields("the curves", content, RaceCurves)
-  _check_list("steps", fields["steps"])
+  _base.check_type("steps", fields["steps"], list, "a list")
   for step in fields["steps"]:
     _base.check_whole_number("steps", step, static=True)
-  if not isinstance(fields["metrics"], dict):
-    raise TypeError(f"`metrics` must be an object; got {_base.shorten(fields['metrics'])}.")
+  _base.check_type("metrics", fields["metrics"], dict, "an object")
   metrics = {
     name: _read_rows(f"metrics[{name!r}]", rows) for name, rows in fields["metrics"].items()
   }
@@ -474,7 +466,7 @@ def _read_fields(
 
 
 def _read_row(name: str, values: Any) -> np.ndarray:
-  _check_list(name, values)
+  _base.check_type(name, values, list, "a list")
   for value in values:
     # JSON has no names for them but strings.
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -484,7 +476,7 @@ def _read_row(name: str, values: Any) -> np.ndarray:
 
 
 def _read_rows(name: str, values: Any) -> np.ndarray:
-  _check_list(name, values)
+  _base.check_type(name, values, list, "a list")
   rows = [_read_row(name, row) for row in values]
   lengths = [len(row) for row in rows]
   if len(set(lengths)) > 1:
@@ -498,11 +490,6 @@ def check_seeds(seeds: Collection[Any]) -> None:
     _base.check_whole_number("seeds", seed, minimum=0, static=True)
   if len(set(seeds)) < len(seeds):
     raise ValueError(f"`seeds` must differ; got {_base.shorten(seeds)}.")
-
-
-def _check_list(name: str, value: Any) -> None:
-  if not isinstance(value, list):
-    raise TypeError(f"`{name}` must be a list; got {_base.shorten(value)}.")
 
 
 def _check_array(name: str, value: Any, axes: int, kinds: str = "iuf") -> None:
