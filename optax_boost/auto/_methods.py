@@ -47,52 +47,39 @@ def with_adasum(
   before = place == "gradients"
   if local_axis_name is None:
     return optax.chain(adasum, tx) if before else optax.chain(tx, adasum)
-  check = _check_size(local_axis_name, device_number)
-  if before:
-    return optax.chain(check, adasum, tx)
-  # A server's devices take the same step, from their mean gradient.
-  return optax.chain(check, _mean_over(local_axis_name), tx, _vary_along(local_axis_name), adasum)
 
-
-def _check_size(axis: Any, device_number: int | None) -> optax.GradientTransformation:
-  def check(updates: Any, params: Any) -> Any:
+  def check_size(updates: Any, params: Any) -> Any:
     del params
-    size = _base.require_axis("local_axis_name", axis, "auto_boost")
+    size = _base.require_axis("local_axis_name", local_axis_name, "auto_boost")
     if device_number is not None and size != device_number:
       raise ValueError(
-        f"`common.device_number` is {device_number}, but the axis local_axis_name={axis!r} has"
-        f" {size} devices. Set `common.device_number` to {size}, or to null for any size."
+        f"`common.device_number` is {device_number}, but the axis"
+        f" local_axis_name={local_axis_name!r} has {size} devices. Set `common.device_number` to"
+        f" {size}, or to null for any size."
       )
     return updates
 
-  return optax.stateless(check)
-
-
-def _mean_over(axis: Any) -> optax.GradientTransformation:
-  def mean(updates: Any, params: Any) -> Any:
+  def average(updates: Any, params: Any) -> Any:
     del params
     if leaves := jax.tree.leaves(updates):
-      _adasum._check_not_summed(leaves, (axis,) if isinstance(axis, str) else axis)
+      _adasum._check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
+    wide = jax.tree.map(lambda g: g.astype(_tree.accumulator_dtype(g.dtype)), updates)
     return jax.tree.map(
-      lambda g: jax.lax.pmean(g.astype(_tree.accumulator_dtype(g.dtype)), axis).astype(g.dtype),
-      updates,
+      lambda g, mean: mean.astype(g.dtype), updates, jax.lax.pmean(wide, local_axis_name)
     )
 
-  return optax.stateless(mean)
-
-
-def _vary_along(axis: Any) -> optax.GradientTransformation:
-  """Lets `adasum` share the work among devices that hold the same updates.
-
-  Under ``shard_map`` and ``vmap`` alike: ``jax.lax.pcast`` is for the former, and new.
-  """
-
+  # `adasum` shares its work among devices that hold the same updates, if they seem to vary. Under
+  # `shard_map` and `vmap` alike: `jax.lax.pcast` is for the former, and new.
   def vary(updates: Any, params: Any) -> Any:
     del params
-    never = jax.lax.axis_index(axis) < 0
+    never = jax.lax.axis_index(local_axis_name) < 0
     return jax.tree.map(lambda u: jnp.where(never, jnp.zeros_like(u), u), updates)
 
-  return optax.stateless(vary)
+  check = optax.stateless(check_size)
+  if before:
+    return optax.chain(check, adasum, tx)
+  # A server's devices take the same step, from their mean gradient.
+  return optax.chain(check, optax.stateless(average), tx, optax.stateless(vary), adasum)
 
 
 def subspace_optimizer(

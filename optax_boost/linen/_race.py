@@ -34,16 +34,12 @@ def race(
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
     init_fn: from a key to the variables that ``module.init`` returns.
-    data: as for :func:`optax_boost.race`, like the arguments that are not listed here.
+    data: as for :func:`optax_boost.race`.
     transformations: by name.
     evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
       scalar, or a dictionary of scalars. Pass the module's argument for evaluation, as ``train``.
     rngs: the names of the module's rng streams.
-    **options: those of :func:`optax_boost.race`.
-
-  Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: an argument is out of range.
+    **options: the other arguments of :func:`optax_boost.race`.
 
   Examples:
     >>> from flax import linen as nn

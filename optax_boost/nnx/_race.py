@@ -33,17 +33,16 @@ def race(
   Args:
     loss_fn: ``loss_fn(model, batch)``.
     make_model: from the seed to a new model, which draws from that seed only.
-    data: as for :func:`optax_boost.race`, like the arguments that are not listed here.
+    data: as for :func:`optax_boost.race`.
     transformations: by name.
     evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
       dictionary of scalars.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
     full_grad_fn: as for :func:`make_train_step`.
-    **options: those of :func:`optax_boost.race`.
+    **options: the other arguments of :func:`optax_boost.race`.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: an argument is out of range, or the model's structure depends on the seed.
+    ValueError: as :func:`optax_boost.race`; or the model's structure depends on the seed.
 
   Examples:
     >>> from flax import nnx
