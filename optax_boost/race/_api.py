@@ -49,22 +49,19 @@ def race(
   """Trains with each of several transformations, and compares them.
 
   A seed gives all methods the same initial params, batches and dropout masks, so that methods are
-  compared seed by seed. They are compared three ways, each with the budget that the cheapest
-  method has spent at its end:
+  compared seed by seed, each time with the budget that the cheapest method spends:
 
   - at equal steps;
-  - at equal gradient evaluations: a gradient of the loss on one batch counts one, a value of the
-    loss without its gradient (a trial point of a line search) a third, as a backward pass takes
-    about as long as two forward passes. Counted from the train step's program. The backward pass
-    that :func:`freeze` leaves out is seen in the time only;
-  - at equal wall time: of one seed alone, without compiling, evaluating and making batches. The
-    methods take turns on the clock, in random order, and the median over several passes counts, so
-    that other work of the machine slows all of them alike.
+  - at equal gradient evaluations, counted from the train step's program: a gradient of the loss on
+    one batch counts one, a value of the loss alone (a trial point of a line search) a third. The
+    backward pass that :func:`freeze` leaves out shows in the time only;
+  - at equal wall time of one seed alone, without compiling, evaluating and making batches. The
+    methods take turns on the clock, in random order; the median over several passes counts.
 
   The first seed is trained with all methods side by side, so one state of each must fit into
-  memory. The other seeds are trained at once (``jax.vmap``) where that is faster. One at a time are
-  trained: methods that freeze layers, methods with the loss inside a loop or conditional, all of
-  them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
+  memory. The other seeds are trained at once (``jax.vmap``) where that is faster; one at a time
+  with methods that freeze layers or have the loss inside a loop or conditional, with a
+  `full_grad_fn`, and on a CPU with convolutions.
 
   Args:
     loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
@@ -82,13 +79,13 @@ def race(
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
       held-out data: a scalar, or a dictionary of scalars.
     points: the most points of a curve. More cost more evaluations.
-    jit_evaluate: whether `evaluate` is jitted, which makes arrays that it closes over a part of the
-      program. False for one that goes through held-out data batch by batch.
+    jit_evaluate: whether `evaluate` is jitted, with the arrays that it closes over as constants.
+      False for one that goes through held-out data batch by batch.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
     seeds_at_once: the most seeds to train at once, faster or not (methods that freeze layers
-      aside). More take more memory: 1 where several do not fit. None: as said above.
+      aside). More take more memory: 1 where several do not fit. None: see above.
     progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
