@@ -169,7 +169,7 @@ class AutoBoost:
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
   ) -> Any:
-    """Makes the train step: :func:`make_train_step` with what :meth:`optimizer` returned."""
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
     return _train_step.make_train_step(loss_fn, tx, **options)
 
 

@@ -45,8 +45,8 @@ class AutoBoost(_build.ModelBoost):
     """Puts the methods that are on around an optimizer.
 
     As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the arguments of :func:`layer_groups`:
-    `module`, what :meth:`model` returned, ``loss_fn(model, batch)``, the `variables` of
-    ``module.init``, in the place of params, a `batch` and, if the module draws, a key `rng`.
+    the `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init`` in
+    the place of params, a `batch` and, if the module draws, a key `rng`.
     """
     if module is not None:
       _checks.check_module(module)
@@ -67,7 +67,7 @@ class AutoBoost(_build.ModelBoost):
     tx: optax.GradientTransformation,
     **options: Any,
   ) -> _train_step.TrainStep:
-    """Makes the train step: :func:`make_train_step` with what :meth:`optimizer` returned."""
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
     return _train_step.make_train_step(module, loss_fn, tx, **options)
 
 

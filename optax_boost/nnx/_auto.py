@@ -55,9 +55,8 @@ class AutoBoost(_build.ModelBoost):
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
 
-    As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for `model`, what :meth:`model` returned,
-    in the place of params, ``loss_fn(model, *args)``, and `wrt`, the filter of the trained
-    variables.
+    As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the `model` of :meth:`model` in the
+    place of params, ``loss_fn(model, *args)``, and `wrt`, the filter of the trained variables.
     """
     _checks.check_filter("wrt", wrt)
     params = find_groups = None
