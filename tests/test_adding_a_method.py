@@ -23,9 +23,10 @@ RUN = (
   "tests/bad_input/test_trees_and_states.py::test_every_factory_is_here",
   "tests/test_registry.py",
   "tests/test_docs.py::test_every_transformation_has_a_card",
+  "tests/test_docs.py::test_the_reference_has_every_public_name_once",
   f"tests/test_docs.py::test_a_card_says_all_that_a_card_must[{METHOD}]",
   f"tests/test_docs.py::test_the_code_of_a_page_runs[cards/{METHOD}.md]",
-  "tests/test_docs.py::test_readme_and_index_have_the_tables_that_the_cards_headers_make",
+  "tests/test_docs.py::test_readme_and_pages_have_the_parts_that_the_cards_headers_make",
   "tests/test_readme.py::test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own",
   f"optax_boost/_{METHOD}.py",
 )
@@ -94,4 +95,4 @@ def test_the_example_passes_what_asks_for_a_complete_method(copy):
       check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-  assert f"| `{METHOD}` | bends" in (copy / "README.md").read_text()
+  assert f"| [`{METHOD}`](docs/cards/{METHOD}.md) | bends" in (copy / "README.md").read_text()
