@@ -24,9 +24,11 @@ def blocks(page):
   return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(
-  "page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(DOCS))
-)
+# tests/test_migration.py runs MindSpore's page and reads its output.
+RUN = [p for p in PAGES if blocks(p) and p.name != "mindspore.md"]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(DOCS)))
 def test_the_code_of_a_page_runs(page):
   namespace = {}
   for code in blocks(page):
