@@ -25,7 +25,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say more than the types
 napoleon_attr_annotations = False  # likewise
 napoleon_use_ivar = True
-napoleon_use_rtype = False  # what stands before a colon in Returns is no type
+napoleon_use_rtype = False  # the text before a colon in Returns is no type
 html_show_copyright = False
 toc_object_entries_show_parents = "hide"
 

@@ -14,7 +14,7 @@ import optax_boost
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLE = re.search(r"````diff\n(.*?)````", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
 METHOD = "bound_entries"
-# A few columns of the new row; what else asks for a row, a card, a line or a place in a table.
+# A few columns of the new row, and the tests that ask for a row, a card, a line or a place.
 RUN = (
   f"tests/test_contract.py::test_acts[{METHOD}]",
   f"tests/test_contract.py::test_takes_extra_arguments_it_does_not_know[{METHOD}]",
@@ -40,7 +40,7 @@ def changes():
 
 
 def apply(folder):
-  """Adds what the example adds, each hunk beside its context, wherever that is now."""
+  """Adds the lines of the example, each hunk beside its context, wherever that is now."""
   for file, hunks in changes():
     path = folder / file
     text = path.read_text() if path.exists() else ""
@@ -60,7 +60,7 @@ def apply(folder):
 
 @pytest.fixture
 def copy(tmp_path):
-  """The repository without what the example does not need."""
+  """The parts of the repository that the example needs."""
   shutil.copytree(pathlib.Path(optax_boost.__file__).parent, tmp_path / "optax_boost")
   leave_out = shutil.ignore_patterns("golden", "build", "__pycache__")
   for folder in ("tests", "docs"):

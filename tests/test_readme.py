@@ -52,7 +52,7 @@ MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", README, re.DOTALL)[
 
 
 def named_in_the_map():
-  """The paths in the map: what ends in a slash or in .py, left of the descriptions."""
+  """The paths in the map: names that end in a slash or .py, left of the descriptions."""
   folder, paths = "", set()
   for line in MAP.splitlines():
     if not line.startswith(" "):

@@ -1,4 +1,4 @@
-"""Every public factory has a row, and its signature and docstring say what they must."""
+"""Every public factory has a row, and a complete signature and docstring."""
 
 import inspect
 import re
