@@ -43,8 +43,9 @@ BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
     functools.partial(plain, move=lambda w: jax.tree.map(lambda a: 0.5 * a.astype("bfloat16"), w)),
     lambda p, x: jax.checkpoint(plain)(p, x),
     lambda p, x: jax.lax.cond(x[0, 0] > 0, plain, plain, p, x),
+    lambda p, x: jax.lax.fori_loop(0, 2, lambda _, total: total + plain(p, x), 0.0),
   ],
-  ids=["plain", "jit", "remat body", "cast", "remat", "cond"],
+  ids=["plain", "jit", "remat body", "cast", "remat", "cond", "while"],
 )
 def test_scans_are_found_wherever_they_stand(loss_fn):
   assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
