@@ -432,9 +432,14 @@ def accumulator_dtype(dtype: Any) -> Any:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+  """An array in :func:`accumulator_dtype`."""
+  return x.astype(accumulator_dtype(x.dtype))
+
+
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
-  wide = x.astype(accumulator_dtype(x.dtype))
+  wide = widen(x)
   return jnp.sum(wide * wide, axis=axes)
 
 

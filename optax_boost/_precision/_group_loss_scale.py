@@ -7,7 +7,6 @@ r"""Loss scaling by group, for layers whose gradients differ by orders of magnit
 Source: MindSpore Boost's ``GroupLossScaleManager`` and ``BoostTrainOneStepWithLossScaleCell``.
 """
 
-from collections.abc import Callable
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -148,20 +147,16 @@ def group_loss_scale(
     the growth ``2**0.001`` becomes 1, and scales only shrink (optax issue 1414). Pass
     ``hyperparam_dtype=jnp.float32``, or name `growth_factor` in ``static_args``.
   """
-  inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
-  _unscaled.check_scales(initial_scale, minimum, maximum)
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
-  _base.check_name("skip", skip, ("all", "group"))
-  _base.check_axis_name("axis_name", axis_name)
-
   number = _groups.numbering(groups, _METHOD)
+  _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, skip)
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
-    inner_state = _unscaled.init_inner(inner, params)
+    inner_state = optimizer.init(params)
     if skip == "group" and _conditional.scales_loss(inner_state):
       raise ValueError(
         "`group_loss_scale` with skip='group' hides overflows from a loss scale inside it, which"
@@ -182,61 +177,15 @@ def group_loss_scale(
     **extra_args: Any,
   ) -> tuple[optax.Updates, GroupLossScaleState]:
     _tree.check_update(_METHOD, updates, state, GroupLossScaleState, params)
-    numbers = number(updates)
-
-    def scaled_down(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(
-        lambda n, g: _unscaled.divide(g, state.group_loss_scale[n]), numbers, grads
-      )
-
-    def by_group(check: Callable[[Any], jax.Array]) -> jax.Array:
-      """A check of each group's leaves, the same on all devices."""
-      passed = jnp.stack([check(group) for group in range(num_groups)])
-      return _conditional.agree(passed, axis_name, _METHOD)
-
-    def members(tree: Any, group: int) -> list[Any]:
-      pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
-      return [leaf for number, leaf in pairs if number == group]
-
-    unscaled = scaled_down(updates)
-    finite = by_group(lambda group: _tree.all_finite(members(unscaled, group)))
-
-    def zero_overflowed(ok: jax.Array, tree: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda n, g: jnp.where(ok[n], g, jnp.zeros_like(g)), numbers, tree)
-
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      grads = scaled_down(grads)
-      return zero_overflowed(finite, grads) if skip == "group" else grads
-
-    gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
-    step = _unscaled.make_step(inner, updates, params, extra_args, gradients, extra)
-    if skip == "all":
-      out, moved = _unscaled.step_if(jnp.all(finite), step, state.inner_state)
-    else:
-      out, moved = step(state.inner_state)
-      moved = _conditional.cast_like(moved, state.inner_state)
-    landed = by_group(
-      lambda group: _unscaled.landed(
-        members(out, group), None if params is None else members(params, group)
-      )
-    )
-    if skip == "all":
-      good = jnp.broadcast_to(jnp.all(landed), landed.shape)
-      inner_state = _conditional.select(good[0], moved, state.inner_state)
-    else:
-      good = finite & landed
-
-      def select(group: int, if_not_finite: Any, otherwise: Any) -> Any:
-        return jnp.where(good[group], otherwise, if_not_finite)
-
-      inner_state = _groups.select_state(_METHOD, inner, select, numbers, state.inner_state, moved)
-    return zero_overflowed(good, out), GroupLossScaleState(
+    scales, numbers = state.group_loss_scale, number(updates)
+    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
+    return step.updates, GroupLossScaleState(
       group_loss_scale=next_group_loss_scale(
-        state.group_loss_scale, finite, growth_factor, backoff_factor, minimum, maximum
+        scales, step.finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=_tree.increment_if(~finite, state.overflow_count),
-      notfinite_count=_tree.increment_if(~jnp.all(finite & landed), state.notfinite_count),
-      inner_state=inner_state,
+      overflow_count=_tree.increment_if(~step.finite, state.overflow_count),
+      notfinite_count=_tree.increment_if(~jnp.all(step.made), state.notfinite_count),
+      inner_state=step.inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -153,13 +152,11 @@ def dynamic_loss_scale(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  inner = _base.check_transformation("inner", inner)
-  _unscaled.check_scales(initial_scale, minimum, maximum)
   if growth_interval is not None:
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
-  _base.check_axis_name("axis_name", axis_name)
+  _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name)
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
@@ -171,7 +168,7 @@ def dynamic_loss_scale(
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=_unscaled.init_inner(inner, params),
+      inner_state=optimizer.init(params),
     )
 
   def next_scale(
@@ -203,23 +200,16 @@ def dynamic_loss_scale(
     **extra_args: Any,
   ) -> tuple[optax.Updates, DynamicLossScaleState]:
     _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
-
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda g: _unscaled.divide(g, state.loss_scale), grads)
-
-    unscaled, extra = _tree.map_gradients(unscale, updates, extra_args)
-    finite = _conditional.agree(_tree.all_finite(unscaled), axis_name, _METHOD)
-    step = _unscaled.make_step(inner, updates, params, extra_args, unscaled, extra)
-    out, moved = _unscaled.step_if(finite, step, state.inner_state)
-    landed = _conditional.agree(_unscaled.landed(out, params), axis_name, _METHOD)
-    scale, growth_count, hysteresis_count = next_scale(state, finite)
-    out = _conditional.select(landed, out, jax.tree.map(jnp.zeros_like, out))
-    return out, DynamicLossScaleState(
+    numbers = jax.tree.map(lambda _: 0, updates)
+    scales = state.loss_scale[None]
+    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
+    scale, growth_count, hysteresis_count = next_scale(state, step.finite[0])
+    return step.updates, DynamicLossScaleState(
       loss_scale=scale,
       growth_count=growth_count,
       hysteresis_count=hysteresis_count,
-      notfinite_count=_tree.increment_if(~(finite & landed), state.notfinite_count),
-      inner_state=_conditional.select(landed, moved, state.inner_state),
+      notfinite_count=_tree.increment_if(~step.made[0], state.notfinite_count),
+      inner_state=step.inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
