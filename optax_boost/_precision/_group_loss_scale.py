@@ -56,11 +56,11 @@ def next_group_loss_scale(
 
   Args:
     group_loss_scale: array [groups], float32, the scales that the step used.
-    finite: array [groups], bool, whether the groups' gradients were.
+    finite: array [groups], bool, whether the groups' gradients were finite.
     growth_factor: factor of a scale after a step without an overflow.
-    backoff_factor: its factor after an overflow.
-    minimum: its floor.
-    maximum: its cap.
+    backoff_factor: factor after an overflow.
+    minimum: floor of the scales.
+    maximum: cap of the scales.
 
   Returns:
     The new scales.
@@ -103,32 +103,29 @@ def group_loss_scale(
   your own :func:`scale_by_group` does it. An overflow in one group spreads to the groups before it.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
-      least float32, too. For float16 params, put :func:`master_weights` around the whole.
-    groups: a :class:`LayerGroups`; or a sequence of regular expressions, one per group in the
-      order of the forward pass, searched in the leaves' paths. The first that matches counts; a
-      leaf that none matches is in the last group.
-    initial_scale: the scale of every group to start with, between `minimum` and `maximum`.
-    growth_factor: factor of a group's scale after a step in which it did not overflow, above 1;
-      raising it adapts faster and overflows more often.
-    backoff_factor: its factor after a step in which it did, below 1.
-    minimum: its floor.
-    maximum: its cap.
+    inner: the optimizer; gradients and its state are in at least float32. For float16 params put
+      :func:`master_weights` around the whole.
+    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
+      forward pass, searched in the leaves' paths. The first that matches counts; a leaf that none
+      matches is in the last group.
+    initial_scale: the first scale of every group, between `minimum` and `maximum`.
+    growth_factor: factor of a scale after a step without an overflow in its group; raising it
+      adapts faster and overflows more often.
+    backoff_factor: factor of a scale after an overflow, below 1.
+    minimum: floor of the scales.
+    maximum: cap of the scales.
     skip: ``"all"``: a step in which any group overflowed, or after which a param would not be
-      finite, changes nothing but scales and counters. ``"group"``: only the groups in which that
-      happened stand still, with all that `inner` keeps of them; `inner` sees zeros for gradients
-      that overflowed.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ. Not needed
-      under ``jit``.
+      finite, changes scales and counters only. ``"group"``: only those groups and their optimizer
+      state stand still; `inner` sees zeros for gradients that overflowed.
+    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`. Updates have the dtype that `inner` gives them for gradients of at least
-    the params' precision.
+    unscaled for `inner`. Updates have the dtype that `inner` gives without a scale around it.
 
   Raises:
     ValueError: a number is out of range, or the groups are of other params; in ``init``: another
-      loss scale stands inside ``skip="group"``, which would hide overflows from it.
+      loss scale stands inside ``skip="group"``.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -143,9 +140,8 @@ def group_loss_scale(
     [2.828, 4.003]
 
   .. note::
-    ``optax.inject_hyperparams`` casts hyperparameters to the params' dtype: with bfloat16 params
-    the growth ``2**0.001`` becomes 1, and scales only shrink (optax issue 1414). Pass
-    ``hyperparam_dtype=jnp.float32``, or name `growth_factor` in ``static_args``.
+    ``optax.inject_hyperparams`` casts to the params' dtype, and in bfloat16 the growth ``2**0.001``
+    is 1 (optax issue 1414): pass ``hyperparam_dtype=jnp.float32``.
   """
   num_groups = _groups.count_groups(groups)
   number = _groups.numbering(groups, _METHOD)

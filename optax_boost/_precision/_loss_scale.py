@@ -7,8 +7,8 @@ it afterwards. s follows the overflows:
                        s <- max(s * backoff, minimum)
   n steps without one  s <- min(s * growth, maximum)
 
-Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MindSpore's
-``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's ``DynamicGradScaler``.
+Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's
+``DynamicGradScaler``.
 """
 
 from typing import Any
@@ -58,14 +58,14 @@ def next_loss_scale(
   """The loss scale after a step.
 
   Args:
-    loss_scale: the scale that the step used, float32.
-    growth_count: steps since it last changed, int32.
-    finite: whether the step's gradients were.
+    loss_scale: scalar float32, the scale that the step used.
+    growth_count: scalar int32, steps since the scale last changed.
+    finite: scalar bool, whether the step's gradients were finite.
     growth_interval: steps without an overflow before the scale grows.
-    growth_factor: its factor when it grows.
-    backoff_factor: its factor after an overflow.
-    minimum: its floor.
-    maximum: its cap.
+    growth_factor: factor of the scale when it grows.
+    backoff_factor: factor after an overflow.
+    minimum: floor of the scale.
+    maximum: cap of the scale.
 
   Returns:
     The new scale and count. A step that overflows when growth is due only shrinks.
@@ -108,34 +108,32 @@ def dynamic_loss_scale(
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients or resulting params are not finite changes nothing but the scale
-  and the counters. The scale follows the gradients only. Inside ``optax.partition`` and
+  A step whose unscaled gradients or resulting params are not finite changes the scale and the
+  counters only. The scale follows the gradients, not the params. Inside ``optax.partition`` and
   ``optax.masked`` :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
-      least float32, too. For float16 params, put :func:`master_weights` around the whole:
-      ``master_weights(dynamic_loss_scale(inner))`` keeps updates that float16 params lose.
-    initial_scale: the scale to start with, between `minimum` and `maximum`.
+    inner: the optimizer; gradients and its state are in at least float32. For float16 params put
+      :func:`master_weights` around the whole: ``master_weights(dynamic_loss_scale(inner))``.
+    initial_scale: the first scale, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
       overflows and adapts more slowly. None: a static scale; overflows are skipped all the same.
     hysteresis: which overflow since the scale last grew is the first to shrink it; raising it
       tolerates rare overflows that a smaller scale would not prevent.
-    growth_factor: the scale's factor when it grows, above 1.
-    backoff_factor: its factor after an overflow, below 1.
-    minimum: its floor.
-    maximum: its cap.
+    growth_factor: factor of the scale when it grows, at least 1.
+    backoff_factor: factor of the scale after an overflow, below 1.
+    minimum: floor of the scale.
+    maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
-      overflow then counts for all. Not needed under ``jit``.
+      overflow then counts for all.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
     unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype that
-    `inner` gives them for gradients of at least the params' precision.
+    `inner` gives without a scale around it.
 
   Raises:
-    ValueError: a number is out of range, `minimum` above `maximum`, or `initial_scale` not between
-      them.
+    ValueError: a number is out of range, or the scales are not in order.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -161,8 +159,8 @@ def dynamic_loss_scale(
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
-    leaves = len(jax.tree.leaves(params))
-    _protocol.announce_groups(_protocol.LOSS_SCALE, params, [0] * leaves, 1)
+    numbers = [0] * len(jax.tree.leaves(params))
+    _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
@@ -175,23 +173,16 @@ def dynamic_loss_scale(
     state: DynamicLossScaleState, finite: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The scale and its two counters after a step."""
+    scale, count, overflows = state.loss_scale, state.growth_count, state.hysteresis_count
     if growth_interval is None:
-      return state.loss_scale, state.growth_count, state.hysteresis_count
-    overflows = _tree.increment_if(~finite, state.hysteresis_count)
-    scale, count = next_loss_scale(
-      state.loss_scale,
-      state.growth_count,
-      finite,
-      growth_interval,
-      growth_factor,
-      backoff_factor,
-      minimum,
-      maximum,
-    )
+      return scale, count, overflows
+    overflows = _tree.increment_if(~finite, overflows)
+    rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
+    moved, count = next_loss_scale(scale, count, finite, *rule)
     tolerated = ~finite & (overflows < hysteresis)
-    scale = jnp.where(tolerated, state.loss_scale, scale)
     # Growth has just been due where a finite step sets its count back.
-    return scale, count, jnp.where(finite & (count == 0), 0, overflows)
+    overflows = jnp.where(finite & (count == 0), 0, overflows)
+    return jnp.where(tolerated, scale, moved), count, overflows
 
   def update_fn(
     updates: optax.Updates,
