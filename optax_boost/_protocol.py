@@ -82,9 +82,12 @@ def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
     return bool(declared(node, kind))
 
   for node in filter(declares, jax.tree.leaves(opt_state, is_leaf=declares)):
-    children = jax.tree.leaves(node, is_leaf=lambda child, node=node: child is not node)
-    yield from declaring_states(children, kind)
+    yield from declaring_states(_children(node), kind)
     yield node
+
+
+def _children(node: Any) -> list[Any]:
+  return jax.tree.leaves(node, is_leaf=lambda child: child is not node)
 
 
 def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
@@ -173,10 +176,6 @@ class GroupAssignment(NamedTuple):
   def numbers(self, params: optax.Params) -> list[int]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
-
-  def lacks(self, params: optax.Params) -> bool:
-    """Whether some leaf is in no group, as the method has not seen it."""
-    return any(path not in self.group for path in _tree.leaf_paths(params))
 
 
 @dataclasses.dataclass(frozen=True)
