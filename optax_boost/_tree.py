@@ -105,36 +105,29 @@ def axes_by_pattern(
   argument: str,
 ) -> list[tuple[int, ...] | None]:
   """Each leaf's axes by the first pattern that matches, ascending, or None."""
-  if patterns is None:
-    return [None] * len(paths)
   check_axes_by_pattern(argument, patterns)
-  keys = list(patterns)
-
-  def axes_of(path: str, shape: tuple[int, ...], index: int | None) -> tuple[int, ...] | None:
-    if index is None:
-      return None
-    axes = _as_axes(patterns[keys[index]])
-    if any(not -len(shape) <= axis < len(shape) for axis in axes):
+  keys = list(patterns or {})
+  found: list[tuple[int, ...] | None] = []
+  for path, shape, index in zip(paths, shapes, first_match(argument, keys, paths), strict=True):
+    axes = None if index is None else _as_axes((patterns or {})[keys[index]])
+    if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
-        f"`{argument}` names the axes {axes} for {keys[index]!r}, but the leaf"
+        f"`{argument}` names the axes {axes} for {keys[index or 0]!r}, but the leaf"
         f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
         " has."
       )
-    return tuple(sorted({axis % len(shape) for axis in axes}))
-
-  return list(map(axes_of, paths, shapes, first_match(argument, keys, paths)))
+    found.append(None if axes is None else tuple(sorted({axis % len(shape) for axis in axes})))
+  return found
 
 
 def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
   """Checks an argument that maps regular expressions to axes, or is None."""
-  if patterns is None:
-    return
-  if not isinstance(patterns, Mapping):
+  if patterns is not None and not isinstance(patterns, Mapping):
     raise TypeError(
       f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
       f" {_base.shorten(patterns)}."
     )
-  for pattern, axes in patterns.items():
+  for pattern, axes in (patterns or {}).items():
     _base.compile_pattern(argument, pattern)
     if not all(map(_base.is_integer, _as_axes(axes))):
       raise TypeError(
@@ -304,14 +297,15 @@ def check_update(
   params: Any,
   *,
   needs_params: bool = False,
+  complex_too: bool = False,
 ) -> None:
-  """Checks the arguments of ``update``: real gradients, the method's own state, params that fit."""
+  """Checks the arguments of ``update``: gradients, the method's own state, params that fit."""
   if needs_params:
     _base.require_params(params, method)
   _base.require_state(state, state_type, method)
   if params is not None:
     check_same_tree(updates, params, method)
-  check_floating(updates, method)
+  (check_inexact if complex_too else check_floating)(updates, method)
 
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:

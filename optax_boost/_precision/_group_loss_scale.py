@@ -78,7 +78,7 @@ def next_group_loss_scale(
     [16.0, 4.0]
   """
   _base.check_array("group_loss_scale", group_loss_scale)
-  _base.check_bool_array("finite", finite, jnp.shape(group_loss_scale))
+  _base.check_array("finite", finite, jnp.shape(group_loss_scale), bools=True)
   grown, shrunk = _unscaled.next_scales(
     group_loss_scale, growth_factor, backoff_factor, minimum, maximum
   )

@@ -83,7 +83,7 @@ def next_loss_scale(
   """
   _base.check_number("loss_scale", loss_scale, positive=True)
   _base.check_whole_number("growth_count", growth_count, minimum=0)
-  _base.check_bool_array("finite", finite, ())
+  _base.check_array("finite", finite, (), bools=True)
   _base.check_whole_number("growth_interval", growth_interval)
   grown, shrunk = _unscaled.next_scales(loss_scale, growth_factor, backoff_factor, minimum, maximum)
   due = growth_count + 1 >= growth_interval
