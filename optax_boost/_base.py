@@ -295,10 +295,8 @@ def as_key(name: str, key: Any) -> jax.Array:
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
     return key
-  integer = is_integer(key)
-  if is_any_array(key):
-    integer = jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)
-  if not integer:
+  array = is_any_array(key) and jnp.ndim(key) == 0
+  if not (is_integer(key) or (array and jnp.issubdtype(_dtype_of(key), jnp.integer))):
     raise TypeError(
       f"`{name}` must be a key of `jax.random.key` or an integer seed; got {shorten(key)}."
     )
@@ -308,10 +306,7 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 
 def check_key(name: str, key: Any) -> None:
-  """Raises TypeError unless an argument is one key.
-
-  Seeds are refused: a step would turn them into keys again and again.
-  """
+  """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
   one, got = False, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -20,7 +20,6 @@ def update_if(
   state: optax.OptState,
 ) -> tuple[optax.Updates, optax.OptState]:
   """Makes a step under a condition; otherwise updates are zero and the state stays as it was."""
-  shapes, _ = jax.eval_shape(update, state)
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     updates, moved = update(state)
@@ -29,7 +28,26 @@ def update_if(
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     return jax.tree.map(_zeros, shapes), state
 
-  return jax.lax.cond(condition, step, skip, state)
+  if is_concrete(condition) and condition:
+    return step(state)
+  shapes, _ = jax.eval_shape(update, state)
+  # On a mesh with explicit axes zeros are made inside of a trace only.
+  on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
+  return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
+
+
+def is_concrete(condition: jax.Array) -> bool:
+  """Whether a condition is known; ``lax.cond`` would then be compiled anew at every step."""
+  return not isinstance(condition, jax.core.Tracer)
+
+
+def cond(
+  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
+) -> Any:
+  """``lax.cond`` for traced conditions, a plain choice for known ones."""
+  if is_concrete(condition):
+    return if_true(*args) if condition else if_false(*args)
+  return jax.lax.cond(condition, if_true, if_false, *args)
 
 
 def cast_like(tree: Any, like: Any) -> Any:

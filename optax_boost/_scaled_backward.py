@@ -36,8 +36,7 @@ def group_boundary(x: jax.Array, ratio: jax.Array) -> jax.Array:
 
 
 def _boundary_backward(ratio: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  wide = g.astype(_tree.accumulator_dtype(g.dtype)) * ratio
-  return wide.astype(g.dtype), jnp.zeros_like(ratio)
+  return (_tree.widen(g) * ratio).astype(g.dtype), jnp.zeros_like(ratio)
 
 
 group_boundary.defvjp(lambda x, ratio: (x, ratio), _boundary_backward)
@@ -48,20 +47,19 @@ def scale_by_group(
 ) -> Callable[..., Any]:
   """Makes a loss whose gradient is scaled by group, for :func:`group_loss_scale` in your own loop.
 
-  Where the groups meet is read from a trace of the loss; the model need not be changed. Loops
-  (``scan``, ``while_loop``) and conditionals count as one layer: inside them the scale is that of
-  the last group that enters.
+  Where the groups meet is read from a trace of the loss. Loops (``scan``, ``while_loop``) and
+  conditionals count as one layer, of the last group that enters.
 
   Args:
     loss_fn: ``loss_fn(params, *args)``, the scalar loss, or with `has_aux` ``(loss, aux)``.
-    groups: a :class:`LayerGroups`, or a sequence of regular expressions, one per group in the
-      order of the forward pass.
+    groups: a :class:`LayerGroups`, or regular expressions, one per group in the order of the
+      forward pass.
     has_aux: whether `loss_fn` returns aux.
 
   Returns:
     ``scaled(params, group_loss_scale, *args)``: the loss in float32, times the scale of its last
-    group, and aux as it is. Its gradient with respect to the params is, leaf by leaf, the scale of
-    the leaf's group times that of `loss_fn`.
+    group, and aux as it is. Its gradient is, leaf by leaf, the scale of the leaf's group times that
+    of `loss_fn`.
 
   Raises:
     TypeError: an argument is of the wrong kind.

@@ -19,22 +19,9 @@ from optax_boost import _jaxpr
 from optax_boost import _tree
 
 # Primitives that change a leaf's values or dtype but no axis.
-_SAME_AXES = (
-  "convert_element_type",
-  "copy",
-  "mul",
-  "add",
-  "add_any",
-  "sub",
-  "neg",
-  "div",
-  "optimization_barrier",
-  "pvary",
-  "reduce_precision",
-  "select_n",
-  "sharding_constraint",
-  "stop_gradient",
-)
+_ARITHMETIC = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
+_COPIES = ("copy", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient")
+_SAME_AXES = (*_ARITHMETIC, *_COPIES, "convert_element_type", "reduce_precision")
 
 
 class _View(NamedTuple):
@@ -54,8 +41,7 @@ def stacked_axes(
   """Finds the leaves that hold many layers, and the axes along which they are stacked.
 
   Read from a trace of the loss: a leaf is stacked where ``lax.scan``, ``lax.map``, ``nn.scan`` or
-  ``nnx.scan`` slices it, through ``jit``, ``remat``, custom derivatives, ``shard_map`` and
-  transposes. Nothing is computed; arrays may be abstract.
+  ``nnx.scan`` slices it. Nothing is computed; arrays may be abstract.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -63,9 +49,8 @@ def stacked_axes(
     *args: the loss's other arguments: statistics, batch, rng.
 
   Returns:
-    Axes by regular expression, one for each stacked leaf; several axes where scans stand in scans.
-    It is what the argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`sgperm` and
-    :func:`laperm` takes.
+    The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`sgperm` and
+    :func:`laperm`: a pattern for each stacked leaf, with its axes, several for scans in scans.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.

@@ -200,13 +200,12 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
   if not all(isinstance(flag, bool) for flag in flags):
     raise _not_a_selector(argument, mask)
   try:
-    full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, tree)
+    return jax.tree.leaves(jax.tree.broadcast(mask, tree))
   except ValueError as error:
     raise ValueError(
       f"`{argument}` must be a tree of bools with the structure of the params, or a prefix of"
       f" it; got {jax.tree.structure(mask)} for params {jax.tree.structure(tree)}."
     ) from error
-  return jax.tree.leaves(full)
 
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
@@ -259,8 +258,8 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     *patterns: regular expressions, searched in the leaves' paths (keys joined by ``/``).
 
   Returns:
-    A function from params to a tree of bools of the same structure: True where a pattern is
-    found. It raises :class:`NoEffectWarning` where a pattern matches nothing.
+    A function from params to a tree of bools: True where a pattern is found. It raises
+    :class:`NoEffectWarning` where a pattern matches nothing.
 
   Raises:
     TypeError: a pattern is no string.
@@ -269,10 +268,11 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
-    >>> kernels = optax_boost.path_mask("kernel$")
-    >>> kernels(params)
+    >>> optax_boost.path_mask("kernel$")(params)
     {'conv': {'bias': False, 'kernel': True}}
-    >>> decay = optax.masked(optax.add_decayed_weights(1e-4), kernels)
+    >>> decay = optax.masked(
+    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
+    ... )
   """
   for pattern in patterns:
     _base.compile_pattern("patterns", pattern)

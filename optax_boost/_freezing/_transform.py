@@ -126,9 +126,7 @@ def freeze(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FreezeState]:
-    _base.require_state(state, FreezeState, "freeze")
-    if params is not None:
-      _tree.check_same_tree(updates, params, "freeze")
+    _tree.check_update("freeze", updates, state, FreezeState, params, complex_too=True)
     numbers = number(updates)
     frozen = _groups.FrozenDepth(state.frozen_groups)
 

@@ -170,7 +170,7 @@ def _spoilt(
     # in the sum for the end of the window.
     return bad_moves
   # The state is looked through only where something is wrong already.
-  return jax.lax.cond(
+  return _conditional.cond(
     bad_moves | ~_tree.all_finite(updates),
     lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
     lambda: bad_moves,

@@ -242,29 +242,16 @@ def make_train_step(
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
   # The user's own: the extra arguments that it accepts are looked up in its signature.
   _base.check_transformation("tx", tx)
-  check_options(
-    full_grad_fn,
-    "full_grad_fn(grad_fn, params)",
-    freezing,
-    extra_metrics,
-    has_aux=has_aux,
-    has_model_state=has_model_state,
-    donate=donate,
-    hold_frozen_statistics=hold_frozen_statistics,
-  )
+  options: dict[str, Any] = {
+    "has_aux": has_aux,
+    "has_model_state": has_model_state,
+    "freezing": freezing,
+    "hold_frozen_statistics": hold_frozen_statistics,
+    "extra_metrics": extra_metrics,
+  }
+  check_options(full_grad_fn, "full_grad_fn(grad_fn, params)", donate=donate, **options)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
-  program = Program(
-    loss_fn,
-    tx,
-    full_grad_fn,
-    data,
-    has_aux=has_aux,
-    has_model_state=has_model_state,
-    freezing=freezing,
-    hold_frozen_statistics=hold_frozen_statistics,
-    extra_metrics=extra_metrics,
-  )
-  return TrainStep(program, donate)
+  return TrainStep(Program(loss_fn, tx, full_grad_fn, data, **options), donate)
 
 
 def check_options(
