@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import importlib.util
 import math
 import numbers
@@ -178,11 +177,12 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
 
 def check_floating_dtype(name: str, value: Any) -> None:
   """Raises TypeError unless an argument names a floating dtype."""
-  floating = False
-  with contextlib.suppress(TypeError, ValueError):
+  try:
     # NumPy takes None for float64 and an array for its dtype.
     named = value is not None and not is_any_array(value)
     floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except (TypeError, ValueError):
+    floating = False
   if not floating:
     raise TypeError(
       f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."

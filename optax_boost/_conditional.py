@@ -80,9 +80,8 @@ def scales_loss(state: optax.OptState) -> bool:
 
 def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
   """One of two trees of the same structure, in the dtypes of the second."""
-  return cast_like(
-    jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false), on_false
-  )
+  chosen = jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false)
+  return cast_like(chosen, on_false)
 
 
 def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
@@ -96,9 +95,10 @@ def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str
 def no_entry_lost(new: Any, old: Any) -> jax.Array:
   """Whether no finite entry has become NaN or infinite; infinities in `old` may be meant."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  kept = [
-    jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
-    for after, before in pairs
-    if jnp.issubdtype(_dtype(before), jnp.inexact)
-  ]
-  return _tree.all_finite([jnp.where(x, 0.0, jnp.inf) for x in kept])
+  return _tree.all_true(
+    [
+      jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+      for after, before in pairs
+      if jnp.issubdtype(_dtype(before), jnp.inexact)
+    ]
+  )

@@ -305,10 +305,9 @@ def select_state(
 
 
 class FrozenDepth:
-  """Which groups are frozen; decided while tracing where the depth is a constant.
+  """Which groups are frozen; decided while tracing where the depth is a NumPy integer.
 
-  The train step that is compiled for one depth puts a NumPy integer into the state. Nothing is
-  then computed for frozen leaves, and their state passes through untouched.
+  Such is the depth for which a train step is compiled: nothing is computed for frozen leaves.
   """
 
   def __init__(self, depth: Any):

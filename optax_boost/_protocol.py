@@ -1,10 +1,9 @@
 """How a method speaks to the train step: through fields of its own state's type.
 
-The class of a method's state may declare two tuples of names, as plain class attributes:
+The class of a method's state may declare two tuples of names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
-            is the field's, or ends in it after a slash; so the same field of two methods has two
-            names, and no name changes when another wrapper is added.
+            is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
 
 The train step knows four requests and no method:
@@ -13,14 +12,14 @@ The train step knows four requests and no method:
   group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
   frozen_groups     scalar int32; the backward pass of so many groups is not computed. The state
                     has the fields `count` and `key`, of which the number is a function.
-  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` takes and
-                    hands to the state's method ``with_full_gradient(params, full_gradient)``
+  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
+                    the state's method ``with_full_gradient(params, full_gradient)``
 
-Declarations belong to types, so a param may bear any name. Group scales and freezing need to know
-which leaf is in which group; that is static and can't be in the state, which holds arrays. The
-method announces it while its ``init`` is traced.
+Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
+and can't be in the state, which holds arrays: the method announces it in its ``init``.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -71,8 +70,9 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"`` or ``"requests"``."""
   names = getattr(type(state), kind, None)
   # A field may be called `metrics`, too: its descriptor is no tuple.
-  strings = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
-  return names if strings and isinstance(names, tuple) else ()
+  if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
+    return names
+  return ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
@@ -93,15 +93,13 @@ def _children(node: Any) -> list[Any]:
 def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
   """The declared metrics of all states; a name that occurs again is numbered: ``name_1``."""
   metrics: dict[str, Any] = {}
-  times: dict[str, int] = {}
+  times: collections.Counter[str] = collections.Counter()
   for state in declaring_states(opt_state, "metrics"):
     for name in declared(state, "metrics"):
       value = _field(state, type(state), name.rpartition("/")[2], "metrics")
-      if value is None:
-        continue
-      number = times.get(name, 0)
-      metrics[f"{name}_{number}" if number else name] = value
-      times[name] = number + 1
+      if value is not None:
+        metrics[f"{name}_{times[name]}" if times[name] else name] = value
+        times[name] += 1
   return metrics
 
 

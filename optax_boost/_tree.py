@@ -444,10 +444,14 @@ def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
 
 def all_finite(tree: Any) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
-  leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  if not leaves:
+  return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def all_true(flags: Sequence[jax.Array]) -> jax.Array:
+  """Whether all of a list of scalar flags hold."""
+  if not flags:
     return jnp.asarray(True)
-  bad = jnp.logical_not(jnp.stack(leaves)).astype(jnp.float32)
+  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
   # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
   # program, and the time to compile it, would grow with the square of the number of leaves.
   return jnp.dot(bad, bad) == 0

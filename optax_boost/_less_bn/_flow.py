@@ -129,16 +129,14 @@ def _on_arrays(
 ) -> tuple[Callable[..., Any], list[Any]]:
   """A function of the arrays among the arguments alone, and these."""
   leaves, structure = jax.tree.flatten((args, kwargs))
-  places = [i for i, leaf in enumerate(leaves) if is_abstract(leaf)]
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
   def on_arrays(params: Any, state: Any, *values: Any) -> Any:
-    full = list(leaves)
-    for i, value in zip(places, values, strict=True):
-      full[i] = value
-    args, kwargs = jax.tree.unflatten(structure, full)
+    full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+    args, kwargs = jax.tree.unflatten(structure, full.values())
     return apply(params, state, *args, **kwargs)
 
-  return on_arrays, [leaves[i] for i in places]
+  return on_arrays, list(arrays.values())
 
 
 class _Value(NamedTuple):

@@ -98,13 +98,13 @@ def hold_statistics(
   A layer's statistics have the path of its params, but for a collection's name in front. Integers
   (counts of batches or draws) and statistics of layers without params go on.
   """
-  structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
-  if structures[0] != structures[1]:
+  structure: Any
+  leaves, structure = jax.tree.flatten(after)
+  if jax.tree.structure(before) != structure:
     return after
   modules: dict[str, int] = {}
-  param_paths = _tree.leaf_paths(params)
-  for path, module in zip(param_paths, _modules(param_paths), strict=True):
-    group = groups.group.get(path, groups.num_groups)
+  members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
+  for module, group in members:
     modules[module] = max(modules.get(module, 0), group)
   frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
 
@@ -113,7 +113,6 @@ def hold_statistics(
       return new
     return frozen.select(modules[module], old, new)
 
-  leaves, structure = jax.tree.flatten(after)
   kept = map(keep, _modules(_tree.leaf_paths(after)), jax.tree.leaves(before), leaves)
   return jax.tree.unflatten(structure, kept)
 

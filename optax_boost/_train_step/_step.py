@@ -370,17 +370,18 @@ class Program:
     """Warns once of leaves that hold many layers but are taken as one."""
     if not layerwise or self.warnings_given:
       return
-    axes = {}
-    methods = []
-    for pattern, stacked in _stacked.stacked_axes(loss_fn, params).items():
-      of_pattern = [method for path, method in layerwise.items() if re.search(pattern, path)]
-      if of_pattern:
-        axes[pattern] = stacked
-        methods += of_pattern[-1:]
-    if axes:
+    found = _stacked.stacked_axes(loss_fn, params)
+    methods = {
+      pattern: method
+      for pattern in found
+      for path, method in layerwise.items()
+      if re.search(pattern, path)
+    }
+    if methods:
+      axes = {pattern: found[pattern] for pattern in methods}
       self.warnings_given.append(
-        f"`{methods[0]}` takes leaves that hold many layers as one layer each: the"
-        f" loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
+        f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
+        f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
         " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is."
       )
       warnings.warn(self.warnings_given[0], _base.StackedLayersWarning, stacklevel=2)
