@@ -378,18 +378,6 @@ def fill_masked(tree: Any, full: Any) -> Any:
   return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
 
 
-def as_value_fn(function: Callable[[Any], Any]) -> Callable[..., Any]:
-  """Makes a `value_fn` that swallows the train step's closures, which line searches pass on."""
-
-  def value_fn(
-    params: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
-  ) -> Any:
-    del grad_fn, full_grad_fn, obj_fn
-    return function(params)
-
-  return value_fn
-
-
 def map_gradients(
   function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:

@@ -180,19 +180,17 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
 
 
 def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
-  """Freezes at regular intervals, a random number of groups each time, more often few than many.
-
-  Of `num_groups` G groups, i are frozen with a probability proportional to G - i.
+  """Freezes at regular intervals, i of G groups with a probability proportional to G - i.
 
   Args:
-    num_groups: the number of groups.
+    num_groups: the number of groups G.
     frozen_fraction: the share of steps in which something is frozen; raising it saves more time
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
 
   Returns:
     A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the same steps as MindSpore. Its
-    depths are drawn from the key that :func:`freeze` keeps, independently in each step. From step
-    2^31 - 1 on, where the count stops, nothing is frozen.
+    depths are drawn from the key of :func:`freeze`, independently in each step. From step 2^31 - 1
+    on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -274,7 +272,7 @@ def progressive_freezing(
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
   The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
-  rate should be constant. One that decays by itself goes with ``anneal=False``.
+  rate should be constant; one that decays goes with ``anneal=False``.
 
   Args:
     num_groups: the number of groups G.
@@ -310,9 +308,7 @@ def progressive_freezing(
   start = float(_python_number("first", first, positive=True, below=1.0))
   exponent = float(_python_number("power", power, positive=True))
   _base.check_bool("anneal", anneal)
-  place = np.arange(num_groups) / max(num_groups - 1, 1)
-  if num_groups == 1:
-    place = np.ones(1)
+  place = np.arange(num_groups) / (num_groups - 1) if num_groups > 1 else np.ones(1)
   times = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
   ends = times.astype(np.int32)
 

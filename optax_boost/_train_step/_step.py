@@ -320,16 +320,20 @@ class Program:
     differentiate = request.gradient_of(forward, self.freezing)
     grad, (value, (model_state, aux)) = differentiate(state.params)
 
-    def value_at(params: optax.Params) -> jax.Array:
+    # optax's line searches pass the other closures on to a `value_fn` that names them.
+    def value_fn(
+      params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+    ) -> jax.Array:
+      del grad_fn, full_grad_fn, obj_fn
       return forward(_tree.fill_masked(params, state.params))[0]
 
     extra = {
       "value": value,
       "grad": grad,
-      "value_fn": _tree.as_value_fn(value_at),
+      "value_fn": value_fn,
       # Differentiated is the scaled loss, as at the current params.
       "grad_fn": _of_masked(lambda params: differentiate(params)[0], state.params),
-      "obj_fn": value_at,
+      "obj_fn": value_fn,
     }
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
