@@ -297,15 +297,14 @@ def check_update(
   params: Any,
   *,
   needs_params: bool = False,
-  complex_too: bool = False,
 ) -> None:
-  """Checks the arguments of ``update``: gradients, the method's own state, params that fit."""
+  """Checks the arguments of ``update``: real gradients, the method's own state, params that fit."""
   if needs_params:
     _base.require_params(params, method)
   _base.require_state(state, state_type, method)
   if params is not None:
     check_same_tree(updates, params, method)
-  (check_inexact if complex_too else check_floating)(updates, method)
+  check_floating(updates, method)
 
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:

@@ -126,7 +126,9 @@ def freeze(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FreezeState]:
-    _tree.check_update("freeze", updates, state, FreezeState, params, complex_too=True)
+    _base.require_state(state, FreezeState, "freeze")
+    if params is not None:
+      _tree.check_same_tree(updates, params, "freeze")
     numbers = number(updates)
     frozen = _groups.FrozenDepth(state.frozen_groups)
 
