@@ -98,8 +98,7 @@ class TrainStep:
     Raises:
       TypeError: `state` or `rng` is of the wrong kind.
     """
-    _check_call(state, rng)
-    place = self._place(state)
+    place = self._place(state, rng)
     state, metrics = self._step(state, batch, rng, self.program.data, place.depth)
     self._depths.made_step(place, state.opt_state)
     return state, metrics
@@ -145,20 +144,19 @@ class TrainStep:
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones."""
-    _check_call(state, rng)
-    return self._step.lower(state, batch, rng, self.program.data, self._place(state).depth)
+    return self._step.lower(state, batch, rng, self.program.data, self._place(state, rng).depth)
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Traces the step, like ``jax.jit(...).trace``; `jaxpr` of the result is its program."""
-    _check_call(state, rng)
-    return self._step.trace(state, batch, rng, self.program.data, self._place(state).depth)
+    return self._step.trace(state, batch, rng, self.program.data, self._place(state, rng).depth)
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen."""
     return self._step._cache_size()  # type: ignore[attr-defined]
 
-  def _place(self, state: _state.TrainState) -> _depths.Place:
-    """How many groups are frozen, where the host can know it; it chooses the compiled step."""
+  def _place(self, state: _state.TrainState, rng: Any) -> _depths.Place:
+    """How many groups a checked call freezes, where the host can know it: which program it runs."""
+    _check_call(state, rng)
     if self.program.freezing == "switch":
       return _depths.NOWHERE
 
