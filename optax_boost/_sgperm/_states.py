@@ -7,6 +7,7 @@ import jax
 import optax
 
 from optax_boost import _protocol
+from optax_boost import _tree
 
 
 @_protocol.declares(metrics=("sgperm/notfinite_count",))
@@ -46,15 +47,14 @@ class SgpermState(NamedTuple):
 class LapermState(NamedTuple):
   """State of :func:`laperm`: three copies of the params beside the inner state.
 
-  Leaves that are excluded are ``optax.MaskedNode()`` in the trees below.
+  Leaves that are excluded are ``optax.MaskedNode()`` in the three trees.
 
   Attributes:
     count: scalar int32, the number of inner steps made.
     synced: scalar bool, whether the last of them ended in a permutation.
-    initial: a copy of the initial params.
-    permutation: int32 of the params' shapes, the permutation of the last synchronization: for each
-      entry of a leaf, which entry of the raveled initial leaf it held then.
-    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors.
+    initial: as in :class:`SgpermState`.
+    permutation: as there, of the last synchronization.
+    ranks: as there.
     inner_state: the inner optimizer's state.
   """
 
@@ -68,16 +68,8 @@ class LapermState(NamedTuple):
 
 def find(opt_state: Any, function: str) -> SgpermState | LapermState:
   """The only state of the two methods in an optimizer state, found by its type."""
-
-  def is_state(value: Any) -> bool:
-    return isinstance(value, SgpermState | LapermState)
-
-  states: list[Any] = []
-  below = [opt_state]
-  while below:
-    nodes = [x for x in jax.tree.leaves(below, is_leaf=is_state) if is_state(x)]
-    states += nodes
-    below = [x.inner_state for x in nodes if isinstance(x, LapermState)]
+  kinds: tuple[Any, ...] = (SgpermState, LapermState)
+  states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
   if len(states) != 1:
     raise ValueError(
       f"`{function}` needs a state with exactly one of `sgperm` and `laperm` in it; got"

@@ -9,14 +9,13 @@ a gradient g:
   for each weight, by falling |m|: the nearest cycle of moves, each as its weight recommends and
   within epsilon, is carried out; a weight moves at most once per step
 
-"Nearest" means, down to ties and roundings, as in SGPerm.py. With distinct weights the cycle has a
-closed form: from a weight that wants to increase, the nearest larger one that wants to decrease and
-all between (and the mirror image of this), if within epsilon.
-
-Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.py.
+"Nearest" means, down to ties and roundings, as in SGPerm.py, the program of arXiv:2003.02570. With
+distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
+larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 from typing import Literal
 
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
@@ -78,9 +76,7 @@ def sgperm(
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
   bias. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
-  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was. ``init``
-  refuses initial weights that are not finite; inside ``jit`` it can't: no weight is lost, but
-  updates that move an infinity are NaN.
+  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
@@ -99,8 +95,7 @@ def sgperm(
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
     rounds: of ``"pairs"``; raising it sorts better, in proportion to the cost. Static.
-    key: a key of ``jax.random.key`` or a seed, for subsets and pairs. Not needed for ``"rank"``
-      nor where `lamda` is 1.
+    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"`` nor where `lamda` is 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
       not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
@@ -115,9 +110,9 @@ def sgperm(
     ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
 
   Raises:
-    ValueError: a number is out of range, a name unknown, the key missing; in ``init``: weights that
-      are not finite; in ``update``: no params, a tree that does not fit, or, with `check`, params
-      that something else changed.
+    ValueError: a number is out of range, a name unknown, the key missing; in ``init`` outside of
+      ``jit``: weights that are not finite, whose updates would be NaN; in ``update``: no params, a
+      tree that does not fit, or, with `check`, params that something else changed.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -165,7 +160,6 @@ def sgperm(
     _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
-  _layout.check_arguments(layout, fan_in_axes, stacked_axes)
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
   draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
   if key is None and draws:
@@ -174,26 +168,68 @@ def sgperm(
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
   typed_key = _base.as_key("key", 0 if key is None else key)
-  settings = _step.Settings(
-    schedules,
-    _schedules.as_float(momentum),
-    _schedules.as_float(momentum_lr),
-    partition_size_min,
-    include_partition_remainder,
-    method,
-    backend,
-    rounds,
-    jax.random.key_impl(typed_key),
+  transform = _Transform(
+    cutter=_layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes),
+    settings=_step.Settings(
+      schedules=schedules,
+      partition_size_min=partition_size_min,
+      remainder=include_partition_remainder,
+      method=method,
+      backend=backend,
+      rounds=rounds,
+      key_impl=jax.random.key_impl(typed_key),
+    ),
+    momentum=_schedules.as_float(momentum),
+    momentum_lr=_schedules.as_float(momentum_lr),
+    key_data=jax.random.key_data(typed_key),
+    accumulator_dtype=accumulator_dtype,
+    check=check,
   )
+  return optax.GradientTransformationExtraArgs(transform.init, transform.update)
 
-  @_tree.once_per_tree
-  def plan(tree: Any) -> list[_layout.Layout]:
-    return _layout.layouts(tree, layout, fan_in_axes, stacked_axes)
 
-  def init_fn(params: optax.Params) -> SgpermState:
-    return _init(settings, params, plan, jax.random.key_data(typed_key), accumulator_dtype)
+@dataclasses.dataclass(frozen=True)
+class _Transform:
+  """The transformation, of checked arguments."""
 
-  def update_fn(
+  cutter: _layout.Cutter
+  settings: _step.Settings
+  momentum: Any
+  momentum_lr: Any
+  key_data: jax.Array
+  accumulator_dtype: Any
+  check: bool
+
+  def init(self, params: optax.Params) -> SgpermState:
+    layouts = self.cutter.for_init(params)
+    leaves, structure = jax.tree.flatten(params)
+
+    def zero_momentum(leaf: jax.Array) -> jax.Array:
+      default = _tree.accumulator_dtype(leaf.dtype)
+      return jnp.zeros_like(
+        leaf, dtype=default if self.accumulator_dtype is None else self.accumulator_dtype
+      )
+
+    def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
+      return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
+
+    count = jnp.zeros([], jnp.int32)
+    return SgpermState(
+      count=count,
+      alpha=self.settings.schedules.alpha(count),
+      lamda=self.settings.schedules.lamda(count),
+      key=jnp.array(self.key_data),
+      momentum=jax.tree.map(zero_momentum, params),
+      initial=_tree.copy_arrays(params),
+      permutation=_layout.identity(params),
+      ranks=() if self.settings.method == "pairs" else of_each(_layout.ranks),
+      ranges=of_each(_layout.ranges),
+      notfinite_count=jnp.zeros([], jnp.int32),
+      mismatch_count=jnp.zeros([], jnp.int32),
+    )
+
+  def update(
+    self,
     updates: optax.Updates,
     state: SgpermState,
     params: optax.Params | None = None,
@@ -202,110 +238,69 @@ def sgperm(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SgpermState]:
     del extra_args
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, SgpermState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
-    _tree.check_floating(updates, _METHOD)
-    layouts = plan(params)
-    _layout.check_params(layouts, state.initial, _METHOD)
-    if stacked_axes is None and fan_in_axes is None:
-      _protocol.announce_layers(_METHOD, [lay.path for lay in layouts if lay.movable])
-    if check:
+    layouts = self.cutter.for_update(updates, state, SgpermState, params)
+    if self.check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
       state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
-    orders = _given_partitions(partitions, updates, layouts)
-    return _update(settings, updates, state, params, layouts, orders)
+    orders = _given_orders(partitions, updates, layouts)
+    gradients, structure = jax.tree.flatten(updates)
+    momentum, notfinite = self._new_momentum(updates, state.momentum)
+    trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
+    # Without ranks, as for "pairs", there are no leaves to go through.
+    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+    leaves = [_step.Leaf(*leaf) for leaf in zip(*parts, strict=True)]
+    moving = [i for i, lay in enumerate(layouts) if lay.movable]
+    moved = self._moved(
+      state,
+      [layouts[i] for i in moving],
+      [leaves[i] for i in moving],
+      [orders[i] for i in moving],
+    )
+    steps = list(map(jnp.zeros_like, gradients))
+    permutation = [leaf.permutation for leaf in leaves]
+    for i, (target, index) in zip(moving, moved, strict=True):
+      steps[i] = _layout.difference(leaves[i].params, target, gradients[i].dtype)
+      permutation[i] = index
+    return jax.tree.unflatten(structure, steps), state._replace(
+      count=optax.safe_increment(state.count),
+      alpha=self.settings.schedules.alpha(state.count),
+      lamda=self.settings.schedules.lamda(state.count),
+      momentum=momentum,
+      permutation=jax.tree.unflatten(structure, permutation),
+      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+    )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def _moved(
+    self,
+    state: SgpermState,
+    layouts: list[_layout.Layout],
+    leaves: list[_step.Leaf],
+    orders: list[Any],
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    """The weights of each leaf after the step, and their permutation."""
 
+    def move(count: jax.Array, key: jax.Array, leaves: Any, orders: Any) -> Any:
+      positions = _step.new_positions(self.settings, count, key, layouts, leaves, orders)
+      return [
+        _layout.move(lay, leaf.permutation, leaf.initial, position)
+        for lay, leaf, position in zip(layouts, leaves, positions, strict=True)
+      ]
 
-def _init(
-  settings: _step.Settings,
-  params: optax.Params,
-  plan: Callable[[Any], list[_layout.Layout]],
-  key_data: jax.Array,
-  accumulator_dtype: Any,
-) -> SgpermState:
-  _tree.check_floating(params, _METHOD)
-  leaves, structure = jax.tree.flatten(params)
-  layouts = plan(params)
-  _layout.check_finite(layouts, leaves, _METHOD)
+    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
+    return move(state.count, state.key, leaves, orders)
 
-  def zero_momentum(leaf: jax.Array) -> jax.Array:
-    default = _tree.accumulator_dtype(leaf.dtype)
-    return jnp.zeros_like(leaf, dtype=default if accumulator_dtype is None else accumulator_dtype)
+  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
+    """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
 
-  def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
-    return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
+    def one(g: jax.Array, m: jax.Array) -> jax.Array:
+      return jnp.asarray(self.momentum_lr * g.astype(m.dtype) + self.momentum * m, m.dtype)
 
-  count = jnp.zeros([], jnp.int32)
-  return SgpermState(
-    count=count,
-    alpha=settings.schedules.alpha(count),
-    lamda=settings.schedules.lamda(count),
-    key=jnp.array(key_data),
-    momentum=jax.tree.map(zero_momentum, params),
-    initial=_tree.copy_arrays(params),
-    permutation=_permutation.identity(params),
-    ranks=() if settings.method == "pairs" else of_each(_layout.ranks),
-    ranges=of_each(_layout.ranges),
-    notfinite_count=jnp.zeros([], jnp.int32),
-    mismatch_count=jnp.zeros([], jnp.int32),
-  )
-
-
-def _update(
-  settings: _step.Settings,
-  updates: Any,
-  state: SgpermState,
-  params: Any,
-  layouts: list[_layout.Layout],
-  orders: list[jax.Array | None],
-) -> tuple[Any, SgpermState]:
-  momentum, notfinite = _new_momentum(settings, updates, state.momentum)
-  gradients, structure = jax.tree.flatten(updates)
-  moving = [i for i, lay in enumerate(layouts) if lay.movable]
-  trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
-  parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-
-  def act(
-    count: jax.Array, key: jax.Array, orders: Any, parts: Any, gradients: Any
-  ) -> tuple[list[jax.Array], list[jax.Array]]:
-    leaves = [_step.Leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
-    moving_orders = [orders[i] for i in moving]
-    positions = _step.new_positions(settings, count, key, leaves, moving_orders)
-    permutation = list(parts[3])
-    steps = [jnp.zeros_like(g) for g in gradients]
-    for i, leaf, position in zip(moving, leaves, positions, strict=True):
-      target, moved = _layout.arranged(leaf.layout, leaf.initial, position)
-      steps[i] = _layout.step(leaf.params, target, gradients[i].dtype)
-      permutation[i] = _execution.sharded_like(leaf.permutation, moved, leaf.momentum)
-    return permutation, steps
-
-  act = _execution.auto_sharded(act, (parts[1], parts[1]))
-  permutation, steps = act(state.count, state.key, orders, parts, gradients)
-  return jax.tree.unflatten(structure, steps), state._replace(
-    count=optax.safe_increment(state.count),
-    alpha=settings.schedules.alpha(state.count),
-    lamda=settings.schedules.lamda(state.count),
-    momentum=momentum,
-    permutation=jax.tree.unflatten(structure, permutation),
-    notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
-  )
+    new = jax.tree.map(one, updates, momentum)
+    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
+    return kept, jnp.logical_not(_tree.all_finite(new))
 
 
-def _new_momentum(settings: _step.Settings, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-  """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
-
-  def one(g: jax.Array, m: jax.Array) -> jax.Array:
-    return jnp.asarray(settings.momentum_lr * g.astype(m.dtype) + settings.momentum * m, m.dtype)
-
-  new = jax.tree.map(one, updates, momentum)
-  kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-  return kept, jnp.logical_not(_tree.all_finite(new))
-
-
-def _given_partitions(
+def _given_orders(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
 ) -> list[jax.Array | None]:
   """The partitions to replay, per leaf; None where they are drawn."""
