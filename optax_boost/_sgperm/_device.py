@@ -7,7 +7,7 @@ grows.
 
   n, m     entries of a vector, vectors
   P        most lanes of a vector
-  W        words of 32 bits that hold a set of entries of a lane
+  W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
   base     (P, 1), where a lane starts: its entries lie behind each other, by rising weight
 
 Weights are sorted once, in ``init``, for their ranks move with them. Each source looks for the
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _tree
-from optax_boost._sgperm import _bits
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 
@@ -105,6 +104,24 @@ def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   return (x < total) | ((x == total) & (error > 0))
 
 
+def _some(members: jax.Array) -> jax.Array:
+  """Whether a set has members."""
+  return jnp.any(members != 0, axis=0)
+
+
+def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Whether a set has members; and the smallest (where `up`) or the largest, else 0."""
+  first = jnp.arange(members.shape[0], dtype=jnp.int32) * 32
+  first = first.reshape((-1,) + (1,) * up.ndim)
+  lowest = jax.lax.population_count((members & -members) - 1)
+  highest = 31 - jax.lax.clz(members)
+  number = first + jnp.where(up, lowest, highest).astype(jnp.int32)
+  none = -(1 << 30)
+  best = jnp.max(jnp.where(members == 0, none, jnp.where(up, -number, number)), axis=0)
+  exists = best != none
+  return exists, jnp.where(exists, jnp.where(up, -best, best), 0)
+
+
 class _Carry(NamedTuple):
   """The arrays that change from turn to turn."""
 
@@ -149,7 +166,7 @@ class _Search:
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
     self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
     # The first entry of a lane is tied with nothing before it.
-    self.ties &= ~_bits.at(words, jnp.zeros((lanes, self.m), jnp.int32))
+    self.ties &= ~self._at(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
     """Flags (n, m) as sets (W, P, m)."""
@@ -193,8 +210,26 @@ class _Search:
       product = jax.lax.reduce_precision(product, int(info.nexp), int(info.nmant))
     return product.astype(self.values.dtype)
 
+  def _bit(self, q: jax.Array) -> jax.Array:
+    """The number of the bit of entry `q` as seen from each word."""
+    first = jnp.arange(self.words, dtype=jnp.int32) * 32
+    return q[None] - first.reshape((-1,) + (1,) * q.ndim)
+
   def _at(self, q: jax.Array) -> jax.Array:
-    return _bits.at(self.words, q)
+    """The set of `q` alone."""
+    bit = self._bit(q)
+    one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
+    return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
+
+  def _above(self, q: jax.Array) -> jax.Array:
+    """The set of all numbers above `q`."""
+    bit = self._bit(q)
+    shifted = jnp.uint32(0xFFFFFFFF) << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
+    return jnp.where(bit >= 31, jnp.uint32(0), shifted)
+
+  def _below(self, q: jax.Array) -> jax.Array:
+    """The set of all numbers below `q`."""
+    return ~self._above(q - 1)
 
   def _unlinked(self, carry: _Carry, low: jax.Array, high: jax.Array, where: jax.Array) -> _Carry:
     """Takes a run of live entries out of the links."""
@@ -207,20 +242,19 @@ class _Search:
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
     """Each lane tries its source number t."""
-    words = self.words
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
     q = source - self.base
     this = self._at(q)
-    up = _bits.some(carry.up & this)
-    active &= up | _bits.some(carry.down & this)
-    side = jnp.where(up, _bits.above(words, q), _bits.below(words, q))
-    exists, other_q = _bits.nearest(jnp.where(up, carry.down, carry.up) & side, up)
+    up = _some(carry.up & this)
+    active &= up | _some(carry.down & this)
+    side = jnp.where(up, self._above(q), self._below(q))
+    exists, other_q = _nearest(jnp.where(up, carry.down, carry.up) & side, up)
     other = self.base + other_q
     low_q, high_q = jnp.where(up, q, other_q), jnp.where(up, other_q, q)
     live = carry.up | carry.down
-    between = _bits.above(words, low_q) & _bits.below(words, high_q)
-    neighbours = jnp.logical_not(_bits.some(live & between))
-    tied = _bits.some(live & self.ties & (between | self._at(high_q)))
+    between = self._above(low_q) & self._below(high_q)
+    neighbours = jnp.logical_not(_some(live & between))
+    tied = _some(live & self.ties & (between | self._at(high_q)))
     mine, theirs = _gather(self.values, source), _gather(self.values, other)
     low, high = jnp.where(up, mine, theirs), jnp.where(up, theirs, mine)
     # An entry reaches upwards to less than, downwards to no less than.
@@ -249,16 +283,16 @@ class _Search:
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
     """One step of the depth-first search, or of taking its cycle out."""
-    words, carry, entry = self.words, walk.carry, walk.entry
+    carry, entry = walk.carry, walk.entry
     searching, removing = walk.mode == 1, walk.mode == 2
     q = entry - self.base
     this = self._at(q)
-    up = _bits.some(self.start_up & this)
+    up = _some(self.start_up & this)
     # Equal weights below are no targets: start below the first of them.
-    _, first_equal = _bits.nearest(~self.ties & _bits.below(words, q + 1), jnp.zeros_like(up))
-    side = jnp.where(up, _bits.above(words, q), _bits.below(words, first_equal))
+    _, first_equal = _nearest(~self.ties & self._below(q + 1), jnp.zeros_like(up))
+    side = jnp.where(up, self._above(q), self._below(first_equal))
     free = (carry.up | carry.down) & ~walk.visited | self._at(source - self.base)
-    exists, target_q = _bits.nearest(free & side, up)
+    exists, target_q = _nearest(free & side, up)
     target = self.base + target_q
     mine, theirs = _gather(self.values, entry), _gather(self.values, target)
     reaches = exists & jnp.where(

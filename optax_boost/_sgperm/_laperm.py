@@ -23,7 +23,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
-from optax_boost._sgperm._states import LapermState
+from optax_boost._sgperm._permutation import LapermState
 
 _METHOD = "laperm"
 
@@ -80,9 +80,9 @@ def laperm(
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
     >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
     >>> tx = optax_boost.laperm(optax.adam(0.1), sync_every=10)
-    >>> state = tx.init(params)
+    >>> state, update = tx.init(params), jax.jit(tx.update)
     >>> for _ in range(100):
-    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   updates, state = update(jax.grad(loss)(params), state, params)
     ...   params = optax_boost.apply_permuted_params(params, updates, state)
     >>> bool(loss(optax_boost.permuted_params(state)) < 0.01 * loss(state.initial))
     True

@@ -1,5 +1,7 @@
-"""One step of SGPerm for all leaves: random bits, and a kernel on the device or on the host."""
+"""The steps of SGPerm, of checked arguments: momentum, random bits, and a kernel."""
 
+from collections.abc import Callable
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -8,41 +10,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from optax_boost import _tree
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
-
-
-class Settings(NamedTuple):
-  """The checked arguments of :func:`sgperm` by which weights are permuted."""
-
-  schedules: _schedules.Schedules
-  partition_size_min: int
-  remainder: bool
-  method: str
-  backend: str
-  rounds: int
-  key_impl: Any
-
-  def sizes(self, length: int) -> tuple[int, int]:
-    """The smallest and the largest size that a subset of vectors of this length may ever have."""
-    return self.schedules.sizes(length, self.partition_size_min)
-
-  def random_words(self, length: int) -> int:
-    """How many 32-bit words a step draws for a leaf of weight vectors of this length."""
-    if self.method == "exact":
-      return length if self.sizes(length)[0] < length else 0
-    return self.rounds if self.method == "pairs" else 0
+from optax_boost._sgperm._permutation import SgpermState
 
 
 class Leaf(NamedTuple):
-  """A leaf's arrays, of the leaf's shape but for the ranges."""
+  """A leaf's partition if it is given, and arrays, of the leaf's shape but for the ranges."""
 
+  order: Any
   momentum: jax.Array
   params: jax.Array
   initial: jax.Array
@@ -51,78 +36,193 @@ class Leaf(NamedTuple):
   ranges: jax.Array
 
 
-def new_positions(
-  settings: Settings,
-  count: jax.Array,
-  key: jax.Array,
-  layouts: list[_layout.Layout],
-  leaves: list[Leaf],
-  orders: list[Any],
-) -> list[jax.Array]:
-  """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
-  bits = _random_bits(settings, count, key, layouts)
-  parts = zip(layouts, leaves, bits, strict=True)
-  if settings.method != "exact":
-    return [_fast_step(settings, count, *part) for part in parts]
-  positions, works = [], []
-  for (lay, leaf, random), order in zip(parts, orders, strict=True):
-    if order is None:
-      order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
-    positions.append(lay.position(lay.columns(leaf.permutation)))
-    weights, ranks = (
-      _sorting.gather(lay.columns(x), positions[-1]) for x in (leaf.initial, leaf.ranks)
+@dataclasses.dataclass(frozen=True)
+class Transform:
+  """The transformation; its fields are as the arguments of :func:`sgperm`."""
+
+  cutter: _layout.Cutter
+  schedules: _schedules.Schedules
+  momentum: Any
+  momentum_lr: Any
+  partition_size_min: int
+  remainder: bool
+  method: str
+  backend: str
+  rounds: int
+  key: jax.Array
+  accumulator_dtype: Any
+  check: bool
+
+  def init(self, params: optax.Params) -> SgpermState:
+    layouts = self.cutter.for_init(params)
+    leaves, structure = jax.tree.flatten(params)
+
+    def zero_momentum(leaf: jax.Array) -> jax.Array:
+      default = _tree.accumulator_dtype(leaf.dtype)
+      dtype = default if self.accumulator_dtype is None else self.accumulator_dtype
+      return jnp.zeros_like(leaf, dtype=dtype)
+
+    def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
+      return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
+
+    count = jnp.zeros([], jnp.int32)
+    return SgpermState(
+      count=count,
+      alpha=self.schedules.alpha(count),
+      lamda=self.schedules.lamda(count),
+      key=jnp.array(jax.random.key_data(self.key)),
+      momentum=jax.tree.map(zero_momentum, params),
+      initial=_tree.copy_arrays(params),
+      permutation=_layout.identity(params),
+      ranks=() if self.method == "pairs" else of_each(_layout.ranks),
+      ranges=of_each(_layout.ranges),
+      notfinite_count=jnp.zeros([], jnp.int32),
+      mismatch_count=jnp.zeros([], jnp.int32),
     )
-    work = _host.Work(
-      weights=weights,
-      momentum=lay.columns(leaf.momentum),
-      ranks=ranks,
-      ranges=leaf.ranges[0],
-      order=order.astype(jnp.int32),
-      size=settings.schedules.size(count, lay.length, settings.partition_size_min),
-      brackets=settings.schedules.brackets(count, lay.length).astype(leaf.initial.dtype),
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: SgpermState,
+    params: optax.Params | None = None,
+    *,
+    partitions: Any = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SgpermState]:
+    del extra_args
+    layouts = self.cutter.for_update(updates, state, SgpermState, params)
+    if self.check:
+      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
+      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
+    orders = _given_orders(partitions, updates, layouts)
+    momentum, notfinite = self._new_momentum(updates, state.momentum)
+    trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
+    # With "pairs" the state has no ranks.
+    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+    leaves = [Leaf(*leaf) for leaf in zip(orders, *parts, strict=True)]
+    moving = [i for i, lay in enumerate(layouts) if lay.movable]
+    moved = self._moved(state, [layouts[i] for i in moving], [leaves[i] for i in moving])
+    gradients, structure = jax.tree.flatten(updates)
+    steps = list(map(jnp.zeros_like, gradients))
+    permutation = [leaf.permutation for leaf in leaves]
+    for i, (target, index) in zip(moving, moved, strict=True):
+      steps[i] = _layout.difference(leaves[i].params, target, gradients[i].dtype)
+      permutation[i] = index
+    return jax.tree.unflatten(structure, steps), state._replace(
+      count=optax.safe_increment(state.count),
+      alpha=self.schedules.alpha(state.count),
+      lamda=self.schedules.lamda(state.count),
+      momentum=momentum,
+      permutation=jax.tree.unflatten(structure, permutation),
+      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
     )
-    works.append(work)
-  return list(map(_sorting.gather, positions, _exact_step(settings, works)))
 
+  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
+    """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
 
-def _random_bits(
-  settings: Settings, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
-) -> list[jax.Array]:
-  """The random words of each leaf, from one draw for all: each draw is much to compile."""
-  words = (settings.random_words(lay.length) for lay in layouts)
-  ends = list(itertools.accumulate(words, initial=0))
-  drawn = jnp.zeros(0, jnp.uint32)
-  if ends[-1]:
-    step_key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=settings.key_impl), count)
-    drawn = jax.random.bits(step_key, (ends[-1],), jnp.uint32)
-  return [drawn[start:end] for start, end in itertools.pairwise(ends)]
+    def one(g: jax.Array, m: jax.Array) -> jax.Array:
+      return jnp.asarray(self.momentum_lr * g.astype(m.dtype) + self.momentum * m, m.dtype)
 
+    new = jax.tree.map(one, updates, momentum)
+    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
+    return kept, jnp.logical_not(_tree.all_finite(new))
 
-def _fast_step(
-  settings: Settings, count: jax.Array, lay: _layout.Layout, leaf: Leaf, random: jax.Array
-) -> jax.Array:
-  """The new positions of one leaf by ``"pairs"`` or ``"rank"``."""
-  params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
-  bracket = settings.schedules.brackets(count, lay.length)[-1]
-  target = _fast.targets(params, momentum, leaf.ranges, bracket)
-  if settings.method == "pairs":
-    return _fast.pairs(params, lay.position(lay.columns(leaf.permutation)), target, random)
-  return _fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks)))
+  def _moved(
+    self, state: SgpermState, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    """The weights of each leaf after the step, and their permutation."""
 
+    def move(count: jax.Array, key: jax.Array, leaves: Any) -> Any:
+      bits = self._random_bits(count, key, layouts)
+      step = self._exact_step if self.method == "exact" else self._fast_step
+      positions = step(count, layouts, leaves, bits)
+      return [
+        _layout.move(lay, leaf.permutation, leaf.initial, position)
+        for lay, leaf, position in zip(layouts, leaves, positions, strict=True)
+      ]
 
-def _exact_step(settings: Settings, works: list[_host.Work]) -> list[jax.Array]:
-  """Per leaf (n, vectors) int32: for each position the one whose weight it receives."""
-  on_host = settings.backend == "host"
-  if settings.backend == "auto":
+    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
+    return move(state.count, state.key, leaves)
+
+  def _sizes(self, length: int) -> tuple[int, int]:
+    """The smallest and the largest size that a subset of vectors of this length may ever have."""
+    return self.schedules.sizes(length, self.partition_size_min)
+
+  def _random_bits(
+    self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
+  ) -> list[jax.Array]:
+    """The random words of each leaf, from one draw for all: each draw is much to compile."""
+
+    def words(n: int) -> int:
+      if self.method == "exact":
+        return n if self._sizes(n)[0] < n else 0
+      return self.rounds if self.method == "pairs" else 0
+
+    ends = list(itertools.accumulate((words(lay.length) for lay in layouts), initial=0))
+    drawn = jnp.zeros(0, jnp.uint32)
+    if ends[-1]:
+      step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
+      drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
+    return [drawn[start:end] for start, end in itertools.pairwise(ends)]
+
+  def _fast_step(
+    self,
+    count: jax.Array,
+    layouts: list[_layout.Layout],
+    leaves: list[Leaf],
+    bits: list[jax.Array],
+  ) -> list[jax.Array]:
+    """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
+    positions = []
+    for lay, leaf, random in zip(layouts, leaves, bits, strict=True):
+      params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
+      bracket = self.schedules.brackets(count, lay.length)[-1]
+      target = _fast.targets(params, momentum, leaf.ranges, bracket)
+      if self.method == "pairs":
+        held = lay.position(lay.columns(leaf.permutation))
+        positions.append(_fast.pairs(params, held, target, random))
+      else:
+        positions.append(_fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks))))
+    return positions
+
+  def _exact_step(
+    self,
+    count: jax.Array,
+    layouts: list[_layout.Layout],
+    leaves: list[Leaf],
+    bits: list[jax.Array],
+  ) -> list[jax.Array]:
+    """The same by the published algorithm."""
+    positions, works = [], []
+    for lay, leaf, random in zip(layouts, leaves, bits, strict=True):
+      order = leaf.order
+      if order is None:
+        order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
+      position = lay.position(lay.columns(leaf.permutation))
+      work = _host.Work(
+        weights=_sorting.gather(lay.columns(leaf.initial), position),
+        momentum=lay.columns(leaf.momentum),
+        ranks=_sorting.gather(lay.columns(leaf.ranks), position),
+        ranges=leaf.ranges[0],
+        order=order.astype(jnp.int32),
+        size=self.schedules.size(count, lay.length, self.partition_size_min),
+        brackets=self.schedules.brackets(count, lay.length).astype(leaf.initial.dtype),
+      )
+      positions.append(position)
+      works.append(work)
+    if self._on_host() and works:
+      sources = _called_back([work._replace(ranks=None) for work in works], self.remainder)
+    else:
+      sizes = [self._sizes(lay.length) for lay in layouts]
+      sources = [_on_device(*pair, self.remainder) for pair in zip(works, sizes, strict=True)]
+    return list(map(_sorting.gather, positions, sources))
+
+  def _on_host(self) -> bool:
+    if self.backend != "auto":
+      return self.backend == "host"
     # The host kernel is faster on a CPU, but gathers sharded leaves.
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1
-    on_host = alone and _host.have_numba()
-  if not on_host:
-    sizes = [settings.sizes(work.weights.shape[0]) for work in works]
-    return [_on_device(*pair, settings.remainder) for pair in zip(works, sizes, strict=True)]
-  if not works:
-    return []
-  return _called_back([work._replace(ranks=None) for work in works], settings.remainder)
+    return alone and _host.have_numba()
 
 
 def _on_device(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
@@ -139,7 +239,7 @@ def _on_device(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
-  callback = functools.partial(_on_host, remainder=remainder)
+  callback = functools.partial(_permute_on_host, remainder=remainder)
   sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
   return [
     _execution.sharded_like(jnp.zeros_like(source), source, work.weights)
@@ -147,7 +247,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   ]
 
 
-def _on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
+def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
   """Each leaf's step; ``vmap`` may have put axes in front."""
   results = []
   for work in works:
@@ -158,3 +258,26 @@ def _on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
       sources[index] = _host.permute(one, remainder=remainder)
     results.append(sources)
   return results
+
+
+def _given_orders(
+  partitions: Any, updates: Any, layouts: list[_layout.Layout]
+) -> list[jax.Array | None]:
+  """The partitions to replay, per leaf; None where they are drawn."""
+  if partitions is None:
+    return [None] * len(layouts)
+  structure: Any = jax.tree.structure(updates)
+  if jax.tree.structure(partitions) != structure:
+    raise ValueError(
+      f"`partitions` must have the tree structure of the params; got"
+      f" {jax.tree.structure(partitions)} for {structure}."
+    )
+  for lay, order in zip(layouts, jax.tree.leaves(partitions), strict=True):
+    dtype = jnp.result_type(order)
+    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
+      raise ValueError(
+        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
+        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
+      )
+    _permutation.check_indices(order, lay.length, "partitions", lay.name)
+  return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]

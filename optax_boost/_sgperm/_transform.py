@@ -14,23 +14,16 @@ distinct weights the cycle has a closed form: from a weight that wants to increa
 larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
 """
 
-from collections.abc import Callable
-import dataclasses
 from typing import Any
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _tree
-from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _step
-from optax_boost._sgperm._states import SgpermState
 
 _METHOD = "sgperm"
 
@@ -122,9 +115,9 @@ def sgperm(
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
     >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
     >>> tx = optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank")
-    >>> state = tx.init(params)
+    >>> state, update = tx.init(params), jax.jit(tx.update)
     >>> for _ in range(50):
-    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   updates, state = update(jax.grad(loss)(params), state, params)
     ...   params = optax_boost.apply_permuted_params(params, updates, state)
     >>> bool(loss(params) < 0.1 * loss(state.initial))
     True
@@ -167,157 +160,18 @@ def sgperm(
       f"`{_METHOD}` draws {'pairs' if method == 'pairs' else 'subsets'} and needs a `key`; got"
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
-  typed_key = _base.as_key("key", 0 if key is None else key)
-  transform = _Transform(
+  transform = _step.Transform(
     cutter=_layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes),
-    settings=_step.Settings(
-      schedules=schedules,
-      partition_size_min=partition_size_min,
-      remainder=include_partition_remainder,
-      method=method,
-      backend=backend,
-      rounds=rounds,
-      key_impl=jax.random.key_impl(typed_key),
-    ),
+    schedules=schedules,
     momentum=_schedules.as_float(momentum),
     momentum_lr=_schedules.as_float(momentum_lr),
-    key_data=jax.random.key_data(typed_key),
+    partition_size_min=partition_size_min,
+    remainder=include_partition_remainder,
+    method=method,
+    backend=backend,
+    rounds=rounds,
+    key=_base.as_key("key", 0 if key is None else key),
     accumulator_dtype=accumulator_dtype,
     check=check,
   )
   return optax.GradientTransformationExtraArgs(transform.init, transform.update)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transform:
-  """The transformation, of checked arguments."""
-
-  cutter: _layout.Cutter
-  settings: _step.Settings
-  momentum: Any
-  momentum_lr: Any
-  key_data: jax.Array
-  accumulator_dtype: Any
-  check: bool
-
-  def init(self, params: optax.Params) -> SgpermState:
-    layouts = self.cutter.for_init(params)
-    leaves, structure = jax.tree.flatten(params)
-
-    def zero_momentum(leaf: jax.Array) -> jax.Array:
-      default = _tree.accumulator_dtype(leaf.dtype)
-      return jnp.zeros_like(
-        leaf, dtype=default if self.accumulator_dtype is None else self.accumulator_dtype
-      )
-
-    def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
-      return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
-
-    count = jnp.zeros([], jnp.int32)
-    return SgpermState(
-      count=count,
-      alpha=self.settings.schedules.alpha(count),
-      lamda=self.settings.schedules.lamda(count),
-      key=jnp.array(self.key_data),
-      momentum=jax.tree.map(zero_momentum, params),
-      initial=_tree.copy_arrays(params),
-      permutation=_layout.identity(params),
-      ranks=() if self.settings.method == "pairs" else of_each(_layout.ranks),
-      ranges=of_each(_layout.ranges),
-      notfinite_count=jnp.zeros([], jnp.int32),
-      mismatch_count=jnp.zeros([], jnp.int32),
-    )
-
-  def update(
-    self,
-    updates: optax.Updates,
-    state: SgpermState,
-    params: optax.Params | None = None,
-    *,
-    partitions: Any = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, SgpermState]:
-    del extra_args
-    layouts = self.cutter.for_update(updates, state, SgpermState, params)
-    if self.check:
-      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
-      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
-    orders = _given_orders(partitions, updates, layouts)
-    gradients, structure = jax.tree.flatten(updates)
-    momentum, notfinite = self._new_momentum(updates, state.momentum)
-    trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
-    # Without ranks, as for "pairs", there are no leaves to go through.
-    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-    leaves = [_step.Leaf(*leaf) for leaf in zip(*parts, strict=True)]
-    moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    moved = self._moved(
-      state,
-      [layouts[i] for i in moving],
-      [leaves[i] for i in moving],
-      [orders[i] for i in moving],
-    )
-    steps = list(map(jnp.zeros_like, gradients))
-    permutation = [leaf.permutation for leaf in leaves]
-    for i, (target, index) in zip(moving, moved, strict=True):
-      steps[i] = _layout.difference(leaves[i].params, target, gradients[i].dtype)
-      permutation[i] = index
-    return jax.tree.unflatten(structure, steps), state._replace(
-      count=optax.safe_increment(state.count),
-      alpha=self.settings.schedules.alpha(state.count),
-      lamda=self.settings.schedules.lamda(state.count),
-      momentum=momentum,
-      permutation=jax.tree.unflatten(structure, permutation),
-      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
-    )
-
-  def _moved(
-    self,
-    state: SgpermState,
-    layouts: list[_layout.Layout],
-    leaves: list[_step.Leaf],
-    orders: list[Any],
-  ) -> list[tuple[jax.Array, jax.Array]]:
-    """The weights of each leaf after the step, and their permutation."""
-
-    def move(count: jax.Array, key: jax.Array, leaves: Any, orders: Any) -> Any:
-      positions = _step.new_positions(self.settings, count, key, layouts, leaves, orders)
-      return [
-        _layout.move(lay, leaf.permutation, leaf.initial, position)
-        for lay, leaf, position in zip(layouts, leaves, positions, strict=True)
-      ]
-
-    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
-    return move(state.count, state.key, leaves, orders)
-
-  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-    """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
-
-    def one(g: jax.Array, m: jax.Array) -> jax.Array:
-      return jnp.asarray(self.momentum_lr * g.astype(m.dtype) + self.momentum * m, m.dtype)
-
-    new = jax.tree.map(one, updates, momentum)
-    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-    return kept, jnp.logical_not(_tree.all_finite(new))
-
-
-def _given_orders(
-  partitions: Any, updates: Any, layouts: list[_layout.Layout]
-) -> list[jax.Array | None]:
-  """The partitions to replay, per leaf; None where they are drawn."""
-  if partitions is None:
-    return [None] * len(layouts)
-  structure: Any = jax.tree.structure(updates)
-  if jax.tree.structure(partitions) != structure:
-    raise ValueError(
-      f"`partitions` must have the tree structure of the params; got"
-      f" {jax.tree.structure(partitions)} for {structure}."
-    )
-  for lay, order in zip(layouts, jax.tree.leaves(partitions), strict=True):
-    dtype = jnp.result_type(order)
-    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
-      raise ValueError(
-        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
-        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
-      )
-    _permutation.check_indices(order, lay.length, "partitions", lay.name)
-  return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]
