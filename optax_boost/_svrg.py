@@ -50,7 +50,7 @@ class SvrgState(NamedTuple):
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: vector of two, the sums over the steps since the last refresh of
       ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``. With
-      more than 65,536 params over every 16th step only.
+      more than 65,536 params over every 16th step only, for they cost more than the correction.
     variance_ratio: scalar, the first sum over the second: about the variance of the corrected over
       that of the plain gradient. 0 is a perfect correction, above 1 it does harm. As the true
       gradient moves away from ``mu``, the ratio tends to 1, but never crosses it.

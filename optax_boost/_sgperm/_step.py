@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,10 @@ class Leaf(NamedTuple):
   permutation: jax.Array
   ranks: Any
   ranges: jax.Array
+
+
+# A leaf's layout and arrays, and the random words drawn for it.
+Part: TypeAlias = tuple[_layout.Layout, Leaf, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +139,11 @@ class Transform:
 
     def move(count: jax.Array, key: jax.Array, leaves: Any) -> Any:
       bits = self._random_bits(count, key, layouts)
+      parts = list(zip(layouts, leaves, bits, strict=True))
       step = self._exact_step if self.method == "exact" else self._fast_step
-      positions = step(count, layouts, leaves, bits)
       return [
         _layout.move(lay, leaf.permutation, leaf.initial, position)
-        for lay, leaf, position in zip(layouts, leaves, positions, strict=True)
+        for (lay, leaf, _), position in zip(parts, step(count, parts), strict=True)
       ]
 
     move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
@@ -165,16 +170,10 @@ class Transform:
       drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
     return [drawn[start:end] for start, end in itertools.pairwise(ends)]
 
-  def _fast_step(
-    self,
-    count: jax.Array,
-    layouts: list[_layout.Layout],
-    leaves: list[Leaf],
-    bits: list[jax.Array],
-  ) -> list[jax.Array]:
+  def _fast_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
     """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
     positions = []
-    for lay, leaf, random in zip(layouts, leaves, bits, strict=True):
+    for lay, leaf, random in parts:
       params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
       bracket = self.schedules.brackets(count, lay.length)[-1]
       target = _fast.targets(params, momentum, leaf.ranges, bracket)
@@ -185,16 +184,10 @@ class Transform:
         positions.append(_fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks))))
     return positions
 
-  def _exact_step(
-    self,
-    count: jax.Array,
-    layouts: list[_layout.Layout],
-    leaves: list[Leaf],
-    bits: list[jax.Array],
-  ) -> list[jax.Array]:
+  def _exact_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
     """The same by the published algorithm."""
     positions, works = [], []
-    for lay, leaf, random in zip(layouts, leaves, bits, strict=True):
+    for lay, leaf, random in parts:
       order = leaf.order
       if order is None:
         order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
@@ -213,11 +206,12 @@ class Transform:
     if self._on_host() and works:
       sources = _called_back([work._replace(ranks=None) for work in works], self.remainder)
     else:
-      sizes = [self._sizes(lay.length) for lay in layouts]
+      sizes = [self._sizes(lay.length) for lay, _, _ in parts]
       sources = [_on_device(*pair, self.remainder) for pair in zip(works, sizes, strict=True)]
     return list(map(_sorting.gather, positions, sources))
 
   def _on_host(self) -> bool:
+    """Whether the exact step runs on the host."""
     if self.backend != "auto":
       return self.backend == "host"
     # The host kernel is faster on a CPU, but gathers sharded leaves.
