@@ -93,11 +93,10 @@ def full_gradient(
         f"`full_gradient` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
     jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index)
-    carry = _jitted_add(carry, bound, params, arrays, weight, *key)
+    carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
   if structure is None:
     raise ValueError(
       "`full_gradient` needs at least one batch; got none. An iterator that was used up by a"
@@ -162,8 +161,7 @@ def scan_full_gradient(
   def body(carry: Any, xs: Any) -> tuple[Any, None]:
     index, batch = xs
     weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
-    return _add(carry, grad_fn, params, batch, weight, *key), None
+    return _add(carry, grad_fn, params, batch, weight, rng, index), None
 
   start = (zeros_like_wide(params), jnp.zeros([]))
   carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
@@ -175,12 +173,15 @@ def _mean(carry: tuple[Any, jax.Array]) -> Any:
   return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
 
 
-def _add(carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, *key: Any) -> Any:
+def _add(
+  carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, rng: Any, index: Any
+) -> tuple[Any, jax.Array]:
   """Adds a batch's weighted gradient to their sum, and its weight to that of weights."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
   # The full gradient is then not finite, and a refresh with it is counted and not made.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
+  key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
   check_gradients(gradients, params, "grad_fn")
 
