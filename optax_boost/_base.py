@@ -272,19 +272,23 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
+def scalar_loss(value: Any, requirement: str) -> jax.Array:
+  """A loss as a floating-point array; TypeError for anything but a real scalar."""
+  number = is_any_array(value) or isinstance(value, numbers.Real)
+  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
+    got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
+    raise TypeError(f"{requirement} {got}.")
+  dtype = jnp.result_type(value)
+  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
+
+
 def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
   """Makes `value_fn` raise TypeError where it returns anything but a real scalar."""
   check_callable("value_fn", value_fn, "value_fn(params)")
 
   def checked(*args: Any, **kwargs: Any) -> jax.Array:
-    value = value_fn(*args, **kwargs)
-    number = is_any_array(value) or isinstance(value, numbers.Real)
-    if not number or jnp.shape(value) != ():
-      got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
-      raise TypeError(
-        f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned {got}."
-      )
-    return jnp.asarray(value)
+    requirement = f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned"
+    return scalar_loss(value_fn(*args, **kwargs), requirement)
 
   return checked
 
