@@ -12,7 +12,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
-from optax_boost.linen import _checks
+from optax_boost.linen import _adapter
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 from optax_boost.linen._groups import layer_groups
@@ -62,9 +62,9 @@ class AutoBoost(_build.ModelBoost):
     """
     tx = _base.check_transformation("tx", tx)
     if module is not None:
-      _checks.check_module(module)
+      _adapter.check_module(module)
     if variables is not None:
-      _checks.check_variables("variables", variables)
+      _adapter.split_variables(variables)
     if rng is not None:
       _base.check_key("rng", rng)
     traceable = not any(value is None for value in (module, loss_fn, variables))

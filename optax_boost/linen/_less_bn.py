@@ -11,7 +11,7 @@ import jax
 
 from optax_boost import _base
 from optax_boost import _less_bn
-from optax_boost.linen import _checks
+from optax_boost.linen import _adapter
 from optax_boost.linen import _head
 
 _KERNEL_LAYERS = (nn.Conv, nn.ConvTranspose, nn.Dense)
@@ -155,7 +155,7 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: BatchNorm_0, BatchNorm_1
     kept, last of its residual branch: BatchNorm_2
   """
-  _checks.check_module(module)
+  _adapter.check_module(module)
   return _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
 
 
@@ -163,7 +163,7 @@ def _plan(
   module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
 ) -> _less_bn.LessBNPlan:
   variables = None
-  if args and _checks.are_variables(args[0]):
+  if args and _adapter.are_variables(args[0]):
     variables, *rest = args
     args = tuple(rest)
   _less_bn.check_call(args, kwargs, *options)
@@ -264,7 +264,7 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  _checks.check_module(module)
+  _adapter.check_module(module)
   if plan is not None:
     _less_bn.check_plan(plan)
   if plan is None:

@@ -10,10 +10,7 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _train_step
-from optax_boost.linen import _checks
-from optax_boost.linen._adapter import BoundModel
-from optax_boost.linen._adapter import keys
+from optax_boost.linen import _adapter
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
@@ -82,37 +79,23 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  _checks.check_module(module)
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  loss = _adapter.pure_loss(module, loss_fn, rngs)
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
   _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
-  if isinstance(rngs, str) or not (
-    isinstance(rngs, Sequence) and all(isinstance(name, str) for name in rngs)
-  ):
-    raise TypeError(
-      f"`rngs` must be a sequence of names of rng streams; got {_base.shorten(rngs)}."
-    )
-
-  def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array) -> Any:
-    model = BoundModel(module, params, collections, keys(rng, rngs))
-    return _train_step.with_model_state(loss_fn(model, batch), model.collections, False)
 
   def start(seed: int) -> tuple[Any, Any]:
-    variables = init_fn(jax.random.key(seed))
-    _checks.check_variables("init_fn(key)", variables)
-    variables = dict(variables)
-    return variables.pop("params"), variables
+    return _adapter.split_variables(init_fn(jax.random.key(seed)), "init_fn(key)")
 
   def metrics(params: Any, collections: Any) -> Any:
     assert evaluate is not None
-    return evaluate(BoundModel(module, params, collections, {}))
+    return evaluate(_adapter.BoundModel(module, params, collections, {}))
 
   options = _api.Options(
     data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
     seeds_at_once, progress
   )  # fmt: skip
   return _api.race_from(
-    pure_loss,
+    loss,
     start,
     None if evaluate is None else metrics,
     options,

@@ -13,7 +13,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
-from optax_boost.nnx import _checks
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
 from optax_boost.nnx._groups import layer_groups
@@ -73,9 +73,9 @@ class AutoBoost(_build.ModelBoost):
         layers; `dim_reduce` is on without a model, or neither finds nor can fit its subspace.
     """
     tx = _base.check_transformation("tx", tx)
-    _checks.check_filter("wrt", wrt)
+    _adapter.check_filter("wrt", wrt)
     if model is not None:
-      _checks.check_model(model)
+      _adapter.check_model(model)
     if self._needing_groups() and groups is None and loss_fn is not None and model is not None:
       find = functools.partial(layer_groups, wrt=wrt)
       groups = self._read_groups(find, loss_fn, model, *args)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from optax_boost import _less_bn
 from optax_boost import _tree
 from optax_boost.nnx import _adapter
-from optax_boost.nnx import _checks
 from optax_boost.nnx import _head
 
 _KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
@@ -74,7 +73,7 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: x, y
     kept, last of its residual branch: z
   """
-  _checks.check_model(model)
+  _adapter.check_model(model)
   return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
 
 
@@ -160,7 +159,7 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  _checks.check_model(model)
+  _adapter.check_model(model)
   if plan is not None:
     _less_bn.check_plan(plan)
   if plan is None:
@@ -215,7 +214,7 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     left over in the checkpoint: scale
     not in the checkpoint, left as they were: bias
   """
-  _checks.check_model(model)
+  _adapter.check_model(model)
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):

@@ -11,11 +11,7 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _train_step
-from optax_boost.nnx import _checks
-from optax_boost.nnx._adapter import PASS_SEED
-from optax_boost.nnx._adapter import advance
-from optax_boost.nnx._adapter import split
+from optax_boost.nnx import _adapter
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
@@ -84,7 +80,7 @@ def race(
   _base.check_callable("make_model", make_model, "make_model(seed)")
   _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
   _api.check_optional_callable("full_grad_fn", full_grad_fn)
-  _checks.check_filter("wrt", wrt)
+  _adapter.check_filter("wrt", wrt)
   structures: list[Any] = []
 
   def start(seed: int) -> tuple[Any, Any]:
@@ -94,7 +90,7 @@ def race(
         f"`make_model` must return an NNX module; make_model({seed}) returned"
         f" {_base.shorten(model)}."
       )
-    graphdef, params, model_state = split(model, wrt)
+    graphdef, params, model_state = _adapter.split(wrt, model)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
@@ -103,27 +99,23 @@ def race(
       )
     return params, model_state
 
-  def pure_loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = nnx.merge(structures[0], params, model_state)
-    if rng is not None:
-      advance(model, jax.random.bits(rng))
-    loss = loss_fn(model, batch)
-    return _train_step.with_model_state(loss, split(model, wrt)[2], False)
+  def loss(*args: Any) -> Any:
+    return _adapter.pure_loss(loss_fn, structures[0], wrt)(*args)
 
   def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None
-    model = nnx.merge(structures[0], params, model_state)
+    (model,) = _adapter.merge(structures[0], params, model_state)
     model.eval()
     return evaluate(model)
 
   if full_grad_fn is not None:
-    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED))
+    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(_adapter.PASS_SEED))
   options = _api.Options(
     data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
     seeds_at_once, progress
   )  # fmt: skip
   return _api.race_from(
-    pure_loss,
+    loss,
     start,
     None if evaluate is None else metrics,
     options,
