@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
+import inspect
 import math
 import numbers
 import re
 from typing import Any
 from typing import TypeAlias
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ import optax
 LeafSelector: TypeAlias = Any
 # Axes of a leaf, by regular expression.
 AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -334,3 +338,18 @@ def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
     raise error(
       f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {shorten(value)}."
     )
+
+
+def with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_F], _F]:
+  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
+
+  def decorate(function: _F) -> _F:
+    signature = inspect.signature(function)
+    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, parameter in inspect.signature(core).parameters.items():
+      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
+        shown[name] = parameter
+    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
+    return function
+
+  return decorate

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Sequence
 import functools
 from typing import Any
-from typing import Literal
 from typing import NamedTuple
 from typing import TypeAlias
 
 from flax import nnx
 import jax
 import numpy as np
+import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
@@ -167,12 +166,12 @@ class TrainStep:
     step = self._compiled.get(cached)
     if step is not None:
       return step
-    options = dict(self._options)
-    if options["full_grad_fn"] is not None and not has_key:
+    options, has_aux = dict(self._options), self._options.get("has_aux", False)
+    if options.get("full_grad_fn") is not None and not has_key:
       key = jax.random.key(_adapter.PASS_SEED)
       options["full_grad_fn"] = functools.partial(options["full_grad_fn"], rng=key)
     loss_fn = _adapter.pure_loss(
-      self._loss_fn, graphdef, optimizer.wrt, has_aux=options["has_aux"], has_key=has_key
+      self._loss_fn, graphdef, optimizer.wrt, has_aux=has_aux, has_key=has_key
     )
     step = _train_step.make_train_step(loss_fn, optimizer.tx, has_model_state=True, **options)
     # Another thread may have been faster.
@@ -224,33 +223,20 @@ def _explain(
     ) from error
 
 
-def make_train_step(
-  loss_fn: Callable[..., Any],
-  *,
-  has_aux: bool = False,
-  full_grad_fn: Callable[..., Any] | None = None,
-  donate: bool = True,
-  freezing: Literal["auto", "per_depth", "switch"] = "auto",
-  hold_frozen_statistics: bool = True,
-  extra_metrics: Sequence[str] = (),
-) -> TrainStep:
-  """Makes a jitted train step for NNX that feeds any optax transformation.
+@_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
+def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
+  """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
-  The optimizer's transformation receives `value`, `grad`, `value_fn` and `grad_fn`. Statistics and
-  rng counts come from the one forward pass at the current params; trial points of a line search
-  see the same dropout masks and change nothing.
+  Statistics and rng counts come from the one forward pass at the current params; trial points of a
+  line search see the same dropout masks and change nothing.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
-    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    full_grad_fn: as for :func:`optax_boost.make_train_step`, but always called as
-      ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch, key)`` for pure
-      trees of params; the key moves all rng streams, and is handed to a loss that takes one.
-    donate: see :func:`optax_boost.make_train_step`, as for the rest.
-    freezing: how the backward pass of frozen layers is skipped.
-    hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: metrics to report beside those of the methods.
+    **options: those of :func:`optax_boost.make_train_step` but `has_model_state`. `full_grad_fn` is
+      always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
+      key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
+      takes one.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
@@ -285,9 +271,6 @@ def make_train_step(
     1
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  flags = {"has_aux": has_aux, "donate": donate, "hold_frozen_statistics": hold_frozen_statistics}
-  form = "full_grad_fn(grad_fn, params, rng=key)"
-  _train_step.check_options(full_grad_fn, form, freezing, extra_metrics, **flags)
-  return TrainStep(
-    loss_fn, full_grad_fn=full_grad_fn, freezing=freezing, extra_metrics=extra_metrics, **flags
-  )
+  # Checks the options; the loss is known with the model only.
+  _train_step.make_train_step(loss_fn, optax.identity(), **options)
+  return TrainStep(loss_fn, **options)
