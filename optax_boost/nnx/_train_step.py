@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from flax import nnx
 import jax
-import numpy as np
 import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
+from optax_boost import _tree
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _binding
 
@@ -203,13 +203,8 @@ def _check_optimizer(optimizer: Any) -> None:
 def _explain(
   error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: Any
 ) -> None:
-  """Finds which argument made a step fail, and raises an error that names it."""
-  for path, leaf in jax.tree.leaves_with_path(batch):
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-      raise TypeError(
-        f"`batch` must be a tree of arrays; at {jax.tree_util.keystr(path) or 'its root'} it holds"
-        f" {_base.shorten(leaf)}."
-      ) from error
+  """Raises an error that names the argument which made a step fail, if it is found."""
+  _tree.check_traceable("batch", batch)
   try:
     made = jax.eval_shape(optimizer.tx.init, state.params)
   except Exception:
