@@ -7,7 +7,6 @@ from optax_boost._less_bn._flow import mark_norm as mark_norm
 from optax_boost._less_bn._flow import trace as trace
 from optax_boost._less_bn._plan import LessBNPlan as LessBNPlan
 from optax_boost._less_bn._plan import NormPlace as NormPlace
-from optax_boost._less_bn._plan import Options as Options
 from optax_boost._less_bn._plan import Predicate as Predicate
 from optax_boost._less_bn._plan import Trace as Trace
 from optax_boost._less_bn._plan import make_plan as make_plan

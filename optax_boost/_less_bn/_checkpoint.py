@@ -30,12 +30,12 @@ class LoadReport:
   fresh: tuple[str, ...]
 
   def __str__(self) -> str:
+    rows = (
+      ("left over in the checkpoint", self.left_over),
+      ("not in the checkpoint, left as they were", self.fresh),
+    )
     lines = [f"loaded: {len(self.loaded)} of {len(self.loaded) + len(self.left_over)} arrays"]
-    if self.left_over:
-      lines.append("left over in the checkpoint: " + ", ".join(self.left_over))
-    if self.fresh:
-      lines.append("not in the checkpoint, left as they were: " + ", ".join(self.fresh))
-    return "\n".join(lines)
+    return "\n".join(lines + [f"{words}: {', '.join(paths)}" for words, paths in rows if paths])
 
 
 def load_tree(target: Any, checkpoint: Any, ignore: Collection[str] = ()) -> tuple[Any, LoadReport]:

@@ -81,42 +81,19 @@ class LessBNPlan:
     _base.check_number("multiplier", self.multiplier, positive=True)
 
   def __str__(self) -> str:
-    lines = [f"removed {len(self.removed)} of {len(self.places)} BatchNorms: {_list(self.removed)}"]
-    for role, words in (
-      ("inner", "inside of a residual branch"),
-      ("last", "last of its residual branch"),
-      ("shortcut", "on a shortcut"),
-      ("outside", "in no residual block"),
-    ):
-      kept = [p.path for p in self.places if p.role == role and p.path not in self.removed]
-      if kept:
-        lines.append(f"kept, {words}: {_list(kept)}")
-    if self.biases:
-      lines.append(f"new biases: {_list(self.biases)}")
-    if self.head is not None:
-      lines.append(f"normalized head: {self.head}")
-    return "\n".join(lines)
+    def kept(role: Role) -> list[str]:
+      return [p.path for p in self.places if p.role == role and p.path not in self.removed]
 
-
-def _list(paths: Sequence[str]) -> str:
-  return ", ".join(paths) or "none"
-
-
-class Options(NamedTuple):
-  """The options of ``plan_less_bn`` and ``less_bn``."""
-
-  fn_flag: bool
-  bias: bool
-  predicate: Predicate | None
-  multiplier: float
-
-  def check(self) -> None:
-    """Refuses options of the wrong kind or out of range."""
-    _base.check_bool("fn_flag", self.fn_flag)
-    _base.check_bool("bias", self.bias)
-    if self.predicate is not None:
-      _base.check_callable("predicate", self.predicate, "predicate(place: NormPlace) -> bool")
-    _base.check_number("multiplier", self.multiplier, positive=True)
+    rows = (
+      (f"removed {len(self.removed)} of {len(self.places)} BatchNorms", self.removed or ["none"]),
+      ("kept, inside of a residual branch", kept("inner")),
+      ("kept, last of its residual branch", kept("last")),
+      ("kept, on a shortcut", kept("shortcut")),
+      ("kept, in no residual block", kept("outside")),
+      ("new biases", self.biases),
+      ("normalized head", [] if self.head is None else [self.head]),
+    )
+    return "\n".join(f"{words}: {', '.join(paths)}" for words, paths in rows if paths)
 
 
 class Trace(NamedTuple):
@@ -132,7 +109,10 @@ def make_plan(
   trace: Callable[[tuple[Any, ...], dict[str, Any]], Trace],
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
-  options: Options,
+  fn_flag: bool,
+  bias: bool,
+  predicate: Predicate | None,
+  multiplier: float,
   plan: LessBNPlan | None = None,
 ) -> LessBNPlan:
   """Plans by the trace of a model's call, unless there is a plan; called by a public function."""
@@ -140,7 +120,11 @@ def make_plan(
     if not isinstance(plan, LessBNPlan):
       raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
     return plan
-  options.check()
+  _base.check_bool("fn_flag", fn_flag)
+  _base.check_bool("bias", bias)
+  if predicate is not None:
+    _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool")
+  _base.check_number("multiplier", multiplier, positive=True)
   if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
     got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
@@ -151,7 +135,7 @@ def make_plan(
   traced = {path: place for path, place in _places(flows).items() if path in norms}
   unseen = {path: NormPlace(path, "outside") for path in norms if path not in traced}
   places = tuple((traced | unseen).values())
-  removed = tuple(place.path for place in places if _goes(options.predicate, place))
+  removed = tuple(place.path for place in places if _goes(predicate, place))
   if not removed:
     shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
     warnings.warn(
@@ -160,17 +144,17 @@ def make_plan(
       _base.NoEffectWarning,
       stacklevel=3,
     )
-  head = _last_dense(flows, dense) if options.fn_flag else None
-  if options.fn_flag and head is None:
+  head = _last_dense(flows, dense) if fn_flag else None
+  if fn_flag and head is None:
     warnings.warn(
       "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
       stacklevel=3,
     )
-  biases = _layers_before(flows, removed) if options.bias else []
+  biases = _layers_before(flows, removed) if bias else []
   biases = [path for path in biases if path in without_bias]
-  return LessBNPlan(places, removed, tuple(biases), head, options.multiplier)
+  return LessBNPlan(places, removed, tuple(biases), head, multiplier)
 
 
 def _goes(predicate: Predicate | None, place: NormPlace) -> bool:
@@ -241,13 +225,12 @@ def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> lis
 
 def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:
   for flow in flows:
-    weights = [n for n in range(len(flow.nodes)) if flow.has_weights(n)]
-    for n in reversed(weights):
-      reaches = any(n == out or flow.leads_to(n, out) for out in flow.outputs)
-      if reaches and _module(flow.nodes[n].path) in dense:
-        return _module(flow.nodes[n].path)
-      if reaches:
-        break
+    before = {
+      n for out in flow.outputs for n in range(out + 1) if n == out or flow.leads_to(n, out)
+    }
+    weights = [_module(flow.nodes[n].path) for n in sorted(before) if flow.has_weights(n)]
+    if weights and weights[-1] in dense:
+      return weights[-1]
   return None
 
 

@@ -15,13 +15,8 @@ class NormalizedDense(nn.Module):
 
   Attributes:
     features: the number of outputs.
-    use_bias: see :class:`optax_boost.nnx.NormalizedDense`, as for the rest.
-    dtype: the dtype of the computation; None: that of inputs and params.
-    param_dtype: the dtype of the params.
-    kernel_init: initializer of the kernel.
-    bias_init: initializer of the bias.
-    multiplier_init: initializer of the multiplier.
-    eps: smallest squared norm to divide by.
+    use_bias, dtype, param_dtype, kernel_init, bias_init, multiplier_init, eps: as for
+      :class:`optax_boost.nnx.NormalizedDense`.
 
   Raises:
     TypeError: an attribute is of the wrong kind; when called: the input is no array.

@@ -123,8 +123,7 @@ def plan_less_bn(
     A plan for ``less_bn(module, plan=plan)``, on this module or another of the same architecture.
 
   Raises:
-    TypeError: `module` is no Linen module, or an option of the wrong kind.
-    ValueError: `multiplier` is not positive, or there are no inputs.
+    TypeError, ValueError: as :func:`less_bn`.
 
   Examples:
     >>> from flax import linen as nn
@@ -143,9 +142,9 @@ def plan_less_bn(
     kept, last of its residual branch: BatchNorm_2
   """
   _adapter.check_module(module)
-  options = _less_bn.Options(fn_flag, bias, predicate, multiplier)
   variables, args = _variables_and_inputs(args)
-  return _less_bn.make_plan(functools.partial(_trace, module, variables), args, kwargs, options)
+  trace = functools.partial(_trace, module, variables)
+  return _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
 
 
 def less_bn(
@@ -195,10 +194,10 @@ def less_bn(
     (['layers_1'], ['bias', 'kernel', 'multiplier'])
   """
   _adapter.check_module(module)
-  options = _less_bn.Options(fn_flag, bias, predicate, multiplier)
   variables, args = _variables_and_inputs(args)
   trace = functools.partial(_trace, module, variables)
-  return LessBN(Unbound(module), _less_bn.make_plan(trace, args, kwargs, options, plan))
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier, plan)
+  return LessBN(Unbound(module), plan)
 
 
 def _variables_and_inputs(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -46,8 +46,7 @@ def plan_less_bn(
     A plan for ``less_bn(model, plan=plan)``, on this model or another of the same architecture.
 
   Raises:
-    TypeError: `model` is no NNX module, or an option of the wrong kind.
-    ValueError: `multiplier` is not positive, or there are no inputs.
+    TypeError, ValueError: as :func:`less_bn`.
 
   Examples:
     >>> from flax import nnx
@@ -66,8 +65,8 @@ def plan_less_bn(
     kept, last of its residual branch: z
   """
   _adapter.check_model(model)
-  options = _less_bn.Options(fn_flag, bias, predicate, multiplier)
-  return _less_bn.make_plan(functools.partial(_trace, model), args, kwargs, options)
+  trace = functools.partial(_trace, model)
+  return _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
 
 
 def less_bn(
@@ -134,8 +133,8 @@ def less_bn(
     drops their biases.
   """
   _adapter.check_model(model)
-  options = _less_bn.Options(fn_flag, bias, predicate, multiplier)
-  plan = _less_bn.make_plan(functools.partial(_trace, model), args, kwargs, options, plan)
+  trace = functools.partial(_trace, model)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier, plan)
   copy = copy_model(model)
   modules = _modules(copy)
 
