@@ -15,8 +15,11 @@ from optax_boost.linen import _adapter
 class TrainStep(_train_step.TrainStep):
   """A jitted train step for a Linen module; made by :func:`make_train_step`.
 
-  An :class:`optax_boost.TrainStep` whose :meth:`init` takes variables, and which makes the module's
-  rng streams from the key of a step.
+  An :class:`optax_boost.TrainStep` whose :meth:`init` takes variables. The other methods are
+  inherited: the call ``state, metrics = step(state, batch, rng)``, where the module's rng streams
+  are made from the key `rng`, and :meth:`~optax_boost.TrainStep.refresh`,
+  :meth:`~optax_boost.TrainStep.lower`, :meth:`~optax_boost.TrainStep.trace` and
+  :meth:`~optax_boost.TrainStep.cache_size`.
   """
 
   def init(self, variables: Any) -> _train_step.TrainState:  # type: ignore[override]

@@ -211,13 +211,13 @@ def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
   modules = _modules(copy)
   norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
   _replace(copy, {id(norm): RemovedBatchNorm(norm.dtype, path) for path, norm in norms.items()})
-  graphdef, params, rest = nnx.split(copy, nnx.Param, ...)  # type: ignore[misc]
+  graphdef, params, state = _adapter.split(nnx.Param, copy)
 
-  def apply(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-    return nnx.merge(graphdef, params, rest)(*args, **kwargs)
+  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(
-    _less_bn.trace(apply, _adapter.as_pure(params), _adapter.as_pure(rest), args, kwargs),
+    _less_bn.trace(apply, params, state, args, kwargs),
     list(norms),
     [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None],
     [p for p, m in modules.items() if isinstance(m, nnx.Linear)],
@@ -235,9 +235,7 @@ def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
     rngs=nnx.Rngs(0),
   )
   # The variables themselves, with their metadata.
-  head.kernel = dense.kernel
-  if dense.bias is not None:
-    head.bias = dense.bias
+  head.kernel, head.bias = dense.kernel, dense.bias
   return head
 
 
