@@ -34,15 +34,7 @@ class BoundModel:
     self.collections = dict(collections)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Applies the module.
-
-    Args:
-      *args: the module's arguments.
-      **kwargs: the module's keyword arguments, and `method`.
-
-    Returns:
-      The module's output.
-    """
+    """Applies the module to its own arguments; `method` among them names another method."""
     # Two calls within one loss draw different masks.
     rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
     self._calls += 1
