@@ -184,14 +184,13 @@ def test_its_answer_is_the_argument_of_the_methods():
 )
 def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
   step = optax_boost.make_train_step(plain, make(0.1))
-  state = jax.eval_shape(step.init, params())
+  state = step.init(params())
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    # The step warns while it is traced; it need not be compiled.
     step.trace(state, X)
     step.trace(state, jnp.ones((4, 8)))
   assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
   assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
   for told in (optax_boost.stacked_axes(plain, params(), X), {}):
     step = optax_boost.make_train_step(plain, make(0.1, stacked_axes=told))
-    step.trace(jax.eval_shape(step.init, params()), X)
+    step.trace(step.init(params()), X)
