@@ -14,7 +14,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
 from optax_boost.auto import _config
-from optax_boost.linen import _checks
+from optax_boost.linen import _adapter
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 from optax_boost.linen._groups import layer_groups
@@ -49,13 +49,12 @@ class AutoBoost(_build.ModelBoost):
     the place of params, a `batch` and, if the module draws, a key `rng`.
     """
     if module is not None:
-      _checks.check_module(module)
+      _adapter.check_module(module)
     if rng is not None:
       _base.check_key("rng", rng)
     params = find_groups = None
     if variables is not None:
-      _checks.check_variables("variables", variables)
-      params = variables["params"]
+      params, _ = _adapter.split_variables(variables)
       if module is not None and loss_fn is not None:
         find_groups = functools.partial(layer_groups, module, loss_fn, variables, batch, rng)
     return self._wrap(tx, params, find_groups, groups, decay)

@@ -11,7 +11,6 @@ import optax
 
 from optax_boost import _base
 from optax_boost.linen import _adapter
-from optax_boost.linen import _checks
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
@@ -58,22 +57,20 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  _checks.check_module(module)
+  pure_loss = _adapter.pure_loss(module, loss_fn, rngs)
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
   if evaluate is not None:
     _base.check_callable("evaluate", evaluate, "evaluate(model)")
 
   def init(key: jax.Array) -> tuple[Any, Any]:
-    variables = init_fn(key)
-    _checks.check_variables("init_fn(key)", variables)
-    return _adapter.split_variables(variables)
+    return _adapter.split_variables(init_fn(key), "init_fn(key)")
 
   def metrics(params: Any, collections: Any) -> Any:
     assert evaluate is not None
     return evaluate(_adapter.BoundModel(module, params, collections, {}))
 
   return _api.race(
-    _adapter.pure_loss(module, loss_fn, rngs),
+    pure_loss,
     init,
     data,
     transformations,

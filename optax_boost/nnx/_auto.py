@@ -13,7 +13,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
 from optax_boost.auto import _config
-from optax_boost.nnx import _checks
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
 from optax_boost.nnx._groups import layer_groups
@@ -58,10 +58,10 @@ class AutoBoost(_build.ModelBoost):
     As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the `model` of :meth:`model` in the
     place of params, ``loss_fn(model, *args)``, and `wrt`, the filter of the trained variables.
     """
-    _checks.check_filter("wrt", wrt)
+    _adapter.check_filter("wrt", wrt)
     params = find_groups = None
     if model is not None:
-      _checks.check_model(model)
+      _adapter.check_model(model)
       params = nnx.state(model, wrt)
       if loss_fn is not None:
         find_groups = functools.partial(layer_groups, loss_fn, model, *args, wrt=wrt)

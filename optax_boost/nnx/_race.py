@@ -11,7 +11,6 @@ import optax
 
 from optax_boost import _base
 from optax_boost.nnx import _adapter
-from optax_boost.nnx import _checks
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
@@ -61,7 +60,7 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("make_model", make_model, "make_model(seed)")
-  _checks.check_filter("wrt", wrt)
+  _adapter.check_filter("wrt", wrt)
   if evaluate is not None:
     _base.check_callable("evaluate", evaluate, "evaluate(model)")
   structures: list[Any] = []
@@ -73,7 +72,7 @@ def race(
         f"`make_model` must return an NNX module; make_model({seed}) returned"
         f" {_base.shorten(model)}."
       )
-    graphdef, params, model_state = _adapter.split(model, wrt)
+    graphdef, params, model_state = _adapter.split(wrt, model)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
@@ -88,7 +87,7 @@ def race(
 
   def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None
-    model = nnx.merge(structures[0], params, model_state)
+    (model,) = _adapter.merge(structures[0], params, model_state)
     model.eval()
     return evaluate(model)
 
