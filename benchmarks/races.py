@@ -1,4 +1,4 @@
-"""The races that the method cards show: `python -m benchmarks races`.
+"""The races that the method cards show: `python -m benchmarks.races`.
 
 Each trains on scikit-learn's digits. The tables go to ``results/races.md``, the pictures, which the
 docs include, to ``docs/figures``.
@@ -170,6 +170,18 @@ def centralization(network: type[CNN]) -> RaceResult:
   return _on_digits(functools.partial(network, 1, 10), _model.loss_fn, methods, epochs=5, points=5)
 
 
+def normalized() -> RaceResult:
+  """LARS against SGD by learning rate: a BatchNorm after every convolution, batches of 512."""
+  steps = _training.STEPS
+  methods = {f"sgd, {peak:g}": optax.sgd(rate(steps, peak), 0.9) for peak in _RATES}
+  methods |= {
+    f"lars, {peak:g}": optax_boost.lars(rate(steps, peak), trust_coefficient=0.01)
+    for peak in (0.2, 0.5, 1.0, 2.0, 5.0)
+  }
+  network = functools.partial(Normalized, 1, 10)
+  return _on_digits(network, _model.loss_fn, methods, epochs=steps // 2, batch_size=512, points=1)
+
+
 def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
   """Test accuracy at the end, by learning rate; a panel for each network."""
   figure = Figure(figsize=(11, 3.6), dpi=100, layout="constrained")
@@ -312,12 +324,12 @@ class Race:
 
   Attributes:
     run: trains; returns the results by their headings.
-    draw: makes the picture of them.
+    draw: makes the picture of them; None: no picture.
     note: what stands below the last table.
   """
 
   run: Callable[[], Mapping[str, RaceResult]]
-  draw: Callable[[Mapping[str, RaceResult]], Figure]
+  draw: Callable[[Mapping[str, RaceResult]], Figure] | None
   note: Callable[[], str] = str
 
 
@@ -330,6 +342,7 @@ _STEPS_AND_TIME = {"against": ("steps", "seconds")}
 _LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training loss")}
 RACES = {
   "large_batches": _alone(large_batches, **_STEPS_AND_TIME),
+  "normalized": dataclasses.replace(_alone(normalized), draw=None),
   "freezing": _alone(freezing, **_STEPS_AND_TIME),
   "svrg": _alone(convex),
   "centralize": Race(
@@ -354,7 +367,7 @@ def main() -> None:
   wanted = [name for name in sys.argv[1:] if name in RACES] or list(RACES)
   FIGURES.mkdir(exist_ok=True)
   path = pathlib.Path(__file__).parent / "results" / "races.md"
-  text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks races`.\n"
+  text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks.races`.\n"
   for name in wanted:
     results = RACES[name].run()
     for title, result in results.items():
@@ -368,7 +381,8 @@ def main() -> None:
     temporary = path.with_suffix(".part")
     temporary.write_text(text)
     temporary.replace(path)
-    plot.small(RACES[name].draw(results), FIGURES / f"{name}.png")
+    if (draw := RACES[name].draw) is not None:
+      plot.small(draw(results), FIGURES / f"{name}.png")
 
 
 if __name__ == "__main__":

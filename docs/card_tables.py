@@ -1,22 +1,23 @@
-"""Writes the README's table of methods and the cards' index: ``python docs/card_tables.py``.
+"""Writes the tables of methods and the reference: ``python docs/card_tables.py``.
 
-Both are made from the headers of the cards, between two comments that name this command.
+All are made from the headers of the cards, and stand between two comments that name this command.
 """
 
+from collections.abc import Iterator
 import pathlib
 import re
 from typing import NamedTuple
 
 DOCS = pathlib.Path(__file__).parent
-README = DOCS.parent / "README.md"
-INDEX = DOCS / "cards" / "index.md"
+CARDS = DOCS / "cards"
 HEADER = re.compile(
   r"# (?P<title>`.+)\n\n"
   r"- \*\*Does:\*\* (?P<does>.+)\n"
   r"- \*\*Verdict:\*\* (?P<verdict>.+)\n"
-  r"- \*\*From:\*\* (?P<source>.+)\n\n"
+  r"- \*\*From:\*\* (?P<source>.+)\n"
+  r"- \*\*API:\*\* (?P<names>.+)\n\n"
 )
-TABLE = re.compile(r"(<!-- made by `python docs/card_tables.py` -->\n).*?(<!-- end -->)", re.DOTALL)
+MADE = re.compile(r"(<!-- made by `python docs/card_tables.py` -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class Card(NamedTuple):
@@ -25,9 +26,10 @@ class Card(NamedTuple):
   Attributes:
     file: its file name.
     title: the names of the method.
-    does: what the method does, in one line.
+    does: the effect of the method, in one line.
     verdict: whether it helps, in one line.
     source: the software and the papers that it comes from.
+    names: the public names that the card describes.
   """
 
   file: str
@@ -35,9 +37,10 @@ class Card(NamedTuple):
   does: str
   verdict: str
   source: str
+  names: str
 
 
-def read_cards(folder: pathlib.Path = INDEX.parent) -> list[Card]:
+def read_cards(folder: pathlib.Path = CARDS) -> list[Card]:
   """The headers of all cards in `folder`, in the order of their file names.
 
   Raises:
@@ -45,43 +48,66 @@ def read_cards(folder: pathlib.Path = INDEX.parent) -> list[Card]:
   """
   cards = []
   for path in sorted(folder.glob("*.md")):
-    if path == INDEX:
+    if path.name == "index.md":
       continue
     header = HEADER.match(path.read_text())
     if header is None:
       raise ValueError(
-        f"{path} must begin with its header: '# `name`', then a list of three lines, "
-        "'- **Does:**', '- **Verdict:**' and '- **From:**'. Copy another card's header."
+        f"{path} must begin with its header: '# `name`', then a list of four lines, "
+        "'- **Does:**', '- **Verdict:**', '- **From:**' and '- **API:**'. "
+        "Copy another card's header."
       )
     cards.append(Card(path.name, **header.groupdict()))
   return cards
 
 
-def with_table(page: str, rows: list[str]) -> str:
-  """The page with `rows` in the place of its table."""
-  table = "\n".join(["", *rows, "", ""])
-  return TABLE.sub(lambda found: found[1] + table + found[2], page)
+def readme_table(cards: list[Card]) -> Iterator[str]:
+  """Each method with its effect, its verdict and its origin."""
+  yield "| method | effect | measured verdict | origin |"
+  yield "|---|---|---|---|"
+  for card in cards:
+    link = f"[{card.title}](docs/cards/{card.file})"
+    yield f"| {link} | {card.does} | {card.verdict} | {card.source} |"
 
 
-def readme_table(cards: list[Card]) -> list[str]:
-  """Plain names: a relative link would lead nowhere on PyPI."""
-  rows = [f"| {c.title} | {c.does} | {c.verdict} | {c.source} |" for c in cards]
-  return ["| method | what it does | measured verdict | from |", "|---|---|---|---|", *rows]
+def index_table(cards: list[Card], folder: str) -> Iterator[str]:
+  """Each card with its effect and its verdict."""
+  yield "| card | effect | verdict |"
+  yield "|---|---|---|"
+  for card in cards:
+    yield f"| [{card.title}]({folder}{card.file}) | {card.does} | {card.verdict} |"
 
 
-def index_table(cards: list[Card]) -> list[str]:
-  """The cards, linked."""
-  rows = [f"| [{c.title}]({c.file}) | {c.verdict} |" for c in cards]
-  return ["| card | verdict |", "|---|---|", *rows]
+def reference(cards: list[Card]) -> Iterator[str]:
+  """A section for each card, with the public names in its header."""
+  for card in cards:
+    yield f"## {card.title}\n\n[Card](cards/{card.file})\n\n```{{eval-rst}}"
+    for name in re.findall(r"`(.+?)`", card.names):
+      is_class = name.split(".")[-1][0].isupper()
+      yield f".. auto{'class' if is_class else 'function'}:: optax_boost.{name}"
+      if is_class:
+        yield "   :members:"
+      if name in ("nnx.AutoBoost", "linen.AutoBoost"):  # their methods are auto.AutoBoost's
+        yield "   :inherited-members:"
+    yield "```\n"
 
 
 def pages() -> dict[pathlib.Path, str]:
-  """What both pages must be."""
+  """The pages with their generated parts renewed."""
   cards = read_cards()
-  return {
-    README: with_table(README.read_text(), readme_table(cards)),
-    INDEX: with_table(INDEX.read_text(), index_table(cards)),
+  parts = {
+    DOCS.parent / "README.md": readme_table(cards),
+    DOCS / "index.md": index_table(cards, "cards/"),
+    CARDS / "index.md": index_table(cards, ""),
+    DOCS / "reference.md": reference(cards),
   }
+  texts = {}
+  for path, lines in parts.items():
+    made = "\n".join(["", *lines, ""])
+    texts[path] = MADE.sub(
+      lambda found, made=made: f"{found[1]}{made}\n{found[2]}", path.read_text()
+    )
+  return texts
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ class CNN(nnx.Module):
 
   Without normalization between them the layers' gradients differ in size, and one learning rate
   must suit them all: the case for which LARS was made. BatchNorm after every convolution takes
-  that difficulty away, and with it the methods' advantage: the same network with six of them ends
-  at 98.5% of the validation images with SGD, 98.1% with centralization, 98.3% with LARS and 97.5%
-  with both (the best of three to five learning rates each, three seeds).
+  that difficulty away, and with it most of the methods' advantage
+  (`python -m benchmarks.races normalized`).
   """
 
   def __init__(self, channels: int, classes: int, *, rngs: nnx.Rngs):

@@ -1,14 +1,4 @@
-r"""Gradient accumulation: k micro-steps, one step of the inner optimizer.
-
-With gradients g_1 ... g_k of k micro-batches, and their weights n_i (examples, tokens):
-
-  G = (n_1 g_1 + ... + n_k g_k) / (n_1 + ... + n_k)
-
-  g_i, G   the params' shapes; the sum in `accumulator_dtype`
-  n_i      scalars, 1 unless given; a micro-batch that is left out has n_i = 0
-
-The inner optimizer sees G, once per k. In between the updates are exactly zero.
-"""
+"""Gradient accumulation: k micro-steps, one step of the inner optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +56,9 @@ def accumulate(
   .. math::
     G = \frac{\sum_i n_i g_i}{\sum_i n_i}
 
-  For batches larger than memory. The inner optimizer really runs once per window, under
-  ``lax.cond``: its state, weight decay and schedules count inner steps.
+  for the gradients :math:`g_i` of the window's micro-batches and their weights :math:`n_i`. For
+  batches larger than memory. The inner optimizer really runs once per window, under ``lax.cond``:
+  its state, weight decay and schedules count inner steps. In between updates are exactly zero.
 
   Args:
     inner: the optimizer that sees the mean gradient.
@@ -75,9 +66,8 @@ def accumulate(
       Raising it makes larger batches of the same memory, and fewer steps.
     not_finite: the treatment of micro-batches whose gradient is not finite or overflows the sum.
       ``"drop"``: they are left out of the mean, and a window of nothing else makes no inner step.
-      ``"keep"``: they spoil the mean of their own window, for `inner` to see
-      (``optax.apply_if_finite``). Around a loss scale (:func:`dynamic_loss_scale`,
-      :func:`group_loss_scale`) they are always kept: the scale must see every overflow.
+      ``"keep"``: they spoil the mean of their own window, for `inner` to see, such as
+      ``optax.apply_if_finite``. Around a loss scale they are always kept.
     accept_fn: ``accept_fn(updates, **extra_args)``, a scalar bool: whether a micro-batch counts in
       the mean. It does not readmit gradients that are not finite. None: all count.
     accumulator_dtype: dtype of the sum; None: at least float32.
@@ -86,9 +76,8 @@ def accumulate(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
-    the number of examples or tokens in the micro-batch, so that unequal ones give the true mean. Of
-    other extra arguments, `inner` sees those of the window's last micro-step, and as `grad` the
-    mean gradient, in the gradients' dtype.
+    the number of examples or tokens in the micro-batch, 1 unless given. Of other extra arguments,
+    `inner` sees those of the window's last micro-step, and as `grad` the mean gradient.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.
@@ -107,9 +96,9 @@ def accumulate(
     ([-2.0, -4.0], 1)
 
   .. note::
-    Where all micro-batches of a step are at hand at once, ``optax.microbatching`` sums their
-    gradients inside the step, without a buffer between steps. ``optax.MultiSteps`` runs its inner
-    optimizer at every micro-step, and a NaN stays in its accumulator.
+    Where all micro-batches of a step are at hand at once, ``optax.microbatching`` needs no buffer
+    between steps. ``optax.MultiSteps`` runs its inner optimizer at every micro-step, and a NaN
+    stays in its accumulator.
   """
   inner = _base.check_transformation("inner", inner)
   if not callable(every):
@@ -154,10 +143,11 @@ def accumulate(
     # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
     keep = not_finite == "keep" or _conditional.scales_loss(state.inner_state)
 
-    def add(total: jax.Array, g: jax.Array) -> jax.Array:
-      return total + (weight * g.astype(total.dtype)).astype(total.dtype)
-
-    added = jax.tree.map(add, state.accumulator, updates)
+    added = jax.tree.map(
+      lambda total, g: total + (weight * g.astype(total.dtype)).astype(total.dtype),
+      state.accumulator,
+      updates,
+    )
     weight_sum = state.weight_sum + weight
     weighted = jnp.isfinite(weight_sum) & (weight >= 0)
     finite = _tree.all_finite(updates if keep else added)
@@ -172,21 +162,19 @@ def accumulate(
     stepping = full & (weight_sum > 0)
 
     def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      mean = jax.tree.map(
-        lambda t, g: (t / weight_sum.astype(t.dtype)).astype(g.dtype), total, updates
-      )
+      mean = jax.tree.map(lambda t: t / weight_sum.astype(t.dtype), total)
+      mean = _conditional.cast_like(mean, updates)
       extra = extra_args | ({"grad": mean} if "grad" in extra_args else {})
       return inner.update(mean, inner_state, params, **extra)
 
     out, inner_state = _conditional.update_if(stepping, step, state.inner_state)
-    count = _tree.increment_if
     return out, AccumulateState(
       count=jnp.where(full, 0, state.count + 1),
-      inner_count=count(stepping, state.inner_count),
+      inner_count=_tree.increment_if(stepping, state.inner_count),
       weight_sum=jnp.where(full, 0.0, weight_sum),
       accumulator=jax.tree.map(lambda t: jnp.where(full, jnp.zeros_like(t), t), total),
-      notfinite_count=count(~(finite & weighted), state.notfinite_count),
-      skipped_count=count(finite & weighted & ~accepted, state.skipped_count),
+      notfinite_count=_tree.increment_if(~(finite & weighted), state.notfinite_count),
+      skipped_count=_tree.increment_if(finite & weighted & ~accepted, state.skipped_count),
       inner_state=inner_state,
     )
 

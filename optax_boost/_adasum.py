@@ -11,7 +11,7 @@ Every node of the tree is a linear combination of the N gradients, and every inn
 follows from their Gram matrix. So the tree is never walked with vectors:
 
   a  (N,)     powers of two, a[r] bounds the entries of the r-th gradient, g_r = a[r] y_r
-  G  (N, N)   Gram matrix of a leaf, G[r, s] = <y_r, y_s>, in two float32 words (one float64)
+  G  (N, N)   Gram matrix of a group of leaves, <y_r, y_s> in two float32 words (one float64)
   C  (K, N)   the K nodes of a level as combinations of y_1 ... y_N; C = I at the leaves
   H  (K, K)   Gram matrix of the nodes, H = C G C'
   m  (K,)     powers of two; node k is m[k] C[k] y
@@ -21,19 +21,18 @@ A pair of nodes A, B becomes one node with m = max(m_A, m_B) and
 
   C = (m_A / m - m_B / m <A, B> / (2 |A|^2)) C_A + (m_B / m - m_A / m <A, B> / (2 |B|^2)) C_B
 
-Where nodes cancel, |A|^2 is a small difference of entries of G: a single float32 word of each would
-leave an error that grows with the square of the cancellation.
+Where nodes cancel, |A|^2 is a small difference of entries of G: in single float32 words the error
+would grow with the square of the cancellation.
 
 Between devices: chunks change owners (all-to-all, the powers of two travel along), each device adds
-the part of G that its chunk holds to the others' (all-reduce of 2 N x N numbers per leaf), combines
-its chunk, and the chunks are gathered. That moves the bytes of an all-reduce, in three collectives
-for any N and any number of leaves; and since each entry is computed on one device only, all
-replicas get the same bits.
+the part of G that its chunk holds to the others' (all-reduce of 2 N x N numbers per group),
+combines its chunk, and the chunks are gathered. That moves the bytes of an all-reduce, in three
+collectives for any N and any number of leaves; and since each entry is computed on one device only,
+all replicas get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import inspect
@@ -120,10 +119,6 @@ def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
     [1.0, 2.0]
     >>> optax_boost.adasum_pair(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])).tolist()
     [1.0, 2.0]
-
-  References:
-    Maleki et al., `Scaling Distributed Training with Adaptive Summation
-    <https://arxiv.org/abs/2006.02924>`_, 2020.
   """
   _tree.check_floating({"a": a, "b": b}, "adasum_pair")
   if jnp.shape(a) != jnp.shape(b):
@@ -137,8 +132,7 @@ def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
 def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) -> Any:
   r"""The adaptive sum of N gradients that lie stacked on one device.
 
-  A binary tree of :func:`adasum_pair`, neighbours first; an odd one out passes up a level. The
-  mathematics of :func:`adasum` without communication, for replicas simulated on one device.
+  The mathematics of :func:`adasum` without communication, for replicas simulated on one device.
 
   Args:
     stacked: a tree whose leaves have the N gradients along their first axis.
@@ -156,10 +150,6 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
     >>> grads = {"w": jnp.array([[1.0, 0.0], [0.0, 1.0], [3.0, 3.0]])}  # three replicas
     >>> optax_boost.adasum_reduce(grads)["w"].tolist()
     [2.0, 2.0]
-
-  References:
-    Maleki et al., `Scaling Distributed Training with Adaptive Summation
-    <https://arxiv.org/abs/2006.02924>`_, 2020.
   """
   method = "adasum_reduce"
   patterns = _check_groups(groups)
@@ -175,29 +165,25 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
         f" got shape {jnp.shape(leaf)} for the leaf '{_tree.leaf_name(path)}' and"
         f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
       )
-  reduced = _reduce(leaves, tuple(_group_of_leaf(paths, patterns).tolist()))
+  reduced = _reduce_stacked(leaves, _group_numbers(paths, patterns))
   return jax.tree.unflatten(structure, reduced)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _reduce(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
+def _reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax.Array]:
   """:func:`adasum_reduce` on leaves and the numbers of their groups."""
-  group_of_leaf, replicas = np.array(groups), leaves[0].shape[0]
-  layouts = _layouts([jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], chunks=1)
-  steps = _scale_steps(
-    jnp.stack([_largest(leaf, axes=tuple(range(1, leaf.ndim))) for leaf in leaves], axis=1),
-    group_of_leaf,
-  )
+  replicas = leaves[0].shape[0]
+  layouts = _layouts([jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1)
+  largest = [_largest(leaf, axes=tuple(range(1, leaf.ndim))) for leaf in leaves]
+  steps = _scale_steps(jnp.stack(largest, axis=1), groups)
   chunks = []
   for layout in layouts:
-    rows = [leaves[i].reshape(replicas, math.prod(leaves[i].shape[1:])) for i in layout.leaves]
+    rows = [leaves[i].reshape(replicas, -1 if leaves[i].size else 0) for i in layout.leaves]
     padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
     joined = jnp.concatenate([*rows, padding], axis=1)
-    blocks = jnp.asarray(layout.blocks[0])
-    steps_of_leaves = _steps_by_leaf(layout, steps, group_of_leaf)
-    chunks.append(_Chunk(layout, list(joined), blocks, steps_of_leaves))
-  weights = _weigh(_gram(chunks), steps, group_of_leaf)
-  return _unpack([(chunk.layout, _combine(chunk, weights)) for chunk in chunks])
+    chunks.append(_Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
+  vectors, _ = _reduce_chunks(chunks, steps)
+  return _unpack(layouts, vectors)
 
 
 def adasum(
@@ -219,27 +205,28 @@ def adasum(
 
   It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
   First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
-  The inner state then differs from replica to replica and must be kept so (second example).
+  The inner state then differs from replica to replica and must be kept so, as in
+  ``examples/adasum_processes.py``, which runs it over several processes or machines.
 
-  N need not be a power of two; N = 1 is the identity. Each dtype costs an all-to-all and an
-  all-gather, about the bytes of an all-reduce, and each leaf 2 N x N numbers in one all-reduce.
-  Inner products cost 2 N multiplications per entry and device; above some 64 replicas, use
-  `local_axis_name`.
+  N need not be a power of two; N = 1 is the identity. The order of the replicas matters, beyond the
+  two of a pair. Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce,
+  and each group 2 N x N numbers in one all-reduce. Inner products cost 2 N multiplications per
+  entry and device; above some 64 replicas, use `local_axis_name`.
 
-  A leaf that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
+  A group that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
   untouched, and no state but `notfinite_count` remembers it.
 
-  Gradients of float32 and bfloat16 may have any magnitude: each replica's leaf (or group) is scaled
-  by a power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush them, as XLA
-  does on CPUs; so is a replica's leaf more than 36 orders of magnitude below another's. Results
-  beyond the dtype's range are infinite. The mean over `local_axis_name` is summed in the gradients'
-  dtype, float16 included; float64 is good from 1e-180 to 1e180.
+  Gradients of float32 and bfloat16 may have any magnitude: each replica's group is scaled by a
+  power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush them, as XLA does
+  on CPUs; so is a replica's group more than 36 orders of magnitude below another's. Results beyond
+  the dtype's range are infinite. The mean over `local_axis_name` is summed in the gradients' dtype,
+  float16 included; float64 is good from 1e-180 to 1e180.
 
   Args:
     axis_name: the mesh axis, or axes, along which the replicas lie.
     local_axis_name: further axes along which gradients are averaged first, as over the devices of
       one node; the adaptive sum then runs over nodes. None: no such axis.
-    groups: which leaves share their coefficients. None: each leaf has its own, as in Horovod.
+    groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
       Regular expressions, searched in the leaves' paths, make a group each (the first that matches
       counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
@@ -280,53 +267,27 @@ def adasum(
     >>> [round(float(w), 6) for w in params["w"]]
     [0.2, 0.2, 0.2]
 
-    On the updates of an inner optimizer. Its state has the replicas along a first axis, which is
-    sharded, so each device keeps its own momentum:
-
-    >>> inner, tx = optax.adam(0.1), optax_boost.adasum("replicas")
-    >>> params = {"w": jnp.zeros(3)}
-    >>> own = jax.vmap(inner.init, in_axes=None, out_axes=0, axis_size=jax.device_count())(params)
-    >>> own = jax.device_put(own, jax.NamedSharding(mesh, P("replicas")))
-    >>> @jax.jit
-    ... @functools.partial(
-    ...   jax.shard_map,
-    ...   mesh=mesh,
-    ...   in_specs=(P(), P("replicas"), P(), P("replicas")),
-    ...   out_specs=(P(), P("replicas"), P()),
-    ... )
-    ... def step(params, own, state, x):
-    ...   mine = jax.lax.pcast(params, "replicas", to="varying")
-    ...   own = jax.tree.map(lambda s: s[0], own)
-    ...   updates, own = inner.update(jax.grad(loss_fn)(mine, x), own, mine)
-    ...   updates, state = tx.update(updates, state, params)
-    ...   own = jax.tree.map(lambda s: s[None], own)
-    ...   return optax.apply_updates(params, updates), own, state
-    >>> params, own, state = step(params, own, tx.init(params), x)
-    >>> own[0].mu["w"].shape == (jax.device_count(), 3)
-    True
-
   References:
     Maleki et al., `Scaling Distributed Training with Adaptive Summation
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    The order of the replicas matters, beyond the two of a pair. Horovod takes powers of two only
-    and rounds each level to the gradients' dtype; this is rounded once. The relative error in
-    float32 is a few times 1e-7 times the factor by which gradients cancel. A node that cancels to
-    less than 1 part in 16,384 of its summands counts as zero: its direction is a rounding error.
-
-  .. note::
-    No sure gain over the mean; see the method's card. ``examples/adasum_processes.py`` runs it over
-    several processes or machines, with checkpoints.
+    Horovod takes powers of two only and rounds each level to the gradients' dtype; this is rounded
+    once. The relative error in float32 is a few times 1e-7 times the factor by which gradients
+    cancel. A node that cancels to less than 1 part in 16,384 of its summands counts as zero: its
+    direction is a rounding error. No sure gain over the mean; see the method's card.
   """
   method = "adasum"
-  axes = _axes("axis_name", axis_name)
+  arguments = {
+    "axis_name": axis_name,
+    "local_axis_name": local_axis_name,
+    "shard_axis_name": shard_axis_name,
+  }
+  axes, local_axes, shard_axes = itertools.starmap(_axes, arguments.items())
   if not axes:
     raise TypeError(
       f"`axis_name` must be the name of a mesh axis or a tuple of names; got {axis_name!r}."
     )
-  local_axes = _axes("local_axis_name", local_axis_name)
-  shard_axes = _axes("shard_axis_name", shard_axis_name)
   every_axis = axes + local_axes + shard_axes
   if len(set(every_axis)) < len(every_axis):
     raise ValueError(
@@ -337,7 +298,7 @@ def adasum(
 
   def init_fn(params: optax.Params) -> AdasumState:
     _tree.check_floating(params, method)
-    _group_of_leaf(_tree.leaf_paths(params), patterns)
+    _group_numbers(_tree.leaf_paths(params), patterns)
     return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
 
   def update_fn(
@@ -348,52 +309,61 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     del extra_args
     _tree.check_update(method, updates, state, AdasumState, params)
-    replicas = _base.require_axis("axis_name", axes, method)
-    nearby = _base.require_axis("local_axis_name", local_axes, method)
-    _base.require_axis("shard_axis_name", shard_axes, method)
+    for argument, names in zip(arguments, (axes, local_axes, shard_axes), strict=True):
+      _base.require_axis(argument, names, method)
     leaves, structure = jax.tree.flatten(updates)
     if not leaves:
       return updates, state
     _check_not_summed(leaves, axes + local_axes)
 
-    group_of_leaf = _group_of_leaf(_tree.leaf_paths(updates), patterns)
-    layouts = _layouts(leaves, chunks=replicas * nearby)
-    largest = jnp.stack([_largest(leaf) for leaf in leaves])
-    if shard_axes:
-      largest = jax.lax.pmax(largest, shard_axes)
-    owner = jax.lax.axis_index(local_axes + axes)
-    # The bounds travel behind the entries, in a dtype that holds them.
-    carrier = next((layout for layout in layouts if _is_wide(layout.dtype)), None)
-    bounds = _power(_scale_steps(largest, group_of_leaf), jnp.float32)
-    # Under `vmap`, gradients that are the same everywhere are not mapped, but must be exchanged.
-    bounds = jnp.where(owner < 0, 0, bounds)
-
-    received, steps = [], jnp.zeros((replicas, bounds.size), int)
-    for layout in layouts:
-      tail = bounds if layout is carrier else bounds[:0]
-      x = _pack(leaves, layout, replicas * nearby, tail.astype(layout.dtype))
-      if nearby > 1:
-        x = _mean_nearby(x.reshape(nearby, replicas, x.shape[1]), local_axes, nearby)
-      if replicas > 1:
-        x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
-      if layout is carrier:
-        steps = _steps_of_bounds(x[:, layout.chunk :])
-      received.append(list(x))
-    chunks = []
-    for layout, rows in zip(layouts, received, strict=True):
-      steps_of_leaves = _steps_by_leaf(layout, steps, group_of_leaf)
-      chunks.append(_Chunk(layout, rows, jnp.asarray(layout.blocks)[owner], steps_of_leaves))
-    gram, steps = _sum_over_devices(_gram(chunks), steps, every_axis)
-    weights = _weigh(gram, steps, group_of_leaf)
-    outputs = _unpack(
-      [(c.layout, _gather(_combine(c, weights), local_axes + axes)) for c in chunks]
+    numbers = _group_numbers(_tree.leaf_paths(updates), patterns)
+    outputs, orthogonality, notfinite = _reduce_over_devices(
+      leaves, numbers, axes, local_axes, shard_axes
     )
     return jax.tree.unflatten(structure, outputs), AdasumState(
-      orthogonality=weights.orthogonality.astype(jnp.float32),
-      notfinite_count=_tree.increment_if(weights.notfinite, state.notfinite_count),
+      orthogonality=orthogonality,
+      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+# Compiled as a whole also where `update` is called eagerly.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _reduce_over_devices(
+  leaves: list[jax.Array],
+  groups: tuple[int, ...],
+  axes: tuple[str, ...],
+  local_axes: tuple[str, ...],
+  shard_axes: tuple[str, ...],
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """The sums of all devices' leaves, the orthogonality, and whether a leaf was not finite."""
+  replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
+  layouts = _layouts(leaves, groups, chunks=replicas * nearby)
+  largest = jnp.stack([_largest(leaf) for leaf in leaves])
+  if shard_axes:
+    largest = jax.lax.pmax(largest, shard_axes)
+  owner = jax.lax.axis_index(local_axes + axes)
+  # The scales travel behind the entries as their powers of two, in a dtype that holds them.
+  carrier = next((layout for layout in layouts if _is_wide(layout.dtype)), None)
+  bounds = _power(_scale_steps(largest, groups), jnp.float32)
+  # Under `vmap`, gradients that are the same everywhere are not mapped, but must be exchanged.
+  bounds = jnp.where(owner < 0, 0, bounds)
+
+  chunks, steps = [], jnp.zeros((replicas, bounds.size), int)
+  for layout in layouts:
+    tail = bounds if layout is carrier else bounds[:0]
+    x = _pack(leaves, layout, replicas * nearby, tail.astype(layout.dtype))
+    if nearby > 1:
+      x = _mean_nearby(x.reshape(nearby, replicas, x.shape[1]), local_axes, nearby)
+    if replicas > 1:
+      x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+    if layout is carrier:
+      steps = _steps_of_bounds(x[:, layout.chunk :])
+    chunks.append(_Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
+  vectors, weights = _reduce_chunks(chunks, steps, axes + local_axes + shard_axes)
+  outputs = _unpack(layouts, [_gather(vector, local_axes + axes) for vector in vectors])
+  return outputs, weights.orthogonality.astype(jnp.float32), weights.notfinite
 
 
 class _Layout(NamedTuple):
@@ -406,7 +376,7 @@ class _Layout(NamedTuple):
   chunk: int  # M, the entries that one device owns
   block: int  # B, the columns that are worked on at once
   # (D, T, 4) int32, the blocks of each chunk: where the block starts in the chunk, which of its
-  # columns count (from, to), and to which leaf they belong.
+  # columns count (from, to), and the group of their leaf.
   blocks: np.ndarray
 
 
@@ -418,19 +388,18 @@ class _Chunk(NamedTuple):
   # and joining them would be a pass over memory.
   rows: list[jax.Array]
   blocks: jax.Array  # (T, 4), this chunk's part of `layout.blocks`
-  steps: jax.Array  # (L', N), a is 2**(12 steps), for the layout's leaves
 
 
 class _Weights(NamedTuple):
   """The coefficients that follow from the Gram matrices."""
 
-  by_leaf: jax.Array  # (L, N), the coefficients of the scaled gradients y
-  steps: jax.Array  # (L,), the result is 2**(12 steps) times the combination of them
+  coefficients: jax.Array  # (G, N), of the scaled gradients y
+  steps: jax.Array  # (G,), the result is 2**(12 steps) times the combination of them
   orthogonality: jax.Array  # as in AdasumState
   notfinite: jax.Array  # scalar bool, whether a Gram matrix has entries that are not finite
 
 
-def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
+def _layouts(leaves: Sequence[Any], groups: Sequence[int], chunks: int) -> list[_Layout]:
   """Lays out the leaves of each dtype, each vector cut into D = `chunks` chunks."""
   by_dtype: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
@@ -442,7 +411,8 @@ def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
     starts = (0, *ends[:-1])
     chunk = max(1, -(-ends[-1] // chunks))
     block = min(chunk, max(_SHORTEST_BLOCK, -(-chunk // _MOST_BLOCKS)))
-    lists = [_blocks(starts, ends, d * chunk, chunk, block) for d in range(chunks)]
+    spans = list(zip(starts, ends, (groups[i] for i in members), strict=True))
+    lists = [_blocks(spans, d * chunk, chunk, block) for d in range(chunks)]
     table = np.zeros((chunks, max(1, *map(len, lists)), 4), np.int32)
     for row, entries in zip(table, lists, strict=True):
       row[: len(entries)] = np.reshape(entries, (-1, 4))
@@ -451,21 +421,17 @@ def _layouts(leaves: Sequence[Any], chunks: int) -> list[_Layout]:
 
 
 def _blocks(
-  starts: Sequence[int], ends: Sequence[int], origin: int, chunk: int, block: int
+  spans: Sequence[tuple[int, int, int]], origin: int, chunk: int, block: int
 ) -> list[tuple[int, int, int, int]]:
   """The blocks of the chunk that begins at `origin`, as :class:`_Layout` lists them."""
   blocks = []
-  for leaf, (leaf_start, leaf_end) in enumerate(zip(starts, ends, strict=True)):
+  for leaf_start, leaf_end, group in spans:
     low, high = max(leaf_start - origin, 0), min(leaf_end - origin, chunk)
     for first in range(low, high, block):
       # The last block starts early enough to lie in the chunk.
       start = min(first, chunk - block)
-      blocks.append((start, first - start, min(first + block, high) - start, leaf))
+      blocks.append((start, first - start, min(first + block, high) - start, group))
   return blocks
-
-
-def _fit(vector: jax.Array, size: int) -> jax.Array:
-  return jnp.pad(vector, (0, size - vector.size)) if vector.size < size else vector
 
 
 def _pack(leaves: Sequence[jax.Array], layout: _Layout, chunks: int, tail: jax.Array) -> jax.Array:
@@ -474,14 +440,20 @@ def _pack(leaves: Sequence[jax.Array], layout: _Layout, chunks: int, tail: jax.A
   rows = []
   # Row by row: on CPUs a concatenation of all leaves would be copied once more to be cut.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
-    parts = []
-    for leaf, start in zip(flat, layout.starts, strict=True):
-      low, high = max(origin - start, 0), min(origin + layout.chunk - start, leaf.size)
-      if low < high:
-        parts.append(leaf[low:high])
+    cuts = [slice(max(origin - s, 0), max(origin + layout.chunk - s, 0)) for s in layout.starts]
+    parts = [leaf[cut] for leaf, cut in zip(flat, cuts, strict=True)]
     padding = jnp.zeros(layout.chunk - sum(part.size for part in parts), layout.dtype)
     rows.append(jnp.concatenate([*parts, padding, tail]))
   return jnp.stack(rows)
+
+
+def _unpack(layouts: Sequence[_Layout], vectors: Sequence[jax.Array]) -> list[jax.Array]:
+  """Cuts joined vectors into leaves again, in the order of all leaves."""
+  leaves = {}
+  for layout, vector in zip(layouts, vectors, strict=True):
+    for i, shape, start in zip(layout.leaves, layout.shapes, layout.starts, strict=True):
+      leaves[i] = vector[start : start + math.prod(shape)].reshape(shape)
+  return [leaves[i] for i in range(len(leaves))]
 
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
@@ -503,11 +475,10 @@ def _largest(leaf: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   return jnp.max(jnp.abs(leaf), axis=axes, initial=0).astype(jnp.float32)
 
 
-def _scale_steps(largest: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
+def _scale_steps(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
   """For each group the largest s with 2**(12 s) at most its largest entry, within bounds."""
-  members = [np.flatnonzero(group_of_leaf == g) for g in range(int(group_of_leaf.max()) + 1)]
-  if len(members) < len(group_of_leaf):
-    largest = jnp.stack([jnp.max(largest[..., m], axis=-1) for m in members], axis=-1)
+  members = np.arange(max(groups) + 1)[:, None] == np.array(groups)
+  largest = jnp.max(jnp.where(members, largest[..., None, :], 0), axis=-1)
   steps = jnp.floor(jnp.log2(largest) / _SCALE_STEP)
   return jnp.clip(jnp.nan_to_num(steps), -_LARGEST_STEP, _LARGEST_STEP).astype(int)
 
@@ -516,14 +487,8 @@ def _steps_of_bounds(means: jax.Array) -> jax.Array:
   """Reads the steps again from bounds that were averaged over up to 2,000 devices."""
   # A mean of powers of 2**12 lies less than a step below the largest of them, so the order in which
   # they were added up, and its rounding, changes nothing.
-  return jnp.floor(
-    (jnp.log2(means.astype(jnp.float32)) + (_SCALE_STEP - 0.5)) / _SCALE_STEP
-  ).astype(int)
-
-
-def _steps_by_leaf(layout: _Layout, steps: jax.Array, group_of_leaf: np.ndarray) -> jax.Array:
-  """Steps ``(N, groups)`` as ``(L', N)``, for the leaves of a layout."""
-  return steps[:, group_of_leaf[np.array(layout.leaves)]].T
+  exponents = jnp.log2(means.astype(jnp.float32))
+  return jnp.floor((exponents + (_SCALE_STEP - 0.5)) / _SCALE_STEP).astype(int)
 
 
 def _power(steps: jax.Array, dtype: Any) -> jax.Array:
@@ -533,73 +498,54 @@ def _power(steps: jax.Array, dtype: Any) -> jax.Array:
   return table[steps + 2 * _LARGEST_STEP]
 
 
-def _unpack(vectors: Sequence[tuple[_Layout, jax.Array]]) -> list[jax.Array]:
-  """Cuts joined vectors into leaves again, in the order of all leaves."""
-  leaves = {}
-  for layout, vector in vectors:
-    for i, shape, start in zip(layout.leaves, layout.shapes, layout.starts, strict=True):
-      leaves[i] = vector[start : start + math.prod(shape)].reshape(shape)
-  return [leaves[i] for i in range(len(leaves))]
+def _reduce_chunks(
+  chunks: Sequence[_Chunk], steps: jax.Array, axes: tuple[str, ...] = ()
+) -> tuple[list[jax.Array], _Weights]:
+  """The chunks ``(M,)`` of the result, for gradients with scales ``(N, G)``."""
+  grams = [_gram(chunk, steps) for chunk in chunks]
+  widest = jnp.result_type(*grams)
+  gram = functools.reduce(_add, [gram.astype(widest) for gram in grams])
+  if axes:
+    gram, steps = _sum_over_devices(gram, steps, axes)
+  weights = _weigh(gram, steps)
+  return [_combine(chunk, steps, weights) for chunk in chunks], weights
 
 
-def _over_blocks(
-  chunk: _Chunk, result: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
-  """Runs ``result = body(result, block)`` over the rows of ``chunk.blocks``."""
-  turns = chunk.layout.blocks.shape[1]
-  return jax.lax.fori_loop(0, turns, lambda t, y: body(y, chunk.blocks[t]), result)
+def _cut_block(chunk: _Chunk, turn: jax.Array) -> tuple[jax.Array, ...]:
+  """A block ``(N, B)`` of columns, where it starts, which of them count, and their group."""
+  start, low, high, group = chunk.blocks[turn]
+  width = chunk.layout.block
+  parts = [jax.lax.dynamic_slice_in_dim(row, start, width) for row in chunk.rows]
+  # Not fused: XLA's CPU code for stacking slices is slower than a copy.
+  block = jnp.stack(jax.lax.optimization_barrier(parts))
+  return block, start, (jnp.arange(width) >= low) & (jnp.arange(width) < high), group
 
 
-def _counts(block: jax.Array, width: int) -> jax.Array:
-  """Which columns of a block belong to its leaf: a mask ``(B,)``."""
-  columns = jnp.arange(width)
-  return (columns >= block[1]) & (columns < block[2])
+def _gram(chunk: _Chunk, steps: jax.Array) -> jax.Array:
+  """A chunk's part of the groups' Gram matrices, ``(2, G, N, N)``, two words per entry."""
+  wide = _tree.accumulator_dtype(chunk.layout.dtype)
+  scales = _power(-steps, wide)
+  replicas, groups = steps.shape
+
+  def add(turn: jax.Array, grams: jax.Array) -> jax.Array:
+    x, _, counts, group = _cut_block(chunk, turn)
+    # Selected, not multiplied: entries of another leaf may be NaN.
+    x = jnp.where(counts, x.astype(wide) * scales[:, group, None], 0)
+    return grams.at[:, group].set(_add(grams[:, group], _products(x)))
+
+  # Under `shard_map` the loop must know from the start that they vary as the gradients do.
+  zero = jnp.where(False, chunk.rows[0][0].astype(wide), 0)
+  zeros = jnp.broadcast_to(zero, (2, groups, replicas, replicas))
+  return jax.lax.fori_loop(0, len(chunk.blocks), add, zeros)
 
 
-def _gram(chunks: Sequence[_Chunk]) -> jax.Array:
-  """These chunks' part of the Gram matrices, ``(2, L, N, N)``, two words per entry."""
-
-  def partial_gram(chunk: _Chunk) -> jax.Array:
-    width, wide = chunk.layout.block, _tree.accumulator_dtype(chunk.layout.dtype)
-    replicas = len(chunk.rows)
-    scales = _power(-chunk.steps, wide)
-
-    def add(grams: jax.Array, block: jax.Array) -> jax.Array:
-      counts = _counts(block, width)
-      parts = [
-        # Selected, not multiplied: entries of another leaf may be NaN.
-        jnp.where(counts, jax.lax.dynamic_slice(row, (block[0],), (width,)).astype(wide) * scale, 0)
-        for row, scale in zip(chunk.rows, scales[block[3]], strict=True)
-      ]
-      # Row by row and not fused: XLA's CPU code for stacking slices is slower than a copy.
-      products = _products(jax.lax.optimization_barrier(parts))
-      heads, tails = _two_sum(grams[0, block[3]], products[0])
-      tails += grams[1, block[3]] + products[1]
-      return grams.at[:, block[3]].set(jnp.stack([heads, tails]))
-
-    shape = (2, len(chunk.layout.leaves), replicas, replicas)
-    # Under `shard_map` the loop must know from the start that they vary as the gradients do.
-    varying = chunk.rows[0][0].astype(wide)
-    return _over_blocks(chunk, jnp.where(jnp.zeros(shape, bool), varying, 0), add)
-
-  partial = [partial_gram(chunk) for chunk in chunks]
-  if len(partial) == 1:
-    return partial[0]
-  widest = jnp.result_type(*partial)
-  order = np.argsort([i for chunk in chunks for i in chunk.layout.leaves])
-  return jnp.concatenate([grams.astype(widest) for grams in partial], axis=1)[:, order]
-
-
-def _products(parts: list[jax.Array]) -> jax.Array:
-  """The inner products ``(N, N)`` of N vectors of one length, in two words, ``(2, N, N)``."""
-  width = parts[0].size
-  if parts[0].dtype == jnp.float64:
-    rows = jnp.stack(parts)
-    products = jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
-    return jnp.stack([products, jnp.zeros_like(products)])
+def _products(x: jax.Array) -> jax.Array:
+  """The inner products ``(2, N, N)`` of N rows, in two words."""
+  if x.dtype == jnp.float64:
+    return _words(jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST))
+  replicas, width = x.shape
   columns = min(width, _EXACT_COLUMNS)
-  turns = -(-width // columns)
-  x = jnp.stack([_fit(part, turns * columns).reshape(turns, columns) for part in parts], axis=1)
+  x = jnp.pad(x, [(0, 0), (0, -width % columns)]).reshape(replicas, -1, columns).swapaxes(0, 1)
   multiply = functools.partial(jnp.einsum, "trk,tsk->trs", precision=jax.lax.Precision.HIGHEST)
   # With heads h and tails x - h: x x' = h h' + (s + s') / 2, where s = (x - h) (x + h)'.
   heads = _cut(x, axis=2, bits=_HEAD_BITS)
@@ -620,156 +566,132 @@ def _sum_over_devices(
   gram: jax.Array, steps: jax.Array, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
   """Adds up Gram matrices; the scales go along, since ``shard_map`` must know them to be alike."""
-  first, second = gram
   # Half of the first word's bits, so that their sum needs no rounding.
-  head = _head(first)
+  head = _head(gram[0])
   one_device = jnp.where(jax.lax.axis_index(axes) == 0, steps, 0).astype(gram.dtype)
-  words = jnp.stack([head, second + (first - head)])
+  words = jnp.stack([head, gram[1] + (gram[0] - head)])
   summed = jax.lax.psum(jnp.concatenate([jnp.ravel(words), jnp.ravel(one_device)]), axes)
   words, one_device = summed[: words.size], summed[words.size :]
   return words.reshape(gram.shape), one_device.reshape(steps.shape).astype(int)
 
 
-def _combine(chunk: _Chunk, weights: _Weights) -> jax.Array:
+def _combine(chunk: _Chunk, steps: jax.Array, weights: _Weights) -> jax.Array:
   """The chunk ``(M,)`` of the result."""
   layout = chunk.layout
   wide = _tree.accumulator_dtype(layout.dtype)
-  members = np.asarray(layout.leaves)
-  coefficients = weights.by_leaf[members].astype(wide)
-  steps = weights.steps[members]
+  coefficients = weights.coefficients.astype(wide)
   # Gradients are brought to the largest scale, never down: no entry becomes a denormal number.
-  lifts = steps[:, None] - chunk.steps
+  lifts = weights.steps[:, None] - steps.T
   first_lifts = jnp.minimum(lifts, _LARGEST_STEP)
   first_factors, second_factors = (_power(x, wide) for x in (first_lifts, lifts - first_lifts))
 
-  # The result takes the place of the first row: each column is read for the last time in the turn
-  # that writes it.
-  first, *others = chunk.rows
-
-  def add(parts: list[jax.Array], leaf: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
-    factors = zip(
-      coefficients[leaf], first_factors[leaf] * scale, second_factors[leaf], parts, strict=True
-    )
-    terms = [c * (part.astype(wide) * lift * more) for c, lift, more, part in factors]
+  def add(x: jax.Array, group: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    lifted = x * (first_factors[group] * scale)[:, None] * second_factors[group][:, None]
+    terms = coefficients[group][:, None] * lifted
     # In the order of the tree, so that equal gradients come back without rounding.
     while len(terms) > 1:
-      pairs = zip(terms[0:-1:2], terms[1::2], strict=True)
-      terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
+      paired = terms[0:-1:2] + terms[1::2]
+      terms = jnp.concatenate([paired, terms[-1:]]) if len(terms) % 2 else paired
     return terms[0]
 
-  def add_extremes(parts: list[jax.Array], leaf: jax.Array) -> jax.Array:
+  def add_extremes(x: jax.Array, group: jax.Array) -> jax.Array:
     # A sum may be within range where its terms are not.
-    large = steps[leaf] > 0
+    large = weights.steps[group] > 0
     scale = jnp.where(large, _SMALL, 1 / _SMALL)
-    direct, scaled = add(parts, leaf), add(parts, leaf, scale) / scale
+    direct, scaled = add(x, group), add(x, group, scale) / scale
     return jnp.where(large & jnp.isfinite(direct), direct, scaled)
 
-  def mix(y: jax.Array, block: jax.Array) -> jax.Array:
-    parts = [jax.lax.dynamic_slice(row, (block[0],), (layout.block,)) for row in (y, *others)]
-    extreme = jnp.abs(steps[block[3]]) >= _EXTREME_STEP
-    mixed = jax.lax.cond(extreme, add_extremes, add, parts, block[3]).astype(layout.dtype)
-    new = jnp.where(_counts(block, layout.block), mixed, parts[0])
-    return jax.lax.dynamic_update_slice(y, new, (block[0],))
+  def mix(turn: jax.Array, result: jax.Array) -> jax.Array:
+    x, start, counts, group = _cut_block(chunk, turn)
+    extreme = jnp.abs(weights.steps[group]) >= _EXTREME_STEP
+    mixed = jax.lax.cond(extreme, add_extremes, add, x.astype(wide), group).astype(layout.dtype)
+    old = jax.lax.dynamic_slice_in_dim(result, start, layout.block)
+    return jax.lax.dynamic_update_slice(result, jnp.where(counts, mixed, old), (start,))
 
-  return _over_blocks(chunk, first[: layout.chunk], mix)
+  return jax.lax.fori_loop(0, len(chunk.blocks), mix, chunk.rows[0][: layout.chunk])
 
 
-def _weigh(gram: jax.Array, steps: jax.Array, group_of_leaf: np.ndarray) -> _Weights:
-  """Runs the tree on Gram matrices ``(2, L, N, N)`` of gradients with scales ``(N, groups)``.
+def _weigh(gram: jax.Array, steps: jax.Array) -> _Weights:
+  """Runs the tree on Gram matrices ``(2, G, N, N)`` of gradients with scales ``(N, G)``.
 
   Coefficients are NaN for groups whose Gram matrix is not finite.
   """
-  groups = int(group_of_leaf.max()) + 1
-  if groups < len(group_of_leaf):
-    members = [np.flatnonzero(group_of_leaf == g) for g in range(groups)]
-    gram = jnp.stack([_sum_words(gram[:, leaves]) for leaves in members], axis=1)
-  dtype = gram.dtype
-  replicas = gram.shape[-1]
+  dtype, replicas = gram.dtype, gram.shape[-1]
   # A zero gradient is neutral: with one more, no node is without a partner.
   size = replicas + replicas % 2
   padding = [(0, 0), (0, size - replicas), (0, size - replicas)]
-  products: _Words = _fast_two_sum(jnp.pad(gram[0], padding), jnp.pad(gram[1], padding))
-  identity = jnp.broadcast_to(jnp.eye(size, dtype=dtype), products[0].shape)
-  nodes: _Words = (identity, jnp.zeros_like(identity))
+  products = _fast_two_sum(*(jnp.pad(word, padding) for word in gram))
+  nodes = jnp.broadcast_to(_words(jnp.eye(size, dtype=dtype))[:, None], products.shape)
   scales = jnp.pad(steps.T, padding[:2], constant_values=-_LARGEST_STEP)
   top = jnp.max(scales)
-  lengths = jnp.diagonal(products[0], axis1=1, axis2=2)
-  before = jnp.sum(lengths * _power(scales - top, dtype) ** 2)
+  lengths = _diagonal(products)[0]
   norms = jnp.sqrt(lengths)
+  before = jnp.sum(lengths * _power(scales - top, dtype) ** 2)
 
   # A loop over levels of one size, filled up with zeros: unrolled it would compile for seconds.
-  def level(_: int, tree: tuple[_Words, _Words, jax.Array]) -> tuple[_Words, _Words, jax.Array]:
-    nodes, products, scales = tree
-    squares = jnp.diagonal(products[0], axis1=1, axis2=2)
-    summed = jnp.sum(jnp.abs(nodes[0]) * norms[:, None, :], axis=2)
-    factors, largest = _pair_factors(products, squares <= (_CANCELLED * summed) ** 2, scales)
-    nodes = _add_pairs(nodes, factors)
-    first, second = _add_pairs(products, factors)
-    products = _add_pairs((jnp.swapaxes(first, 1, 2), jnp.swapaxes(second, 1, 2)), factors)
+  def level(_: int, tree: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    rows, scales = tree  # of each node its products and, behind them, its coefficients
+    summed = jnp.sum(jnp.abs(rows[0, :, :, size:]) * norms[:, None, :], axis=2)
+    factors, largest = _pair_factors(rows[..., :size], _CANCELLED * summed, scales)
+    rows = _add_pairs(rows, factors)
+    products = _add_pairs(jnp.swapaxes(rows[..., :size], 2, 3), factors)
     unused = jnp.full_like(largest, -_LARGEST_STEP)
-    return nodes, products, jnp.concatenate([largest, unused], axis=1)
+    rows = jnp.concatenate([products, rows[..., size:]], axis=3)
+    return rows, jnp.concatenate([largest, unused], axis=1)
 
-  levels = (replicas - 1).bit_length()
-  nodes, products, scales = jax.lax.fori_loop(0, levels, level, (nodes, products, scales))
-  after = jnp.sum(products[0][:, 0, 0] * _power(scales[:, 0] - top, dtype) ** 2)
+  tree = jnp.concatenate([products, nodes], axis=3), scales
+  rows, scales = jax.lax.fori_loop(0, (replicas - 1).bit_length(), level, tree)
+  root, scale = rows[:, :, 0], scales[:, 0]
+  after = jnp.sum(root[0, :, 0] * _power(scale - top, dtype) ** 2)
   finite = jnp.all(jnp.isfinite(gram), axis=(0, 2, 3))
-  by_group = jnp.where(finite[:, None], nodes[0][:, 0, :replicas], jnp.nan)
   return _Weights(
-    by_leaf=by_group[group_of_leaf],
-    steps=scales[group_of_leaf, 0],
+    coefficients=jnp.where(finite[:, None], root[0, :, size : size + replicas], jnp.nan),
+    steps=scale,
     orthogonality=jnp.where(before == 0, 1, after / before),
     notfinite=~jnp.all(finite),
   )
 
 
 def _pair_factors(
-  products: "_Words", zero: jax.Array, steps: jax.Array
-) -> tuple["_Words", jax.Array]:
-  """The factors ``(L, K)`` of a level's nodes in their pairs' sums, and the pairs' scales.
+  products: jax.Array, least: jax.Array, steps: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The factors ``(2, G, K)`` of a level's nodes in their pairs' sums, and the pairs' scales.
 
-  Of a pair with a `zero` member both factors are m_A / m.
+  Of a pair with a member whose norm is at most its `least` both factors are m_A / m.
   """
-  dtype = products[0].dtype
-  nodes = np.arange(zero.shape[1])
-  partners = nodes ^ 1
-  largest = jnp.maximum(steps, steps[:, partners])
-  own, other = _power(steps - largest, dtype), _power(steps[:, partners] - largest, dtype)
-  usable = ~(zero | zero[:, partners])
-  product, square = (
-    tuple(word[:, nodes, columns] for word in products) for columns in (partners, nodes)
-  )
-  ratio = _divide(
-    (jnp.where(usable, product[0] * other, 0), jnp.where(usable, product[1] * other, 0)),
-    (jnp.where(usable, 2 * square[0], 1), jnp.where(usable, 2 * square[1], 0)),
-  )
-  return _add((own, jnp.zeros_like(own)), (-ratio[0], -ratio[1])), largest[:, ::2]
+  square, steps = (x.reshape(*x.shape[:-1], -1, 2) for x in (_diagonal(products), steps))
+  product = _diagonal(products[..., 0::2, 1::2])[..., None]
+  largest = jnp.max(steps, axis=-1, keepdims=True)
+  own = _power(steps - largest, products.dtype)
+  usable = jnp.all(square[0] > least.reshape(own.shape) ** 2, axis=-1, keepdims=True)
+  ratio = _divide(jnp.where(usable, product * own[..., ::-1], 0), jnp.where(usable, 2 * square, 1))
+  factors = _add(_words(own), -ratio)
+  return factors.reshape(*factors.shape[:2], -1), largest[..., 0]
 
 
-def _add_pairs(x: "_Words", factors: "_Words") -> "_Words":
-  """Multiplies ``(L, K, ...)`` by factors ``(L, K)``, adds up pairs, and appends zeros."""
-  scaled = _multiply((factors[0][:, :, None], factors[1][:, :, None]), x)
-  first, second = _add(
-    (scaled[0][:, 0::2], scaled[1][:, 0::2]), (scaled[0][:, 1::2], scaled[1][:, 1::2])
-  )
-  padding = [(0, 0), (0, first.shape[1]), (0, 0)]
-  return jnp.pad(first, padding), jnp.pad(second, padding)
+def _add_pairs(x: jax.Array, factors: jax.Array) -> jax.Array:
+  """Multiplies ``(2, G, K, ...)`` by factors ``(2, G, K)``, adds up pairs, and appends zeros."""
+  scaled = _multiply(factors[..., None], x)
+  pairs = _add(scaled[:, :, 0::2], scaled[:, :, 1::2])
+  return jnp.concatenate([pairs, jnp.zeros_like(pairs)], axis=2)
 
 
-# Numbers in two words: the unevaluated sum of a float and a much smaller one (Dekker, 1971).
-_Words: TypeAlias = tuple[jax.Array, jax.Array]
+def _diagonal(x: jax.Array) -> jax.Array:
+  return jnp.diagonal(x, axis1=-2, axis2=-1)
 
 
-def _two_sum(a: jax.Array, b: jax.Array) -> _Words:
-  """The sum of two floats without an error."""
+# Numbers in two words, ``(2, ...)``: the unevaluated sum of a float and a much smaller one (Dekker,
+# 1971).
+
+
+def _words(x: jax.Array) -> jax.Array:
+  return jnp.stack([x, jnp.zeros_like(x)])
+
+
+def _fast_two_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+  """The sum of two floats without an error, for |a| >= |b|."""
   total = a + b
-  part = total - a
-  return total, (a - (total - part)) + (b - part)
-
-
-def _fast_two_sum(a: jax.Array, b: jax.Array) -> _Words:
-  """As :func:`_two_sum`, for |a| >= |b|."""
-  total = a + b
-  return total, b - (total - a)
+  return jnp.stack([total, b - (total - a)])
 
 
 def _head(x: jax.Array) -> jax.Array:
@@ -778,12 +700,14 @@ def _head(x: jax.Array) -> jax.Array:
   return jax.lax.reduce_precision(x, info.nexp, info.nmant // 2)
 
 
-def _add(x: _Words, y: _Words) -> _Words:
-  total, error = _two_sum(x[0], y[0])
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+  total = x[0] + y[0]
+  part = total - x[0]
+  error = (x[0] - (total - part)) + (y[0] - part)
   return _fast_two_sum(total, error + (x[1] + y[1]))
 
 
-def _multiply(x: _Words, y: _Words) -> _Words:
+def _multiply(x: jax.Array, y: jax.Array) -> jax.Array:
   product = x[0] * y[0]
   x_head, y_head = _head(x[0]), _head(y[0])
   x_tail, y_tail = x[0] - x_head, y[0] - y_head
@@ -791,19 +715,10 @@ def _multiply(x: _Words, y: _Words) -> _Words:
   return _fast_two_sum(product, error + (x[0] * y[1] + x[1] * y[0]))
 
 
-def _divide(x: _Words, y: _Words) -> _Words:
+def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
   quotient = x[0] / y[0]
-  product = _multiply((quotient, jnp.zeros_like(quotient)), y)
-  rest = _add(x, (-product[0], -product[1]))
+  rest = _add(x, -_multiply(_words(quotient), y))
   return _fast_two_sum(quotient, (rest[0] + rest[1]) / y[0])
-
-
-def _sum_words(x: jax.Array) -> jax.Array:
-  """The sum over axis 1 of numbers ``(2, K, ...)`` in two words."""
-  total: _Words = (x[0, 0], x[1, 0])
-  for i in range(1, x.shape[1]):
-    total = _add(total, (x[0, i], x[1, i]))
-  return jnp.stack(total)
 
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -856,9 +771,9 @@ def _check_groups(groups: Any) -> tuple[str, ...]:
   return tuple(patterns)
 
 
-def _group_of_leaf(paths: Sequence[str], patterns: Sequence[str]) -> np.ndarray:
-  """Numbers the groups ``0, 1, ...`` and says of each leaf in which it is."""
+def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
+  """The group of each leaf, numbered ``0, 1, ...``."""
   matches = _tree.first_match("groups", patterns, paths, warn_shadowed=True)
   keys = [("leaf", i) if match is None else ("group", match) for i, match in enumerate(matches)]
   numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-  return np.array([numbers[key] for key in keys], int)
+  return tuple(numbers[key] for key in keys)

@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
+import inspect
 import math
 import numbers
 import re
 from typing import Any
 from typing import TypeAlias
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ import optax
 LeafSelector: TypeAlias = Any
 # Axes of a leaf, by regular expression.
 AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -95,41 +99,35 @@ def check_number(
       f"`{name}` must be a real number or a scalar array; got {shorten(value)} of type"
       f" {type(value).__name__}."
     )
-  allowed = [f">= {minimum:g}"] if minimum > -math.inf else []
-  allowed += [f"<= {maximum:g}"] if maximum < math.inf else []
-  allowed += ["> 0"] if positive else []
-  allowed += [f"< {below:g}"] if below < math.inf else []
   try:
     number = float(value)
   except OverflowError:
     number = math.inf
-  in_range = minimum <= number <= maximum and number < below and not (positive and number <= 0)
-  if not (in_range and math.isfinite(number)):
-    raise ValueError(
-      f"`{name}` must be {' and '.join(['finite', *allowed])}; got {shorten(value)}."
-    )
+  bounds = [
+    (math.isfinite(number), "finite", True),
+    (number >= minimum, f">= {minimum:g}", minimum > -math.inf),
+    (number <= maximum, f"<= {maximum:g}", maximum < math.inf),
+    (number > 0, "> 0", positive),
+    (number < below, f"< {below:g}", below < math.inf),
+  ]
+  if not all(holds for holds, _, applies in bounds if applies):
+    required = " and ".join(text for _, text, applies in bounds if applies)
+    raise ValueError(f"`{name}` must be {required}; got {shorten(value)}.")
 
 
-def check_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-  """Checks an argument that is one number or an array of real numbers, of a shape if given."""
-  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  array = is_any_array(value) or isinstance(value, np.generic)
-  if not (_is_real(_dtype_of(value)) if array else number):
-    raise TypeError(f"`{name}` must be an array of real numbers; got {shorten(value)}.")
-  if shape is not None:
-    _check_shape(name, value, shape)
-
-
-def check_bool_array(name: str, value: Any, shape: tuple[int, ...]) -> None:
-  """Checks an argument that is an array of bools of a shape."""
-  array = is_any_array(value) or isinstance(value, bool | np.bool_)
-  if not (array and jnp.result_type(value) == jnp.bool_):
-    raise TypeError(f"`{name}` must be an array of bools; got {shorten(value)}.")
-  _check_shape(name, value, shape)
-
-
-def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
-  if jnp.shape(value) != shape:
+def check_array(
+  name: str, value: Any, shape: tuple[int, ...] | None = None, *, bools: bool = False
+) -> None:
+  """Checks an argument that is one or an array of real numbers, or bools, of a shape if given."""
+  if is_any_array(value) or isinstance(value, np.generic):
+    dtype = _dtype_of(value)
+    fits = dtype == np.bool_ if bools else _is_real(dtype)
+  else:
+    fits = isinstance(value, numbers.Real) and isinstance(value, bool) == bools
+  if not fits:
+    kind = "bools" if bools else "real numbers"
+    raise TypeError(f"`{name}` must be an array of {kind}; got {shorten(value)}.")
+  if shape is not None and jnp.shape(value) != shape:
     raise ValueError(
       f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
     )
@@ -169,6 +167,12 @@ def check_callable(name: str, value: Any, form: str = "") -> None:
   if not callable(value):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
+
+
+def check_type(name: str, value: Any, kind: Any, words: str) -> None:
+  """Raises TypeError unless an argument is of a type, which `words` describe."""
+  if not isinstance(value, kind):
+    raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 
 
 def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
@@ -268,19 +272,23 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
+def scalar_loss(value: Any, requirement: str) -> jax.Array:
+  """A loss as a floating-point array; TypeError for anything but a real scalar."""
+  number = is_any_array(value) or isinstance(value, numbers.Real)
+  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
+    got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
+    raise TypeError(f"{requirement} {got}.")
+  dtype = jnp.result_type(value)
+  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
+
+
 def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
   """Makes `value_fn` raise TypeError where it returns anything but a real scalar."""
   check_callable("value_fn", value_fn, "value_fn(params)")
 
   def checked(*args: Any, **kwargs: Any) -> jax.Array:
-    value = value_fn(*args, **kwargs)
-    number = is_any_array(value) or isinstance(value, numbers.Real)
-    if not number or jnp.shape(value) != ():
-      got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
-      raise TypeError(
-        f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned {got}."
-      )
-    return jnp.asarray(value)
+    requirement = f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned"
+    return scalar_loss(value_fn(*args, **kwargs), requirement)
 
   return checked
 
@@ -301,10 +309,8 @@ def as_key(name: str, key: Any) -> jax.Array:
     if key.shape:
       raise ValueError(f"`{name}` must be one key; got an array of keys of shape {key.shape}.")
     return key
-  integer = is_integer(key)
-  if is_any_array(key):
-    integer = jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer)
-  if not integer:
+  array = is_any_array(key) and jnp.ndim(key) == 0
+  if not (is_integer(key) or (array and jnp.issubdtype(_dtype_of(key), jnp.integer))):
     raise TypeError(
       f"`{name}` must be a key of `jax.random.key` or an integer seed; got {shorten(key)}."
     )
@@ -314,10 +320,7 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 
 def check_key(name: str, key: Any) -> None:
-  """Raises TypeError unless an argument is one key.
-
-  Seeds are refused: a step would turn them into keys again and again.
-  """
+  """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
   one, got = False, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -334,3 +337,18 @@ def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
     raise error(
       f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {shorten(value)}."
     )
+
+
+def with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_F], _F]:
+  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
+
+  def decorate(function: _F) -> _F:
+    signature = inspect.signature(function)
+    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, parameter in inspect.signature(core).parameters.items():
+      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
+        shown[name] = parameter
+    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
+    return function
+
+  return decorate

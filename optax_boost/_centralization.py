@@ -1,15 +1,6 @@
-r"""Gradient centralization.
+"""Gradient centralization: arXiv:2004.01461."""
 
-For a layer y = x W with kernel W (fan-in x out), and its gradient G:
-
-  G <- G - mean of G over the fan-in, for each output
-
-which projects G onto the hyperplane orthogonal to the vector of ones in each output's fan-in.
-
-Source: Yong, Huang, Hua, Zhang, "Gradient Centralization: A New Optimization Technique for Deep
-Neural Networks", arXiv:2004.01461.
-"""
-
+import functools
 import re
 from typing import Any
 from typing import Literal
@@ -27,19 +18,20 @@ _Layout = Literal["flax", "torch"]
 
 
 def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
+  """Whether ``exclude="auto"`` leaves each leaf alone."""
   # A normalized head divides its kernel by its norm and has a `multiplier` beside it.
   places = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in places if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2
 
-  def alone(leaf: _tree.Leaf) -> bool:
+  def alone(leaf: _tree.Leaf, module: str) -> bool:
     shape = leaf.layer_shape
     if len(shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
       return True
     depthwise = len(shape) >= 3 and shape[input_axis] == 1
-    return depthwise or leaf.path.rpartition("/")[0] in heads
+    return depthwise or module in heads
 
-  return [alone(leaf) for leaf in leaves]
+  return [alone(leaf, module) for leaf, (module, _, _) in zip(leaves, places, strict=True)]
 
 
 def subtract_mean(
@@ -66,9 +58,10 @@ def centralize(
   .. math::
     G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
 
-  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
-  the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes
-  the decay too. A gradient that is not finite stays so, within the output it belongs to.
+  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it: a projection onto
+  the hyperplane orthogonal to the vector of ones. It goes before the optimizer in a chain; after
+  ``optax.add_decayed_weights``, as in MindSpore, it centralizes the decay too. A gradient that is
+  not finite stays so, within the output it belongs to.
 
   Kernels of grouped convolutions are centralized over the inputs of their own group. MindSpore
   leaves them out; name them in `exclude` for that, since shapes don't tell them apart.
@@ -122,12 +115,10 @@ def centralize(
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
     leaves = _tree.describe(tree, stacked_axes)
-    named = _tree.axes_by_pattern(
-      [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves], fan_in_axes, "fan_in_axes"
-    )
-    skipped = _tree.select(
-      tree, exclude, "exclude", lambda found: _left_alone(found, layout), stacked_axes
-    )
+    paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
+    named = _tree.axes_by_pattern(paths, shapes, fan_in_axes, "fan_in_axes")
+    auto = functools.partial(_left_alone, layout=layout)
+    skipped = _tree.select(tree, exclude, "exclude", auto, stacked_axes)
     # Axes named for a leaf take precedence over its exclusion.
     return [
       axes or (None if skip else _tree.fan_in_axes(leaf, layout) or None)
@@ -149,12 +140,11 @@ def centralize(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params, extra_args
     _tree.check_floating(updates, "centralize")
-    axes_of_leaves = plan(updates)
     _base.require_axis("axis_name", axis_name, "centralize")
+    axes_of_leaves = plan(updates)
     if stacked_axes is None:
-      paths = _tree.leaf_paths(updates)
-      acted = [path for path, axes in zip(paths, axes_of_leaves, strict=True) if axes]
-      _protocol.announce_layers("centralize", acted)
+      paths = zip(_tree.leaf_paths(updates), axes_of_leaves, strict=True)
+      _protocol.announce_layers("centralize", [path for path, axes in paths if axes])
     leaves, structure = jax.tree.flatten(updates)
     centred = [
       subtract_mean(g, axes, axis_name) if axes and g.size else g

@@ -20,7 +20,6 @@ def update_if(
   state: optax.OptState,
 ) -> tuple[optax.Updates, optax.OptState]:
   """Makes a step under a condition; otherwise updates are zero and the state stays as it was."""
-  shapes, _ = jax.eval_shape(update, state)
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     updates, moved = update(state)
@@ -29,7 +28,26 @@ def update_if(
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     return jax.tree.map(_zeros, shapes), state
 
-  return jax.lax.cond(condition, step, skip, state)
+  if is_concrete(condition) and condition:
+    return step(state)
+  shapes, _ = jax.eval_shape(update, state)
+  # On a mesh with explicit axes zeros are made inside of a trace only.
+  on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
+  return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
+
+
+def is_concrete(condition: jax.Array) -> bool:
+  """Whether a condition is known; ``lax.cond`` would then be compiled anew at every step."""
+  return not isinstance(condition, jax.core.Tracer)
+
+
+def cond(
+  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
+) -> Any:
+  """``lax.cond`` for traced conditions, a plain choice for known ones."""
+  if is_concrete(condition):
+    return if_true(*args) if condition else if_false(*args)
+  return jax.lax.cond(condition, if_true, if_false, *args)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -62,9 +80,8 @@ def scales_loss(state: optax.OptState) -> bool:
 
 def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
   """One of two trees of the same structure, in the dtypes of the second."""
-  return cast_like(
-    jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false), on_false
-  )
+  chosen = jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false)
+  return cast_like(chosen, on_false)
 
 
 def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
@@ -78,9 +95,10 @@ def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str
 def no_entry_lost(new: Any, old: Any) -> jax.Array:
   """Whether no finite entry has become NaN or infinite; infinities in `old` may be meant."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  kept = [
-    jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
-    for after, before in pairs
-    if jnp.issubdtype(_dtype(before), jnp.inexact)
-  ]
-  return _tree.all_finite([jnp.where(x, 0.0, jnp.inf) for x in kept])
+  return _tree.all_true(
+    [
+      jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+      for after, before in pairs
+      if jnp.issubdtype(_dtype(before), jnp.inexact)
+    ]
+  )

@@ -83,7 +83,7 @@ def parse_json(text: str, source: str) -> Any:
     raise ValueError(f"{source} is nested too deeply for JSON to be read.") from error
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
   """Writes a file under a temporary name beside it, then renames it; the last writer wins.
 
   The target of a symbolic link is replaced, not the link; permissions stay. Temporary files are

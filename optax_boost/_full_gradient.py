@@ -32,8 +32,7 @@ def full_gradient(
     \mu = \sum_b n_b \, \nabla f_b(s) \Big/ \sum_b n_b
 
   for batches :math:`b` with :math:`n_b` examples each; a smaller last batch counts less. A *padded*
-  one needs a loss that is the mean over the real examples (by a mask in the batch), and
-  `weight_fn`, which counts them.
+  one needs a loss that is the mean over the real examples, and `weight_fn`, which counts them.
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
@@ -42,10 +41,9 @@ def full_gradient(
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
     rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets one per batch.
-    weight_fn: from a batch to the number of its real examples, as in
-      ``lambda batch: batch["mask"].sum()``. A batch of weight 0 is left out. None: the length of
-      the leaves' first axis.
-    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
+    weight_fn: from a batch to the number of its real examples. A batch of weight 0 is left out.
+      None: the length of the leaves' first axis.
+    progress: whether to show a progress bar, if ``tqdm`` is installed.
 
   Returns:
     A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`.
@@ -82,9 +80,9 @@ def full_gradient(
       " steps, or `scan_full_gradient` inside."
     )
   # A Partial goes into jit as an argument: its bound arrays may change without a recompilation.
-  bound = grad_fn if isinstance(grad_fn, jax.tree_util.Partial) else jax.tree_util.Partial(grad_fn)
-  total, weights = zeros_like_wide(params), jnp.zeros([])
-  structure = None
+  partial = isinstance(grad_fn, jax.tree_util.Partial)
+  bound = grad_fn if partial else jax.tree_util.Partial(grad_fn)
+  carry, structure = (zeros_like_wide(params), jnp.zeros([])), None
   shown = _base.with_progress(batches, progress, "full gradient", "batch")
   for index, batch in enumerate(shown):
     arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
@@ -95,21 +93,20 @@ def full_gradient(
         f"`full_gradient` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
-    jax.block_until_ready(weights)
+    jax.block_until_ready(carry[1])
     weight = _weight(arrays, weight_fn, index)
-    total, weights = _jitted_add((total, weights), bound, params, arrays, weight, *key)
+    carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
   if structure is None:
     raise ValueError(
       "`full_gradient` needs at least one batch; got none. An iterator that was used up by a"
       " previous pass is empty: pass a new one each time."
     )
-  if not weights > 0:
+  if not carry[1] > 0:
     raise ValueError(
-      f"`full_gradient` needs batches with examples; the weights of all batches sum to {weights}."
+      f"`full_gradient` needs batches with examples; the weights of all batches sum to {carry[1]}."
     )
-  return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
+  return _mean(carry)
 
 
 def scan_full_gradient(
@@ -133,8 +130,7 @@ def scan_full_gradient(
     rng: as in :func:`full_gradient`.
     weight_fn: as in :func:`full_gradient`; None: all batches count the same.
     unroll: how many batches make one iteration, True for all. Raising it compiles longer. On CPUs
-      the gradients of convolutions need True; under ``lax.cond``, as inside the step, they stay
-      slow: refresh on the host.
+      the gradients of convolutions need True; inside the step they stay slow: refresh on the host.
 
   Returns:
     A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.
@@ -165,26 +161,27 @@ def scan_full_gradient(
   def body(carry: Any, xs: Any) -> tuple[Any, None]:
     index, batch = xs
     weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
-    key = () if rng is None else (jax.random.fold_in(rng, index),)
-    return _add(carry, grad_fn, params, batch, weight, *key), None
+    return _add(carry, grad_fn, params, batch, weight, rng, index), None
 
   start = (zeros_like_wide(params), jnp.zeros([]))
-  (total, weights), _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
+  carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
+  return _mean(carry)
+
+
+def _mean(carry: tuple[Any, jax.Array]) -> Any:
+  total, weights = carry
   return jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
 
 
 def _add(
-  carry: tuple[Any, jax.Array],
-  grad_fn: Callable[..., Any],
-  params: Any,
-  batch: Any,
-  weight: Any,
-  *key: jax.Array,
+  carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, rng: Any, index: Any
 ) -> tuple[Any, jax.Array]:
+  """Adds a batch's weighted gradient to their sum, and its weight to that of weights."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
   # The full gradient is then not finite, and a refresh with it is counted and not made.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
+  key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
   check_gradients(gradients, params, "grad_fn")
 
@@ -218,7 +215,7 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int) -> f
 
 
 def _check_weight(weight: Any) -> Any:
-  array = _base.is_array(weight) or isinstance(weight, np.ndarray)
+  array = _base.is_any_array(weight)
   real = isinstance(weight, numbers.Real) or (array and jnp.isrealobj(weight))
   if not real or jnp.shape(weight) != ():
     got = f"an array of shape {jnp.shape(weight)}" if array else _base.shorten(weight)

@@ -65,9 +65,9 @@ def layer_groups(
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  A leaf's place is where it first meets the data; casts and reshapes of params do not count.
-  Nothing is computed; arrays may be abstract. A bias or a normalization stays with the kernel
-  before it. The blocks that this makes are shared out evenly.
+  A leaf's place is where it first meets the data; casts and reshapes of params do not count. A bias
+  or a normalization stays with the kernel before it. The blocks that this makes are shared out
+  evenly. Nothing is computed; arrays may be abstract.
 
   Arrays that the loss closes over (an adapter's base weights, a pruning mask) are data only where
   the params would otherwise meet data in one place or nowhere.
@@ -81,9 +81,8 @@ def layer_groups(
     overrides: groups by regular expression, searched in the leaves' paths, which take precedence
       over the trace. The first that matches counts.
     data: which of `args` are data, where some hold weights or masks: a tree of bools with the
-      structure of the tuple `args` or a prefix of it, as ``(True, False)``; or regular expressions,
-      searched in their leaves' paths, as ``"^0/image$"``; or a callable from `args` to such a tree.
-      None: all of them.
+      structure of the tuple `args` or a prefix of it, as ``(True, False)``; regular expressions for
+      their leaves' paths, as ``"^0/image$"``; or a callable to such a tree. None: all of them.
 
   Returns:
     A :class:`LayerGroups`.
@@ -177,38 +176,37 @@ def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
     # With stacked layers, biases may be matrices.
     return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
-  def parent(leaf: _tree.Leaf) -> str:
-    return leaf.path.rpartition("/")[0]
-
+  modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
   kernels = [i for i in order if not attached(leaves[i])]
-  of_parent: dict[str, list[int]] = {}
+  kernels_of: dict[str, list[int]] = {}
   for i in kernels:
-    of_parent.setdefault(parent(leaves[i]), []).append(i)
+    kernels_of.setdefault(modules[i], []).append(i)
   blocks: dict[int, list[int]] = {}
   last = (kernels or order or [0])[0]
   for i in order:
-    siblings = of_parent.get(parent(leaves[i]), [])
-    if not attached(leaves[i]):
+    # A module's own kernel counts before the last one that was used.
+    own = kernels_of.get(modules[i], [])
+    if i in own:
       last = home = i
     else:
-      # A module's own kernel counts before the last one that was used.
-      home = siblings[0] if len(siblings) == 1 else last
+      home = own[0] if len(own) == 1 else last
     blocks.setdefault(home, []).append(i)
   # A kernel stands where it is used, even if its bias is used before it.
   return [blocks[k] for k in order if k in blocks]
 
 
 def _reused(events: list[int], blocks: list[list[int]]) -> list[int]:
+  """The leaves that are used again after a leaf of a later block."""
   block_of = {leaf: index for index, block in enumerate(blocks) for leaf in block}
   furthest = 0
   seen: set[int] = set()
-  found: list[int] = []
+  reused: dict[int, None] = {}  # in order
   for leaf in events:
-    if leaf in seen and block_of[leaf] < furthest and leaf not in found:
-      found.append(leaf)
+    if leaf in seen and block_of[leaf] < furthest:
+      reused[leaf] = None
     seen.add(leaf)
     furthest = max(furthest, block_of[leaf])
-  return found
+  return list(reused)
 
 
 def _overridden(
@@ -307,10 +305,9 @@ def select_state(
 
 
 class FrozenDepth:
-  """Which groups are frozen; decided while tracing where the depth is a constant.
+  """Which groups are frozen; decided while tracing where the depth is a NumPy integer.
 
-  The train step that is compiled for one depth puts a NumPy integer into the state. Nothing is
-  then computed for frozen leaves, and their state passes through untouched.
+  Such is the depth for which a train step is compiled: nothing is computed for frozen leaves.
   """
 
   def __init__(self, depth: Any):

@@ -1,54 +1,153 @@
-"""Looking into traced programs."""
+"""One interpreter of traced programs.
+
+An analysis gives each variable of a program a value of its own kind and says what an equation
+makes of its inputs. The interpreter enters the programs inside equations: scans, while loops,
+conditionals, and calls (``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...), which
+are all equations with one program of the same arguments and results. An :class:`Evaluator`
+computes the program again, with changed equations.
+"""
 
 from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
 from typing import Any
+from typing import Generic
+from typing import TypeVar
 
+import jax
 from jax.extend import core as jax_core
+
+_Value = TypeVar("_Value")
+
+# Calls that mean no more than their program; a custom derivative means more.
+_PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+
+
+class Interpreter(Generic[_Value]):
+  """Follows a program, equation by equation; subclasses are the analyses."""
+
+  def constant(self, value: Any) -> _Value:
+    """The value of a constant; a neutral one in all analyses."""
+    raise NotImplementedError
+
+  def operation(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    """The results of an equation that is not entered."""
+    raise NotImplementedError
+
+  def join(self, values: Sequence[_Value]) -> _Value:
+    """The value of a result that several branches may give."""
+    raise NotImplementedError
+
+  def run(self, program: Any, arguments: Sequence[_Value]) -> list[_Value]:
+    """The results of a program, closed or not."""
+    constants = map(self.constant, getattr(program, "consts", ()))
+    jaxpr = getattr(program, "jaxpr", program)
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+
+    def read(atom: Any) -> _Value:
+      return self.constant(atom.val) if isinstance(atom, jax_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+      outputs = self.visit(equation, [read(atom) for atom in equation.invars])
+      values |= zip(equation.outvars, outputs, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+  def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    """The results of an equation: those of the program in it, or of :meth:`operation`."""
+    name, settings = equation.primitive.name, equation.params
+    if name == "scan":
+      consts, carries = settings["num_consts"], settings["num_carry"]
+      return self.loop(equation, settings["jaxpr"], inputs, slice(consts, consts + carries))
+    if name == "while":
+      inputs = inputs[settings["cond_nconsts"] :]
+      carry = slice(settings["body_nconsts"], len(inputs))
+      return self.loop(equation, settings["body_jaxpr"], inputs, carry)
+    if name == "cond":
+      return self.branches(settings["branches"], inputs[1:])
+    program = _called(equation)
+    if program is None:
+      return self.operation(equation, inputs)
+    return self.call(equation, program, inputs)
+
+  def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    """The results of a call."""
+    del equation
+    return self.run(program, inputs)
+
+  def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
+    """The results of a loop, whose `inputs` at `carry` come from the round before: of one round."""
+    del equation, carry
+    return self.run(body, inputs)
+
+  def branches(self, branches: Sequence[Any], inputs: list[_Value]) -> Sequence[_Value]:
+    """The results of a conditional."""
+    results = [self.run(branch, inputs) for branch in branches]
+    return list(map(self.join, zip(*results, strict=True)))
+
+
+class Evaluator(Interpreter[_Value]):
+  """Computes a program again; values are pytrees of arrays.
+
+  Only plain calls are entered, for other equations have derivatives or control flow of their own.
+  """
+
+  def run(self, program: Any, arguments: Sequence[_Value]) -> list[_Value]:
+    """The results of a program, closed or not."""
+    self._template = getattr(program, "jaxpr", program)
+    return super().run(program, arguments)
+
+  def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    """As :meth:`Interpreter.visit`, with loops and conditionals as operations."""
+    if equation.primitive.name in _PLAIN_CALLS:
+      return super().visit(equation, inputs)
+    return self.operation(equation, inputs)
+
+  def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
+    """The results of a call; what ``checkpoint`` did not save is again not saved."""
+    run = functools.partial(self.run, program)
+    if "policy" in equation.params:
+      settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+      return jax.checkpoint(run, **settings)(inputs)
+    return run(inputs)
+
+  def bind(self, equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Computes one equation, as a program of its own."""
+    atoms = zip(equation.invars, values, strict=True)
+    inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
+    names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
+    jaxpr = self._template.replace(
+      constvars=[],
+      invars=list(inputs),
+      outvars=equation.outvars,
+      eqns=[equation],
+      effects=equation.effects,
+      debug_info=self._template.debug_info._replace(**names),
+    )
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, []))(*inputs.values())
 
 
 def sub_jaxprs(equation: Any) -> Iterator[Any]:
-  """The programs that an equation holds.
-
-  Args:
-    equation: an equation of a jaxpr.
-
-  Yields:
-    Jaxprs, closed or not.
-  """
+  """The programs inside an equation, closed or not."""
   for setting in equation.params.values():
     for item in setting if isinstance(setting, list | tuple) else [setting]:
       if isinstance(item, jax_core.ClosedJaxpr | jax_core.Jaxpr):
         yield item
 
 
-def inlined(equation: Any) -> Any:
-  """The one program that an equation stands for, with its arguments and results: a call.
-
-  Args:
-    equation: an equation of a jaxpr (``jit``, ``checkpoint``, ``custom_jvp_call``, ...).
-
-  Returns:
-    The jaxpr, closed or not, or None if the equation is no plain call.
-  """
-  jaxprs = list(sub_jaxprs(equation))
-  if len(jaxprs) != 1:
+def _called(equation: Any) -> Any:
+  """The one program that an equation stands for, with its arguments and results, or None."""
+  programs = list(sub_jaxprs(equation))
+  if len(programs) != 1:
     return None
-  inside = getattr(jaxprs[0], "jaxpr", jaxprs[0])
-  fits = len(inside.invars) == len(equation.invars) and len(inside.outvars) == len(equation.outvars)
-  return jaxprs[0] if fits else None
+  jaxpr = getattr(programs[0], "jaxpr", programs[0])
+  sizes = (len(jaxpr.invars), len(jaxpr.outvars))
+  return programs[0] if sizes == (len(equation.invars), len(equation.outvars)) else None
 
 
-def has_convolution(jaxpr: Any) -> bool:
-  """Whether a program holds a convolution, at any depth.
-
-  Args:
-    jaxpr: a jaxpr, closed or not.
-
-  Returns:
-    Whether it does.
-  """
+def has_convolution(program: Any) -> bool:
+  """Whether a program holds a convolution, at any depth."""
   return any(
     equation.primitive.name == "conv_general_dilated"
-    or any(has_convolution(inside) for inside in sub_jaxprs(equation))
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    or any(map(has_convolution, sub_jaxprs(equation)))
+    for equation in getattr(program, "jaxpr", program).eqns
   )

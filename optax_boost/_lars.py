@@ -1,17 +1,11 @@
 r"""LARS: layer-wise adaptive rate scaling.
 
-For each layer, with weights w, gradient g and norms taken over the whole layer:
+For each layer, with weights w, gradient g and Euclidean norms over the whole layer, in float32:
 
-  ratio = eta |w| / (|g| + wd |w| + eps)      1 where |w| or |g| is zero
+  ratio = eta |w| / (|g| + wd |w| + eps)      scalar; 1 where |w| or |g| is zero
   d     = ratio (clip(g) + wd w)
   m    <- momentum m - lr d
   w    <- w + m
-
-  w, g, d, m   the layer's shape
-  ratio        scalar: one per layer; |.| the Euclidean norm, in float32
-  eta          trust coefficient, dimensionless
-  wd           weight decay
-  lr           learning rate; inside the momentum, so a change of it does not rescale past steps
 
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
 arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
@@ -66,9 +60,7 @@ def trust_ratio(
   """
   _base.check_array("param_norm", param_norm)
   _base.check_array("grad_norm", grad_norm, jnp.shape(param_norm))
-  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
-  _base.check_number("weight_decay", weight_decay, minimum=0.0)
-  _base.check_number("eps", eps, minimum=0.0)
+  _check_numbers(trust_coefficient, weight_decay, eps)
   ratio = trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps)
   usable = (param_norm > 0) & (grad_norm > 0)
   usable &= jnp.isfinite(param_norm) & jnp.isfinite(grad_norm)
@@ -80,9 +72,8 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 
   Attributes:
-    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios in the order
-      of ``jax.tree.leaves``; one per leaf, or one per layer for stacked leaves.
-      :func:`trust_ratio_tree` gives it the structure of the params.
+    trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios, one per leaf,
+      or per layer of a stacked leaf. :func:`trust_ratio_tree` gives it the params' structure.
     notfinite_count: scalar int32, the steps in which a layer stood still because the norm of its
       gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
     count: scalar int32, steps made, where `clip_ratio` is a schedule; otherwise None.
@@ -120,11 +111,9 @@ def scale_by_lars_trust_ratio(
       every layer move faster.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
-    clip: bound on the magnitude of each gradient entry; acts after the ratio was formed and
-      before weight decay. None: no clipping.
+    clip: bound on each gradient entry, for the direction only. None: no clipping.
     clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
-      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that no layer steps further than
-      by :math:`\alpha d`. None: the ratio is not clipped.
+      the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
     exclude: the leaves that keep ratio 1: regular expressions searched in the leaf's path
       (``"block_1/conv/kernel"``), a tree of bools, a callable from params to one, or None.
       ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one axis.
@@ -132,8 +121,7 @@ def scale_by_lars_trust_ratio(
     stacked_axes: for leaves that hold many layers (``nn.scan``, ``nnx.vmap``), the stacked axes
       by regular expression, as in ``{"layers/": 0}``; each layer gets a ratio of its own.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
-      summed over them. Not needed under ``jit``. Of a replicated leaf both norms grow alike, which
-      only weakens `eps`.
+      summed over them. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -169,39 +157,33 @@ def scale_by_lars_trust_ratio(
     trust_coefficient,
     weight_decay,
     eps,
-    clip=clip,
-    clip_ratio=clip_ratio,
-    exclude=exclude,
-    weight_decay_mask=weight_decay_mask,
-    stacked_axes=stacked_axes,
-    axis_name=axis_name,
+    clip,
+    clip_ratio,
+    exclude,
+    weight_decay_mask,
+    stacked_axes,
+    axis_name,
   )
 
 
 def _scale_by_trust_ratio(
   method: str,
-  trust_coefficient: jax.typing.ArrayLike,
-  weight_decay: jax.typing.ArrayLike,
-  eps: jax.typing.ArrayLike,
-  *,
-  clip: jax.typing.ArrayLike | None,
-  clip_ratio: optax.ScalarOrSchedule | None,
-  exclude: _base.LeafSelector,
-  weight_decay_mask: _base.LeafSelector | None,
-  stacked_axes: _base.AxesByPattern | None,
-  axis_name: str | tuple[str, ...] | None,
+  trust_coefficient: Any,
+  weight_decay: Any,
+  eps: Any,
+  clip: Any,
+  clip_ratio: Any,
+  exclude: Any,
+  weight_decay_mask: Any,
+  stacked_axes: Any,
+  axis_name: Any,
   like_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """The transformation under the name by which the user called it.
 
-  With `like_params` updates have the params' dtype, that of a momentum behind it, whatever the
-  gradients' is.
+  With `like_params` updates have the params' dtype, that of a momentum behind it.
   """
-  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
-  _base.check_number("weight_decay", weight_decay, minimum=0.0)
-  _base.check_number("eps", eps, minimum=0.0)
-  if clip is not None:
-    _base.check_number("clip", clip, minimum=0.0)
+  _check_numbers(trust_coefficient, weight_decay, eps, clip)
   if clip_ratio is not None:
     _base.check_learning_rate(clip_ratio, "clip_ratio")
   _tree.check_selector("exclude", exclude)
@@ -210,17 +192,18 @@ def _scale_by_trust_ratio(
   _base.check_axis_name("axis_name", axis_name)
 
   @_tree.once_per_tree
-  def plan(params: optax.Params) -> tuple[list[_tree.Leaf], list[bool], list[bool]]:
+  def plan(params: optax.Params) -> list[tuple[_tree.Leaf, bool, bool]]:
+    """Each leaf, whether it is excluded, and whether it decays."""
     leaves = _tree.describe(params, stacked_axes)
     excluded = _tree.select(params, exclude, "exclude", bias_or_norm, stacked_axes)
     decayed = [True] * len(leaves)
     if weight_decay_mask is not None:
       decayed = _tree.select(params, weight_decay_mask, "weight_decay_mask")
-    return leaves, excluded, decayed
+    return list(zip(leaves, excluded, decayed, strict=True))
 
   def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
     _tree.check_floating(params, method)
-    layers = sum(leaf.layers for leaf in plan(params)[0])
+    layers = sum(leaf.layers for leaf, _, _ in plan(params))
     dtype = jnp.result_type(jnp.float32, *(p.dtype for p in jax.tree.leaves(params)))
     return ScaleByLarsTrustRatioState(
       trust_ratio=jnp.ones(layers, dtype),
@@ -238,45 +221,33 @@ def _scale_by_trust_ratio(
     _tree.check_update(
       method, updates, state, ScaleByLarsTrustRatioState, params, needs_params=True
     )
-    leaves, excluded, decayed = plan(params)
-    decays = [weight_decay if flag else 0.0 for flag in decayed]
-    (grads, structure), weights = jax.tree.flatten(updates), jax.tree.leaves(params)
-    # Leaves that keep ratio 1 need no norm; there are many, and on a CPU each costs a kernel.
-    squares = [
-      None
-      if skip
-      else (_tree.sum_squares(w, leaf.layer_axes), _tree.sum_squares(g, leaf.layer_axes))
-      for leaf, w, g, skip in zip(leaves, weights, grads, excluded, strict=True)
-    ]
-    _base.require_axis("axis_name", axis_name, method)
-    if axis_name is not None:
-      squares = jax.lax.psum(squares, axis_name)
+    plans, weights, grads = plan(params), jax.tree.leaves(params), jax.tree.leaves(updates)
     if stacked_axes is None:
-      acted = [leaf.path for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
-      _protocol.announce_layers(method, acted)
+      _protocol.announce_layers(method, [leaf.path for leaf, skip, _ in plans if not skip])
+    _base.require_axis("axis_name", axis_name, method)
+    squares = _squares(plans, weights, grads, axis_name)
+    if not grads:
+      return updates, state
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
     outputs, ratios, finite = [], [], [jnp.ones(1, bool)]
-    for leaf, w, g, square, wd in zip(leaves, weights, grads, squares, decays, strict=True):
-      if square is None:
+    for (leaf, skip, decays), w, g, (w2, g2) in zip(plans, weights, grads, squares, strict=True):
+      decay = weight_decay if decays else 0.0
+      if skip:
         ratio = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype)
-        good = jnp.isfinite(g) & jnp.isfinite(w)
+        steps = jnp.isfinite(g) & jnp.isfinite(w)
       else:
-        w2, g2 = square
-        ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, wd, eps)
+        ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, decay, eps)
         if rate is not None:
-          ratio = _clip_ratio(ratio, rate, (w2 > 0) & (g2 > 0))
-        steps = jnp.isfinite(g2) & jnp.isfinite(w2)
-        finite.append(jnp.ravel(steps))
-        good = _tree.keep_dims(steps, leaf)
-      direction = _tree.keep_dims(ratio, leaf) * _clip_and_decay(g, w, clip, wd)
-      direction = jnp.where(good, direction, jnp.zeros_like(direction))
-      outputs.append(direction.astype(w.dtype if like_params else g.dtype))
+          # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+          ratio = jnp.where((w2 > 0) & (g2 > 0) & (ratio < rate), ratio / rate, 1.0)
+        good = jnp.isfinite(g2) & jnp.isfinite(w2)
+        finite.append(jnp.ravel(good))
+        steps = _tree.keep_dims(good, leaf)
+      direction = _tree.keep_dims(ratio, leaf) * _clip_and_decay(g, w, clip, decay)
+      outputs.append(jnp.where(steps, direction, 0).astype(w.dtype if like_params else g.dtype))
       ratios.append(jnp.ravel(ratio).astype(state.trust_ratio.dtype))
-
-    if not outputs:
-      return updates, state
     bad = jnp.logical_not(jnp.all(jnp.concatenate(finite)))
-    return jax.tree.unflatten(structure, outputs), ScaleByLarsTrustRatioState(
+    return jax.tree.unflatten(jax.tree.structure(updates), outputs), ScaleByLarsTrustRatioState(
       trust_ratio=jnp.concatenate(ratios),
       notfinite_count=_tree.increment_if(bad, state.notfinite_count),
       count=None if state.count is None else optax.safe_increment(state.count),
@@ -285,14 +256,25 @@ def _scale_by_trust_ratio(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _clip_ratio(ratio: jax.Array, rate: jax.typing.ArrayLike, usable: jax.Array) -> jax.Array:
-  # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
-  return jnp.where(usable & (ratio < rate), ratio / rate, 1.0)
+def _check_numbers(trust_coefficient: Any, weight_decay: Any, eps: Any, clip: Any = None) -> None:
+  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
+  _base.check_number("weight_decay", weight_decay, minimum=0.0)
+  _base.check_number("eps", eps, minimum=0.0)
+  if clip is not None:
+    _base.check_number("clip", clip, minimum=0.0)
 
 
-def _clip_and_decay(
-  g: jax.Array, w: jax.Array, clip: Any, weight_decay: jax.typing.ArrayLike
-) -> jax.Array:
+def _squares(plans: Any, weights: Any, grads: Any, axis_name: Any) -> Any:
+  """The squares of each layer's norms of weights and gradient, None for leaves of ratio 1."""
+  # Leaves that keep ratio 1 need no norm; there are many, and on a CPU each costs a kernel.
+  squares = [
+    (None, None) if skip else tuple(_tree.sum_squares(x, leaf.layer_axes) for x in pair)
+    for (leaf, skip, _), *pair in zip(plans, weights, grads, strict=True)
+  ]
+  return squares if axis_name is None else jax.lax.psum(squares, axis_name)
+
+
+def _clip_and_decay(g: jax.Array, w: jax.Array, clip: Any, weight_decay: Any) -> jax.Array:
   """clip(g) + wd w, in at least float32."""
   wide = g.astype(_tree.accumulator_dtype(g.dtype))
   if clip is not None:
@@ -314,8 +296,7 @@ def trust_ratio_tree(
     stacked_axes: as given to the transformation.
 
   Returns:
-    A tree of scalars, or of arrays with the sizes of the stacked axes; under ``vmap``, with the
-    population's axes in front.
+    A tree of scalars, or of arrays of the stacked axes; axes of ``vmap`` go in front.
 
   Raises:
     ValueError: the state holds no trust ratios, or another number of them than `params` needs.
@@ -330,23 +311,20 @@ def trust_ratio_tree(
   states = _tree.find_states(opt_state, ScaleByLarsTrustRatioState)
   ratios = [state.trust_ratio for state in states]
   leaves = _tree.describe(params, stacked_axes)
-  ends = list(itertools.accumulate(leaf.layers for leaf in leaves))
-  if len(ratios) != 1 or ratios[0].shape[-1] != (ends or [0])[-1]:
-    sizes = [value.shape[-1] for value in ratios]
+  ends = list(itertools.accumulate((leaf.layers for leaf in leaves), initial=0))
+  sizes = [value.shape[-1] for value in ratios]
+  if sizes != ends[-1:]:
     raise ValueError(
       "`trust_ratio_tree` needs a state with the trust ratios of these params, and the"
-      f" `stacked_axes` of its transformation; got ratios of sizes {sizes} for"
-      f" {(ends or [0])[-1]} layers. Pass the part of the state and of the params that belong"
-      " together."
+      f" `stacked_axes` of its transformation; got ratios of sizes {sizes} for {ends[-1]} layers."
+      " Pass the part of the state and of the params that belong together."
     )
   (values,) = ratios
-  return jax.tree.unflatten(
-    jax.tree.structure(params),
-    [
-      values[..., end - leaf.layers : end].reshape(values.shape[:-1] + leaf.stacked_shape)
-      for leaf, end in zip(leaves, ends, strict=True)
-    ],
-  )
+  parts = [
+    values[..., start:end].reshape(values.shape[:-1] + leaf.stacked_shape)
+    for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(params), parts)
 
 
 def lars(
@@ -378,15 +356,14 @@ def lars(
       does not rescale past steps.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
-    trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Kernels move at
-      `learning_rate` times it, biases and normalizations at `learning_rate` itself: with 0.01 and
-      a peak rate of 1 both fit in a small CNN, with the paper's 0.001 look at the biases first.
+    trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
+      normalizations at `learning_rate` itself: with 0.01 and a peak rate of 1 both fit in a small
+      CNN, with the paper's 0.001 look at the biases first.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     nesterov: whether the momentum looks one step ahead.
     clip: bound on each gradient entry, applied after the ratio; None: no clipping.
-    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that
-      `learning_rate` is a bound and LARS only slows layers down: apex's LARC, MindSpore's
-      `use_clip`.
+    clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
+      slows layers down: apex's LARC, MindSpore's `use_clip`.
     exclude: leaves that keep ratio 1; see :func:`scale_by_lars_trust_ratio`.
     weight_decay_mask: leaves that are decayed; None: all, as in MXNet 2.
     stacked_axes: stacked axes by regular expression, one ratio per layer.
@@ -431,13 +408,13 @@ def lars(
     trust_coefficient,
     weight_decay,
     eps,
-    clip=clip,
-    clip_ratio=learning_rate if clip_ratio else None,
+    clip,
+    learning_rate if clip_ratio else None,
+    exclude,
+    weight_decay_mask,
+    stacked_axes,
+    axis_name,
     like_params=True,
-    exclude=exclude,
-    weight_decay_mask=weight_decay_mask,
-    stacked_axes=stacked_axes,
-    axis_name=axis_name,
   )
   parts = [scaling, optax.scale_by_learning_rate(learning_rate)]
   if momentum is not None:

@@ -14,6 +14,7 @@ Source: MindSpore Boost's ``CommonHeadLastFN``. Its backward pass clamps small n
 place than its forward pass; this gradient is that of the forward pass.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,25 +27,18 @@ from optax_boost import _tree
 EPS = 1e-4
 
 
-def check_settings(
-  sizes: dict[str, Any],
-  *,
-  use_bias: Any,
-  dtype: Any,
-  param_dtype: Any,
-  initializers: dict[str, Any],
-  eps: Any,
-) -> None:
-  """Checks the settings of the layer, for NNX and Linen."""
-  for name, size in sizes.items():
-    _base.check_whole_number(name, size, static=True)
-  _base.check_bool("use_bias", use_bias)
-  if dtype is not None:
-    _base.check_floating_dtype("dtype", dtype)
-  _base.check_floating_dtype("param_dtype", param_dtype)
-  for name, initializer in initializers.items():
-    _base.check_callable(name, initializer, f"{name}(key, shape, dtype)")
-  _base.check_number("eps", eps, positive=True)
+def check_settings(settings: Mapping[str, Any]) -> None:
+  """Checks the settings of the layer by their names, which NNX and Linen share."""
+  for name, value in settings.items():
+    if name.endswith("features"):
+      _base.check_whole_number(name, value, static=True)
+    elif name.endswith("_init"):
+      _base.check_callable(name, value, f"{name}(key, shape, dtype)")
+  if settings["dtype"] is not None:
+    _base.check_floating_dtype("dtype", settings["dtype"])
+  _base.check_floating_dtype("param_dtype", settings["param_dtype"])
+  _base.check_bool("use_bias", settings["use_bias"])
+  _base.check_number("eps", settings["eps"], positive=True)
 
 
 def check_inputs(x: Any, features: int | None = None) -> None:

@@ -1,10 +1,9 @@
 """How a method speaks to the train step: through fields of its own state's type.
 
-The class of a method's state may declare two tuples of names, as plain class attributes:
+The class of a method's state may declare two tuples of names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
-            is the field's, or ends in it after a slash; so the same field of two methods has two
-            names, and no name changes when another wrapper is added.
+            is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
 
 The train step knows four requests and no method:
@@ -13,19 +12,20 @@ The train step knows four requests and no method:
   group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
   frozen_groups     scalar int32; the backward pass of so many groups is not computed. The state
                     has the fields `count` and `key`, of which the number is a function.
-  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` takes and
-                    hands to the state's method ``with_full_gradient(params, full_gradient)``
+  full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
+                    the state's method ``with_full_gradient(params, full_gradient)``
 
-Declarations belong to types, so a param may bear any name. Group scales and freezing need to know
-which leaf is in which group; that is static and can't be in the state, which holds arrays. The
-method announces it while its ``init`` is traced.
+Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
+and can't be in the state, which holds arrays: the method announces it in its ``init``.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import contextvars
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -70,8 +70,9 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"`` or ``"requests"``."""
   names = getattr(type(state), kind, None)
   # A field may be called `metrics`, too: its descriptor is no tuple.
-  strings = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
-  return names if strings and isinstance(names, tuple) else ()
+  if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
+    return names
+  return ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
@@ -80,10 +81,9 @@ def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
   def declares(node: Any) -> bool:
     return bool(declared(node, kind))
 
-  for node in jax.tree.leaves(opt_state, is_leaf=declares):
-    if declares(node):
-      yield from declaring_states(_children(node), kind)
-      yield node
+  for node in filter(declares, jax.tree.leaves(opt_state, is_leaf=declares)):
+    yield from declaring_states(_children(node), kind)
+    yield node
 
 
 def _children(node: Any) -> list[Any]:
@@ -91,46 +91,21 @@ def _children(node: Any) -> list[Any]:
 
 
 def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
-  """The declared metrics of all states, by name.
-
-  Args:
-    opt_state: the state of any transformation.
-
-  Returns:
-    The values. Where a name occurs again, as with two of the same method side by side, the later
-    ones are numbered: ``trust_ratio``, ``trust_ratio_1``.
-  """
+  """The declared metrics of all states; a name that occurs again is numbered: ``name_1``."""
   metrics: dict[str, Any] = {}
-  times: dict[str, int] = {}
+  times: collections.Counter[str] = collections.Counter()
   for state in declaring_states(opt_state, "metrics"):
     for name in declared(state, "metrics"):
       value = _field(state, type(state), name.rpartition("/")[2], "metrics")
-      if value is None:
-        continue
-      number = times.get(name, 0)
-      metrics[f"{name}_{number}" if number else name] = value
-      times[name] = number + 1
+      if value is not None:
+        metrics[f"{name}_{times[name]}" if times[name] else name] = value
+        times[name] += 1
   return metrics
 
 
 def find_request(opt_state: optax.OptState, request: str) -> Any:
-  """The one state that makes a request, or None.
-
-  Args:
-    opt_state: the state of any transformation.
-    request: the request's name.
-
-  Returns:
-    The state.
-
-  Raises:
-    ValueError: several states make it.
-  """
-  states = [
-    state
-    for state in declaring_states(opt_state, "requests")
-    if request in declared(state, "requests")
-  ]
+  """The one state that makes a request, or None; ValueError where several do."""
+  states = _asking(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
     raise ValueError(
@@ -148,45 +123,36 @@ def requested(opt_state: optax.OptState, request: str) -> Any:
   return None if state is None else getattr(state, request)
 
 
-def replace_request(opt_state: optax.OptState, request: str, value: Any) -> optax.OptState:
-  """The same state with another value of a request."""
+def map_request(
+  opt_state: optax.OptState, request: str, function: Callable[[Any], Any]
+) -> optax.OptState:
+  """Applies a function to the states that make a request, and not to what is inside them."""
 
   def makes_it(node: Any) -> bool:
     return request in declared(node, "requests")
 
   return jax.tree.map(
-    lambda node: node._replace(**{request: value}) if makes_it(node) else node,
-    opt_state,
-    is_leaf=makes_it,
+    lambda node: function(node) if makes_it(node) else node, opt_state, is_leaf=makes_it
   )
 
 
 def renew_full_gradients(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
-  """Hands the mean gradient over all of the data to every state that asks for it.
-
-  Raises:
-    ValueError: no state does.
-  """
-  renewed: list[Any] = []
-
-  def asks(node: Any) -> bool:
-    return FULL_GRADIENT in declared(node, "requests")
-
-  def renew(node: Any) -> Any:
-    if not asks(node):
-      return node
-    renewed.append(node.with_full_gradient(params, full_gradient))
-    return renewed[-1]
-
-  opt_state = jax.tree.map(renew, opt_state, is_leaf=asks)
-  if not renewed:
+  """Hands the mean gradient over all of the data to every state that asks; ValueError: none."""
+  if not _asking(opt_state, FULL_GRADIENT):
     raise ValueError(
       "`refresh` needs an optimizer state that asks for the full gradient, as that of"
       f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
     )
-  return opt_state
+  return map_request(
+    opt_state, FULL_GRADIENT, lambda state: state.with_full_gradient(params, full_gradient)
+  )
+
+
+def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
+  states = declaring_states(opt_state, "requests")
+  return [state for state in states if request in declared(state, "requests")]
 
 
 def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
@@ -199,15 +165,9 @@ def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
 
 
 class GroupAssignment(NamedTuple):
-  """Which leaf is in which group, as a method announces it.
+  """Which leaf is in which group, as a method announces it."""
 
-  Attributes:
-    group: for each leaf's path, its group.
-    num_groups: the number of groups.
-    depth_at: from the step count and raw key data to the number of frozen groups, if any are.
-  """
-
-  group: dict[str, int]
+  group: dict[str, int]  # by the leaf's path
   num_groups: int
   depth_at: DepthAt | None = None
 
@@ -215,44 +175,39 @@ class GroupAssignment(NamedTuple):
     """The group of each leaf; a leaf that the method has not seen is past the last."""
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
 
-  def lacks(self, params: optax.Params) -> bool:
-    """Whether some leaf is in no group, as the method has not seen it."""
-    return any(path not in self.group for path in _tree.leaf_paths(params))
+
+@dataclasses.dataclass(frozen=True)
+class Announcements:
+  """What methods have told about the leaves."""
+
+  groups: dict[str, GroupAssignment] = dataclasses.field(default_factory=dict)  # by request
+  layers: dict[str, str] = dataclasses.field(default_factory=dict)  # methods by path
 
 
-_LAYERWISE: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
-  "layerwise", default=None
+_LISTENER: contextvars.ContextVar[Announcements | None] = contextvars.ContextVar(
+  "listener", default=None
 )
-
-
-def announce_layers(method: str, paths: Sequence[str]) -> None:
-  """Announces the leaves that a method takes as one layer each; called in its ``update``.
-
-  Not for leaves whose stacked axes the method was told.
-
-  Args:
-    method: the method's name.
-    paths: the leaves' paths.
-  """
-  layerwise = _LAYERWISE.get()
-  if layerwise is not None:
-    layerwise.update(dict.fromkeys(paths, method))
 
 
 @contextlib.contextmanager
-def collect_layers() -> Iterator[dict[str, str]]:
-  """Collects, inside its context, the paths that are announced and the method that did."""
-  layerwise: dict[str, str] = {}
-  token = _LAYERWISE.set(layerwise)
+def collect_announcements() -> Iterator[Announcements]:
+  """Collects the announcements that methods make inside the context."""
+  collected = Announcements()
+  token = _LISTENER.set(collected)
   try:
-    yield layerwise
+    yield collected
   finally:
-    _LAYERWISE.reset(token)
+    _LISTENER.reset(token)
 
 
-_ANNOUNCED: contextvars.ContextVar[dict[str, GroupAssignment] | None] = contextvars.ContextVar(
-  "announced", default=None
-)
+def announce_layers(method: str, paths: Sequence[str]) -> None:
+  """Announces, in a method's ``update``, the leaves that it takes as one layer each.
+
+  Not for leaves whose stacked axes the method was told.
+  """
+  listener = _LISTENER.get()
+  if listener is not None:
+    listener.layers.update(dict.fromkeys(paths, method))
 
 
 def announce_groups(
@@ -262,38 +217,18 @@ def announce_groups(
   num_groups: int,
   depth_at: DepthAt | None = None,
 ) -> None:
-  """Announces the groups behind a request; called in a method's ``init``.
-
-  Args:
-    request: the request that needs them.
-    params: the params that ``init`` was given.
-    numbers: the group of each leaf.
-    num_groups: the number of groups.
-    depth_at: from the step count and raw key data to the number of frozen groups, if any are.
-  """
-  announced = _ANNOUNCED.get()
-  if announced is not None:
+  """Announces, in a method's ``init``, the groups that a request needs; `numbers` by leaf."""
+  listener = _LISTENER.get()
+  if listener is not None:
     group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
-    announced[request] = GroupAssignment(group, num_groups, depth_at)
+    listener.groups[request] = GroupAssignment(group, num_groups, depth_at)
 
 
 def collect_groups(
   tx: optax.GradientTransformation, params: optax.Params
 ) -> dict[str, GroupAssignment]:
-  """Collects the groups that the methods in a transformation announce, by request.
-
-  Args:
-    tx: any transformation; its ``init`` is traced, through whatever wrappers stand in it.
-    params: the params.
-
-  Returns:
-    By request, the groups.
-  """
-  announced: dict[str, GroupAssignment] = {}
-  token = _ANNOUNCED.set(announced)
-  try:
+  """The groups that the methods in a transformation announce, by request."""
+  with collect_announcements() as announced:
     # A function of its own, so that no cached trace is taken instead.
     jax.eval_shape(lambda p: tx.init(p), params)
-  finally:
-    _ANNOUNCED.reset(token)
-  return announced
+  return announced.groups

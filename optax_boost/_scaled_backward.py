@@ -15,20 +15,17 @@ Source: MindSpore Boost's ``GroupLossScaleManager``, whose layers must be wrappe
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
-from typing import TypeAlias
 
 import jax
-from jax.extend import core as jax_core
 import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _jaxpr
 from optax_boost import _tree
-
-# The group that a value belongs to; None for values made of no params.
-_Group: TypeAlias = int | None
 
 
 @jax.custom_vjp
@@ -39,8 +36,7 @@ def group_boundary(x: jax.Array, ratio: jax.Array) -> jax.Array:
 
 
 def _boundary_backward(ratio: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  wide = g.astype(_tree.accumulator_dtype(g.dtype)) * ratio
-  return wide.astype(g.dtype), jnp.zeros_like(ratio)
+  return (_tree.widen(g) * ratio).astype(g.dtype), jnp.zeros_like(ratio)
 
 
 group_boundary.defvjp(lambda x, ratio: (x, ratio), _boundary_backward)
@@ -51,20 +47,19 @@ def scale_by_group(
 ) -> Callable[..., Any]:
   """Makes a loss whose gradient is scaled by group, for :func:`group_loss_scale` in your own loop.
 
-  Where the groups meet is read from a trace of the loss; the model need not be changed. Loops
-  (``scan``, ``while_loop``) and conditionals count as one layer: inside them the scale is that of
-  the last group that enters.
+  Where the groups meet is read from a trace of the loss. Loops (``scan``, ``while_loop``) and
+  conditionals count as one layer, of the last group that enters.
 
   Args:
     loss_fn: ``loss_fn(params, *args)``, the scalar loss, or with `has_aux` ``(loss, aux)``.
-    groups: a :class:`LayerGroups`, or a sequence of regular expressions, one per group in the
-      order of the forward pass.
+    groups: a :class:`LayerGroups`, or regular expressions, one per group in the order of the
+      forward pass.
     has_aux: whether `loss_fn` returns aux.
 
   Returns:
     ``scaled(params, group_loss_scale, *args)``: the loss in float32, times the scale of its last
-    group, and aux as it is. Its gradient with respect to the params is, leaf by leaf, the scale of
-    the leaf's group times that of `loss_fn`.
+    group, and aux as it is. Its gradient is, leaf by leaf, the scale of the leaf's group times that
+    of `loss_fn`.
 
   Raises:
     TypeError: an argument is of the wrong kind.
@@ -106,92 +101,52 @@ def scaled_objective(
 ) -> tuple[jax.Array, Any]:
   """Evaluates ``objective(params) -> (value, aux)`` so that its derivative is scaled by group."""
   closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-  arguments = zip(jax.tree.leaves(params), numbers, strict=True)
-  constants: list[tuple[Any, _Group]] = [(value, None) for value in closed.consts]
-  outputs = _evaluate(closed.jaxpr, [*constants, *arguments], scales)
-  value, group = outputs[0]
-  if group is not None:
-    value = value.astype(jnp.float32) * scales[group]
-  leaves = [value, *(rest for rest, _ in outputs[1:])]
-  return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+  arguments = map(_Member, jax.tree.leaves(params), numbers)
+  value, *rest = _ScaledByGroup(scales).run(closed, list(arguments))
+  scaled = value.array
+  if value.group is not None:
+    scaled = scaled.astype(jnp.float32) * scales[value.group]
+  return jax.tree.unflatten(jax.tree.structure(shapes), [scaled, *(m.array for m in rest)])
 
 
-def _evaluate(
-  jaxpr: Any, inputs: Sequence[tuple[Any, _Group]], scales: jax.Array
-) -> list[tuple[Any, _Group]]:
-  """Runs a program on values with their groups; its results have groups as well."""
-  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-  raised: dict[tuple[Any, int], Any] = {}
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Member:
+  """A value and its group; None for values made of no params."""
 
-  def read(atom: Any) -> tuple[Any, _Group]:
-    return (atom.val, None) if isinstance(atom, jax_core.Literal) else values[atom]
+  array: Any
+  group: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-  def raise_to(atom: Any, top: _Group) -> Any:
-    value, group = read(atom)
+
+class _ScaledByGroup(_jaxpr.Evaluator[_Member]):
+  """Computes a program with a boundary wherever values of two groups meet."""
+
+  def __init__(self, scales: jax.Array):
+    self._scales = scales
+    # By the identities of the values, which it keeps: a value that is used twice is raised once.
+    self._raised: dict[tuple[int, int], tuple[Any, jax.Array]] = {}
+
+  def constant(self, value: Any) -> _Member:
+    return _Member(value)
+
+  def visit(self, equation: Any, inputs: list[_Member]) -> Sequence[_Member]:
+    groups = {member.group for member in inputs} - {None}
+    # Nothing happens inside a program of one group.
+    return super().visit(equation, inputs) if len(groups) > 1 else self.operation(equation, inputs)
+
+  def operation(self, equation: Any, inputs: list[_Member]) -> list[_Member]:
+    top = max((m.group for m in inputs if m.group is not None), default=None)
+    results = self.bind(equation, [self._raise_to(member, top) for member in inputs])
+    return [
+      _Member(value, top if jnp.issubdtype(variable.aval.dtype, jnp.floating) else None)
+      for value, variable in zip(results, equation.outvars, strict=True)
+    ]
+
+  def _raise_to(self, member: _Member, top: int | None) -> Any:
+    value, group = member.array, member.group
     if group is None or top is None or group == top:
       return value
-    if (atom, top) not in raised:
-      raised[atom, top] = group_boundary(value, scales[group] / scales[top])
-    return raised[atom, top]
-
-  for equation in jaxpr.eqns:
-    groups = {read(atom)[1] for atom in equation.invars} - {None}
-    inside = _program_of(equation) if len(groups) > 1 else None
-    if inside is not None:
-      outputs = _call(equation, inside, [read(atom) for atom in equation.invars], scales)
-    else:
-      top = max(groups, default=None)  # type: ignore[type-var]
-      variables = [v for v in equation.invars if not isinstance(v, jax_core.Literal)]
-      results = _run(jaxpr, equation, {v: raise_to(v, top) for v in variables})
-      outputs = [
-        (value, top if jnp.issubdtype(variable.aval.dtype, jnp.floating) else None)
-        for value, variable in zip(results, equation.outvars, strict=True)
-      ]
-    values.update(zip(equation.outvars, outputs, strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
-
-
-def _program_of(equation: Any) -> Any:
-  """The program of a nested ``jit`` or ``checkpoint``, inside which groups may meet."""
-  if equation.primitive.name in ("jit", "pjit", "checkpoint", "remat", "remat2"):
-    return equation.params["jaxpr"]
-  return None
-
-
-def _call(
-  equation: Any, program: Any, inputs: list[tuple[Any, _Group]], scales: jax.Array
-) -> list[tuple[Any, _Group]]:
-  closed = isinstance(program, jax_core.ClosedJaxpr)
-  jaxpr = program.jaxpr if closed else program
-  constants = [(value, None) for value in program.consts] if closed else []
-  if "policy" not in equation.params:
-    return _evaluate(jaxpr, [*constants, *inputs], scales)
-  groups: list[_Group] = []
-
-  def run(*values: Any) -> list[Any]:
-    tagged = [(value, group) for value, (_, group) in zip(values, inputs, strict=True)]
-    outputs = _evaluate(jaxpr, [*constants, *tagged], scales)
-    groups[:] = [group for _, group in outputs]
-    return [value for value, _ in outputs]
-
-  again = jax.checkpoint(
-    run, policy=equation.params["policy"], prevent_cse=equation.params["prevent_cse"]
-  )
-  values = again(*(value for value, _ in inputs))
-  return list(zip(values, groups, strict=True))
-
-
-def _run(jaxpr: Any, equation: Any, inputs: dict[Any, Any]) -> list[Any]:
-  """Runs one equation of a program, as a program of its own."""
-  debug_info = jaxpr.debug_info._replace(
-    arg_names=("",) * len(inputs), result_paths=("",) * len(equation.outvars)
-  )
-  alone = jaxpr.replace(
-    constvars=[],
-    invars=list(inputs),
-    outvars=equation.outvars,
-    eqns=[equation],
-    effects=equation.effects,
-    debug_info=debug_info,
-  )
-  return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(alone, []))(*inputs.values())
+    key = (id(value), top)
+    if key not in self._raised:
+      self._raised[key] = value, group_boundary(value, self._scales[group] / self._scales[top])
+    return self._raised[key][1]

@@ -12,7 +12,6 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
-from jax.extend import core as jax_core
 import optax
 
 from optax_boost import _base
@@ -20,37 +19,20 @@ from optax_boost import _jaxpr
 from optax_boost import _tree
 
 # Primitives that change a leaf's values or dtype but no axis.
-_SAME_AXES = (
-  "convert_element_type",
-  "copy",
-  "mul",
-  "add",
-  "add_any",
-  "sub",
-  "neg",
-  "div",
-  "optimization_barrier",
-  "pvary",
-  "reduce_precision",
-  "select_n",
-  "sharding_constraint",
-  "stop_gradient",
-)
+_ARITHMETIC = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
+_COPIES = ("copy", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient")
+_SAME_AXES = (*_ARITHMETIC, *_COPIES, "convert_element_type", "reduce_precision")
 
 
 class _View(NamedTuple):
-  """A value made of one leaf, whose axes it has in another order.
-
-  Attributes:
-    leaf: the leaf's number.
-    axes: for each axis of the value, the leaf's.
-  """
+  """A value made of one leaf, whose axes it has in another order."""
 
   leaf: int
-  axes: tuple[int, ...]
+  axes: tuple[int, ...]  # for each axis of the value, the leaf's
 
 
 _Views = frozenset[_View]
+_NO_VIEWS: _Views = frozenset()
 
 
 def stacked_axes(
@@ -59,8 +41,7 @@ def stacked_axes(
   """Finds the leaves that hold many layers, and the axes along which they are stacked.
 
   Read from a trace of the loss: a leaf is stacked where ``lax.scan``, ``lax.map``, ``nn.scan`` or
-  ``nnx.scan`` slices it, through ``jit``, ``remat``, custom derivatives, ``shard_map`` and
-  transposes. Nothing is computed; arrays may be abstract.
+  ``nnx.scan`` slices it. Nothing is computed; arrays may be abstract.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -68,9 +49,8 @@ def stacked_axes(
     *args: the loss's other arguments: statistics, batch, rng.
 
   Returns:
-    Axes by regular expression, one for each stacked leaf; several axes where scans stand in scans.
-    It is what the argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`sgperm` and
-    :func:`laperm` takes.
+    The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`sgperm` and
+    :func:`laperm`: a pattern for each stacked leaf, with its axes, several for scans in scans.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.
@@ -88,61 +68,44 @@ def stacked_axes(
   _tree.check_traceable("params", params)
   _tree.check_traceable("args", args)
   closed = jax.make_jaxpr(loss_fn)(params, *args)
-  shapes = [leaf.shape for leaf in _tree.describe(params)]
-  views = [
-    frozenset([_View(i, tuple(range(len(shapes[i]))))]) if i < len(shapes) else frozenset[_View]()
-    for i in range(len(closed.jaxpr.invars))
-  ]
-  stacked: set[tuple[int, int]] = set()
-  _walk(closed.jaxpr, views, stacked)
-  paths = _tree.leaf_paths(params)
-  return {
-    f"^{re.escape(paths[leaf])}$": tuple(sorted(axis for i, axis in stacked if i == leaf))
-    for leaf in sorted({leaf for leaf, _ in stacked})
-  }
+  leaves = _tree.describe(params)
+  views = [frozenset([_View(i, tuple(range(len(leaf.shape))))]) for i, leaf in enumerate(leaves)]
+  scans = _SlicedAxes()
+  scans.run(closed, views + [_NO_VIEWS] * (len(closed.jaxpr.invars) - len(views)))
+  axes: dict[str, tuple[int, ...]] = {}
+  for leaf, axis in sorted(scans.sliced):
+    pattern = f"^{re.escape(leaves[leaf].path)}$"
+    axes[pattern] = (*axes.get(pattern, ()), axis)
+  return axes
 
 
-def _walk(jaxpr: Any, inputs: Sequence[_Views], stacked: set[tuple[int, int]]) -> list[_Views]:
+class _SlicedAxes(_jaxpr.Interpreter[_Views]):
   """Follows the leaves through a program; notes the axes along which scans slice them."""
-  views = dict(zip(jaxpr.invars, inputs, strict=True))
 
-  def read(atom: Any) -> _Views:
-    return frozenset() if isinstance(atom, jax_core.Literal) else views.get(atom, frozenset())
+  def __init__(self) -> None:
+    self.sliced: set[tuple[int, int]] = set()  # leaf and axis
 
-  for equation in jaxpr.eqns:
-    operands = [read(atom) for atom in equation.invars]
-    if any(operands):
-      outputs = _equation(equation, operands, stacked)
-      views.update(zip(equation.outvars, outputs, strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
+  def constant(self, value: Any) -> _Views:
+    return _NO_VIEWS
 
+  def join(self, values: Sequence[_Views]) -> _Views:
+    return _NO_VIEWS.union(*values)
 
-def _equation(
-  equation: Any, operands: list[_Views], stacked: set[tuple[int, int]]
-) -> Sequence[_Views]:
-  name, settings = equation.primitive.name, equation.params
-  nothing: list[_Views] = [frozenset()] * len(equation.outvars)
-  if name == "scan":
-    _scan(settings, operands, stacked)
-    return nothing
-  if name == "transpose":
-    order = settings["permutation"]
-    return [frozenset(_View(v.leaf, tuple(v.axes[a] for a in order)) for v in operands[0])]
-  if name in _SAME_AXES:
-    rank = len(equation.outvars[0].aval.shape)
-    return [frozenset(v for views in operands for v in views if len(v.axes) == rank)] * len(nothing)
-  if name == "cond":
-    for branch in settings["branches"]:
-      _walk(branch.jaxpr, operands[1:], stacked)
-    return nothing
-  call = _jaxpr.inlined(equation)
-  if call is not None:
-    return _walk(getattr(call, "jaxpr", call), operands, stacked)
-  return nothing
+  def operation(self, equation: Any, inputs: list[_Views]) -> list[_Views]:
+    outputs = [_NO_VIEWS] * len(equation.outvars)
+    if equation.primitive.name == "transpose":
+      order = equation.params["permutation"]
+      outputs = [frozenset(_View(v.leaf, tuple(v.axes[a] for a in order)) for v in inputs[0])]
+    elif equation.primitive.name in _SAME_AXES:
+      rank = len(equation.outvars[0].aval.shape)
+      views = frozenset(v for v in self.join(inputs) if len(v.axes) == rank)
+      outputs = [views] * len(outputs)
+    return outputs
 
-
-def _scan(settings: Any, operands: list[_Views], stacked: set[tuple[int, int]]) -> None:
-  sliced = settings["num_consts"] + settings["num_carry"]
-  stacked |= {(v.leaf, v.axes[0]) for views in operands[sliced:] for v in views}
-  body = [frozenset(_View(v.leaf, v.axes[1:]) for v in views) for views in operands[sliced:]]
-  _walk(settings["jaxpr"].jaxpr, [*operands[:sliced], *body], stacked)
+  def loop(self, equation: Any, body: Any, inputs: list[_Views], carry: slice) -> list[_Views]:
+    slices = []
+    for views in inputs[carry.stop :]:
+      self.sliced |= {(v.leaf, v.axes[0]) for v in views}
+      slices.append(frozenset(_View(v.leaf, v.axes[1:]) for v in views))
+    self.run(body, [*inputs[: carry.stop], *slices])
+    return [_NO_VIEWS] * len(equation.outvars)

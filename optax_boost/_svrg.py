@@ -8,16 +8,11 @@ For params w, a snapshot s of earlier ones, and a batch B:
   h    gradient of the loss on B at s
   mu   full gradient at s: the mean over all of the data, each example counting once
   a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
-  v    corrected gradient, for the optimizer; its mean over B is that of g
+  v    corrected gradient, whose mean over B is that of g
 
-g, h, mu and v have the structure and shapes of w; mu and the arithmetic are in at least float32.
 While s is near w, h varies with the batch as g does, so g - h varies less than g. Measured by
 
   variance_ratio = sum |v - mu|^2 / sum |g - mu|^2      over the steps since the last refresh
-
-Sources: Johnson, Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance
-Reduction", NeurIPS 2013; Yin, Xu, Li, Darrell, Liu, "A Coefficient Makes SVRG Effective",
-arXiv:2311.05589.
 """
 
 from collections.abc import Callable
@@ -34,6 +29,9 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "svrg"
+_GRAD_FN = (
+  "a function from params to the gradient on the current batch, with its rng and statistics"
+)
 # The variance ratio of more params than this is sampled: its sums are passes of their own, which on
 # a CPU cost several times the correction.
 _SMALL = 65_536
@@ -53,9 +51,9 @@ class SvrgState(NamedTuple):
     squared_deviations: vector of two, the sums over the steps since the last refresh of
       ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``. With
       more than 65,536 params over every 16th step only, for they cost more than the correction.
-    variance_ratio: scalar, the first of the sums over the second: about the variance of the
-      corrected over that of the plain gradient. 0 is a perfect correction, above 1 it does harm.
-      As the true gradient moves away from ``mu``, the ratio tends to 1, but never crosses it.
+    variance_ratio: scalar, the first sum over the second: about the variance of the corrected over
+      that of the plain gradient. 0 is a perfect correction, above 1 it does harm. As the true
+      gradient moves away from ``mu``, the ratio tends to 1, but never crosses it.
     notfinite_count: scalar int32, the refreshes that were not made, and those of the summed steps
       in which a part of the correction was left out, for numbers that are not finite.
   """
@@ -71,10 +69,10 @@ class SvrgState(NamedTuple):
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
     """The state after a refresh at `params`, whose mean gradient over the data was taken."""
     # Inside `optax.masked` the state lacks the leaves that are not its own.
-    own_params = _masked_like(self.snapshot, params, "params")
-    own_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
-    _check_state(self, own_params, "refresh_svrg")
-    return _jitted_renew(self, own_params, own_gradient)
+    params = _masked_like(self.snapshot, params, "params")
+    full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
+    _check_state(self, params, "refresh_svrg")
+    return _renew(self, params, full_gradient)
 
 
 def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
@@ -82,7 +80,7 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
 
   Args:
     steps: the steps of the whole training, not of one refresh period; 0 is reached after them.
-    initial: the coefficient of the first step, for deep networks below 1. Raising it corrects more.
+    initial: the first step's coefficient, for deep networks below 1. Raising it corrects more.
 
   Returns:
     A schedule, for the `coefficient` of :func:`svrg`.
@@ -106,12 +104,9 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
   return optax.linear_schedule(initial, 0.0, steps)
 
 
-def correction(
-  snapshot_gradient: jax.Array, full_gradient: jax.Array, coefficient: jax.typing.ArrayLike
-) -> jax.Array:
-  """The correction ``a (h - mu)``, in the dtype of `full_gradient`."""
-  dtype = full_gradient.dtype
-  return jnp.asarray(coefficient, dtype) * (snapshot_gradient.astype(dtype) - full_gradient)
+def correction(h: jax.Array, mu: jax.Array, coefficient: jax.typing.ArrayLike) -> jax.Array:
+  """The correction ``a (h - mu)``, in the dtype of `mu`."""
+  return jnp.asarray(coefficient, mu.dtype) * (h.astype(mu.dtype) - mu)
 
 
 def svrg(
@@ -125,7 +120,7 @@ def svrg(
 
   for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
   chain, before ``optax.masked`` and ``optax.partition``, and needs the plain gradient. On convex
-  problems the error then shrinks geometrically at a constant learning rate, where SGD stalls. Deep
+  problems the error shrinks geometrically at a constant learning rate, where SGD stalls. Deep
   networks gain little, best with :func:`alpha_svrg_schedule`: compare with SGD given the same work.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
@@ -141,20 +136,17 @@ def svrg(
   correction's entry is left out; a refresh with a number that is not finite is not made. Both are
   counted. A gradient that is not finite stays so and leaves no trace in the state.
 
-  ``update`` needs the extra argument ``grad_fn(params) -> grads``, as ``make_train_step`` supplies:
-  the gradient on the batch of the updates, with the same dropout masks and statistics. Neither it
-  nor `full_grad_fn` may update statistics.
-
   Args:
-    refresh_every: steps from one refresh inside ``update`` to the next; about the number of steps
-      in one to five epochs. Raising it saves full passes and lets the snapshot grow stale. None:
-      refreshed on the host only.
+    refresh_every: steps from one refresh inside ``update`` to the next, about those of one to five
+      epochs. Raising it saves full passes; the snapshot grows stale. None: on the host only.
     coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
       the snapshot more; 1 is SVRG.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and `grad_fn`. Updates
-    have the gradients' dtype. The state, a :class:`SvrgState`, holds two copies of the params.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params` and the extra argument
+    ``grad_fn(params) -> grads``, as ``make_train_step`` supplies: the gradient on the batch of the
+    updates, with the same dropout masks and statistics. Neither it nor `full_grad_fn` may update
+    statistics. Updates have the gradients' dtype.
 
   Raises:
     ValueError: a number is out of range; in ``update``: params or an extra argument are missing,
@@ -188,10 +180,10 @@ def svrg(
 
   .. note::
     MXNet's ``SVRGModule`` adds each full gradient to the last one divided by the number of
-    batches, and counts the padding of the last batch in the sum but not in the divisor; here the
-    full gradient is the mean. Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part
-    of the params is biased, and your own `grad_fn` and `full_grad_fn` must fill in the hidden
-    leaves. Inside ``optax.MultiSteps`` the correction is that of the last batch alone.
+    batches, and counts the padding of the last batch in the sum but not in the divisor; ours is
+    the mean. Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is
+    biased, and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
+    ``optax.MultiSteps`` the correction is that of the last batch alone.
   """
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every)
@@ -216,21 +208,14 @@ def svrg(
     state: SvrgState,
     params: optax.Params | None = None,
     *,
-    grad_fn: Callable[[Any], Any] | None = None,
-    full_grad_fn: Callable[[Any], Any] | None = None,
+    grad_fn: Any = None,
+    full_grad_fn: Any = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SvrgState]:
     del extra_args
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, SvrgState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
-    _tree.check_floating(updates, _METHOD)
+    _tree.check_update(_METHOD, updates, state, SvrgState, params, needs_params=True)
     _check_state(state, params, _METHOD)
-    purpose = (
-      "a function from params to the gradient on the current batch, with its rng and statistics"
-    )
-    _base.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
-    assert grad_fn is not None
+    _base.require_extra(grad_fn, "grad_fn", _METHOD, _GRAD_FN)
     _base.check_callable("grad_fn", grad_fn, "grad_fn(params)")
     if refresh_every is not None:
       state = _refresh_if_due(state, params, full_grad_fn, state.count % refresh_every == 0)
@@ -247,9 +232,7 @@ def svrg(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _refresh_if_due(
-  state: SvrgState, params: Any, full_grad_fn: Callable[[Any], Any] | None, due: jax.Array
-) -> SvrgState:
+def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.Array) -> SvrgState:
   if full_grad_fn is None:
     raise ValueError(
       "`svrg(refresh_every=...)` needs the extra argument `full_grad_fn` (a function from params"
@@ -306,6 +289,7 @@ def _check_state(state: SvrgState, params: Any, method: str) -> None:
     )
 
 
+@jax.jit
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   """The state after a refresh, or as it was, with a count, where a number is not finite."""
   good = _tree.all_finite((params, full))
@@ -322,44 +306,40 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   )
 
 
-def _correct(
-  updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: SvrgState
-) -> tuple[Any, SvrgState]:
+def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: SvrgState) -> Any:
   """Corrected gradients and the state after them."""
-  leaves, structure = jax.tree.flatten(updates)
-  trees = (snapshot_gradient, state.full_gradient)
-  parts = list(zip(leaves, *map(jax.tree.leaves, trees), strict=True))
+  trees = (updates, snapshot_gradient, state.full_gradient)
+  parts = list(zip(*map(jax.tree.leaves, trees), strict=True))
 
   def raw(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     return g.astype(mu.dtype) - correction(h, mu, alpha)
 
+  nothing = jnp.zeros_like(state.squared_deviations)
+
   def deviations() -> jax.Array:
-    total = jnp.zeros_like(state.squared_deviations)
+    total = nothing
     for g, h, mu in parts:
       sums = (_tree.sum_squares(raw(g, h, mu) - mu), _tree.sum_squares(g.astype(mu.dtype) - mu))
       total += jnp.stack(sums).astype(total.dtype)
     return total
 
-  if sum(g.size for g in leaves) <= _SMALL:
-    squares = deviations()
-  else:
-    measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
-    squares = jax.lax.cond(measured, deviations, lambda: jnp.zeros_like(state.squared_deviations))
+  small = sum(g.size for g, _, _ in parts) <= _SMALL
+  measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
+  squares = deviations() if small else jax.lax.cond(measured, deviations, lambda: nothing)
   finite = jnp.isfinite(squares)
   total = state.squared_deviations + jnp.where(jnp.all(finite), squares, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
   known = total[1] > 0
   ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
-  left_out = finite[1] & ~finite[0]
   corrected = [
     jnp.where(jnp.isfinite(v := raw(g, h, mu)), v, g.astype(mu.dtype)).astype(g.dtype)
     for g, h, mu in parts
   ]
-  return jax.tree.unflatten(structure, corrected), state._replace(
+  return jax.tree.unflatten(jax.tree.structure(updates), corrected), state._replace(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,
-    notfinite_count=_tree.increment_if(left_out, state.notfinite_count),
+    notfinite_count=_tree.increment_if(finite[1] & ~finite[0], state.notfinite_count),
   )
 
 
@@ -399,6 +379,3 @@ def refresh_svrg(
       " chain?"
     )
   return _protocol.renew_full_gradients(opt_state, params, full_gradient)
-
-
-_jitted_renew = jax.jit(_renew)

@@ -1,8 +1,4 @@
-"""One transformation for the first steps, another after, whose state was kept warm meanwhile.
-
-Source: the `continuous` sub-training of SGPerm, arXiv:2003.02570, which ends in an ordinary
-optimizer.
-"""
+"""One transformation for the first steps, another after, whose state was kept warm meanwhile."""
 
 from typing import Any
 from typing import NamedTuple
@@ -52,7 +48,7 @@ def switch_after(
   Args:
     step: for how many steps `first` acts; 0: `second` acts from the start. May be traced.
     first: the transformation before the switch.
-    second: the transformation after it. It is computed from the first step on.
+    second: the transformation after it, computed from the first step on.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that hands its extra arguments to both. Its
@@ -61,8 +57,7 @@ def switch_after(
   Raises:
     ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale or
       :func:`freeze`, which go around the whole.
-    TypeError: `step` is no whole number, `first` or `second` no transformation, or a leaf not
-      floating-point.
+    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -99,20 +94,16 @@ def switch_after(
     _tree.check_inexact(updates, _METHOD)
     from_second, second_state = second.update(updates, state.second_state, params, **extra_args)
 
+    def widened(u: jax.Array, v: jax.Array) -> jax.Array:
+      return u.astype(jnp.promote_types(u.dtype, v.dtype))
+
     def act(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
       out, first_state = first.update(updates, first_state, params, **extra_args)
-
-      def widen(u: jax.Array, v: jax.Array) -> jax.Array:
-        return u.astype(jnp.promote_types(u.dtype, v.dtype))
-
-      return jax.tree.map(widen, out, from_second), first_state
+      return jax.tree.map(widened, out, from_second), first_state
 
     from_first, first_state = _conditional.update_if(state.count < step, act, state.first_state)
-    out = _conditional.select(
-      state.count < step,
-      from_first,
-      jax.tree.map(lambda u, v: u.astype(v.dtype), from_second, from_first),
-    )
+    from_second = jax.tree.map(widened, from_second, from_first)
+    out = _conditional.select(state.count < step, from_first, from_second)
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),
       first_state=first_state,
@@ -125,10 +116,10 @@ def switch_after(
 def _refuse_requests(name: str, state: optax.OptState) -> None:
   """Refuses a side with a request: the loss of every step would follow it."""
   for node in _protocol.declaring_states(state, "requests"):
-    for request in _protocol.declared(node, "requests"):
-      wrapper = _WRAPPERS.get(request, "wrapper")
-      raise ValueError(
-        f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
-        " acts on the loss of every step, before and after the switch. Put its wrapper around the"
-        f" whole: `{wrapper}(switch_after(...))`."
-      )
+    request = _protocol.declared(node, "requests")[0]
+    wrapper = _WRAPPERS.get(request, "wrapper")
+    raise ValueError(
+      f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
+      " acts on the loss of every step, before and after the switch. Put its wrapper around the"
+      f" whole: `{wrapper}(switch_after(...))`."
+    )

@@ -105,36 +105,29 @@ def axes_by_pattern(
   argument: str,
 ) -> list[tuple[int, ...] | None]:
   """Each leaf's axes by the first pattern that matches, ascending, or None."""
-  if patterns is None:
-    return [None] * len(paths)
   check_axes_by_pattern(argument, patterns)
-  keys = list(patterns)
-
-  def axes_of(path: str, shape: tuple[int, ...], index: int | None) -> tuple[int, ...] | None:
-    if index is None:
-      return None
-    axes = _as_axes(patterns[keys[index]])
-    if any(not -len(shape) <= axis < len(shape) for axis in axes):
+  keys = list(patterns or {})
+  found: list[tuple[int, ...] | None] = []
+  for path, shape, index in zip(paths, shapes, first_match(argument, keys, paths), strict=True):
+    axes = None if index is None else _as_axes((patterns or {})[keys[index]])
+    if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
-        f"`{argument}` names the axes {axes} for {keys[index]!r}, but the leaf"
+        f"`{argument}` names the axes {axes} for {keys[index or 0]!r}, but the leaf"
         f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
         " has."
       )
-    return tuple(sorted({axis % len(shape) for axis in axes}))
-
-  return list(map(axes_of, paths, shapes, first_match(argument, keys, paths)))
+    found.append(None if axes is None else tuple(sorted({axis % len(shape) for axis in axes})))
+  return found
 
 
 def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
   """Checks an argument that maps regular expressions to axes, or is None."""
-  if patterns is None:
-    return
-  if not isinstance(patterns, Mapping):
+  if patterns is not None and not isinstance(patterns, Mapping):
     raise TypeError(
       f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
       f" {_base.shorten(patterns)}."
     )
-  for pattern, axes in patterns.items():
+  for pattern, axes in (patterns or {}).items():
     _base.compile_pattern(argument, pattern)
     if not all(map(_base.is_integer, _as_axes(axes))):
       raise TypeError(
@@ -207,13 +200,12 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
   if not all(isinstance(flag, bool) for flag in flags):
     raise _not_a_selector(argument, mask)
   try:
-    full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, tree)
+    return jax.tree.leaves(jax.tree.broadcast(mask, tree))
   except ValueError as error:
     raise ValueError(
       f"`{argument}` must be a tree of bools with the structure of the params, or a prefix of"
       f" it; got {jax.tree.structure(mask)} for params {jax.tree.structure(tree)}."
     ) from error
-  return jax.tree.leaves(full)
 
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
@@ -266,8 +258,8 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     *patterns: regular expressions, searched in the leaves' paths (keys joined by ``/``).
 
   Returns:
-    A function from params to a tree of bools of the same structure: True where a pattern is
-    found. It raises :class:`NoEffectWarning` where a pattern matches nothing.
+    A function from params to a tree of bools: True where a pattern is found. It raises
+    :class:`NoEffectWarning` where a pattern matches nothing.
 
   Raises:
     TypeError: a pattern is no string.
@@ -276,10 +268,11 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
-    >>> kernels = optax_boost.path_mask("kernel$")
-    >>> kernels(params)
+    >>> optax_boost.path_mask("kernel$")(params)
     {'conv': {'bias': False, 'kernel': True}}
-    >>> decay = optax.masked(optax.add_decayed_weights(1e-4), kernels)
+    >>> decay = optax.masked(
+    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
+    ... )
   """
   for pattern in patterns:
     _base.compile_pattern("patterns", pattern)
@@ -384,18 +377,6 @@ def fill_masked(tree: Any, full: Any) -> Any:
   return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
 
 
-def as_value_fn(function: Callable[[Any], Any]) -> Callable[..., Any]:
-  """Makes a `value_fn` that swallows the train step's closures, which line searches pass on."""
-
-  def value_fn(
-    params: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
-  ) -> Any:
-    del grad_fn, full_grad_fn, obj_fn
-    return function(params)
-
-  return value_fn
-
-
 def map_gradients(
   function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -432,9 +413,14 @@ def accumulator_dtype(dtype: Any) -> Any:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+  """An array in :func:`accumulator_dtype`."""
+  return x.astype(accumulator_dtype(x.dtype))
+
+
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
-  wide = x.astype(accumulator_dtype(x.dtype))
+  wide = widen(x)
   return jnp.sum(wide * wide, axis=axes)
 
 
@@ -445,10 +431,14 @@ def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
 
 def all_finite(tree: Any) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
-  leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  if not leaves:
+  return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def all_true(flags: Sequence[jax.Array]) -> jax.Array:
+  """Whether all of a list of scalar flags hold."""
+  if not flags:
     return jnp.asarray(True)
-  bad = jnp.logical_not(jnp.stack(leaves)).astype(jnp.float32)
+  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
   # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
   # program, and the time to compile it, would grow with the square of the number of leaves.
   return jnp.dot(bad, bad) == 0

@@ -82,18 +82,22 @@ class NnxNet(nnx.Module):
     return self.last(self.features(x))
 
 
-def filled_nnx_net(seed):
-  """The same without flax's initializers, each of which is a program to compile for each shape."""
+def filled(tree, seed):
+  """Arrays for abstract ones; each of flax's initializers is a program to compile per shape."""
   rng = np.random.default_rng(seed)
-  graphdef, state = nnx.split(nnx.eval_shape(NnxNet))
 
   def fill(path, leaf):
     name = path[-1].key
     if name == "kernel":
       return jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype)
-    return jnp.asarray(np.full(leaf.shape, name in ("scale", "var")), leaf.dtype)
+    return jnp.asarray(np.full(leaf.shape, name in ("scale", "var", "multiplier")), leaf.dtype)
 
-  return nnx.merge(graphdef, jax.tree.map_with_path(fill, nnx.to_pure_dict(state)))
+  return jax.tree.map_with_path(fill, tree)
+
+
+def filled_nnx_net(seed, make=NnxNet):
+  graphdef, state = nnx.split(nnx.eval_shape(make))
+  return nnx.merge(graphdef, filled(nnx.to_pure_dict(state), seed))
 
 
 class LinenBlock(nn.Module):

@@ -1,5 +1,6 @@
 """AdaSum between real processes on this machine: the same weights, and resuming after a death."""
 
+import argparse
 import concurrent.futures
 import os
 import pathlib
@@ -12,6 +13,11 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "adasum_processes.py"
+
+
+@pytest.fixture(scope="module")
+def example(import_example):
+  return import_example("adasum_processes")
 
 
 def run(folder, *arguments, seconds=120):
@@ -33,6 +39,12 @@ def run(folder, *arguments, seconds=120):
   return process.returncode, output, errors
 
 
+def launch(example, folder, processes):
+  """What ``--launch`` does, without a Python for the launcher alone."""
+  steps = {"steps": 12, "every": 4, "die_after": 0, "pause": 0.0}
+  return example.launch(argparse.Namespace(launch=processes, checkpoints=folder, **steps))
+
+
 def weights(folder):
   with np.load(folder / "checkpoint.npz") as saved:
     return {name: saved[name] for name in saved}
@@ -40,38 +52,53 @@ def weights(folder):
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_death_ends_all_and_the_next_start_trains_to_the_weights_of_one_process(
-  tmp_path, processes
+  tmp_path, monkeypatch, capfd, example, processes
 ):
-  assert run(tmp_path / "one", "--devices", processes, "--steps", 12, "--every", 4)[0] == 0
-  many = ("--launch", processes, "--steps", 12, "--every", 4)
-  code, output, errors = run(tmp_path / "many", *many, "--die-after", 6, seconds=60)
-  assert code == 1
-  assert "step 4 saved" in output
-  assert "step 8 saved" not in output
-  assert "Start again to resume from the last checkpoint" in errors
-  assert weights(tmp_path / "many")["step"] == 4
-  code, output, errors = run(tmp_path / "many", *many)
+  one, many, steps = tmp_path / "one", tmp_path / "many", ("--steps", 12, "--every", 4)
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  dying = ("--coordinator", address, "--processes", processes, *steps, "--die-after", 6)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    runs = [pool.submit(run, many, *dying, "--process", i, seconds=60) for i in range(processes)]
+    alone = pool.submit(run, one, "--devices", processes, *steps)
+    *survivors, dead = (task.result() for task in runs)
+    assert alone.result()[0] == 0
+  assert dead[0] == 1
+  for code, _, errors in survivors:
+    assert code != 0
+    # Which of the two comes first, the failing exchange or the missing heartbeat, is JAX's affair.
+    ours, runtimes = "another process is gone", "most likely indicates that another task died"
+    assert ours in errors or runtimes in errors
+  assert "step 4 saved" in survivors[0][1]
+  assert "step 8 saved" not in survivors[0][1]
+  assert weights(many)["step"] == 4
+
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  code = launch(example, many, processes)
+  output, errors = capfd.readouterr()
   assert code == 0, errors
   assert f"{processes} replicas, from step 4" in output
   # Two numbers have one sum; more are added in another order by Gloo than inside one process.
   tolerance = {} if processes == 2 else {"rtol": 1e-5, "atol": 1e-6}
   check = np.testing.assert_allclose if tolerance else np.testing.assert_array_equal
-  found, expected = weights(tmp_path / "many"), weights(tmp_path / "one")
+  found, expected = weights(many), weights(one)
   assert found.keys() == expected.keys()
   for name, value in found.items():
     check(value, expected[name], **tolerance)
 
 
-def test_the_process_that_survives_says_why_it_ends(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{probe.getsockname()[1]}"
-  arguments = ("--coordinator", address, "--processes", 2, "--steps", 1000, "--die-after", 3)
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    runs = [pool.submit(run, tmp_path, *arguments, "--process", i, seconds=60) for i in range(2)]
-    survivor, dead = (task.result() for task in runs)
-  assert dead[0] == 1
-  assert survivor[0] != 0
-  # Which of the two comes first, the failing exchange or the missing heartbeat, is JAX's affair.
-  ours, runtimes = "another process is gone", "most likely indicates that another task died"
-  assert ours in survivor[2] or runtimes in survivor[2]
+def test_the_launcher_ends_all_processes_when_one_fails(tmp_path, monkeypatch, capfd, example):
+  script = tmp_path / "fails.py"
+  script.write_text(
+    "import sys, time\n"
+    "if sys.argv[sys.argv.index('--process') + 1] == '1':\n"
+    "  sys.exit('out of memory')\n"
+    "time.sleep(60)\n"
+  )
+  monkeypatch.setattr(example, "__file__", str(script))
+  assert launch(example, tmp_path, 2) == 1
+  errors = capfd.readouterr().err
+  assert "process 1 of 2 ended with status 1; the others were ended." in errors
+  assert "Start again to resume from the last checkpoint" in errors
+  assert "out of memory" in errors

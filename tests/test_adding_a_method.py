@@ -14,7 +14,7 @@ import optax_boost
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLE = re.search(r"````diff\n(.*?)````", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
 METHOD = "bound_entries"
-# A few columns of the new row; what else asks for a row, a card, a line or a place in a table.
+# A few columns of the new row, and the tests that ask for a row, a card, a line or a place.
 RUN = (
   f"tests/test_contract.py::test_acts[{METHOD}]",
   f"tests/test_contract.py::test_takes_extra_arguments_it_does_not_know[{METHOD}]",
@@ -23,9 +23,10 @@ RUN = (
   "tests/bad_input/test_trees_and_states.py::test_every_factory_is_here",
   "tests/test_registry.py",
   "tests/test_docs.py::test_every_transformation_has_a_card",
+  "tests/test_docs.py::test_the_reference_has_every_public_name_once",
   f"tests/test_docs.py::test_a_card_says_all_that_a_card_must[{METHOD}]",
   f"tests/test_docs.py::test_the_code_of_a_page_runs[cards/{METHOD}.md]",
-  "tests/test_docs.py::test_readme_and_index_have_the_tables_that_the_cards_headers_make",
+  "tests/test_docs.py::test_readme_and_pages_have_the_parts_that_the_cards_headers_make",
   "tests/test_readme.py::test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own",
   f"optax_boost/_{METHOD}.py",
 )
@@ -39,7 +40,7 @@ def changes():
 
 
 def apply(folder):
-  """Adds what the example adds, each hunk beside its context, wherever that is now."""
+  """Adds the lines of the example, each hunk beside its context, wherever that is now."""
   for file, hunks in changes():
     path = folder / file
     text = path.read_text() if path.exists() else ""
@@ -59,7 +60,7 @@ def apply(folder):
 
 @pytest.fixture
 def copy(tmp_path):
-  """The repository without what the example does not need."""
+  """The parts of the repository that the example needs."""
   shutil.copytree(pathlib.Path(optax_boost.__file__).parent, tmp_path / "optax_boost")
   leave_out = shutil.ignore_patterns("golden", "build", "__pycache__")
   for folder in ("tests", "docs"):
@@ -94,4 +95,4 @@ def test_the_example_passes_what_asks_for_a_complete_method(copy):
       check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-  assert f"| `{METHOD}` | bends" in (copy / "README.md").read_text()
+  assert f"| [`{METHOD}`](docs/cards/{METHOD}.md) | bends" in (copy / "README.md").read_text()

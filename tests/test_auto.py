@@ -564,10 +564,11 @@ def test_combined_methods_nest_as_documented():
       (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), length=6)
       return params
 
-    return jax.jit(jax.vmap(one, axis_name="replicas"))(DATA.reshape(2, 4, 4))
+    return jax.vmap(one, axis_name="replicas")
 
-  found = run(tx)
-  chex.assert_trees_all_equal(found, run(by_hand))
+  replicas = DATA.reshape(2, 4, 4)
+  assert str(jax.make_jaxpr(run(tx))(replicas)) == str(jax.make_jaxpr(run(by_hand))(replicas))
+  found = jax.jit(run(tx))(replicas)
   np.testing.assert_array_equal(found["z_body"][0], found["z_body"][1])
   assert jnp.any(found["z_body"][0] != PARAMS["z_body"])
 
@@ -589,16 +590,16 @@ def test_a_decay_is_centralized_with_the_gradients_as_in_mindspore():
     auto_boost("O0", manual(dim_reduce=True)).optimizer(optax.sgd(0.1), PARAMS, decay=decay)
 
 
-BATCHES = jax.random.normal(jax.random.key(1), (2, 2, 3, 4, 4))  # servers, devices, steps, ...
+BATCHES = jax.random.normal(jax.random.key(1), (2, 2, 2, 4, 4))  # servers, devices, steps, ...
 
 
 def on_servers(tx):
-  """Three steps on two servers of two devices: the params, and each server's state."""
+  """Two steps on two servers of two devices: the params, and each server's state."""
   mesh = jax.make_mesh((2, 2), ("far", "near"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
   def steps(params, x):
     state = tx.init(params)
-    for t in range(3):
+    for t in range(2):
       mine = jax.tree.map(lambda p: jax.lax.pcast(p, ("far", "near"), to="varying"), params)
       updates, state = tx.update(jax.grad(loss_fn)(mine, x[0, 0, t]), state, params)
       params = optax.apply_updates(params, updates)
@@ -612,7 +613,7 @@ def on_servers(tx):
 def weight_deltas(inner):
   """MindSpore's AdaSum: mean gradient per server, its own optimizer, adaptive sum of the deltas."""
   params, states = PARAMS, [inner.init(PARAMS) for _ in range(2)]
-  for t in range(3):
+  for t in range(2):
     deltas = []
     for s in range(2):
       grads = [jax.grad(loss_fn)(params, x) for x in BATCHES[s, :, t]]
@@ -638,7 +639,8 @@ def test_adasum_of_weight_deltas_over_servers_is_mindspores():
   assert "on updates, over 'far', mean over 'near'" in boost.explain()
   # The types of `shard_map` say that a server's devices hold the same state.
   params, state = on_servers(boost.optimizer(optax.adam(0.05)))
-  chex.assert_trees_all_close(params, weight_deltas(optax.adam(0.05)), rtol=1e-4, atol=1e-5)
+  expected = jax.jit(lambda: weight_deltas(optax.adam(0.05)))()
+  chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-5)
   mu = optax.tree.get(state, "mu")["z_body"]
   assert np.abs(mu[0] - mu[1]).max() > 1e-3
 
@@ -649,17 +651,15 @@ def test_each_place_of_adasum_is_the_chain_by_hand(place):
   parts = [optax_boost.adasum("replicas"), optax.adam(0.05)]
   by_hand = optax.chain(*(parts if place == "gradients" else parts[::-1]))
 
-  def run(tx):
+  def program(tx):
     def one(x):
-      params, state = PARAMS, tx.init(PARAMS)
-      for _ in range(2):
-        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
-        params = optax.apply_updates(params, updates)
-      return params
+      updates, state = tx.update(jax.grad(loss_fn)(PARAMS, x), tx.init(PARAMS), PARAMS)
+      return optax.apply_updates(PARAMS, updates), state
 
-    return jax.jit(jax.vmap(one, axis_name="replicas"))(BATCHES[0, :, 0])
+    return str(jax.make_jaxpr(jax.vmap(one, axis_name="replicas"))(BATCHES[0, :, 0]))
 
-  chex.assert_trees_all_equal(run(boost.optimizer(optax.adam(0.05))), run(by_hand))
+  assert program(boost.optimizer(optax.adam(0.05))) == program(by_hand)
+  assert program(by_hand) != program(optax.chain(*parts if place == "updates" else parts[::-1]))
   assert f"on {place}, over 'replicas'" in boost.explain()
 
 
@@ -673,7 +673,9 @@ def test_a_server_must_have_the_devices_that_the_configuration_says():
       on_servers(boost.optimizer(optax.sgd(0.1)))
   # The levels leave the number open; MindSpore's default is 8.
   assert auto_boost("O1").config.common.device_number is None
-  on_servers(auto_boost("O0", adasum_alone(), **axes).optimizer(optax.sgd(0.1)))
+  jax.eval_shape(
+    lambda: on_servers(auto_boost("O0", adasum_alone(), **axes).optimizer(optax.sgd(0.1)))
+  )
   boost = auto_boost("O2", reference=True, compose=True, axis_name="far")
   assert "on updates, over 'far' (device_number 8 needs local_axis_name=...)" in boost.explain()
 
@@ -734,7 +736,7 @@ def nnx_loss(model, x):
 def test_ten_lines_with_linen():
   boost = ob_linen.auto_boost("O1", {"less_bn": {"fn_flag": True}}, total_steps=3)
   module = boost.model(LinenNet(), X, train=True)
-  variables = module.init(jax.random.key(0), X)
+  variables = jax.jit(module.init)(jax.random.key(0), X)
 
   def linen_loss(model, x):
     return jnp.mean((model(x, train=True) - 1) ** 2)
@@ -748,19 +750,23 @@ def test_ten_lines_with_linen():
   assert losses[-1] < losses[0]
   evaluated = boost.eval_model(LinenNet(), X)
   trained = ob_linen.variables(state)
-  np.testing.assert_array_equal(evaluated.apply(trained, X), module.apply(trained, X))
+  expected = jax.jit(module.apply)(trained, X)
+  np.testing.assert_array_equal(jax.jit(evaluated.apply)(trained, X), expected)
   assert "multiplier" in state.params["last"]
   assert ob_linen.auto_boost("O0").model(module) is module
+
+
+def train_three_steps(step, state):
+  for _ in range(3):
+    state, metrics = step(state, DATA)
+  return state.params, metrics
 
 
 def plain_form(config):
   boost = auto_boost("O0", config)
   tx = boost.optimizer(optax.sgd(0.1), PARAMS)
   step = boost.train_step(loss_fn, tx)
-  state = step.init(PARAMS)
-  for _ in range(3):
-    state, metrics = step(state, DATA)
-  return state.params, metrics
+  return tx, lambda: train_three_steps(step, step.init(PARAMS))
 
 
 def nnx_form(config):
@@ -769,9 +775,13 @@ def nnx_form(config):
   tx = boost.optimizer(optax.sgd(0.1), model)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = boost.train_step(nnx_loss)
-  for _ in range(3):
-    metrics = step(model, optimizer, DATA)
-  return nnx.state(model, nnx.Param), metrics
+
+  def train():
+    for _ in range(3):
+      metrics = step(model, optimizer, DATA)
+    return nnx.state(model, nnx.Param), metrics
+
+  return tx, train
 
 
 def linen_form(config):
@@ -780,10 +790,7 @@ def linen_form(config):
   variables = module.init(jax.random.key(0), DATA)
   tx = boost.optimizer(optax.sgd(0.1), module, nnx_loss, variables)
   step = boost.train_step(module, nnx_loss, tx)
-  state = step.init(variables)
-  for _ in range(3):
-    state, metrics = step(state, DATA)
-  return state.params, metrics
+  return tx, lambda: train_three_steps(step, step.init(variables))
 
 
 # How each form starts, and its loss as a function of the params.
@@ -814,7 +821,7 @@ def moved(params, step):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_subspace_is_fitted_to_checkpoints_saved_and_loaded_again(form, tmp_path):
-  run, start, loss = FORMS[form]
+  make, start, loss = FORMS[form]
   params = start()
   with ocp.StandardCheckpointer() as checkpointer:
     for step in range(4):
@@ -825,24 +832,23 @@ def test_the_subspace_is_fitted_to_checkpoints_saved_and_loaded_again(form, tmp_
     "weight_load_dir": str(tmp_path / "weights"),
   }
   config = manual(dim_reduce=True) | {"dim_reduce": block | paths}
-  found, metrics = run(config)
+  tx, train = make(config)
+  fitted_state = tx.init(params)
+  found, metrics = train()
   # By hand, with the exact components of the same snapshots.
   fitted = optax_boost.fit_subspace([moved(params, step) for step in range(4)], 2)
-  tx = optax_boost.dim_reduce(fitted, 0.5, 0.1, 0.8, 0.05)
-  by_hand = optax_boost.make_train_step(loss, tx)
-  state = by_hand.init(params)
-  for _ in range(3):
-    state, expected = by_hand(state, DATA)
-  chex.assert_trees_all_close(found, state.params, rtol=1e-4, atol=1e-5)
+  by_hand = optax_boost.make_train_step(loss, optax_boost.dim_reduce(fitted, 0.5, 0.1, 0.8, 0.05))
+  by_hand_params, expected = train_three_steps(by_hand, by_hand.init(params))
+  chex.assert_trees_all_close(found, by_hand_params, rtol=1e-4, atol=1e-5)
   np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
   assert metrics["accepted_rho"] > 0
   # The file is there now, and the checkpoints are needed no more.
   config["dim_reduce"] |= {"weight_load_dir": None}
-  again, _ = run(config)
-  chex.assert_trees_all_equal(again, found)
+  again, _ = make(config)
+  chex.assert_trees_all_equal(again.init(params), fitted_state)
   config["dim_reduce"] |= {"n_components": 3}
   with pytest.raises(ValueError, match=r"`dim_reduce.n_components` is 3, but .* has 2 dimensions"):
-    run(config)
+    make(config)
 
 
 @pytest.mark.parametrize("path", [None, "nowhere.npz"])
@@ -850,9 +856,9 @@ def test_a_subspace_needs_a_file_or_checkpoints_and_the_params(path):
   config = manual(dim_reduce=True) | {"dim_reduce": {"pca_mat_path": path}}
   got = "None" if path is None else "'nowhere.npz', which does not exist"
   message = rf"`dim_reduce.pca_mat_path` must .* or `dim_reduce.weight_load_dir` .*; got {got}, and"
-  for run in (plain_form, nnx_form, linen_form):
+  for make in (plain_form, nnx_form, linen_form):
     with pytest.raises(ValueError, match=message):
-      run(config)
+      make(config)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
     with pytest.raises(ValueError, match=r"`dim_reduce` is on, .* pass the params; for a Flax"):
       make("O0", config).optimizer(optax.sgd(0.1))

@@ -899,8 +899,14 @@ def test_refuses_an_inner_optimizer_that_scales_the_loss():
 # What programs pass.
 
 
-@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("float32", "float16")])
-@pytest.mark.parametrize("inner", [None, optax.sgd(1.0, momentum=0.1)])
+@pytest.mark.parametrize(
+  ("dtypes", "inner"),
+  [
+    (("float16", "float32"), None),
+    (("float32", "float16"), None),
+    (("float32", "float16"), optax.sgd(1.0, momentum=0.1)),
+  ],
+)
 def test_gradients_and_params_may_have_different_dtypes(dtypes, inner):
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
 

@@ -919,7 +919,7 @@ def test_refuses_groups_of_other_params():
     (
       lambda: ob_nnx.layer_groups(image_loss, 3, BATCH),
       TypeError,
-      r"`model` must be an NNX module, as .*; got 3",
+      r"`model` must be an NNX module; got 3",
     ),
     (
       lambda: ob_nnx.layer_groups(image_loss, nnx.Dropout(0.1), BATCH),
@@ -929,12 +929,12 @@ def test_refuses_groups_of_other_params():
     (
       lambda: ob_linen.layer_groups(3, image_loss, {}, BATCH),
       TypeError,
-      r"`module` must be a Linen module, as .*; got 3",
+      r"`module` must be a Linen module; got 3",
     ),
     (
       lambda: ob_linen.layer_groups(AdaptedModule(), image_loss, {"base": 1}, BATCH),
       ValueError,
-      r"with a collection 'params'; got \['base'\]",
+      r"with a collection 'params'; got the keys \['base'\]",
     ),
     (
       lambda: optax_boost.layer_groups(chain_loss, chain_params(), "text"),

@@ -1,5 +1,6 @@
 """Fewer BatchNorms: what a trace shows of the structure, and the models that come of it."""
 
+import functools
 import warnings
 
 import chex
@@ -20,6 +21,8 @@ from tests.residual_models import List
 from tests.residual_models import NnxBlock
 from tests.residual_models import NnxNet
 from tests.residual_models import X
+from tests.residual_models import filled
+from tests.residual_models import filled_nnx_net
 
 BOTTLENECK = (1, 3, 1)
 BASIC = (3, 3)
@@ -33,6 +36,19 @@ def inner(place):
 def abstract_plan(make, *args, **options):
   """Plans without computing any weights."""
   return ob_nnx.plan_less_bn(nnx.eval_shape(make), *args, **options)
+
+
+def variables_of(module, seed=0):
+  return filled(jax.eval_shape(module.init, jax.random.key(0), X), seed)
+
+
+def initial(module, *path):
+  """One of the initial params, without computing the others."""
+
+  def init():
+    return functools.reduce(dict.__getitem__, path, module.init(jax.random.key(0), X)["params"])
+
+  return jax.jit(init)()
 
 
 def plan_in(flax, nnx_model, module, **options):
@@ -251,7 +267,7 @@ def test_a_batch_norm_that_is_also_used_elsewhere_stays():
 
 
 def test_a_removed_module_is_gone_from_every_place_that_refers_to_it():
-  model = Shared(nnx.Rngs(0))
+  model = nnx.eval_shape(lambda: Shared(nnx.Rngs(0)))
   less = ob_nnx.less_bn(model, X, predicate=lambda place: place.role != "last")
   assert less.stem is less.block.norms[2]
   assert isinstance(less.stem, ob_nnx.RemovedBatchNorm)
@@ -267,10 +283,10 @@ def outputs_in_nnx(model, x):
 
 @pytest.mark.parametrize("pre", [False, True])
 def test_the_nnx_copy_computes_what_the_network_without_them_does(pre):
-  model = NnxNet(pre=pre)
+  model = filled_nnx_net(0, lambda: NnxNet(pre=pre))
   before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
   less = ob_nnx.less_bn(model, X)
-  by_hand = NnxNet(pre=pre, rngs=nnx.Rngs(1), drop=True)
+  by_hand = filled_nnx_net(1, lambda: NnxNet(pre=pre, drop=True))
   report = ob_nnx.load_original(by_hand, model)
   assert report.fresh == ()
   assert len(report.left_over) == 16
@@ -284,12 +300,12 @@ def test_the_nnx_copy_computes_what_the_network_without_them_does(pre):
 
 @pytest.mark.parametrize("pre", [False, True])
 def test_the_linen_module_computes_what_the_network_without_them_does(pre):
-  module, key = LinenNet(pre=pre), jax.random.key(0)
-  original = module.init(key, X)
+  module = LinenNet(pre=pre)
   less = ob_linen.less_bn(module, X)
   by_hand = LinenNet(pre=pre, drop=True)
-  variables, report = ob_linen.load_original(less.init(key, X), original)
-  chex.assert_trees_all_equal_structs(variables, by_hand.init(key, X))
+  variables, report = ob_linen.load_original(variables_of(less), variables_of(module))
+  expected = jax.eval_shape(by_hand.init, jax.random.key(0), X)
+  chex.assert_trees_all_equal_structs(variables, expected)
   assert report.fresh == ()
   assert len(report.left_over) == 16
   for train in (True, False):
@@ -300,7 +316,7 @@ def test_the_linen_module_computes_what_the_network_without_them_does(pre):
 
 def test_a_method_of_a_linen_module_is_reached_by_name_and_from_inside():
   less = ob_linen.less_bn(LinenNet(), X)
-  variables = less.init(jax.random.key(0), X)
+  variables = variables_of(less)
   features = less.apply(variables, X, method="features")
   chex.assert_trees_all_close(
     less.apply(variables, X), features @ variables["params"]["last"]["kernel"], rtol=1e-5
@@ -324,15 +340,15 @@ def test_a_linen_module_with_fewer_batch_norms_works_inside_of_another():
   less = ob_linen.less_bn(LinenNet(), X)
   x = jnp.ones_like(X)
   outer = Around(less)
-  variables = outer.init(jax.random.key(0), x)
+  variables = variables_of(outer)
   inside = {name: tree["less"] for name, tree in variables.items()}
-  chex.assert_trees_all_equal_structs(inside, less.init(jax.random.key(0), x))
+  chex.assert_trees_all_equal_structs(inside, variables_of(less))
   dense = nn.Dense(2).apply({"params": variables["params"]["Dense_0"]}, less.apply(inside, x))
   chex.assert_trees_all_close(outer.apply(variables, x), dense)
 
 
 def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
-  model = NnxNet()
+  model = filled_nnx_net(0)
   model.last.bias[...] = jnp.arange(5.0)
   less = ob_nnx.less_bn(model, X, fn_flag=True, multiplier=8.0)
   w, h = model.last.kernel[...], less.features(X)
@@ -342,8 +358,9 @@ def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
   np.testing.assert_allclose(less(X), expected, rtol=1e-4)
   plan = ob_linen.plan_less_bn(LinenNet(), X, fn_flag=True, multiplier=8.0)
   module = ob_linen.less_bn(LinenNet(), plan=plan)
-  variables = module.init(jax.random.key(0), X)
-  assert variables["params"]["last"]["multiplier"] == 8
+  variables = variables_of(module)
+  variables["params"]["last"]["multiplier"] = multiplier = initial(module, "last", "multiplier")
+  assert multiplier == 8
   h = module.apply(variables, X, method="features")
   head = ob_linen.NormalizedDense(5)
   expected = head.apply({"params": variables["params"]["last"]}, h)
@@ -351,7 +368,7 @@ def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
 
 
 def test_a_dense_layer_with_others_after_it_is_no_head():
-  model = NnxNet(block=Gated)
+  model = nnx.eval_shape(lambda: NnxNet(block=Gated))
   model.last = nnx.Conv(8, 5, (1,), rngs=nnx.Rngs(0))
   with pytest.warns(optax_boost.NoEffectWarning, match="finds no last dense layer"):
     assert ob_nnx.plan_less_bn(model, X, fn_flag=True).head is None
@@ -366,12 +383,12 @@ def test_a_bias_takes_the_place_of_a_removed_batch_norm(flax):
 
 
 def test_new_biases_start_at_zero_and_are_trained():
-  less = ob_nnx.less_bn(NnxNet(), X, bias=True)
-  np.testing.assert_allclose(less(X), ob_nnx.less_bn(NnxNet(), X)(X), rtol=1e-5)
+  less = ob_nnx.less_bn(filled_nnx_net(0), X, bias=True)
+  np.testing.assert_allclose(less(X), ob_nnx.less_bn(filled_nnx_net(0), X)(X), rtol=1e-5)
   grads = nnx.jit(nnx.grad(lambda model: jnp.sum(model(X) ** 2)))(less)
   assert jnp.any(grads["blocks"][0]["convs"][2]["bias"][...] != 0)
   module = ob_linen.less_bn(LinenNet(), X, bias=True)
-  variables = module.init(jax.random.key(0), X)
+  variables = variables_of(module)
 
   @jax.jit
   @jax.grad
@@ -379,15 +396,15 @@ def test_new_biases_start_at_zero_and_are_trained():
     return jnp.sum(module.apply({**variables, "params": params}, X) ** 2)
 
   grads = gradient(variables["params"])
-  assert not jnp.any(variables["params"]["blocks_0"]["convs_2"]["bias"])
+  assert not jnp.any(initial(module, "blocks_0", "convs_2", "bias"))
   assert jnp.any(grads["blocks_0"]["convs_2"]["bias"])
   assert "bias" not in variables["params"]["blocks_0"]["convs_0"]
 
 
 def test_a_checkpoint_of_the_original_loads_with_a_report():
-  trained = NnxNet(rngs=nnx.Rngs(7))
+  trained = filled_nnx_net(7)
   plan = abstract_plan(NnxNet, X, fn_flag=True, bias=True)
-  less = ob_nnx.less_bn(NnxNet(), plan=plan)
+  less = ob_nnx.less_bn(filled_nnx_net(0), plan=plan)
   report = ob_nnx.load_original(less, nnx.to_pure_dict(nnx.state(trained)))
   assert set(report.left_over) == {
     f"{path}/{leaf}" for path in INNER for leaf in ("bias", "mean", "scale", "var")
@@ -427,12 +444,12 @@ def test_what_is_loaded_takes_the_dtype_and_the_sharding_of_its_place():
 def test_a_fresh_model_evaluates_what_was_trained():
   """The reference's `network_auto_process_eval`."""
   plan = abstract_plan(NnxNet, X, fn_flag=True)
-  model = ob_nnx.less_bn(NnxNet(), plan=plan)
+  model = ob_nnx.less_bn(filled_nnx_net(0), plan=plan)
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
   first = step(model, optimizer, X)["loss"]
   assert step(model, optimizer, X)["loss"] < first
-  fresh = ob_nnx.less_bn(NnxNet(rngs=nnx.Rngs(5)), plan=plan)
+  fresh = ob_nnx.less_bn(filled_nnx_net(5), plan=plan)
   report = ob_nnx.load_original(fresh, nnx.state(model))
   assert report.left_over == report.fresh == ()
   fresh.eval()
@@ -462,7 +479,7 @@ def test_the_linen_train_step_takes_the_module():
   step = ob_linen.make_train_step(
     module, lambda model, x: jnp.mean(model(x, train=True) ** 2), optax.sgd(0.1)
   )
-  state = step.init(module.init(jax.random.key(0), X))
+  state = step.init(variables_of(module))
   state, metrics = step(state, X)
   state, after = step(state, X)
   assert after["loss"] < metrics["loss"]
@@ -514,12 +531,12 @@ def test_refuses_what_is_no_model_predicate_or_multiplier():
   with pytest.raises(TypeError, match=r"must be an NNX module; got <flax|got LinenNet"):
     ob_nnx.less_bn(LinenNet(), X)
   with pytest.raises(TypeError, match=r"must be a Linen module"):
-    ob_linen.less_bn(NnxNet(), X)
-  for refuses, model in ((ob_nnx.less_bn, NnxNet()), (ob_linen.less_bn, LinenNet())):
+    ob_linen.less_bn(nnx.eval_shape(NnxNet), X)
+  for refuses, model in ((ob_nnx.less_bn, nnx.eval_shape(NnxNet)), (ob_linen.less_bn, LinenNet())):
     with pytest.raises(TypeError, match=r"`plan` must be what `plan_less_bn` returned; got 'O1'"):
       refuses(model, plan="O1")
   with pytest.raises(TypeError, match=r"`predicate` must be callable, called as `predicate\(place"):
-    ob_nnx.less_bn(NnxNet(), X, predicate="norms")
+    ob_nnx.less_bn(nnx.eval_shape(NnxNet), X, predicate="norms")
   with pytest.raises(ValueError, match=r"`multiplier` must be finite and > 0"):
     ob_linen.less_bn(LinenNet(), X, multiplier=0.0)
 
@@ -541,12 +558,12 @@ def test_refuses_a_module_whose_cached_traces_cannot_be_intercepted():
 def test_refuses_a_plan_or_checkpoint_of_another_architecture():
   plan = abstract_plan(NnxNet, X)
   with pytest.raises(ValueError, match=r"at 'blocks/0/norms/2' it expects a BatchNorm, .* nothing"):
-    ob_nnx.less_bn(NnxNet(BASIC), plan=plan)
+    ob_nnx.less_bn(nnx.eval_shape(lambda: NnxNet(BASIC)), plan=plan)
   linen_plan = ob_linen.plan_less_bn(LinenNet(), X)
   module = ob_linen.less_bn(LinenNet(BASIC), plan=linen_plan)
   with pytest.raises(ValueError, match=r"the module has no 'blocks_0/norms_2'"):
     jax.eval_shape(module.init, jax.random.key(0), X)
-  less = ob_nnx.less_bn(NnxNet(), plan=plan)
+  less = ob_nnx.less_bn(filled_nnx_net(0), plan=plan)
   with pytest.raises(ValueError, match=r"'last/bias' has shape \(3,\), the model's \(5,\)"):
     ob_nnx.load_original(less, {"last": {"bias": jnp.ones(3)}})
   with pytest.raises(ValueError, match=r"none of the model's paths"):
@@ -563,10 +580,10 @@ def test_linen_variables_may_come_before_the_inputs():
   assert less.plan == plan
   boost = ob_linen.auto_boost("O1", {"less_bn": {"fn_flag": False}})
   assert boost.plan(LinenNet(), variables, X, train=True) == plan
-  filled = LinenNet().init(jax.random.key(0), X)
-  assert ob_linen.plan_less_bn(LinenNet(), filled, X) == plan
+  assert ob_linen.plan_less_bn(LinenNet(), variables_of(LinenNet()), X) == plan
 
 
+ABSTRACT = nnx.eval_shape(NnxNet)
 BAD_OPTIONS = [
   ({"fn_flag": 1}, TypeError, r"`fn_flag` must be True or False; got 1"),
   ({"bias": "yes"}, TypeError, r"`bias` must be True or False; got 'yes'"),
@@ -583,13 +600,13 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
 def test_bad_options_are_refused_in_words(options, error, message):
-  for plan, model in ((ob_nnx.plan_less_bn, NnxNet()), (ob_linen.plan_less_bn, LinenNet())):
+  for plan, model in ((ob_nnx.plan_less_bn, ABSTRACT), (ob_linen.plan_less_bn, LinenNet())):
     with pytest.raises(error, match=message):
       plan(model, X, **options)
 
 
 def test_a_model_without_inputs_can_not_be_planned():
-  for plan, model in ((ob_nnx.plan_less_bn, NnxNet()), (ob_linen.plan_less_bn, LinenNet())):
+  for plan, model in ((ob_nnx.plan_less_bn, ABSTRACT), (ob_linen.plan_less_bn, LinenNet())):
     with pytest.raises(ValueError, match=r"needs the model's inputs, .*; got none. Or pass plan="):
       plan(model)
     with pytest.raises(ValueError, match=r"needs the model's inputs, .*; got 3, 'x'"):
@@ -635,8 +652,9 @@ def test_checkpoints_of_something_else_are_refused():
 def test_warnings_point_at_the_caller():
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    ob_nnx.plan_less_bn(Plain(nnx.Rngs(0)), X)
+    plain = nnx.eval_shape(lambda: Plain(nnx.Rngs(0)))
+    ob_nnx.plan_less_bn(plain, X)
     ob_linen.less_bn(nn.Dense(2), X)
-    ob_nnx.less_bn(Plain(nnx.Rngs(0)), X, fn_flag=True)
+    ob_nnx.less_bn(plain, X, fn_flag=True)
   assert len(caught) == 4
   assert {w.filename for w in caught} == {__file__}

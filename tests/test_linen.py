@@ -125,7 +125,7 @@ STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: STEP.init(3), r"`variables` must be the mapping that `module.init` returned; got 3"),
+    (lambda: STEP.init(3), r"`variables` must be a dict of collections; got 3"),
     (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
     (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
     (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
@@ -178,5 +178,5 @@ def test_trains_with_methods_that_call_closures_in_their_own_way(name):
 
 def test_refuses_variables_without_params():
   step = linen.make_train_step(Network(), loss_fn, optax.sgd(0.1), has_aux=True)
-  with pytest.raises(ValueError, match=r"with a collection 'params'; got \['kernel'\]"):
+  with pytest.raises(ValueError, match=r"with a collection 'params'; got the keys \['kernel'\]"):
     step.init({"kernel": jnp.ones(3)})

@@ -364,7 +364,11 @@ REFUSED = {
     r"`optimizer` must be made for this model",
   ),
   "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
-  "text": ({"batch": {"x": "text"}}, TypeError, r"`batch` must be .* at \['x'\] it holds 'text'"),
+  "text": (
+    {"batch": {"x": "text"}},
+    TypeError,
+    r"`batch` must hold arrays.* 'x' is 'text' of type",
+  ),
   "rngs in the batch": ({"batch": {"x": nnx.Rngs(0)}}, TypeError, r"it holds an nnx.Rngs.*`rng`"),
   "a seed": ({"rng": 3}, TypeError, r"`rng` must be a key, an `nnx.Rngs`.*got 3"),
   "numbers": ({"rng": jnp.ones(3)}, TypeError, r"`rng` must be one key of `jax.random.key`; got"),

@@ -69,9 +69,9 @@ def taken_apart(monkeypatch):
   """Counts how often a model is taken apart."""
   calls = []
 
-  def counted(model, wrt, rngs=None, real=_adapter.split):
+  def counted(wrt, model, *rngs, real=_adapter.split):
     calls.append(model)
-    return real(model, wrt, rngs)
+    return real(wrt, model, *rngs)
 
   monkeypatch.setattr(_adapter, "split", counted)
   return calls
@@ -340,6 +340,6 @@ def test_a_model_with_a_variable_that_the_state_lacks_is_not_bound():
     (nnx.state(model), nnx.state(optimizer)), is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
   arrays = [variable.get_raw_value() for variable in held]
-  assert _binding.bind(model, optimizer, None, arrays, print) is not None
+  assert _binding.bind(model, optimizer, (), arrays, print) is not None
   model.overlooked = nnx.Variable(jnp.ones(3))
-  assert _binding.bind(model, optimizer, None, arrays, print) is None
+  assert _binding.bind(model, optimizer, (), arrays, print) is None

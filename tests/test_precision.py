@@ -507,3 +507,28 @@ def test_masters_wrap_all_closures():
     "grad": "float32",
     "full": "float32",
   }
+
+
+COMPILATIONS = []
+jax.monitoring.register_event_duration_secs_listener(
+  lambda event, *_, **__: COMPILATIONS.append(event) if "backend_compile" in event else None
+)
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    optax_boost.dynamic_loss_scale,
+    lambda tx: optax_boost.group_loss_scale(tx, ["w"]),
+    optax_boost.master_weights,
+    lambda tx: optax_boost.accumulate(tx, 2),
+  ],
+  ids=["loss scale", "group loss scale", "master weights", "accumulate"],
+)
+def test_eager_steps_compile_no_conditional(wrap):
+  tx, params = wrap(optax.adam(0.1)), {"w": jnp.ones(2, jnp.bfloat16)}
+  state = tx.init(params)
+  for value in (1.0, jnp.inf, 1.0, jnp.inf):
+    before = len(COMPILATIONS)
+    _, state = tx.update({"w": jnp.full(2, value, jnp.bfloat16)}, state, params)
+  assert len(COMPILATIONS) == before

@@ -25,7 +25,6 @@ from optax_boost.race import RaceCurves
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 from optax_boost.race import _cost
-from optax_boost.race import _data
 from optax_boost.race import _result
 from optax_boost.race import _run
 
@@ -120,48 +119,42 @@ def test_seeds_at_once_give_what_they_give_one_at_a_time():
       )
 
 
+def patch_blocks(monkeypatch, seconds):
+  """Lets `seconds` say, from the losses and the measured time, how long steps took."""
+  advance = _run._Training.advance
+
+  def timed(self, *args):
+    losses, measured = advance(self, *args)
+    return losses, seconds(losses, measured)
+
+  monkeypatch.setattr(_run._Training, "advance", timed)
+
+
 @pytest.mark.parametrize(
   ("compiling", "together", "expected"), [(0.0, 1e-9, 2), (0.0, 1e9, 1), (1e9, 1e-9, 1)]
 )
 def test_seeds_run_at_once_only_where_that_is_faster(monkeypatch, compiling, together, expected):
-  advance, run = _run._Training.advance, _run._interleave
+  patch_blocks(monkeypatch, lambda losses, alone: together if losses.ndim == 2 else alone)
+  compile_method = _run.Method.compile
 
-  def timed(self, *args):
-    block = advance(self, *args)
-    return block._replace(seconds=together) if block.losses.ndim == 2 else block
+  def compiled(self, seed):
+    compile_method(self, seed)
+    self.compile_seconds = compiling
 
-  def known(*args):
-    run(*args)
-    method.recording.compile_seconds = compiling
-
-  monkeypatch.setattr(_run._Training, "advance", timed)
-  problem = _run.Problem(
-    noisy_loss,
-    lambda seed: (init_fn(jax.random.key(seed)), None),
-    _data.batches_of(DATA, 8),
-    evaluate=None,
-    has_model_state=False,
-    takes_rng=True,
-    full_grad_fn=None,
-  )
-  method = _run.Method(problem, optax.sgd(0.05), [2, 4, 6])
-  monkeypatch.setattr(_run, "_interleave", known)
-  _run.run({"sgd": method}, [0, 1, 2], None, _run.Bar(0, False))
-  assert method.recording.seeds_at_once == expected
+  monkeypatch.setattr(_run.Method, "compile", compiled)
+  curves = small({"sgd": optax.sgd(0.05)}, noisy_loss, seeds=3).curves["sgd"]
+  assert curves.seeds_at_once == expected
   expected_loss = by_hand(0.05, 2)[0].reshape(3, 2).mean(1)
-  np.testing.assert_allclose(method.recording.loss[2], expected_loss, rtol=1e-5)
+  np.testing.assert_allclose(curves.loss[2], expected_loss, rtol=1e-5)
 
 
 def test_seeds_that_do_not_fit_into_memory_at_once_are_trained_one_at_a_time(monkeypatch):
-  advance = _run._Training.advance
-
-  def short_of_memory(self, *args):
-    block = advance(self, *args)
-    if block.losses.ndim == 2:
+  def short_of_memory(losses, _):
+    if losses.ndim == 2:
       raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    return block._replace(seconds=1e9)
+    return 1e9
 
-  monkeypatch.setattr(_run._Training, "advance", short_of_memory)
+  patch_blocks(monkeypatch, short_of_memory)
   result = small({"sgd": optax.sgd(0.05)}, seeds=4)
   assert result.curves["sgd"].seeds_at_once == 1
   assert result.seeds == (0, 1, 2, 3)
@@ -362,12 +355,12 @@ def test_a_method_that_always_diverged_sets_no_budget():
 
 
 def test_spreads_are_written_to_their_second_digit():
-  assert _result.plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
-  assert _result.plus_minus(97.123, 1.23) == "97.1 ± 1.2"
-  assert _result.plus_minus(1234.5, 67.8, sign="+") == "+1234 ± 68"
-  assert _result.plus_minus(2.5e-9, 1.1e-10) == "2.500e-09 ± 1.1e-10"
-  assert _result.plus_minus(0.5, None) == "0.5"
-  assert _result.plus_minus(3.0, 0.0) == "3 ± 0"
+  assert _result._plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
+  assert _result._plus_minus(97.123, 1.23) == "97.1 ± 1.2"
+  assert _result._plus_minus(1234.5, 67.8, sign="+") == "+1234 ± 68"
+  assert _result._plus_minus(2.5e-9, 1.1e-10) == "2.500e-09 ± 1.1e-10"
+  assert _result._plus_minus(0.5, None) == "0.5"
+  assert _result._plus_minus(3.0, 0.0) == "3 ± 0"
 
 
 def equal(one, other):
@@ -575,8 +568,8 @@ def test_interrupted_before_any_point_there_is_nothing_to_return(monkeypatch):
 
 
 def test_freezing_runs_alone_and_its_compilations_are_not_timed(monkeypatch):
-  run, methods = _run.run, {}
-  monkeypatch.setattr(_run, "run", lambda *args: (methods.update(args[0]), run(*args)))
+  train, methods = _run.train, {}
+  monkeypatch.setattr(_run, "train", lambda *args: methods.update(args[0]) or train(*args))
 
   def network(params, batch):
     h = batch["x"] @ params["a"]["kernel"] @ params["b"]["kernel"]
@@ -599,7 +592,7 @@ def test_freezing_runs_alone_and_its_compilations_are_not_timed(monkeypatch):
   assert curves.seeds_at_once == 1
   assert curves.gradient_evaluations.tolist() == [1, 2, 3, 4, 5, 6]
   # The step for the second depth is compiled at step 3, in the first pass alone.
-  first, second = methods["freeze"].recording.passes[:2]
+  first, second = methods["freeze"].passes[:2]
   assert np.isnan(first).tolist() == [False, False, False, True, False, False]
   assert np.isfinite(second).all()
   assert np.isfinite(curves.seconds).all()
@@ -890,19 +883,31 @@ def test_a_loss_is_given_a_key_if_it_asks_for_one(loss, expected):
 
 
 def test_the_progress_bar_counts_every_step_of_every_seed(monkeypatch):
-  counted = []
-  monkeypatch.setattr(_run.Bar, "add", lambda self, steps: counted.append(steps))
+  train, made = _run.train, []
+
+  def counted(*args):
+    for activity, steps in train(*args):
+      made.append((activity, steps))
+      yield activity, steps
+
+  monkeypatch.setattr(_run, "train", counted)
   small(METHODS, seeds=3)
-  assert sum(counted) == 2 * 3 * 6
+  assert sum(steps for _, steps in made) == 2 * 3 * 6
+  assert {"compiling sgd", "compiling fast", "seed 0"} <= {activity for activity, _ in made}
+
+
+def test_the_progress_bar_is_shown_and_closed(monkeypatch, capsys):
+  small({"sgd": optax.sgd(0.05)}, seeds=1, progress=True)
+  printed = capsys.readouterr().err
+  assert "6/6" in printed
+  assert "seed 0" in printed or "timing" in printed
 
 
 def test_times_that_are_not_known_are_filled_in():
-  nan = math.nan
-  recording = _run.Recording(passes=[[nan, 2.0, 9.0], [1.0, 4.0, nan]], steady=False)
-  np.testing.assert_allclose(recording.seconds([1, 1, 1]), [1, 3, 9])
-  assert recording.seconds([1, 1, 1, 2])[-1] == pytest.approx(2 * 13 / 3)
-  rough = _run.Recording(passes=[[1.0, nan]], rough=[7.0, 8.0], steady=False)
-  np.testing.assert_allclose(rough.seconds([1, 1]), [1, 8])
-  steady = _run.Recording(passes=[[1.0, 5.0]])
-  np.testing.assert_allclose(steady.seconds([1, 2]), [2, 4])
-  assert np.isnan(_run.Recording().seconds([1, 1])).all()
+  nan, between = math.nan, functools.partial(_run.seconds_per_block, steady=False)
+  passes = [[nan, 2.0, 9.0], [1.0, 4.0, nan]]
+  np.testing.assert_allclose(between(passes, [], [1, 1, 1]), [1, 3, 9])
+  assert between(passes, [], [1, 1, 1, 2])[-1] == pytest.approx(2 * 13 / 3)
+  np.testing.assert_allclose(between([[1.0, nan]], [7.0, 8.0], [1, 1]), [1, 8])
+  np.testing.assert_allclose(between([[1.0, 5.0]], [], [1, 2], steady=True), [2, 4])
+  assert np.isnan(between([], [], [1, 1])).all()

@@ -43,8 +43,9 @@ BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
     functools.partial(plain, move=lambda w: jax.tree.map(lambda a: 0.5 * a.astype("bfloat16"), w)),
     lambda p, x: jax.checkpoint(plain)(p, x),
     lambda p, x: jax.lax.cond(x[0, 0] > 0, plain, plain, p, x),
+    lambda p, x: jax.lax.fori_loop(0, 2, lambda _, total: total + plain(p, x), 0.0),
   ],
-  ids=["plain", "jit", "remat body", "cast", "remat", "cond"],
+  ids=["plain", "jit", "remat body", "cast", "remat", "cond", "while"],
 )
 def test_scans_are_found_wherever_they_stand(loss_fn):
   assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
@@ -187,10 +188,10 @@ def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
   state = step.init(params())
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    state, _ = step(state, X)
-    step(state, jnp.ones((4, 8)))
+    step.trace(state, X)
+    step.trace(state, jnp.ones((4, 8)))
   assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
   assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
   for told in (optax_boost.stacked_axes(plain, params(), X), {}):
     step = optax_boost.make_train_step(plain, make(0.1, stacked_axes=told))
-    step(step.init(params()), X)
+    step.trace(step.init(params()), X)

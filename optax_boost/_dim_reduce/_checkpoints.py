@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import errno
 import os
 import pathlib
 import re
@@ -66,8 +65,7 @@ def checkpoint_snapshots(
   """Reads the params of the Orbax checkpoints in a directory, in the order of their steps.
 
   For :func:`fit_subspace_streamed`, which needs a few snapshots at a time, or :func:`fit_subspace`,
-  which needs all. Only the subtree of each checkpoint is read. Slices of the result are such
-  sequences themselves: ``history[-40:]`` are the last 40.
+  which needs all. Slices are such sequences themselves: ``history[-40:]`` are the last 40.
 
   Args:
     directory: that of a ``CheckpointManager``, or one that holds a folder per checkpoint whose
@@ -103,22 +101,19 @@ def checkpoint_snapshots(
   """
   _orbax()
   name = _files.check_path("directory", directory)
-  for argument, value in (("subtree", subtree), ("item", item)):
-    if not isinstance(value, str) and not (argument == "item" and value is None):
+  for argument, value in {"subtree": subtree, "item": "" if item is None else item}.items():
+    if not isinstance(value, str):
       raise TypeError(f"`{argument}` must be a string; got {_base.shorten(value)}.")
   _base.check_bool("progress", progress)
   _subspace.leaves_like(like)
   folder = pathlib.Path(name).absolute()
-  if not folder.is_dir():
-    code = errno.ENOTDIR if folder.exists() else errno.ENOENT
-    raise OSError(code, os.strerror(code), name)
+  # Folders by their names without the number. Not `\d`, which finds digits of other alphabets, too.
   numbered: dict[str, list[tuple[int, pathlib.Path]]] = {}
-  for path in folder.iterdir():
-    # Not `\d`, which finds digits of other alphabets, too.
-    number = re.search(r"[0-9]+$", path.name)
-    if path.is_dir() and number and _UNFINISHED not in path.name:
-      prefix = path.name[: number.start()]
-      numbered.setdefault(prefix, []).append((int(number.group()), path))
+  for entry in os.scandir(name):
+    number = re.search(r"[0-9]+$", entry.name)
+    if entry.is_dir() and number and _UNFINISHED not in entry.name:
+      alike = numbered.setdefault(entry.name[: number.start()], [])
+      alike.append((int(number.group()), folder / entry.name))
   # Other folders may end with a number, too: `logs2024`.
   steps = [
     step
@@ -156,23 +151,21 @@ def _tree_folder(step: pathlib.Path, item: str | None) -> pathlib.Path:
   if item is None and (step / _METADATA).exists():
     return step
   items = sorted(path.parent.name for path in step.glob(f"*/{_METADATA}"))
-  if item is None and len(items) == 1:
-    item = items[0]
-  if item not in items:
+  name = items[0] if item is None and len(items) == 1 else item
+  if name not in items:
     raise ValueError(
       f"`checkpoint_snapshots` needs one item that is a tree in each checkpoint; {step.name!r} has"
       f" {items} and `item` is {item!r}. Name one of them, and remove what is no checkpoint."
     )
-  return step / item
+  return step / name
 
 
 def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
   ocp = _orbax()
   with ocp.PyTreeCheckpointer() as checkpointer:
     metadata = checkpointer.metadata(path)
-    tree = getattr(metadata, "item_metadata", metadata)
-    tree = getattr(tree, "tree", tree)
-    part = tree
+    part = getattr(metadata, "item_metadata", metadata)
+    part = getattr(part, "tree", part)
     for key in subtree:
       if not isinstance(part, dict) or key not in part:
         has = sorted(part) if isinstance(part, dict) else type(part).__name__
@@ -190,13 +183,12 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
         str(path),
         "Pass the params of the model that was saved, and the `subtree` under which they were.",
       )
-    plain = ocp.RestoreArgs(restore_type=np.ndarray)
 
     def how(key_path: Any, _: Any) -> Any:
       target: Any = targets.get(_key(key_path))
       sharding = getattr(target, "sharding", None)
       if sharding is None:
-        return plain
+        return ocp.RestoreArgs(restore_type=np.ndarray)
       return ocp.ArrayRestoreArgs(sharding=sharding, dtype=target.dtype)
 
     # Structures of their own: leaves that are not named in them are not read.

@@ -1,9 +1,8 @@
 r"""Small dense linear algebra on trees of stacked leaves, in at least float32.
 
 A stacked tree X has leaves [m, *shape]: m vectors of n entries in all, one to a row. Matrices of m
-or k rows and columns are small and kept whole; rows of n entries are only contracted over all axes
-of their leaves, or combined with each other. No leaf is reshaped or concatenated, so a sharded leaf
-stays on its devices, and only the small matrices cross them.
+or k rows and columns are small and kept whole. No leaf is reshaped or concatenated, so a sharded
+leaf stays on its devices, and only the small matrices cross them.
 
 Principal component analysis, with C the rows of X minus their mean:
 
@@ -32,17 +31,11 @@ PRECISION = jax.lax.Precision.HIGHEST
 
 
 class PrincipalComponents(NamedTuple):
-  """Components, a stacked tree of k orthonormal rows, with their variances.
+  """Components, a stacked tree of k orthonormal rows, with their variances."""
 
-  Attributes:
-    components: leaves [k, *shape]; a row of zeros where the rows span fewer than k directions.
-    variances: [k], squared singular values of the centred rows, descending; zero with their row.
-    total: scalar, the sum of all squared singular values.
-  """
-
-  components: Any
-  variances: jax.Array
-  total: jax.Array
+  components: Any  # leaves [k, *shape]; rows of zeros where the rows span fewer than k directions
+  variances: jax.Array  # [k], squared singular values of the centred rows, descending
+  total: jax.Array  # scalar, the sum of all squared singular values
 
 
 def contract(rows: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -67,10 +60,7 @@ def combine_rows(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
 
   [*shape] for coefficients [k]; [c, *shape] for coefficients [c, k].
   """
-  contracted = (coefficients.ndim - 1,), (0,)
-  return jax.lax.dot_general(
-    coefficients, rows.astype(coefficients.dtype), (contracted, ((), ())), PRECISION
-  )
+  return jnp.tensordot(coefficients, rows.astype(coefficients.dtype), 1, precision=PRECISION)
 
 
 def combine(coefficients: jax.Array, rows: Any) -> Any:
@@ -80,18 +70,16 @@ def combine(coefficients: jax.Array, rows: Any) -> Any:
 
 def inner_products(a: Any, b: Any) -> jax.Array:
   """``A B'``, [m, l], of two stacked trees of m and l rows, float32 or wider."""
-  parts = [contract(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
-  return _sum(parts)
+  return jax.tree.reduce(jnp.add, jax.tree.map(contract, a, b))
 
 
 def project(
   basis: Any, tree: Any, group_of_leaf: Sequence[int], shape: tuple[int, ...]
 ) -> jax.Array:
   """Inner products [G, k] of a basis with a tree like the params, each group's for itself."""
-  pairs = list(zip(jax.tree.leaves(basis), jax.tree.leaves(tree), strict=True))
   dtype = inner_dtype(tree)
   sums = [jnp.zeros(shape[1:], dtype)] * shape[0]
-  for group, (rows, leaf) in zip(group_of_leaf, pairs, strict=True):
+  for group, rows, leaf in zip(group_of_leaf, *map(jax.tree.leaves, (basis, tree)), strict=True):
     sums[group] += contract(rows.astype(dtype), leaf.astype(dtype))
   return jnp.stack(sums)
 
@@ -99,10 +87,6 @@ def project(
 def inner_dtype(tree: Any) -> Any:
   """The dtype of inner products over a tree: float32, or float64 where a leaf has it."""
   return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree)))
-
-
-def _sum(parts: list[jax.Array]) -> jax.Array:
-  return sum(parts[1:], start=parts[0])
 
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -135,9 +119,8 @@ def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
     shift = jnp.sum(shifted, axis=0) / count.astype(x.dtype)
     return origin + shift, jnp.where(per_row(used, x), shifted - shift, 0)
 
-  leaves, structure = jax.tree.flatten(rows)
-  means, centred = zip(*[one(x) for x in leaves], strict=True)
-  return jax.tree.unflatten(structure, means), jax.tree.unflatten(structure, centred)
+  pairs = jax.tree.map(one, rows)
+  return jax.tree.transpose(jax.tree.structure(rows), None, pairs)
 
 
 def orthonormalize(rows: Any) -> Any:
@@ -204,7 +187,7 @@ def randomized_pca(centred: Any, count: int, sketch: jax.Array) -> PrincipalComp
 
 def _refined(rows: Any, directions: jax.Array, centred: Any, count: int) -> PrincipalComponents:
   basis = orthonormalize(combine(directions, rows))
-  total = _sum([jnp.sum(x * x) for x in jax.tree.leaves(centred)])
+  total = jax.tree.reduce(jnp.add, jax.tree.map(lambda x: jnp.sum(x * x), centred))
   return rayleigh_ritz(basis, inner_products(centred, basis), total, count)
 
 
@@ -238,9 +221,9 @@ def fix_signs(rows: Any) -> Any:
   leaves = [x for x in jax.tree.leaves(rows) if x.size]
   if not leaves:
     return rows
-  axes = [range(1, x.ndim) for x in leaves]
-  largest = jnp.stack([jnp.max(x, axis=a) for x, a in zip(leaves, axes, strict=True)])
-  smallest = jnp.stack([jnp.min(x, axis=a) for x, a in zip(leaves, axes, strict=True)])
+  largest, smallest = (
+    jnp.stack([extreme(x, axis=range(1, x.ndim)) for x in leaves]) for extreme in (jnp.max, jnp.min)
+  )
   # Sorting is not fused into the kernels of the leaves, as a maximum would be: see `finite_rows`.
   sign = jnp.where(jnp.sort(largest, axis=0)[-1] >= -jnp.sort(smallest, axis=0)[0], 1, -1)
   return jax.tree.map(lambda x: x * per_row(sign.astype(x.dtype), x), rows)

@@ -13,13 +13,13 @@ Tiny Subspaces", arXiv:2103.11154.
 """
 
 from collections.abc import Callable
-from typing import Any
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-_EXACT = jax.lax.Precision.HIGHEST
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def bfgs_update(
@@ -37,33 +37,14 @@ def bfgs_update(
   enough = curvature > min_curvature
   # The inner `where` keeps the untaken case from dividing by zero.
   p = 1 / jnp.where(enough, curvature, 1)
-  identity = jnp.eye(step.size, dtype=step.dtype)
-  t = identity - p * jnp.outer(gradient_change, step)
-  inner = jnp.matmul(inverse_hessian, t, precision=_EXACT)
-  new = jnp.matmul(t.T, inner, precision=_EXACT) + p * jnp.outer(step, step)
+  t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
+  new = _matmul(t.T, _matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
   updated = enough & jnp.all(jnp.isfinite(new))
   return jnp.where(updated, new, inverse_hessian), updated
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="adaptive")
 def directions(
-  inverse_hessian: jax.Array,
-  step: jax.Array,
-  gradient: jax.Array,
-  last_gradient: jax.Array,
-  min_curvature: jax.typing.ArrayLike,
-) -> tuple[jax.Array, jax.Array]:
-  """B after its update, and the directions -B g, for G groups at once."""
-
-  def one(b: jax.Array, s: jax.Array, g: jax.Array, last: jax.Array) -> Any:
-    b, _ = bfgs_update(b, s, g - last, min_curvature)
-    return b, -jnp.matmul(b, g, precision=_EXACT)
-
-  return jax.vmap(one)(inverse_hessian, step, gradient, last_gradient)
-
-
-@jax.jit
-def descent_directions(
   inverse_hessian: jax.Array,
   step: jax.Array,
   gradient: jax.Array,
@@ -71,19 +52,23 @@ def descent_directions(
   min_curvature: jax.typing.ArrayLike,
   next_step: jax.Array,
   last_length: jax.Array,
+  adaptive: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """As :func:`directions`, but steepest descent where those do not descend.
+  """B after its update, directions, the first length to try, and whether descent is steepest.
 
-  Beside B and the directions returns the first step to try, and whether descent is steepest.
-  The first update of B starts from the identity times the length of the last step, which was one
-  of steepest descent: so a length of 1 suits the directions that B has not seen, too.
+  For G groups at once. An `adaptive` search gets steepest descent where -B g does not descend. Its
+  first update of B starts from the identity times the length of the last step, which was one of
+  steepest descent: so a length of 1 suits the directions that B has not seen, too.
   """
   identity = jnp.broadcast_to(jnp.eye(step.shape[-1], dtype=step.dtype), inverse_hessian.shape)
-  fresh = jnp.all(inverse_hessian == identity)
-  scale = jnp.where(fresh & (last_length > 0), last_length, 1)
-  arguments = (step, gradient, last_gradient, min_curvature)
-  new, direction = directions(scale * inverse_hessian, *arguments)
-  unchanged = fresh & jnp.all(new == scale * identity)
+  fresh = adaptive & jnp.all(inverse_hessian == identity)
+  start = jnp.where(fresh & (last_length > 0), last_length, 1) * inverse_hessian
+  change = gradient - last_gradient
+  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(start, step, change, min_curvature)
+  direction = -jax.vmap(_matmul)(new, gradient)
+  if not adaptive:
+    return new, direction, jnp.ones_like(next_step), fresh
+  unchanged = fresh & jnp.all(new == start)
   descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
   steepest = unchanged | ~descends
   return (
@@ -95,23 +80,21 @@ def descent_directions(
 
 
 class Search(NamedTuple):
-  """State of a line search, and its result.
+  """State of a line search, and its result."""
 
-  Attributes:
-    accepted: the accepted step, 0 if there was none.
-    tried: the number of steps tried.
-    notfinite: the number of losses among them that were not finite.
-    step: the last step tried times rho.
-    hidden: whether the last linear change was smaller than the losses' rounding errors.
-    short: whether, by a parabola through the last loss, its minimum lies at `step / rho` or beyond.
-  """
-
-  accepted: jax.Array
-  tried: jax.Array
-  notfinite: jax.Array
-  step: jax.Array
-  hidden: jax.Array
+  accepted: jax.Array  # the accepted step, 0 if there was none
+  tried: jax.Array  # the number of steps tried
+  notfinite: jax.Array  # the number of losses among them that were not finite
+  step: jax.Array  # the last step tried times rho
+  hidden: jax.Array  # whether the last linear change was below the losses' rounding errors
+  # Whether, by a parabola through the last loss, its minimum lies at `step / rho` or beyond.
   short: jax.Array
+
+  @classmethod
+  def begin(cls, first: jax.Array) -> "Search":
+    """A search that has tried nothing."""
+    zero, no = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
+    return cls(jnp.zeros_like(first), zero, zero, first, no, no)
 
 
 def backtrack(
@@ -131,14 +114,12 @@ def backtrack(
   `resolution`, the relative rounding error of a loss, the search ends, and the step is accepted
   unless the loss grows; None ignores rounding errors.
   """
-  dtype = value.dtype
 
   def more(search: Search) -> jax.Array:
     return possible & (search.tried < max_search) & (search.accepted == 0) & ~search.hidden
 
   def attempt(search: Search) -> Search:
-    loss, change = trial(search.step)
-    loss, change = loss.astype(dtype), change.astype(dtype)
+    loss, change = (x.astype(value.dtype) for x in trial(search.step))
     good = jnp.isfinite(loss)
     enough = good & (value + sigma * jnp.minimum(change, 0) > loss)
     hidden = jnp.zeros([], bool)
@@ -151,15 +132,12 @@ def backtrack(
       accepted=jnp.where(enough, search.step, 0),
       tried=search.tried + 1,
       notfinite=search.notfinite + ~good,
-      step=search.step * jnp.asarray(rho, dtype),
+      step=search.step * jnp.asarray(rho, value.dtype),
       hidden=hidden,
       short=jnp.asarray((change < 0) & (hidden | near_linear)),
     )
 
-  zero = jnp.zeros([], jnp.int32)
-  no = jnp.zeros([], bool)
-  start = Search(jnp.zeros([], dtype), zero, zero, jnp.asarray(first, dtype), no, no)
-  return jax.lax.while_loop(more, attempt, start)
+  return jax.lax.while_loop(more, attempt, Search.begin(first.astype(value.dtype)))
 
 
 def next_step(
@@ -175,14 +153,13 @@ def next_step(
   was accepted, along steepest descent it goes on shrinking, grows where rounding errors hid the
   change, and stays where no loss was finite; along other directions it is `anew`.
   """
-  one = jnp.ones([], first.dtype)
-  factor = jnp.asarray(rho, first.dtype)
-  longer = search.accepted / factor
+  longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
   grows = (search.tried == 1) & (longer > search.accepted)
   accepted = jnp.where(grows, longer, search.accepted)
   failed = jnp.where(search.notfinite == search.tried, first, search.step)
-  failed = jnp.where(search.hidden, first / factor, failed)
+  failed = jnp.where(search.hidden, first / rho, failed)
   failed = jnp.where(steepest, failed, anew)
   length = jnp.where(search.tried == 0, first, jnp.where(search.accepted > 0, accepted, failed))
-  return jnp.where(jnp.isfinite(length) & (length > jnp.finfo(length.dtype).tiny), length, one)
+  usable = jnp.isfinite(length) & (length > jnp.finfo(first.dtype).tiny)
+  return jnp.where(usable, length, 1).astype(first.dtype)

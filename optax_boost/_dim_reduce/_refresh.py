@@ -1,6 +1,5 @@
 """Replaces the subspace while training goes on in it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,23 +55,19 @@ def refresh_subspace(
   def renewed(node: Any) -> Any:
     if not is_state(node):
       return node
-    rows = _state.fitting_basis(subspace, node.momentum)
-    old = node.projected_gradient.shape[-1]
-    if subspace.components != old:
+    number, components = node.projected_gradient.shape
+    basis = _state.basis_like(subspace, node.momentum)
+    if subspace.components != components:
       raise ValueError(
-        f"`refresh_subspace` needs a subspace of {old} components, as the state's; got"
+        f"`refresh_subspace` needs a subspace of {components} components, as the state's; got"
         f" {subspace.components}. Fit as many, or make a new transformation."
       )
-    rows = jax.tree.map(
-      lambda r, m: _state.placed(r, m, _state.basis_dtype(r, m)), rows, node.momentum
-    )
-    if _groups.count_groups(patterns) != node.projected_gradient.shape[0]:
+    if _groups.count_groups(patterns) != number:
       raise ValueError(
-        f"`refresh_subspace` needs the {node.projected_gradient.shape[0]} groups that `dim_reduce`"
-        f" was given; got {groups!r}."
+        f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
-    numbers = _groups.group_numbers(node.momentum, patterns, "refresh_subspace")
-    return _jitted_renew(node, rows, tuple(numbers))
+    group_of_leaf = _groups.group_numbers(node.momentum, patterns, "refresh_subspace")
+    return _jitted_renew(node, basis, tuple(group_of_leaf), _tree.all_finite(basis))
 
   if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(
@@ -83,81 +78,61 @@ def refresh_subspace(
 
 
 def refresh_if_due(
-  state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: Sequence[int]
+  state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: list[int]
 ) -> DimReduceState:
   """Keeps the params in the state, and fits the basis anew every `refresh_every` steps."""
-  leaves, structure = jax.tree.flatten(params)
-  if not leaves:
+  if not group_of_leaf:
     return state
-  held = jax.tree.leaves(state.snapshots)
-  number = held[0].shape[0]
-  every = jnp.maximum(1, refresh_every // number)
-  slot = state.count // every % number
-
+  number = jax.tree.leaves(state.snapshots)[0].shape[0]
+  slot = state.count // max(1, refresh_every // number) % number
   # Of the params that share a slot the last stay: unconditional, the write is in place.
-  held = [
-    jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0)
-    for kept, leaf in zip(held, leaves, strict=True)
-  ]
+  held = jax.tree.map(
+    lambda kept, leaf: jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0),
+    state.snapshots,
+    params,
+  )
 
   def renewed(carry: Any) -> Any:
     _, state = carry
-    k = state.projected_gradient.shape[-1]
-    basis, total = _components(held, k, group_of_leaf)
+    rows, structure = jax.tree.flatten(held)
+    basis, total = list(rows), jnp.zeros([])
+    for group in set(group_of_leaf):
+      members = [i for i, other in enumerate(group_of_leaf) if other == group]
+      _, centred = _linalg.centre([rows[i] for i in members], jnp.ones(number, bool))
+      pca = _linalg.gram_pca(centred, state.projected_gradient.shape[-1])
+      total += pca.total
+      for i, components in zip(members, pca.components, strict=True):
+        basis[i] = components
     basis = jax.tree.unflatten(structure, basis)
-    return jnp.asarray(False), renew(state, basis, group_of_leaf, jnp.isfinite(total))
+    return jnp.asarray(False), _renew(state, basis, group_of_leaf, jnp.isfinite(total))
 
   # A loop of one turn or none: through a conditional the basis would be copied at every step, and
   # under `vmap` fitted at every step.
   due = (state.count > 0) & (state.count % refresh_every == 0)
   carry = (due, state._replace(snapshots=None))
   _, state = jax.lax.while_loop(lambda carry: carry[0], renewed, carry)
-  return state._replace(snapshots=jax.tree.unflatten(structure, held))
+  return state._replace(snapshots=held)
 
 
-def _components(
-  held: Sequence[jax.Array], count: int, group_of_leaf: Sequence[int]
-) -> tuple[list[jax.Array], jax.Array]:
-  """Principal components of each group's leaves, and the sum of the groups' variances."""
-  basis: dict[int, jax.Array] = {}
-  total = jnp.zeros([])
-  for group in set(group_of_leaf):
-    members = [i for i, number in enumerate(group_of_leaf) if number == group]
-    rows = [held[i] for i in members]
-    _, centred = _linalg.centre(rows, jnp.ones(len(rows[0]), bool))
-    pca = _linalg.gram_pca(centred, count)
-    basis |= dict(zip(members, pca.components, strict=True))
-    total = total + pca.total
-  return [basis[i] for i in range(len(held))], total
-
-
-def renew(
-  state: DimReduceState, basis: Any, group_of_leaf: Sequence[int], good: Any = None
+def _renew(
+  state: DimReduceState, basis: Any, group_of_leaf: list[int] | tuple[int, ...], good: jax.Array
 ) -> DimReduceState:
-  """The state with another basis, its residual momentum unchanged.
-
-  The basis is taken if it is `good` (None: if it is finite); else `notfinite_count` grows.
-  """
-  good = _tree.all_finite(basis) if good is None else good
-  leaves, structure = jax.tree.flatten(state.momentum)
-  olds = jax.tree.leaves(state.basis)
-  taken = jnp.where(good, state.projected_momentum, 0)
+  """The state with another basis, if it is `good`; the residual momentum is unchanged."""
+  numbers = jax.tree.unflatten(jax.tree.structure(basis), group_of_leaf)
   # M - P' q must not change, and q starts at 0.
-  momentum = [
-    m - _linalg.combine_rows(taken[group].astype(m.dtype), rows)
-    for group, m, rows in zip(group_of_leaf, leaves, olds, strict=True)
-  ]
-  rows = [
-    jnp.where(good, new.astype(old.dtype), old)
-    for new, old in zip(jax.tree.leaves(basis), olds, strict=True)
-  ]
+  taken = jnp.where(good, state.projected_momentum, 0)
 
-  def fresh(new: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
+  def fresh(new: Any, old: Any) -> Any:
     return jnp.where(good, new, old).astype(old.dtype)
 
   return state._replace(
-    basis=jax.tree.unflatten(structure, rows),
-    momentum=jax.tree.unflatten(structure, momentum),
+    basis=jax.tree.map(fresh, basis, state.basis),
+    momentum=jax.tree.map(
+      lambda group, m, rows: m - _linalg.combine_rows(taken[group].astype(m.dtype), rows),
+      numbers,
+      state.momentum,
+      state.basis,
+    ),
     projected_momentum=fresh(0, state.projected_momentum),
     inverse_hessian=fresh(_state.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),
@@ -169,4 +144,4 @@ def renew(
   )
 
 
-_jitted_renew = jax.jit(renew, static_argnums=2)
+_jitted_renew = jax.jit(_renew, static_argnums=2)

@@ -9,7 +9,7 @@ import optax
 
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._dim_reduce._subspace import Subspace
+from optax_boost._dim_reduce import _subspace
 
 METHOD = "dim_reduce"
 
@@ -72,76 +72,57 @@ class DimReduceState(NamedTuple):
   notfinite_count: jax.Array
 
 
-def fitting_basis(subspace: Subspace, params: Any) -> Any:
-  """The basis, cut down to the leaves that the params have; refuses that of other params."""
-  if not jax.tree.leaves(params):
-    return params
-  rows = _matched(subspace.basis, params)
-  if rows is None:
-    raise ValueError(
-      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
-      f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
-      " subspace to snapshots of these params."
-    )
-  k = subspace.components
-  leaves = zip(_tree.leaf_paths(params), *map(jax.tree.leaves, (params, rows)), strict=True)
-  for path, leaf, r in leaves:
+def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> Any:
+  """A copy of the basis for the leaves that the params have, sharded as they are.
+
+  By default bfloat16 stays and all else is widened. Refuses the basis of other params.
+  """
+  rows, k = _rows_by_path(subspace.basis, params), subspace.components
+
+  def stored(key_path: Any, leaf: Any, r: Any) -> jax.Array:
     if jnp.shape(r) != (k, *jnp.shape(leaf)):
       raise ValueError(
         f"`{METHOD}` needs a basis of {k} rows of the params' shapes; got {jnp.shape(r)} for the"
-        f" leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(leaf)}. Fit the subspace to"
-        " snapshots of these params."
+        f" leaf '{_tree.leaf_name(_tree.path_string(key_path))}' of shape {jnp.shape(leaf)}. Fit"
+        " the subspace to snapshots of these params."
       )
-  return rows
+    narrow = jnp.result_type(r) == jnp.bfloat16
+    default = jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
+    return jnp.array(_subspace.placed(r, leaf).astype(default if dtype is None else dtype))
+
+  return jax.tree_util.tree_map_with_path(stored, params, rows)
 
 
-def _matched(basis: Any, params: Any) -> Any:
-  """The leaves of a basis in the structure of the params, or None if they are those of others.
+def _rows_by_path(basis: Any, params: Any) -> Any:
+  """The leaves of a basis in the structure of the params.
 
   By path, not by structure: the states of a Flax NNX optimizer, and the snapshots in them, wrap
   their arrays in other variables than a model does.
   """
-  rows = dict(zip(_tree.leaf_paths(basis), jax.tree.leaves(basis), strict=True))
   nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
-  matched, masked = [], []
-  for key_path, leaf in nodes:
-    path = _tree.path_string(key_path)
-    if _tree.is_masked(leaf):
-      masked.append(path)
-      matched.append(leaf)
-    elif path not in rows:
-      return None
-    else:
-      matched.append(rows.pop(path))
-  if all(any(path == m or path.startswith(f"{m}/") for m in masked) for path in rows):
-    return jax.tree.unflatten(structure, matched)
-  return None
-
-
-def basis_dtype(rows: Any, leaf: Any) -> Any:
-  """The dtype in which a basis is kept by default: bfloat16 stays, all else is widened."""
-  narrow = jnp.result_type(rows) == jnp.bfloat16
-  return jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
-
-
-def placed(rows: Any, leaf: Any, dtype: Any) -> jax.Array:
-  """A copy of a stack of leaves ``[k, *leaf.shape]``, each sharded like the params' leaf."""
-  sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else None
-  if sharding is None and isinstance(leaf, jax.Array):
-    sharding = leaf.sharding
-  if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names:
-    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-    stacked = jax.sharding.NamedSharding(sharding.mesh, spec)
-    # Before anything else, so that no device holds all of it.
-    if not isinstance(leaf, jax.core.Tracer):
-      rows = jax.device_put(rows, stacked)
-    elif jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
-      rows = jax.sharding.reshard(rows, stacked)
-  return jnp.array(jnp.asarray(rows).astype(dtype))
+  if not jax.tree.leaves(params):
+    return params
+  rows = dict(zip(_tree.leaf_paths(basis), jax.tree.leaves(basis), strict=True))
+  wanted = {_tree.path_string(key_path): leaf for key_path, leaf in nodes}
+  masked = [path for path, leaf in wanted.items() if _tree.is_masked(leaf)]
+  unused = [
+    path
+    for path in rows.keys() - wanted.keys()
+    if not any(path.startswith(f"{hidden}/") for hidden in masked)
+  ]
+  if unused or wanted.keys() - rows.keys() - set(masked):
+    raise ValueError(
+      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
+      f" {jax.tree.structure(basis)} for params {jax.tree.structure(params)}. Fit the subspace to"
+      " snapshots of these params."
+    )
+  return jax.tree.unflatten(
+    structure, [leaf if _tree.is_masked(leaf) else rows[path] for path, leaf in wanted.items()]
+  )
 
 
 def identities(state: DimReduceState) -> jax.Array:
   """The inverse Hessians ``[G, k, k]`` to start from."""
-  groups, k = state.projected_gradient.shape
+  k = state.projected_gradient.shape[-1]
   identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
-  return jnp.broadcast_to(identity, (groups, k, k))
+  return jnp.broadcast_to(identity, state.inverse_hessian.shape)

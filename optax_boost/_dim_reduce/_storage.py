@@ -116,7 +116,8 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
   )
 
   def tree(field: str, stacked: bool) -> Any:
-    placed = [_place(arrays[f"{field}/{p}"], x, stacked) for p, x in leaves.items()]
+    named = [(arrays[f"{field}/{path}"], leaf) for path, leaf in leaves.items()]
+    placed = [_subspace.placed(array, leaf, stacked) for array, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
   return _subspace.Subspace(
@@ -222,11 +223,3 @@ def _problem_of(arrays: dict[str, Any]) -> str | None:
     if not np.all(np.isfinite(array)):
       return f"{name!r} holds numbers that are not finite"
   return None
-
-
-def _place(array: Any, like: Any, stacked: bool) -> jax.Array:
-  sharding = getattr(like, "sharding", None)
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return jnp.asarray(array)
-  spec = jax.sharding.PartitionSpec(None, *sharding.spec) if stacked else sharding.spec
-  return jax.device_put(array, jax.sharding.NamedSharding(sharding.mesh, spec))

@@ -1,15 +1,12 @@
-r"""The subspace in which the weights moved: principal components of snapshots of the params.
+"""The subspace in which the weights moved: principal components of snapshots of the params.
 
-  X   [m, n]   m snapshots of the params, n entries each
-  C   [m, n]   X minus the mean of its rows
-  B   [k, n]   basis: the leading right singular vectors of C, orthonormal over the whole tree
-  s   [k]      its singular values; the explained variance is s^2 / (m - 1)
-
-``_linalg.py`` has the mathematics. Each row's entry of the largest magnitude is positive.
+``_linalg.py`` has the mathematics.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -74,6 +71,21 @@ def check_subspace(argument: str, value: Any) -> None:
       )
 
 
+def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
+  """An array, or a stack of k of them, sharded as `like` is, as far as that is known."""
+  traced = isinstance(like, jax.core.Tracer)
+  sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
+  if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
+    return jnp.asarray(array)
+  spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec)
+  sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+  if not traced:
+    # Before anything else, so that no device holds all of it.
+    return jax.device_put(array, sharding)
+  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  return jax.sharding.reshard(array, sharding) if explicit else jnp.asarray(array)
+
+
 def leaves_like(like: Any) -> dict[str, Any]:
   """The leaves of the argument `like` by path; refuses leaves without shape and dtype."""
   for leaf in jax.tree.leaves(like):
@@ -120,9 +132,9 @@ def fit_subspace(
   fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a sequence of trees (a
-      list, or :func:`checkpoint_snapshots`); or a stacked tree, whose leaves have the snapshots
-      along their first axis. A list is always a sequence of snapshots.
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a list or another sequence
+      of trees, such as :func:`checkpoint_snapshots`; or a stacked tree, whose leaves have the
+      snapshots along their first axis.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
@@ -167,11 +179,11 @@ def fit_subspace(
   rows, used = _stack(snapshots)
   count = len(used)
   sketch = None
-  if method == "randomized":
-    assert key is not None
+  if method == "randomized" and key is not None:
     width = min(count, components + oversample)
     sketch = jax.random.normal(key, (count, width), _linalg.inner_dtype(rows))
-  _check_enough(used, components, rows, stacked=True)
+  _check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
+  _check_entries([x.shape[1:] for x in jax.tree.leaves(rows)], components)
   subspace, finite, total = _jitted_fit(
     rows, used, sketch, components=components, dtype=jnp.dtype(dtype)
   )
@@ -236,26 +248,23 @@ def fit_subspace_streamed(
       f" `[i]`; got {type(snapshots).__name__}. Of an iterator, make a list or use fit_subspace."
     )
   count = len(snapshots)
-  if count <= components:
-    raise _too_few(count, components)
+  _check_enough(count, components)
   if count <= chunk:
     return fit_subspace([snapshots[i] for i in range(count)], components, dtype=dtype)
-  return _Stream(snapshots, components, chunk - 1, progress).fit(jnp.dtype(dtype))
+  return _fit_streamed(snapshots, components, chunk - 1, progress, jnp.dtype(dtype))
 
 
-def _too_few(count: int, components: int) -> ValueError:
-  return ValueError(
-    f"{components} components need at least {components + 1} snapshots, since their mean takes one"
-    f" direction away; got {count}. Record more of them, or ask for at most"
-    f" {max(count - 1, 0)} components."
-  )
-
-
-def _check_enough(used: Any, components: int, tree: Any, stacked: bool) -> None:
-  count = len(used) if isinstance(used, jax.core.Tracer) else int(np.sum(np.asarray(used)))
+def _check_enough(count: int, components: int) -> None:
   if count <= components:
-    raise _too_few(count, components)
-  entries = sum(x.size // len(x) if stacked else x.size for x in jax.tree.leaves(tree))
+    raise ValueError(
+      f"{components} components need at least {components + 1} snapshots, since their mean takes"
+      f" one direction away; got {count}. Record more of them, or ask for at most"
+      f" {max(count - 1, 0)} components."
+    )
+
+
+def _check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
+  entries = sum(map(math.prod, shapes))
   if entries < components:
     raise ValueError(
       f"A subspace of {components} dimensions needs params with at least as many entries; got"
@@ -367,96 +376,71 @@ def _subspace(
   )
 
 
-class _Stream:
-  """The passes of :func:`fit_subspace_streamed` over m snapshots, `size` of them and one at a time.
+def _fit_streamed(
+  snapshots: Sequence[Any], components: int, size: int, progress: bool, dtype: Any
+) -> Subspace:
+  """Reads m snapshots in passes, `size` of them and one at a time.
 
   Snapshots are taken as distances to the first one, which are exact, and whose size is that of
   the centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
   """
+  count = len(snapshots)
+  blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+  origin = _checked(_as_arrays(snapshots[0]))
+  _check_entries([x.shape for x in jax.tree.leaves(origin)], components)
+  total_reads = sum(count - block.start for block in blocks) + 2 * count
+  bar = _base.with_progress(range(total_reads), progress, "fitting the subspace", "snapshot")
+  reads = iter(bar)
 
-  def __init__(self, snapshots: Sequence[Any], components: int, size: int, progress: bool):
-    self.snapshots = snapshots
-    self.components = components
-    self.count = len(snapshots)
-    self.blocks = [
-      range(start, min(start + size, self.count)) for start in range(0, self.count, size)
-    ]
-    self.origin = _checked(self._as_arrays(snapshots[0]))
-    _check_enough(np.ones(self.count, bool), components, self.origin, stacked=False)
-    self.block = _empty_rows(self.origin, size)
-    reads = sum(self.count - block.start for block in self.blocks) + 2 * self.count
-    bar = _base.with_progress(range(reads), progress, "fitting the subspace", "snapshot")
-    self.reads = iter(bar)
+  def write(rows: Any, row: int, index: int) -> Any:
+    next(reads)
+    tree = _as_arrays(snapshots[index])
+    _check_like(tree, origin, index)
+    return _write(rows, origin, tree, row)
 
-  def fit(self, dtype: Any) -> Subspace:
-    gram = self._gram()
-    bad = np.flatnonzero(~np.isfinite(np.diagonal(gram)))
-    # The first one is in all the distances.
-    _check_finite(bad[:1] if 0 in bad else bad)
-    centring = np.eye(self.count) - 1 / self.count
-    gram = centring @ gram @ centring
-    _, vectors = np.linalg.eigh(gram)
-    width = _linalg.guarded(self.components, self.count)
-    shift, basis = self._combined(vectors[:, ::-1][:, :width].T)
-    coordinates = self._coordinates(basis)
-    next(self.reads, None)  # Lets the progress bar arrive.
-    coordinates -= coordinates.mean(axis=0)
-    numbers = coordinates, np.trace(gram), self.count
-    subspace = _finish(self.origin, shift, basis, *numbers, self.components, dtype)
-    _check_rank(subspace, self.components)
-    return subspace
+  rows, single = _empty_rows(origin, size), _empty_rows(origin, 1)
 
-  def _read(self, index: int) -> Any:
-    next(self.reads)
-    tree = self._as_arrays(self.snapshots[index])
-    _check_like(tree, self.origin, index)
-    return tree
+  def read_blocks() -> Iterator[tuple[slice, int]]:
+    """Puts each block into `rows`, of which a shorter last one leaves some as they were."""
+    nonlocal rows
+    for block in blocks:
+      for row, index in enumerate(range(block.start, block.stop)):
+        rows = write(rows, row, index)
+      yield block, block.stop - block.start
 
-  @staticmethod
-  def _as_arrays(tree: Any) -> Any:
-    _tree.check_floating(tree, "fit_subspace_streamed")
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
+  gram = np.zeros((count, count))
+  for block, length in read_blocks():
+    gram[block, block] = _inner(rows, rows)[:length, :length]
+    for index in range(block.stop, count):
+      single = write(single, 0, index)
+      gram[block, index] = gram[index, block] = _inner(rows, single)[:length, 0]
+  del single
+  bad = np.flatnonzero(~np.isfinite(np.diagonal(gram)))
+  # The first one is in all the distances.
+  _check_finite(bad[:1] if 0 in bad else bad)
+  centring = np.eye(count) - 1 / count
+  gram = centring @ gram @ centring
+  vectors = np.linalg.eigh(gram)[1][:, ::-1][:, : _linalg.guarded(components, count)].T
 
-  def _fill(self, block: range) -> None:
-    for row, index in enumerate(block):
-      self.block = _write(self.block, self.origin, self._read(index), row)
-
-  def _gram(self) -> Any:
-    gram = np.zeros((self.count, self.count))
-    for block in self.blocks:
-      self._fill(block)
-      rows = slice(block.start, block.stop)
-      within = np.asarray(_inner(self.block, self.block), np.float64)
-      gram[rows, rows] = within[: len(block), : len(block)]
-      for index in range(block.stop, self.count):
-        across = np.asarray(_inner_with(self.block, self.origin, self._read(index)))[: len(block)]
-        gram[rows, index] = gram[index, rows] = across
-    return gram
-
-  def _combined(self, vectors: Any) -> tuple[Any, Any]:
-    """The mean and the basis, the latter orthonormal but for rounding errors."""
-    sums = (_empty_rows(self.origin, 1), _empty_rows(self.origin, len(vectors)))
-    for block in self.blocks:
-      self._fill(block)
-      # Rows that a last, shorter block leaves as they were count nothing.
-      coefficients = np.zeros((1 + len(vectors), len(self.blocks[0])))
-      coefficients[0, : len(block)] = 1 / self.count
-      coefficients[1:, : len(block)] = vectors[:, block.start : block.stop]
-      sums = _accumulate(sums, self.block, coefficients)
-    shift, basis = sums
-    return jax.tree.map(lambda x: x[0], shift), _orthonormalize(basis)
-
-  def _coordinates(self, basis: Any) -> Any:
-    parts = []
-    for block in self.blocks:
-      self._fill(block)
-      parts.append(np.asarray(_inner(self.block, basis), np.float64)[: len(block)])
-    return np.concatenate(parts)
+  sums = _empty_rows(origin, 1), _empty_rows(origin, len(vectors))
+  for block, length in read_blocks():
+    coefficients = np.zeros((1 + len(vectors), size))
+    coefficients[0, :length] = 1 / count
+    coefficients[1:, :length] = vectors[:, block]
+    sums = _accumulate(sums, rows, coefficients)
+  shift, basis = sums[0], _orthonormalize(sums[1])
+  parts = [np.asarray(_inner(rows, basis), np.float64)[:n] for _, n in read_blocks()]
+  next(reads, None)  # Lets the progress bar arrive.
+  coordinates = np.concatenate(parts)
+  coordinates -= coordinates.mean(axis=0)
+  subspace = _finish(origin, shift, basis, coordinates, np.trace(gram), count, components, dtype)
+  _check_rank(subspace, components)
+  return subspace
 
 
-def _distance(snapshot: jax.Array, origin: jax.Array) -> jax.Array:
-  wide = _tree.accumulator_dtype(origin.dtype)
-  return snapshot.astype(wide) - origin.astype(wide)
+def _as_arrays(tree: Any) -> Any:
+  _tree.check_floating(tree, "fit_subspace_streamed")
+  return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
 
 
 def _empty_rows(like: Any, count: int) -> Any:
@@ -469,30 +453,23 @@ def _empty_rows(like: Any, count: int) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(block: Any, origin: Any, snapshot: Any, row: jax.Array) -> Any:
-  return jax.tree.map(
-    lambda b, o, s: jax.lax.dynamic_update_index_in_dim(b, _distance(s, o), row, 0),
-    block,
-    origin,
-    snapshot,
-  )
+def _write(rows: Any, origin: Any, snapshot: Any, row: int) -> Any:
+  """Writes the distance of a snapshot to the first one into a row."""
 
+  def write(x: jax.Array, first: jax.Array, leaf: jax.Array) -> jax.Array:
+    distance = leaf.astype(x.dtype) - first.astype(x.dtype)
+    return jax.lax.dynamic_update_index_in_dim(x, distance, row, 0)
 
-_inner = jax.jit(_linalg.inner_products)
-
-
-@jax.jit
-def _inner_with(block: Any, origin: Any, snapshot: Any) -> jax.Array:
-  row = jax.tree.map(lambda s, o: _distance(s, o)[None], snapshot, origin)
-  return _linalg.inner_products(block, row)[:, 0]
+  return jax.tree.map(write, rows, origin, snapshot)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _accumulate(sums: Any, block: Any, coefficients: jax.Array) -> Any:
-  new = tuple(_linalg.combine(c, block) for c in (coefficients[:1], coefficients[1:]))
+def _accumulate(sums: Any, rows: Any, coefficients: Any) -> Any:
+  new = tuple(_linalg.combine(c, rows) for c in (coefficients[:1], coefficients[1:]))
   return jax.tree.map(jnp.add, sums, new)
 
 
+_inner = jax.jit(_linalg.inner_products)
 _orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
 
 
@@ -500,5 +477,5 @@ _orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
 def _finish(
   origin: Any, shift: Any, basis: Any, coordinates: Any, total: Any, count: Any, k: int, dtype: Any
 ) -> Subspace:
-  mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s, origin, shift)
+  mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s[0], origin, shift)
   return _subspace(mean, _linalg.rayleigh_ritz(basis, coordinates, total, k), count, dtype)

@@ -167,13 +167,10 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
       " Make a step first."
     )
 
-  def ordered(ring: jax.Array) -> jax.Array:
-    if taken <= len(ring):
-      return ring[:taken]
-    oldest = taken % len(ring)
-    return jnp.concatenate([ring[oldest:], ring[:oldest]])
-
-  return jax.tree.map(ordered, state.snapshots)
+  return jax.tree.map(
+    lambda ring: ring[:taken] if taken <= len(ring) else jnp.roll(ring, -(taken % len(ring)), 0),
+    state.snapshots,
+  )
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:

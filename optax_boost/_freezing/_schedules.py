@@ -33,9 +33,9 @@ class FreezeSchedule:
   """How many groups are frozen in each step.
 
   Attributes:
-    num_groups: the number of groups that it was made for.
+    num_groups: the number of groups.
     frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
-      frozen in that step, a scalar integer; values are clipped to 0, ..., num_groups - 1. The train
+      frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1. The train
       step evaluates it many steps ahead.
     learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
       `num_groups` numbers; None: ones.
@@ -62,32 +62,27 @@ def scalar_depth(depth: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned a scalar integer."""
   if _base.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
-  whole = _base.is_any_array(depth) or isinstance(depth, np.integer)
-  if not whole or jnp.shape(depth) != () or not _is_integer(depth):
-    raise TypeError(
-      "`frozen_groups(step, key)` of a FreezeSchedule must return a scalar integer, how many groups"
-      f" are frozen; it returned {_describe(depth)}."
-    )
+  required = "a scalar integer, how many groups are frozen"
+  _check_returned("frozen_groups(step, key)", "a FreezeSchedule", depth, (), jnp.integer, required)
   return jnp.asarray(depth)
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
   """Raises TypeError unless a schedule returned a learning rate scale for each group."""
-  if not _base.is_any_array(scale) or jnp.shape(scale) != (num_groups,) or not jnp.isrealobj(scale):
-    raise TypeError(
-      f"`learning_rate_scale(step)` of a FreezeSchedule for {num_groups} groups must return an"
-      f" array of as many numbers; it returned {_describe(scale)}."
-    )
+  owner, required = f"a FreezeSchedule for {num_groups} groups", "an array of as many numbers"
+  _check_returned("learning_rate_scale(step)", owner, scale, (num_groups,), None, required)
   return jnp.asarray(scale)
 
 
-def _is_integer(value: Any) -> bool:
-  return jnp.issubdtype(jnp.result_type(value), jnp.integer)
-
-
-def _describe(value: Any) -> str:
-  array = _base.is_any_array(value)
-  return f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
+def _check_returned(
+  call: str, owner: str, value: Any, shape: tuple[int, ...], kind: Any, required: str
+) -> None:
+  array = _base.is_any_array(value) or isinstance(value, np.generic)
+  fits = array and jnp.shape(value) == shape and jnp.isrealobj(value)
+  if fits and (kind is None or jnp.issubdtype(jnp.result_type(value), kind)):
+    return
+  got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
+  raise TypeError(f"`{call}` of {owner} must return {required}; it returned {got}.")
 
 
 def _check_num_groups(num_groups: Any) -> int:
@@ -109,13 +104,27 @@ def _python_number(name: str, value: Any, **limits: Any) -> fractions.Fraction:
   )
 
 
-def _check_share(frozen_fraction: Any) -> fractions.Fraction:
-  return _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
-
-
 def _is_rounded(share: fractions.Fraction, near: fractions.Fraction) -> bool:
   """Whether a share differs from a fraction by a rounding error only."""
   return abs(share - near) <= _ROUNDING
+
+
+def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, fractions.Fraction]:
+  """The number of groups and the share of frozen steps, 0 where nothing can be frozen."""
+  num_groups = _check_num_groups(num_groups)
+  share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
+  nothing = num_groups == 1 or _is_rounded(share, fractions.Fraction(0))
+  return num_groups, fractions.Fraction(0) if nothing else share
+
+
+def _freeze_nothing(count: jax.Array, key: jax.Array) -> jax.Array:
+  del key
+  return jnp.zeros_like(count)
+
+
+def _until_the_count_stops(count: jax.typing.ArrayLike, depth: jax.Array) -> jax.Array:
+  """Freezes nothing at the largest count, at which all later steps stay."""
+  return jnp.where(jnp.asarray(count) == _base.LARGEST_COUNT, 0, depth)
 
 
 def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
@@ -144,10 +153,13 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
     >>> [int(schedule.frozen_groups(step, None)) for step in range(8)]
     [0, 0, 0, 1, 2, 3, 0, 0]
   """
-  num_groups, share = _check_num_groups(num_groups), _check_share(frozen_fraction)
-  if num_groups == 1 or _is_rounded(share, fractions.Fraction(0)):
-    return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
-  full = _steps_with_nothing_frozen(share, num_groups)
+  num_groups, share = _check_share(num_groups, frozen_fraction)
+  if not share:
+    return FreezeSchedule(num_groups, _freeze_nothing)
+  # MindSpore's number of steps with nothing frozen, in its floats.
+  near = share.limit_denominator(_LARGEST_PERIOD)
+  freeze_p = float(1 - (near if _is_rounded(share, near) else share))
+  full = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
   if full == 0:
     warnings.warn(
       f"`continuous_freezing` of {num_groups} groups in {float(share):.4g} of the steps freezes"
@@ -156,6 +168,8 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
       UserWarning,
       stacklevel=2,
     )
+  # A turn is at most as long as the steps that an int32 counts.
+  full = min(full, _base.LARGEST_COUNT - num_groups)
   turn = full + num_groups - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
@@ -165,34 +179,18 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   return FreezeSchedule(num_groups, frozen_groups)
 
 
-def _steps_with_nothing_frozen(share: fractions.Fraction, num_groups: int) -> int:
-  """MindSpore's number of steps per turn in which everything is trained, in its floats."""
-  near = share.limit_denominator(_LARGEST_PERIOD)
-  freeze_p = float(1 - (near if _is_rounded(share, near) else share))
-  steps = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
-  # A turn is at most as long as the steps that an int32 counts.
-  return min(steps, _base.LARGEST_COUNT - num_groups)
-
-
-def _until_the_count_stops(count: jax.typing.ArrayLike, depth: jax.Array) -> jax.Array:
-  """Freezes nothing at the largest count, at which all later steps stay."""
-  return jnp.where(jnp.asarray(count) == _base.LARGEST_COUNT, 0, depth)
-
-
 def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
-  """Freezes at regular intervals, a random number of groups each time, more often few than many.
-
-  Of `num_groups` G groups, i are frozen with a probability proportional to G - i.
+  """Freezes at regular intervals, i of G groups with a probability proportional to G - i.
 
   Args:
-    num_groups: the number of groups.
+    num_groups: the number of groups G.
     frozen_fraction: the share of steps in which something is frozen; raising it saves more time
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
 
   Returns:
     A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the same steps as MindSpore. Its
-    depths are drawn from the key that :func:`freeze` keeps, independently in each step. From step
-    2^31 - 1 on, where the count stops, nothing is frozen.
+    depths are drawn from the key of :func:`freeze`, independently in each step. From step 2^31 - 1
+    on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -205,9 +203,9 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
     >>> [depth > 0 for depth in depths]
     [False, True, False, True, False, True, False, True]
   """
-  num_groups, share = _check_num_groups(num_groups), _check_share(frozen_fraction)
-  if num_groups == 1 or _is_rounded(share, fractions.Fraction(0)):
-    return FreezeSchedule(num_groups, lambda count, key: jnp.zeros_like(count))
+  num_groups, share = _check_share(num_groups, frozen_fraction)
+  if not share:
+    return FreezeSchedule(num_groups, _freeze_nothing)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
@@ -241,13 +239,11 @@ def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> 
 def _periodic(share: fractions.Fraction) -> fractions.Fraction:
   """The decimal that a share stands for, or the nearest fraction whose multiples fit int32."""
   near = share.limit_denominator(_LARGEST_PERIOD)
-  digits = 9
-  while not _is_rounded(share, near) and 10**digits > _LARGEST_PERIOD:
-    finer = share.limit_denominator(10**digits)
-    if finer.denominator * finer.numerator <= _base.LARGEST_COUNT:
-      return finer
-    digits -= 1
-  return near
+  if _is_rounded(share, near):
+    return near
+  finer = (share.limit_denominator(10**digits) for digits in range(9, 4, -1))
+  fitting = (f for f in finer if f.denominator * f.numerator <= _base.LARGEST_COUNT)
+  return next(fitting, near)
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:
@@ -276,7 +272,7 @@ def progressive_freezing(
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
   The last group is annealed over the whole run and never frozen, so the inner optimizer's learning
-  rate should be constant. One that decays by itself goes with ``anneal=False``.
+  rate should be constant; one that decays goes with ``anneal=False``.
 
   Args:
     num_groups: the number of groups G.
@@ -312,9 +308,7 @@ def progressive_freezing(
   start = float(_python_number("first", first, positive=True, below=1.0))
   exponent = float(_python_number("power", power, positive=True))
   _base.check_bool("anneal", anneal)
-  place = np.arange(num_groups) / max(num_groups - 1, 1)
-  if num_groups == 1:
-    place = np.ones(1)
+  place = np.arange(num_groups) / (num_groups - 1) if num_groups > 1 else np.ones(1)
   times = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
   ends = times.astype(np.int32)
 

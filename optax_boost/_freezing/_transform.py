@@ -44,10 +44,10 @@ def freeze(
 ) -> optax.GradientTransformationExtraArgs:
   """Freezes the first groups of leaves on the steps that a schedule says.
 
-  A frozen leaf gets no update and no weight decay, and its optimizer state (momentum, second
-  moments) stands still. Frozen gradients are zeroed before `inner`, so norm clipping measures
-  trained leaves only. :func:`make_train_step` does not compute the backward pass of frozen groups;
-  by hand, gradients of frozen leaves are ignored, which saves nothing. Leaves may be complex.
+  A frozen leaf gets no update and no weight decay, and its optimizer state stands still. Frozen
+  gradients are zeroed before `inner`, so norm clipping measures trained leaves only.
+  :func:`make_train_step` does not compute the backward pass of frozen groups; without it, gradients
+  of frozen leaves are ignored, which saves nothing. Leaves may be complex.
 
   Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
   it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
@@ -56,10 +56,11 @@ def freeze(
   ``optax.chain``, the train step takes every step as counted.
 
   Args:
-    inner: the optimizer.
-    groups: a :class:`LayerGroups`; or a sequence of regular expressions, one per group in the
-      order of freezing, searched in the leaves' paths. The first that matches counts; a leaf that
-      none matches is in the last group.
+    inner: the optimizer. Shared numbers in its state (step counts, norms) advance in every step; a
+      leaf's entries are recognized with ``optax.tree.map_params``.
+    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
+      searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
+      the last group.
     schedule: a :class:`FreezeSchedule` for as many groups: :func:`continuous_freezing`,
       :func:`interval_freezing`, :func:`progressive_freezing` or your own.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
@@ -71,8 +72,7 @@ def freeze(
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
       params.
-    TypeError: an argument or a leaf is of the wrong kind; in ``init`` or ``update``: the schedule
-      returns no number of groups, or the state is that of another transformation.
+    TypeError: an argument or a leaf is of the wrong kind, or the schedule returns no depth.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -89,10 +89,6 @@ def freeze(
 
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
-
-  .. note::
-    Shared numbers in the state of `inner` (step counts, norms) advance in every step. A leaf's
-    entries are recognized with ``optax.tree.map_params``.
   """
   inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)

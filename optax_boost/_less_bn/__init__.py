@@ -5,11 +5,8 @@ from optax_boost._less_bn._checkpoint import load_tree as load_tree
 from optax_boost._less_bn._flow import abstract as abstract
 from optax_boost._less_bn._flow import mark_norm as mark_norm
 from optax_boost._less_bn._flow import trace as trace
-from optax_boost._less_bn._plan import Layers as Layers
 from optax_boost._less_bn._plan import LessBNPlan as LessBNPlan
 from optax_boost._less_bn._plan import NormPlace as NormPlace
 from optax_boost._less_bn._plan import Predicate as Predicate
-from optax_boost._less_bn._plan import check_call as check_call
-from optax_boost._less_bn._plan import check_plan as check_plan
-from optax_boost._less_bn._plan import in_bottleneck as in_bottleneck
+from optax_boost._less_bn._plan import Trace as Trace
 from optax_boost._less_bn._plan import make_plan as make_plan

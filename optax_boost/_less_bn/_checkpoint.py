@@ -1,6 +1,6 @@
 """Loading checkpoints of the original model into the model after ``less_bn``."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 import dataclasses
 import numbers
 from typing import Any
@@ -30,20 +30,18 @@ class LoadReport:
   fresh: tuple[str, ...]
 
   def __str__(self) -> str:
+    rows = (
+      ("left over in the checkpoint", self.left_over),
+      ("not in the checkpoint, left as they were", self.fresh),
+    )
     lines = [f"loaded: {len(self.loaded)} of {len(self.loaded) + len(self.left_over)} arrays"]
-    if self.left_over:
-      lines.append("left over in the checkpoint: " + ", ".join(self.left_over))
-    if self.fresh:
-      lines.append("not in the checkpoint, left as they were: " + ", ".join(self.fresh))
-    return "\n".join(lines)
+    return "\n".join(lines + [f"{words}: {', '.join(paths)}" for words, paths in rows if paths])
 
 
-def load_tree(
-  target: Any, checkpoint: Any, ignore: Callable[[str], bool] = lambda _: False
-) -> tuple[Any, LoadReport]:
+def load_tree(target: Any, checkpoint: Any, ignore: Collection[str] = ()) -> tuple[Any, LoadReport]:
   """Loads arrays by path into a tree like `target`, in its dtypes and on its mesh, with a report.
 
-  The report leaves out fresh paths for which `ignore` is true.
+  The report leaves out fresh paths that are in `ignore`.
   """
   try:
     values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
@@ -53,46 +51,43 @@ def load_tree(
       f" {_base.shorten(checkpoint)}."
     ) from error
   paths = _tree.leaf_paths(target)
-  loaded = []
-
-  def load(path: str, old: Any) -> Any:
-    if path not in values:
-      return old
-    new = values[path]
-    dtype = _dtype(path, new)
-    if jnp.shape(new) != jnp.shape(old):
-      raise ValueError(
-        f"The checkpoint's '{path}' has shape {jnp.shape(new)}, the model's {jnp.shape(old)}: it"
-        " is not a checkpoint of this architecture."
-      )
-    if not _castable(dtype, old.dtype):
-      raise ValueError(
-        f"The checkpoint's '{path}' has dtype {dtype}, which does not fit the model's {old.dtype}."
-      )
-    loaded.append(path)
-    # Copied, so that the model can be donated.
-    copy = jnp.array(new, None if dtype == old.dtype else old.dtype)
-    sharding = getattr(old, "sharding", None)
-    sharded = isinstance(sharding, jax.sharding.NamedSharding)
-    return jax.device_put(copy, sharding) if sharded else copy
-
-  leaves = [load(*pair) for pair in zip(paths, jax.tree.leaves(target), strict=True)]
-  if not loaded and paths:
+  loaded = tuple(path for path in paths if path in values)
+  if paths and not loaded:
     raise ValueError(
       f"The checkpoint has none of the model's paths, such as '{paths[0]}'; it has"
       f" {sorted(values)[:3]}. Pass it in the model's own nesting."
     )
-  report = LoadReport(
-    tuple(loaded),
-    tuple(path for path in values if path not in set(paths)),
-    tuple(path for path in paths if path not in values and not ignore(path)),
-  )
-  return jax.tree.unflatten(jax.tree.structure(target), leaves), report
+  leaves, structure = jax.tree.flatten(target)
+  leaves = [
+    _load(path, values[path], leaf) if path in values else leaf
+    for path, leaf in zip(paths, leaves, strict=True)
+  ]
+  left_over = tuple(path for path in values if path not in set(paths))
+  fresh = tuple(path for path in paths if path not in values and path not in ignore)
+  return jax.tree.unflatten(structure, leaves), LoadReport(loaded, left_over, fresh)
+
+
+def _load(path: str, new: Any, old: Any) -> jax.Array:
+  """A copy of an array of the checkpoint for the place of `old`, so that it can be donated."""
+  dtype = _dtype(path, new)
+  if jnp.shape(new) != jnp.shape(old):
+    raise ValueError(
+      f"The checkpoint's '{path}' has shape {jnp.shape(new)}, the model's {jnp.shape(old)}: it"
+      " is not a checkpoint of this architecture."
+    )
+  if not _castable(dtype, old.dtype):
+    raise ValueError(
+      f"The checkpoint's '{path}' has dtype {dtype}, which does not fit the model's {old.dtype}."
+    )
+  copy = jnp.array(new, None if dtype == old.dtype else old.dtype)
+  sharding = getattr(old, "sharding", None)
+  sharded = isinstance(sharding, jax.sharding.NamedSharding)
+  return jax.device_put(copy, sharding) if sharded else copy
 
 
 def _dtype(path: str, value: Any) -> Any:
   error: Exception | None = None
-  if _base.is_array(value) or isinstance(value, np.ndarray | np.generic | numbers.Number):
+  if _base.is_any_array(value) or isinstance(value, np.generic | numbers.Number):
     try:
       return jnp.result_type(value)
     except (TypeError, OverflowError) as caught:
@@ -103,10 +98,6 @@ def _dtype(path: str, value: Any) -> Any:
 
 
 def _castable(dtype: Any, target: Any) -> bool:
-  if dtype == target:
-    return True
-  if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
-    return False
-  return jnp.issubdtype(target, jnp.complexfloating) or not jnp.issubdtype(
-    dtype, jnp.complexfloating
-  )
+  keys = any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target))
+  from_complex, to_complex = (jnp.issubdtype(kind, jnp.complexfloating) for kind in (dtype, target))
+  return dtype == target or not (keys or (from_complex and not to_complex))

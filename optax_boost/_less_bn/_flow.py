@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jax_core
 
 from optax_boost import _jaxpr
 from optax_boost import _tree
@@ -130,16 +129,14 @@ def _on_arrays(
 ) -> tuple[Callable[..., Any], list[Any]]:
   """A function of the arrays among the arguments alone, and these."""
   leaves, structure = jax.tree.flatten((args, kwargs))
-  places = [i for i, leaf in enumerate(leaves) if is_abstract(leaf)]
+  arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
   def on_arrays(params: Any, state: Any, *values: Any) -> Any:
-    full = list(leaves)
-    for i, value in zip(places, values, strict=True):
-      full[i] = value
-    args, kwargs = jax.tree.unflatten(structure, full)
+    full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+    args, kwargs = jax.tree.unflatten(structure, full.values())
     return apply(params, state, *args, **kwargs)
 
-  return on_arrays, [leaves[i] for i in places]
+  return on_arrays, list(arrays.values())
 
 
 class _Value(NamedTuple):
@@ -149,57 +146,42 @@ class _Value(NamedTuple):
   params: tuple[str, ...] = ()
 
 
+class _Follower(_jaxpr.Interpreter[_Value]):
+  """Notes the operations on data; one round shows all that a loop does."""
+
+  def __init__(self, nodes: list[Node]):
+    self._nodes = nodes
+
+  def constant(self, value: Any) -> _Value:
+    return _Value()
+
+  def join(self, values: Sequence[_Value]) -> _Value:
+    shapes = [self._nodes[v.node].shape for v in values if v.node is not None]
+    return self._note("cond", values, shapes[0] if shapes else ())
+
+  def operation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+    kind, path = equation.primitive.name, ""
+    if kind == "name" and equation.params["name"].startswith(_MARK):
+      kind, path = "norm", equation.params["name"].removeprefix(_MARK)
+    shape = getattr(equation.outvars[0].aval, "shape", ()) if equation.outvars else ()
+    return [self._note(kind, inputs, shape, path)] * len(equation.outvars)
+
+  def _note(
+    self, kind: str, inputs: Sequence[_Value], shape: tuple[int, ...], path: str = ""
+  ) -> _Value:
+    params = tuple(dict.fromkeys(path for value in inputs for path in value.params))
+    data = tuple(dict.fromkeys(value.node for value in inputs if value.node is not None))
+    if not data:
+      return _Value(params=params)
+    path = path or (params[0] if kind in _WEIGHTS and params else "")
+    self._nodes.append(Node(kind, data, shape, path))
+    return _Value(len(self._nodes) - 1)
+
+
 def _follow(closed: Any, paths: Sequence[str], data: int) -> Flow:
   values = [_Value(params=(path,)) for path in paths]
   values += [_Value()] * (len(closed.jaxpr.invars) - len(paths))
   values[data] = _Value(0)
   nodes = [Node("input", (), closed.jaxpr.invars[data].aval.shape)]
-  outputs = _inner(closed, values, nodes)
+  outputs = _Follower(nodes).run(closed, values)
   return Flow(nodes, frozenset(v.node for v in outputs if v.node is not None))
-
-
-def _inner(jaxpr: Any, arguments: Sequence[_Value], nodes: list[Node]) -> list[_Value]:
-  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  values = dict.fromkeys(jaxpr.constvars, _Value())
-  values |= zip(jaxpr.invars, arguments, strict=True)
-
-  def read(atom: Any) -> _Value:
-    return _Value() if isinstance(atom, jax_core.Literal) else values[atom]
-
-  for equation in jaxpr.eqns:
-    outputs = _equation(equation, [read(atom) for atom in equation.invars], nodes)
-    values |= zip(equation.outvars, outputs, strict=True)
-  return [read(atom) for atom in jaxpr.outvars]
-
-
-def _equation(equation: Any, inputs: list[_Value], nodes: list[Node]) -> list[_Value]:
-  name, settings = equation.primitive.name, equation.params
-  # One round shows all that a loop does.
-  if name == "scan":
-    return _inner(settings["jaxpr"], inputs, nodes)
-  if name == "while":
-    return _inner(settings["body_jaxpr"], inputs[settings["cond_nconsts"] :], nodes)
-  if name == "cond":
-    results = [_inner(branch, inputs[1:], nodes) for branch in settings["branches"]]
-    pairs = zip(zip(*results, strict=True), equation.outvars, strict=True)
-    return [_operation("cond", values, variable, nodes) for values, variable in pairs]
-  call = _jaxpr.inlined(equation)
-  if call is not None:
-    return _inner(call, inputs, nodes)
-  label = settings["name"] if name == "name" else ""
-  if label.startswith(_MARK):
-    return [_operation("norm", inputs, equation.outvars[0], nodes, label.removeprefix(_MARK))]
-  result = [_operation(name, inputs, variable, nodes) for variable in equation.outvars[:1]]
-  return result * len(equation.outvars)
-
-
-def _operation(
-  kind: str, inputs: Sequence[_Value], variable: Any, nodes: list[Node], path: str = ""
-) -> _Value:
-  params = tuple(dict.fromkeys(path for value in inputs for path in value.params))
-  data = tuple(dict.fromkeys(value.node for value in inputs if value.node is not None))
-  if not data:
-    return _Value(params=params)
-  path = path or (params[0] if kind in _WEIGHTS and params else "")
-  nodes.append(Node(kind, data, getattr(variable.aval, "shape", ()), path))
-  return _Value(len(nodes) - 1)

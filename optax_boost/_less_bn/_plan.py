@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -51,19 +52,6 @@ class NormPlace:
 Predicate: TypeAlias = Callable[[NormPlace], bool]
 
 
-def in_bottleneck(place: NormPlace) -> bool:
-  """The rule: all BatchNorms in the branch of a bottleneck block but the last."""
-  return place.role == "inner" and place.layers >= _BOTTLENECK
-
-
-class Layers(NamedTuple):
-  """The paths of the model's layers."""
-
-  norms: Sequence[str]
-  without_bias: Collection[str]  # convolutions and dense layers
-  dense: Collection[str]
-
-
 @dataclasses.dataclass(frozen=True)
 class LessBNPlan:
   """The changes that ``less_bn`` makes to a model; ``print`` shows them.
@@ -93,42 +81,45 @@ class LessBNPlan:
     _base.check_number("multiplier", self.multiplier, positive=True)
 
   def __str__(self) -> str:
-    lines = [f"removed {len(self.removed)} of {len(self.places)} BatchNorms: {_list(self.removed)}"]
-    for role, words in (
-      ("inner", "inside of a residual branch"),
-      ("last", "last of its residual branch"),
-      ("shortcut", "on a shortcut"),
-      ("outside", "in no residual block"),
-    ):
-      kept = [p.path for p in self.places if p.role == role and p.path not in self.removed]
-      if kept:
-        lines.append(f"kept, {words}: {_list(kept)}")
-    if self.biases:
-      lines.append(f"new biases: {_list(self.biases)}")
-    if self.head is not None:
-      lines.append(f"normalized head: {self.head}")
-    return "\n".join(lines)
+    def kept(role: Role) -> list[str]:
+      return [p.path for p in self.places if p.role == role and p.path not in self.removed]
+
+    rows = (
+      (f"removed {len(self.removed)} of {len(self.places)} BatchNorms", self.removed or ["none"]),
+      ("kept, inside of a residual branch", kept("inner")),
+      ("kept, last of its residual branch", kept("last")),
+      ("kept, on a shortcut", kept("shortcut")),
+      ("kept, in no residual block", kept("outside")),
+      ("new biases", self.biases),
+      ("normalized head", [] if self.head is None else [self.head]),
+    )
+    return "\n".join(f"{words}: {', '.join(paths)}" for words, paths in rows if paths)
 
 
-def _list(paths: Sequence[str]) -> str:
-  return ", ".join(paths) or "none"
+class Trace(NamedTuple):
+  """A traced model: the flow of each of its inputs, and the paths of its layers."""
+
+  flows: Sequence[_flow.Flow]
+  norms: Sequence[str]
+  without_bias: Collection[str]  # convolutions and dense layers
+  dense: Collection[str]
 
 
-def check_plan(plan: Any) -> None:
-  """Checks the argument `plan`."""
-  if not isinstance(plan, LessBNPlan):
-    raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
-
-
-def check_call(
+def make_plan(
+  trace: Callable[[tuple[Any, ...], dict[str, Any]], Trace],
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
-  fn_flag: Any,
-  bias: Any,
-  predicate: Any,
-  multiplier: Any,
-) -> None:
-  """Checks the arguments of ``plan_less_bn`` and ``less_bn`` before the model is traced."""
+  fn_flag: bool,
+  bias: bool,
+  predicate: Predicate | None,
+  multiplier: float,
+  plan: LessBNPlan | None = None,
+) -> LessBNPlan:
+  """Plans by the trace of a model's call, unless there is a plan; called by a public function."""
+  if plan is not None:
+    if not isinstance(plan, LessBNPlan):
+      raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
+    return plan
   _base.check_bool("fn_flag", fn_flag)
   _base.check_bool("bias", bias)
   if predicate is not None:
@@ -140,42 +131,35 @@ def check_call(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
       f" jax.ShapeDtypeStruct, as for a call; got {got}. Or pass plan=..."
     )
-
-
-def make_plan(
-  flows: Sequence[_flow.Flow],
-  layers: Layers,
-  fn_flag: bool,
-  bias: bool,
-  predicate: Predicate | None,
-  multiplier: float,
-) -> LessBNPlan:
-  """Decides from the flows of a model's inputs; the arguments are those of ``plan_less_bn``."""
-  traced = {path: place for path, place in _places(flows).items() if path in layers.norms}
-  unseen = {path: NormPlace(path, "outside") for path in layers.norms if path not in traced}
+  flows, norms, without_bias, dense = trace(args, kwargs)
+  traced = {path: place for path, place in _places(flows).items() if path in norms}
+  unseen = {path: NormPlace(path, "outside") for path in norms if path not in traced}
   places = tuple((traced | unseen).values())
-  removed = tuple(place.path for place in places if _goes(predicate or in_bottleneck, place))
+  removed = tuple(place.path for place in places if _goes(predicate, place))
   if not removed:
-    _warn_nothing(places)
-  head = _last_dense(flows, layers.dense) if fn_flag else None
+    shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
+    warnings.warn(
+      "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
+      f" `predicate` selects none. The model's BatchNorms:\n{shown}",
+      _base.NoEffectWarning,
+      stacklevel=3,
+    )
+  head = _last_dense(flows, dense) if fn_flag else None
   if fn_flag and head is None:
     warnings.warn(
       "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
-      stacklevel=4,
+      stacklevel=3,
     )
   biases = _layers_before(flows, removed) if bias else []
-  return LessBNPlan(
-    places,
-    removed,
-    tuple(path for path in biases if path in layers.without_bias),
-    head,
-    multiplier,
-  )
+  biases = [path for path in biases if path in without_bias]
+  return LessBNPlan(places, removed, tuple(biases), head, multiplier)
 
 
-def _goes(predicate: Predicate, place: NormPlace) -> bool:
+def _goes(predicate: Predicate | None, place: NormPlace) -> bool:
+  if predicate is None:
+    return place.role == "inner" and place.layers >= _BOTTLENECK
   verdict = predicate(place)
   try:
     return bool(verdict)
@@ -183,16 +167,6 @@ def _goes(predicate: Predicate, place: NormPlace) -> bool:
     raise TypeError(
       f"`predicate` must return True or False; got {_base.shorten(verdict)} for '{place.path}'."
     ) from error
-
-
-def _warn_nothing(places: Sequence[NormPlace]) -> None:
-  shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
-  warnings.warn(
-    "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
-    f" `predicate` selects none. The model's BatchNorms:\n{shown}",
-    _base.NoEffectWarning,
-    stacklevel=5,
-  )
 
 
 def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
@@ -211,16 +185,10 @@ def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
   return places
 
 
-class _Block(NamedTuple):
-  """A residual addition: its branch's or shortcut's nodes, and the size of the whole."""
-
-  side: list[int]
-  shortcut: bool
-  size: int
-
-
 def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
-  innermost: dict[int, _Block] = {}
+  """The place of each BatchNorm, by its node, in the innermost block around it."""
+  outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.of_kind("norm")}
+  places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(flow.nodes):
     if node.kind not in ("add", "add_any") or len(node.inputs) != 2:
       continue
@@ -228,26 +196,19 @@ def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
     weights = [sum(map(flow.has_weights, side)) for side in sides]
     size = sum(map(len, sides))
     for side, own, other in zip(sides, weights, reversed(weights), strict=True):
-      block = _Block(side, own <= 1 and own < other, size)
       for n in side:
-        if flow.nodes[n].kind == "norm" and (n not in innermost or size < innermost[n].size):
-          innermost[n] = block
-  return {
-    n: _place(flow, n, innermost[n]) if n in innermost else NormPlace(flow.nodes[n].path, "outside")
-    for n in flow.of_kind("norm")
-  }
+        if n in places and size < places[n][0]:
+          places[n] = size, _place(flow, n, side, shortcut=own <= 1 and own < other)
+  return {n: place for n, (_, place) in places.items()}
 
 
-def _place(flow: _flow.Flow, n: int, block: _Block) -> NormPlace:
-  norms = [m for m in block.side if flow.nodes[m].kind == "norm"]
+def _place(flow: _flow.Flow, n: int, side: list[int], *, shortcut: bool) -> NormPlace:
+  norms = [m for m in side if flow.nodes[m].kind == "norm"]
   before = {flow.source(m) for m in norms}
-  weights = [m for m in block.side if flow.has_weights(m)]
+  weights = [m for m in side if flow.has_weights(m)]
   layers = sum(m in before or flow.nodes[flow.source(m)].kind == "norm" for m in weights)
-  role: Role = "last"
-  if block.shortcut:
-    role = "shortcut"
-  elif any(flow.leads_to(n, m) for m in norms):
-    role = "inner"
+  inner = any(flow.leads_to(n, m) for m in norms)
+  role: Role = "shortcut" if shortcut else "inner" if inner else "last"
   return NormPlace(flow.nodes[n].path, role, layers)
 
 
@@ -264,13 +225,12 @@ def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> lis
 
 def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:
   for flow in flows:
-    weights = [n for n in range(len(flow.nodes)) if flow.has_weights(n)]
-    for n in reversed(weights):
-      reaches = any(n == out or flow.leads_to(n, out) for out in flow.outputs)
-      if reaches and _module(flow.nodes[n].path) in dense:
-        return _module(flow.nodes[n].path)
-      if reaches:
-        break
+    before = {
+      n for out in flow.outputs for n in range(out + 1) if n == out or flow.leads_to(n, out)
+    }
+    weights = [_module(flow.nodes[n].path) for n in sorted(before) if flow.has_weights(n)]
+    if weights and weights[-1] in dense:
+      return weights[-1]
   return None
 
 

@@ -7,7 +7,6 @@ r"""Loss scaling by group, for layers whose gradients differ by orders of magnit
 Source: MindSpore Boost's ``GroupLossScaleManager`` and ``BoostTrainOneStepWithLossScaleCell``.
 """
 
-from collections.abc import Callable
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -57,11 +56,11 @@ def next_group_loss_scale(
 
   Args:
     group_loss_scale: array [groups], float32, the scales that the step used.
-    finite: array [groups], bool, whether the groups' gradients were.
+    finite: array [groups], bool, whether the groups' gradients were finite.
     growth_factor: factor of a scale after a step without an overflow.
-    backoff_factor: its factor after an overflow.
-    minimum: its floor.
-    maximum: its cap.
+    backoff_factor: factor after an overflow.
+    minimum: floor of the scales.
+    maximum: cap of the scales.
 
   Returns:
     The new scales.
@@ -79,7 +78,7 @@ def next_group_loss_scale(
     [16.0, 4.0]
   """
   _base.check_array("group_loss_scale", group_loss_scale)
-  _base.check_bool_array("finite", finite, jnp.shape(group_loss_scale))
+  _base.check_array("finite", finite, jnp.shape(group_loss_scale), bools=True)
   grown, shrunk = _unscaled.next_scales(
     group_loss_scale, growth_factor, backoff_factor, minimum, maximum
   )
@@ -104,32 +103,29 @@ def group_loss_scale(
   your own :func:`scale_by_group` does it. An overflow in one group spreads to the groups before it.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
-      least float32, too. For float16 params, put :func:`master_weights` around the whole.
-    groups: a :class:`LayerGroups`; or a sequence of regular expressions, one per group in the
-      order of the forward pass, searched in the leaves' paths. The first that matches counts; a
-      leaf that none matches is in the last group.
-    initial_scale: the scale of every group to start with, between `minimum` and `maximum`.
-    growth_factor: factor of a group's scale after a step in which it did not overflow, above 1;
-      raising it adapts faster and overflows more often.
-    backoff_factor: its factor after a step in which it did, below 1.
-    minimum: its floor.
-    maximum: its cap.
+    inner: the optimizer; gradients and its state are in at least float32. For float16 params put
+      :func:`master_weights` around the whole.
+    groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of the
+      forward pass, searched in the leaves' paths. The first that matches counts; a leaf that none
+      matches is in the last group.
+    initial_scale: the first scale of every group, between `minimum` and `maximum`.
+    growth_factor: factor of a scale after a step without an overflow in its group; raising it
+      adapts faster and overflows more often.
+    backoff_factor: factor of a scale after an overflow, below 1.
+    minimum: floor of the scales.
+    maximum: cap of the scales.
     skip: ``"all"``: a step in which any group overflowed, or after which a param would not be
-      finite, changes nothing but scales and counters. ``"group"``: only the groups in which that
-      happened stand still, with all that `inner` keeps of them; `inner` sees zeros for gradients
-      that overflowed.
-    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ. Not needed
-      under ``jit``.
+      finite, changes scales and counters only. ``"group"``: only those groups and their optimizer
+      state stand still; `inner` sees zeros for gradients that overflowed.
+    axis_name: inside ``shard_map``, the mesh axes over which the gradients differ.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`. Updates have the dtype that `inner` gives them for gradients of at least
-    the params' precision.
+    unscaled for `inner`. Updates have the dtype that `inner` gives without a scale around it.
 
   Raises:
     ValueError: a number is out of range, or the groups are of other params; in ``init``: another
-      loss scale stands inside ``skip="group"``, which would hide overflows from it.
+      loss scale stands inside ``skip="group"``.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -144,24 +140,19 @@ def group_loss_scale(
     [2.828, 4.003]
 
   .. note::
-    ``optax.inject_hyperparams`` casts hyperparameters to the params' dtype: with bfloat16 params
-    the growth ``2**0.001`` becomes 1, and scales only shrink (optax issue 1414). Pass
-    ``hyperparam_dtype=jnp.float32``, or name `growth_factor` in ``static_args``.
+    ``optax.inject_hyperparams`` casts to the params' dtype, and in bfloat16 the growth ``2**0.001``
+    is 1 (optax issue 1414): pass ``hyperparam_dtype=jnp.float32``.
   """
-  inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
-  _unscaled.check_scales(initial_scale, minimum, maximum)
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
-  _base.check_name("skip", skip, ("all", "group"))
-  _base.check_axis_name("axis_name", axis_name)
-
   number = _groups.numbering(groups, _METHOD)
+  _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, skip)
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
-    inner_state = _unscaled.init_inner(inner, params)
+    inner_state = optimizer.init(params)
     if skip == "group" and _conditional.scales_loss(inner_state):
       raise ValueError(
         "`group_loss_scale` with skip='group' hides overflows from a loss scale inside it, which"
@@ -182,61 +173,15 @@ def group_loss_scale(
     **extra_args: Any,
   ) -> tuple[optax.Updates, GroupLossScaleState]:
     _tree.check_update(_METHOD, updates, state, GroupLossScaleState, params)
-    numbers = number(updates)
-
-    def scaled_down(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(
-        lambda n, g: _unscaled.divide(g, state.group_loss_scale[n]), numbers, grads
-      )
-
-    def by_group(check: Callable[[Any], jax.Array]) -> jax.Array:
-      """A check of each group's leaves, the same on all devices."""
-      passed = jnp.stack([check(group) for group in range(num_groups)])
-      return _conditional.agree(passed, axis_name, _METHOD)
-
-    def members(tree: Any, group: int) -> list[Any]:
-      pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
-      return [leaf for number, leaf in pairs if number == group]
-
-    unscaled = scaled_down(updates)
-    finite = by_group(lambda group: _tree.all_finite(members(unscaled, group)))
-
-    def zero_overflowed(ok: jax.Array, tree: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda n, g: jnp.where(ok[n], g, jnp.zeros_like(g)), numbers, tree)
-
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      grads = scaled_down(grads)
-      return zero_overflowed(finite, grads) if skip == "group" else grads
-
-    gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
-    step = _unscaled.make_step(inner, updates, params, extra_args, gradients, extra)
-    if skip == "all":
-      out, moved = _unscaled.step_if(jnp.all(finite), step, state.inner_state)
-    else:
-      out, moved = step(state.inner_state)
-      moved = _conditional.cast_like(moved, state.inner_state)
-    landed = by_group(
-      lambda group: _unscaled.landed(
-        members(out, group), None if params is None else members(params, group)
-      )
-    )
-    if skip == "all":
-      good = jnp.broadcast_to(jnp.all(landed), landed.shape)
-      inner_state = _conditional.select(good[0], moved, state.inner_state)
-    else:
-      good = finite & landed
-
-      def select(group: int, if_not_finite: Any, otherwise: Any) -> Any:
-        return jnp.where(good[group], otherwise, if_not_finite)
-
-      inner_state = _groups.select_state(_METHOD, inner, select, numbers, state.inner_state, moved)
-    return zero_overflowed(good, out), GroupLossScaleState(
+    scales, numbers = state.group_loss_scale, number(updates)
+    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
+    return step.updates, GroupLossScaleState(
       group_loss_scale=next_group_loss_scale(
-        state.group_loss_scale, finite, growth_factor, backoff_factor, minimum, maximum
+        scales, step.finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=_tree.increment_if(~finite, state.overflow_count),
-      notfinite_count=_tree.increment_if(~jnp.all(finite & landed), state.notfinite_count),
-      inner_state=inner_state,
+      overflow_count=_tree.increment_if(~step.finite, state.overflow_count),
+      notfinite_count=_tree.increment_if(~jnp.all(step.made), state.notfinite_count),
+      inner_state=step.inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -7,8 +7,8 @@ it afterwards. s follows the overflows:
                        s <- max(s * backoff, minimum)
   n steps without one  s <- min(s * growth, maximum)
 
-Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MindSpore's
-``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's ``DynamicGradScaler``.
+Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's
+``DynamicGradScaler``.
 """
 
 from typing import Any
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -59,14 +58,14 @@ def next_loss_scale(
   """The loss scale after a step.
 
   Args:
-    loss_scale: the scale that the step used, float32.
-    growth_count: steps since it last changed, int32.
-    finite: whether the step's gradients were.
+    loss_scale: scalar float32, the scale that the step used.
+    growth_count: scalar int32, steps since the scale last changed.
+    finite: scalar bool, whether the step's gradients were finite.
     growth_interval: steps without an overflow before the scale grows.
-    growth_factor: its factor when it grows.
-    backoff_factor: its factor after an overflow.
-    minimum: its floor.
-    maximum: its cap.
+    growth_factor: factor of the scale when it grows.
+    backoff_factor: factor after an overflow.
+    minimum: floor of the scale.
+    maximum: cap of the scale.
 
   Returns:
     The new scale and count. A step that overflows when growth is due only shrinks.
@@ -84,7 +83,7 @@ def next_loss_scale(
   """
   _base.check_number("loss_scale", loss_scale, positive=True)
   _base.check_whole_number("growth_count", growth_count, minimum=0)
-  _base.check_bool_array("finite", finite, ())
+  _base.check_array("finite", finite, (), bools=True)
   _base.check_whole_number("growth_interval", growth_interval)
   grown, shrunk = _unscaled.next_scales(loss_scale, growth_factor, backoff_factor, minimum, maximum)
   due = growth_count + 1 >= growth_interval
@@ -109,34 +108,32 @@ def dynamic_loss_scale(
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients or resulting params are not finite changes nothing but the scale
-  and the counters. The scale follows the gradients only. Inside ``optax.partition`` and
+  A step whose unscaled gradients or resulting params are not finite changes the scale and the
+  counters only. The scale follows the gradients, not the params. Inside ``optax.partition`` and
   ``optax.masked`` :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
-    inner: the optimizer that sees the unscaled gradients, in at least float32; its state is in at
-      least float32, too. For float16 params, put :func:`master_weights` around the whole:
-      ``master_weights(dynamic_loss_scale(inner))`` keeps updates that float16 params lose.
-    initial_scale: the scale to start with, between `minimum` and `maximum`.
+    inner: the optimizer; gradients and its state are in at least float32. For float16 params put
+      :func:`master_weights` around the whole: ``master_weights(dynamic_loss_scale(inner))``.
+    initial_scale: the first scale, between `minimum` and `maximum`.
     growth_interval: steps without an overflow before the scale grows; raising it risks fewer
       overflows and adapts more slowly. None: a static scale; overflows are skipped all the same.
     hysteresis: which overflow since the scale last grew is the first to shrink it; raising it
       tolerates rare overflows that a smaller scale would not prevent.
-    growth_factor: the scale's factor when it grows, above 1.
-    backoff_factor: its factor after an overflow, below 1.
-    minimum: its floor.
-    maximum: its cap.
+    growth_factor: factor of the scale when it grows, at least 1.
+    backoff_factor: factor of the scale after an overflow, below 1.
+    minimum: floor of the scale.
+    maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
-      overflow then counts for all. Not needed under ``jit``.
+      overflow then counts for all.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
     unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype that
-    `inner` gives them for gradients of at least the params' precision.
+    `inner` gives without a scale around it.
 
   Raises:
-    ValueError: a number is out of range, `minimum` above `maximum`, or `initial_scale` not between
-      them.
+    ValueError: a number is out of range, or the scales are not in order.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -153,48 +150,39 @@ def dynamic_loss_scale(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  inner = _base.check_transformation("inner", inner)
-  _unscaled.check_scales(initial_scale, minimum, maximum)
   if growth_interval is not None:
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
-  _unscaled.check_rule(growth_factor, backoff_factor, minimum, maximum)
-  _base.check_axis_name("axis_name", axis_name)
+  _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name)
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
-    leaves = len(jax.tree.leaves(params))
-    _protocol.announce_groups(_protocol.LOSS_SCALE, params, [0] * leaves, 1)
+    numbers = [0] * len(jax.tree.leaves(params))
+    _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=_unscaled.init_inner(inner, params),
+      inner_state=optimizer.init(params),
     )
 
   def next_scale(
     state: DynamicLossScaleState, finite: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The scale and its two counters after a step."""
+    scale, count, overflows = state.loss_scale, state.growth_count, state.hysteresis_count
     if growth_interval is None:
-      return state.loss_scale, state.growth_count, state.hysteresis_count
-    overflows = _tree.increment_if(~finite, state.hysteresis_count)
-    scale, count = next_loss_scale(
-      state.loss_scale,
-      state.growth_count,
-      finite,
-      growth_interval,
-      growth_factor,
-      backoff_factor,
-      minimum,
-      maximum,
-    )
+      return scale, count, overflows
+    overflows = _tree.increment_if(~finite, overflows)
+    rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
+    moved, count = next_loss_scale(scale, count, finite, *rule)
     tolerated = ~finite & (overflows < hysteresis)
-    scale = jnp.where(tolerated, state.loss_scale, scale)
     # Growth has just been due where a finite step sets its count back.
-    return scale, count, jnp.where(finite & (count == 0), 0, overflows)
+    overflows = jnp.where(finite & (count == 0), 0, overflows)
+    return jnp.where(tolerated, scale, moved), count, overflows
 
   def update_fn(
     updates: optax.Updates,
@@ -203,23 +191,16 @@ def dynamic_loss_scale(
     **extra_args: Any,
   ) -> tuple[optax.Updates, DynamicLossScaleState]:
     _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
-
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda g: _unscaled.divide(g, state.loss_scale), grads)
-
-    unscaled, extra = _tree.map_gradients(unscale, updates, extra_args)
-    finite = _conditional.agree(_tree.all_finite(unscaled), axis_name, _METHOD)
-    step = _unscaled.make_step(inner, updates, params, extra_args, unscaled, extra)
-    out, moved = _unscaled.step_if(finite, step, state.inner_state)
-    landed = _conditional.agree(_unscaled.landed(out, params), axis_name, _METHOD)
-    scale, growth_count, hysteresis_count = next_scale(state, finite)
-    out = _conditional.select(landed, out, jax.tree.map(jnp.zeros_like, out))
-    return out, DynamicLossScaleState(
+    numbers = jax.tree.map(lambda _: 0, updates)
+    scales = state.loss_scale[None]
+    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
+    scale, growth_count, hysteresis_count = next_scale(state, step.finite[0])
+    return step.updates, DynamicLossScaleState(
       loss_scale=scale,
       growth_count=growth_count,
       hysteresis_count=hysteresis_count,
-      notfinite_count=_tree.increment_if(~(finite & landed), state.notfinite_count),
-      inner_state=_conditional.select(landed, moved, state.inner_state),
+      notfinite_count=_tree.increment_if(~step.made[0], state.notfinite_count),
+      inner_state=step.inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

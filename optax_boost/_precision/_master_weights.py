@@ -28,8 +28,8 @@ class MasterWeightsState(NamedTuple):
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were skipped since the inner optimizer's updates or
-      state would not have been finite, or in which a master would not have been.
+    notfinite_count: scalar int32, steps in which an inner update, the inner state or a master would
+      not have been finite.
     key: raw key data of the generator for stochastic rounding, or None.
     inner_state: the inner optimizer's state, of the masters.
   """
@@ -45,8 +45,7 @@ def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
   """Rounds float32 to one of two neighbours in a 16-bit dtype, such that the mean is `x`."""
   nearest = x.astype(dtype)
   error = x - nearest.astype(x.dtype)
-  infinity = jnp.array(jnp.inf, dtype)
-  other = jnp.where(error > 0, jnp.nextafter(nearest, infinity), jnp.nextafter(nearest, -infinity))
+  other = jnp.nextafter(nearest, jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype))
   gap = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
   chance = jnp.where(gap > 0, jnp.abs(error) / gap, 0.0)
   move = jax.random.uniform(key, x.shape, x.dtype) < chance
@@ -73,10 +72,9 @@ def master_weights(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
-    (float64 for float64 params), since the difference of two float16 numbers need not be one:
-    ``optax.apply_updates`` adds them in float32 and rounds once, exactly to the masters' rounding
-    unless a weight shrinks 4,096-fold in one step; then the master follows the param. Wrappers of
-    optax that skip steps expect updates in the gradients' dtype: put them inside, as in
+    (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once,
+    exactly to the masters' rounding unless a weight shrinks 4,096-fold in one step; then the master
+    follows the param. Wrappers of optax that skip steps go inside, as in
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 
   Raises:
@@ -102,7 +100,7 @@ def master_weights(
   key = None if key is None else _base.as_key("key", key)
 
   def widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(_tree.accumulator_dtype(x.dtype)), tree)
+    return jax.tree.map(_tree.widen, tree)
 
   def init_fn(params: optax.Params) -> MasterWeightsState:
     _tree.check_floating(params, _METHOD)
@@ -124,20 +122,22 @@ def master_weights(
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
     _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
-    impl = None if key is None else jax.random.key_impl(key)
-    keys = _step_keys(state.key, impl, state.count)
-    masters = _follow(params, state.master_params, keys[0])
+    last_key = this_key = None
+    if key is not None and state.key is not None:
+      step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(key))
+      last_key, this_key = (jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+    masters = _follow(params, state.master_params, last_key)
 
-    def widen_gradients(tree: Any) -> Any:
-      return widen(_tree.mask_like(tree, updates))
+    def full_gradient(*args: Any, **kwargs: Any) -> Any:
+      return widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
     # The closures take the masters: the model computes in its params' dtype all the same.
-    extra = dict(extra_args)
-    for name in ("value_fn", "grad_fn", "full_grad_fn"):
-      if extra.get(name) is not None:
-        extra[name] = _at_rounded(extra[name], params)
-    if extra.get("full_grad_fn") is not None:
-      extra["full_grad_fn"] = _compose(widen_gradients, extra["full_grad_fn"])
+    closures = {name: extra_args.get(name) for name in ("value_fn", "grad_fn", "full_grad_fn")}
+    if closures["full_grad_fn"] is not None:
+      closures["full_grad_fn"] = full_gradient
+    extra = extra_args | {
+      name: _at_rounded(function, params) for name, function in closures.items() if function
+    }
     gradients, extra = _tree.map_gradients(widen, updates, extra)
     moves, moved = inner.update(gradients, state.inner_state, masters, **extra)
     moved = _conditional.cast_like(moved, state.inner_state)
@@ -145,7 +145,7 @@ def master_weights(
     skipped = _spoilt(updates, moves, moved, state.inner_state)
     stepped = _conditional.select(skipped, masters, optax.apply_updates(masters, moves))
     kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stepped, masters)
-    rounded = _round_like(kept, params, keys[1])
+    rounded = _round_like(kept, params, this_key)
     out = jax.tree.map(jnp.subtract, widen(rounded), widen(params))
     return out, MasterWeightsState(
       master_params=kept,
@@ -170,7 +170,7 @@ def _spoilt(
     # in the sum for the end of the window.
     return bad_moves
   # The state is looked through only where something is wrong already.
-  return jax.lax.cond(
+  return _conditional.cond(
     bad_moves | ~_tree.all_finite(updates),
     lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
     lambda: bad_moves,
@@ -187,20 +187,6 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   return call
 
 
-def _compose(outer: Any, inner: Any) -> Any:
-  return lambda *args, **kwargs: outer(inner(*args, **kwargs))
-
-
-def _step_keys(
-  key_data: jax.Array | None, impl: Any, count: jax.Array
-) -> tuple[jax.Array | None, jax.Array | None]:
-  """The keys by which the params were rounded in the last step and will be in this one."""
-  if key_data is None:
-    return None, None
-  key = jax.random.wrap_key_data(key_data, impl=impl)
-  return jax.random.fold_in(key, count - 1), jax.random.fold_in(key, count)
-
-
 def _follow(
   params: optax.Params, masters: optax.Params, last_key: jax.Array | None
 ) -> optax.Params:
@@ -215,17 +201,16 @@ def _follow(
 
 
 def _round_like(masters: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
-  def saturate(m: jax.Array, p: jax.Array) -> jax.Array:
-    limit = jnp.finfo(p.dtype).max.astype(m.dtype)
-    return jnp.clip(m, -limit, limit)
-
-  masters = jax.tree.map(saturate, masters, params)
-  if key is None:
-    return jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
+  """The masters, rounded to the params' dtypes and to the ends of their ranges."""
   leaves, structure = jax.tree.flatten(masters)
-  keys = jax.random.split(key, max(len(leaves), 1))
-  rounded = [
-    m.astype(p.dtype) if m.dtype == p.dtype else round_stochastically(k, m, p.dtype)
-    for k, m, p in zip(keys, leaves, jax.tree.leaves(params), strict=False)
-  ]
+  keys = [None] * len(leaves) if key is None else jax.random.split(key, max(len(leaves), 1))
+
+  def round_like(m: jax.Array, p: jax.Array, key: jax.Array | None) -> jax.Array:
+    limit = jnp.finfo(p.dtype).max.astype(m.dtype)
+    m = jnp.clip(m, -limit, limit)
+    if key is None or m.dtype == p.dtype:
+      return m.astype(p.dtype)
+    return round_stochastically(key, m, p.dtype)
+
+  rounded = map(round_like, leaves, jax.tree.leaves(params), keys)
   return jax.tree.unflatten(structure, rounded)

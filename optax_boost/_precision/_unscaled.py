@@ -6,7 +6,8 @@ were cast back once unscaled; so the inner optimizer works in at least float32, 
 
 from collections.abc import Callable
 from typing import Any
-from typing import TypeAlias
+from typing import Literal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,28 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _groups
 from optax_boost import _tree
 
-# From the inner optimizer's state to updates and its next state.
-Step: TypeAlias = Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]]
-
-# Scales are float32, normal and finite.
-_LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
-def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
-  """Checks the initial scale, its floor and its cap: float32 numbers, in order."""
+def check_rule(
+  initial_scale: Any, growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any
+) -> None:
+  """Checks a scale, the factors by which it grows and shrinks, its floor and its cap."""
+  _base.check_number("growth_factor", growth_factor, minimum=1.0)
+  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
   scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
   for name, value in scales.items():
-    _check_scale(name, value)
-  if any(_base.is_array(value) for value in scales.values()):
+    _base.check_number(name, value, positive=True)
+    if not (_base.is_array(value) or _SMALLEST <= float(value) <= _LARGEST):
+      raise ValueError(
+        f"`{name}` must be a float32 number, between {_SMALLEST:g} and {_LARGEST:g}; got"
+        f" {_base.shorten(value)}."
+      )
+  if any(map(_base.is_array, scales.values())):
     return
   if float(minimum) > float(maximum):
     raise ValueError(f"`minimum` must not be above `maximum`; got {minimum!r} and {maximum!r}.")
@@ -41,99 +48,137 @@ def check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
     )
 
 
-def check_rule(growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any) -> None:
-  """Checks the numbers by which a scale grows and shrinks."""
-  _base.check_number("growth_factor", growth_factor, minimum=1.0)
-  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
-  _check_scale("minimum", minimum)
-  _check_scale("maximum", maximum)
-
-
 def next_scales(
   scale: jax.Array, growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any
 ) -> tuple[jax.Array, jax.Array]:
   """A checked rule's scale after growth, and after an overflow."""
-  check_rule(growth_factor, backoff_factor, minimum, maximum)
+  check_rule(minimum, growth_factor, backoff_factor, minimum, maximum)
   grown = jnp.minimum(scale * jnp.float32(growth_factor), jnp.float32(maximum))
   shrunk = jnp.maximum(scale * jnp.float32(backoff_factor), jnp.float32(minimum))
   return grown, shrunk
 
 
-def _check_scale(name: str, value: Any) -> None:
-  _base.check_number(name, value, positive=True)
-  if not _base.is_array(value) and not _SMALLEST <= float(value) <= _LARGEST:
-    raise ValueError(
-      f"`{name}` must be a float32 number, between {_SMALLEST:g} and {_LARGEST:g}; got"
-      f" {_base.shorten(value)}."
-    )
+class Step(NamedTuple):
+  """The outcome of a step.
 
-
-def divide(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """A gradient without its scale, in at least float32."""
-  return g.astype(_tree.accumulator_dtype(g.dtype)) / scale
-
-
-def init_inner(inner: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-  """The inner optimizer's state, of the params in at least float32."""
-  return inner.init(_tree.copy_arrays(params, _tree.accumulator_dtype))
-
-
-def make_step(
-  inner: optax.GradientTransformationExtraArgs,
-  updates: optax.Updates,
-  params: optax.Params | None,
-  extra_args: dict[str, Any],
-  unscaled: optax.Updates,
-  unscaled_args: dict[str, Any],
-) -> Step:
-  """The inner optimizer's step with unscaled gradients.
-
-  Updates have the dtype that `inner` gives them without a scale around it.
+  Attributes:
+    updates: zero where the step was skipped.
+    inner_state: the inner optimizer's next state.
+    finite: array [groups], whether the unscaled gradients were finite.
+    made: array [groups], whether the params, or without them the updates, are finite as well.
   """
-  dtypes = _output_dtypes(inner, updates, params, extra_args)
 
-  def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    out, moved = inner.update(unscaled, inner_state, params, **unscaled_args)
-    return out if dtypes is None else _conditional.cast_like(out, dtypes), moved
-
-  return step
+  updates: optax.Updates
+  inner_state: optax.OptState
+  finite: jax.Array
+  made: jax.Array
 
 
-def _output_dtypes(
-  inner: optax.GradientTransformationExtraArgs,
-  updates: optax.Updates,
-  params: optax.Params | None,
-  extra_args: dict[str, Any],
-) -> Any:
-  """Shapes with the dtypes of the inner updates; None where nothing has half precision."""
-  leaves = jax.tree.leaves((updates, params))
-  if all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in leaves):
-    return None
-  like = updates if params is None else params
+class UnscalingOptimizer:
+  """An optimizer of gradients with a scale for each group of leaves."""
 
-  def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
-    # Updates belong to the params: with float32 params they are float32.
-    gradients = jax.tree.map(
-      lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), updates, like
+  def __init__(
+    self,
+    method: str,
+    inner: optax.GradientTransformation,
+    axis_name: str | tuple[str, ...] | None,
+    skip: Literal["all", "group"] = "all",
+  ):
+    self._method = method
+    self._inner = _base.check_transformation("inner", inner)
+    _base.check_axis_name("axis_name", axis_name)
+    self._axis_name = axis_name
+    _base.check_name("skip", skip, ("all", "group"))
+    self._skip = skip
+    # Shapes with the dtypes of the inner updates, for each kind of gradients and params.
+    self._output_shapes: dict[Any, Any] = {}
+
+  def init(self, params: optax.Params) -> optax.OptState:
+    """The inner optimizer's state, of the params in at least float32."""
+    return self._inner.init(_tree.copy_arrays(params, _tree.accumulator_dtype))
+
+  def update(
+    self,
+    scales: jax.Array,
+    numbers: Any,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+  ) -> Step:
+    """Makes a step; `numbers` is the tree of the leaves' groups, `state` the inner optimizer's."""
+    whole = self._skip == "all"
+
+    def by_group(check: Callable[..., jax.Array], *trees: Any) -> jax.Array:
+      """A check of each group's leaves, the same on all devices."""
+
+      def members(group: int, tree: Any) -> list[Any]:
+        pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
+        return [leaf for number, leaf in pairs if number == group]
+
+      passed = [check(*(members(g, tree) for tree in trees)) for g in range(len(scales))]
+      return _conditional.agree(jnp.stack(passed), self._axis_name, self._method)
+
+    def zero_unless(good: jax.Array, tree: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda n, x: jnp.where(good[n], x, jnp.zeros_like(x)), numbers, tree)
+
+    def unscale(grads: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda n, g: _tree.widen(g) / scales[n], numbers, grads)
+
+    finite = by_group(_tree.all_finite, unscale(updates))
+    gradients, extra = _tree.map_gradients(
+      lambda grads: unscale(grads) if whole else zero_unless(finite, unscale(grads)),
+      updates,
+      extra_args,
     )
-    return inner.update(gradients, inner.init(like), params, **extra_args)[0]
+    shapes = self._updates_like(updates, params, extra_args)
 
-  return jax.eval_shape(update, updates, like)
+    def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+      out, moved = self._inner.update(gradients, state, params, **extra)
+      out = out if shapes is None else _conditional.cast_like(out, shapes)
+      return out, _conditional.cast_like(moved, state)
 
+    # A loss scale inside must see every overflow, or it would never come down.
+    if whole and not _conditional.scales_loss(state):
+      out, moved = _conditional.update_if(jnp.all(finite), step, state)
+    else:
+      out, moved = step(state)
+    if params is None:
+      landed = by_group(_tree.all_finite, out)
+    else:
+      landed = by_group(_conditional.no_entry_lost, optax.apply_updates(params, out), params)
+    if whole:
+      good = jnp.broadcast_to(jnp.all(landed), landed.shape)
+      inner_state = _conditional.select(good[0], moved, state)
+    else:
+      good = finite & landed
 
-def step_if(
-  finite: jax.Array, step: Step, inner_state: optax.OptState
-) -> tuple[optax.Updates, optax.OptState]:
-  """Makes a step unless the gradients overflowed; a loss scale inside skips the step itself."""
-  # It must see every overflow, or it would never come down.
-  if _conditional.scales_loss(inner_state):
-    out, moved = step(inner_state)
-    return out, _conditional.cast_like(moved, inner_state)
-  return _conditional.update_if(finite, step, inner_state)
+      def select(group: int, before: Any, after: Any) -> Any:
+        return jnp.where(good[group], after, before)
 
+      inner_state = _groups.select_state(self._method, self._inner, select, numbers, state, moved)
+    return Step(zero_unless(good, out), inner_state, finite, finite & landed)
 
-def landed(updates: optax.Updates, params: optax.Params | None) -> jax.Array:
-  """Whether the params, or without them the updates, are finite after the step."""
-  if params is None:
-    return _tree.all_finite(updates)
-  return _conditional.no_entry_lost(optax.apply_updates(params, updates), params)
+  def _updates_like(
+    self, updates: optax.Updates, params: optax.Params | None, extra_args: dict[str, Any]
+  ) -> Any:
+    """Shapes with the dtypes that the inner optimizer gives its updates without a scale around it.
+
+    Updates belong to the params: with float32 params they are float32. None: nothing has half
+    precision.
+    """
+    leaves, structure = jax.tree.flatten((updates, params))
+    if all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in leaves):
+      return None
+    kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+    if kind not in self._output_shapes:
+      like = updates if params is None else params
+
+      def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
+        gradients = jax.tree.map(
+          lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), updates, like
+        )
+        return self._inner.update(gradients, self._inner.init(like), params, **extra_args)[0]
+
+      self._output_shapes[kind] = jax.eval_shape(update, updates, like)
+    return self._output_shapes[kind]

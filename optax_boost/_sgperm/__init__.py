@@ -1,12 +1,12 @@
 """SGPerm and LaPerm: training by permuting weights."""
 
 from optax_boost._sgperm._laperm import laperm
+from optax_boost._sgperm._permutation import LapermState
+from optax_boost._sgperm._permutation import SgpermState
 from optax_boost._sgperm._permutation import apply_permutation
 from optax_boost._sgperm._permutation import apply_permuted_params
 from optax_boost._sgperm._permutation import permutation
 from optax_boost._sgperm._permutation import permuted_params
-from optax_boost._sgperm._states import LapermState
-from optax_boost._sgperm._states import SgpermState
 from optax_boost._sgperm._transform import sgperm
 
 __all__ = [

@@ -7,7 +7,7 @@ grows.
 
   n, m     entries of a vector, vectors
   P        most lanes of a vector
-  W        words of 32 bits that hold a set of entries of a lane
+  W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
   base     (P, 1), where a lane starts: its entries lie behind each other, by rising weight
 
 Weights are sorted once, in ``init``, for their ranks move with them. Each source looks for the
@@ -23,30 +23,17 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _tree
-from optax_boost._sgperm import _bits
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
-def permute(
-  weights: jax.Array,
-  momentum: jax.Array,
-  ranks: jax.Array,
-  ranges: jax.Array,
-  subsets: _host.Subsets,
-  *,
-  sizes: tuple[int, int],
-  remainder: bool = True,
-) -> jax.Array:
-  """One exact step for weight vectors (n, m): for each position the one whose weight it receives.
-
-  Arguments as in ``_step.Work``; `sizes`: the least and the largest that a subset may ever have.
-  """
-  n = weights.shape[0]
-  size = jnp.minimum(subsets.size, n)
-  position, values = _arranged(weights, ranks, subsets.order, size)
-  wanted = _sorting.gather(momentum, position)
+def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
+  """One exact step, as that of the host; `sizes`: the least and the largest of a subset, ever."""
+  n = work.weights.shape[0]
+  size = jnp.minimum(work.size, n)
+  position, values = _arranged(work.weights, work.ranks, work.order, size)
+  wanted = _sorting.gather(work.momentum, position)
   segment = jnp.arange(n, dtype=jnp.int32) // size
   pieces = -(-n // size)
   # The negation makes NaN idle.
@@ -57,7 +44,7 @@ def permute(
   order = _by_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
   up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
   search = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32))
-  source = _sorting.gather(position, search.run(ranges, subsets.brackets))
+  source = _sorting.gather(position, search.run(work.ranges, work.brackets))
   return _sorting.scatter(jnp.zeros_like(position), position, source)
 
 
@@ -65,11 +52,10 @@ def _arranged(
   weights: jax.Array, ranks: jax.Array, order: jax.Array, size: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Positions and weights, subset behind subset, each by rising weight."""
-  n = weights.shape[0]
   position = _sorting.inverse(ranks)
   values = _sorting.gather(weights, position)
-  rows = jnp.arange(n, dtype=jnp.int32)
-  whole = size == n
+  rows = jnp.arange(len(weights), dtype=jnp.int32)
+  whole = size == len(weights)
   own_orders = order.ndim == 2
   if own_orders:
     # A single subset is in natural order.
@@ -91,17 +77,15 @@ def _arranged(
     position = _sorting.gather(position, index)
     return position, _sorting.gather(weights, position)
   label = jnp.zeros_like(rows).at[order].set(rows // size, unique_indices=True)
-  label = jnp.where(whole, 0, label)
-  index = _sorting.within_groups(label, rows)
+  index = _sorting.within_groups(jnp.where(whole, 0, label), rows)
   # Only equal weights have changed places: `values` are still sorted.
   return position[index], values[index]
 
 
 def _by_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
   """Each segment's entries by falling size, of equal ones the last first."""
-  keys = jnp.flip(-sizes, 0)
   high = jnp.broadcast_to(jnp.flip(segment, 0)[:, None], sizes.shape).astype(jnp.uint32)
-  index = _sorting.argsort(keys, high, (lanes - 1).bit_length())
+  index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
   return sizes.shape[0] - 1 - index
 
 
@@ -120,42 +104,43 @@ def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   return (x < total) | ((x == total) & (error > 0))
 
 
+def _some(members: jax.Array) -> jax.Array:
+  """Whether a set has members."""
+  return jnp.any(members != 0, axis=0)
+
+
+def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Whether a set has members; and the smallest (where `up`) or the largest, else 0."""
+  first = jnp.arange(members.shape[0], dtype=jnp.int32) * 32
+  first = first.reshape((-1,) + (1,) * up.ndim)
+  lowest = jax.lax.population_count((members & -members) - 1)
+  highest = 31 - jax.lax.clz(members)
+  number = first + jnp.where(up, lowest, highest).astype(jnp.int32)
+  none = -(1 << 30)
+  best = jnp.max(jnp.where(members == 0, none, jnp.where(up, -number, number)), axis=0)
+  exists = best != none
+  return exists, jnp.where(exists, jnp.where(up, -best, best), 0)
+
+
 class _Carry(NamedTuple):
-  """The arrays that change from turn to turn.
+  """The arrays that change from turn to turn."""
 
-  Attributes:
-    up: (W, P, m), the live entries that want to increase.
-    down: (W, P, m), the live ones that want to decrease.
-    above: (n, m), the next live entry.
-    below: (n, m), the last live entry.
-    given: (n, m), the entry whose weight comes here, where the links do not say it, or -1.
-    parent: (n, m), scratch of the general search.
-  """
-
-  up: jax.Array
-  down: jax.Array
-  above: jax.Array
-  below: jax.Array
-  given: jax.Array
-  parent: jax.Array
+  up: jax.Array  # (W, P, m), the live entries that want to increase
+  down: jax.Array  # (W, P, m), the live ones that want to decrease
+  above: jax.Array  # (n, m), the next live entry
+  below: jax.Array  # (n, m), the last live entry
+  given: jax.Array  # (n, m), the entry whose weight comes here, where links do not say it, or -1
+  parent: jax.Array  # (n, m), scratch of the general search
 
 
 class _Walk(NamedTuple):
-  """A general search under way.
-
-  Attributes:
-    carry: the turn's arrays.
-    mode: (P, m): 0 at rest, 1 searching, 2 removing the cycle.
-    entry: (P, m), the current entry.
-    visited: (W, P, m).
-    path: (W, P, m).
-  """
+  """A general search under way."""
 
   carry: _Carry
-  mode: jax.Array
-  entry: jax.Array
-  visited: jax.Array
-  path: jax.Array
+  mode: jax.Array  # (P, m): 0 at rest, 1 searching, 2 removing the cycle
+  entry: jax.Array  # (P, m), the current entry
+  visited: jax.Array  # (W, P, m)
+  path: jax.Array  # (W, P, m)
 
 
 class _Search:
@@ -176,13 +161,12 @@ class _Search:
     self.order, self.is_up, self.is_down = order, up, down
     self.base = (jnp.arange(lanes, dtype=jnp.int32) * size)[:, None]
     self.end = jnp.minimum(self.base + size, self.n)
-    wide = jnp.promote_types(values.dtype, jax.dtypes.canonicalize_dtype(jnp.float64))
     self.dtype = values.dtype
-    self.values = values.astype(wide)
+    self.values = values.astype(jnp.promote_types(values.dtype, jnp.zeros([]).dtype))
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
     self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
     # The first entry of a lane is tied with nothing before it.
-    self.ties &= ~_bits.at(words, jnp.zeros((lanes, self.m), jnp.int32))
+    self.ties &= ~self._at(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
     """Flags (n, m) as sets (W, P, m)."""
@@ -196,9 +180,8 @@ class _Search:
 
   def run(self, ranges: jax.Array, brackets: jax.Array) -> jax.Array:
     """For each entry the one whose weight it receives."""
-    count = jnp.sum(
-      jax.lax.population_count(self.start_up | self.start_down), axis=0, dtype=jnp.int32
-    )
+    live = jax.lax.population_count(self.start_up | self.start_down)
+    count = jnp.sum(live, axis=0, dtype=jnp.int32)
     self.epsilon = self._epsilon(ranges, brackets, count)
     rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down
@@ -213,9 +196,8 @@ class _Search:
       given=jnp.full_like(rows, -1),
       parent=rows,
     )
-    end = jax.lax.fori_loop(
-      0, jnp.max(count, initial=0), lambda t, c: self._turn(t, c, t < count), carry
-    )
+    turns = jnp.max(count, initial=0)
+    end = jax.lax.fori_loop(0, turns, lambda t, c: self._turn(t, c, t < count), carry)
     linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, rows))
     return jnp.where(end.given >= 0, end.given, linked)
 
@@ -228,8 +210,26 @@ class _Search:
       product = jax.lax.reduce_precision(product, int(info.nexp), int(info.nmant))
     return product.astype(self.values.dtype)
 
+  def _bit(self, q: jax.Array) -> jax.Array:
+    """The number of the bit of entry `q` as seen from each word."""
+    first = jnp.arange(self.words, dtype=jnp.int32) * 32
+    return q[None] - first.reshape((-1,) + (1,) * q.ndim)
+
   def _at(self, q: jax.Array) -> jax.Array:
-    return _bits.at(self.words, q)
+    """The set of `q` alone."""
+    bit = self._bit(q)
+    one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
+    return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
+
+  def _above(self, q: jax.Array) -> jax.Array:
+    """The set of all numbers above `q`."""
+    bit = self._bit(q)
+    shifted = jnp.uint32(0xFFFFFFFF) << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
+    return jnp.where(bit >= 31, jnp.uint32(0), shifted)
+
+  def _below(self, q: jax.Array) -> jax.Array:
+    """The set of all numbers below `q`."""
+    return ~self._above(q - 1)
 
   def _unlinked(self, carry: _Carry, low: jax.Array, high: jax.Array, where: jax.Array) -> _Carry:
     """Takes a run of live entries out of the links."""
@@ -242,20 +242,19 @@ class _Search:
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
     """Each lane tries its source number t."""
-    words = self.words
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
     q = source - self.base
     this = self._at(q)
-    up = _bits.some(carry.up & this)
-    active &= up | _bits.some(carry.down & this)
-    side = jnp.where(up, _bits.above(words, q), _bits.below(words, q))
-    exists, other_q = _bits.nearest(jnp.where(up, carry.down, carry.up) & side, up)
+    up = _some(carry.up & this)
+    active &= up | _some(carry.down & this)
+    side = jnp.where(up, self._above(q), self._below(q))
+    exists, other_q = _nearest(jnp.where(up, carry.down, carry.up) & side, up)
     other = self.base + other_q
     low_q, high_q = jnp.where(up, q, other_q), jnp.where(up, other_q, q)
     live = carry.up | carry.down
-    between = _bits.above(words, low_q) & _bits.below(words, high_q)
-    neighbours = jnp.logical_not(_bits.some(live & between))
-    tied = _bits.some(live & self.ties & (between | self._at(high_q)))
+    between = self._above(low_q) & self._below(high_q)
+    neighbours = jnp.logical_not(_some(live & between))
+    tied = _some(live & self.ties & (between | self._at(high_q)))
     mine, theirs = _gather(self.values, source), _gather(self.values, other)
     low, high = jnp.where(up, mine, theirs), jnp.where(up, theirs, mine)
     # An entry reaches upwards to less than, downwards to no less than.
@@ -268,12 +267,8 @@ class _Search:
     done = active & ~(closes & tied)
     gone = jnp.where(direct, between | self._at(low_q) | self._at(high_q), this)
     gone = jnp.where(done, gone, jnp.uint32(0))
-    carry = self._unlinked(
-      carry,
-      jnp.where(direct, self.base + low_q, source),
-      jnp.where(direct, self.base + high_q, source),
-      done,
-    )
+    low_end, high_end = (jnp.where(direct, self.base + end, source) for end in (low_q, high_q))
+    carry = self._unlinked(carry, low_end, high_end, done)
     last = jnp.where(done, jnp.where(direct, other, source), self.n)
     carry = carry._replace(
       up=carry.up & ~gone,
@@ -288,47 +283,39 @@ class _Search:
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
     """One step of the depth-first search, or of taking its cycle out."""
-    words, carry, entry = self.words, walk.carry, walk.entry
+    carry, entry = walk.carry, walk.entry
     searching, removing = walk.mode == 1, walk.mode == 2
     q = entry - self.base
     this = self._at(q)
-    up = _bits.some(self.start_up & this)
+    up = _some(self.start_up & this)
     # Equal weights below are no targets: start below the first of them.
-    _, first_equal = _bits.nearest(~self.ties & _bits.below(words, q + 1), jnp.zeros_like(up))
-    side = jnp.where(up, _bits.above(words, q), _bits.below(words, first_equal))
+    _, first_equal = _nearest(~self.ties & self._below(q + 1), jnp.zeros_like(up))
+    side = jnp.where(up, self._above(q), self._below(first_equal))
     free = (carry.up | carry.down) & ~walk.visited | self._at(source - self.base)
-    exists, target_q = _bits.nearest(free & side, up)
+    exists, target_q = _nearest(free & side, up)
     target = self.base + target_q
     mine, theirs = _gather(self.values, entry), _gather(self.values, target)
-    reaches = jnp.where(
+    reaches = exists & jnp.where(
       up, _less(theirs, mine, self.epsilon), jnp.logical_not(_less(theirs, mine, -self.epsilon))
     )
-    reaches &= exists
-    closes = searching & reaches & (target == source)
     pushes = searching & reaches & (target != source)
     pops = searching & ~reaches
     fails = pops & (entry == source)
+    ends = (searching & reaches & (target == source)) | fails
 
-    receives = jnp.where(closes | fails, source, jnp.where(pushes, target, -1))
+    receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     given = _sorting.scatter(carry.given, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
     new = jnp.where(pushes, self._at(target_q), jnp.uint32(0))
-    path = walk.path | new
-    path = jnp.where(pops & ~fails, path & ~this, path)
-    taken = jnp.where(closes | fails, path, jnp.uint32(0))
+    path = jnp.where(pops & ~fails, walk.path & ~this, walk.path | new)
+    taken = jnp.where(ends, path, jnp.uint32(0))
     carry = carry._replace(
       up=carry.up & ~taken, down=carry.down & ~taken, given=given, parent=parent
     )
     carry = self._unlinked(carry, entry, entry, removing)
-    follower = _gather(given, entry)
-    back = _gather(parent, entry)
-    ended = removing & (follower == source)
-    mode = jnp.where(closes | fails, 2, jnp.where(ended, 0, walk.mode))
-    entry = jnp.where(
-      pushes,
-      target,
-      jnp.where(
-        closes | fails, source, jnp.where(pops, back, jnp.where(removing, follower, entry))
-      ),
-    )
+    follower, back = _gather(given, entry), _gather(parent, entry)
+    removed = removing & (follower == source)
+    mode = jnp.where(ends, 2, jnp.where(removed, 0, walk.mode))
+    entry = jnp.where(pops & ~fails, back, jnp.where(removing, follower, entry))
+    entry = jnp.where(pushes, target, jnp.where(ends, source, entry))
     return _Walk(carry, mode, entry, walk.visited | new, path)

@@ -1,10 +1,4 @@
-"""How SGPerm's kernels run: some weight vectors at a time, and under meshes with explicit axes.
-
-A kernel takes scratch memory of ten to twenty times its weights. That is much for a large leaf, and
-nothing is gained by more vectors side by side than keep a device busy: on a CPU, as many as fit
-into its cache. Explicit meshes ask how each result of a sort or gather is sharded; the answer is
-always the same, like the leaf.
-"""
+"""How SGPerm's kernels run: some weight vectors at a time, and under meshes with explicit axes."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -20,13 +14,13 @@ _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
 def in_blocks(
   kernel: Callable[..., jax.Array], columns: Sequence[jax.Array], dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Applies a kernel on arrays (..., vectors), each vector by itself; returns (n, vectors).
-
-  On several devices it is applied at once: the vectors may lie on all of them.
-  """
+  """Applies a kernel on arrays (..., vectors), each vector by itself; returns (n, vectors)."""
   n, vectors = columns[0].shape
+  # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
+  # vectors side by side than keep a device busy: on a CPU, as many as fit into its cache.
   most = _WEIGHTS if jax.default_backend() == "cpu" else _MANY_WEIGHTS
   width = max(1, most // max(1, n))
+  # The vectors may lie on all of several devices.
   if vectors <= width or jax.device_count() > 1:
     return kernel(*columns)
   blocks = -(-vectors // width)
@@ -44,7 +38,8 @@ def in_blocks(
 def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
   """Leaves the shardings inside a function without closures over arrays to the compiler.
 
-  Results are sharded as the arrays of `like`, a tree like the results; None: not sharded.
+  Meshes with explicit axes ask how each result of a sort or gather is sharded. Results are sharded
+  as the arrays of `like`, a tree like the results; None: not sharded.
   """
 
   def call(*args: Any) -> Any:

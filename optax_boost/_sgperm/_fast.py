@@ -48,30 +48,23 @@ def pairs(weights: jax.Array, places: jax.Array, target: jax.Array, bits: jax.Ar
   shifts = (bits % n).astype(jnp.int32)
   place_bits = (n - 1).bit_length()
 
-  def partner(x: jax.Array, shift: jax.Array) -> jax.Array:
-    # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
-    return jnp.roll(jnp.flip(x, 0), shift + 1, 0)
+  def swap(k: jax.Array, moved: list[jax.Array]) -> list[jax.Array]:
+    def partner(x: jax.Array) -> jax.Array:
+      # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
+      return jnp.roll(jnp.flip(x, 0), shifts[k] + 1, 0)
 
-  def better(w: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Comparisons, for a product of differences may underflow.
-    other, aim = partner(w, shift), partner(target, shift)
-    return other, ((other > w) & (aim < target)) | ((other < w) & (aim > target))
-
-  def swap(k: jax.Array, packed: jax.Array) -> jax.Array:
-    other, swaps = better(packed, shifts[k])
-    return jnp.where(swaps, other, packed)
-
-  def swap_both(k: jax.Array, both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    w, p = both
-    other, swaps = better(w, shifts[k])
-    return jnp.where(swaps, other, w), jnp.where(swaps, partner(p, shifts[k]), p)
+    others, aim = list(map(partner, moved)), partner(target)
+    w, other = moved[0], others[0]
+    swaps = ((other > w) & (aim < target)) | ((other < w) & (aim > target))
+    return [jnp.where(swaps, y, x) for x, y in zip(moved, others, strict=True)]
 
   # A round moves memory and hardly computes. So weight and place go as one integer where there is
   # room; a weight's order among the n of its vector needs no more of its bits.
   if 32 - place_bits < _LEAST_BITS:
-    return jax.lax.fori_loop(0, len(bits), swap_both, (weights, places))[1]
+    return jax.lax.fori_loop(0, len(bits), swap, [weights, places])[1]
   packed = (_levels(weights, 32 - place_bits) << place_bits) | places
-  packed = jax.lax.fori_loop(0, len(bits), swap, packed)
+  (packed,) = jax.lax.fori_loop(0, len(bits), swap, [packed])
   return packed & ((1 << place_bits) - 1)
 
 

@@ -13,16 +13,25 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Subsets(NamedTuple):
-  """The partition of a leaf's weight vectors in a step, in arrays of JAX or, in a callback, NumPy.
+class Work(NamedTuple):
+  """What the exact step of a leaf needs, in arrays of JAX or, in a callback, of NumPy.
 
   Attributes:
-    order: int32. Of shape (vectors, n), each vector's positions after its shuffle; of shape (n,),
+    weights: (n, vectors), before the step.
+    momentum: (n, vectors), the recommendations.
+    ranks: (n, vectors) int32, the weights' ranks in their vectors, ties in any order; unused by the
+      host, which sorts faster than they would travel.
+    ranges: (vectors,), in the dtype of the weights.
+    order: int32. Of shape (n, vectors), each vector's positions after its shuffle; of shape (n,),
       the ranks (by weight, then position) after a shuffle that all vectors share.
     size: scalar int32, how many entries make a subset.
     brackets: (n + 1,), in the dtype of the weights: ``alpha + 1 / k`` by the size k of a subset.
   """
 
+  weights: Any
+  momentum: Any
+  ranks: Any
+  ranges: Any
   order: Any
   size: Any
   brackets: Any
@@ -44,31 +53,25 @@ def _compiled() -> Callable[..., None]:
     return numba.njit(nogil=True)(_search)
 
 
-def permute(
-  weights: np.ndarray,
-  momentum: np.ndarray,
-  subsets: Subsets,
-  ranges: np.ndarray,
-  *,
-  remainder: bool = True,
-  compile_search: bool | None = None,
-) -> np.ndarray:
-  """One exact step for weight vectors (vectors, n), else as in ``_step.Work``.
+def permute(work: Work, *, remainder: bool) -> np.ndarray:
+  """One exact step: (n, vectors) int32, for each position the one whose weight it receives.
 
-  `compile_search`: whether numba compiles the search; None: if it is installed.
+  `remainder`: whether the subset that reaches the end of a vector takes part.
   """
+  weights, momentum = (np.ascontiguousarray(x.T) for x in (work.weights, work.momentum))
   rows, n = weights.shape
-  # A single subset is in natural order.
-  size = min(int(subsets.size), n)
+  size = min(int(work.size), n)
   values = weights.astype(np.promote_types(weights.dtype, np.float32))
-  if size == n or subsets.order.ndim == 1:
+  order = work.order.T
+  # A single subset is in natural order.
+  if size == n or order.ndim == 1:
     position = _stable_argsort(values)
     label = np.empty(n, np.int64)
-    label[subsets.order if size < n else slice(None)] = np.arange(n) // size
+    label[order] = np.arange(n) // size
     label = np.broadcast_to(label, (rows, n))
   else:
-    place = _stable_argsort(np.take_along_axis(values, subsets.order, 1))
-    position = np.take_along_axis(subsets.order, place, 1)
+    place = _stable_argsort(np.take_along_axis(values, order, 1))
+    position = np.take_along_axis(order, place, 1)
     label = place // size
   pieces = -(-n // size)
   row = np.arange(rows)[:, None]
@@ -80,8 +83,8 @@ def permute(
     idle = idle | (label == pieces - 1)
   group = np.where(idle, rows * pieces, row * pieces + label)
   group = group.astype(np.min_scalar_type(rows * pieces)).ravel()
-  count = np.bincount(group, minlength=rows * pieces + 1)
-  total = len(group) - count[-1]
+  count = np.bincount(group, minlength=rows * pieces + 1)[:-1]
+  total = np.sum(count)
   entries = np.argsort(group, kind="stable")[:total]
   # Idle entries are dropped below; made distinct here, for ties sort slowly.
   apart = -1 - np.arange(n, dtype=np.float32)
@@ -90,43 +93,35 @@ def permute(
   by_size = by_size[np.argsort(group[by_size], kind="stable")[:total]]
   slot = np.empty(len(group), np.int64)
   slot[entries] = np.arange(total)
-  count = count[:-1].reshape(rows, pieces)
-  epsilon = (ranges[:, None] * subsets.brackets[count]).astype(np.float64)
+  epsilon = work.ranges[:, None] * work.brackets[count.reshape(rows, pieces)]
   flat = flat.ravel()[entries]
   received = _run_search(
     values.ravel()[flat].astype(np.float64),
     (wanted < 0).ravel()[entries],
     slot[by_size],
     np.concatenate([[0], np.cumsum(count)]),
-    epsilon.ravel(),
-    have_numba() if compile_search is None else compile_search,
+    epsilon.astype(np.float64).ravel(),
   )
-  source = np.tile(np.arange(n, dtype=np.int32), (rows, 1)).ravel()
+  source = np.tile(np.arange(n, dtype=np.int32), rows)
   source[flat] = flat[received] % n
-  return source.reshape(rows, n)
+  return source.reshape(rows, n).T
 
 
-def _run_search(
-  weights: np.ndarray,
-  up: np.ndarray,
-  order: np.ndarray,
-  starts: np.ndarray,
-  epsilon: np.ndarray,
-  compile_search: bool,
-) -> np.ndarray:
+def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+  """Runs the search, compiled or not: for each entry the one whose weight it receives."""
   total = len(weights)
-  given = (weights, up, order, starts, epsilon)
-  if compile_search:
-    source = np.arange(total)
+  if have_numba():
+    links = np.arange(total)
     live, seen = np.ones(total, bool), np.full(total, -1)
     path, cursor = np.empty(total, np.int64), np.empty(total, np.int64)
-    _compiled()(*given, source, source + 1, source - 1, live, seen, path, cursor)
-    return source
+    _compiled()(weights, *arrays, links, links + 1, links - 1, live, seen, path, cursor)
+    return links
   # Ready-made lists cost a fraction of converted arrays.
-  sources, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
-  lists: list[Any] = [*(x.tolist() for x in given), sources, above, below, [True] * total]
-  _search(*lists, *([-1] * total for _ in range(3)))
-  return np.asarray(sources, np.int64)
+  source, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
+  lists: list[Any] = [x.tolist() for x in (weights, *arrays)]
+  lists += [source, above, below, [True] * total, *([-1] * total for _ in range(3))]
+  _search(*lists)
+  return np.asarray(source, np.int64)
 
 
 def _stable_argsort(values: np.ndarray) -> np.ndarray:
@@ -148,35 +143,20 @@ def _stable_argsort(values: np.ndarray) -> np.ndarray:
 # One source for two machines: plain Python runs it on lists, numba compiles it for arrays. So it
 # indexes, compares and adds, and does nothing else.
 def _search(
-  weights: Any,
-  up: Any,
-  order: Any,
-  starts: Any,
-  epsilon: Any,
-  source: Any,
-  above: Any,
-  below: Any,
-  live: Any,
-  seen: Any,
-  path: Any,
+  weights: Any,  # float64: their sums with epsilons are compared in float64
+  up: Any,  # whether the entry wants to increase; the others want to decrease
+  order: Any,  # per subset, its entries by falling size of the recommendation
+  starts: Any,  # where each subset starts, and at last where they end
+  epsilon: Any,  # per subset, how far a weight may move, float64
+  source: Any,  # receives for each entry the one whose weight it gets; starts as the entry itself
+  above: Any,  # the next live entry; starts as the next
+  below: Any,  # the last live entry; starts as the last
+  live: Any,  # whether an entry may still be in a cycle
+  seen: Any,  # the last source whose search visited the entry; starts as -1
+  path: Any,  # scratch, as is `cursor`
   cursor: Any,
 ) -> None:
-  """Finds the cycles of all subsets, which lie one behind the other, each by rising weight.
-
-  Args:
-    weights: the entries' weights, float64: their sums with epsilons are compared in float64.
-    up: whether the entry wants to increase; the others want to decrease.
-    order: per subset, its entries by falling size of the recommendation.
-    starts: where each subset starts, and at last where they end.
-    epsilon: per subset, how far a weight may move, float64.
-    source: receives for each entry whose weight it gets; starts as the entry itself.
-    above: scratch, the next live entry; starts as the next.
-    below: scratch, the last live entry; starts as the last.
-    live: scratch, whether an entry may still be in a cycle; starts as true.
-    seen: scratch, the last source whose search visited the entry; starts as -1.
-    path: scratch.
-    cursor: scratch.
-  """
+  """Finds the cycles of all subsets, which lie one behind the other, each by rising weight."""
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]
@@ -186,36 +166,28 @@ def _search(
         continue
       w = weights[s]
       tied, closes = False, False
+      link = above if up[s] else below
       # All of the source's own direction lie between it and the nearest entry of the other.
-      end = s
-      if up[s]:
-        step = above[s]
-        while step < last and weights[step] - reach <= w:
-          tied = tied or weights[step] == weights[end]
-          end = step
-          if not up[step]:
-            closes = step != above[s] or weights[step] < w + reach
-            break
-          step = above[step]
-      else:
-        step = below[s]
-        while step >= first and w < weights[step] + reach:
-          tied = tied or weights[step] == weights[end]
-          end = step
-          if up[step]:
-            closes = step != below[s] or w - reach <= weights[step]
-            break
-          step = below[step]
+      end, step = s, link[s]
+      while first <= step < last:
+        if not (weights[step] - reach <= w if up[s] else w < weights[step] + reach):
+          break
+        tied = tied or weights[step] == weights[end]
+        end = step
+        if up[step] != up[s]:
+          closes = weights[step] < w + reach if up[s] else w - reach <= weights[step]
+          closes = closes or step != link[s]
+          break
+        step = link[step]
       length = 1
       path[0] = s
       if closes and not tied:
         while path[length - 1] != end:
-          path[length] = above[path[length - 1]] if up[s] else below[path[length - 1]]
+          path[length] = link[path[length - 1]]
           length += 1
       elif closes:
         # An entry that wants to decrease cannot step to an equal weight: the path may wind.
-        cursor[s] = above[s] if up[s] else below[s]
-        seen[s] = s
+        cursor[s], seen[s] = link[s], s
         while length > 0:
           i = path[length - 1]
           j = cursor[i]
@@ -233,8 +205,8 @@ def _search(
           if j == s:
             break
           cursor[i] = above[j] if up[i] else below[j]
-          seen[j] = s
           cursor[j] = above[j] if up[j] else below[j]
+          seen[j] = s
           path[length] = j
           length += 1
         length = max(length, 1)

@@ -4,11 +4,10 @@ Functions here and in the kernels are jitted each for itself: outside of a user'
 where ``init`` runs, their many small operations would be compiled one by one.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
 import functools
 import math
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
 import jax
@@ -16,23 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sorting
 
 
 class Layout(NamedTuple):
-  """How a leaf is cut into weight vectors.
-
-  Attributes:
-    path: the leaf's path.
-    shape: the leaf's shape.
-    fan_in: the axes that run along a weight vector, ascending.
-  """
+  """How a leaf is cut into weight vectors."""
 
   path: str
   shape: tuple[int, ...]
-  fan_in: tuple[int, ...]
+  fan_in: tuple[int, ...]  # the axes that run along a weight vector, ascending
+  excluded: bool = False  # not permuted
 
   @property
   def name(self) -> str:
@@ -57,7 +52,7 @@ class Layout(NamedTuple):
   @property
   def movable(self) -> bool:
     """Whether there is anything to permute."""
-    return self.length > 1 and self.vectors > 0
+    return self.length > 1 and self.vectors > 0 and not self.excluded
 
   def columns(self, x: jax.Array) -> jax.Array:
     """The leaf as (n, vectors)."""
@@ -102,66 +97,73 @@ class Layout(NamedTuple):
     return flat
 
 
-def layouts(
-  tree: Any,
-  layout: str,
-  fan_in_axes: _base.AxesByPattern | None,
-  stacked_axes: _base.AxesByPattern | None,
-) -> list[Layout]:
-  """The layout of every leaf, in the order of ``jax.tree.leaves``."""
-  leaves = _tree.describe(tree, stacked_axes)
-  paths, shapes = [x.path for x in leaves], [x.shape for x in leaves]
-  named = _tree.axes_by_pattern(paths, shapes, fan_in_axes, "fan_in_axes")
+class Cutter:
+  """Cuts the leaves of a method's trees into weight vectors, and checks that they can be."""
 
-  def axes_of(leaf: _tree.Leaf) -> tuple[int, ...]:
-    if len(leaf.layer_axes) <= 1:
-      return leaf.layer_axes
-    return _tree.fan_in_axes(leaf, layout)
+  def __init__(
+    self,
+    method: str,
+    layout: Literal["flax", "torch"],
+    fan_in_axes: _base.AxesByPattern | None,
+    stacked_axes: _base.AxesByPattern | None,
+    exclude: _base.LeafSelector = None,
+  ) -> None:
+    _base.check_name("layout", layout, ("flax", "torch"))
+    _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
+    _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+    self._method, self._layout, self._exclude = method, layout, exclude
+    self._fan_in_axes, self._stacked_axes = fan_in_axes, stacked_axes
+    self.layouts = _tree.once_per_tree(self._layouts)
 
-  return [
-    Layout(leaf.path, leaf.shape, axes_of(leaf) if axes is None else axes)
-    for leaf, axes in zip(leaves, named, strict=True)
-  ]
+  def _layouts(self, tree: Any) -> list[Layout]:
+    """The layout of every leaf, in the order of ``jax.tree.leaves``."""
+    leaves = _tree.describe(tree, self._stacked_axes)
+    paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
+    named = _tree.axes_by_pattern(paths, shapes, self._fan_in_axes, "fan_in_axes")
+    excluded = _tree.select(tree, self._exclude, "exclude")
 
+    def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:
+      vector = len(leaf.layer_axes) <= 1
+      return leaf.layer_axes if vector else _tree.fan_in_axes(leaf, self._layout)
 
-def check_arguments(layout: Any, fan_in_axes: Any, stacked_axes: Any) -> None:
-  """Checks the three arguments that both methods have."""
-  _base.check_name("layout", layout, ("flax", "torch"))
-  _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
-  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+    return [
+      Layout(leaf.path, leaf.shape, fan_in(leaf) if axes is None else axes, skip)
+      for leaf, axes, skip in zip(leaves, named, excluded, strict=True)
+    ]
 
+  def for_init(self, params: Any) -> list[Layout]:
+    """The layouts of params whose values, where they are known, are finite."""
+    _tree.check_floating(params, self._method)
+    layouts = self.layouts(params)
+    for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
+      unknown = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+      if not (lay.excluded or unknown or _finite(x)):
+        raise ValueError(
+          f"`{self._method}` needs finite initial weights, for it keeps their values; the leaf"
+          f" '{lay.name}' has a NaN or an infinity. Initialize it anew, or leave it to another"
+          " optimizer with `optax.partition`."
+        )
+    return layouts
 
-def check_params(layouts: Iterable[Layout], initial: Any, method: str) -> None:
-  """Refuses params whose permuted leaves are not those of the state."""
-  layouts = list(layouts)
-  shapes = [jnp.shape(x) for x in jax.tree.leaves(initial)]
-  if [lay.shape for lay in layouts] == shapes:
-    return
-  detail = f"{len(layouts)} leaves for {len(shapes)}"
-  for lay, shape in zip(layouts, shapes, strict=False):
-    if lay.shape != shape:
-      detail = f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
-      break
-  raise ValueError(
-    f"`{method}` needs the params that its state was made for; got {detail}. Start from"
-    " `tx.init(params)`."
-  )
-
-
-def check_finite(layouts: Sequence[Layout | None], leaves: Any, method: str) -> None:
-  """Refuses initial weights that are not finite, where their values are known."""
-  known = [
-    (lay, _finite(x))
-    for lay, x in zip(layouts, leaves, strict=True)
-    if lay is not None and not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
-  ]
-  for lay, finite in known:
-    if not finite:
+  def for_update(self, updates: Any, state: Any, state_type: type, params: Any) -> list[Layout]:
+    """The layouts of params that fit the gradients and the state."""
+    _tree.check_update(self._method, updates, state, state_type, params, needs_params=True)
+    layouts = self.layouts(params)
+    held = [lay for lay in layouts if not lay.excluded]
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.initial)]
+    if [lay.shape for lay in held] != shapes:
+      details = [
+        f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
+        for lay, shape in zip(held, shapes, strict=False)
+        if lay.shape != shape
+      ]
       raise ValueError(
-        f"`{method}` needs finite initial weights, for it keeps their values; the leaf"
-        f" '{lay.name}' has a NaN or an infinity. Initialize it anew, or leave it to another"
-        " optimizer with `optax.partition`."
+        f"`{self._method}` needs the params that its state was made for; got"
+        f" {[*details, f'{len(held)} leaves for {len(shapes)}'][0]}. Start from `tx.init(params)`."
       )
+    if self._stacked_axes is None and self._fan_in_axes is None:
+      _protocol.announce_layers(self._method, [lay.path for lay in layouts if lay.movable])
+    return layouts
 
 
 @jax.jit
@@ -171,9 +173,7 @@ def _finite(x: jax.Array) -> jax.Array:
 
 def ranks(layout: Layout, x: Any) -> Any:
   """The ranks of a leaf's entries in their vectors, equal ones in natural order; int32."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return x.update(dtype=jnp.int32)
-  return _ranks(layout, x)
+  return x.update(dtype=jnp.int32) if isinstance(x, jax.ShapeDtypeStruct) else _ranks(layout, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -199,24 +199,34 @@ def ranges(layout: Layout, x: Any) -> Any:
 def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
   if not layout.movable:
     return jnp.zeros((1, layout.vectors), x.dtype)
+  spread = functools.partial(jnp.ptp, axis=0, keepdims=True)
+  return _execution.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
 
-  def spread(x: jax.Array) -> jax.Array:
-    columns = layout.columns(x)
-    return jnp.max(columns, axis=0, keepdims=True) - jnp.min(columns, axis=0, keepdims=True)
 
-  return _execution.auto_sharded(spread, None)(x)
+def identity(params: Any) -> Any:
+  """The permutation that changes nothing, a tree of int32."""
+
+  def one(p: jax.Array) -> jax.Array:
+    if p.size > np.iinfo(np.int32).max:
+      raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {p.shape}.")
+    entries = jnp.arange(p.size, dtype=jnp.int32).reshape(p.shape)
+    # Sharded like the param, where that is known.
+    return entries + jnp.zeros_like(p, dtype=jnp.int32)
+
+  return jax.tree.map(one, params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def arranged(
-  layout: Layout, initial: jax.Array, position: jax.Array
+def move(
+  layout: Layout, held: jax.Array, initial: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """A leaf whose vectors hold the initial weights of places (n, vectors), and its permutation."""
+  """The leaf with the initial weights of places (n, vectors), and its permutation after `held`."""
   values = _sorting.gather(layout.columns(initial), position)
-  return layout.leaf(values), layout.leaf(layout.entries(position))
+  permutation = layout.leaf(layout.entries(position))
+  return layout.leaf(values), _execution.sharded_like(held, permutation, initial)
 
 
-def step(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
+def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
   """The update from weights to others of their dtype, in the wider of that and another.
 
   ``optax.apply_updates`` then lands on the target, or within one rounding of it.

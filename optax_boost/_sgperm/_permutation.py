@@ -1,8 +1,8 @@
-"""Permutations: with the initial params, the whole trained model."""
+"""The states of the two methods, and the permutations in them."""
 
 from collections.abc import Callable
-import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,35 +10,83 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sorting
-from optax_boost._sgperm import _states
 
 
-def identity(params: Any) -> Any:
-  """The permutation that changes nothing, a tree of int32."""
+@_protocol.declares(metrics=("sgperm/notfinite_count",))
+class SgpermState(NamedTuple):
+  """State of :func:`sgperm`: four copies of the params, three with ``method="pairs"``.
 
-  def one(p: jax.Array) -> jax.Array:
-    if p.size > np.iinfo(np.int32).max:
-      raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {p.shape}.")
-    entries = jnp.arange(p.size, dtype=jnp.int32).reshape(p.shape)
-    # Sharded like the param, where that is known.
-    return entries + jnp.zeros_like(p, dtype=jnp.int32)
+  Attributes:
+    count: scalar int32, the number of steps made.
+    alpha: scalar, the last step's alpha.
+    lamda: scalar, the last step's lamda.
+    key: raw key data, from which each step draws its subsets or pairs.
+    momentum: the recommendations, in at least float32.
+    initial: a copy of the initial params.
+    permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
+      initial leaf it holds now. See :func:`permutation`.
+    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors; ``()``
+      with ``method="pairs"``.
+    ranges: per leaf (1, vectors), the weight vectors' initial ranges.
+    notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
+    mismatch_count: scalar int32, with ``check=True`` the steps whose params were not the
+      permutation that this state holds.
+  """
 
-  return jax.tree.map(one, params)
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  alpha: jax.Array
+  lamda: jax.Array
+  key: jax.Array
+  momentum: optax.Updates
+  initial: optax.Params
+  permutation: Any
+  ranks: Any
+  ranges: Any
+  notfinite_count: jax.Array
+  mismatch_count: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _take(layout: _layout.Layout, initial: jax.Array, permutation: jax.Array) -> jax.Array:
-  """A leaf after a permutation; vectors stay where they are, also sharded."""
+class LapermState(NamedTuple):
+  """State of :func:`laperm`: three copies of the params beside the inner state.
 
-  def take(initial: jax.Array, permutation: jax.Array) -> jax.Array:
-    position = layout.position(layout.columns(permutation))
-    return layout.leaf(_sorting.gather(layout.columns(initial), position))
+  Leaves that are excluded are ``optax.MaskedNode()`` in the three trees.
 
-  return _execution.auto_sharded(take, initial)(initial, permutation)
+  Attributes:
+    count: scalar int32, the number of inner steps made.
+    synced: scalar bool, whether the last of them ended in a permutation.
+    initial: as in :class:`SgpermState`.
+    permutation: as there, of the last synchronization.
+    ranks: as there.
+    inner_state: the inner optimizer's state.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  synced: jax.Array
+  initial: optax.Params
+  permutation: Any
+  ranks: Any
+  inner_state: optax.OptState
+
+
+def _find(opt_state: Any, function: str) -> SgpermState | LapermState:
+  """The only state of the two methods in an optimizer state, found by its type."""
+  kinds: tuple[Any, ...] = (SgpermState, LapermState)
+  states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
+  if len(states) != 1:
+    raise ValueError(
+      f"`{function}` needs a state with exactly one of `sgperm` and `laperm` in it; got"
+      f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
+    )
+  return states[0]
+
+
+def _take(initial: jax.Array, index: jax.Array) -> jax.Array:
+  """A leaf after a permutation of its entries."""
+  return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
 
 
 def mismatch(
@@ -47,12 +95,12 @@ def mismatch(
   """Whether params differ from the permutation by more than rounding; raises outside ``jit``."""
   any_wrong = jnp.zeros([], bool)
   parts = (jax.tree.leaves(tree) for tree in (params, initial, permutation))
-  for layout, p, start, flat in zip(layouts, *parts, strict=True):
+  for layout, p, start, index in zip(layouts, *parts, strict=True):
     if not layout.movable:
       continue
     # With `optax.apply_updates`, rounding moves a weight by less than this.
     slack = 2 * jnp.finfo(p.dtype).eps * jnp.max(jnp.abs(start))
-    off = jnp.max(jnp.abs(p - _take(layout, start, flat)))
+    off = jnp.max(jnp.abs(p - _take(start, index)))
     wrong = jnp.logical_not(off <= slack)
     if not isinstance(wrong, jax.core.Tracer) and wrong:
       raise ValueError(
@@ -88,6 +136,26 @@ def check_indices(index: Any, size: int, argument: str, name: str) -> None:
     )
 
 
+def _mapped(
+  one: Callable[[Any, jax.Array, Any], Any], params: Any, tree: Any, function: str
+) -> Any:
+  """Maps over params and a tree like them; leaves that are masked in either stay the params'."""
+  structure: Any
+  leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
+  others, other_structure = jax.tree.flatten(tree, is_leaf=_tree.is_masked)
+  if structure != other_structure:
+    raise ValueError(
+      f"`{function}` needs a permutation of the tree structure of the params; got"
+      f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"
+      " `permutation` returned for these params."
+    )
+  results = [
+    p if _tree.is_masked(p) or _tree.is_masked(x) else one(path, p, x)
+    for (path, p), x in zip(leaves, others, strict=True)
+  ]
+  return jax.tree.unflatten(structure, results)
+
+
 def permutation(opt_state: optax.OptState) -> Any:
   """The permutation in an optimizer state: with the initial params, the whole model.
 
@@ -112,7 +180,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
   """
-  return _states.find(opt_state, "permutation").permutation
+  return _find(opt_state, "permutation").permutation
 
 
 def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
@@ -136,9 +204,7 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
     [0.125, 0.5, 0.25]
   """
 
-  def check(path: Any, start: jax.Array, index: Any) -> jax.Array:
-    if _tree.is_masked(index):
-      return start
+  def checked(path: Any, start: jax.Array, index: Any) -> jax.Array:
     name = _tree.leaf_name(_tree.path_string(path))
     integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
     if not integers or jnp.shape(index) != jnp.shape(start):
@@ -148,22 +214,9 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
         f" {jnp.shape(start)}. Pass what `permutation` returned for these params."
       )
     check_indices(index, jnp.size(start), "permutation", name)
-    return start
+    return _take(start, index)
 
-  _mapped(check, initial, permutation, "apply_permutation")
-  return _permuted(initial, permutation, "apply_permutation")
-
-
-def _permuted(initial: Any, permutation: Any, function: str) -> Any:
-  """Permutes initial params; indices are in range."""
-
-  def one(path: Any, start: jax.Array, index: Any) -> jax.Array:
-    del path
-    if _tree.is_masked(index):
-      return start
-    return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
-
-  return _mapped(one, initial, permutation, function)
+  return _mapped(checked, initial, permutation, "apply_permutation")
 
 
 def permuted_params(opt_state: optax.OptState, params: optax.Params | None = None) -> optax.Params:
@@ -188,16 +241,10 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     >>> [round(float(x), 1) for x in optax_boost.permuted_params(state)["bias"]]
     [0.1, 0.2, 0.3]
   """
-  state = _states.find(opt_state, "permuted_params")
-  exact = _permuted(state.initial, state.permutation, "permuted_params")
-  if params is None:
-    return exact
-
-  def one(path: Any, current: jax.Array, permuted: Any) -> jax.Array:
-    del path
-    return current if _tree.is_masked(permuted) else permuted
-
-  return _mapped(one, params, exact, "permuted_params")
+  name = "permuted_params"
+  state = _find(opt_state, name)
+  exact = _mapped(lambda _, p, i: _take(p, i), state.initial, state.permutation, name)
+  return exact if params is None else _mapped(lambda _, p, permuted: permuted, params, exact, name)
 
 
 def apply_permuted_params(
@@ -231,31 +278,9 @@ def apply_permuted_params(
   """
   _base.require_params(params, "apply_permuted_params")
   _tree.check_same_tree(updates, params, "apply_permuted_params")
-  state = _states.find(opt_state, "apply_permuted_params")
+  state = _find(opt_state, "apply_permuted_params")
   added = optax.apply_updates(params, updates)
   exact = permuted_params(state, added)
-  if isinstance(state, _states.SgpermState):
+  if isinstance(state, SgpermState):
     return exact
   return jax.tree.map(lambda e, a: jnp.where(state.synced, e, a), exact, added)
-
-
-def _mapped(
-  one: Callable[[Any, jax.Array, Any], Any], params: Any, tree: Any, function: str
-) -> Any:
-  """Maps over params and a tree of the same structure but for its masked leaves."""
-
-  def with_path(path: Any, p: Any, x: Any) -> Any:
-    if not _tree.is_masked(x) and not jax.tree_util.all_leaves([x]):
-      raise ValueError("the params have a leaf in place of a subtree")
-    return p if _tree.is_masked(p) else one(path, p, x)
-
-  try:
-    return jax.tree_util.tree_map_with_path(with_path, params, tree, is_leaf=_tree.is_masked)
-  except ValueError as error:
-    if str(error).startswith("`"):
-      raise
-    raise ValueError(
-      f"`{function}` needs a permutation of the tree structure of the params; got"
-      f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"
-      " `permutation` returned for these params."
-    ) from error

@@ -6,8 +6,6 @@ change places with their neighbours. Where they are many, the sort goes from the
 first.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -38,7 +36,7 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
   rows = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
 
   def digit(done: int, index: jax.Array | None) -> jax.Array:
-    """Some bits of the keys, counted from the last."""
+    """Some bits of the keys in the order of `index`, counted from the last."""
 
     def taken(values: jax.Array) -> jax.Array:
       return values if index is None else gather(values, index)
@@ -55,10 +53,9 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
     return packed >> index_bits, step if index is None else gather(index, step)
 
   def all_passes() -> jax.Array:
-    index = None
-    for done in range(0, 32 + high_bits, digit_bits):
-      index = one_pass(done, index)[1]
-    assert index is not None
+    _, index = one_pass(0, None)
+    for done in range(digit_bits, 32 + high_bits, digit_bits):
+      _, index = one_pass(done, index)
     return index
 
   group, index = one_pass(32 + high_bits - digit_bits, None)
@@ -74,18 +71,17 @@ def _exchange(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.
   def wrong(keys: jax.Array) -> jax.Array:
     return inside & (keys > jnp.roll(keys, -1, 0))
 
-  def exchange(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+  def exchange(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     t, keys, index, _ = carry
     lower = wrong(keys) & (rows % 2 == t % 2)
     upper = jnp.roll(lower, 1, 0)
+    keys, index = (
+      jnp.where(lower, jnp.roll(x, -1, 0), jnp.where(upper, jnp.roll(x, 1, 0), x))
+      for x in (keys, index)
+    )
+    return t + 1, keys, index, jnp.any(wrong(keys))
 
-    def exchanged(x: jax.Array) -> jax.Array:
-      return jnp.where(lower, jnp.roll(x, -1, 0), jnp.where(upper, jnp.roll(x, 1, 0), x))
-
-    keys = exchanged(keys)
-    return t + 1, keys, exchanged(index), jnp.any(wrong(keys))
-
-  start: tuple[Any, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
+  start: tuple[jax.Array, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
   _, _, index, out_of_order = jax.lax.while_loop(
     lambda carry: carry[3] & (carry[0] < _EXCHANGES), exchange, start
   )

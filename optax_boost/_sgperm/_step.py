@@ -1,48 +1,34 @@
-"""One step of SGPerm for all leaves: random bits, and a kernel on the device or on the host."""
+"""The steps of SGPerm, of checked arguments: momentum, random bits, and a kernel."""
 
+from collections.abc import Callable
+import dataclasses
 import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from optax_boost import _tree
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
-
-
-class Settings(NamedTuple):
-  """The checked arguments of :func:`sgperm` that a step needs."""
-
-  schedules: _schedules.Schedules
-  momentum: Any
-  momentum_lr: Any
-  partition_size_min: int
-  include_partition_remainder: bool
-  method: str
-  backend: str
-  rounds: int
-  key_impl: Any
-
-  def random_words(self, length: int) -> int:
-    """How many 32-bit words a step draws for a leaf of weight vectors of this length."""
-    if self.method == "exact":
-      smallest, _ = self.schedules.sizes(length, self.partition_size_min)
-      return length if smallest < length else 0
-    return self.rounds if self.method == "pairs" else 0
+from optax_boost._sgperm._permutation import SgpermState
 
 
 class Leaf(NamedTuple):
-  """A leaf's layout and, of the leaf's shape but for the ranges, its arrays."""
+  """A leaf's partition if it is given, and arrays, of the leaf's shape but for the ranges."""
 
-  layout: _layout.Layout
+  order: Any
   momentum: jax.Array
   params: jax.Array
   initial: jax.Array
@@ -51,118 +37,203 @@ class Leaf(NamedTuple):
   ranges: jax.Array
 
 
-class Work(NamedTuple):
-  """The arrays of one leaf's step.
+# A leaf's layout and arrays, and the random words drawn for it.
+Part: TypeAlias = tuple[_layout.Layout, Leaf, jax.Array]
 
-  Attributes:
-    weights: (n, vectors), the weights before the step.
-    momentum: (n, vectors), the recommendations.
-    ranks: (n, vectors) int32, the weights' ranks in their vectors; ties in any order.
-    ranges: (vectors,), in the dtype of the weights.
-    subsets: the partition.
-  """
 
-  weights: Any
+@dataclasses.dataclass(frozen=True)
+class Transform:
+  """The transformation; its fields are as the arguments of :func:`sgperm`."""
+
+  cutter: _layout.Cutter
+  schedules: _schedules.Schedules
   momentum: Any
-  ranks: Any
-  ranges: Any
-  subsets: _host.Subsets
+  momentum_lr: Any
+  partition_size_min: int
+  remainder: bool
+  method: str
+  backend: str
+  rounds: int
+  key: jax.Array
+  accumulator_dtype: Any
+  check: bool
 
+  def init(self, params: optax.Params) -> SgpermState:
+    layouts = self.cutter.for_init(params)
+    leaves, structure = jax.tree.flatten(params)
 
-def new_positions(
-  settings: Settings, count: jax.Array, key: jax.Array, leaves: list[Leaf], orders: list[Any]
-) -> list[jax.Array]:
-  """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
-  bits = _random_bits(settings, count, key, [leaf.layout for leaf in leaves])
-  if settings.method == "exact":
-    return _exact_step(settings, count, leaves, bits, orders)
-  return [_fast_step(settings, count, *pair) for pair in zip(leaves, bits, strict=True)]
+    def zero_momentum(leaf: jax.Array) -> jax.Array:
+      default = _tree.accumulator_dtype(leaf.dtype)
+      dtype = default if self.accumulator_dtype is None else self.accumulator_dtype
+      return jnp.zeros_like(leaf, dtype=dtype)
 
+    def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
+      return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
 
-def _random_bits(
-  settings: Settings, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
-) -> list[jax.Array]:
-  """The random words of each leaf, from one draw for all: each draw is much to compile."""
-  words = (settings.random_words(lay.length) for lay in layouts)
-  ends = list(itertools.accumulate(words, initial=0))
-  drawn = jnp.zeros(0, jnp.uint32)
-  if ends[-1]:
-    step_key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=settings.key_impl), count)
-    drawn = jax.random.bits(step_key, (ends[-1],), jnp.uint32)
-  return [drawn[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def _exact_step(
-  settings: Settings,
-  count: jax.Array,
-  leaves: list[Leaf],
-  bits: list[jax.Array],
-  orders: list[Any],
-) -> list[jax.Array]:
-  schedules, least = settings.schedules, settings.partition_size_min
-  positions, works, sizes = [], [], []
-  for leaf, random, order in zip(leaves, bits, orders, strict=True):
-    lay = leaf.layout
-    if order is None:
-      order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
-    subsets = _host.Subsets(
-      order=order.astype(jnp.int32),
-      size=schedules.size(count, lay.length, least),
-      brackets=schedules.brackets(count, lay.length).astype(leaf.initial.dtype),
+    count = jnp.zeros([], jnp.int32)
+    return SgpermState(
+      count=count,
+      alpha=self.schedules.alpha(count),
+      lamda=self.schedules.lamda(count),
+      key=jnp.array(jax.random.key_data(self.key)),
+      momentum=jax.tree.map(zero_momentum, params),
+      initial=_tree.copy_arrays(params),
+      permutation=_layout.identity(params),
+      ranks=() if self.method == "pairs" else of_each(_layout.ranks),
+      ranges=of_each(_layout.ranges),
+      notfinite_count=jnp.zeros([], jnp.int32),
+      mismatch_count=jnp.zeros([], jnp.int32),
     )
-    position = lay.position(lay.columns(leaf.permutation))
-    weights, ranks = (_sorting.gather(lay.columns(x), position) for x in (leaf.initial, leaf.ranks))
-    positions.append(position)
-    works.append(Work(weights, lay.columns(leaf.momentum), ranks, leaf.ranges[0], subsets))
-    sizes.append(schedules.sizes(lay.length, least))
-  backend = _resolve(settings.backend)
-  sources = _permute(works, sizes, backend, settings.include_partition_remainder)
-  return list(map(_sorting.gather, positions, sources))
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: SgpermState,
+    params: optax.Params | None = None,
+    *,
+    partitions: Any = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SgpermState]:
+    del extra_args
+    layouts = self.cutter.for_update(updates, state, SgpermState, params)
+    if self.check:
+      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
+      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
+    orders = _given_orders(partitions, updates, layouts)
+    momentum, notfinite = self._new_momentum(updates, state.momentum)
+    trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
+    # With "pairs" the state has no ranks.
+    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+    leaves = [Leaf(*leaf) for leaf in zip(orders, *parts, strict=True)]
+    moving = [i for i, lay in enumerate(layouts) if lay.movable]
+    moved = self._moved(state, [layouts[i] for i in moving], [leaves[i] for i in moving])
+    gradients, structure = jax.tree.flatten(updates)
+    steps = list(map(jnp.zeros_like, gradients))
+    permutation = [leaf.permutation for leaf in leaves]
+    for i, (target, index) in zip(moving, moved, strict=True):
+      steps[i] = _layout.difference(leaves[i].params, target, gradients[i].dtype)
+      permutation[i] = index
+    return jax.tree.unflatten(structure, steps), state._replace(
+      count=optax.safe_increment(state.count),
+      alpha=self.schedules.alpha(state.count),
+      lamda=self.schedules.lamda(state.count),
+      momentum=momentum,
+      permutation=jax.tree.unflatten(structure, permutation),
+      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+    )
+
+  def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
+    """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
+
+    def one(g: jax.Array, m: jax.Array) -> jax.Array:
+      return jnp.asarray(self.momentum_lr * g.astype(m.dtype) + self.momentum * m, m.dtype)
+
+    new = jax.tree.map(one, updates, momentum)
+    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
+    return kept, jnp.logical_not(_tree.all_finite(new))
+
+  def _moved(
+    self, state: SgpermState, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    """The weights of each leaf after the step, and their permutation."""
+
+    def move(count: jax.Array, key: jax.Array, leaves: Any) -> Any:
+      bits = self._random_bits(count, key, layouts)
+      parts = list(zip(layouts, leaves, bits, strict=True))
+      step = self._exact_step if self.method == "exact" else self._fast_step
+      return [
+        _layout.move(lay, leaf.permutation, leaf.initial, position)
+        for (lay, leaf, _), position in zip(parts, step(count, parts), strict=True)
+      ]
+
+    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
+    return move(state.count, state.key, leaves)
+
+  def _sizes(self, length: int) -> tuple[int, int]:
+    """The smallest and the largest size that a subset of vectors of this length may ever have."""
+    return self.schedules.sizes(length, self.partition_size_min)
+
+  def _random_bits(
+    self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
+  ) -> list[jax.Array]:
+    """The random words of each leaf, from one draw for all: each draw is much to compile."""
+
+    def words(n: int) -> int:
+      if self.method == "exact":
+        return n if self._sizes(n)[0] < n else 0
+      return self.rounds if self.method == "pairs" else 0
+
+    ends = list(itertools.accumulate((words(lay.length) for lay in layouts), initial=0))
+    drawn = jnp.zeros(0, jnp.uint32)
+    if ends[-1]:
+      step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
+      drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
+    return [drawn[start:end] for start, end in itertools.pairwise(ends)]
+
+  def _fast_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
+    """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
+    positions = []
+    for lay, leaf, random in parts:
+      params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
+      bracket = self.schedules.brackets(count, lay.length)[-1]
+      target = _fast.targets(params, momentum, leaf.ranges, bracket)
+      if self.method == "pairs":
+        held = lay.position(lay.columns(leaf.permutation))
+        positions.append(_fast.pairs(params, held, target, random))
+      else:
+        positions.append(_fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks))))
+    return positions
+
+  def _exact_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
+    """The same by the published algorithm."""
+    positions, works = [], []
+    for lay, leaf, random in parts:
+      order = leaf.order
+      if order is None:
+        order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
+      position = lay.position(lay.columns(leaf.permutation))
+      work = _host.Work(
+        weights=_sorting.gather(lay.columns(leaf.initial), position),
+        momentum=lay.columns(leaf.momentum),
+        ranks=_sorting.gather(lay.columns(leaf.ranks), position),
+        ranges=leaf.ranges[0],
+        order=order.astype(jnp.int32),
+        size=self.schedules.size(count, lay.length, self.partition_size_min),
+        brackets=self.schedules.brackets(count, lay.length).astype(leaf.initial.dtype),
+      )
+      positions.append(position)
+      works.append(work)
+    if self._on_host() and works:
+      sources = _called_back([work._replace(ranks=None) for work in works], self.remainder)
+    else:
+      sizes = [self._sizes(lay.length) for lay, _, _ in parts]
+      sources = [_on_device(*pair, self.remainder) for pair in zip(works, sizes, strict=True)]
+    return list(map(_sorting.gather, positions, sources))
+
+  def _on_host(self) -> bool:
+    """Whether the exact step runs on the host."""
+    if self.backend != "auto":
+      return self.backend == "host"
+    # The host kernel is faster on a CPU, but gathers sharded leaves.
+    alone = jax.default_backend() == "cpu" and jax.device_count() == 1
+    return alone and _host.have_numba()
 
 
-def _fast_step(settings: Settings, count: jax.Array, leaf: Leaf, random: jax.Array) -> jax.Array:
-  """The same for one leaf by ``"pairs"`` or ``"rank"``."""
-  lay = leaf.layout
-  params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
-  bracket = settings.schedules.brackets(count, lay.length)[-1]
-  target = _fast.targets(params, momentum, leaf.ranges, bracket)
-  if settings.method == "pairs":
-    return _fast.pairs(params, lay.position(lay.columns(leaf.permutation)), target, random)
-  return _fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks)))
+def _on_device(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
+  names = ["weights", "momentum", "ranks", "ranges"] + ["order"] * (work.order.ndim == 2)
 
+  def kernel(*columns: jax.Array) -> jax.Array:
+    part = work._replace(**dict(zip(names, columns, strict=True)))
+    return _device.permute(part, sizes=sizes, remainder=remainder)
 
-def _resolve(backend: str) -> str:
-  """Replaces ``"auto"`` by "device" or "host".
-
-  The host kernel is faster on a CPU, but gathers sharded leaves: chosen on a single CPU device.
-  """
-  if backend != "auto":
-    return backend
-  alone = jax.default_backend() == "cpu" and jax.device_count() == 1
-  return "host" if alone and _host.have_numba() else "device"
-
-
-def _permute(
-  works: list[Work], sizes: list[tuple[int, int]], backend: str, remainder: bool
-) -> list[jax.Array]:
-  """Per leaf (n, vectors) int32: for each position the one whose weight it receives.
-
-  `sizes`: per leaf, the smallest and the largest size that a subset may ever have; `remainder`:
-  whether the subset that reaches the end of a vector takes part.
-  """
-  if backend == "device":
-    return [_on_device(*pair, remainder) for pair in zip(works, sizes, strict=True)]
-  if not works:
-    return []
-  # The ranks are the device kernel's; the host sorts faster than they would travel.
-  return _called_back([work._replace(ranks=None) for work in works], remainder)
+  return _execution.in_blocks(kernel, [getattr(work, name) for name in names], jnp.int32)
 
 
 # Jitted, and with a hint: outside of a jit the results of a callback would lie on no mesh.
 @functools.partial(jax.jit, static_argnums=1)
-def _called_back(works: list[Work], remainder: bool) -> list[jax.Array]:
+def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
-  callback = functools.partial(_on_host, remainder=remainder)
+  callback = functools.partial(_permute_on_host, remainder=remainder)
   sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
   return [
     _execution.sharded_like(jnp.zeros_like(source), source, work.weights)
@@ -170,18 +241,7 @@ def _called_back(works: list[Work], remainder: bool) -> list[jax.Array]:
   ]
 
 
-def _on_device(work: Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  *columns, subsets = work
-  shared = subsets.order.ndim == 1
-
-  def kernel(weights: Any, momentum: Any, ranks: Any, ranges: Any, order: Any = None) -> Any:
-    own = subsets if order is None else subsets._replace(order=order)
-    return _device.permute(weights, momentum, ranks, ranges, own, sizes=sizes, remainder=remainder)
-
-  return _execution.in_blocks(kernel, columns if shared else [*columns, subsets.order], jnp.int32)
-
-
-def _on_host(works: list[Work], *, remainder: bool) -> list[np.ndarray]:
+def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
   """Each leaf's step; ``vmap`` may have put axes in front."""
   results = []
   for work in works:
@@ -189,10 +249,29 @@ def _on_host(works: list[Work], *, remainder: bool) -> list[np.ndarray]:
     sources = np.empty(arrays.weights.shape, np.int32)
     for index in np.ndindex(sources.shape[:-2]):
       one = jax.tree.map(lambda x, index=index: x[index], arrays)
-      order = one.subsets.order
-      subsets = one.subsets._replace(order=order.T if order.ndim == 2 else order)
-      weights, momentum = np.ascontiguousarray(one.weights.T), np.ascontiguousarray(one.momentum.T)
-      source = _host.permute(weights, momentum, subsets, one.ranges, remainder=remainder)
-      sources[index] = source.T
+      sources[index] = _host.permute(one, remainder=remainder)
     results.append(sources)
   return results
+
+
+def _given_orders(
+  partitions: Any, updates: Any, layouts: list[_layout.Layout]
+) -> list[jax.Array | None]:
+  """The partitions to replay, per leaf; None where they are drawn."""
+  if partitions is None:
+    return [None] * len(layouts)
+  structure: Any = jax.tree.structure(updates)
+  if jax.tree.structure(partitions) != structure:
+    raise ValueError(
+      f"`partitions` must have the tree structure of the params; got"
+      f" {jax.tree.structure(partitions)} for {structure}."
+    )
+  for lay, order in zip(layouts, jax.tree.leaves(partitions), strict=True):
+    dtype = jnp.result_type(order)
+    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
+      raise ValueError(
+        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
+        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
+      )
+    _permutation.check_indices(order, lay.length, "partitions", lay.name)
+  return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]

@@ -9,30 +9,21 @@ a gradient g:
   for each weight, by falling |m|: the nearest cycle of moves, each as its weight recommends and
   within epsilon, is carried out; a weight moves at most once per step
 
-"Nearest" means, down to ties and roundings, as in SGPerm.py. With distinct weights the cycle has a
-closed form: from a weight that wants to increase, the nearest larger one that wants to decrease and
-all between (and the mirror image of this), if within epsilon.
-
-Source: Qiu, Suda, "Permute to Train", arXiv:2003.02570, and its program SGPerm.py.
+"Nearest" means, down to ties and roundings, as in SGPerm.py, the program of arXiv:2003.02570. With
+distinct weights the cycle has a closed form: from a weight that wants to increase, the nearest
+larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
 """
 
-from collections.abc import Callable
 from typing import Any
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _protocol
-from optax_boost import _tree
-from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _step
-from optax_boost._sgperm._states import SgpermState
 
 _METHOD = "sgperm"
 
@@ -78,9 +69,7 @@ def sgperm(
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
   bias. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
-  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was. ``init``
-  refuses initial weights that are not finite; inside ``jit`` it can't: no weight is lost, but
-  updates that move an infinity are NaN.
+  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
@@ -99,8 +88,7 @@ def sgperm(
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
     rounds: of ``"pairs"``; raising it sorts better, in proportion to the cost. Static.
-    key: a key of ``jax.random.key`` or a seed, for subsets and pairs. Not needed for ``"rank"``
-      nor where `lamda` is 1.
+    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"`` nor where `lamda` is 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
       not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
@@ -115,9 +103,9 @@ def sgperm(
     ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
 
   Raises:
-    ValueError: a number is out of range, a name unknown, the key missing; in ``init``: weights that
-      are not finite; in ``update``: no params, a tree that does not fit, or, with `check`, params
-      that something else changed.
+    ValueError: a number is out of range, a name unknown, the key missing; in ``init`` outside of
+      ``jit``: weights that are not finite, whose updates would be NaN; in ``update``: no params, a
+      tree that does not fit, or, with `check`, params that something else changed.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -127,9 +115,9 @@ def sgperm(
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
     >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
     >>> tx = optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank")
-    >>> state = tx.init(params)
+    >>> state, update = tx.init(params), jax.jit(tx.update)
     >>> for _ in range(50):
-    ...   updates, state = tx.update(jax.grad(loss)(params), state, params)
+    ...   updates, state = update(jax.grad(loss)(params), state, params)
     ...   params = optax_boost.apply_permuted_params(params, updates, state)
     >>> bool(loss(params) < 0.1 * loss(state.initial))
     True
@@ -165,7 +153,6 @@ def sgperm(
     _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
-  _layout.check_arguments(layout, fan_in_axes, stacked_axes)
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
   draws = method == "pairs" or (method == "exact" and not schedules.always_whole)
   if key is None and draws:
@@ -173,156 +160,18 @@ def sgperm(
       f"`{_METHOD}` draws {'pairs' if method == 'pairs' else 'subsets'} and needs a `key`; got"
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
-  typed_key = _base.as_key("key", 0 if key is None else key)
-  settings = _step.Settings(
-    schedules,
-    _schedules.as_float(momentum),
-    _schedules.as_float(momentum_lr),
-    partition_size_min,
-    include_partition_remainder,
-    method,
-    backend,
-    rounds,
-    jax.random.key_impl(typed_key),
+  transform = _step.Transform(
+    cutter=_layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes),
+    schedules=schedules,
+    momentum=_schedules.as_float(momentum),
+    momentum_lr=_schedules.as_float(momentum_lr),
+    partition_size_min=partition_size_min,
+    remainder=include_partition_remainder,
+    method=method,
+    backend=backend,
+    rounds=rounds,
+    key=_base.as_key("key", 0 if key is None else key),
+    accumulator_dtype=accumulator_dtype,
+    check=check,
   )
-
-  @_tree.once_per_tree
-  def plan(tree: Any) -> list[_layout.Layout]:
-    return _layout.layouts(tree, layout, fan_in_axes, stacked_axes)
-
-  def init_fn(params: optax.Params) -> SgpermState:
-    return _init(settings, params, plan, jax.random.key_data(typed_key), accumulator_dtype)
-
-  def update_fn(
-    updates: optax.Updates,
-    state: SgpermState,
-    params: optax.Params | None = None,
-    *,
-    partitions: Any = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, SgpermState]:
-    del extra_args
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, SgpermState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
-    _tree.check_floating(updates, _METHOD)
-    layouts = plan(params)
-    _layout.check_params(layouts, state.initial, _METHOD)
-    if stacked_axes is None and fan_in_axes is None:
-      _protocol.announce_layers(_METHOD, [lay.path for lay in layouts if lay.movable])
-    if check:
-      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
-      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
-    orders = _given_partitions(partitions, updates, layouts)
-    return _update(settings, updates, state, params, layouts, orders)
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _init(
-  settings: _step.Settings,
-  params: optax.Params,
-  plan: Callable[[Any], list[_layout.Layout]],
-  key_data: jax.Array,
-  accumulator_dtype: Any,
-) -> SgpermState:
-  _tree.check_floating(params, _METHOD)
-  leaves, structure = jax.tree.flatten(params)
-  layouts = plan(params)
-  _layout.check_finite(layouts, leaves, _METHOD)
-
-  def zero_momentum(leaf: jax.Array) -> jax.Array:
-    default = _tree.accumulator_dtype(leaf.dtype)
-    return jnp.zeros_like(leaf, dtype=default if accumulator_dtype is None else accumulator_dtype)
-
-  def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
-    return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
-
-  count = jnp.zeros([], jnp.int32)
-  return SgpermState(
-    count=count,
-    alpha=settings.schedules.alpha(count),
-    lamda=settings.schedules.lamda(count),
-    key=jnp.array(key_data),
-    momentum=jax.tree.map(zero_momentum, params),
-    initial=_tree.copy_arrays(params),
-    permutation=_permutation.identity(params),
-    ranks=() if settings.method == "pairs" else of_each(_layout.ranks),
-    ranges=of_each(_layout.ranges),
-    notfinite_count=jnp.zeros([], jnp.int32),
-    mismatch_count=jnp.zeros([], jnp.int32),
-  )
-
-
-def _update(
-  settings: _step.Settings,
-  updates: Any,
-  state: SgpermState,
-  params: Any,
-  layouts: list[_layout.Layout],
-  orders: list[jax.Array | None],
-) -> tuple[Any, SgpermState]:
-  momentum, notfinite = _new_momentum(settings, updates, state.momentum)
-  gradients, structure = jax.tree.flatten(updates)
-  moving = [i for i, lay in enumerate(layouts) if lay.movable]
-  trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
-  parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-
-  def act(
-    count: jax.Array, key: jax.Array, orders: Any, parts: Any, gradients: Any
-  ) -> tuple[list[jax.Array], list[jax.Array]]:
-    leaves = [_step.Leaf(layouts[i], *(part[i] for part in parts)) for i in moving]
-    moving_orders = [orders[i] for i in moving]
-    positions = _step.new_positions(settings, count, key, leaves, moving_orders)
-    permutation = list(parts[3])
-    steps = [jnp.zeros_like(g) for g in gradients]
-    for i, leaf, position in zip(moving, leaves, positions, strict=True):
-      target, moved = _layout.arranged(leaf.layout, leaf.initial, position)
-      steps[i] = _layout.step(leaf.params, target, gradients[i].dtype)
-      permutation[i] = _execution.sharded_like(leaf.permutation, moved, leaf.momentum)
-    return permutation, steps
-
-  act = _execution.auto_sharded(act, (parts[1], parts[1]))
-  permutation, steps = act(state.count, state.key, orders, parts, gradients)
-  return jax.tree.unflatten(structure, steps), state._replace(
-    count=optax.safe_increment(state.count),
-    alpha=settings.schedules.alpha(state.count),
-    lamda=settings.schedules.lamda(state.count),
-    momentum=momentum,
-    permutation=jax.tree.unflatten(structure, permutation),
-    notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
-  )
-
-
-def _new_momentum(settings: _step.Settings, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-  """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
-
-  def one(g: jax.Array, m: jax.Array) -> jax.Array:
-    return jnp.asarray(settings.momentum_lr * g.astype(m.dtype) + settings.momentum * m, m.dtype)
-
-  new = jax.tree.map(one, updates, momentum)
-  kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-  return kept, jnp.logical_not(_tree.all_finite(new))
-
-
-def _given_partitions(
-  partitions: Any, updates: Any, layouts: list[_layout.Layout]
-) -> list[jax.Array | None]:
-  """The partitions to replay, per leaf; None where they are drawn."""
-  if partitions is None:
-    return [None] * len(layouts)
-  structure: Any = jax.tree.structure(updates)
-  if jax.tree.structure(partitions) != structure:
-    raise ValueError(
-      f"`partitions` must have the tree structure of the params; got"
-      f" {jax.tree.structure(partitions)} for {structure}."
-    )
-  for lay, order in zip(layouts, jax.tree.leaves(partitions), strict=True):
-    dtype = jnp.result_type(order)
-    if jnp.shape(order) != (lay.length, lay.vectors) or not jnp.issubdtype(dtype, jnp.integer):
-      raise ValueError(
-        f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
-        f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
-      )
-    _permutation.check_indices(order, lay.length, "partitions", lay.name)
-  return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]
+  return optax.GradientTransformationExtraArgs(transform.init, transform.update)

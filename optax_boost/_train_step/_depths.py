@@ -1,17 +1,15 @@
 """How many groups the next step freezes, as the host needs to know it to choose a compiled step.
 
-The number is in the state, but reading it there waits for the step that computes it, and meanwhile
-the device has nothing to do. It depends on the step count and a key alone, though. So the host
-reads both once, works out the numbers of many steps together, and counts along.
-
-A train step serves any number of trajectories, in turns or from several threads. So the host's
-count belongs to a state, not to the train step: a table leads from the identity of the arrays that
-a step returned to their place in their trajectory, and an entry goes with its array. Between the
-two ends of one call the place is a local variable.
+To read the number from the state would wait for the step that computes it. It depends on the step
+count and a key alone, though: the host reads both once, works out the numbers of many steps
+together, and counts along. A train step serves any number of trajectories and threads, so the
+count belongs to a state: a table leads from the identity of the arrays that a step returned to
+their place in their trajectory, and an entry goes with its array.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import operator
 from typing import Any
 from typing import NamedTuple
 import weakref
@@ -28,17 +26,13 @@ _CHUNK = 256
 
 
 class Place(NamedTuple):
-  """Where a state stands in its trajectory.
+  """Where a state stands in its trajectory."""
 
-  Attributes:
-    depth: how many groups its step freezes; None: the state has no such number, or a traced one.
-    count: the steps made; None: nothing to count along with.
-    start: the count of the first step in `depths`.
-    depths: of the steps from there on, as far as they were worked out.
-  """
-
+  # How many groups its step freezes; None: the state has no such number, or a traced one.
   depth: int | None
+  # The steps made; None: nothing to count along with.
   count: int | None = None  # type: ignore[assignment]  # tuples have a method of this name
+  # The depths that were worked out, from the step `start` on.
   start: int = 0
   depths: Sequence[int] = ()
 
@@ -47,14 +41,17 @@ NOWHERE = Place(None)
 
 
 class _Entry(weakref.ref[jax.Array]):
-  """A reference to a state's count, with the rest by which the state is known, and its place."""
-
-  __slots__ = ("frozen_groups", "key", "number", "place")
+  """A reference to a state's count, with the arrays by which the state is known, and its place."""
 
   frozen_groups: jax.Array
   key: jax.Array
   number: int
   place: Place
+
+  def is_of(self, state: Any) -> bool:
+    """Whether all arrays are those of a state."""
+    own = (self(), self.frozen_groups, self.key)
+    return all(map(operator.is_, own, (state.count, state.frozen_groups, state.key)))
 
 
 class HostDepths:
@@ -62,9 +59,7 @@ class HostDepths:
 
   def __init__(self) -> None:
     # By the identity of the count's array. Each access is one operation, so no lock is needed.
-    entries: dict[int, _Entry] = {}
-    self._entries = entries
-    self._forget: Callable[[Any], Any] = lambda entry: entries.pop(entry.number, None)
+    self._entries: dict[int, _Entry] = {}
     self._many: Any = None
     # Which leaf holds the number inside a wrapper, by the state's structure.
     self._leaves: dict[Any, int] = {}
@@ -82,12 +77,7 @@ class HostDepths:
     if state is None:
       return self._locate_inside(opt_state)
     entry = self._entries.get(id(state.count))
-    if (
-      entry is None
-      or entry() is not state.count
-      or entry.frozen_groups is not state.frozen_groups
-      or entry.key is not state.key
-    ):
+    if entry is None or not entry.is_of(state):
       # From elsewhere, a checkpoint say.
       return Place(_value(state.frozen_groups), _value(state.count))
     if entry.place.depth is None:
@@ -110,7 +100,9 @@ class HostDepths:
       return
     count = min(count + 1, _base.LARGEST_COUNT)
     index = count - start
-    entry = _Entry(state.count, self._forget)
+    # Without a reference to this object, which would keep it alive.
+    entries = self._entries
+    entry = _Entry(state.count, lambda entry: entries.pop(entry.number, None))
     entry.number = id(state.count)
     entry.frozen_groups, entry.key = state.frozen_groups, state.key
     entry.place = Place(depths[index] if index < len(depths) else None, count, start, depths)
@@ -119,11 +111,9 @@ class HostDepths:
   def _counting(self, opt_state: Any) -> Any | None:
     """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
     kind = type(opt_state)
-    asks = self._asks.get(kind)
-    if asks is None:
-      asks = _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests")
-      self._asks[kind] = asks
-    if asks:
+    if kind not in self._asks:
+      self._asks[kind] = _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests")
+    if self._asks[kind]:
       return opt_state
     # The state of `optax.chain`. Wrappers, which may skip inner updates, have types of their own.
     if kind is tuple:
@@ -136,31 +126,27 @@ class HostDepths:
   def _work_out(
     self, find_depth_at: Callable[[], _protocol.DepthAt], count: int, key: jax.Array
   ) -> list[int]:
-    many = self._many
-    if many is None:
+    if self._many is None:
       depth_at = find_depth_at()
       # One after the other, since a schedule need not understand `vmap`.
-      many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
-      self._many = many
+      self._many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
     # As the counter on the device, which stays at the largest int32.
     counts = np.minimum(np.arange(count, count + _CHUNK), _base.LARGEST_COUNT).astype(np.int32)
     # On values of the host: over many processes, each works them out for itself.
     arguments = jax.device_put((counts, np.asarray(key)))
     # Someone's trace may be under way around a state whose values are known.
     with jax.ensure_compile_time_eval():
-      return np.asarray(many(*arguments)).tolist()
+      return np.asarray(self._many(*arguments)).tolist()
 
   def _locate_inside(self, opt_state: optax.OptState) -> Place:
     """The place of a state whose wrapper may skip steps: its number is read at each of them."""
     leaves, structure = jax.tree.flatten(opt_state)
-    index = self._leaves.get(structure)
-    if index is None:
+    if structure not in self._leaves:
       number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
       if number is None:
         return NOWHERE
-      index = next(i for i, leaf in enumerate(leaves) if leaf is number)
-      self._leaves[structure] = index
-    return Place(_value(leaves[index]))
+      self._leaves[structure] = next(i for i, leaf in enumerate(leaves) if leaf is number)
+    return Place(_value(leaves[self._leaves[structure]]))
 
 
 def _value(number: Any) -> int | None:

@@ -58,21 +58,15 @@ def cut_gradient(
 def _gradient_at(
   objective: Objective, groups: _protocol.GroupAssignment, depth: int, params: optax.Params
 ) -> tuple[optax.Updates, Any]:
-  leaves, structure = jax.tree.flatten(params)
   # Leaves of no group are always trained.
-  trained = [i for i, group in enumerate(groups.numbers(params)) if group >= depth]
+  frozen = [group < depth for group in groups.numbers(params)]
 
-  def of_trained(values: list[jax.Array]) -> tuple[jax.Array, Any]:
-    full = list(leaves)
-    for i, value in zip(trained, values, strict=True):
-      full[i] = value
-    return objective(jax.tree.unflatten(structure, full))
+  def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
+    leaves, structure = jax.tree.flatten(params)
+    stopped = [jax.lax.stop_gradient(x) if f else x for x, f in zip(leaves, frozen, strict=True)]
+    return objective(jax.tree.unflatten(structure, stopped))
 
-  grads, rest = jax.grad(of_trained, has_aux=True)([leaves[i] for i in trained])
-  full = [jnp.zeros_like(leaf) for leaf in leaves]
-  for i, grad in zip(trained, grads, strict=True):
-    full[i] = grad
-  return jax.tree.unflatten(structure, full), rest
+  return jax.grad(of_trained, has_aux=True)(params)
 
 
 def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
@@ -104,13 +98,13 @@ def hold_statistics(
   A layer's statistics have the path of its params, but for a collection's name in front. Integers
   (counts of batches or draws) and statistics of layers without params go on.
   """
-  structures: Any = (jax.tree.structure(before), jax.tree.structure(after))
-  if structures[0] != structures[1]:
+  structure: Any
+  leaves, structure = jax.tree.flatten(after)
+  if jax.tree.structure(before) != structure:
     return after
   modules: dict[str, int] = {}
-  param_paths = _tree.leaf_paths(params)
-  for path, module in zip(param_paths, _modules(param_paths), strict=True):
-    group = groups.group.get(path, groups.num_groups)
+  members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
+  for module, group in members:
     modules[module] = max(modules.get(module, 0), group)
   frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
 
@@ -119,7 +113,6 @@ def hold_statistics(
       return new
     return frozen.select(modules[module], old, new)
 
-  leaves, structure = jax.tree.flatten(after)
   kept = map(keep, _modules(_tree.leaf_paths(after)), jax.tree.leaves(before), leaves)
   return jax.tree.unflatten(structure, kept)
 

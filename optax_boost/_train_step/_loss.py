@@ -11,20 +11,16 @@ import numpy as np
 
 def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
   """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
-  expected = "loss"
-  if has_aux and has_model_state:
-    expected = "(loss, (model_state, aux))"
-  elif has_model_state:
-    expected = "(loss, model_state)"
-  elif has_aux:
-    expected = "(loss, aux)"
-  parts = expected.count(",")
-  if parts and not (isinstance(output, tuple) and len(output) == 2):
+  rest_form = "(model_state, aux)" if has_aux else "model_state"
+  if not has_model_state:
+    rest_form = "aux" if has_aux else ""
+  expected = f"(loss, {rest_form})" if rest_form else "loss"
+  if rest_form and not _is_pair(output):
     raise TypeError(f"`loss_fn` must return {expected}; got {_kind(output)}.")
-  if parts == 2 and not (isinstance(output[1], tuple) and len(output[1]) == 2):
-    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(output[1])}).")
   rest: Any = None
-  loss, rest = output if parts else (output, None)
+  loss, rest = output if rest_form else (output, None)
+  if has_aux and has_model_state and not _is_pair(rest):
+    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(rest)}).")
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
     hint = "" if has_aux else " If it returns aux as well, pass has_aux=True."
     raise TypeError(
@@ -38,8 +34,11 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
     )
   if has_aux and has_model_state:
     return loss, rest
-  model_state, aux = (rest, None) if has_model_state else (None, rest)
-  return loss, (model_state, aux)
+  return loss, ((rest, None) if has_model_state else (None, rest))
+
+
+def _is_pair(value: Any) -> bool:
+  return isinstance(value, tuple) and len(value) == 2
 
 
 def with_model_state(output: Any, model_state: Any, has_aux: bool) -> Any:

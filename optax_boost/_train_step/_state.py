@@ -39,8 +39,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
   Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
-  params. An array that occurs twice is copied, as donation demands: some of optax's states hold
-  the params themselves, and tied weights occur twice.
+  params. An array that occurs twice is copied, as donation demands.
   """
   arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
   # Inside a trace there is no placement to ask for.

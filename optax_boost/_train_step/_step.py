@@ -3,8 +3,7 @@
 Line searches, variance reduction and freezing need more than a gradient. optax passes that as
 extra arguments of ``update``; this module makes them, once, for any chain:
 
-  value              the loss at the current params
-  grad               its gradient there
+  value, grad        the loss at the current params, and its gradient
   value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
   grad_fn(params)    the gradient elsewhere, likewise
   obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
@@ -12,11 +11,9 @@ extra arguments of ``update``; this module makes them, once, for any chain:
                      the mean gradient over all of the data, where the caller says how
 
 The optimizer state may ask for scaled gradients or for a shorter backward pass
-(:mod:`optax_boost._protocol`). `grad` and `grad_fn` are then those of the scaled loss; the values
-are of the loss itself.
-
-Closures that no transformation calls cost nothing. Their aux and statistics are dropped. Leaves
-that ``optax.masked`` and ``optax.partition`` hide have their current values.
+(:mod:`optax_boost._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the loss
+itself. Closures that no transformation calls cost nothing; their aux and statistics are dropped.
+Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
 """
 
 from collections.abc import Callable
@@ -62,13 +59,10 @@ class TrainStep:
     self._depths = _depths.HostDepths()
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
-    """Makes the state to start from.
-
-    Params and statistics are copied: the first step donates the state, and the caller's arrays
-    stay usable. Params that are sharded over a mesh keep their sharding.
+    """Makes the state to start from, of copies: the first step donates the state.
 
     Args:
-      params: the initial params.
+      params: the initial params; those that are sharded over a mesh keep their sharding.
       model_state: the initial mutable statistics, if the loss takes any.
 
     Returns:
@@ -93,19 +87,18 @@ class TrainStep:
     Args:
       state: the current state.
       batch: a tree of arrays, handed to the loss as it is.
-      rng: a key, or None if the loss takes none. The step number is folded in, so the same key
-        may be passed at every step, and a resumed run draws the same numbers.
+      rng: a key, or None if the loss takes none. The step number is folded in: pass the same key at
+        every step, and a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and the metrics
-      that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
-      name that occurs again, with two of the same method, is numbered: ``trust_ratio_1``.
+      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and those that the
+      methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that
+      occurs again is numbered: ``trust_ratio_1``.
 
     Raises:
       TypeError: `state` or `rng` is of the wrong kind.
     """
-    _check_call(state, rng)
-    place = self._place(state)
+    place = self._place(state, rng)
     state, metrics = self._step(state, batch, rng, self.program.data, place.depth)
     self._depths.made_step(place, state.opt_state)
     return state, metrics
@@ -119,16 +112,14 @@ class TrainStep:
     weight_fn: Callable[[Any], Any] | None = None,
     progress: bool = False,
   ) -> _state.TrainState:
-    """Renews the snapshot of :func:`svrg` with one pass over the data, between two steps.
+    """Renews the snapshot of :func:`svrg` with one pass over the data, batch by batch.
 
-    The statistics that the loss returns are dropped. The pass takes the gradients of one batch
-    after the other, so the data need not fit into memory.
+    The statistics that the loss returns are dropped.
 
     Args:
       state: the current state; the new one shares its arrays, so don't use it afterwards.
       batches: an iterable of batches as the loss takes them; see :func:`full_gradient`.
-      rng: a key, or None if the loss takes none. The step number is folded in, and the number of
-        the batch.
+      rng: a key, or None if the loss takes none. The numbers of step and batch are folded in.
       weight_fn: from a batch to the number of its real examples, for padded batches.
       progress: whether to show a progress bar; needs ``tqdm``.
 
@@ -152,27 +143,20 @@ class TrainStep:
     )
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
-    """Lowers the step for inspection, like ``jax.jit(...).lower``.
-
-    Arguments as for a step, arrays or abstract values; nothing is computed.
-    """
-    _check_call(state, rng)
-    return self._step.lower(state, batch, rng, self.program.data, self._place(state).depth)
+    """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones."""
+    return self._step.lower(state, batch, rng, self.program.data, self._place(state, rng).depth)
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
-    """Traces the step for inspection, like ``jax.jit(...).trace``.
-
-    Arguments as for a step, arrays or abstract values; `jaxpr` of the result is its program.
-    """
-    _check_call(state, rng)
-    return self._step.trace(state, batch, rng, self.program.data, self._place(state).depth)
+    """Traces the step, like ``jax.jit(...).trace``; `jaxpr` of the result is its program."""
+    return self._step.trace(state, batch, rng, self.program.data, self._place(state, rng).depth)
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen."""
     return self._step._cache_size()  # type: ignore[attr-defined]
 
-  def _place(self, state: _state.TrainState) -> _depths.Place:
-    """How many groups are frozen, where the host can know it; it chooses the compiled step."""
+  def _place(self, state: _state.TrainState, rng: Any) -> _depths.Place:
+    """How many groups a checked call freezes, where the host can know it: which program it runs."""
+    _check_call(state, rng)
     if self.program.freezing == "switch":
       return _depths.NOWHERE
 
@@ -215,26 +199,22 @@ def make_train_step(
     has_model_state: whether the loss carries mutable statistics. It is then called as
       ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
       `has_aux` ``(loss, (model_state, aux))``.
-    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``: called as
-      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss
-      with this step's statistics; if the step is called with a key, as ``full_grad_fn(grad_fn,
-      params, rng=key)``, with ``grad_fn(params, batch, key)``. Of a ``functools.partial``, bound
-      arrays are handed to the compiled step as arguments, not built into it:
+    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``:
+      ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss;
+      with a key ``full_grad_fn(grad_fn, params, rng=key)`` and ``grad_fn(params, batch, key)``.
+      Arrays bound by ``functools.partial`` are arguments of the compiled step, not constants:
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by
-      a compiled step for each number of frozen groups, made when it first occurs; the host counts
-      along to know it, but where :func:`freeze` stands in a wrapper other than ``optax.chain`` it
-      reads it from the state, which waits for the step before. ``"switch"``: by a conditional
-      inside one compiled step, which takes as long to compile as all of them. ``"auto"``: per
-      depth; inside your own ``jit`` or ``scan``, where only a conditional can do it, the switch,
-      but on a CPU not for convolutions, whose gradients it makes slower than no freezing at all (a
-      warning says so).
+    freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by a compiled step
+      for each number of frozen groups, which the host counts along; where :func:`freeze` stands in
+      a wrapper other than ``optax.chain``, it waits for the step before to read it. ``"switch"``:
+      by a conditional inside one compiled step. ``"auto"``: per depth; inside your own ``jit`` or
+      ``scan`` the switch, but not for convolutions on a CPU, whose gradients a conditional makes
+      slower than no freezing at all (a warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
       whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside.
-    extra_metrics: metrics to report beside those of the methods. ``"grad_norm"``: the global norm
-      of the gradient, unscaled, without frozen leaves. ``"learning_rate"``: the current value,
-      from ``optax.inject_hyperparams``.
+    extra_metrics: ``"grad_norm"``: the global norm of the unscaled gradient, without frozen leaves;
+      ``"learning_rate"``: the current value, from ``optax.inject_hyperparams``.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
@@ -260,29 +240,16 @@ def make_train_step(
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
   # The user's own: the extra arguments that it accepts are looked up in its signature.
   _base.check_transformation("tx", tx)
-  check_options(
-    full_grad_fn,
-    "full_grad_fn(grad_fn, params)",
-    freezing,
-    extra_metrics,
-    has_aux=has_aux,
-    has_model_state=has_model_state,
-    donate=donate,
-    hold_frozen_statistics=hold_frozen_statistics,
-  )
+  options: dict[str, Any] = {
+    "has_aux": has_aux,
+    "has_model_state": has_model_state,
+    "freezing": freezing,
+    "hold_frozen_statistics": hold_frozen_statistics,
+    "extra_metrics": extra_metrics,
+  }
+  check_options(full_grad_fn, "full_grad_fn(grad_fn, params)", donate=donate, **options)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
-  program = Program(
-    loss_fn,
-    tx,
-    full_grad_fn,
-    data,
-    has_aux=has_aux,
-    has_model_state=has_model_state,
-    freezing=freezing,
-    hold_frozen_statistics=hold_frozen_statistics,
-    extra_metrics=extra_metrics,
-  )
-  return TrainStep(program, donate)
+  return TrainStep(Program(loss_fn, tx, full_grad_fn, data, **options), donate)
 
 
 def check_options(
@@ -350,10 +317,28 @@ class Program:
 
     differentiate = request.gradient_of(forward, self.freezing)
     grad, (value, (model_state, aux)) = differentiate(state.params)
-    extra = {"value": value, "grad": grad, **_closures(forward, differentiate, state.params)}
+
+    # optax's line searches pass the other closures on to a `value_fn` that names them.
+    def value_fn(
+      params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+    ) -> jax.Array:
+      del grad_fn, full_grad_fn, obj_fn
+      return forward(_tree.fill_masked(params, state.params))[0]
+
+    extra = {
+      "value": value,
+      "grad": grad,
+      "value_fn": value_fn,
+      # Differentiated is the scaled loss, as at the current params.
+      "grad_fn": _of_masked(lambda params: differentiate(params)[0], state.params),
+      "obj_fn": value_fn,
+    }
     if self.full_grad_fn is not None:
-      extra["full_grad_fn"] = self._full_gradient_at(state, data, rngs)
-    with _protocol.collect_layers() as layerwise:
+      gradient = functools.partial(self.gradient, state.model_state)
+      rng_args = {"rng": rngs[0]} if rngs else {}
+      mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
+      extra["full_grad_fn"] = _of_masked(mean_gradient, state.params)
+    with _protocol.collect_announcements() as announced:
       try:
         updates, opt_state = self.tx.update(
           grad, request.opt_state, state.params, **accepted_extra_args(self.tx.update, extra)
@@ -361,7 +346,7 @@ class Program:
       except (AttributeError, TypeError, ValueError) as error:
         _state.explain_other_state(error, state, self.tx)
         raise
-    self._warn_of_stacked_layers(layerwise, lambda params: forward(params)[0], state.params)
+    self._warn_of_stacked_layers(announced.layers, lambda p: forward(p)[0], state.params)
     params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
@@ -381,55 +366,39 @@ class Program:
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     return jax.tree.map(_state.drop_weak_type, new_state), metrics
 
-  def _full_gradient_at(
-    self, state: _state.TrainState, data: dict[str, Any], rngs: tuple[jax.Array, ...]
-  ) -> Callable[[optax.Params], optax.Updates]:
-    assert self.full_grad_fn is not None
-    gradient = functools.partial(self.gradient, state.model_state)
-    rng = {"rng": rngs[0]} if rngs else {}
-    mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng)
-    return lambda params: _tree.mask_like(
-      mean_gradient(_tree.fill_masked(params, state.params)), params
-    )
-
   def _warn_of_stacked_layers(
     self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
   ) -> None:
     """Warns once of leaves that hold many layers but are taken as one."""
     if not layerwise or self.warnings_given:
       return
-    axes = {}
-    methods = []
-    for pattern, stacked in _stacked.stacked_axes(loss_fn, params).items():
-      of_pattern = [method for path, method in layerwise.items() if re.search(pattern, path)]
-      if of_pattern:
-        axes[pattern] = stacked
-        methods += of_pattern[-1:]
-    if axes:
+    found = _stacked.stacked_axes(loss_fn, params)
+    methods = {
+      pattern: method
+      for pattern in found
+      for path, method in layerwise.items()
+      if re.search(pattern, path)
+    }
+    if methods:
+      axes = {pattern: found[pattern] for pattern in methods}
       self.warnings_given.append(
-        f"`{methods[0]}` takes leaves that hold many layers as one layer each: the"
-        f" loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
+        f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
+        f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
         " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is."
       )
       warnings.warn(self.warnings_given[0], _base.StackedLayersWarning, stacklevel=2)
 
 
-def _closures(
-  forward: Callable[[optax.Params], tuple[jax.Array, Any]],
-  differentiate: Callable[[optax.Params], tuple[optax.Updates, Any]],
-  current: optax.Params,
-) -> dict[str, Any]:
-  """The functions of other params that a step hands to ``update``."""
+def _of_masked(
+  gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
+) -> Callable[..., optax.Updates]:
+  """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
 
-  def value_at(params: optax.Params) -> jax.Array:
-    return forward(_tree.fill_masked(params, current))[0]
-
-  # Differentiated is the scaled loss, as at the current params. Transformations may pass more than
-  # params, as `optax.contrib.sam` the number of its inner step.
+  # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-    return _tree.mask_like(differentiate(_tree.fill_masked(params, current))[0], params)
+    return _tree.mask_like(gradient(_tree.fill_masked(params, current)), params)
 
-  return {"value_fn": _tree.as_value_fn(value_at), "grad_fn": grad_fn, "obj_fn": value_at}
+  return grad_fn
 
 
 class _Requests:
@@ -443,21 +412,27 @@ class _Requests:
     depth: int | None,
   ):
     self.opt_state = opt_state
-    self.loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
-    self.group_loss_scale = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
+    self._loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
+    group_scales = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
     self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
     groups: dict[str, _protocol.GroupAssignment] = {}
-    if any(x is not None for x in (self.loss_scale, self.group_loss_scale, self.frozen_groups)):
+    if any(x is not None for x in (self._loss_scale, group_scales, self.frozen_groups)):
       groups = _protocol.collect_groups(tx, params)
     self.frozen = groups.get(_protocol.FROZEN_GROUPS)
-    self.scaled = groups.get(_protocol.GROUP_LOSS_SCALE)
     # Who asks for one scale need not announce its leaves; all have it then.
     self._has_scale = groups.get(_protocol.LOSS_SCALE)
+    self._scaled = None if group_scales is None else groups.get(_protocol.GROUP_LOSS_SCALE)
+    if self._scaled is not None:
+      # And 1 for leaves that the method has not seen.
+      self._group_scales = jnp.append(group_scales, jnp.float32(1))
     if self.frozen is not None and depth is not None:
       # A constant in the state: nothing is computed for frozen leaves in `update` either.
       self.frozen_groups = depth
-      constant = np.int32(depth)
-      self.opt_state = _protocol.replace_request(opt_state, _protocol.FROZEN_GROUPS, constant)
+      self.opt_state = _protocol.map_request(
+        opt_state,
+        _protocol.FROZEN_GROUPS,
+        lambda state: state._replace(frozen_groups=np.int32(depth)),
+      )
 
   def gradient_of(
     self,
@@ -471,60 +446,44 @@ class _Requests:
       return value, (value, rest)
 
     def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
-      if self.scaled is None or self.group_loss_scale is None:
+      if self._loss_scale is not None:
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [
+          p if asks else _scaled_backward.group_boundary(p, 1 / self._loss_scale)
+          for p, asks in zip(leaves, self._leaves_that_ask(params), strict=True)
+        ]
+        params = jax.tree.unflatten(structure, leaves)
+      if self._scaled is None:
         value, rest = objective(params)
       else:
         value, rest = _scaled_backward.scaled_objective(
-          objective, params, self.scaled.numbers(params), self._group_scales()
+          objective, params, self._scaled.numbers(params), self._group_scales
         )
       # In float32: a float16 loss times its scale would overflow.
-      scale = self.loss_scale
+      scale = self._loss_scale
       return value if scale is None else value.astype(jnp.float32) * scale, rest
 
     if self.frozen is None:
-      differentiate = jax.grad(scaled, has_aux=True)
-    else:
-      differentiate = _frozen_backward.cut_gradient(
-        scaled, self.frozen, self.frozen_groups, execution
-      )
+      return jax.grad(scaled, has_aux=True)
+    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution)
 
-    def gradient(params: optax.Params) -> tuple[optax.Updates, Any]:
-      grad, rest = differentiate(params)
-      return self._unscaled_elsewhere(grad), rest
-
-    return gradient
-
-  def _unscaled_elsewhere(self, grad: optax.Updates) -> optax.Updates:
-    """The gradient with its scale on those leaves only whose method asked for it."""
-    if self._has_scale is None or not self._has_scale.lacks(grad):
-      return grad
-    leaves, structure = jax.tree.flatten(grad)
-    lacking = [number != 0 for number in self._has_scale.numbers(grad)]
-    unscaled = [
-      (_wide(g) / self.loss_scale).astype(g.dtype) if lacks else g
-      for g, lacks in zip(leaves, lacking, strict=True)
-    ]
-    return jax.tree.unflatten(structure, unscaled)
-
-  def _group_scales(self) -> jax.Array:
-    """The groups' scales, and 1 for leaves that the method has not seen."""
-    return jnp.append(self.group_loss_scale, jnp.float32(1))
+  def _leaves_that_ask(self, tree: Any) -> list[bool]:
+    """Whether each leaf's method asks for the loss scale."""
+    if self._has_scale is None:
+      return [True] * len(jax.tree.leaves(tree))
+    return [number == 0 for number in self._has_scale.numbers(tree)]
 
   def unscaled(self, grad: optax.Updates) -> optax.Updates:
     """A gradient without its scales, in at least float32."""
     leaves, structure = jax.tree.flatten(grad)
-    wide = list(map(_wide, leaves))
-    if self.loss_scale is not None:
-      scaled = [0] * len(wide) if self._has_scale is None else self._has_scale.numbers(grad)
-      wide = [g / self.loss_scale if n == 0 else g for g, n in zip(wide, scaled, strict=True)]
-    if self.scaled is not None and self.group_loss_scale is not None:
-      scales = self._group_scales()
-      wide = [g / scales[n] for g, n in zip(wide, self.scaled.numbers(grad), strict=True)]
+    wide = list(map(_tree.widen, leaves))
+    if self._loss_scale is not None:
+      pairs = zip(wide, self._leaves_that_ask(grad), strict=True)
+      wide = [g / self._loss_scale if asks else g for g, asks in pairs]
+    if self._scaled is not None:
+      numbers = self._scaled.numbers(grad)
+      wide = [g / self._group_scales[n] for g, n in zip(wide, numbers, strict=True)]
     return jax.tree.unflatten(structure, wide)
-
-
-def _wide(g: jax.Array) -> jax.Array:
-  return g.astype(_tree.accumulator_dtype(g.dtype))
 
 
 def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:

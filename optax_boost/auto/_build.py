@@ -1,12 +1,10 @@
 """From a level and a configuration to the transformation and the train step."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 import dataclasses
-import os
+import functools
 from typing import Any
 from typing import ClassVar
-from typing import TypeAlias
 
 import jax
 import optax
@@ -22,10 +20,7 @@ from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
-from optax_boost.auto import _subspace
-from optax_boost.auto import _summation
-
-Config: TypeAlias = _config.BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+from optax_boost.auto import _methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +65,7 @@ class AutoBoost:
     """
     rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
 
@@ -93,14 +88,11 @@ class AutoBoost:
     Args:
       tx: the optimizer.
       params: the params, for freezing, loss scales and the subspace.
-      loss_fn: the loss ``loss_fn(params, *args)``, from whose trace they read the groups.
+      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the groups of layers.
       *args: the loss's other arguments.
-      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
+      groups: groups of :func:`layer_groups`, or regular expressions, instead of params and loss.
       decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, centralized together with the
         gradients, as in MindSpore; leave it out of `tx` then. None: none, or one inside `tx`.
-
-    Returns:
-      The transformation.
 
     Raises:
       TypeError: `tx` or `decay` is no transformation.
@@ -108,17 +100,25 @@ class AutoBoost:
         layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace, or
         there is a `decay` beside it.
     """
+    find_groups = None
+    if loss_fn is not None and params is not None:
+      find_groups = functools.partial(_groups.layer_groups, loss_fn, params, *args)
+    return self._wrap(tx, params, find_groups, groups, decay)
+
+  def _wrap(
+    self,
+    tx: optax.GradientTransformation,
+    params: Any,
+    find_groups: Callable[..., _groups.LayerGroups] | None,
+    groups: Any,
+    decay: optax.GradientTransformation | None,
+  ) -> optax.GradientTransformationExtraArgs:
+    """:meth:`optimizer` for all forms; `find_groups` groups the layers by a trace of the loss."""
     tx = _base.check_transformation("tx", tx)
     if params is not None:
       _tree.check_inexact(params, "auto_boost")
-    needing = self._needing_groups()
-    if needing and groups is None:
-      if loss_fn is None or params is None:
-        raise ValueError(
-          f"`{needing[0]}` is on, so the optimizer must know the order of the layers: pass the"
-          " params or the model, the loss and its arguments, or groups=..."
-        )
-      groups = self._read_groups(_groups.layer_groups, loss_fn, params, *args)
+    if groups is None:
+      groups = self._read_groups(find_groups)
     if decay is not None:
       decay = _base.check_transformation("decay", decay)
     if self.is_on("dim_reduce"):
@@ -127,54 +127,50 @@ class AutoBoost:
           "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
           " it out, or turn `dim_reduce` off."
         )
-      return _subspace.subspace_optimizer(self.config.dim_reduce, params)
+      return _methods.subspace_optimizer(self.config.dim_reduce, params)
+    # From the inside out. A new method joins here and in `_levels`.
     if self.is_on("less_bn") and self.config.less_bn.gc_flag:
       tx = optax.chain(_centralization.centralize(), tx)
     if decay is not None:
       tx = optax.chain(decay, tx)
-    # From the inside out. A new method joins here and in `_levels.METHODS`.
+    axes: tuple[str, ...] | None = None
     if self.is_on("adasum"):
-      tx = _summation.summed(tx, self._summation, self.config.common.device_number)
+      axes = tuple(jax.tree.leaves((self.axis_name, self.local_axis_name)))
+      tx = _methods.with_adasum(
+        tx, self.axis_name, self.local_axis_name, self.adasum_on, self.config.common.device_number
+      )
     if self.is_on("grad_freeze"):
-      assert groups is not None
-      tx = _freezing.freeze(tx, groups, _schedule(self.config.grad_freeze), key=self.key)
+      schedule = _methods.freezing_schedule(self.config.grad_freeze)
+      tx = _freezing.freeze(tx, groups, schedule, key=self.key)
     if self.is_on("grad_accumulation"):
       tx = _accumulation.accumulate(tx, self.config.grad_accumulation.grad_accumulation_step)
     if self.is_on("loss_scale_group"):
-      assert groups is not None
       # Where replicas have gradients of their own, the overflow of one counts for all.
-      axis_name = self._summation.every_axis if self.is_on("adasum") else None
-      tx = _precision.group_loss_scale(tx, groups, axis_name=axis_name)
+      tx = _precision.group_loss_scale(tx, groups, axis_name=axes)
     return tx
+
+  def _read_groups(
+    self, find_groups: Callable[..., _groups.LayerGroups] | None
+  ) -> _groups.LayerGroups | None:
+    needing = [method for method in ("grad_freeze", "loss_scale_group") if self.is_on(method)]
+    if not needing:
+      return None
+    if find_groups is None:
+      raise ValueError(
+        f"`{needing[0]}` is on, so the optimizer must know the order of the layers: pass the"
+        " params or the model, the loss and its arguments, or groups=..."
+      )
+    number = self.config.grad_freeze.param_groups
+    try:
+      return find_groups(num_groups=number)
+    except ValueError as error:
+      raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
 
   def train_step(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Any
   ) -> Any:
-    """Makes the train step.
-
-    Args:
-      loss_fn: the loss, as for :func:`make_train_step`.
-      tx: what :meth:`optimizer` returned.
-      **options: those of :func:`make_train_step`.
-
-    Returns:
-      A :class:`TrainStep`.
-    """
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
     return _train_step.make_train_step(loss_fn, tx, **options)
-
-  def _needing_groups(self) -> list[str]:
-    return [method for method in ("grad_freeze", "loss_scale_group") if self.is_on(method)]
-
-  def _read_groups(self, find: Callable[..., Any], *args: Any) -> _groups.LayerGroups:
-    number = self.config.grad_freeze.param_groups
-    try:
-      return find(*args, num_groups=number)
-    except ValueError as error:
-      raise ValueError(f"`grad_freeze.param_groups` is {number}: {error}") from error
-
-  @property
-  def _summation(self) -> _summation.Summation:
-    return _summation.Summation(self.axis_name, self.local_axis_name, self.adasum_on)
 
 
 class ModelBoost(AutoBoost):
@@ -210,99 +206,9 @@ class ModelBoost(AutoBoost):
     return model if plan is None else self._less_bn.less_bn(model, plan=plan)
 
 
-def _schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
-  # `freeze_p` is the share of steps in which nothing is frozen.
-  if block.freeze_type == 1:
-    return _freezing.interval_freezing(block.param_groups, 1 - block.freeze_p)
-  if block.freeze_type == 0 or block.freeze_p == 1:
-    return _freezing.continuous_freezing(block.param_groups, 1 - block.freeze_p)
-  if block.total_steps is None:
-    raise ValueError(
-      f"`grad_freeze` freezes in the last {1 - block.freeze_p:.0%} of the training, so it must know"
-      " how long that is: pass auto_boost(..., total_steps=...), in steps of the optimizer. Or"
-      " freeze all along: `grad_freeze.freeze_type` 0 or 1."
-    )
-  return _freezing.progressive_freezing(
-    block.param_groups, block.total_steps, block.freeze_p, anneal=False
-  )
-
-
-def read_config(config: Config, base: _config.BoostConfig) -> _config.BoostConfig:
-  """Reads any form of a configuration; a dict or file takes missing keys from `base`."""
-  if config is None:
-    return base
-  if isinstance(config, _config.BoostConfig):
-    return config
-  if isinstance(config, Mapping):
-    return _config.BoostConfig.from_dict(config, base)
-  if isinstance(config, str) and config.lstrip().startswith("{"):
-    raise ValueError(
-      f"`config` must be the path of a JSON file; got JSON itself, {_base.shorten(config)}. Pass"
-      " BoostConfig.from_json(...)."
-    )
-  if isinstance(config, str | os.PathLike):
-    return _config.BoostConfig.load(config, base)
-  raise TypeError(
-    "`config` must be a BoostConfig, a dict, the path of a JSON file or None; got"
-    f" {_base.shorten(config)}."
-  )
-
-
-def resolve(
-  level: str,
-  config: Config,
-  *,
-  axis_name: Any,
-  local_axis_name: Any,
-  adasum_on: str | None,
-  compose: bool,
-  key: jax.Array | int,
-  reference: bool,
-  total_steps: int | None,
-) -> dict[str, Any]:
-  """The fields of an :class:`AutoBoost`; the arguments are those of :func:`auto_boost`."""
-  _levels.check_level(level)
-  for name, axis in (("axis_name", axis_name), ("local_axis_name", local_axis_name)):
-    _base.check_axis_name(name, axis)
-  for name, flag in (("compose", compose), ("reference", reference)):
-    _base.check_bool(name, flag)
-  if adasum_on is not None:
-    _base.check_name("adasum_on", adasum_on, _summation.PLACES)
-  _base.as_key("key", key)
-  if axis_name is None and local_axis_name is not None:
-    raise ValueError(
-      "`local_axis_name` is the axis inside of a server, so adasum needs `axis_name`, the axis over"
-      f" servers, beside it; got local_axis_name={local_axis_name!r} and axis_name=None."
-    )
-  base = _config.BoostConfig() if reference else _levels.SETTINGS[level]
-  configuration = read_config(config, base)
-  if total_steps is not None:
-    _base.check_whole_number("total_steps", total_steps, static=True)
-    freezing = dataclasses.replace(configuration.grad_freeze, total_steps=int(total_steps))
-    configuration = dataclasses.replace(configuration, grad_freeze=freezing)
-  place = adasum_on or ("updates" if reference else "gradients")
-  summation = _summation.Summation(axis_name, local_axis_name, place)
-  decisions = _levels.decide(level, configuration, summation, compose=compose, reference=reference)
-  if axis_name is None and any(d.on for d in decisions if d.method == "adasum"):
-    raise ValueError(
-      f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"
-      " got axis_name=None. Pass the axis of your `shard_map`, or turn adasum off: mode 'manual',"
-      " adasum false."
-    )
-  return {
-    "level": level,
-    "config": configuration,
-    "decisions": decisions,
-    "axis_name": axis_name,
-    "key": key,
-    "local_axis_name": local_axis_name,
-    "adasum_on": place,
-  }
-
-
 def auto_boost(
   level: str = "O0",
-  config: Config = None,
+  config: _config.Config = None,
   *,
   axis_name: Any = None,
   local_axis_name: Any = None,
@@ -315,7 +221,8 @@ def auto_boost(
   """Chooses and sets up several methods at once, by level or by a configuration.
 
   For models in Flax use ``optax_boost.nnx.auto_boost`` or ``optax_boost.linen.auto_boost``, which
-  also change the model; here, in plain JAX, `less_bn` comes down to its centralized gradients.
+  take the same arguments and also change the model; in plain JAX `less_bn` is centralized gradients
+  alone.
 
   Args:
     level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and the first half
@@ -372,5 +279,34 @@ def auto_boost(
     MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
     for all that follow, and unknown levels and keys pass silently.
   """
-  # All arguments of this function.
-  return AutoBoost(**resolve(**locals()))
+  _levels.check_level(level)
+  _base.check_axis_name("axis_name", axis_name)
+  _base.check_axis_name("local_axis_name", local_axis_name)
+  _base.check_bool("compose", compose)
+  _base.check_bool("reference", reference)
+  if adasum_on is not None:
+    _base.check_name("adasum_on", adasum_on, _methods.ADASUM_PLACES)
+  _base.as_key("key", key)
+  if axis_name is None and local_axis_name is not None:
+    raise ValueError(
+      "`local_axis_name` is the axis inside of a server, so adasum needs `axis_name`, the axis over"
+      f" servers, beside it; got local_axis_name={local_axis_name!r} and axis_name=None."
+    )
+  base = _config.BoostConfig() if reference else _levels.SETTINGS[level]
+  config = _config.read_config(config, base)
+  if total_steps is not None:
+    _base.check_whole_number("total_steps", total_steps, static=True)
+    steps = {"grad_freeze": {"total_steps": int(total_steps)}}
+    config = _config.BoostConfig.from_dict(steps, config)
+  place = adasum_on or ("updates" if reference else "gradients")
+  decisions = _levels.decide(
+    level, config, axis_name, local_axis_name, place, compose=compose, reference=reference
+  )
+  boost = AutoBoost(level, config, decisions, axis_name, key, local_axis_name, place)
+  if axis_name is None and boost.is_on("adasum"):
+    raise ValueError(
+      f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"
+      " got axis_name=None. Pass the axis of your `shard_map`, or turn adasum off: mode 'manual',"
+      " adasum false."
+    )
+  return boost

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 import dataclasses
 import difflib
 import json
-import math
 import os
+import sys
 from typing import Any
 from typing import NamedTuple
+from typing import TypeAlias
 from typing import TypeVar
 
 from optax_boost import _base
@@ -26,41 +27,35 @@ class _Rule(NamedTuple):
   words: str
 
 
-def _is_int(value: Any) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    return False
-  try:
-    return math.isfinite(value)
-  except OverflowError:
-    # An integer that no float holds.
-    return False
-
-
-def _is_count(value: Any) -> bool:
-  return _is_int(value) and 1 <= value <= _base.LARGEST_COUNT
-
-
 def _one_of(*values: Any) -> _Rule:
+  # True equals 1, but is of another type.
   return _Rule(
     lambda v: any(type(v) is type(w) and v == w for w in values), f"one of {list(values)}"
   )
 
 
+def _or_null(rule: _Rule) -> _Rule:
+  return _Rule(lambda v: v is None or rule.allows(v), f"{rule.words} or null")
+
+
+def _is_number(value: Any) -> bool:
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  # Neither nan nor an integer that no float holds.
+  return number and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) is int and 1 <= value <= _base.LARGEST_COUNT
+
+
 _FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
 _SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
 _COUNT = _Rule(_is_count, f"an integer >= 1 and <= {_base.LARGEST_COUNT}")
-_LENGTH = _Rule(lambda v: v is None or _COUNT.allows(v), f"{_COUNT.words} or null")
 _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")
 _RATE = _Rule(lambda v: _is_number(v) and v >= 0, "a number >= 0")
-_PATH = _Rule(
-  lambda v: v is None or (isinstance(v, str) and v != "" and "\0" not in v), "a path or null"
-)
+_PATH = _or_null(_Rule(lambda v: isinstance(v, str) and v != "" and "\0" not in v, "a path"))
 
 
 def _key(default: Any, rule: _Rule) -> Any:
@@ -68,17 +63,17 @@ def _key(default: Any, rule: _Rule) -> Any:
 
 
 class _Block:
-  """A block of the schema; its fields are checked however it is made."""
+  """A block of the schema; its values are checked however it is made."""
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):  # type: ignore[arg-type]
       value, rule = getattr(self, field.name), field.metadata["rule"]
       if not rule.allows(value):
-        where = f"{_BLOCK_NAMES[type(self)]}.{field.name}"
-        hint = ""
-        if isinstance(value, str) and field.name == "mode":
-          hint = nearest(value, MODES)
-        raise ValueError(f"`{where}` must be {rule.words}; got {_base.shorten(value)}.{hint}")
+        block = next(name for name, kind in _BLOCKS.items() if kind is type(self))
+        hint = nearest(value, MODES) if field.name == "mode" and isinstance(value, str) else ""
+        raise ValueError(
+          f"`{block}.{field.name}` must be {rule.words}; got {_base.shorten(value)}.{hint}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +111,7 @@ class CommonConfig(_Block):
       without such an axis it has no effect. None: any size.
   """
 
-  device_number: int | None = _key(8, _LENGTH)
+  device_number: int | None = _key(8, _or_null(_COUNT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +143,7 @@ class GradFreezeConfig(_Block):
   param_groups: int = _key(10, _COUNT)
   freeze_type: int = _key(1, _one_of(0, 1, 2))
   freeze_p: float = _key(0.7, _SHARE)
-  total_steps: int | None = _key(65536, _LENGTH)
+  total_steps: int | None = _key(65536, _or_null(_COUNT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +151,7 @@ class GradAccumulationConfig(_Block):
   """The block ``grad_accumulation``.
 
   Attributes:
-    grad_accumulation_step: how many micro-batches make a step.
+    grad_accumulation_step: the number of micro-batches in a step.
   """
 
   grad_accumulation_step: int = _key(1, _COUNT)
@@ -190,9 +185,10 @@ class DimReduceConfig(_Block):
 class BoostConfig:
   """The configuration of :func:`auto_boost`, in the schema of MindSpore's AutoBoost.
 
-  A dict and a JSON file have the same blocks and keys; those that are left out have the defaults
-  of MindSpore. Unknown blocks and keys, wrong types and values out of range are errors, and so are
-  MindSpore's ``common.gradient_split_groups`` and ``dim_reduce.timeout``, without effect here.
+  A dict and a JSON file have the same blocks and keys; those that are left out have MindSpore's
+  defaults. Unknown blocks and keys, wrong types and values out of range are errors, and so are
+  MindSpore's ``common.gradient_split_groups`` and ``dim_reduce.timeout``, which would change
+  nothing with XLA.
 
   Attributes:
     boost: which methods are on.
@@ -237,9 +233,6 @@ class BoostConfig:
       config: blocks by name, each a dict of values by key; both may be left out.
       base: the values of keys that are left out; None: the defaults.
 
-    Returns:
-      The configuration.
-
     Raises:
       TypeError: `config` or a block is no mapping, or `base` no configuration.
       ValueError: a block or a key is unknown, or a value wrong.
@@ -248,73 +241,41 @@ class BoostConfig:
       raise TypeError(
         f"The configuration must be a mapping of blocks; got {_base.shorten(config)}."
       )
-    if not isinstance(base, BoostConfig | None):
-      raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
-    base = cls() if base is None else base
-    blocks = {name: getattr(base, name) for name in _BLOCKS}
+    base = _checked_base(base)
+    blocks = {}
     for name, values in config.items():
       if name not in _BLOCKS:
-        raise ValueError(
-          f"The configuration has no block {_base.shorten(name)}.{_hint(name, _BLOCKS)}"
-        )
-      if not isinstance(values, Mapping):
-        raise TypeError(
-          f"`{name}` must be a mapping of keys to values; got {_base.shorten(values)}."
-        )
-      blocks[name] = _read(getattr(base, name), name, values)
-    return cls(**blocks)
+        hint = _hint(name, _BLOCKS)
+        raise ValueError(f"The configuration has no block {_base.shorten(name)}.{hint}")
+      _base.check_type(name, values, Mapping, "a mapping of keys to values")
+      blocks[name] = _read_block(getattr(base, name), name, values)
+    return dataclasses.replace(base, **blocks)
 
   def to_dict(self) -> dict[str, dict[str, Any]]:
-    """Writes a dict of MindSpore's schema.
-
-    Returns:
-      All blocks with all keys, but for switches that are not set.
-    """
-    blocks: dict[str, dict[str, Any]] = {}
-    for name in _BLOCKS:
-      values = dataclasses.asdict(getattr(self, name))
-      unset = name == "boost"
-      blocks[name] = {k: v for k, v in values.items() if not (unset and v is None)}
+    """Writes a dict of MindSpore's schema: all blocks and keys, but for switches not set."""
+    blocks = dataclasses.asdict(self)
+    blocks["boost"] = {key: v for key, v in blocks["boost"].items() if v is not None}
     return blocks
 
   @classmethod
   def from_json(cls, text: str, base: "BoostConfig | None" = None) -> "BoostConfig":
-    """Reads JSON of MindSpore's schema.
-
-    Args:
-      text: the JSON itself.
-      base: the values of keys that are left out; None: the defaults.
-
-    Returns:
-      The configuration.
+    """Reads JSON of MindSpore's schema; `base` as for :meth:`from_dict`.
 
     Raises:
       TypeError: `text` is no string, or `base` no configuration.
       ValueError: the text is no JSON (the message has line and column), a key occurs twice, or
         it is not of the schema.
     """
-    if not isinstance(text, str):
-      raise TypeError(f"`text` must be JSON in a string; got {_base.shorten(text)}.")
+    _base.check_type("text", text, str, "JSON in a string")
     return cls._from_parsed(_files.parse_json(text, "`text`"), base, "`text`")
 
   def to_json(self) -> str:
-    """Writes JSON of MindSpore's schema.
-
-    Returns:
-      The text, indented.
-    """
+    """Writes indented JSON of MindSpore's schema."""
     return json.dumps(self.to_dict(), indent=2) + "\n"
 
   @classmethod
   def load(cls, path: str | os.PathLike[str], base: "BoostConfig | None" = None) -> "BoostConfig":
-    """Reads a JSON file of MindSpore's schema.
-
-    Args:
-      path: the file.
-      base: the values of keys that are left out; None: the defaults.
-
-    Returns:
-      The configuration.
+    """Reads a JSON file of MindSpore's schema; `base` as for :meth:`from_dict`.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -327,43 +288,57 @@ class BoostConfig:
   @classmethod
   def _from_parsed(cls, config: Any, base: "BoostConfig | None", source: str) -> "BoostConfig":
     """Reads parsed JSON; errors name its source, and are about its contents."""
-    if not isinstance(base, BoostConfig | None):
-      raise TypeError(f"`base` must be a BoostConfig or None; got {_base.shorten(base)}.")
+    base = _checked_base(base)
     try:
       return cls.from_dict(config, base)
     except (TypeError, ValueError) as error:
       raise ValueError(f"{source}: {error}") from error
 
 
-_BLOCKS: dict[str, type[Any]] = {
-  "boost": BoostSwitches,
-  "common": CommonConfig,
-  "less_bn": LessBNConfig,
-  "grad_freeze": GradFreezeConfig,
-  "grad_accumulation": GradAccumulationConfig,
-  "dim_reduce": DimReduceConfig,
-}
-# Keys of MindSpore's that change nothing with XLA, and why.
+# The forms of the argument `config`.
+Config: TypeAlias = BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+_BLOCKS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(BoostConfig)}
+# MindSpore's keys that change nothing with XLA, and why.
 _WITHOUT_EFFECT = {
-  ("common", "gradient_split_groups"): "XLA groups collectives by itself",
-  (
-    "dim_reduce",
-    "timeout",
-  ): "no process waits for another's file: let one write it first",
+  "common.gradient_split_groups": "XLA groups collectives by itself",
+  "dim_reduce.timeout": "no process waits for another's file: let one write it first",
 }
-_BLOCK_NAMES = {kind: name for name, kind in _BLOCKS.items()}
 
 
-def _keys(name: str) -> list[str]:
-  return [field.name for field in dataclasses.fields(_BLOCKS[name])]
+def read_config(config: Config, base: BoostConfig) -> BoostConfig:
+  """Reads any form of a configuration; a dict or file takes missing keys from `base`."""
+  if isinstance(config, BoostConfig | None):
+    return config or base
+  if isinstance(config, Mapping):
+    return BoostConfig.from_dict(config, base)
+  if isinstance(config, str) and config.lstrip().startswith("{"):
+    raise ValueError(
+      f"`config` must be the path of a JSON file; got JSON itself, {_base.shorten(config)}. Pass"
+      " BoostConfig.from_json(...)."
+    )
+  if isinstance(config, str | os.PathLike):
+    return BoostConfig.load(config, base)
+  raise TypeError(
+    "`config` must be a BoostConfig, a dict, the path of a JSON file or None; got"
+    f" {_base.shorten(config)}."
+  )
 
 
-def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
+def _checked_base(base: Any) -> BoostConfig:
+  _base.check_type("base", base, BoostConfig | None, "a BoostConfig or None")
+  return base or BoostConfig()
+
+
+def _keys(block: str) -> list[str]:
+  return [field.name for field in dataclasses.fields(_BLOCKS[block])]
+
+
+def _read_block(base: _B, name: str, values: Mapping[str, Any]) -> _B:
   for key in values:
-    if (name, key) in _WITHOUT_EFFECT:
-      raise ValueError(
-        f"`{name}.{key}` has no effect here: {_WITHOUT_EFFECT[name, key]}. Remove the key."
-      )
+    reason = _WITHOUT_EFFECT.get(f"{name}.{key}")
+    if reason is not None:
+      raise ValueError(f"`{name}.{key}` has no effect here: {reason}. Remove the key.")
     if key not in _keys(name):
       raise ValueError(f"`{name}` has no key {_base.shorten(key)}.{_hint(key, _keys(name))}")
   return dataclasses.replace(base, **values)  # type: ignore[type-var]
@@ -371,9 +346,7 @@ def _read(base: _B, name: str, values: Mapping[str, Any]) -> _B:
 
 def _hint(name: Any, names: Iterable[str]) -> str:
   homes = [block for block in _BLOCKS if name in _keys(block) and name not in names]
-  if homes:
-    return f" It belongs to the block {homes[0]!r}."
-  return nearest(name, names)
+  return f" It belongs to the block {homes[0]!r}." if homes else nearest(name, names)
 
 
 def nearest(name: Any, names: Iterable[str]) -> str:

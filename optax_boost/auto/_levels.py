@@ -1,13 +1,11 @@
-"""The levels, what rules out what, and the decision that follows, as data."""
+"""The levels, which method rules out which, and the decision that follows, as data."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 import warnings
 
 from optax_boost import _base
 from optax_boost.auto import _config
-from optax_boost.auto import _summation
 
 # The methods that each level turns on, as in MindSpore.
 LEVELS: dict[str, tuple[str, ...]] = {
@@ -25,83 +23,26 @@ LEVELS: dict[str, tuple[str, ...]] = {
 _SETTINGS = _config.BoostConfig(
   common=_config.CommonConfig(device_number=None),
   less_bn=_config.LessBNConfig(fn_flag=False),
-  grad_freeze=_config.GradFreezeConfig(
-    param_groups=2, freeze_type=2, freeze_p=0.7, total_steps=None
-  ),
+  grad_freeze=_config.GradFreezeConfig(2, freeze_type=2, freeze_p=0.7, total_steps=None),
 )
 SETTINGS: dict[str, _config.BoostConfig] = {
   "O0": _SETTINGS,
   "O1": _SETTINGS,
-  "O2": dataclasses.replace(
-    _SETTINGS, grad_freeze=dataclasses.replace(_SETTINGS.grad_freeze, freeze_p=0.55)
-  ),
+  "O2": _config.BoostConfig.from_dict({"grad_freeze": {"freeze_p": 0.55}}, _SETTINGS),
 }
 
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-  """A method's entry in the decision: its settings and savings in words, and its precedence."""
-
-  settings: Callable[[_config.BoostConfig, _summation.Summation], str]
-  saves: Callable[[_config.BoostConfig], str]
-  # The methods that it turns off, as in MindSpore; `alone`: even with `compose`.
-  rules_out: tuple[str, ...] = ()
-  alone: bool = False
-
-
-def _less_bn_settings(config: _config.BoostConfig, _: _summation.Summation) -> str:
-  block = config.less_bn
-  head = "normalized head" if block.fn_flag else "head as it is"
-  return head + (", centralized gradients" if block.gc_flag else ", gradients as they are")
-
-
-def _freeze_settings(config: _config.BoostConfig, _: _summation.Summation) -> str:
-  block = config.grad_freeze
-  kind = ("continuous", "interval", "at the end")[block.freeze_type]
-  return f"{kind}, {block.param_groups} groups, {1 - block.freeze_p:.0%} of the steps"
-
-
-def _adasum_settings(config: _config.BoostConfig, summation: _summation.Summation) -> str:
-  text = f"on {summation.on}, over {summation.axis_name!r}"
-  if summation.local_axis_name is not None:
-    return f"{text}, mean over {summation.local_axis_name!r}"
-  if config.common.device_number in (None, 1):
-    return text
-  return f"{text} (device_number {config.common.device_number} needs local_axis_name=...)"
-
-
-# In the order of their precedence.
-METHODS: dict[str, Method] = {
-  "dim_reduce": Method(
-    settings=lambda c, _: f"{c.dim_reduce.n_components} dimensions, in the optimizer's place",
-    saves=lambda c: "steps, not time per step",
-    rules_out=("less_bn", "grad_freeze", "adasum", "grad_accumulation", "loss_scale_group"),
-    alone=True,
-  ),
-  "less_bn": Method(
-    settings=_less_bn_settings,
-    saves=lambda c: "the time and memory of the BatchNorms that go",
-  ),
-  "grad_freeze": Method(
-    settings=_freeze_settings,
-    saves=lambda c: (
-      f"the frozen layers' backward pass in {1 - c.grad_freeze.freeze_p:.0%} of steps"
-    ),
-    rules_out=("adasum", "grad_accumulation"),
-  ),
-  "adasum": Method(
-    settings=_adasum_settings,
-    saves=lambda c: "steps with large batches; costs an all-reduce's bytes",
-  ),
-  "grad_accumulation": Method(
-    settings=lambda c, _: f"{c.grad_accumulation.grad_accumulation_step} micro-batches per step",
-    saves=lambda c: "memory",
-  ),
-  "loss_scale_group": Method(
-    settings=lambda c, _: f"a scale for each of {c.grad_freeze.param_groups} groups",
-    saves=lambda c: "what half precision saves",
-  ),
+# The methods in the order of their precedence, each with those that it turns off in MindSpore.
+_RULED_OUT_BY: dict[str, tuple[str, ...]] = {
+  "dim_reduce": ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "loss_scale_group"),
+  "less_bn": (),
+  "grad_freeze": ("adasum", "grad_accumulation"),
+  "adasum": (),
+  "grad_accumulation": (),
+  "loss_scale_group": (),
 }
+METHODS = tuple(_RULED_OUT_BY)
+# This one takes the optimizer's place and can't be combined.
+_ALONE = "dim_reduce"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +77,9 @@ def check_level(level: Any) -> None:
 def decide(
   level: str,
   config: _config.BoostConfig,
-  summation: _summation.Summation,
+  axis_name: Any,
+  local_axis_name: Any,
+  adasum_on: str,
   *,
   compose: bool,
   reference: bool,
@@ -147,50 +90,43 @@ def decide(
   unless `reference`.
   """
   requests = _requests(level, config)
-  has_axis = summation.axis_name is not None
   on = {name for name, (requested, _) in requests.items() if requested}
   reasons = {name: why for name, (_, why) in requests.items()}
-
-  def keeps_adasum(method: str) -> bool:
-    return method == "adasum" and has_axis and not reference
-
-  def combining(method: str) -> str:
-    if method != "adasum" or has_axis:
-      return "compose=True combines"
-    # Without an axis, compose=True alone is an error.
-    return "axis_name=... and compose=True combine" if reference else "axis_name=... combines"
-
-  for name, method in METHODS.items():
-    if name not in on:
-      continue
-    others = [other for other in method.rules_out if other in on]
-    if compose and method.alone and others:
+  # Without an axis, compose=True alone is an error.
+  missing = [] if axis_name is not None else ["axis_name=..."]
+  missing += ["compose=True"] if reference or axis_name is not None else []
+  hints = dict.fromkeys(METHODS, "compose=True combines") | {
+    "adasum": f"{' and '.join(missing)} combine{'s' if len(missing) == 1 else ''}"
+  }
+  for name, others in _RULED_OUT_BY.items():
+    lost = [other for other in others if name in on and other in on]
+    if name == _ALONE and compose and lost:
       raise ValueError(
-        f"compose=True contradicts `boost.{name}` beside `boost.{others[0]}`: {name} takes the"
+        f"compose=True contradicts `boost.{name}` beside `boost.{lost[0]}`: {name} takes the"
         " optimizer's place. Turn one of them off."
       )
-    if not compose:
-      others = [other for other in others if method.alone or not keeps_adasum(other)]
-      on -= set(others)
-      for other in others:
-        hint = "" if method.alone else f"; {combining(other)} them"
+    for other in lost:
+      keeps_adasum = other == "adasum" and axis_name is not None and not reference
+      if name == _ALONE or not (compose or keeps_adasum):
+        on.remove(other)
+        hint = "" if name == _ALONE else f"; {hints[other]} them"
         reasons[other] = f"{name} goes before it, as in MindSpore{hint}"
   if "grad_accumulation" in on and config.grad_accumulation.grad_accumulation_step == 1:
     warnings.warn(
       "`boost.grad_accumulation` is on with `grad_accumulation.grad_accumulation_step` 1, which"
       " accumulates nothing.",
       _base.NoEffectWarning,
-      stacklevel=4,
+      stacklevel=3,
     )
+  words = _describe(config, axis_name, local_axis_name, adasum_on)
   return tuple(
-    Decision(name, True, reasons[name], method.settings(config, summation), method.saves(config))
-    if name in on
-    else Decision(name, False, reasons[name])
-    for name, method in METHODS.items()
+    Decision(name, name in on, reasons[name], *(words[name] if name in on else ()))
+    for name in METHODS
   )
 
 
 def _requests(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
+  """For each method, whether level, mode and switches turn it on, and the reason."""
   mode = config.boost.mode
   requests: dict[str, tuple[bool, str]] = {}
   for name in METHODS:
@@ -209,3 +145,37 @@ def _requests(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, 
         f"{f', and level {level} leaves it off' if mode == 'auto' else ''}. Pass mode 'manual'."
       )
   return requests
+
+
+def _describe(
+  config: _config.BoostConfig, axis_name: Any, local_axis_name: Any, adasum_on: str
+) -> dict[str, tuple[str, str]]:
+  """For each method its settings and the savings to expect, in words."""
+  freezing, devices = config.grad_freeze, config.common.device_number
+  share = f"{1 - freezing.freeze_p:.0%}"
+  schedule = ("continuous", "interval", "at the end")[freezing.freeze_type]
+  head = "normalized head" if config.less_bn.fn_flag else "head as it is"
+  gradients = "centralized gradients" if config.less_bn.gc_flag else "gradients as they are"
+  axes = f"on {adasum_on}, over {axis_name!r}"
+  if local_axis_name is not None:
+    axes += f", mean over {local_axis_name!r}"
+  elif devices not in (None, 1):
+    axes += f" (device_number {devices} needs local_axis_name=...)"
+  micro_batches = config.grad_accumulation.grad_accumulation_step
+  return {
+    "dim_reduce": (
+      f"{config.dim_reduce.n_components} dimensions, in the optimizer's place",
+      "steps, not time per step",
+    ),
+    "less_bn": (f"{head}, {gradients}", "the time and memory of the removed BatchNorms"),
+    "grad_freeze": (
+      f"{schedule}, {freezing.param_groups} groups, {share} of the steps",
+      f"the frozen layers' backward pass in {share} of steps",
+    ),
+    "adasum": (axes, "steps with large batches; costs an all-reduce's bytes"),
+    "grad_accumulation": (f"{micro_batches} micro-batches per step", "memory"),
+    "loss_scale_group": (
+      f"a scale for each of {freezing.param_groups} groups",
+      "half precision's time and memory",
+    ),
+  }

@@ -34,15 +34,7 @@ class BoundModel:
     self.collections = dict(collections)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Applies the module.
-
-    Args:
-      *args: the module's arguments.
-      **kwargs: the module's keyword arguments, and `method`.
-
-    Returns:
-      The module's output.
-    """
+    """Applies the module to its own arguments; `method` among them names another method."""
     # Two calls within one loss draw different masks.
     rngs = {name: jax.random.fold_in(rng, self._calls) for name, rng in self._rngs.items()}
     self._calls += 1
@@ -63,53 +55,62 @@ def pure_loss(
   """From ``loss_fn(model, batch)`` to the pure loss that returns the new collections, too."""
   check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  names = check_stream_names(rngs)
-
-  def loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = BoundModel(module, params, collections, keys(rng, names))
-    output = loss_fn(model, batch)
-    return _train_step.with_model_state(output, model.collections, has_aux)
-
-  return loss
-
-
-def keys(rng: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
-  """A key for each rng stream; none without `rng`."""
-  if rng is None:
-    return {}
-  return dict(zip(names, jax.random.split(rng, len(names)), strict=True))
-
-
-def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
-  """The params, and the other collections."""
-  if not isinstance(variables, Mapping):
-    raise TypeError(
-      "`variables` must be the mapping that `module.init` returned; got"
-      f" {_base.shorten(variables)}."
-    )
-  if "params" not in variables:
-    raise ValueError(
-      "`variables` must be what `module.init` returned, with a collection 'params'; got"
-      f" {sorted(map(str, variables))}."
-    )
-  return variables["params"], {name: v for name, v in variables.items() if name != "params"}
-
-
-def check_module(module: Any) -> None:
-  """Refuses all but Linen modules."""
-  if not isinstance(module, nn.Module):
-    raise TypeError(
-      "`module` must be a Linen module, as `nn.Dense(1)`; got"
-      f" {_base.shorten(module)}. For NNX modules there is `optax_boost.nnx`."
-    )
-
-
-def check_stream_names(rngs: Any) -> tuple[str, ...]:
-  """Checks the argument `rngs`."""
   sequence = isinstance(rngs, Sequence) and not isinstance(rngs, str)
   if not (sequence and all(isinstance(name, str) for name in rngs)):
     raise TypeError(
       "`rngs` must be a sequence of names of rng streams, as ('dropout',); got"
       f" {_base.shorten(rngs)}."
     )
-  return tuple(rngs)
+
+  def loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
+    model = BoundModel(module, params, collections, keys)
+    output = loss_fn(model, batch)
+    return _train_step.with_model_state(output, model.collections, has_aux)
+
+  return loss
+
+
+def adapt(
+  module: Any, loss_fn: Any, variables: Any, rng: Any, rngs: Any
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+  """The pure loss, the params and the other collections, after checks of the arguments."""
+  loss = pure_loss(module, loss_fn, rngs)
+  params, collections = split_variables(variables)
+  if rng is not None:
+    _base.check_key("rng", rng)
+  return loss, params, collections
+
+
+def split_variables(variables: Any, name: str = "variables") -> tuple[Any, dict[str, Any]]:
+  """The params, and the other collections."""
+  check_collections(name, variables)
+  if not are_variables(variables):
+    raise ValueError(
+      f"`{name}` must be what `module.init` returned, with a collection 'params'; got the keys"
+      f" {sorted(map(str, variables))}."
+    )
+  return variables["params"], {key: value for key, value in variables.items() if key != "params"}
+
+
+def are_variables(value: Any) -> bool:
+  """Whether a value is a dict of collections with a collection ``params``."""
+  return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
+
+
+def check_collections(name: str, value: Any) -> None:
+  """Refuses all but dicts."""
+  if not isinstance(value, Mapping):
+    raise TypeError(
+      f"`{name}` must be a dict of collections; got {_base.shorten(value)}. Pass the variables that"
+      " `module.init` returned."
+    )
+
+
+def check_module(module: Any) -> None:
+  """Refuses all but Linen modules."""
+  if not isinstance(module, nn.Module):
+    raise TypeError(
+      f"`module` must be a Linen module; got {_base.shorten(module)}. For NNX modules there is"
+      " `optax_boost.nnx`."
+    )

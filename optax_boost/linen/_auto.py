@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 from typing import ClassVar
 
@@ -12,7 +13,8 @@ import optax
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
-from optax_boost.linen import _checks
+from optax_boost.auto import _config
+from optax_boost.linen import _adapter
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 from optax_boost.linen._groups import layer_groups
@@ -42,36 +44,20 @@ class AutoBoost(_build.ModelBoost):
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
-    Args:
-      tx: the optimizer.
-      module: what :meth:`model` returned, for freezing and loss scales.
-      loss_fn: the loss ``loss_fn(model, batch)``, from whose trace they read the groups.
-      variables: what ``module.init`` returned, for these and the subspace.
-      batch: a batch.
-      rng: a key, if the module draws.
-      groups: instead of all of these: groups of :func:`layer_groups`, or regular expressions.
-      decay: the weight decay, to centralize together with the gradients; see
-        :meth:`optax_boost.auto.AutoBoost.optimizer`.
-
-    Returns:
-      The transformation.
-
-    Raises:
-      ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers; `dim_reduce` is on without variables, or neither finds nor can fit the subspace.
+    As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the arguments of :func:`layer_groups`:
+    the `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init`` in
+    the place of params, a `batch` and, if the module draws, a key `rng`.
     """
-    tx = _base.check_transformation("tx", tx)
     if module is not None:
-      _checks.check_module(module)
-    if variables is not None:
-      _checks.check_variables("variables", variables)
+      _adapter.check_module(module)
     if rng is not None:
       _base.check_key("rng", rng)
-    traceable = not any(value is None for value in (module, loss_fn, variables))
-    if self._needing_groups() and groups is None and traceable:
-      groups = self._read_groups(layer_groups, module, loss_fn, variables, batch, rng)
-    params = None if variables is None else variables["params"]
-    return super().optimizer(tx, params, groups=groups, decay=decay)
+    params = find_groups = None
+    if variables is not None:
+      params, _ = _adapter.split_variables(variables)
+      if module is not None and loss_fn is not None:
+        find_groups = functools.partial(layer_groups, module, loss_fn, variables, batch, rng)
+    return self._wrap(tx, params, find_groups, groups, decay)
 
   def train_step(  # type: ignore[override]
     self,
@@ -80,47 +66,15 @@ class AutoBoost(_build.ModelBoost):
     tx: optax.GradientTransformation,
     **options: Any,
   ) -> _train_step.TrainStep:
-    """Makes the train step.
-
-    Args:
-      module: what :meth:`model` returned.
-      loss_fn: the loss, as for :func:`make_train_step`.
-      tx: what :meth:`optimizer` returned.
-      **options: those of :func:`make_train_step`.
-
-    Returns:
-      A :class:`TrainStep`.
-    """
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
     return _train_step.make_train_step(module, loss_fn, tx, **options)
 
 
-def auto_boost(
-  level: str = "O0",
-  config: _build.Config = None,
-  *,
-  axis_name: Any = None,
-  local_axis_name: Any = None,
-  adasum_on: str | None = None,
-  compose: bool = False,
-  key: jax.Array | int = 0,
-  reference: bool = False,
-  total_steps: int | None = None,
-) -> AutoBoost:
-  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen.
+@_base.with_keywords_of(_build.auto_boost)
+def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any) -> AutoBoost:
+  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen modules.
 
-  Args:
-    level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
-    config: a configuration, a dict of its schema, or the path of a JSON file.
-    axis_name: the named axis over which `adasum` runs.
-    local_axis_name: the named axis over the devices of one server.
-    adasum_on: ``"gradients"`` or ``"updates"``.
-    compose: whether methods are combined that MindSpore runs alone.
-    key: the seed of the freezing schedule, or a key.
-    reference: whether MindSpore's defaults hold instead of the level's settings.
-    total_steps: the length of the training in steps of the optimizer.
-
-  Returns:
-    An :class:`AutoBoost`.
+  The arguments are the same.
 
   Examples:
     >>> from flax import linen as nn
@@ -137,5 +91,4 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  # All arguments of this function.
-  return AutoBoost(**_build.resolve(**locals()))
+  return AutoBoost(**vars(_build.auto_boost(level, config, **options)))

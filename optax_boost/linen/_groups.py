@@ -37,11 +37,9 @@ def layer_groups(
     batch: a batch.
     rng: a key, if the module draws.
     rngs: the names of the module's rng streams.
-    num_groups: how many groups.
+    num_groups: see :func:`optax_boost.layer_groups`, as for the rest.
     overrides: group by regular expression.
-    data: which leaves of `batch` are data: a tree of bools with its structure or a prefix of it,
-      regular expressions, searched in their paths, or a callable from `batch` to such a tree;
-      None: all of them.
+    data: which leaves of `batch` are data; None: all of them.
 
   Returns:
     A :class:`optax_boost.LayerGroups`.
@@ -60,15 +58,11 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
-  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
+  loss, params, collections = _adapter.adapt(module, loss_fn, variables, rng, rngs)
+  is_data = [*_groups.select_data(batch, data), *[False] * len(jax.tree.leaves(rng))]
+  args = (batch, rng)
   return _groups.group_by_use(
-    loss,
-    params,
-    collections,
-    (batch, rng),
-    num_groups=num_groups,
-    overrides=overrides,
-    is_data=[*_groups.select_data(batch, data), *[False] * len(jax.tree.leaves(rng))],
+    loss, params, collections, args, num_groups=num_groups, overrides=overrides, is_data=is_data
   )
 
 
@@ -83,13 +77,7 @@ def stacked_axes(
 ) -> dict[str, tuple[int, ...]]:
   """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for Linen.
 
-  Args:
-    module: the Linen module.
-    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    variables: the output of ``module.init``.
-    batch: a batch.
-    rng: a key, if the module draws.
-    rngs: the names of the module's rng streams.
+  Arguments as for :func:`layer_groups`.
 
   Returns:
     Axes by regular expression, as :func:`optax_boost.stacked_axes`.
@@ -113,16 +101,5 @@ def stacked_axes(
     >>> optax_boost.linen.stacked_axes(module, loss_fn, variables, x)
     {'^Dense_0/bias$': (0,), '^Dense_0/kernel$': (0,)}
   """
-  loss, params, collections = _adapt(module, loss_fn, variables, rng, rngs)
+  loss, params, collections = _adapter.adapt(module, loss_fn, variables, rng, rngs)
   return _stacked.stacked_axes(loss, params, collections, batch, rng)
-
-
-def _adapt(
-  module: Any, loss_fn: Any, variables: Any, rng: Any, rngs: Any
-) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
-  """The loss as ``loss(params, model_state, batch, rng)``, the params and the state."""
-  loss = _adapter.pure_loss(module, loss_fn, rngs)
-  params, collections = _adapter.split_variables(variables)
-  if rng is not None:
-    _base.check_key("rng", rng)
-  return loss, params, collections

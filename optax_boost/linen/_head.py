@@ -1,5 +1,6 @@
 """The normalized head for Flax Linen."""
 
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -10,24 +11,12 @@ from optax_boost import _normalized_dense
 
 
 class NormalizedDense(nn.Module):
-  r"""A dense layer whose inputs and kernel are L2-normalized, times a learned multiplier.
-
-  .. math::
-    y = s \, (N(x) \, N(W) + b), \qquad N(v) = v / \sqrt{\max(v \cdot v, \epsilon)}
-
-  with :math:`N` on each row of :math:`x` and each output's column of :math:`W`. Logits lie within
-  plus or minus the multiplier, whatever the length of the features. Norms are taken in float32.
+  """:class:`optax_boost.nnx.NormalizedDense` for Linen.
 
   Attributes:
     features: the number of outputs.
-    use_bias: whether there is a bias; the multiplier scales it too.
-    dtype: the dtype of the computation; None: that of inputs and params.
-    param_dtype: the dtype of the params.
-    kernel_init: initializer of the kernel; its scale does not matter.
-    bias_init: initializer of the bias.
-    multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start,
-      where 1 makes it learn to.
-    eps: smallest squared norm to divide by.
+    use_bias, dtype, param_dtype, kernel_init, bias_init, multiplier_init, eps: as for
+      :class:`optax_boost.nnx.NormalizedDense`.
 
   Raises:
     TypeError: an attribute is of the wrong kind; when called: the input is no array.
@@ -40,9 +29,6 @@ class NormalizedDense(nn.Module):
     >>> variables = head.init(jax.random.key(0), x)
     >>> bool(jnp.allclose(head.apply(variables, x), head.apply(variables, 100 * x)))
     True
-
-  References:
-    MindSpore Boost's ``CommonHeadLastFN``.
   """
 
   features: int
@@ -55,36 +41,18 @@ class NormalizedDense(nn.Module):
   eps: float = _normalized_dense.EPS
 
   def __post_init__(self) -> None:
-    _normalized_dense.check_settings(
-      {"features": self.features},
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
-      initializers={
-        "kernel_init": self.kernel_init,
-        "bias_init": self.bias_init,
-        "multiplier_init": self.multiplier_init,
-      },
-      eps=self.eps,
-    )
+    names = [field.name for field in dataclasses.fields(self)]
+    _normalized_dense.check_settings({name: getattr(self, name) for name in names})
     super().__post_init__()
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Applies the layer.
-
-    Args:
-      x: inputs, (..., n).
-
-    Returns:
-      Outputs, (..., features).
-    """
+    """From inputs (..., n) to outputs (..., features)."""
     _normalized_dense.check_inputs(x)
     kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
     bias = None
     if self.use_bias:
       bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
     multiplier = self.param("multiplier", self.multiplier_init, (1,), self.param_dtype)
-    given = (x, kernel, multiplier, bias)
-    x, kernel, multiplier, bias = nn.dtypes.promote_dtype(*given, dtype=self.dtype)
-    return _normalized_dense.normalized_dense(x, kernel, multiplier, bias, eps=self.eps)
+    promoted = nn.dtypes.promote_dtype(x, kernel, multiplier, bias, dtype=self.dtype)
+    return _normalized_dense.normalized_dense(*promoted, eps=self.eps)

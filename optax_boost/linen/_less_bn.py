@@ -1,7 +1,6 @@
 """Fewer BatchNorms for Flax Linen modules, by intercepting their calls."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from optax_boost import _base
 from optax_boost import _less_bn
-from optax_boost.linen import _checks
+from optax_boost.linen import _adapter
 from optax_boost.linen import _head
 
 _KERNEL_LAYERS = (nn.Conv, nn.ConvTranspose, nn.Dense)
@@ -119,25 +117,13 @@ def plan_less_bn(
   multiplier: float = 1.0,
   **kwargs: Any,
 ) -> _less_bn.LessBNPlan:
-  """Plans the changes that :func:`less_bn` makes to a module; ``print`` shows them.
-
-  Args:
-    module: the module.
-    *args: the module's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables, as
-      ``module.init`` returned them, may come first, as for :func:`layer_groups`; without them
-      ``module.init`` is traced.
-    fn_flag: see :func:`less_bn`, as all that follows.
-    bias: whether a removed BatchNorm leaves a bias.
-    predicate: which BatchNorms go.
-    multiplier: the initial value of the head's multiplier.
-    **kwargs: the module's keyword arguments, such as ``train=True``.
+  """Plans the changes that :func:`less_bn` makes to a module, with its arguments; ``print`` it.
 
   Returns:
     A plan for ``less_bn(module, plan=plan)``, on this module or another of the same architecture.
 
   Raises:
-    TypeError: `module` is no Linen module, or an option of the wrong kind.
-    ValueError: `multiplier` is not positive, or there are no inputs.
+    TypeError, ValueError: as :func:`less_bn`.
 
   Examples:
     >>> from flax import linen as nn
@@ -155,54 +141,10 @@ def plan_less_bn(
     removed 2 of 3 BatchNorms: BatchNorm_0, BatchNorm_1
     kept, last of its residual branch: BatchNorm_2
   """
-  _checks.check_module(module)
-  return _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
-
-
-def _plan(
-  module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
-) -> _less_bn.LessBNPlan:
-  variables = None
-  if args and _checks.are_variables(args[0]):
-    variables, *rest = args
-    args = tuple(rest)
-  _less_bn.check_call(args, kwargs, *options)
-  norms: dict[str, None] = {}
-  layers: dict[str, nn.Module] = {}
-
-  def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    path = "/".join(context.module.path)
-    if context.method_name == "__call__" and isinstance(context.module, nn.BatchNorm):
-      norms[path] = None
-      return _less_bn.mark_norm(_input_of(context.module, *args, **kwargs), path)
-    if isinstance(context.module, _KERNEL_LAYERS):
-      layers[path] = context.module
-    return next_fun(*args, **kwargs)
-
-  def init(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    del params, state
-    return module.init(jax.random.key(_TRACE_SEED), *args, **kwargs)
-
-  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    rngs = jax.random.key(_TRACE_SEED)
-    variables = {"params": params, **state}
-    return module.apply(variables, *args, rngs=rngs, mutable=list(state), **kwargs)[0]
-
-  with nn.intercept_methods(intercept):
-    if variables is None:
-      variables = _less_bn.abstract(init, {}, {}, args, kwargs)
-    state = {name: value for name, value in variables.items() if name != "params"}
-    params = variables.get("params", {})
-    flows = _less_bn.trace(apply, params, state, args, kwargs)
-  return _less_bn.make_plan(
-    flows,
-    _less_bn.Layers(
-      list(norms),
-      [path for path, layer in layers.items() if not layer.use_bias],  # type: ignore[attr-defined]
-      [path for path, layer in layers.items() if isinstance(layer, nn.Dense)],
-    ),
-    *options,
-  )
+  _adapter.check_module(module)
+  variables, args = _variables_and_inputs(args)
+  trace = functools.partial(_trace, module, variables)
+  return _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
 
 
 def less_bn(
@@ -215,12 +157,7 @@ def less_bn(
   plan: _less_bn.LessBNPlan | None = None,
   **kwargs: Any,
 ) -> LessBN:
-  """Returns a module with fewer BatchNorms: of each bottleneck's branch the last stays.
-
-  Which BatchNorm stands where is read from a trace of the module, not from names: a residual
-  block is an addition whose two operands stem from one value; its branch is the side with more
-  layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
-  as in MindSpore.
+  """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
 
   Initialize it anew, or load variables of the original module with :func:`load_original`. For
   evaluation use the same module, with ``train=False`` or whatever the module's own flag is. Calls
@@ -228,17 +165,13 @@ def less_bn(
 
   Args:
     module: the module.
-    *args: the module's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do. Its
-      variables may come first, see :func:`plan_less_bn`.
-    fn_flag: whether the last dense layer becomes a :class:`NormalizedDense`, with the same paths of
-      kernel and bias.
-    bias: whether a convolution or dense layer without bias gets one where the BatchNorm after it
-      goes.
-    predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
-      layers). None: those inside of a branch of at least three layers. To take in basic blocks:
-      ``lambda place: place.role == "inner"``.
-    multiplier: the initial value of the head's multiplier. Raising it sharpens the predictions from
-      the start; MindSpore starts from 1.
+    *args: the module's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables, as
+      ``module.init`` returned them, may come first; without them ``module.init`` is traced.
+    fn_flag: see :func:`optax_boost.nnx.less_bn`, as for the rest. The paths of kernel and bias in
+      the variables stay.
+    bias: whether a removed BatchNorm leaves a bias.
+    predicate: which BatchNorms go.
+    multiplier: the initial value of the head's multiplier.
     plan: a plan of :func:`plan_less_bn`, instead of all of these.
     **kwargs: the module's keyword arguments, such as ``train=True``.
 
@@ -259,17 +192,53 @@ def less_bn(
     >>> variables = less.init(jax.random.key(0), x)
     >>> sorted(variables["params"]), sorted(variables["params"]["layers_1"])
     (['layers_1'], ['bias', 'kernel', 'multiplier'])
-
-  References:
-    MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
-    drops their biases.
   """
-  _checks.check_module(module)
-  if plan is not None:
-    _less_bn.check_plan(plan)
-  if plan is None:
-    plan = _plan(module, args, kwargs, (fn_flag, bias, predicate, multiplier))
+  _adapter.check_module(module)
+  variables, args = _variables_and_inputs(args)
+  trace = functools.partial(_trace, module, variables)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier, plan)
   return LessBN(Unbound(module), plan)
+
+
+def _variables_and_inputs(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+  return (args[0], args[1:]) if args and _adapter.are_variables(args[0]) else (None, args)
+
+
+def _trace(
+  module: nn.Module, variables: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _less_bn.Trace:
+  norms: dict[str, None] = {}
+  layers: dict[str, Any] = {}
+  key = jax.random.key(_TRACE_SEED)
+
+  def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    path = "/".join(context.module.path)
+    if context.method_name == "__call__" and isinstance(context.module, nn.BatchNorm):
+      norms[path] = None
+      return _less_bn.mark_norm(_input_of(context.module, *args, **kwargs), path)
+    if isinstance(context.module, _KERNEL_LAYERS):
+      layers[path] = context.module
+    return next_fun(*args, **kwargs)
+
+  def init(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    del params, state
+    return module.init(key, *args, **kwargs)
+
+  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    variables = {"params": params, **state}
+    return module.apply(variables, *args, rngs=key, mutable=list(state), **kwargs)[0]
+
+  with nn.intercept_methods(intercept):
+    if variables is None:
+      variables = _less_bn.abstract(init, {}, {}, args, kwargs)
+    state = {name: value for name, value in variables.items() if name != "params"}
+    flows = _less_bn.trace(apply, variables.get("params", {}), state, args, kwargs)
+  return _less_bn.Trace(
+    flows,
+    list(norms),
+    [path for path, layer in layers.items() if not layer.use_bias],
+    [path for path, layer in layers.items() if isinstance(layer, nn.Dense)],
+  )
 
 
 def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadReport]:
@@ -298,6 +267,5 @@ def load_original(variables: Any, checkpoint: Any) -> tuple[Any, _less_bn.LoadRe
     not in the checkpoint, left as they were: params/fc/multiplier
   """
   for name, tree in (("variables", variables), ("checkpoint", checkpoint)):
-    if not isinstance(tree, Mapping):
-      raise TypeError(f"`{name}` must be a dict of collections; got {_base.shorten(tree)}.")
+    _adapter.check_collections(name, tree)
   return _less_bn.load_tree(variables, checkpoint)

@@ -10,14 +10,12 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _train_step
-from optax_boost.linen import _checks
-from optax_boost.linen._adapter import BoundModel
-from optax_boost.linen._adapter import keys
+from optax_boost.linen import _adapter
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
 
+@_base.with_keywords_of(_api.race, "has_model_state")
 def race(
   module: nn.Module,
   loss_fn: Callable[..., Any],
@@ -25,17 +23,9 @@ def race(
   data: Any,
   transformations: Mapping[str, optax.GradientTransformation],
   *,
-  steps: int,
-  rngs: Sequence[str] = ("dropout",),
-  batch_size: int | None = None,
-  seeds: int | Sequence[int] = 3,
   evaluate: Callable[..., Any] | None = None,
-  points: int = 40,
-  jit_evaluate: bool = True,
-  full_grad_fn: Callable[..., Any] | None = None,
-  baseline: str | None = None,
-  seeds_at_once: int | None = None,
-  progress: bool = True,
+  rngs: Sequence[str] = ("dropout",),
+  **options: Any,
 ) -> RaceResult:
   """Trains a module with each of several transformations: :func:`optax_boost.race` for Linen.
 
@@ -43,27 +33,12 @@ def race(
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
     init_fn: from a key to the variables that ``module.init`` returns.
-    rngs: the names of the module's rng streams.
+    data: as for :func:`optax_boost.race`.
+    transformations: by name.
     evaluate: ``evaluate(model)``, where ``model(x, ...)`` applies the module without rngs: a
       scalar, or a dictionary of scalars. Pass the module's argument for evaluation, as ``train``.
-    data: see :func:`optax_boost.race`, as for the rest.
-    transformations: by name.
-    steps: the length of each training.
-    batch_size: examples in a batch.
-    seeds: the number of seeds, or the seeds.
-    points: the most points of a curve.
-    jit_evaluate: whether `evaluate` is jitted.
-    full_grad_fn: as for :func:`make_train_step`.
-    baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
-    progress: whether to show a progress bar.
-
-  Returns:
-    A :class:`optax_boost.race.RaceResult`.
-
-  Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: an argument is out of range.
+    rngs: the names of the module's rng streams.
+    **options: the other arguments of :func:`optax_boost.race`.
 
   Examples:
     >>> from flax import linen as nn
@@ -82,40 +57,24 @@ def race(
     >>> result.difference("fast", "training loss")[0] < 0
     True
   """
-  _checks.check_module(module)
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  pure_loss = _adapter.pure_loss(module, loss_fn, rngs)
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
-  if isinstance(rngs, str) or not (
-    isinstance(rngs, Sequence) and all(isinstance(name, str) for name in rngs)
-  ):
-    raise TypeError(
-      f"`rngs` must be a sequence of names of rng streams; got {_base.shorten(rngs)}."
-    )
+  if evaluate is not None:
+    _base.check_callable("evaluate", evaluate, "evaluate(model)")
 
-  def pure_loss(params: Any, collections: Any, batch: Any, rng: jax.Array) -> Any:
-    model = BoundModel(module, params, collections, keys(rng, rngs))
-    return _train_step.with_model_state(loss_fn(model, batch), model.collections, False)
-
-  def start(seed: int) -> tuple[Any, Any]:
-    variables = init_fn(jax.random.key(seed))
-    _checks.check_variables("init_fn(key)", variables)
-    variables = dict(variables)
-    return variables.pop("params"), variables
+  def init(key: jax.Array) -> tuple[Any, Any]:
+    return _adapter.split_variables(init_fn(key), "init_fn(key)")
 
   def metrics(params: Any, collections: Any) -> Any:
     assert evaluate is not None
-    return evaluate(BoundModel(module, params, collections, {}))
+    return evaluate(_adapter.BoundModel(module, params, collections, {}))
 
-  options = _api.Options(
-    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
-    seeds_at_once, progress
-  )  # fmt: skip
-  return _api.race_from(
+  return _api.race(
     pure_loss,
-    start,
-    None if evaluate is None else metrics,
-    options,
+    init,
+    data,
+    transformations,
+    evaluate=None if evaluate is None else metrics,
     has_model_state=True,
-    takes_rng=True,
+    **options,
   )

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import Literal
 
 from flax import linen as nn
 import optax
 
+from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost.linen import _adapter
 
@@ -15,8 +15,11 @@ from optax_boost.linen import _adapter
 class TrainStep(_train_step.TrainStep):
   """A jitted train step for a Linen module; made by :func:`make_train_step`.
 
-  As :class:`optax_boost.TrainStep`, but :meth:`init` takes variables, and the rng streams of the
-  module are made from the key of a step.
+  An :class:`optax_boost.TrainStep` whose :meth:`init` takes variables. The other methods are
+  inherited: the call ``state, metrics = step(state, batch, rng)``, where the module's rng streams
+  are made from the key `rng`, and :meth:`~optax_boost.TrainStep.refresh`,
+  :meth:`~optax_boost.TrainStep.lower`, :meth:`~optax_boost.TrainStep.trace` and
+  :meth:`~optax_boost.TrainStep.cache_size`.
   """
 
   def init(self, variables: Any) -> _train_step.TrainState:  # type: ignore[override]
@@ -52,24 +55,19 @@ def variables(state: _train_step.TrainState) -> dict[str, Any]:
   return {"params": state.params, **state.model_state}
 
 
+@_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
 def make_train_step(
   module: nn.Module,
   loss_fn: Callable[..., Any],
   tx: optax.GradientTransformation,
   *,
   rngs: Sequence[str] = ("dropout",),
-  has_aux: bool = False,
-  full_grad_fn: Callable[..., Any] | None = None,
-  donate: bool = True,
-  freezing: Literal["auto", "per_depth", "switch"] = "auto",
-  hold_frozen_statistics: bool = True,
-  extra_metrics: Sequence[str] = (),
+  **options: Any,
 ) -> TrainStep:
-  """Makes a jitted train step for Linen that feeds any optax transformation.
+  """Makes a jitted train step for Linen: :func:`optax_boost.make_train_step` for modules.
 
-  ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`. Statistics come from the one
-  forward pass at the current params; trial points of a line search see the same dropout masks and
-  change nothing.
+  Statistics come from the one forward pass at the current params; trial points of a line search see
+  the same dropout masks and change nothing.
 
   Args:
     module: the Linen module.
@@ -77,12 +75,7 @@ def make_train_step(
       scalar loss, or ``(loss, aux)``.
     tx: the transformation.
     rngs: the names of the module's rng streams.
-    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    full_grad_fn: as for :func:`optax_boost.make_train_step`.
-    donate: whether the old state's memory is reused for the new one.
-    freezing: as for :func:`optax_boost.make_train_step`.
-    hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: as for :func:`optax_boost.make_train_step`.
+    **options: those of :func:`optax_boost.make_train_step` but `has_model_state`.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(module.init(key, x))``, then
@@ -105,15 +98,6 @@ def make_train_step(
     >>> bool(metrics["loss"] < 1e-3)
     True
   """
-  step = _train_step.make_train_step(
-    _adapter.pure_loss(module, loss_fn, rngs, has_aux),
-    tx,
-    has_aux=has_aux,
-    has_model_state=True,
-    full_grad_fn=full_grad_fn,
-    donate=donate,
-    freezing=freezing,
-    hold_frozen_statistics=hold_frozen_statistics,
-    extra_metrics=extra_metrics,
-  )
-  return TrainStep(step.program, donate)
+  loss = _adapter.pure_loss(module, loss_fn, rngs, options.get("has_aux", False))
+  step = _train_step.make_train_step(loss, tx, has_model_state=True, **options)
+  return TrainStep(step.program, options.get("donate", True))

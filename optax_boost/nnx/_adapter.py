@@ -1,6 +1,6 @@
 """An NNX model as a pure loss ``loss(params, model_state, batch, rng)`` with its arrays.
 
-The train step, groups of layers and stacked axes stand on it.
+`roots` are the model and, behind it, the rngs of a call if there are any; they may share streams.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 # model's own rng streams.
 PASS_SEED = 0
 
-# Of a model and the rngs of a call, the arrays that are not trained. The first bears the name by
-# which `hold_frozen_statistics` knows a collection.
+# The arrays of each root that are not trained. The model's bear the name by which
+# `hold_frozen_statistics` knows a collection.
 _COLLECTIONS = ("batch_stats", "rngs")
 
 
@@ -36,7 +36,6 @@ def pure_loss(
   wrt: Any,
   *,
   has_aux: bool = False,
-  has_rngs: bool = False,
   has_key: bool = False,
 ) -> Callable[..., Any]:
   """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too."""
@@ -44,75 +43,87 @@ def pure_loss(
   def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
     # A model of its own for every call: its changes in the forward pass (statistics, rng
     # counts) are read off afterwards, and a trial point's changes are dropped with it.
-    model, rngs = merge(graphdef, params, model_state, has_rngs)
+    roots = merge(graphdef, params, model_state)
     if isinstance(batch, Keyed):
       batch = batch.batch
     elif rng is not None:
-      advance((model, rngs) if has_rngs else model, jax.random.bits(rng))
-    check_batch(batch)
-    drawn_from = rngs if has_rngs else rng
-    rng_args = (drawn_from,) if has_rngs or has_key else ()
-    output = loss_fn(model, batch, *rng_args)
-    return _train_step.with_model_state(output, split(model, wrt, rngs)[2], has_aux)
+      _advance(roots, jax.random.bits(rng))
+    _check_batch(batch)
+    key = (rng,) if has_key else ()
+    output = loss_fn(roots[0], batch, *roots[1:], *key)
+    return _train_step.with_model_state(output, split(wrt, *roots)[2], has_aux)
 
   return loss
 
 
-def split(model: Any, wrt: Any, rngs: Any = None) -> tuple[Any, Any, Any]:
-  """The structure, the trained arrays and all others, for :func:`merge`.
+def adapt(loss_fn: Any, model: Any, wrt: Any) -> tuple[Callable[..., Any], Any, Any]:
+  """The pure loss ``loss(params, model_state, *args)``, the params and the model's state."""
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
+  check_model(model, tree=True)
+  check_filter("wrt", wrt)
+  graphdef, params, model_state = split(wrt, model)
+  if not jax.tree.leaves(params):
+    raise ValueError(
+      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
+      f" {_base.shorten(model)}, which has none."
+    )
+  loss = pure_loss(lambda model, args: loss_fn(model, *args), graphdef, wrt)
+  return lambda params, state, *args: loss(params, state, args), params, model_state
 
-  Streams that both the model and `rngs` hold stay one.
-  """
-  if rngs is None:
-    graphdef, params, rest = nnx.split(model, wrt, ...)  # type: ignore[misc]
-    return graphdef, as_pure(params), as_pure(rest)
+
+def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
+  """The structure, the trained arrays with their paths in the model, and all other arrays."""
   selects = nnx.filterlib.to_predicate(wrt)
   graphdef, params, rest = nnx.split(  # type: ignore[misc]
-    (model, rngs), lambda path, value: path[0] == 0 and selects(path[1:], value), ...
+    roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
   params, rest = as_pure(params), as_pure(rest)
-  # The params bear the paths that they have in the model alone.
   collections = {name: rest[i] for i, name in enumerate(_COLLECTIONS) if i in rest}
   return graphdef, params.get(0, params), collections
 
 
-def merge(graphdef: Any, params: Any, rest: Any, has_rngs: bool) -> tuple[Any, Any]:
-  """The inverse of :func:`split`: a new model, and new rngs or None."""
-  if has_rngs:
-    return nnx.merge(graphdef, *_states_of_pair(params, rest))
-  return nnx.merge(graphdef, params, rest), None
+def merge(graphdef: Any, params: Any, collections: Any) -> tuple[Any, ...]:
+  """The inverse of :func:`split`: new roots."""
+  return nnx.merge(graphdef, *_states(params, collections))
 
 
-def write(model: Any, rngs: Any, params: Any, rest: Any) -> None:
-  """Puts the arrays of :func:`split` into a model and rngs, by their paths."""
-  if rngs is None:
-    nnx.update(model, params, rest)
-  else:
-    nnx.update((model, rngs), *_states_of_pair(params, rest))
+def write(params: Any, collections: Any, *roots: Any) -> None:
+  """Puts the arrays of :func:`split` into the roots, by their paths."""
+  nnx.update(roots, *_states(params, collections))
 
 
-def _states_of_pair(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
+def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
   rest = {i: collections[name] for i, name in enumerate(_COLLECTIONS) if name in collections}
   return nnx.State({0: params}), nnx.State(rest)
 
 
-def advance(model: Any, by: jax.Array) -> None:
-  """Moves all of a model's rng streams ahead, so that it draws other masks."""
-  counts = nnx.state(model, nnx.RngCount)
-  nnx.update(model, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
+def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
+  """Moves all rng streams ahead, so that they draw other masks."""
+  counts = nnx.state(roots, nnx.RngCount)
+  nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
 
-def check_model(model: Any) -> None:
-  """Refuses trees without an NNX module or variable."""
-  nodes = [] if isinstance(model, type) else jax.tree.leaves(model, is_leaf=_is_nnx)
-  if not any(map(_is_nnx, nodes)):
+def check_model(model: Any, *, tree: bool = False) -> None:
+  """Refuses all but NNX modules; with `tree` lets trees of modules and variables pass."""
+  nodes = jax.tree.leaves(model, is_leaf=_is_nnx) if tree else []
+  if not (isinstance(model, nnx.Module) or any(map(_is_nnx, nodes))):
     raise TypeError(
-      f"`model` must be an NNX module, as `nnx.Linear(2, 1, rngs=nnx.Rngs(0))`; got"
-      f" {_base.shorten(model)}. For Linen modules there is `optax_boost.linen`."
+      f"`model` must be an NNX module; got {_base.shorten(model)}. For Linen modules there is"
+      " `optax_boost.linen`."
     )
 
 
-def check_batch(batch: Any) -> None:
+def check_filter(name: str, value: Any) -> None:
+  """Refuses all but NNX filters."""
+  try:
+    nnx.filterlib.to_predicate(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      f"`{name}` must be an NNX filter, as nnx.Param; got {_base.shorten(value)}."
+    ) from error
+
+
+def _check_batch(batch: Any) -> None:
   """Refuses NNX objects in a batch; called while tracing, so it costs a step nothing."""
   node = next(filter(_is_nnx, jax.tree.leaves(batch, is_leaf=_is_nnx)), None)
   if node is not None:

@@ -7,13 +7,13 @@ from typing import Any
 from typing import ClassVar
 
 from flax import nnx
-import jax
 import optax
 
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost.auto import _build
-from optax_boost.nnx import _checks
+from optax_boost.auto import _config
+from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
 from optax_boost.nnx._groups import layer_groups
@@ -55,75 +55,30 @@ class AutoBoost(_build.ModelBoost):
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer, for ``nnx.Optimizer(model, tx, wrt=wrt)``.
 
-    Args:
-      tx: the optimizer.
-      model: what :meth:`model` returned, for freezing, loss scales and the subspace.
-      loss_fn: the loss ``loss_fn(model, *args)``, from whose trace they read the groups.
-      *args: the loss's other arguments.
-      groups: instead of the three: groups of :func:`layer_groups`, or regular expressions.
-      decay: the weight decay, to centralize together with the gradients; see
-        :meth:`optax_boost.auto.AutoBoost.optimizer`.
-      wrt: the filter of the trained variables.
-
-    Returns:
-      The transformation.
-
-    Raises:
-      ValueError: a method that needs groups is on without them or a loss, or the loss has too few
-        layers; `dim_reduce` is on without a model, or neither finds nor can fit its subspace.
+    As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the `model` of :meth:`model` in the
+    place of params, ``loss_fn(model, *args)``, and `wrt`, the filter of the trained variables.
     """
-    tx = _base.check_transformation("tx", tx)
-    _checks.check_filter("wrt", wrt)
+    _adapter.check_filter("wrt", wrt)
+    params = find_groups = None
     if model is not None:
-      _checks.check_model(model)
-    if self._needing_groups() and groups is None and loss_fn is not None and model is not None:
-      find = functools.partial(layer_groups, wrt=wrt)
-      groups = self._read_groups(find, loss_fn, model, *args)
-    params = None if model is None else nnx.state(model, wrt)
-    return super().optimizer(tx, params, groups=groups, decay=decay)
+      _adapter.check_model(model)
+      params = nnx.state(model, wrt)
+      if loss_fn is not None:
+        find_groups = functools.partial(layer_groups, loss_fn, model, *args, wrt=wrt)
+    return self._wrap(tx, params, find_groups, groups, decay)
 
   def train_step(  # type: ignore[override]
     self, loss_fn: Callable[..., Any], **options: Any
   ) -> _train_step.TrainStep:
-    """Makes the train step.
-
-    Args:
-      loss_fn: the loss, as for :func:`make_train_step`.
-      **options: those of :func:`make_train_step`.
-
-    Returns:
-      A :class:`TrainStep`.
-    """
+    """Makes the train step: :func:`make_train_step` with these arguments."""
     return _train_step.make_train_step(loss_fn, **options)
 
 
-def auto_boost(
-  level: str = "O0",
-  config: _build.Config = None,
-  *,
-  axis_name: Any = None,
-  local_axis_name: Any = None,
-  adasum_on: str | None = None,
-  compose: bool = False,
-  key: jax.Array | int = 0,
-  reference: bool = False,
-  total_steps: int | None = None,
-) -> AutoBoost:
-  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for NNX.
+@_base.with_keywords_of(_build.auto_boost)
+def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any) -> AutoBoost:
+  """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for NNX models.
 
-  Args:
-    level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`optax_boost.auto_boost`, as for the rest.
-    config: a configuration, a dict of its schema, or the path of a JSON file.
-    axis_name: the named axis over which `adasum` runs.
-    local_axis_name: the named axis over the devices of one server.
-    adasum_on: ``"gradients"`` or ``"updates"``.
-    compose: whether methods are combined that MindSpore runs alone.
-    key: the seed of the freezing schedule, or a key.
-    reference: whether MindSpore's defaults hold instead of the level's settings.
-    total_steps: the length of the training in steps of the optimizer.
-
-  Returns:
-    An :class:`AutoBoost`.
+  The arguments are the same.
 
   Examples:
     >>> from flax import nnx
@@ -140,5 +95,4 @@ def auto_boost(
     >>> int(metrics["frozen_groups"])
     0
   """
-  # All arguments of this function.
-  return AutoBoost(**_build.resolve(**locals()))
+  return AutoBoost(**vars(_build.auto_boost(level, config, **options)))

@@ -7,7 +7,9 @@ attributes, containers of unknown kinds, static attributes that changed inside) 
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 import operator
 from typing import Any
 import weakref
@@ -26,28 +28,69 @@ _IMMUTABLE = (str, int, float, complex, bytes, type(None))
 _FLAX_OWN = tuple(type(v) for k, v in vars(nnx.Module()).items() if k.startswith("_pytree__"))
 
 
+class _CannotBindError(Exception):
+  pass
+
+
 class Binding:
-  """The variables that hold a state, in its order, and the contents to compare."""
+  """The variables that hold a state, in its order, and all contents to compare.
+
+  `on_free` is called when model or optimizer is freed; it must hold neither. `rngs` are kept alive.
+  """
 
   def __init__(
     self,
-    roots: tuple[Any, ...],
-    rngs: Any,
-    held: "_Held",
-    variables: list[Any],
-    structure: Any,
+    model: Any,
+    optimizer: Any,
+    rngs: tuple[Any, ...],
+    state: Any,
+    on_free: Callable[[Any], Any],
   ):
-    self._roots = roots
+    leaves, structure = jax.tree.flatten(state)
+    self._structure: Any = structure
+    # Inside a trace there is no next call.
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not _CAN_BIND or traced or not isinstance(model, nnx.Pytree):
+      raise _CannotBindError
+    # Only the contents of the roots are kept, so that the roots can be freed.
+    self._roots = [
+      (weakref.ref(r, on_free), type(r), _entries(vars(r))) for r in (model, optimizer)
+    ]
     self._rngs = rngs
-    self._held = held
-    self._variables = variables
-    self._structure = structure
+    self._containers: list[tuple[Any, type, Callable[[Any], list[Any]], list[Any]]] = []
+    self._hashes: list[tuple[Any, int]] = []
+    variables = []
+    start = [value for _, _, contents in self._roots for value in contents]
+    for value, read, contents in _reachable([*start, *rngs], (model, optimizer)):
+      if isinstance(value, nnx.Variable):
+        variables.append(value)
+      if read is not None:
+        self._containers.append((value, type(value), read, contents))
+      elif not jax.tree_util.all_leaves([value]):
+        raise _CannotBindError
+      elif type(value).__hash__ is not object.__hash__:
+        # Objects that compare by value may change inside.
+        try:
+          self._hashes.append((value, hash(value)))
+        except TypeError as error:
+          raise _CannotBindError from error
+    by_array = {id(variable.get_raw_value()): variable for variable in variables}
+    # Each array in a variable of its own, and no variable left over: nothing was overlooked.
+    if not by_array.keys() == set(map(id, leaves)) or not len(leaves) == len(variables) == len(
+      by_array
+    ):
+      raise _CannotBindError
+    self._variables = [by_array[id(leaf)] for leaf in leaves]
 
-  def holds(self, model: Any, optimizer: Any, rngs: Any = None) -> bool:
-    """Whether these are the bound ones, in the structure that they had."""
-    roots = (model, optimizer)
-    bound = all(ref() is root for ref, root in zip(self._roots, roots, strict=True))
-    return bound and self._rngs is rngs and self._held.unchanged(roots)
+  def holds(self, model: Any, optimizer: Any, rngs: tuple[Any, ...]) -> bool:
+    """Whether these are the bound ones, with the contents that they had."""
+    for root, (ref, kind, contents) in zip((model, optimizer), self._roots, strict=True):
+      if ref() is not root or type(root) is not kind or not _same(_entries(vars(root)), contents):
+        return False
+    for container, kind, read, contents in self._containers:
+      if type(container) is not kind or not _same(read(container), contents):
+        return False
+    return _same(rngs, self._rngs) and all(hash(value) == known for value, known in self._hashes)
 
   def read(self) -> Any:
     """The bound state with its present arrays."""
@@ -63,118 +106,50 @@ class Binding:
     return True
 
 
-def bind(
-  model: Any, optimizer: Any, rngs: Any, state: Any, on_free: Callable[[Any], Any]
-) -> Binding | None:
-  """Finds the variables that hold a state; None if model or optimizer can't be bound.
-
-  `on_free` is called when either is freed; it must hold neither. A binding keeps `rngs` alive.
-  """
-  leaves, structure = jax.tree.flatten(state)
-  # Inside a trace there is no next call.
-  traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-  if not _CAN_BIND or traced or not isinstance(model, nnx.Pytree):
-    return None
+def bind(*args: Any) -> Binding | None:
+  """The :class:`Binding` of these arguments; None if model or optimizer can't be bound."""
   try:
-    held = _Held((model, optimizer), rngs)
+    return Binding(*args)
   except _CannotBindError:
     return None
-  by_array = {id(variable.get_raw_value()): variable for variable in held.variables}
-  found = [by_array.get(id(leaf)) for leaf in leaves]
-  # Each array in a variable of its own, and no variable left over: nothing was overlooked.
-  if any(v is None for v in found) or not len(leaves) == len(by_array) == len(held.variables):
-    return None
-  roots = (weakref.ref(model, on_free), weakref.ref(optimizer, on_free))
-  return Binding(roots, rngs, held, found, structure)
 
 
-class _CannotBindError(Exception):
-  pass
-
-
-class _Held:
-  """The containers of two objects and rngs, with the contents of each, and their variables."""
-
-  def __init__(self, roots: tuple[Any, ...], rngs: Any):
-    self.variables: list[Any] = []
-    self._containers: list[tuple[Any, type, Callable[[Any], list[Any]], list[Any]]] = []
-    self._hashes: list[tuple[Any, int]] = []
-    self._roots = {id(root) for root in roots}
-    self._seen: set[int] = set()
-    # Only the contents of the roots are kept, so that the roots can be freed.
-    self._held_by_roots = [(type(root), _attributes(root)) for root in roots]
-    for _, contents in self._held_by_roots:
-      self._add_all(contents)
-    self._add_all([rngs])
-
-  def unchanged(self, roots: tuple[Any, ...]) -> bool:
-    """Whether these objects hold the same contents."""
-    for root, (kind, contents) in zip(roots, self._held_by_roots, strict=True):
-      if type(root) is not kind or not _same(_attributes(root), contents):
-        return False
-    for container, kind, read, contents in self._containers:
-      if type(container) is not kind or not _same(read(container), contents):
-        return False
-    return all(hash(value) == known for value, known in self._hashes)
-
-  def _add_all(self, values: Iterable[Any]) -> None:
-    for value in values:
-      if id(value) in self._roots:
-        raise _CannotBindError
-      if isinstance(value, _IMMUTABLE + _FLAX_OWN) or id(value) in self._seen:
-        continue
-      self._seen.add(id(value))
-      self._add(value)
-
-  def _add(self, value: Any) -> None:
-    read = _reader(value)
-    if read is not None:
-      if isinstance(value, nnx.Variable):
-        self.variables.append(value)
-      contents = read(value)
-      self._containers.append((value, type(value), read, contents))
-      self._add_all(contents)
-    elif not jax.tree_util.all_leaves([value]):
+def _reachable(
+  values: list[Any], roots: tuple[Any, ...]
+) -> Iterator[tuple[Any, Callable[[Any], list[Any]] | None, list[Any]]]:
+  """All objects inside of `values`, each once, with the function that reads it and its contents."""
+  seen: set[int] = set()
+  pending = values
+  while pending:
+    value = pending.pop()
+    if any(value is root for root in roots):
       raise _CannotBindError
-    elif type(value).__hash__ is not object.__hash__:
-      # Objects that compare by value may change inside.
-      try:
-        self._hashes.append((value, hash(value)))
-      except TypeError as error:
-        raise _CannotBindError from error
+    if isinstance(value, _IMMUTABLE + _FLAX_OWN) or id(value) in seen:
+      continue
+    seen.add(id(value))
+    read = _reader(value)
+    contents = [] if read is None else read(value)
+    yield value, read, contents
+    pending += contents
 
 
 def _reader(value: Any) -> Callable[[Any], list[Any]] | None:
   """The function that reads a container's names and values; None if it is no container."""
   if isinstance(value, nnx.Variable):
-    return _metadata
+    return lambda variable: _entries(variable.get_metadata())
   if isinstance(value, nnx.Pytree):
-    return _attributes
+    return lambda module: _entries(vars(module))
   if isinstance(value, nnx.State):
-    return _states
+    return lambda state: _entries(state.raw_mapping)
   # Subclasses of dict and list may hold more than their entries.
   if type(value) is dict:
     return _entries
   return list if type(value) is list or isinstance(value, tuple) else None
 
 
-def _attributes(module: Any) -> list[Any]:
-  held = vars(module)
-  return [*held, *held.values()]
-
-
-def _metadata(variable: Any) -> list[Any]:
-  held = variable.get_metadata()
-  return [*held, *held.values()]
-
-
-def _entries(mapping: Any) -> list[Any]:
+def _entries(mapping: Mapping[Any, Any]) -> list[Any]:
   return [*mapping, *mapping.values()]
 
 
-def _states(state: Any) -> list[Any]:
-  return _entries(state.raw_mapping)
-
-
-def _same(contents: list[Any], known: list[Any]) -> bool:
+def _same(contents: Sequence[Any], known: Sequence[Any]) -> bool:
   return len(contents) == len(known) and all(map(operator.is_, contents, known))

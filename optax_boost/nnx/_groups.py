@@ -5,13 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
-import jax
 
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _stacked
 from optax_boost.nnx import _adapter
-from optax_boost.nnx import _checks
 
 
 def layer_groups(
@@ -32,15 +30,15 @@ def layer_groups(
     model: the model; it is not changed.
     *args: the loss's other arguments.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
-    num_groups: how many groups.
+    num_groups: see :func:`optax_boost.layer_groups`, as for the rest.
     overrides: group by regular expression.
-    data: which of `args` are data, as in :func:`optax_boost.layer_groups`; None: all of them.
+    data: which of `args` are data; None: all of them.
 
   Returns:
     A :class:`optax_boost.LayerGroups`.
 
   Raises:
-    ValueError: as :func:`optax_boost.layer_groups`; or `model` has nothing that is trained.
+    ValueError: as :func:`optax_boost.layer_groups`; or `model` has no variables of `wrt`.
     TypeError: as :func:`optax_boost.layer_groups`.
 
   Examples:
@@ -53,15 +51,10 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
   """
-  loss, params, rest = _adapt(loss_fn, model, wrt)
+  loss, params, model_state = _adapter.adapt(loss_fn, model, wrt)
+  is_data = _groups.select_data(args, data)
   return _groups.group_by_use(
-    loss,
-    params,
-    rest,
-    args,
-    num_groups=num_groups,
-    overrides=overrides,
-    is_data=_groups.select_data(args, data),
+    loss, params, model_state, args, num_groups=num_groups, overrides=overrides, is_data=is_data
   )
 
 
@@ -70,17 +63,13 @@ def stacked_axes(
 ) -> dict[str, tuple[int, ...]]:
   """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for NNX.
 
-  Args:
-    loss_fn: ``loss_fn(model, *args)``.
-    model: the model; it is not changed.
-    *args: the loss's other arguments.
-    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+  Arguments as for :func:`layer_groups`.
 
   Returns:
     Axes by regular expression, as :func:`optax_boost.stacked_axes`.
 
   Raises:
-    ValueError: `model` has nothing that is trained.
+    ValueError: `model` has no variables of `wrt`.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -93,21 +82,5 @@ def stacked_axes(
     >>> optax_boost.nnx.stacked_axes(loss_fn, model, jnp.ones((2, 8)))
     {'^bias$': (0,), '^kernel$': (0,)}
   """
-  loss, params, rest = _adapt(loss_fn, model, wrt)
-  return _stacked.stacked_axes(loss, params, rest, *args)
-
-
-def _adapt(loss_fn: Callable[..., Any], model: Any, wrt: Any) -> tuple[Any, Any, Any]:
-  """The loss as ``loss(params, model_state, *args)``, the params and the state."""
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
-  _adapter.check_model(model)
-  _checks.check_filter("wrt", wrt)
-  graphdef, params, rest = _adapter.split(model, wrt)
-  if not jax.tree.leaves(params):
-    raise ValueError(
-      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
-      f" {_base.shorten(model)}, which has none."
-    )
-  # All arguments together are the batch.
-  loss = _adapter.pure_loss(lambda model, args: loss_fn(model, *args), graphdef, wrt)
-  return lambda params, rest, *args: loss(params, rest, args), params, rest
+  loss, params, model_state = _adapter.adapt(loss_fn, model, wrt)
+  return _stacked.stacked_axes(loss, params, model_state, *args)

@@ -63,24 +63,12 @@ class NormalizedDense(nnx.Module):
     eps: float = _normalized_dense.EPS,
     rngs: nnx.Rngs,
   ):
-    _normalized_dense.check_settings(
-      {"in_features": in_features, "out_features": out_features},
-      use_bias=use_bias,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      initializers={
-        "kernel_init": kernel_init,
-        "bias_init": bias_init,
-        "multiplier_init": multiplier_init,
-      },
-      eps=eps,
-    )
+    _normalized_dense.check_settings(locals())
     if not isinstance(rngs, nnx.Rngs):
       raise TypeError(f"`rngs` must be nnx.Rngs; got {_base.shorten(rngs)}.")
     self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
-    self.bias = (
-      nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else None
-    )
+    bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
+    self.bias = None if bias is None else nnx.Param(bias)
     self.multiplier = nnx.Param(multiplier_init(rngs.params(), (1,), param_dtype))
     self.in_features = in_features
     self.out_features = out_features
@@ -90,16 +78,9 @@ class NormalizedDense(nnx.Module):
     self.eps = eps
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Applies the layer.
-
-    Args:
-      x: inputs, (..., in_features).
-
-    Returns:
-      Outputs, (..., out_features).
-    """
+    """From inputs (..., in_features) to outputs (..., out_features)."""
     _normalized_dense.check_inputs(x, self.in_features)
     bias = None if self.bias is None else self.bias[...]
-    given = (x, self.kernel[...], self.multiplier[...], bias)
-    x, kernel, multiplier, bias = nnx.nn.dtypes.promote_dtype(given, dtype=self.dtype)
-    return _normalized_dense.normalized_dense(x, kernel, multiplier, bias, eps=self.eps)
+    arrays = (x, self.kernel[...], self.multiplier[...], bias)
+    promoted = nnx.nn.dtypes.promote_dtype(arrays, dtype=self.dtype)
+    return _normalized_dense.normalized_dense(*promoted, eps=self.eps)

@@ -1,16 +1,17 @@
 """Fewer BatchNorms for Flax NNX models, by surgery on a copy."""
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _base
 from optax_boost import _less_bn
 from optax_boost import _tree
 from optax_boost.nnx import _adapter
-from optax_boost.nnx import _checks
 from optax_boost.nnx import _head
 
 _KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
@@ -39,23 +40,13 @@ def plan_less_bn(
   multiplier: float = 1.0,
   **kwargs: Any,
 ) -> _less_bn.LessBNPlan:
-  """Plans the changes that :func:`less_bn` makes to a model; ``print`` shows them.
-
-  Args:
-    model: the model; it is not changed.
-    *args: the model's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do.
-    fn_flag: see :func:`less_bn`, as all that follows.
-    bias: whether a removed BatchNorm leaves a bias.
-    predicate: which BatchNorms go.
-    multiplier: the initial value of the head's multiplier.
-    **kwargs: the model's keyword arguments.
+  """Plans the changes that :func:`less_bn` makes to a model, with its arguments; ``print`` it.
 
   Returns:
     A plan for ``less_bn(model, plan=plan)``, on this model or another of the same architecture.
 
   Raises:
-    TypeError: `model` is no NNX module, or an option of the wrong kind.
-    ValueError: `multiplier` is not positive, or there are no inputs.
+    TypeError, ValueError: as :func:`less_bn`.
 
   Examples:
     >>> from flax import nnx
@@ -67,34 +58,15 @@ def plan_less_bn(
     ...     self.x, self.y, self.z = [nnx.BatchNorm(4, rngs=rngs) for _ in range(3)]
     ...   def __call__(self, x):
     ...     y = nnx.relu(self.y(self.b(nnx.relu(self.x(self.a(x))))))
-    ...     y = self.z(self.c(y))
-    ...     return x + y
+    ...     return x + self.z(self.c(y))
     >>> x = jax.ShapeDtypeStruct((1, 8, 8, 4), jnp.float32)
     >>> print(optax_boost.nnx.plan_less_bn(Bottleneck(nnx.Rngs(0)), x))
     removed 2 of 3 BatchNorms: x, y
     kept, last of its residual branch: z
   """
-  _checks.check_model(model)
-  return _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
-
-
-def _plan(
-  model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: tuple[Any, ...]
-) -> _less_bn.LessBNPlan:
-  _less_bn.check_call(args, kwargs, *options)
-  copy = nnx.clone(model)
-  modules = _modules(copy)
-  norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
-  _replace(copy, {id(norm): RemovedBatchNorm(norm.dtype, path) for path, norm in norms.items()})
-  graphdef, params, rest = nnx.split(copy, nnx.Param, ...)  # type: ignore[misc]
-
-  def apply(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-    return nnx.merge(graphdef, params, rest)(*args, **kwargs)
-
-  flows = _less_bn.trace(apply, _adapter.as_pure(params), _adapter.as_pure(rest), args, kwargs)
-  bare = [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None]
-  dense = [p for p, m in modules.items() if isinstance(m, nnx.Linear)]
-  return _less_bn.make_plan(flows, _less_bn.Layers(list(norms), bare, dense), *options)
+  _adapter.check_model(model)
+  trace = functools.partial(_trace, model)
+  return _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
 
 
 def less_bn(
@@ -160,11 +132,9 @@ def less_bn(
     MindSpore Boost's ``LessBN``, which normalizes the last dense layer of every container and
     drops their biases.
   """
-  _checks.check_model(model)
-  if plan is not None:
-    _less_bn.check_plan(plan)
-  if plan is None:
-    plan = _plan(model, args, kwargs, (fn_flag, bias, predicate, multiplier))
+  _adapter.check_model(model)
+  trace = functools.partial(_trace, model)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier, plan)
   copy = copy_model(model)
   modules = _modules(copy)
 
@@ -176,10 +146,8 @@ def less_bn(
       )
     return modules[path]
 
-  replacements: dict[int, Any] = {}
-  for path in plan.removed:
-    norm = layer(path, nnx.BatchNorm)
-    replacements[id(norm)] = RemovedBatchNorm(norm.dtype)
+  norms = [layer(path, nnx.BatchNorm) for path in plan.removed]
+  replacements: dict[int, Any] = {id(norm): RemovedBatchNorm(norm.dtype) for norm in norms}
   for path in plan.biases:
     bare = layer(path, *_KERNEL_LAYERS)
     bare.bias = nnx.Param(jnp.zeros(bare.kernel.shape[-1], bare.param_dtype))
@@ -215,20 +183,45 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     left over in the checkpoint: scale
     not in the checkpoint, left as they were: bias
   """
-  _checks.check_model(model)
+  _adapter.check_model(model)
   if isinstance(checkpoint, nnx.Module):
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):
     checkpoint = _adapter.as_pure(checkpoint)
   if not isinstance(checkpoint, Mapping):
     raise TypeError(
-      "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got a"
-      f" {type(checkpoint).__name__}."
+      "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got"
+      f" {_base.shorten(checkpoint)}."
     )
   state, rngs = (_adapter.as_pure(nnx.state(model, kind)) for kind in (..., nnx.RngState))
-  new, report = _less_bn.load_tree(state, checkpoint, set(_tree.leaf_paths(rngs)).__contains__)
+  new, report = _less_bn.load_tree(state, checkpoint, ignore=_tree.leaf_paths(rngs))
   nnx.update(model, new)
   return report
+
+
+def copy_model(model: nnx.Module) -> Any:
+  """Copies a model with its arrays, so that either can be donated."""
+  graphdef, state = nnx.split(model)
+  copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
+  return nnx.merge(graphdef, copied)
+
+
+def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
+  copy = nnx.clone(model)
+  modules = _modules(copy)
+  norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
+  _replace(copy, {id(norm): RemovedBatchNorm(norm.dtype, path) for path, norm in norms.items()})
+  graphdef, params, state = _adapter.split(nnx.Param, copy)
+
+  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
+
+  return _less_bn.Trace(
+    _less_bn.trace(apply, params, state, args, kwargs),
+    list(norms),
+    [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None],
+    [p for p, m in modules.items() if isinstance(m, nnx.Linear)],
+  )
 
 
 def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
@@ -242,17 +235,8 @@ def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
     rngs=nnx.Rngs(0),
   )
   # The variables themselves, with their metadata.
-  head.kernel = dense.kernel
-  if dense.bias is not None:
-    head.bias = dense.bias
+  head.kernel, head.bias = dense.kernel, dense.bias
   return head
-
-
-def copy_model(model: nnx.Module) -> Any:
-  """Copies a model with its arrays, so that either can be donated."""
-  graphdef, state = nnx.split(model)
-  copied = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, jax.Array) else x, state)
-  return nnx.merge(graphdef, copied)
 
 
 def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -263,25 +247,14 @@ def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
 def _replace(model: nnx.Module, replacements: dict[int, Any]) -> None:
   """Puts other modules in place of some, wherever they are referred to."""
 
-  def swapped(value: Any) -> Any:
-    if id(value) in replacements:
-      return replacements[id(value)]
-    if isinstance(value, nnx.Module | nnx.Variable):
-      return value
-    if isinstance(value, dict):
-      value.update({key: swapped(item) for key, item in value.items()})
-    elif isinstance(value, list):
-      value[:] = map(swapped, value)
-    elif isinstance(value, tuple):
-      items = tuple(map(swapped, value))
-      changed = any(a is not b for a, b in zip(items, value, strict=True))
-      return items if changed else value
-    return value
+  def is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Module | nnx.Variable)
 
-  for node in list(_modules(model).values()):
+  def swap(value: Any) -> Any:
+    return replacements.get(id(value), value)
+
+  for node in _modules(model).values():
     for name, value in list(vars(node).items()):
-      if name.startswith("_pytree__") or name == "_object__state":
-        continue
-      new = swapped(value)
-      if new is not value:
-        setattr(node, name, nnx.data(new) if isinstance(new, tuple) else new)
+      if any(id(leaf) in replacements for leaf in jax.tree.leaves(value, is_leaf=is_node)):
+        new = jax.tree.map(swap, value, is_leaf=is_node)
+        setattr(node, name, new if is_node(new) else nnx.data(new))

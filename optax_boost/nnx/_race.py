@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -11,59 +10,38 @@ import jax
 import optax
 
 from optax_boost import _base
-from optax_boost import _train_step
-from optax_boost.nnx import _checks
-from optax_boost.nnx._adapter import PASS_SEED
-from optax_boost.nnx._adapter import advance
-from optax_boost.nnx._adapter import split
+from optax_boost.nnx import _adapter
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 
 
+@_base.with_keywords_of(_api.race, "has_model_state")
 def race(
   loss_fn: Callable[..., Any],
   make_model: Callable[[int], Any],
   data: Any,
   transformations: Mapping[str, optax.GradientTransformation],
   *,
-  steps: int,
-  batch_size: int | None = None,
-  seeds: int | Sequence[int] = 3,
   evaluate: Callable[..., Any] | None = None,
-  points: int = 40,
-  jit_evaluate: bool = True,
   wrt: Any = nnx.Param,
   full_grad_fn: Callable[..., Any] | None = None,
-  baseline: str | None = None,
-  seeds_at_once: int | None = None,
-  progress: bool = True,
+  **options: Any,
 ) -> RaceResult:
   """Trains a model with each of several transformations: :func:`optax_boost.race` for NNX.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``.
     make_model: from the seed to a new model, which draws from that seed only.
+    data: as for :func:`optax_boost.race`.
+    transformations: by name.
     evaluate: ``evaluate(model)``, of a model in evaluation mode (``model.eval()``): a scalar, or a
       dictionary of scalars.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
-    data: see :func:`optax_boost.race`, as for the rest.
-    transformations: by name.
-    steps: the length of each training.
-    batch_size: examples in a batch.
-    seeds: the number of seeds, or the seeds.
-    points: the most points of a curve.
-    jit_evaluate: whether `evaluate` is jitted.
     full_grad_fn: as for :func:`make_train_step`.
-    baseline: the method that the others are compared with; None: the first.
-    seeds_at_once: the most seeds to train at once; None: all others where that is faster.
-    progress: whether to show a progress bar.
-
-  Returns:
-    A :class:`optax_boost.race.RaceResult`.
+    **options: the other arguments of :func:`optax_boost.race`.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: an argument is out of range, or the model's structure depends on the seed.
+    ValueError: as :func:`optax_boost.race`; or the model's structure depends on the seed.
 
   Examples:
     >>> from flax import nnx
@@ -82,19 +60,19 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   _base.check_callable("make_model", make_model, "make_model(seed)")
-  _api.check_optional_callable("evaluate", evaluate, "evaluate(model)")
-  _api.check_optional_callable("full_grad_fn", full_grad_fn)
-  _checks.check_filter("wrt", wrt)
+  _adapter.check_filter("wrt", wrt)
+  if evaluate is not None:
+    _base.check_callable("evaluate", evaluate, "evaluate(model)")
   structures: list[Any] = []
 
-  def start(seed: int) -> tuple[Any, Any]:
+  def init(seed: int) -> tuple[Any, Any]:
     model = make_model(seed)
     if not isinstance(model, nnx.Module):
       raise TypeError(
         f"`make_model` must return an NNX module; make_model({seed}) returned"
         f" {_base.shorten(model)}."
       )
-    graphdef, params, model_state = split(model, wrt)
+    graphdef, params, model_state = _adapter.split(wrt, model)
     structures.append(graphdef)
     if graphdef != structures[0]:
       raise ValueError(
@@ -103,30 +81,25 @@ def race(
       )
     return params, model_state
 
-  def pure_loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    model = nnx.merge(structures[0], params, model_state)
-    if rng is not None:
-      advance(model, jax.random.bits(rng))
-    loss = loss_fn(model, batch)
-    return _train_step.with_model_state(loss, split(model, wrt)[2], False)
+  # Dropout draws from the model's own streams; only a full pass over the data has a key.
+  def pure_loss(params: Any, model_state: Any, batch: Any, *rng: jax.Array) -> Any:
+    return _adapter.pure_loss(loss_fn, structures[0], wrt)(params, model_state, batch, *rng)
 
   def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None
-    model = nnx.merge(structures[0], params, model_state)
+    (model,) = _adapter.merge(structures[0], params, model_state)
     model.eval()
     return evaluate(model)
 
-  if full_grad_fn is not None:
-    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(PASS_SEED))
-  options = _api.Options(
-    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
-    seeds_at_once, progress
-  )  # fmt: skip
-  return _api.race_from(
+  if callable(full_grad_fn):
+    full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(_adapter.PASS_SEED))
+  return _api.race(
     pure_loss,
-    start,
-    None if evaluate is None else metrics,
-    options,
+    _api.FromSeed(init),
+    data,
+    transformations,
+    evaluate=None if evaluate is None else metrics,
     has_model_state=True,
-    takes_rng=False,
+    full_grad_fn=full_grad_fn,
+    **options,
   )

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Sequence
 import functools
 from typing import Any
-from typing import Literal
+from typing import NamedTuple
 from typing import TypeAlias
 
 from flax import nnx
 import jax
-import numpy as np
+import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
+from optax_boost import _tree
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _binding
 
@@ -28,16 +28,8 @@ class TrainStep:
   must not train the same model.
   """
 
-  def __init__(
-    self,
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    full_grad_fn: Callable[..., Any] | None,
-    **options: Any,
-  ):
+  def __init__(self, loss_fn: Callable[..., Any], **options: Any):
     self._loss_fn = loss_fn
-    self._has_aux = has_aux
-    self._full_grad_fn = full_grad_fn
     self._options = options
     self._compiled: dict[Any, _train_step.TrainStep] = {}
     # By the identities of model and optimizer, and whether there is a key. Each access is one
@@ -69,20 +61,21 @@ class TrainStep:
       TypeError: an argument is of the wrong kind.
       ValueError: the optimizer was made for another model, or for no variable of this one.
     """
-    rngs, key = _rngs_and_key(rng)
-    step, state, binding = self._open(model, optimizer, rngs, key)
+    call = self._open(model, optimizer, rng)
     try:
-      state, metrics = step(state, batch if key is None else _adapter.Keyed(batch), key)
+      state, metrics = call.step(*call.arguments(batch))
     except (TypeError, ValueError) as error:
-      _explain(error, state, optimizer, batch)
+      _explain(error, call.state, optimizer, batch)
       raise
-    if binding is None or not binding.write(state):
-      _write(model, optimizer, rngs, state)
-      # Of the three, the callback may hold the identities only.
-      bound, place = self._bound, (id(model), id(optimizer), key is not None)
-      binding = _binding.bind(model, optimizer, rngs, state, lambda _: bound.pop(place, None))
+    if call.binding is None or not call.binding.write(state):
+      _adapter.write(state.params, state.model_state, model, *call.rngs)
+      nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+      nnx.update(optimizer, {"step": state.step})
+      # Of the roots, the callback may hold the identities only.
+      bound, place = self._bound, (id(model), id(optimizer), call.key is not None)
+      binding = _binding.bind(model, optimizer, call.rngs, state, lambda _: bound.pop(place, None))
       if binding is not None:
-        bound[place] = step, binding
+        bound[place] = call.step, binding
     return metrics
 
   def refresh(
@@ -97,26 +90,23 @@ class TrainStep:
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
 
-    The model stays as it is: statistics and rng counts are those from before. Dropout draws masks
-    of its own for each batch.
+    The model and `rng` stay as they are. Dropout draws masks of its own for each batch.
 
     Args:
       model: the model.
       optimizer: its optimizer, whose state is updated in place.
-      batches: an iterable of batches; see :func:`optax_boost.full_gradient`.
-      rng: as for a step, if the loss takes one. ``nnx.Rngs`` stay as they are, too.
-      weight_fn: from a batch to the number of its real examples, for padded batches.
-      progress: whether to show a progress bar; needs ``tqdm``.
+      batches: see :meth:`optax_boost.TrainStep.refresh`, as for the rest.
+      rng: as for a step.
+      weight_fn: from a batch to the number of its real examples.
+      progress: whether to show a progress bar.
 
     Raises:
       TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
-    rngs, key = _rngs_and_key(rng)
-    step, state, _ = self._open(model, optimizer, rngs, key)
-    if key is None:
-      key = jax.random.key(_adapter.PASS_SEED)
-    state = step.refresh(state, batches, key, weight_fn=weight_fn, progress=progress)
+    call = self._open(model, optimizer, rng)
+    key = jax.random.key(_adapter.PASS_SEED) if call.key is None else call.key
+    state = call.step.refresh(call.state, batches, key, weight_fn=weight_fn, progress=progress)
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
 
   def lower(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
@@ -124,97 +114,81 @@ class TrainStep:
 
     Arguments as for a step; the batch may be abstract.
     """
-    rngs, key = _rngs_and_key(rng)
-    step, state, _ = self._open(model, optimizer, rngs, key)
-    return step.lower(state, batch if key is None else _adapter.Keyed(batch), key)
+    call = self._open(model, optimizer, rng)
+    return call.step.lower(*call.arguments(batch))
 
   def trace(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
     """Traces the step for inspection, like ``jax.jit(...).trace``; changes nothing.
 
     Arguments as for a step; the batch may be abstract.
     """
-    rngs, key = _rngs_and_key(rng)
-    step, state, _ = self._open(model, optimizer, rngs, key)
-    return step.trace(state, batch if key is None else _adapter.Keyed(batch), key)
+    call = self._open(model, optimizer, rng)
+    return call.step.trace(*call.arguments(batch))
 
   def cache_size(self) -> int:
     """The number of programs that were compiled, for all models together."""
     return sum(step.cache_size() for step in list(self._compiled.values()))
 
-  def _open(
-    self, model: Any, optimizer: nnx.Optimizer, rngs: Any, key: Any
-  ) -> tuple[_train_step.TrainStep, _train_step.TrainState, _binding.Binding | None]:
-    """The pure step for this model, the state that it is in, and where that state lies."""
+  def _open(self, model: Any, optimizer: nnx.Optimizer, rng: Any) -> "_Call":
+    """The pure step for this model, and its arguments."""
+    in_place = isinstance(rng, nnx.Rngs | nnx.RngStream)
+    if not (rng is None or in_place or hasattr(rng, "dtype")):
+      raise TypeError(
+        "`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
+        f" {_base.shorten(rng)}."
+      )
+    rngs, key = ((rng,), None) if in_place else ((), rng)
     place = (id(model), id(optimizer), key is not None)
-    bound = self._bound.get(place)
-    if bound is not None:
-      step, binding = bound
+    step, binding = self._bound.get(place, (None, None))
+    if step is not None and binding is not None:
       if binding.holds(model, optimizer, rngs):
-        return step, _train_step.canonicalize_state(binding.read()), binding
+        return _Call(step, _train_step.canonicalize_state(binding.read()), rngs, key, binding)
       self._bound.pop(place, None)
-    _adapter.check_model(model)
+    _adapter.check_model(model, tree=True)
     _check_optimizer(optimizer)
-    graphdef, params, rest = _adapter.split(model, optimizer.wrt, rngs)
+    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
     if not jax.tree.leaves(params):
       raise ValueError(
         "`optimizer.wrt` must select variables of the model; got"
         f" {_base.shorten(optimizer.wrt)}, which selects none."
       )
     state = _train_step.TrainState(
-      params, _adapter.as_pure(optimizer.opt_state), rest, optimizer.step[...]
+      params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
     )
-    step = self._step_for(graphdef, optimizer, rngs is not None, key is not None)
-    return step, _train_step.canonicalize_state(state), None
+    step = self._step_for(graphdef, optimizer, key is not None)
+    return _Call(step, _train_step.canonicalize_state(state), rngs, key)
 
   def _step_for(
-    self, graphdef: Any, optimizer: nnx.Optimizer, has_rngs: bool, has_key: bool
+    self, graphdef: Any, optimizer: nnx.Optimizer, has_key: bool
   ) -> _train_step.TrainStep:
-    cached = (graphdef, optimizer.tx, optimizer.wrt, has_rngs, has_key)
+    cached = (graphdef, optimizer.tx, optimizer.wrt, has_key)
     # Hashing the structure of a large model takes a while: once per step is enough.
     step = self._compiled.get(cached)
     if step is not None:
       return step
+    options, has_aux = dict(self._options), self._options.get("has_aux", False)
+    if options.get("full_grad_fn") is not None and not has_key:
+      key = jax.random.key(_adapter.PASS_SEED)
+      options["full_grad_fn"] = functools.partial(options["full_grad_fn"], rng=key)
     loss_fn = _adapter.pure_loss(
-      self._loss_fn,
-      graphdef,
-      optimizer.wrt,
-      has_aux=self._has_aux,
-      has_rngs=has_rngs,
-      has_key=has_key,
+      self._loss_fn, graphdef, optimizer.wrt, has_aux=has_aux, has_key=has_key
     )
-    full_grad_fn = self._full_grad_fn
-    if full_grad_fn is not None and not has_key:
-      full_grad_fn = functools.partial(full_grad_fn, rng=jax.random.key(_adapter.PASS_SEED))
-    step = _train_step.make_train_step(
-      loss_fn,
-      optimizer.tx,
-      has_aux=self._has_aux,
-      has_model_state=True,
-      full_grad_fn=full_grad_fn,
-      **self._options,
-    )
+    step = _train_step.make_train_step(loss_fn, optimizer.tx, has_model_state=True, **options)
     # Another thread may have been faster.
     return self._compiled.setdefault(cached, step)
 
 
-def _write(model: Any, optimizer: nnx.Optimizer, rngs: Any, state: _train_step.TrainState) -> None:
-  """Puts a state's arrays into model, optimizer and rngs, by their paths."""
-  _adapter.write(model, rngs, state.params, state.model_state)
-  nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-  nnx.update(optimizer, {"step": state.step})
+class _Call(NamedTuple):
+  """One call of a train step: the pure step, its state, and where the state lies if known."""
 
+  step: _train_step.TrainStep
+  state: _train_step.TrainState
+  rngs: tuple[Any, ...]
+  key: jax.Array | None
+  binding: _binding.Binding | None = None
 
-def _rngs_and_key(rng: Any) -> tuple[Any, Any]:
-  """Checks the argument `rng`, and tells an object with streams from a key."""
-  if rng is None:
-    return None, None
-  if isinstance(rng, nnx.Rngs | nnx.RngStream):
-    return rng, None
-  if not hasattr(rng, "dtype"):
-    raise TypeError(
-      f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got {_base.shorten(rng)}."
-    )
-  return None, rng
+  def arguments(self, batch: Any) -> tuple[Any, Any, Any]:
+    return self.state, batch if self.key is None else _adapter.Keyed(batch), self.key
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -229,13 +203,8 @@ def _check_optimizer(optimizer: Any) -> None:
 def _explain(
   error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: Any
 ) -> None:
-  """Finds which argument made a step fail, and raises an error that names it."""
-  for path, leaf in jax.tree.leaves_with_path(batch):
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-      raise TypeError(
-        f"`batch` must be a tree of arrays; at {jax.tree_util.keystr(path) or 'its root'} it holds"
-        f" {_base.shorten(leaf)}."
-      ) from error
+  """Raises an error that names the argument which made a step fail, if it is found."""
+  _tree.check_traceable("batch", batch)
   try:
     made = jax.eval_shape(optimizer.tx.init, state.params)
   except Exception:
@@ -249,34 +218,20 @@ def _explain(
     ) from error
 
 
-def make_train_step(
-  loss_fn: Callable[..., Any],
-  *,
-  has_aux: bool = False,
-  full_grad_fn: Callable[..., Any] | None = None,
-  donate: bool = True,
-  freezing: Literal["auto", "per_depth", "switch"] = "auto",
-  hold_frozen_statistics: bool = True,
-  extra_metrics: Sequence[str] = (),
-) -> TrainStep:
-  """Makes a jitted train step for NNX that feeds any optax transformation.
+@_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
+def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
+  """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
-  The optimizer's transformation receives `value`, `grad`, `value_fn` and `grad_fn`. Statistics and
-  rng counts come from the one forward pass at the current params; trial points of a line search
-  see the same dropout masks and change nothing.
+  Statistics and rng counts come from the one forward pass at the current params; trial points of a
+  line search see the same dropout masks and change nothing.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
-    has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
-    full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``; see
-      :func:`optax_boost.make_train_step`. Always called as ``full_grad_fn(grad_fn, params,
-      rng=key)``, with ``grad_fn(params, batch, key)`` for pure trees of params; the key moves all
-      rng streams, and is handed to a loss that takes one.
-    donate: whether the memory of the old arrays is reused for the new ones.
-    freezing: as for :func:`optax_boost.make_train_step`.
-    hold_frozen_statistics: whether the statistics of frozen layers stand still.
-    extra_metrics: as for :func:`optax_boost.make_train_step`.
+    **options: those of :func:`optax_boost.make_train_step` but `has_model_state`. `full_grad_fn` is
+      always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
+      key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
+      takes one.
 
   Returns:
     A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
@@ -311,21 +266,6 @@ def make_train_step(
     1
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  _train_step.check_options(
-    full_grad_fn,
-    "full_grad_fn(grad_fn, params, rng=key)",
-    freezing,
-    extra_metrics,
-    has_aux=has_aux,
-    donate=donate,
-    hold_frozen_statistics=hold_frozen_statistics,
-  )
-  return TrainStep(
-    loss_fn,
-    has_aux,
-    full_grad_fn,
-    donate=donate,
-    freezing=freezing,
-    hold_frozen_statistics=hold_frozen_statistics,
-    extra_metrics=extra_metrics,
-  )
+  # Checks the options; the loss is known with the model only.
+  _train_step.make_train_step(loss_fn, optax.identity(), **options)
+  return TrainStep(loss_fn, **options)

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import functools
+import importlib.util
 import inspect
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +22,10 @@ from optax_boost.race import _run
 
 # The name of the metric where `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
-# Integers of metrics are int32 in a jitted `evaluate`.
-_LARGEST = 2**31
 
 
-class Options(NamedTuple):
-  """The arguments of :func:`race` that are the same for the forms for Flax."""
-
-  data: Any
-  transformations: Mapping[str, optax.GradientTransformation]
-  steps: int
-  batch_size: int | None
-  seeds: int | Sequence[int]
-  points: int
-  jit_evaluate: bool
-  full_grad_fn: Callable[..., Any] | None
-  baseline: str | None
-  seeds_at_once: int | None
-  progress: bool
+class FromSeed(functools.partial[Any]):
+  """An `init_fn` that takes the seed itself, as one that makes NNX models does."""
 
 
 def race(
@@ -62,22 +49,19 @@ def race(
   """Trains with each of several transformations, and compares them.
 
   A seed gives all methods the same initial params, batches and dropout masks, so that methods are
-  compared seed by seed. They are compared three ways, each with the budget that the cheapest
-  method has spent at its end:
+  compared seed by seed, each time with the budget that the cheapest method spends:
 
   - at equal steps;
-  - at equal gradient evaluations: a gradient of the loss on one batch counts one, a value of the
-    loss without its gradient (a trial point of a line search) a third, as a backward pass takes
-    about as long as two forward passes. Counted from the train step's program. The backward pass
-    that :func:`freeze` leaves out is seen in the time only;
-  - at equal wall time: of one seed alone, without compiling, evaluating and making batches. The
-    methods take turns on the clock, in random order, and the median over several passes counts, so
-    that other work of the machine slows all of them alike.
+  - at equal gradient evaluations, counted from the train step's program: a gradient of the loss on
+    one batch counts one, a value of the loss alone (a trial point of a line search) a third. The
+    backward pass that :func:`freeze` leaves out shows in the time only;
+  - at equal wall time of one seed alone, without compiling, evaluating and making batches. The
+    methods take turns on the clock, in random order; the median over several passes counts.
 
   The first seed is trained with all methods side by side, so one state of each must fit into
-  memory. The other seeds are trained at once (``jax.vmap``) where that is faster. One at a time are
-  trained: methods that freeze layers, methods with the loss inside a loop or conditional, all of
-  them where there is a `full_grad_fn`, and on a CPU networks with convolutions.
+  memory. The other seeds are trained at once (``jax.vmap``) where that is faster; one at a time
+  with methods that freeze layers or have the loss inside a loop or conditional, with a
+  `full_grad_fn`, and on a CPU with convolutions.
 
   Args:
     loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
@@ -95,13 +79,13 @@ def race(
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
       held-out data: a scalar, or a dictionary of scalars.
     points: the most points of a curve. More cost more evaluations.
-    jit_evaluate: whether `evaluate` is jitted, which makes arrays that it closes over a part of the
-      program. False for one that goes through held-out data batch by batch.
+    jit_evaluate: whether `evaluate` is jitted, with the arrays that it closes over as constants.
+      False for one that goes through held-out data batch by batch.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
     baseline: the method that the others are compared with; None: the first.
     seeds_at_once: the most seeds to train at once, faster or not (methods that freeze layers
-      aside). More take more memory: 1 where several do not fit. None: as said above.
+      aside). More take more memory: 1 where several do not fit. None: see above.
     progress: whether to show a progress bar; needs ``tqdm``.
 
   Returns:
@@ -138,152 +122,115 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  check_optional_callable("evaluate", evaluate, "evaluate(params)")
+  if evaluate is not None:
+    _base.check_callable("evaluate", evaluate, "evaluate(params)")
+  if full_grad_fn is not None:
+    _base.check_callable("full_grad_fn", full_grad_fn)
   _base.check_bool("has_model_state", has_model_state)
+  _base.check_bool("jit_evaluate", jit_evaluate)
+  _base.check_bool("progress", progress)
+  _base.check_whole_number("steps", steps, static=True)
+  _base.check_whole_number("points", points, static=True)
+  if seeds_at_once is not None:
+    _base.check_whole_number("seeds_at_once", seeds_at_once, static=True)
+  baseline = _check_transformations(transformations, baseline)
+  chosen = _seeds(seeds)
 
+  # Methods share a seed's initial params; the train step copies them.
+  @functools.lru_cache(maxsize=1)
   def start(seed: int) -> tuple[Any, Any]:
-    initial = init_fn(jax.random.key(seed))
-    if not has_model_state:
-      return initial, None
-    if not (isinstance(initial, tuple) and len(initial) == 2):
+    source: Any = seed if isinstance(init_fn, FromSeed) else jax.random.key(seed)
+    initial = init_fn(source)
+    if has_model_state and not (isinstance(initial, tuple) and len(initial) == 2):
       raise TypeError(
         "`init_fn` must return (params, model_state) with has_model_state=True; got a"
         f" {type(initial).__name__}."
       )
-    return initial
-
-  def metrics(params: Any, model_state: Any) -> Any:
-    assert evaluate is not None
-    return evaluate(params, model_state) if has_model_state else evaluate(params)
-
-  options = Options(
-    data, transformations, steps, batch_size, seeds, points, jit_evaluate, full_grad_fn, baseline,
-    seeds_at_once, progress
-  )  # fmt: skip
-  return race_from(
-    loss_fn,
-    start,
-    None if evaluate is None else metrics,
-    options,
-    has_model_state=has_model_state,
-    takes_rng=_takes_rng(loss_fn, 3 if has_model_state else 2),
-  )
-
-
-def race_from(
-  loss_fn: Callable[..., Any],
-  start: Callable[[int], tuple[Any, Any]],
-  evaluate: Callable[[Any, Any], Any] | None,
-  options: Options,
-  *,
-  has_model_state: bool,
-  takes_rng: bool,
-) -> _result.RaceResult:
-  """:func:`race` with `start` from the seed, and `evaluate`, to and from params and statistics."""
-  steps, points, seeds_at_once = options.steps, options.points, options.seeds_at_once
-  baseline = _check_transformations(options.transformations, options.baseline)
-  check_optional_callable("full_grad_fn", options.full_grad_fn)
-  _base.check_bool("jit_evaluate", options.jit_evaluate)
-  _base.check_bool("progress", options.progress)
-  for name, value in (("steps", steps), ("points", points), ("seeds_at_once", seeds_at_once)):
-    if value is not None or name != "seeds_at_once":
-      _base.check_whole_number(name, value, static=True)
-  chosen = _seeds(options.seeds)
-
-  # Methods share a seed's initial params; the train step copies them.
-  @functools.lru_cache(maxsize=1)
-  def latest(seed: int) -> tuple[Any, Any]:
-    params, model_state = start(seed)
+    params, model_state = initial if has_model_state else (initial, None)
     if not jax.tree.leaves(params):
       raise ValueError(f"`race` needs params to train; there are none for seed {seed}.")
     arrays = jax.tree.map(lambda p: np.asarray(p) if isinstance(p, float) else p, params)
     _tree.check_inexact(arrays, "race")
     return params, model_state
 
-  def named(params: Any, model_state: Any) -> dict[str, Any]:
-    assert evaluate is not None
-    return _named(evaluate(params, model_state))
+  def measure(params: Any, model_state: Any) -> dict[str, Any]:
+    if evaluate is None:
+      return {}
+    return _named(evaluate(params, model_state) if has_model_state else evaluate(params))
 
-  measure = None if evaluate is None else (jax.jit(named) if options.jit_evaluate else named)
   problem = _run.Problem(
     loss_fn,
-    latest,
-    _data.batches_of(options.data, options.batch_size),
-    measure,
+    start,
+    _data.batches_of(data, batch_size),
+    jax.jit(measure) if evaluate is not None and jit_evaluate else measure,
     has_model_state,
-    takes_rng,
-    options.full_grad_fn,
+    _takes_rng(loss_fn, 3 if has_model_state else 2),
+    full_grad_fn,
   )
   every = -(-steps // points)
   eval_steps = [*range(every, steps, every), steps]
-  methods = {
-    name: _run.Method(problem, tx, eval_steps) for name, tx in options.transformations.items()
-  }
+  methods = {name: _run.Method(problem, tx, eval_steps) for name, tx in transformations.items()}
   complete = True
-  with _run.Bar(steps * len(chosen) * len(methods), options.progress) as bar:
-    try:
-      _run.run(methods, chosen, seeds_at_once, bar)
-    except KeyboardInterrupt:
-      complete = False
-      if not _common(methods, eval_steps, chosen):
-        raise
-  recordings = {name: method.recording for name, method in methods.items()}
-  finished, reached = _common(methods, eval_steps, chosen) or ([], 0)
+  try:
+    with _bar(steps * len(chosen) * len(methods), progress) as bar:
+      for activity, made in _run.train(methods, chosen, seeds_at_once):
+        if bar is not None:
+          bar.set_description(activity)
+          bar.update(made)
+  except KeyboardInterrupt:
+    complete = False
+    if not _common(methods, eval_steps, chosen)[1]:
+      raise
+  finished, reached = _common(methods, eval_steps, chosen)
   return _result.RaceResult(
-    curves={
-      name: _curves(recording, finished, eval_steps[:reached])
-      for name, recording in recordings.items()
-    },
-    seeds=tuple(finished),
-    baseline=baseline,
-    complete=complete,
-    device=jax.devices()[0].device_kind,
+    {name: _curves(method, finished, eval_steps[:reached]) for name, method in methods.items()},
+    tuple(finished),
+    baseline,
+    complete,
+    jax.devices()[0].device_kind,
   )
+
+
+def _bar(total: int, progress: bool) -> Any:
+  """A progress bar that counts steps, or None where there is no tqdm."""
+  if not progress or importlib.util.find_spec("tqdm") is None:
+    return contextlib.nullcontext()
+  from tqdm import tqdm
+
+  return tqdm(total=total, unit="step")
 
 
 def _common(
-  methods: Mapping[str, _run.Method], eval_steps: Sequence[int], seeds: Sequence[int]
-) -> tuple[list[int], int] | None:
-  """The seeds that every method has finished, or the first one; and the points in common."""
+  methods: Mapping[str, _run.Method], eval_steps: Sequence[int], seeds: list[int]
+) -> tuple[list[int], int]:
+  """The seeds that every method has finished, or else the first; and the points in common."""
 
   def reached(seed: int) -> int:
-    # The loss is the last that is noted of a point.
-    return min(len(method.recording.loss.get(seed, ())) for method in methods.values())
+    return min(len(method.loss.get(seed, ())) for method in methods.values())
 
-  finished = [seed for seed in seeds if reached(seed) == len(eval_steps)]
-  if finished:
-    return finished, len(eval_steps)
-  return ([seeds[0]], reached(seeds[0])) if reached(seeds[0]) else None
+  finished = [seed for seed in seeds if reached(seed) == len(eval_steps)] or seeds[:1]
+  return finished, reached(finished[0])
 
 
 def _curves(
-  recording: _run.Recording, seeds: Sequence[int], eval_steps: Sequence[int]
+  method: _run.Method, seeds: Sequence[int], eval_steps: Sequence[int]
 ) -> _result.RaceCurves:
   count = len(eval_steps)
-  rows = [recording.metrics[seed][:count] for seed in seeds]
+  rows = [method.metrics[seed][:count] for seed in seeds]
   return _result.RaceCurves(
     steps=np.array(eval_steps),
-    loss=np.array([recording.loss[seed][:count] for seed in seeds]),
+    loss=np.array([method.loss[seed][:count] for seed in seeds]),
     metrics={name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]},
-    gradient_evaluations=np.cumsum(recording.evaluations[:count]),
-    seconds=np.cumsum(recording.seconds(np.diff(eval_steps, prepend=0).tolist())),
-    compile_seconds=recording.compile_seconds,
-    seeds_at_once=recording.seeds_at_once,
+    gradient_evaluations=np.cumsum(method.evaluations[:count]),
+    seconds=np.cumsum(method.seconds(count)),
+    compile_seconds=method.compile_seconds,
+    seeds_at_once=method.seeds_at_once,
   )
 
 
-def check_optional_callable(name: str, value: Any, form: str = "") -> None:
-  """Checks an argument that is a function or None."""
-  if value is not None:
-    _base.check_callable(name, value, form)
-
-
 def _check_transformations(transformations: Any, baseline: str | None) -> str:
-  if not isinstance(transformations, Mapping):
-    raise TypeError(
-      "`transformations` must be a dictionary from names to transformations; got a"
-      f" {type(transformations).__name__}."
-    )
+  words = "a dictionary from names to transformations"
+  _base.check_type("transformations", transformations, Mapping, words)
   if not transformations:
     raise ValueError("`transformations` must hold at least one transformation; got an empty one.")
   for name, tx in transformations.items():
@@ -297,17 +244,14 @@ def _check_transformations(transformations: Any, baseline: str | None) -> str:
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-  if isinstance(seeds, Sequence | np.ndarray) and not isinstance(seeds, str):
-    chosen = list(seeds)
-    if not chosen:
-      raise ValueError("`seeds` must be a number of seeds or a sequence of them; got none.")
-    for seed in chosen:
-      _base.check_whole_number("seeds", seed, minimum=0, static=True)
-    if len(set(chosen)) < len(chosen):
-      raise ValueError(f"`seeds` must differ; got {_base.shorten(chosen)}.")
-    return [int(seed) for seed in chosen]
-  _base.check_whole_number("seeds", seeds, static=True)
-  return list(range(seeds))
+  if not isinstance(seeds, Sequence | np.ndarray) or isinstance(seeds, str):
+    _base.check_whole_number("seeds", seeds, static=True)
+    return list(range(seeds))  # type: ignore[arg-type]
+  chosen = list(seeds)
+  if not chosen:
+    raise ValueError("`seeds` must be a number of seeds or a sequence of them; got none.")
+  _result.check_seeds(chosen)
+  return [int(seed) for seed in chosen]
 
 
 def _takes_rng(loss_fn: Callable[..., Any], position: int) -> bool:
@@ -338,7 +282,8 @@ def _named(output: Any) -> dict[str, Any]:
         "`evaluate` must return a scalar or a dictionary of scalars; got"
         f" {type(value).__name__} of shape {np.shape(value)} for {name!r}. Take the mean."
       )
-    if isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+    # A jitted `evaluate` makes int32 of integers.
+    if isinstance(value, int) and abs(value) > _base.LARGEST_COUNT:
       raise ValueError(
         "`evaluate` must return integers that int32 holds; got"
         f" {_base.shorten(value)} for {name!r}."

@@ -15,9 +15,7 @@ import numpy as np
 
 from optax_boost import _jaxpr
 
-# A backward pass takes about two forward passes, so that a forward pass alone is a third of both.
-FORWARD_SHARE = 1 / 3
-_FORWARD, _BACKWARD = "_race_forward", "_race_backward"
+_BACKWARD, _FORWARD = "_race_backward", "_race_forward"
 
 
 class Evaluations(NamedTuple):
@@ -28,70 +26,63 @@ class Evaluations(NamedTuple):
 
   @property
   def cost(self) -> float:
-    """Both in gradient evaluations."""
-    return self.gradients + FORWARD_SHARE * self.forwards
+    """Both in gradients: a backward pass takes about as long as two forward passes."""
+    return self.gradients + self.forwards / 3
 
 
 class Counter:
   """Marks the evaluations of a loss, and counts those of a program that runs."""
 
   def __init__(self) -> None:
-    self._counts = np.zeros(2)
+    self._counts = {_BACKWARD: 0, _FORWARD: 0}
 
   def mark(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same loss, with marks."""
+    forward, backward = self._identity(_FORWARD), self._identity(_BACKWARD)
+    marked = jax.custom_vjp(lambda value: forward(value))
+    marked.defvjp(lambda value: (value, None), lambda _, cotangent: (backward(cotangent),))
 
-    def forward(_: jax.Array) -> None:
-      self._counts[1] += 1
-
-    def backward(_: jax.Array) -> None:
-      self._counts[0] += 1
-
-    # The name of a jitted function is the name of its equation.
-    def _race_forward(value: jax.Array) -> jax.Array:
-      jax.debug.callback(forward, value)
-      return value
-
-    def _race_backward(cotangent: jax.Array) -> jax.Array:
-      jax.debug.callback(backward, cotangent)
-      return cotangent
-
-    @jax.custom_vjp
-    def marked(value: jax.Array) -> jax.Array:
-      return jax.jit(_race_forward)(value)
-
-    marked.defvjp(
-      lambda value: (value, None),
-      lambda _, cotangent: (jax.jit(_race_backward)(cotangent),),
-    )
+    def mark_scalar(value: Any) -> Any:
+      # The train step refuses other losses, with a better message.
+      return marked(value) if getattr(value, "shape", None) == () else value
 
     def loss(*args: Any) -> Any:
       output = loss_fn(*args)
       if isinstance(output, tuple) and len(output) == 2:
-        return marked_if_scalar(output[0]), output[1]
-      return marked_if_scalar(output)
-
-    def marked_if_scalar(value: Any) -> Any:
-      # The train step refuses other losses, with a better message.
-      return marked(value) if getattr(value, "shape", None) == () else value
+        return mark_scalar(output[0]), output[1]
+      return mark_scalar(output)
 
     return loss
+
+  def _identity(self, name: str) -> Callable[[jax.Array], jax.Array]:
+    """An identity whose equation bears a name, and which counts its runs."""
+
+    def count(_: jax.Array) -> None:
+      self._counts[name] += 1
+
+    def identity(value: jax.Array) -> jax.Array:
+      jax.debug.callback(count, value)
+      return value
+
+    # A jitted function gives its name to its equation.
+    identity.__name__ = name
+    return jax.jit(identity)
 
   def take(self) -> Evaluations:
     """The evaluations since the last call; waits for programs that still run."""
     jax.effects_barrier()
-    taken = Evaluations(*self._counts.tolist())
-    self._counts[:] = 0
+    taken = Evaluations(*self._counts.values())
+    self._counts = dict.fromkeys(self._counts, 0)
     return taken
 
 
 def traced(jaxpr: Any) -> Evaluations | None:
-  """Counts the marks in a program; None where their number depends on what it computes."""
+  """Counts the marks in a program; None where their number depends on its values."""
   total = np.zeros(2)
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     name = equation.params.get("name")
     if name in (_BACKWARD, _FORWARD):
-      total[0 if name == _BACKWARD else 1] += 1
+      total += (name == _BACKWARD, name == _FORWARD)
       continue
     count = np.zeros(2)
     for inner in _jaxpr.sub_jaxprs(equation):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
   from optax_boost.race import _result
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the baseline is grey.
-BASELINE_COLOUR = "#5A5A5A"
+_BASELINE_COLOUR = "#5A5A5A"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _AXIS_LABELS = {
   "steps": "training steps",
@@ -38,7 +38,10 @@ def draw(
   # A single column is laid on its side.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 5.5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
-  colours = method_colours(result)
+  others = itertools.cycle(_COLOURS)
+  colours = {
+    name: _BASELINE_COLOUR if name == result.baseline else next(others) for name in result.curves
+  }
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
   for quantity, line in zip(quantities, panels, strict=True):
     logarithmic = "loss" in quantity and _all_positive(result, quantity)
@@ -48,27 +51,19 @@ def draw(
       axes.grid(color="#E5E5E5", linewidth=0.8)
       axes.spines[["top", "right", "left"]].set_visible(False)
       for name, colour in colours.items():
-        _curve(axes, result, name, quantity, of, colour, logarithmic)
+        _draw_curve(axes, result, name, quantity, of, colour, logarithmic)
       ends = [getattr(curves, of)[-1] for curves in result.curves.values()]
       axes.set_xlim(0, max([end for end in ends if end > 0], default=1))
       axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if of == "seconds" else 8))
       if logarithmic:
-        _logarithmic(axes)
+        _scale_logarithmically(axes)
       if of != "steps" and np.isfinite(result.budget(of)):
-        axes.axvline(result.budget(of), color=BASELINE_COLOUR, linewidth=1.2, linestyle=(0, (2, 3)))
-    line[0].set_title(
-      quantity + (" (logarithmic)" if logarithmic else ""), fontsize=_FONT + 1, loc="left"
-    )
+        dotted = (0, (2, 3))
+        axes.axvline(result.budget(of), color=_BASELINE_COLOUR, linewidth=1.2, linestyle=dotted)
+    title = quantity + (" (logarithmic)" if logarithmic else "")
+    line[0].set_title(title, fontsize=_FONT + 1, loc="left")
   _name_lines(panels[0, 0], colours)
   return figure
-
-
-def method_colours(result: "_result.RaceResult") -> dict[str, str]:
-  """A colour for each method."""
-  colours = itertools.cycle(_COLOURS)
-  return {
-    name: BASELINE_COLOUR if name == result.baseline else next(colours) for name in result.curves
-  }
 
 
 def _all_positive(result: Any, quantity: str) -> bool:
@@ -77,11 +72,10 @@ def _all_positive(result: Any, quantity: str) -> bool:
   return bool(values.size and (values > 0).all())
 
 
-def _curve(
+def _draw_curve(
   axes: Any, result: Any, name: str, quantity: str, of: str, colour: str, logarithmic: bool
 ) -> None:
-  x = getattr(result.curves[name], of)
-  rows = result.rows(name, quantity)
+  x, rows = getattr(result.curves[name], of), result.rows(name, quantity)
   alive = rows[~result.curves[name].diverged]
   # A method that never came through is shown as far as it got.
   rows = alive if len(alive) else rows
@@ -89,26 +83,15 @@ def _curve(
   with np.errstate(all="ignore"):
     mean, spread = scale(rows).mean(0), scale(rows).std(0)
   finite = np.isfinite(mean) & np.isfinite(x)
-  axes.fill_between(
-    x[finite],
-    inverse(mean - spread)[finite],
-    inverse(mean + spread)[finite],
-    color=colour,
-    alpha=0.15,
-    linewidth=0,
-  )
+  x, mean, spread = x[finite], mean[finite], spread[finite]
+  low, high = inverse(mean - spread), inverse(mean + spread)
+  axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
   label = name + ("" if len(alive) else " (diverged)")
-  axes.plot(
-    x[finite],
-    inverse(mean[finite]),
-    color=colour,
-    linewidth=2.4,
-    label=label,
-    solid_capstyle="round",
-  )
+  style = {"color": colour, "linewidth": 2.4, "solid_capstyle": "round"}
+  axes.plot(x, inverse(mean), label=label, **style)
 
 
-def _logarithmic(axes: Any) -> None:
+def _scale_logarithmically(axes: Any) -> None:
   from matplotlib.ticker import LogLocator
 
   axes.set_yscale("log")
@@ -120,22 +103,21 @@ def _logarithmic(axes: Any) -> None:
 def _name_lines(axes: Any, colours: dict[str, str]) -> None:
   """Names the lines at their right ends, spread out where they would overlap."""
   to_share = axes.transData + axes.transAxes.inverted()
-  to_data = to_share.inverted()
   ends = []
   for line, colour in zip(axes.get_lines(), colours.values(), strict=False):
     x, y = line.get_data()
     height = float(to_share.transform((x[-1], y[-1]))[1]) if len(x) else 0.0
-    ends.append((height, line, colour))
+    # The alternative form keeps trailing zeros, and a trailing point.
+    last = f" {y[-1]:#.3g}".rstrip(".") if len(y) else ""
+    ends.append((height, line.get_label() + last, colour))
   gap, height = 0.065, np.inf
   ends.sort(key=lambda end: -end[0])
-  for rank, (natural, line, colour) in enumerate(ends):
+  for rank, (natural, text, colour) in enumerate(ends):
     lowest_free = gap * (len(ends) - 1 - rank)
     height = min(max(natural, lowest_free), height - gap)
-    # The alternative form keeps trailing zeros, and a trailing point.
-    last = f" {line.get_ydata()[-1]:#.3g}".rstrip(".") if len(line.get_ydata()) else ""
     axes.annotate(
-      line.get_label() + last,
-      (1, to_data.transform((1, height))[1]),
+      text,
+      (1, to_share.inverted().transform((1, height))[1]),
       (7, 0),
       xycoords=("axes fraction", "data"),
       textcoords="offset points",

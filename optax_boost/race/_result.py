@@ -10,7 +10,6 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 from typing import Any
-from typing import BinaryIO
 
 import numpy as np
 
@@ -59,23 +58,19 @@ class RaceCurves:
 
   def __post_init__(self) -> None:
     _check_array("steps", self.steps, 1, kinds="iu")
-    if not self.steps.size or self.steps[0] < 1 or np.any(np.diff(self.steps) <= 0):
+    points = len(self.steps)
+    if not points or np.any(np.diff(self.steps, prepend=0) <= 0):
       raise ValueError(
         f"`steps` must be whole numbers >= 1 that grow, at least one; got"
         f" {_base.shorten(self.steps.tolist())}."
       )
-    points = len(self.steps)
     _check_array("loss", self.loss, 2)
-    seeds = len(self.loss)
-    if seeds == 0 or self.loss.shape[1] != points:
+    if not len(self.loss) or self.loss.shape[1] != points:
       raise ValueError(
         f"`loss` must have a row for each seed, at least one, and {points} columns, the points of"
         f" `steps`; got shape {self.loss.shape}."
       )
-    if not isinstance(self.metrics, Mapping):
-      raise TypeError(
-        f"`metrics` must be a dict of arrays by name; got {_base.shorten(self.metrics)}."
-      )
+    _base.check_type("metrics", self.metrics, Mapping, "a dict of arrays by name")
     for name, rows in self.metrics.items():
       if not isinstance(name, str) or name == LOSS:
         raise ValueError(
@@ -134,8 +129,7 @@ class RaceResult:
   device: str
 
   def __post_init__(self) -> None:
-    if not isinstance(self.curves, Mapping):
-      raise TypeError(f"`curves` must be a dict of RaceCurves; got {_base.shorten(self.curves)}.")
+    _base.check_type("curves", self.curves, Mapping, "a dict of RaceCurves")
     for name, curves in self.curves.items():
       if not (isinstance(name, str) and isinstance(curves, RaceCurves)):
         raise TypeError(
@@ -144,16 +138,11 @@ class RaceResult:
         )
     if not self.curves:
       raise ValueError("`curves` must hold at least one method; got none.")
-    if not isinstance(self.seeds, tuple):
-      raise TypeError(f"`seeds` must be a tuple of seeds; got {_base.shorten(self.seeds)}.")
-    for seed in self.seeds:
-      _base.check_whole_number("seeds", seed, minimum=0, static=True)
-    if len(set(self.seeds)) < len(self.seeds):
-      raise ValueError(f"`seeds` must differ; got {_base.shorten(self.seeds)}.")
+    _base.check_type("seeds", self.seeds, tuple, "a tuple of seeds")
+    check_seeds(self.seeds)
     _base.check_name("baseline", self.baseline, list(self.curves))
     _base.check_bool("complete", self.complete)
-    if not isinstance(self.device, str):
-      raise TypeError(f"`device` must be a string; got {_base.shorten(self.device)}.")
+    _base.check_type("device", self.device, str, "a string")
     first = self.curves[self.baseline]
     for name, curves in self.curves.items():
       if len(curves.loss) != len(self.seeds):
@@ -183,6 +172,13 @@ class RaceResult:
     came_through = [one for one in curves if not one.diverged.all()] or curves
     return float(np.min([getattr(one, of)[-1] for one in came_through]))
 
+  def rows(self, name: str, quantity: str) -> np.ndarray:
+    """A method's curves of one of the `quantities`, ``(n, m)``."""
+    _base.check_name("name", name, list(self.curves))
+    _base.check_name("quantity", quantity, self.quantities)
+    curves = self.curves[name]
+    return curves.loss if quantity == LOSS else curves.metrics[quantity]
+
   def values(self, name: str, quantity: str, of: str = "steps") -> np.ndarray:
     """A method's values where it has spent the budget `of`, see :meth:`budget`.
 
@@ -190,10 +186,8 @@ class RaceResult:
       ``(n,)``, interpolated between the points of each seed's curve; nan for a seed that diverged,
       and where the budget is spent before the first point.
     """
-    rows = self.rows(name, quantity)
-    curves = self.curves[name]
-    at, x = self.budget(of), getattr(curves, of)
-    values = [interpolate(x, y, at) for y in rows]
+    rows, curves, at = self.rows(name, quantity), self.curves[name], self.budget(of)
+    values = [_interpolate(getattr(curves, of), row, at) for row in rows]
     return np.where(curves.diverged, math.nan, values)
 
   def difference(self, name: str, quantity: str, of: str = "steps") -> tuple[float, float | None]:
@@ -205,18 +199,7 @@ class RaceResult:
     """
     paired = self.values(name, quantity, of) - self.values(self.baseline, quantity, of)
     paired = paired[np.isfinite(paired)]
-    return (float(np.mean(paired)) if paired.size else math.nan), half_interval(paired)
-
-  def rows(self, name: str, quantity: str) -> np.ndarray:
-    """A method's curves of one of the `quantities`, ``(n, m)``.
-
-    Raises:
-      ValueError: there is no such method or quantity.
-    """
-    _base.check_name("name", name, list(self.curves))
-    _base.check_name("quantity", quantity, self.quantities)
-    curves = self.curves[name]
-    return curves.loss if quantity == LOSS else curves.metrics[quantity]
+    return (float(np.mean(paired)) if paired.size else math.nan), _half_interval(paired)
 
   def table(self) -> str:
     """Markdown tables: one for each kind of budget, and one of the cost of a step.
@@ -225,27 +208,69 @@ class RaceResult:
       The tables with a heading each. ± after a mean is the standard deviation over seeds, after a
       difference half of the 95 % interval of the paired mean.
     """
-    parts, shared = [], self._coinciding()
+    parts = []
     if not self.complete:
-      parts.append(f"Interrupted: {self._extent()} is all there is.")
-    for of, others in shared.items():
-      names = [BUDGETS[of], *(BUDGETS[other] for other in others)]
+      steps, seeds = self.curves[self.baseline].steps[-1], len(self.seeds)
+      extent = f"{seeds} seed{'s' if seeds > 1 else ''} of {steps} steps"
+      parts.append(f"Interrupted: {extent} is all there is.")
+    for of, *others in self._distinct_budgets():
+      names = " and ".join(BUDGETS[name] for name in (of, *others))
       budget = self.budget(of)
       amount = f"{budget:.3g} s" if of == "seconds" else f"{budget:,.4g}"
       amount = "not known" if math.isnan(budget) else amount
-      parts.append(f"At equal {' and '.join(names)} ({amount}):\n\n{self._comparison(of)}")
-    parts.append(f"What it costs:\n\n{self._costs()}")
+      parts.append(f"At equal {names} ({amount}):\n\n{self._comparison(of)}")
+    costs = [
+      [
+        name,
+        f"{curves.gradient_evaluations_per_step:.3g}",
+        f"{1e3 * curves.seconds_per_step:.3g}",
+        f"{curves.compile_seconds:.1f} s",
+        str(curves.seeds_at_once),
+      ]
+      for name, curves in self.curves.items()
+    ]
+    header = ["method", "gradients per step", "ms per step", "compiling", "seeds at once"]
+    parts.append(f"What it costs:\n\n{_markdown([header, *costs])}")
     return "\n\n".join(parts)
+
+  def _distinct_budgets(self) -> list[list[str]]:
+    """The budgets; together, those that every method spends in one proportion."""
+    distinct: list[list[str]] = []
+    for of in BUDGETS:
+      for others in distinct:
+        ratios = [getattr(c, of) / getattr(c, others[0]) for c in self.curves.values()]
+        if np.allclose(ratios, np.ravel(ratios)[0], rtol=1e-6, atol=0):
+          others.append(of)
+          break
+      else:
+        distinct.append([of])
+    return distinct
+
+  def _comparison(self, of: str) -> str:
+    others = f"against {self.baseline}"
+    lines = [["method", *(x for q in self.quantities for x in (q, others)), "seeds"]]
+    for name, curves in self.curves.items():
+      cells = [name]
+      for quantity in self.quantities:
+        values = self.values(name, quantity, of)
+        values = values[np.isfinite(values)]
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        cells.append(_plus_minus(values.mean(), spread) if values.size else "-")
+        mean, half = self.difference(name, quantity, of)
+        known = name != self.baseline and not math.isnan(mean)
+        cells.append(_plus_minus(mean, half, sign="+") if known else "-")
+      lost, seeds = curves.diverged.sum(), len(self.seeds)
+      lines.append([*cells, f"diverged: {lost} of {seeds}" if lost else str(seeds)])
+    return _markdown(lines)
 
   def verdict(self, name: str, quantity: str | None = None) -> str:
     """One line: how much a quantity (None: the first) differs from the baseline's, per budget."""
-    _base.check_name("name", name, list(self.curves))
     quantity = self.quantities[0] if quantity is None else quantity
-    _base.check_name("quantity", quantity, self.quantities)
-    lost = int(self.curves[name].diverged.sum())
-    if lost == len(self.seeds):
+    self.rows(name, quantity)  # checks the names
+    lost, seeds = self.curves[name].diverged.sum(), len(self.seeds)
+    if lost == seeds:
       return f"{name}: diverged."
-    notes = [f"diverged on {lost} of {len(self.seeds)} seeds"] if lost else []
+    notes = [f"diverged on {lost} of {seeds} seeds"] if lost else []
     if name == self.baseline:
       return f"{name}: {'; '.join(['the baseline', *notes])}."
     findings: dict[str, list[str]] = {}
@@ -299,13 +324,9 @@ class RaceResult:
     Raises:
       OSError: the file can't be written; the old one is unchanged.
     """
-    content = {"version": VERSION, **_plain(dataclasses.asdict(self))}
+    content = {"version": VERSION, **_to_json(dataclasses.asdict(self))}
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-    def write(file: BinaryIO) -> None:
-      file.write(text.encode())
-
-    _files.write_atomically(path, write)
+    _files.write_atomically(path, lambda file: file.write(text.encode()))
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "RaceResult":
@@ -323,54 +344,8 @@ class RaceResult:
         f"`load` needs a file that RaceResult.save wrote; got {os.fspath(path)}: {error}"
       ) from error
 
-  def _extent(self) -> str:
-    steps, seeds = int(self.curves[self.baseline].steps[-1]), len(self.seeds)
-    return f"{seeds} seed{'s' if seeds > 1 else ''} of {steps} steps"
 
-  def _coinciding(self) -> dict[str, list[str]]:
-    """The budgets, and with each of them those that are the same for every method."""
-    coinciding: dict[str, list[str]] = {}
-    for of in BUDGETS:
-      same = next((other for other in coinciding if _shares(self, of, other)), None)
-      if same is None:
-        coinciding[of] = []
-      else:
-        coinciding[same].append(of)
-    return coinciding
-
-  def _comparison(self, of: str) -> str:
-    others = f"against {self.baseline}"
-    header = ["method", *(x for q in self.quantities for x in (q, others)), "seeds"]
-    lines = []
-    for name, curves in self.curves.items():
-      cells, lost = [name], int(curves.diverged.sum())
-      for quantity in self.quantities:
-        values = self.values(name, quantity, of)
-        values = values[np.isfinite(values)]
-        cells.append(plus_minus(values.mean(), _spread(values)) if values.size else "-")
-        mean, half = self.difference(name, quantity, of)
-        known = name != self.baseline and not math.isnan(mean)
-        cells.append(plus_minus(mean, half, sign="+") if known else "-")
-      seeds = len(self.seeds)
-      lines.append([*cells, f"diverged: {lost} of {seeds}" if lost else str(seeds)])
-    return markdown([header, *lines])
-
-  def _costs(self) -> str:
-    header = ["method", "gradients per step", "ms per step", "compiling", "seeds at once"]
-    lines = [
-      [
-        name,
-        f"{curves.gradient_evaluations_per_step:.3g}",
-        f"{1e3 * curves.seconds_per_step:.3g}",
-        f"{curves.compile_seconds:.1f} s",
-        str(curves.seeds_at_once),
-      ]
-      for name, curves in self.curves.items()
-    ]
-    return markdown([header, *lines])
-
-
-def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
+def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
   """The value at `at` of a curve over ascending `x`; nan outside of it. Drops infinities."""
   finite = np.isfinite(x) & np.isfinite(y)
   x, y = x[finite], y[finite]
@@ -379,7 +354,7 @@ def interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
   return float(np.interp(at, x, y))
 
 
-def half_interval(values: np.ndarray) -> float | None:
+def _half_interval(values: np.ndarray) -> float | None:
   """Half of the 95 % interval of the mean, by Student's t; None for less than two values."""
   # Imported late: nothing else needs SciPy, which JAX brings along.
   from scipy import special
@@ -390,7 +365,7 @@ def half_interval(values: np.ndarray) -> float | None:
   return float(quantile * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
+def _plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
   """A mean with its spread, to the second digit of the spread; `sign` "+" shows plus signs."""
   if spread is None:
     return f"{mean:{sign}.4g}"
@@ -402,65 +377,49 @@ def plus_minus(mean: float, spread: float | None, sign: str = "") -> str:
   return f"{mean:{sign}.{decimals}f} ± {spread:.{decimals}f}"
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-  """A Markdown table whose columns line up as plain text; the first line is the header."""
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-  def line(cells: Sequence[str]) -> str:
-    padded = [
-      cell.rjust(width) if i else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return f"| {' | '.join(padded)} |"
-
-  rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-  return "\n".join([line(lines[0]), line(rule), *map(line, lines[1:])])
-
-
-def _spread(values: np.ndarray) -> float | None:
-  return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
 def _finding(mean: float, half: float | None) -> str:
+  """A mean difference in words, with half of its interval."""
   if math.isnan(mean):
     return "not known"
   direction = "higher" if mean > 0 else "lower"
   if half is None:
     return f"{direction} by {abs(mean):.3g} with the one seed, which says little"
   if abs(mean) <= half:
-    return f"no clear difference ({plus_minus(mean, half, sign='+')})"
-  return f"{direction} by {plus_minus(abs(mean), half)}"
+    return f"no clear difference ({_plus_minus(mean, half, sign='+')})"
+  return f"{direction} by {_plus_minus(abs(mean), half)}"
 
 
-def _shares(result: RaceResult, of: str, other: str) -> bool:
-  """Whether two budgets are the same: every method spends the two in one proportion."""
-  ratios = [getattr(c, of) / getattr(c, other) for c in result.curves.values()]
-  return bool(np.allclose(ratios, np.ravel(ratios)[0], rtol=1e-6, atol=0))
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+  """A Markdown table whose columns line up as plain text; the first line is the header."""
+  columns = []
+  for i, column in enumerate(zip(*lines, strict=True)):
+    width = max(map(len, column))
+    # The first column is the method's name; numbers are aligned to the right.
+    rule = "-" * (width - 1) + ":" if i else "-" * width
+    pad = str.rjust if i else str.ljust
+    head, *cells = (pad(cell, width) for cell in column)
+    columns.append([head, rule, *cells])
+  return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
   """Values of JSON's types; numbers that are not finite become their names."""
   if isinstance(value, dict):
-    return {key: _plain(item) for key, item in value.items()}
+    return {key: _to_json(item) for key, item in value.items()}
   if isinstance(value, np.ndarray | np.generic):
-    return _plain(value.tolist())
+    value = value.tolist()
   if isinstance(value, list | tuple):
-    return [_plain(item) for item in value]
-  if isinstance(value, float) and not math.isfinite(value):
-    return str(value)
-  return value
+    return [_to_json(item) for item in value]
+  return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_result(content: Any) -> RaceResult:
-  names = [field.name for field in dataclasses.fields(RaceResult)]
-  fields = _fields("the file", content, names, optional=("version",))
+  fields = _read_fields("the file", content, RaceResult, optional=("version",))
   version = fields.pop("version", VERSION)
   if type(version) is not int or version != VERSION:
     raise ValueError(f"`version` must be {VERSION}; got {_base.shorten(version)}.")
-  if not isinstance(fields["curves"], dict):
-    raise TypeError(f"`curves` must be an object; got {_base.shorten(fields['curves'])}.")
-  if not isinstance(fields["seeds"], list):
-    raise TypeError(f"`seeds` must be a list; got {_base.shorten(fields['seeds'])}.")
+  _base.check_type("curves", fields["curves"], dict, "an object")
+  _base.check_type("seeds", fields["seeds"], list, "a list")
   curves = {}
   for name, values in fields["curves"].items():
     try:
@@ -471,26 +430,32 @@ def _read_result(content: Any) -> RaceResult:
 
 
 def _read_curves(content: Any) -> RaceCurves:
-  names = [field.name for field in dataclasses.fields(RaceCurves)]
-  fields = _fields("the curves", content, names)
-  metrics = _fields("`metrics`", fields["metrics"], fields["metrics"])
+  fields = _read_fields("the curves", content, RaceCurves)
+  _base.check_type("steps", fields["steps"], list, "a list")
+  for step in fields["steps"]:
+    _base.check_whole_number("steps", step, static=True)
+  _base.check_type("metrics", fields["metrics"], dict, "an object")
+  metrics = {
+    name: _read_rows(f"metrics[{name!r}]", rows) for name, rows in fields["metrics"].items()
+  }
   return RaceCurves(
-    steps=_read_steps(fields["steps"]),
-    loss=_read_rows("loss", fields["loss"]),
-    metrics={name: _read_rows(f"metrics[{name!r}]", rows) for name, rows in metrics.items()},
-    gradient_evaluations=_read_row("gradient_evaluations", fields["gradient_evaluations"]),
-    seconds=_read_row("seconds", fields["seconds"]),
-    compile_seconds=_read_row("compile_seconds", [fields["compile_seconds"]])[0].item(),
-    seeds_at_once=fields["seeds_at_once"],
+    np.array(fields["steps"], int),
+    _read_rows("loss", fields["loss"]),
+    metrics,
+    _read_row("gradient_evaluations", fields["gradient_evaluations"]),
+    _read_row("seconds", fields["seconds"]),
+    _read_row("compile_seconds", [fields["compile_seconds"]])[0].item(),
+    fields["seeds_at_once"],
   )
 
 
-def _fields(
-  where: str, content: Any, names: Collection[str], optional: Collection[str] = ()
+def _read_fields(
+  where: str, content: Any, kind: Any, optional: Collection[str] = ()
 ) -> dict[str, Any]:
-  """A copy of a JSON object that has these keys and no others."""
+  """A copy of a JSON object that has the fields of a dataclass as its keys, and no others."""
   if not isinstance(content, dict):
     raise TypeError(f"{where} must be an object; got {_base.shorten(content)}.")
+  names = [field.name for field in dataclasses.fields(kind)]
   missing = [name for name in names if name not in content]
   unknown = [name for name in content if name not in {*names, *optional}]
   if missing or unknown:
@@ -500,17 +465,8 @@ def _fields(
   return dict(content)
 
 
-def _read_steps(values: Any) -> np.ndarray:
-  if not isinstance(values, list):
-    raise TypeError(f"`steps` must be a list; got {_base.shorten(values)}.")
-  for value in values:
-    _base.check_whole_number("steps", value, static=True)
-  return np.array(values, int)
-
-
 def _read_row(name: str, values: Any) -> np.ndarray:
-  if not isinstance(values, list):
-    raise TypeError(f"`{name}` must be a list; got {_base.shorten(values)}.")
+  _base.check_type(name, values, list, "a list")
   for value in values:
     # JSON has no names for them but strings.
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -520,12 +476,20 @@ def _read_row(name: str, values: Any) -> np.ndarray:
 
 
 def _read_rows(name: str, values: Any) -> np.ndarray:
-  if not isinstance(values, list):
-    raise TypeError(f"`{name}` must be a list of lists; got {_base.shorten(values)}.")
+  _base.check_type(name, values, list, "a list")
   rows = [_read_row(name, row) for row in values]
-  if len({len(row) for row in rows}) > 1:
-    raise ValueError(f"`{name}` must have rows of one length; got {list(map(len, rows))}.")
-  return np.array(rows).reshape(len(rows), len(rows[0]) if rows else 0)
+  lengths = [len(row) for row in rows]
+  if len(set(lengths)) > 1:
+    raise ValueError(f"`{name}` must have rows of one length; got {lengths}.")
+  return np.array(rows).reshape(len(rows), max(lengths, default=0))
+
+
+def check_seeds(seeds: Collection[Any]) -> None:
+  """Checks that seeds are whole numbers >= 0, each of them once."""
+  for seed in seeds:
+    _base.check_whole_number("seeds", seed, minimum=0, static=True)
+  if len(set(seeds)) < len(seeds):
+    raise ValueError(f"`seeds` must differ; got {_base.shorten(seeds)}.")
 
 
 def _check_array(name: str, value: Any, axes: int, kinds: str = "iuf") -> None:

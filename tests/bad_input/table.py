@@ -3,8 +3,7 @@
 import optax_boost
 from tests.bad_input import classes
 from tests.bad_input import factories
-from tests.bad_input import for_linen
-from tests.bad_input import for_nnx
+from tests.bad_input import for_flax
 from tests.bad_input import functions
 from tests.bad_input import shared
 
@@ -15,8 +14,7 @@ def entries() -> dict[str, shared.Entry]:
     **dict(factories.entries()),
     **functions.entries(),
     **classes.entries(),
-    **for_nnx.entries(),
-    **for_linen.entries(),
+    **for_flax.entries(),
   }
 
 

@@ -1,0 +1,332 @@
+"""The functions, classes and methods for Flax NNX and Linen."""
+
+from typing import Any
+from typing import NamedTuple
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+import optax_boost.linen
+import optax_boost.nnx
+from tests.bad_input import functions
+from tests.bad_input import kinds
+from tests.bad_input import problem
+from tests.bad_input import shared
+from tests.bad_input.kinds import Bad
+from tests.bad_input.kinds import Kind
+
+FREE = {"args": shared.INPUTS, "kwargs": shared.INPUTS, "batch": "whatever the loss takes"}
+CHECKPOINT = kinds.kind({"number": 3, "None": None, "text": "a"}, {"other tree": shared.OTHER})
+VARIABLES = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+
+# By argument; in both APIs the same name is of the same kind.
+KINDS = {
+  "model": kinds.kind(
+    {"None": None, "class": nnx.Linear, "params": problem.PARAMS, "text": "m"}, {}
+  ),
+  "wrt": kinds.kind({"number": 3, "list": [3], "dict": {}}, {}),
+  "module": kinds.kind(
+    {"None": None, "class": nn.Dense, "variables": VARIABLES, "NNX": nnx.Rngs(0)}, {}
+  ),
+  "variables": kinds.kind(
+    {"None": None, "number": 3, "text": "a"}, {"without params": {"kernel": 3}}
+  ),
+  "rngs": kinds.kind(
+    {"text": "dropout", "number": 3, "None": None, "numbers": (3,), "dict": {"dropout": 0}}, {}
+  ),
+  "rng": shared.RNG,
+  "tx": shared.TX,
+  "loss_fn": shared.FUNCTION,
+  "init_fn": shared.FUNCTION,
+  "make_model": shared.FUNCTION,
+}
+STEPPING = {
+  "has_aux": shared.FLAG,
+  "full_grad_fn": shared.OPTIONAL_FUNCTION,
+  "donate": shared.FLAG,
+  "freezing": shared.NAME,
+  "hold_frozen_statistics": shared.FLAG,
+  "extra_metrics": shared.EXTRA_METRICS,
+}
+GROUPING = {
+  "num_groups": kinds.count(static=True) | {"too many": Bad(9, ValueError)},
+  "overrides": shared.OVERRIDES,
+  "data": shared.DATA,
+}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+  return jnp.mean(model(batch))
+
+
+def linear(seed: int = 0) -> nnx.Linear:
+  return nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
+
+
+class Form(NamedTuple):
+  """A Flax API: its name, its name for a model, and good arguments of functions of a loss."""
+
+  name: str
+  model_name: str
+  traced: dict[str, Any]
+  stepping: dict[str, Any]
+  racing: dict[str, Any]
+  # Those of `traced` that are passed by position, and those that have a default.
+  positional: tuple[str, ...]
+  optional: tuple[str, ...]
+
+
+NNX = Form(
+  "nnx",
+  "model",
+  traced={"loss_fn": loss_fn, "model": linear(), "args": (problem.X,)},
+  stepping={"loss_fn": loss_fn},
+  racing={"loss_fn": loss_fn, "make_model": linear},
+  positional=("loss_fn", "model", "args"),
+  optional=("wrt",),
+)
+LINEN = Form(
+  "linen",
+  "module",
+  traced={"module": nn.Dense(2), "loss_fn": loss_fn, "variables": VARIABLES, "batch": problem.X},
+  stepping={"module": nn.Dense(2), "loss_fn": loss_fn, "tx": problem.SGD},
+  racing={"module": nn.Dense(2), "loss_fn": loss_fn, "init_fn": lambda key: VARIABLES},
+  positional=(),
+  optional=("rngs", "rng"),
+)
+
+
+def entries() -> dict[str, shared.Entry]:
+  common = {f"{form.name}.{name}": entry for form in (NNX, LINEN) for name, entry in _common(form)}
+  return common | _of_nnx() | _of_linen()
+
+
+def _kinds(*names: str) -> dict[str, Kind]:
+  return {name: KINDS[name] for name in names if name in KINDS}
+
+
+def _common(form: Form) -> list[tuple[str, shared.Entry]]:
+  """The functions and methods that both APIs have."""
+  ours = getattr(optax_boost, form.name)
+  boost = ours.auto_boost("O1", total_steps=10)
+  model, called = form.traced[form.model_name], (form.model_name, "args")
+  tracing = _kinds(*form.traced, *form.optional)
+  less_bn = shared.less_bn_arguments() | _kinds(form.model_name)
+  # AutoBoost calls a module `model`, too; it is passed by position.
+  models = {k: v._replace(mention=form.model_name) for k, v in KINDS[form.model_name].items()}
+  race = {"data": problem.X, "transformations": {"sgd": problem.SGD}, "steps": 1, "seeds": 1}
+  only = [name for name in form.optional if name == "rngs"]
+
+  def by_position(
+    function: Any, good: dict[str, Any], arguments: dict[str, Kind], positional: tuple[str, ...]
+  ) -> shared.Entry:
+    return shared.Entry(function, lambda: good, arguments, positional=positional, free=FREE)
+
+  inputs = {form.model_name: model, "args": (problem.X,)}
+  of_boost = ({"model": model, "args": (problem.X,)}, {"model": models}, ("model", "args"))
+  return [
+    ("AutoBoost.plan", by_position(boost.plan, *of_boost)),
+    ("AutoBoost.model", by_position(boost.model, *of_boost)),
+    (
+      "AutoBoost.train_step",
+      shared.Entry(
+        boost.train_step,
+        lambda: form.stepping,
+        _kinds(*form.stepping),
+        free={"options": "those of make_train_step, which see"},
+      ),
+    ),
+    (
+      "auto_boost",
+      shared.Entry(ours.auto_boost, lambda: {}, functions.entries()["auto_boost"].arguments),
+    ),
+    (
+      "layer_groups",
+      by_position(
+        ours.layer_groups, form.traced | {"num_groups": 1}, tracing | GROUPING, form.positional
+      ),
+    ),
+    ("stacked_axes", by_position(ours.stacked_axes, form.traced, tracing, form.positional)),
+    ("plan_less_bn", by_position(ours.plan_less_bn, inputs, less_bn, called)),
+    ("less_bn", by_position(ours.less_bn, inputs, less_bn | {"plan": shared.PLAN}, called)),
+    (
+      "make_train_step",
+      shared.Entry(
+        ours.make_train_step, lambda: form.stepping, STEPPING | _kinds(*form.stepping, *only)
+      ),
+    ),
+    (
+      "race",
+      shared.Entry(
+        ours.race,
+        lambda: form.racing | race | {"progress": False},
+        shared.race_arguments() | _kinds(*form.racing, *(only or form.optional)),
+      ),
+    ),
+  ]
+
+
+def _of_nnx() -> dict[str, shared.Entry]:
+  ours, model = optax_boost.nnx, linear()
+  optimizer = nnx.Optimizer(model, problem.SGD, wrt=nnx.Param)
+  svrg = nnx.Optimizer(model, problem.make("svrg"), wrt=nnx.Param)
+  two = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+  boost = ours.auto_boost("O1", total_steps=10)
+  step = ours.make_train_step(loss_fn)
+  stepping = {
+    "model": KINDS["model"],
+    "optimizer": kinds.kind({"None": None, "transformation": problem.SGD, "number": 3}, {}),
+    "rng": kinds.kind(
+      {
+        "number": 3,
+        "text": "0",
+        "floats": jnp.ones(2),
+        "dict": {"params": 0},
+        "several": jax.random.split(jax.random.key(0)),
+      },
+      {},
+    ),
+  }
+  return {
+    "nnx.AutoBoost.eval_model": shared.Entry(
+      boost.eval_model,
+      lambda: {"model": model, "trained": model, "args": (problem.X,)},
+      {
+        "model": KINDS["model"],
+        "trained": {k: bad._replace(mention="checkpoint") for k, bad in CHECKPOINT.items()},
+      },
+      positional=("model", "trained", "args"),
+      free=FREE,
+    ),
+    "nnx.AutoBoost.optimizer": shared.Entry(
+      boost.optimizer,
+      lambda: {"tx": problem.SGD, "model": two, "loss_fn": loss_fn, "args": (problem.X,)},
+      {
+        "tx": shared.TX,
+        "model": KINDS["model"] | {"None": Bad(None, shared.EITHER)},
+        "loss_fn": shared.OPTIONAL_FUNCTION,
+        "groups": kinds.groups(optional=True),
+        "decay": kinds.without(shared.TX, "None"),
+        "wrt": KINDS["wrt"],
+      },
+      positional=("tx", "model", "loss_fn", "args"),
+      free={"args": shared.INPUTS},
+    ),
+    "nnx.NormalizedDense": shared.Entry(
+      ours.NormalizedDense,
+      lambda: {"in_features": 3, "out_features": 2, "rngs": nnx.Rngs(0)},
+      {
+        "in_features": kinds.count(static=True),
+        "out_features": kinds.count(static=True),
+        "rngs": kinds.kind({"None": None, "key": jax.random.key(0), "seed": 0}, {}),
+        **shared.head_arguments(),
+      },
+    ),
+    "nnx.NormalizedDense.__call__": shared.Entry(
+      ours.NormalizedDense(3, 2, rngs=nnx.Rngs(0)), lambda: {"x": problem.X}, {"x": shared.inputs()}
+    ),
+    **{
+      f"nnx.TrainStep.{method}": shared.Entry(
+        getattr(step, method),
+        lambda: {"model": model, "optimizer": optimizer, "batch": problem.X},
+        stepping,
+        free=FREE,
+      )
+      for method in ("__call__", "lower", "trace")
+    },
+    "nnx.TrainStep.refresh": shared.Entry(
+      step.refresh,
+      lambda: {"model": model, "optimizer": svrg, "batches": [problem.X]},
+      {
+        **stepping,
+        "optimizer": stepping["optimizer"] | {"without svrg": Bad(optimizer, ValueError, "state")},
+        "batches": shared.BATCHES,
+        "weight_fn": shared.OPTIONAL_FUNCTION,
+        "progress": shared.FLAG,
+      },
+    ),
+    "nnx.load_original": shared.Entry(
+      ours.load_original,
+      lambda: {"model": model, "checkpoint": model},
+      {"model": KINDS["model"], "checkpoint": CHECKPOINT},
+    ),
+  }
+
+
+def _of_linen() -> dict[str, shared.Entry]:
+  ours, module = optax_boost.linen, nn.Dense(2)
+  two = nn.Sequential([nn.Dense(3), nn.Dense(2)])
+  boost = ours.auto_boost("O1", total_steps=10)
+  step = ours.make_train_step(module, loss_fn, problem.SGD, donate=False)
+  modules = {label: bad._replace(mention="module") for label, bad in KINDS["module"].items()}
+  head = ours.NormalizedDense(2)
+  head_variables = head.init(jax.random.key(0), problem.X)
+  bound = {"module": module, "params": VARIABLES["params"], "collections": {}, "rngs": {}}
+  dicts = kinds.kind({"None": None, "number": 3, "text": "a"}, {})
+  return {
+    "linen.AutoBoost.eval_model": shared.Entry(
+      boost.eval_model,
+      lambda: {"model": module, "args": (problem.X,)},
+      {"model": modules},
+      positional=("model", "args"),
+      free=FREE,
+    ),
+    "linen.AutoBoost.optimizer": shared.Entry(
+      boost.optimizer,
+      lambda: {
+        "tx": problem.SGD,
+        "module": two,
+        "loss_fn": loss_fn,
+        "variables": two.init(jax.random.key(0), problem.X),
+        "batch": problem.X,
+      },
+      {
+        "tx": shared.TX,
+        "module": KINDS["module"] | {"None": Bad(None, shared.EITHER, "model")},
+        "loss_fn": shared.OPTIONAL_FUNCTION,
+        "variables": KINDS["variables"] | {"None": Bad(None, shared.EITHER, "model")},
+        "rng": shared.RNG,
+        "groups": kinds.groups(optional=True),
+        "decay": kinds.without(shared.TX, "None"),
+      },
+      free=FREE,
+    ),
+    "linen.BoundModel": shared.Entry(
+      ours.BoundModel,
+      lambda: bound,
+      {"module": KINDS["module"], "params": {}, "collections": dicts, "rngs": dicts},
+    ),
+    "linen.BoundModel.__call__": shared.Entry(
+      ours.BoundModel(**bound),
+      lambda: {"args": (problem.X,)},
+      {},
+      positional=("args",),
+      free=FREE,
+    ),
+    "linen.NormalizedDense": shared.Entry(
+      ours.NormalizedDense,
+      lambda: {"features": 2},
+      {"features": kinds.count(static=True), **shared.head_arguments()},
+    ),
+    "linen.NormalizedDense.__call__": shared.Entry(
+      lambda x: head.apply(head_variables, x),
+      lambda: {"x": problem.X},
+      # Linen refuses a kernel of another shape by itself.
+      {"x": kinds.without(shared.inputs(), "other features")},
+    ),
+    "linen.TrainStep.init": shared.Entry(
+      step.init, lambda: {"variables": VARIABLES}, _kinds("variables")
+    ),
+    "linen.load_original": shared.Entry(
+      ours.load_original,
+      lambda: {"variables": VARIABLES, "checkpoint": VARIABLES},
+      {"variables": kinds.kind({"None": None, "number": 3}, {}), "checkpoint": CHECKPOINT},
+    ),
+    "linen.variables": shared.Entry(
+      ours.variables,
+      lambda: {"state": step.init(VARIABLES)},
+      {"state": kinds.kind({"None": None, "number": 3, "variables": VARIABLES}, {})},
+    ),
+  }
