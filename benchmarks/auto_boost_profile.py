@@ -104,7 +104,7 @@ def _parts(make: Callable[[], Any], batch: Any) -> dict[str, Work]:
   }
   for depth in range(1, _GROUPS):
     always = optax_boost.FreezeSchedule(_GROUPS, lambda count, key, depth=depth: depth)
-    tx = optax_boost.freeze(_sgd(), groups, always)
+    tx = optax_boost.freeze_layers(_sgd(), groups, always)
     works[f"step, {depth} frozen"] = _pure_step(model, batch, tx)
   return works
 

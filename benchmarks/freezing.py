@@ -25,9 +25,9 @@ _ABOUT = f"""\
 One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
 are frozen. Ratios are medians of the ratios within a round to the same step of the same optimizer
-without `freeze`. `per depth` is one compiled step for each depth, with the reading of the depth on
-the host; `switch` is one step with a conditional. FLOPs and temporary memory are XLA's, of the
-compiled step; for the switch it counts its branches its own way, so they are left out.
+without `freeze_layers`. `per depth` is one compiled step for each depth, with the reading of the
+depth on the host; `switch` is one step with a conditional. FLOPs and temporary memory are XLA's, of
+the compiled step; for the switch it counts its branches its own way, so they are left out.
 
 On a CPU the gradient of a convolution inside a conditional is many times slower than outside, as
 the table of the CNN under the switch shows; `freezing="auto"` never chooses the switch there.
@@ -122,7 +122,7 @@ def contender(
 def fixed(plan: optax_boost.LayerGroups, depth: int) -> optax.GradientTransformation:
   """The optimizer with so many groups frozen in every step."""
   schedule = optax_boost.FreezeSchedule(_GROUPS, lambda count, key: depth)
-  return optax_boost.freeze(optimizer(), plan, schedule)
+  return optax_boost.freeze_layers(optimizer(), plan, schedule)
 
 
 def compare(

@@ -62,10 +62,10 @@ def freezing() -> RaceResult:
   }
   methods = {"no freezing": optax.sgd(rate, 0.9)}
   methods |= {
-    name: optax_boost.freeze(optax.sgd(rate, 0.9), groups, schedule)
+    name: optax_boost.freeze_layers(optax.sgd(rate, 0.9), groups, schedule)
     for name, schedule in schedules.items()
   }
-  methods["progressive from 50 %"] = optax_boost.freeze(
+  methods["progressive from 50 %"] = optax_boost.freeze_layers(
     # The schedule anneals each group's rate itself.
     optax.sgd(0.05, 0.9),
     groups,

@@ -25,10 +25,10 @@ from optax_boost._dim_reduce import record_trajectory
 from optax_boost._dim_reduce import refresh_subspace
 from optax_boost._dim_reduce import save_subspace
 from optax_boost._dim_reduce import snapshots
+from optax_boost._freezing import FreezeLayersState
 from optax_boost._freezing import FreezeSchedule
-from optax_boost._freezing import FreezeState
 from optax_boost._freezing import continuous_freezing
-from optax_boost._freezing import freeze
+from optax_boost._freezing import freeze_layers
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
 from optax_boost._full_gradient import full_gradient
@@ -84,8 +84,8 @@ __all__ = [
   "CheckpointSnapshots",
   "DimReduceState",
   "DynamicLossScaleState",
+  "FreezeLayersState",
   "FreezeSchedule",
-  "FreezeState",
   "GroupLossScaleState",
   "LapermState",
   "LayerGroups",
@@ -118,7 +118,7 @@ __all__ = [
   "dynamic_loss_scale",
   "fit_subspace",
   "fit_subspace_streamed",
-  "freeze",
+  "freeze_layers",
   "full_gradient",
   "group_loss_scale",
   "interval_freezing",

@@ -17,7 +17,7 @@ _METHOD = "switch_after"
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
   _protocol.GROUP_LOSS_SCALE: "group_loss_scale",
-  _protocol.FROZEN_GROUPS: "freeze",
+  _protocol.FROZEN_GROUPS: "freeze_layers",
 }
 
 
@@ -56,7 +56,7 @@ def switch_after(
 
   Raises:
     ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale or
-      :func:`freeze`, which go around the whole.
+      :func:`freeze_layers`, which go around the whole.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:

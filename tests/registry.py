@@ -278,7 +278,7 @@ ROWS = (
     widens=True,
   ),
   Row(
-    "freeze",
+    "freeze_layers",
     {
       "inner": optax.sgd(0.1),
       "groups": ("conv", "dense|norm"),
@@ -289,7 +289,7 @@ ROWS = (
     acts=_first_group_stands_still,
   ),
   Row(
-    "freeze",
+    "freeze_layers",
     {
       "inner": optax.sgd(0.1),
       "groups": ("conv", "dense|norm"),

@@ -446,8 +446,8 @@ def test_it_explains_itself():
   assert "off  grad_freeze goes before it" in rows["grad_accumulation"]
   assert rows["dim_reduce"].split(maxsplit=2)[1:] == ["off", "not in level O1"]
   assert "at the end, 2 groups, 30% of the steps" in auto_boost("O1").explain()
-  with pytest.raises(ValueError, match=r"no method 'freeze'. .*'grad_freeze'"):
-    auto_boost("O1").is_on("freeze")
+  with pytest.raises(ValueError, match=r"no method 'freeze_layers'. .*'grad_freeze'"):
+    auto_boost("O1").is_on("freeze_layers")
 
 
 def test_two_of_them_do_not_know_of_each_other():
@@ -483,7 +483,7 @@ def test_the_optimizer_is_the_one_built_by_hand():
   tx = boost.optimizer(optax.sgd(0.1, momentum=0.9), PARAMS, loss_fn, DATA)
   groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
   assert groups.groups[0] == ("z_body",)
-  by_hand = optax_boost.freeze(
+  by_hand = optax_boost.freeze_layers(
     optax.chain(optax_boost.centralize(), optax.sgd(0.1, momentum=0.9)),
     groups,
     optax_boost.interval_freezing(2, 0.4),
@@ -506,7 +506,7 @@ def test_a_loss_scale_per_group_goes_around_the_rest(freezing):
   groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
   inner = optax.sgd(0.1)
   if freezing:
-    inner = optax_boost.freeze(inner, groups, optax_boost.interval_freezing(2, 0.4))
+    inner = optax_boost.freeze_layers(inner, groups, optax_boost.interval_freezing(2, 0.4))
   by_hand = optax_boost.group_loss_scale(inner, groups)
   found, depths = train(boost.train_step(loss_fn, tx))
   expected, same = train(optax_boost.make_train_step(loss_fn, by_hand))
@@ -526,7 +526,7 @@ def test_other_schedules_by_patterns_without_centralization(kind, schedule):
   config = small(freeze_type=kind, freeze_p=0.5) | {"less_bn": {"gc_flag": False}}
   boost = auto_boost("O1", config, total_steps=6)
   tx = boost.optimizer(optax.sgd(0.1), groups=["body", "head"])
-  by_hand = optax_boost.freeze(optax.sgd(0.1), ["body", "head"], schedule)
+  by_hand = optax_boost.freeze_layers(optax.sgd(0.1), ["body", "head"], schedule)
   found, depths = train(optax_boost.make_train_step(loss_fn, tx))
   chex.assert_trees_all_equal(found, train(optax_boost.make_train_step(loss_fn, by_hand))[0])
   assert 1 in depths
@@ -546,7 +546,7 @@ def test_combined_methods_nest_as_documented():
   assert on(boost) == ["less_bn", "grad_freeze", "adasum", "grad_accumulation"]
   tx = boost.optimizer(optax.sgd(0.1), groups=["body", "head"])
   by_hand = optax_boost.accumulate(
-    optax_boost.freeze(
+    optax_boost.freeze_layers(
       optax.chain(optax_boost.adasum("replicas"), optax_boost.centralize(), optax.sgd(0.1)),
       ["body", "head"],
       optax_boost.interval_freezing(2, 0.4),

@@ -61,7 +61,10 @@ def test_kernels_loops_and_collectives_are_counted():
 
 
 def test_broken_bounds_are_named(monkeypatch):
-  limits = (("h100", "replicated", "lars", "kernels", 1), ("h100", "replicated", "svrg", "loops", 0))
+  limits = (
+    ("h100", "replicated", "lars", "kernels", 1),
+    ("h100", "replicated", "svrg", "loops", 0),
+  )
   monkeypatch.setattr(bounds, "BOUNDS", limits)
   records = {"h100": {"replicated": {"lars": programs.read(Compiled()), "svrg": {"error": "late"}}}}
   assert bounds.broken(records) == [

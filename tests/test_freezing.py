@@ -620,7 +620,7 @@ def of_group(tree, name):
 @pytest.mark.parametrize("make", INNERS.values(), ids=INNERS)
 def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
   params = chain_params()
-  tx = optax_boost.freeze(make(), plan_of_chain(), fixed_schedule())
+  tx = optax_boost.freeze_layers(make(), plan_of_chain(), fixed_schedule())
   state = tx.init(params)
   step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
   for depth in DEPTHS:
@@ -641,7 +641,7 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
 
 
 def test_clipping_counts_what_is_trained():
-  tx = optax_boost.freeze(
+  tx = optax_boost.freeze_layers(
     optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
     ("d", "c|b|a"),
     fixed_schedule([1], 2),
@@ -653,7 +653,7 @@ def test_clipping_counts_what_is_trained():
 
 
 def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
-  tx = optax_boost.freeze(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
+  tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
   params = chain_params()
   grads = jax.tree.map(jnp.ones_like, params)
   grads["d"] = jax.tree.map(lambda x: jnp.nan * x, grads["d"])
@@ -677,7 +677,7 @@ def test_progressive_freezing_leaves_the_rates_alone_if_told_to():
 
 def test_progressive_freezing_scales_the_updates_of_each_group():
   schedule = optax_boost.progressive_freezing(LAYERS, 8, first=0.5)
-  tx = optax_boost.freeze(optax.sgd(1.0), plan_of_chain(), schedule)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), plan_of_chain(), schedule)
   params = chain_params()
   state = tx.init(params)
   ones = jax.tree.map(jnp.ones_like, params)
@@ -692,7 +692,7 @@ def test_progressive_freezing_scales_the_updates_of_each_group():
 
 def test_the_count_stops_and_all_layers_are_trained_from_then_on():
   schedule = optax_boost.continuous_freezing(2, 0.5)
-  tx = optax_boost.freeze(optax.sgd(1.0), ("d", "c|b|a"), schedule)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), ("d", "c|b|a"), schedule)
   params = chain_params()
   state = tx.init(params)._replace(count=jnp.int32(2**31 - 3))
   ones = jax.tree.map(jnp.ones_like, params)
@@ -725,7 +725,7 @@ def mask_of(params, pattern):
 def test_some_leaves_freeze_inside(within, by_plan):
   groups = plan_of_chain() if by_plan else ("^d", "^a")
   inner = optax.chain(reads_gradients(), optax.sgd(0.1, momentum=0.9))
-  tx = optax_boost.freeze(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
+  tx = optax_boost.freeze_layers(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
   step = optax_boost.make_train_step(chain_loss, WITHIN[within](tx), donate=False)
   state = step.init(chain_params())
   for depth in (0, 1, 0):
@@ -757,7 +757,7 @@ def test_complex_leaves_freeze():
 
   x = jnp.array([1.0, 2j])
   schedule = optax_boost.FreezeSchedule(2, lambda t, key: t % 2, lambda t: jnp.array([0.5, 1.0]))
-  tx = optax_boost.freeze(optax.adam(0.1), ("body", "head"), schedule)
+  tx = optax_boost.freeze_layers(optax.adam(0.1), ("body", "head"), schedule)
   step = optax_boost.make_train_step(loss, tx, donate=False)
   first, _ = step(step.init(params), x)
   second, metrics = step(first, x)
@@ -766,13 +766,15 @@ def test_complex_leaves_freeze():
   assert np.all(np.abs(second.params["head"] - first.params["head"]) > 0.01)
   # Adam's first step is the rate times the direction of each entry.
   np.testing.assert_allclose(np.abs(first.params["body"] - params["body"]), 0.05, rtol=1e-4)
-  with pytest.raises(TypeError, match=r"`freeze` needs .*floating.* leaves; the leaf 'n' is int32"):
+  with pytest.raises(
+    TypeError, match=r"`freeze_layers` needs .*floating.* leaves; the leaf 'n' is int32"
+  ):
     tx.init({"n": jnp.arange(2)})
 
 
 def test_a_rejected_step_repeats_its_depth():
   tx = optax.apply_if_finite(
-    optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule()), 5
+    optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule()), 5
   )
   params = chain_params()
   state = tx.init(params)
@@ -791,7 +793,7 @@ def test_a_rejected_step_repeats_its_depth():
   ids=["MultiSteps", "accumulate"],
 )
 def test_a_window_of_accumulation_has_one_depth(wrap):
-  tx = wrap(optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule()))
+  tx = wrap(optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule()))
   params = chain_params()
   state = tx.init(params)
   seen = []
@@ -815,21 +817,23 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("wrong", "error", "message"), BAD_ARGUMENTS)
 def test_refuses_arguments_of_the_wrong_kind(wrong, error, message):
   with pytest.raises(error, match=message):
-    optax_boost.freeze(**(GOOD | wrong))
+    optax_boost.freeze_layers(**(GOOD | wrong))
 
 
 def test_refuses_an_inner_optimizer_whose_state_it_cannot_read():
   inner = optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x"))
-  tx = optax_boost.freeze(inner, ("a", "b"), fixed_schedule([0], 2))
+  tx = optax_boost.freeze_layers(inner, ("a", "b"), fixed_schedule([0], 2))
   params = {"a": jnp.ones(()), "b": jnp.ones(())}
   with pytest.raises(TypeError, match=r"`optax.tree.map_params` can map.*pass them as trees"):
     tx.update(params, tx.init(params), params)
 
 
 def test_refuses_the_state_of_another_transformation():
-  tx = optax_boost.freeze(**GOOD)
+  tx = optax_boost.freeze_layers(**GOOD)
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  with pytest.raises(TypeError, match=r"`freeze` needs .*a FreezeState; got a EmptyState"):
+  with pytest.raises(
+    TypeError, match=r"`freeze_layers` needs .*a FreezeLayersState; got a EmptyState"
+  ):
     tx.update(params, optax.EmptyState(), params)
 
 
@@ -837,24 +841,26 @@ def test_refuses_the_state_of_another_transformation():
 def test_refuses_a_schedule_that_returns_no_depth(depth):
   schedule = optax_boost.FreezeSchedule(2, lambda t, key: depth)
   with pytest.raises(TypeError, match=r"must return a scalar integer.*; it returned"):
-    optax_boost.freeze(**(GOOD | {"schedule": schedule})).init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    optax_boost.freeze_layers(**(GOOD | {"schedule": schedule})).init(
+      {"a": jnp.ones(2), "b": jnp.ones(2)}
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, jnp.ones(3), jnp.ones((2, 1)), 1j * jnp.ones(2)])
 def test_refuses_a_schedule_that_returns_no_rates(scale):
   schedule = optax_boost.FreezeSchedule(2, lambda t, key: 0, lambda t: scale)
-  tx = optax_boost.freeze(**(GOOD | {"schedule": schedule}))
+  tx = optax_boost.freeze_layers(**(GOOD | {"schedule": schedule}))
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   with pytest.raises(TypeError, match=r"for 2 groups must return an array of as many numbers"):
     tx.update(params, tx.init(params), params)
 
 
 def test_refuses_groups_of_other_params():
-  tx = optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
   with pytest.raises(ValueError, match=r"no group has the leaf 'x'. Make them with `layer_groups`"):
     tx.init({"x": jnp.ones(2)})
   with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
-    optax_boost.freeze(**GOOD).init({"a": jnp.ones(2)})
+    optax_boost.freeze_layers(**GOOD).init({"a": jnp.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -1003,7 +1009,7 @@ def train(step, state, steps=8):
 
 
 def chain_step(inner=None, schedule=None, wrap=lambda tx: tx, **options):
-  tx = optax_boost.freeze(
+  tx = optax_boost.freeze_layers(
     inner or optax.adamw(1e-2, weight_decay=0.1), plan_of_chain(), schedule or fixed_schedule()
   )
   return optax_boost.make_train_step(chain_loss, wrap(tx), **options)
@@ -1021,7 +1027,7 @@ def masked_by_hand(tx, params):
 
 @pytest.mark.parametrize("name", ["momentum", "clip", "masked decay"])
 def test_all_executions_are_the_whole_gradient_masked(name):
-  tx = optax_boost.freeze(INNERS[name](), plan_of_chain(), fixed_schedule())
+  tx = optax_boost.freeze_layers(INNERS[name](), plan_of_chain(), fixed_schedule())
   expected = masked_by_hand(tx, chain_params())
   for freezing in ("per_depth", "switch"):
     step = optax_boost.make_train_step(chain_loss, tx, freezing=freezing)
@@ -1175,7 +1181,7 @@ def test_the_compiled_program_of_each_depth_lacks_the_backward_pass_of_its_prefi
   width, batch = 128, jnp.ones((256, 128))
   params = chain_params(width=width)
   plan = optax_boost.layer_groups(chain_loss, params, batch, num_groups=LAYERS)
-  tx = optax_boost.freeze(optax.sgd(0.1, 0.9), plan, fixed_schedule())
+  tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), plan, fixed_schedule())
   step = optax_boost.make_train_step(chain_loss, tx)
   state = step.init(params)
   counts = [flops(step, state, batch, depth) for depth in range(LAYERS)]
@@ -1228,7 +1234,7 @@ def test_a_depth_that_comes_again_compiles_nothing():
     next(traces)
     return chain_loss(params, batch)
 
-  tx = optax_boost.freeze(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
   step = optax_boost.make_train_step(counted, tx)
   state, _ = train(step, step.init(chain_params()))
   assert step._step._cache_size() == LAYERS
@@ -1255,7 +1261,7 @@ def test_resuming_mid_schedule_changes_nothing(tmp_path):
 
 
 def image_step(variables, depths, **options):
-  tx = optax_boost.freeze(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
+  tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
   return ob_linen.make_train_step(Convolutional(), image_loss, tx, **options)
 
 
@@ -1343,7 +1349,9 @@ def test_a_model_of_nnx_freezes_its_first_layer():
   plan = ob_nnx.layer_groups(image_loss, model, BATCH, num_groups=2)
   assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
   optimizer = nnx.Optimizer(
-    model, optax_boost.freeze(optax.adamw(0.1), plan, fixed_schedule([0, 1], 2)), wrt=nnx.Param
+    model,
+    optax_boost.freeze_layers(optax.adamw(0.1), plan, fixed_schedule([0, 1], 2)),
+    wrt=nnx.Param,
   )
   step = ob_nnx.make_train_step(image_loss)
   pure = lambda: jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))  # noqa: E731
@@ -1377,7 +1385,7 @@ def test_sharded_params_stay_sharded_at_every_depth():
 
 
 def test_the_train_step_refuses_two_freezes_and_unknown_executions():
-  tx = optax.chain(*[optax_boost.freeze(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
+  tx = optax.chain(*[optax_boost.freeze_layers(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
   step = optax_boost.make_train_step(chain_loss, tx)
   with pytest.raises(ValueError, match=r"at most one state with a `frozen_groups`.*holds 2"):
     step(step.init(chain_params()), BATCH)

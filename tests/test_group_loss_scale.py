@@ -240,7 +240,7 @@ def test_composes_with_freezing_accumulation_and_a_whole_loss_scale():
     return state.params
 
   schedule = optax_boost.continuous_freezing(3, 0.5)
-  freeze = functools.partial(optax_boost.freeze, groups=GROUPS, schedule=schedule)
+  freeze = functools.partial(optax_boost.freeze_layers, groups=GROUPS, schedule=schedule)
   expected = train(freeze(optax_boost.accumulate(optax.sgd(0.2, 0.9), 2)))
   scales = functools.partial(optax_boost.group_loss_scale, groups=GROUPS)
   inner = optax_boost.accumulate(optax.sgd(0.2, 0.9), 2)

@@ -281,7 +281,7 @@ def test_statistics_of_frozen_layers_stand_still_with_rngs_of_a_call():
   model = Network(nnx.Rngs(0))
   groups = ["hidden|norm", "out"]
   schedule = optax_boost.FreezeSchedule(2, lambda count, key: count * 0 + 1)
-  tx = optax_boost.freeze(optax.sgd(0.1), groups, schedule)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, batch, rngs: loss_fn(model, batch)[0])
   metrics = step(model, optimizer, BATCH, nnx.Rngs(0))

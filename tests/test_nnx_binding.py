@@ -325,7 +325,7 @@ def test_the_host_counts_along_with_a_freezing_schedule(monkeypatch):
   monkeypatch.setattr(_depths, "_value", lambda x: reads.append(x) or value(x))
   schedule = optax_boost.progressive_freezing(2, 6, first=0.5, anneal=False)
   model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1)))
-  tx = optax_boost.freeze(optax.sgd(0.1), ["layers/0", "layers/1"], schedule)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["layers/0", "layers/1"], schedule)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
   depths = [int(step(model, optimizer, jnp.ones((2, 3)))["frozen_groups"]) for _ in range(6)]

@@ -44,9 +44,9 @@ def hostile(shape: tuple[int, ...] = (3,)) -> dict[str, jax.Array]:
     optax.sgd(0.1, momentum=0.9),
     optax.adam(0.1),
     optax_boost.dynamic_loss_scale(optax.adam(0.1)),
-    optax_boost.freeze(optax.adam(0.1), ["."], optax_boost.continuous_freezing(1, 0.0)),
+    optax_boost.freeze_layers(optax.adam(0.1), ["."], optax_boost.continuous_freezing(1, 0.0)),
   ],
-  ids=["momentum", "adam", "loss scale", "freeze"],
+  ids=["momentum", "adam", "loss scale", "freeze_layers"],
 )
 @pytest.mark.parametrize("shape", [(), (3,)], ids=str)
 def test_params_may_bear_the_names_of_state_fields(tx, shape):
@@ -149,7 +149,7 @@ def test_the_gradient_norm_and_the_learning_rate_are_reported_on_request():
 
 def test_the_gradient_norm_is_of_trained_leaves():
   freezing = optax_boost.FreezeSchedule(2, lambda count, key: jnp.ones_like(count))
-  tx = optax_boost.freeze(optax.sgd(0.1), ["a", "b"], freezing)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["a", "b"], freezing)
   step = optax_boost.make_train_step(bowl, tx, extra_metrics=["grad_norm"])
   _, metrics = step(step.init({"a": jnp.zeros(3), "b": jnp.zeros(1)}), 1.0)
   np.testing.assert_allclose(metrics["grad_norm"], 2.0, rtol=1e-6)

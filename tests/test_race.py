@@ -582,17 +582,20 @@ def test_freezing_runs_alone_and_its_compilations_are_not_timed(monkeypatch):
     network,
     lambda key: params,
     DATA,
-    {"sgd": optax.sgd(0.05), "freeze": optax_boost.freeze(optax.sgd(0.05), groups, schedule)},
+    {
+      "sgd": optax.sgd(0.05),
+      "freeze_layers": optax_boost.freeze_layers(optax.sgd(0.05), groups, schedule),
+    },
     steps=6,
     seeds=2,
     points=6,
     progress=False,
   )
-  curves = result.curves["freeze"]
+  curves = result.curves["freeze_layers"]
   assert curves.seeds_at_once == 1
   assert curves.gradient_evaluations.tolist() == [1, 2, 3, 4, 5, 6]
   # The step for the second depth is compiled at step 3, in the first pass alone.
-  first, second = methods["freeze"].passes[:2]
+  first, second = methods["freeze_layers"].passes[:2]
   assert np.isnan(first).tolist() == [False, False, False, True, False, False]
   assert np.isfinite(second).all()
   assert np.isfinite(curves.seconds).all()

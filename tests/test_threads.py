@@ -131,7 +131,7 @@ FORMS = {"plain": Plain, "linen": Linen, "nnx": Nnx}
 def make_step(form, frozen, donate):
   tx = optax.adam(1e-2)
   if frozen:
-    tx = optax_boost.freeze(tx, LAYERS, optax_boost.continuous_freezing(len(LAYERS), 0.6))
+    tx = optax_boost.freeze_layers(tx, LAYERS, optax_boost.continuous_freezing(len(LAYERS), 0.6))
   return FORMS[form].make_step(tx, donate=donate)
 
 

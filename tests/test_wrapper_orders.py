@@ -46,20 +46,22 @@ WRAPPERS = {
     tx, GROUPS, 2.0**18, growth_factor=1.01, backoff_factor=0.25
   ),
   "master_weights": lambda tx, _: optax_boost.master_weights(tx),
-  "freeze": lambda tx, _: optax_boost.freeze(
+  "freeze_layers": lambda tx, _: optax_boost.freeze_layers(
     tx, GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.25)
   ),
   "switch_after": switch_after,
   "laperm": laperm,
 }
 # What acts on the loss of every step can't stand on one side of a switch.
-REFUSED = {("switch_after", name) for name in ("dynamic_loss_scale", "group_loss_scale", "freeze")}
+REFUSED = {
+  ("switch_after", name) for name in ("dynamic_loss_scale", "group_loss_scale", "freeze_layers")
+}
 PAIRS = list(itertools.permutations(WRAPPERS, 2))
 TRIPLES = [
   order
   for names in (
     ("accumulate", "dynamic_loss_scale", "master_weights"),
-    ("accumulate", "dynamic_loss_scale", "freeze"),
+    ("accumulate", "dynamic_loss_scale", "freeze_layers"),
     ("accumulate", "dynamic_loss_scale", "group_loss_scale"),
   )
   for order in itertools.permutations(names)

@@ -92,9 +92,9 @@ CASES = {
   "master_weights": Case(
     "master_weights", lambda: optax_boost.master_weights(_adam()), dtype=jnp.bfloat16
   ),
-  "freeze": Case(
-    "freeze",
-    lambda: optax_boost.freeze(
+  "freeze_layers": Case(
+    "freeze_layers",
+    lambda: optax_boost.freeze_layers(
       _adam(), GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.4)
     ),
   ),

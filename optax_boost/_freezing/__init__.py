@@ -4,5 +4,5 @@ from optax_boost._freezing._schedules import FreezeSchedule as FreezeSchedule
 from optax_boost._freezing._schedules import continuous_freezing as continuous_freezing
 from optax_boost._freezing._schedules import interval_freezing as interval_freezing
 from optax_boost._freezing._schedules import progressive_freezing as progressive_freezing
-from optax_boost._freezing._transform import FreezeState as FreezeState
-from optax_boost._freezing._transform import freeze as freeze
+from optax_boost._freezing._transform import FreezeLayersState as FreezeLayersState
+from optax_boost._freezing._transform import freeze_layers as freeze_layers

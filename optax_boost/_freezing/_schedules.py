@@ -140,8 +140,8 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
       (G - 1) / G the first group is never trained, with a warning.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`, step by step that of MindSpore. From step 2^31 - 1
-    on, where the count stops, nothing is frozen.
+    A :class:`FreezeSchedule` for :func:`freeze_layers`, step by step that of MindSpore. From step
+    2^31 - 1 on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -188,9 +188,9 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`, which freezes in the same steps as MindSpore. Its
-    depths are drawn from the key of :func:`freeze`, independently in each step. From step 2^31 - 1
-    on, where the count stops, nothing is frozen.
+    A :class:`FreezeSchedule` for :func:`freeze_layers`, which freezes in the same steps as
+    MindSpore. Its depths are drawn from the key of :func:`freeze_layers`, independently in each
+    step. From step 2^31 - 1 on, where the count stops, nothing is frozen.
 
   Raises:
     ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
@@ -283,7 +283,7 @@ def progressive_freezing(
     anneal: whether updates are multiplied.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze`.
+    A :class:`FreezeSchedule` for :func:`freeze_layers`.
 
   Raises:
     ValueError: a number is out of range.

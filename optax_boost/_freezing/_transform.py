@@ -19,8 +19,8 @@ from optax_boost._freezing import _schedules
 
 
 @_protocol.declares(requests=("frozen_groups",))
-class FreezeState(NamedTuple):
-  """State of :func:`freeze`.
+class FreezeLayersState(NamedTuple):
+  """State of :func:`freeze_layers`.
 
   Attributes:
     count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
@@ -35,7 +35,7 @@ class FreezeState(NamedTuple):
   inner_state: optax.OptState
 
 
-def freeze(
+def freeze_layers(
   inner: optax.GradientTransformation,
   groups: _groups.Groups,
   schedule: _schedules.FreezeSchedule,
@@ -49,8 +49,8 @@ def freeze(
   :func:`make_train_step` does not compute the backward pass of frozen groups; without it, gradients
   of frozen leaves are ignored, which saves nothing. Leaves may be complex.
 
-  Put it around everything that must stand still: ``freeze(optax.chain(clip, adamw), ...)``. Around
-  it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
+  Put it around everything that must stand still: ``freeze_layers(optax.chain(clip, adamw), ...)``.
+  Around it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth). A
   wrapper of your own that skips steps needs its own type of state: with plain tuples, as those of
   ``optax.chain``, the train step takes every step as counted.
@@ -76,7 +76,7 @@ def freeze(
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
-    >>> tx = optax_boost.freeze(
+    >>> tx = optax_boost.freeze_layers(
     ...   optax.sgd(1.0), ["body", "head"], optax_boost.continuous_freezing(2, 0.5)
     ... )
     >>> params = {"body": jnp.zeros(2), "head": jnp.zeros(1)}
@@ -104,31 +104,31 @@ def freeze(
     )
   key = _base.as_key("key", key)
 
-  number = _groups.numbering(groups, "freeze")
+  number = _groups.numbering(groups, "freeze_layers")
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))
     depth = _schedules.scalar_depth(schedule.frozen_groups(count, wrapped))
     return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
 
-  def init_fn(params: optax.Params) -> FreezeState:
-    _tree.check_inexact(params, "freeze")
+  def init_fn(params: optax.Params) -> FreezeLayersState:
+    _tree.check_inexact(params, "freeze_layers")
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups, depth_at)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
-    return FreezeState(count, depth_at(count, key_data), key_data, inner.init(params))
+    return FreezeLayersState(count, depth_at(count, key_data), key_data, inner.init(params))
 
   def update_fn(
     updates: optax.Updates,
-    state: FreezeState,
+    state: FreezeLayersState,
     params: optax.Params | None = None,
     **extra_args: Any,
-  ) -> tuple[optax.Updates, FreezeState]:
-    _base.require_state(state, FreezeState, "freeze")
+  ) -> tuple[optax.Updates, FreezeLayersState]:
+    _base.require_state(state, FreezeLayersState, "freeze_layers")
     if params is not None:
-      _tree.check_same_tree(updates, params, "freeze")
+      _tree.check_same_tree(updates, params, "freeze_layers")
     numbers = number(updates)
     frozen = _groups.FrozenDepth(state.frozen_groups)
 
@@ -141,12 +141,12 @@ def freeze(
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (u * scale[n]).astype(u.dtype), numbers, out)
     count = optax.safe_increment(state.count)
-    return zero_frozen(out), FreezeState(
+    return zero_frozen(out), FreezeLayersState(
       count=count,
       frozen_groups=depth_at(count, state.key),
       key=state.key,
       inner_state=_groups.select_state(
-        "freeze", inner, frozen.select, numbers, state.inner_state, moved
+        "freeze_layers", inner, frozen.select, numbers, state.inner_state, moved
       ),
     )
 

@@ -109,7 +109,7 @@ class HostDepths:
     self._entries[entry.number] = entry
 
   def _counting(self, opt_state: Any) -> Any | None:
-    """The state of a `freeze` that counts every step, which one inside a wrapper may not."""
+    """The state of a `freeze_layers` that counts every step, which one inside a wrapper may not."""
     kind = type(opt_state)
     if kind not in self._asks:
       self._asks[kind] = _protocol.FROZEN_GROUPS in _protocol.declared(opt_state, "requests")

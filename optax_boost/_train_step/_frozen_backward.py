@@ -76,8 +76,8 @@ def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
   if not _jaxpr.has_convolution(jax.make_jaxpr(objective)(params)):
     return True
   warnings.warn(
-    "`freeze` saves no time in this step: its depth is traced (the train step runs inside your"
-    " own `jit`, `scan` or `vmap`, or is lowered for abstract values), and on a CPU the gradients"
+    "`freeze_layers` saves no time in this step: its depth is traced (the train step runs inside"
+    " your own `jit`, `scan` or `vmap`, or is lowered for abstract values), and on a CPU gradients"
     " of convolutions inside a conditional are slower than without freezing. Call the train step"
     " directly, or pass freezing='switch' to insist.",
     _base.NoEffectWarning,

@@ -206,11 +206,11 @@ def make_train_step(
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
     freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by a compiled step
-      for each number of frozen groups, which the host counts along; where :func:`freeze` stands in
-      a wrapper other than ``optax.chain``, it waits for the step before to read it. ``"switch"``:
-      by a conditional inside one compiled step. ``"auto"``: per depth; inside your own ``jit`` or
-      ``scan`` the switch, but not for convolutions on a CPU, whose gradients a conditional makes
-      slower than no freezing at all (a warning says so).
+      for each number of frozen groups, which the host counts along; where :func:`freeze_layers`
+      stands in a wrapper other than ``optax.chain``, it waits for the step before to read it.
+      ``"switch"``: by a conditional in one compiled step. ``"auto"``: per depth; inside your own
+      ``jit`` or ``scan`` the switch, but not for convolutions on a CPU, whose gradients a
+      conditional makes slower than no freezing at all (a warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
       whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside.
     extra_metrics: ``"grad_norm"``: the global norm of the unscaled gradient, without frozen leaves;
@@ -223,7 +223,7 @@ def make_train_step(
     TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
       returns something else than it was said to.
     ValueError: `freezing` or a name in `extra_metrics` is unknown; when called: the state holds
-      several loss scales, or several :func:`freeze`.
+      several loss scales, or several :func:`freeze_layers`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

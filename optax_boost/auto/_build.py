@@ -141,7 +141,7 @@ class AutoBoost:
       )
     if self.is_on("grad_freeze"):
       schedule = _methods.freezing_schedule(self.config.grad_freeze)
-      tx = _freezing.freeze(tx, groups, schedule, key=self.key)
+      tx = _freezing.freeze_layers(tx, groups, schedule, key=self.key)
     if self.is_on("grad_accumulation"):
       tx = _accumulation.accumulate(tx, self.config.grad_accumulation.grad_accumulation_step)
     if self.is_on("loss_scale_group"):

@@ -54,7 +54,7 @@ def race(
   - at equal steps;
   - at equal gradient evaluations, counted from the train step's program: a gradient of the loss on
     one batch counts one, a value of the loss alone (a trial point of a line search) a third. The
-    backward pass that :func:`freeze` leaves out shows in the time only;
+    backward pass that :func:`freeze_layers` leaves out shows in the time only;
   - at equal wall time of one seed alone, without compiling, evaluating and making batches. The
     methods take turns on the clock, in random order; the median over several passes counts.
 

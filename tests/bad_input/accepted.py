@@ -17,8 +17,8 @@ _WITHOUT_STATE = [
 ]
 
 ON_PURPOSE: dict[tuple[str, str, str], str] = {
-  ("freeze", "updates", "integers"): _OBSERVES,
-  ("freeze", "updates", "bools"): _OBSERVES,
+  ("freeze_layers", "updates", "integers"): _OBSERVES,
+  ("freeze_layers", "updates", "bools"): _OBSERVES,
   ("record_trajectory", "updates", "integers"): _OBSERVES,
   ("record_trajectory", "updates", "bools"): _OBSERVES,
   **{

@@ -69,7 +69,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       axis_name=axis_name,
     ),
     shared.factory(
-      "freeze",
+      "freeze_layers",
       inner=shared.TX,
       groups=shared.GROUPS,
       schedule=kinds.kind(

@@ -80,7 +80,7 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "centralize": {},
   "dim_reduce": {"subspace": subspace()},
   "dynamic_loss_scale": {"inner": SGD},
-  "freeze": {
+  "freeze_layers": {
     "inner": SGD,
     "groups": GROUPS,
     "schedule": optax_boost.continuous_freezing(2, 0.5),
