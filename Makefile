@@ -13,8 +13,12 @@ demo: $(READY)
 demo-auto: $(READY)
 	$(BIN)/python examples/auto_boost_resnet.py
 
+# Tests of the last bits run on programs as users get them, the others on programs that compile
+# faster (tests/conftest.py).
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 test: $(READY) lint type
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not optimized"
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
@@ -39,7 +43,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 evidence: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(OPTIMIZED) $(BIN)/python -m pytest -m slow
 
 # Programs for TPUs and GPUs need XLA's compilers for them, in an environment of their own.
 METHODS ?=

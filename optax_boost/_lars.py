@@ -56,7 +56,7 @@ def trust_ratio(
     >>> import jax.numpy as jnp, optax_boost
     >>> ratio = optax_boost.trust_ratio(jnp.array([2.0, 0.0]), jnp.array([4.0, 4.0]))
     >>> [round(float(r), 6) for r in ratio]
-    [0.0005, 1.0]
+    [0.005, 1.0]
   """
   _base.check_array("param_norm", param_norm)
   _base.check_array("grad_norm", grad_norm, jnp.shape(param_norm))
@@ -379,7 +379,7 @@ def lars(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
-    >>> rate = optax.cosine_decay_schedule(10.0, decay_steps=100)
+    >>> rate = optax.cosine_decay_schedule(1.0, decay_steps=100)
     >>> tx = optax_boost.lars(rate, weight_decay=1e-4)
     >>> params = {"kernel": jnp.ones((3, 2))}
     >>> loss = lambda p: jnp.sum((p["kernel"] - 2.0) ** 2)

@@ -24,10 +24,17 @@ def _xla_knows(flag: str) -> bool:
 
 # Sharding is tested on eight virtual devices.
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-# XLA's newer CPU emitters take twice as long to compile small programs, which is most of what the
-# suite does. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true runs the suite with them.
-if "xla_cpu_use_fusion_emitters" not in _flags[0] and _xla_knows("xla_cpu_use_fusion_emitters"):
-  _flags.append("--xla_cpu_use_fusion_emitters=false")
+# Compiling small programs is most of what the suite does. So they are compiled in half of the time:
+# without optimization by LLVM, by XLA's older CPU emitters, by one thread each. Tests marked
+# `optimized` are about the last bits of programs as users get them; `make test` gives them a level
+# of optimization, and so none of these.
+_FASTER_TO_COMPILE = {
+  "xla_backend_optimization_level": "0",
+  "xla_cpu_use_fusion_emitters": "false",
+  "xla_cpu_parallel_codegen_split_count": "1",
+}
+if "xla_backend_optimization_level" not in _flags[0]:
+  _flags += [f"--{flag}={value}" for flag, value in _FASTER_TO_COMPILE.items() if _xla_knows(flag)]
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ.setdefault("MPLBACKEND", "Agg")
 # The tests build the same small programs over and over: kept on disk for the run, with all of its

@@ -15,7 +15,7 @@ from tests.test_contract import run
 def main(folder: pathlib.Path) -> None:
   for index, row in enumerate(registry.ROWS):
     params = problems.params()
-    like = (params, row.optimizer().init(params))
+    like = jax.eval_shape(lambda params, row=row: (params, row.optimizer().init(params)), params)
     with ocp.StandardCheckpointer() as checkpointer:
       params, state = checkpointer.restore(folder / str(index), like)
     last = run(row, params, range(2, 4), state)

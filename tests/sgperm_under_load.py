@@ -1,13 +1,10 @@
-"""Runs the host kernel on eight devices at once, beside other work and with donated buffers.
+"""Runs the host kernel on all devices at once, beside other work and with donated buffers.
 
 Run by ``test_sgperm`` in a process of its own, which it can end if this one hangs.
 """
 
 import concurrent.futures
 import functools
-import os
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp

@@ -223,6 +223,7 @@ def cancellation_in_tree(rows):
   return worst
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
 def test_the_error_stays_below_horovods_tolerance_where_every_level_cancels_tenfold(replicas):
   strong = {3: 0, 700: 0}
@@ -245,6 +246,7 @@ def test_the_error_stays_below_horovods_tolerance_where_every_level_cancels_tenf
   assert min(strong.values()) >= 10
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_identical_gradients_come_back_to_the_bit_from_the_smallest_to_the_largest(replicas):
   row = np.random.default_rng(0).uniform(1, 2, size=7)
@@ -256,6 +258,7 @@ def test_identical_gradients_come_back_to_the_bit_from_the_smallest_to_the_large
   chex.assert_trees_all_equal(optax_boost.adasum_reduce(largest), replica(largest))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
   ("factors", "rtol"),
   [

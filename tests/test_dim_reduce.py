@@ -118,6 +118,7 @@ def assert_same_decisions(trace, t, before, state):
     assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_agrees_with_mindspore(name):
   trace = trace_of(name)
@@ -134,6 +135,7 @@ def test_every_step_agrees_with_mindspore(name):
     assert_close(state.last_step[0], trace["sk"][t], 1e-4)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", TRACES)
 def test_a_whole_run_takes_the_branches_of_mindspore(name):
   trace = trace_of(name)
@@ -722,6 +724,7 @@ def test_the_default_minimizes_rosenbrocks_function_where_two_trials_stand_still
   assert int(metrics["rejected_count"]) == 101
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
 def test_the_default_minimizes_a_quadratic_of_any_scale(scale):
   curvatures = jnp.logspace(0, 4, 12) * scale

@@ -147,6 +147,7 @@ def test_integers_and_aux_pass_through():
   assert grads["a"].dtype == jnp.float32
 
 
+@pytest.mark.optimized
 def test_scales_agree_with_mindspore_exactly():
   with np.load(GOLDEN / "loss_scale.npz") as file:
     arrays = {key: file[key] for key in file.files}

@@ -23,6 +23,7 @@ def recorded():
   return arrays, json.loads(str(arrays["meta_json"]))["hyper"]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", ["basic", "floor", "factor3", "window1", "to_infinity"])
 def test_scales_agree_with_mindspore_exactly(recorded, case):
   arrays, hyper = recorded[0], recorded[1][case]
@@ -177,6 +178,7 @@ def test_a_thousand_steps_too_small_for_half_precision_arrive():
     assert params.dtype == dtype
 
 
+@pytest.mark.optimized
 def test_agrees_with_mxnets_float16_lars_with_masters():
   with np.load(GOLDEN / "lars_mxnet200beta1_fp16mp.npz") as file:
     arrays = {key: file[key] for key in file.files}

@@ -146,6 +146,7 @@ RECOMMENDED = {"momentum": 0.0, "momentum_lr": 1.0}
 VARIED = ("model", "bounds", "part_noremainder", "ties_weights_part", "zeros_part")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", VARIED)
 def test_transformation_repeats_the_recorded_runs(name):
   replayed(f"sgperm_{name}", backend="host", **RECOMMENDED)
@@ -160,6 +161,7 @@ def test_whole_optimizer_repeats_the_run_without_roundings():
   replayed("sgperm_dyadic", backend="host")
 
 
+@pytest.mark.optimized
 def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_alone():
   argsort = jax.jit(_sorting.argsort, static_argnames="high_bits")
   rng = np.random.default_rng(6)
@@ -195,6 +197,7 @@ def test_device_kernel_repeats_every_float32_trace(name):
     same_bits(np.take_along_axis(given[0], on_device(*given), 1), after)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", FLOAT64)
 def test_device_kernel_repeats_the_float64_traces(name, x64):
   for *given, after in trace_steps(name):
@@ -218,6 +221,7 @@ def test_both_kernels_agree_in_half_precision_where_many_weights_are_tied(dtype)
     np.testing.assert_array_equal(on_device(*given), on_host(*given))
 
 
+@pytest.mark.optimized
 def test_brackets_are_rounded_from_float64_without_float64_on_the_device():
   schedules = _schedules.Schedules(0.2, 0.1, 0.99, 1.005, 0.01, 0.5)
   rounded = jax.jit(schedules.brackets, static_argnums=1)
