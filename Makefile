@@ -18,7 +18,8 @@ demo-auto: $(READY)
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 test: $(READY) lint type
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not optimized"
-	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized \
+	  $$(grep -l pytest.mark.optimized tests/*.py)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.

@@ -23,7 +23,7 @@ def main() -> None:
     updates, state = tx.update(grads, state, params)
     return optax_boost.apply_permuted_params(params, updates, state), state
 
-  start = np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)
+  start = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
 
   def train(device):
     params = {"kernel": jax.device_put(start, device)}

@@ -118,7 +118,6 @@ def assert_same_decisions(trace, t, before, state):
     assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_agrees_with_mindspore(name):
   trace = trace_of(name)
@@ -135,7 +134,6 @@ def test_every_step_agrees_with_mindspore(name):
     assert_close(state.last_step[0], trace["sk"][t], 1e-4)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", TRACES)
 def test_a_whole_run_takes_the_branches_of_mindspore(name):
   trace = trace_of(name)

@@ -74,7 +74,6 @@ def assert_close(found, expected, rtol):
 MXNET2 = [("lars_mxnet200beta1_fp32", case) for case in range(26)]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(("name", "number"), MXNET2)
 def test_agrees_with_mxnet_2(name, number):
   arrays, hyper = load(name)
@@ -85,7 +84,6 @@ def test_agrees_with_mxnet_2(name, number):
     assert_close(momenta, arrays[f"c{number:02}_m"], 1e-6)
 
 
-@pytest.mark.optimized
 def test_agrees_with_mxnet_2_on_float16_gradients_and_float32_masters():
   arrays, hyper = load("lars_mxnet200beta1_fp16mp")
   weights, _ = replay(arrays, hyper["cases"][14], mxnet_lars(arrays, hyper["cases"][14]))
@@ -123,7 +121,6 @@ def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
   assert_close(weights, expected, 5e-4)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("number", range(10))
 def test_agrees_with_mindspore_where_norms_are_not_zero(number):
   arrays, hyper = load("lars_mindspore")

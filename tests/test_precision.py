@@ -178,7 +178,6 @@ def test_a_thousand_steps_too_small_for_half_precision_arrive():
     assert params.dtype == dtype
 
 
-@pytest.mark.optimized
 def test_agrees_with_mxnets_float16_lars_with_masters():
   with np.load(GOLDEN / "lars_mxnet200beta1_fp16mp.npz") as file:
     arrays = {key: file[key] for key in file.files}

@@ -167,7 +167,6 @@ def replay(trace, steps, resync):
       params = trace.tree("", t)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_agrees_with_mxnet(name):
   trace = trace_of(name)
@@ -175,7 +174,6 @@ def test_every_step_agrees_with_mxnet(name):
     assert_close(params, trace.tree("", t))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
 def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
   trace = trace_of(name)
