@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _full_gradient
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -245,7 +246,7 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
   def renewed() -> SvrgState:
     return _renew(state, params, _gradients_at(params, full_grad_fn, "full_grad_fn"))
 
-  return jax.lax.cond(due, renewed, lambda: state)
+  return _conditional.cond(due, renewed, lambda: state)
 
 
 def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
@@ -325,7 +326,7 @@ def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: Svrg
 
   small = sum(g.size for g, _, _ in parts) <= _SMALL
   measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
-  squares = deviations() if small else jax.lax.cond(measured, deviations, lambda: nothing)
+  squares = deviations() if small else _conditional.cond(measured, deviations, lambda: nothing)
   finite = jnp.isfinite(squares)
   total = state.squared_deviations + jnp.where(jnp.all(finite), squares, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -123,7 +124,7 @@ def record_trajectory(
       )
 
     # Only the rings pass through the branches, written in place where they are donated.
-    state = jax.lax.cond(state.count % every == 0, taken, lambda: state)
+    state = _conditional.cond(state.count % every == 0, taken, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

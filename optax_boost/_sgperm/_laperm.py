@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -151,7 +152,7 @@ def laperm(
 
     synchronize = _execution.auto_sharded(synchronize, (steps, permutation))
     # Sorts run only when they are due.
-    steps, permutation = jax.lax.cond(
+    steps, permutation = _conditional.cond(
       due, synchronize, lambda *lists: lists[:2], steps, permutation, *rest
     )
     return jax.tree.unflatten(structure, steps), LapermState(
