@@ -126,14 +126,16 @@ class HostDepths:
   def _work_out(
     self, find_depth_at: Callable[[], _protocol.DepthAt], count: int, key: jax.Array
   ) -> list[int]:
-    if self._many is None:
-      depth_at = find_depth_at()
-      # One after the other, since a schedule need not understand `vmap`.
-      self._many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
     # As the counter on the device, which stays at the largest int32.
     counts = np.minimum(np.arange(count, count + _CHUNK), _base.LARGEST_COUNT).astype(np.int32)
     # On values of the host: over many processes, each works them out for itself.
     arguments = jax.device_put((counts, np.asarray(key)))
+    if self._many is None:
+      depth_at = find_depth_at()
+      # One after the other, since a schedule need not understand `vmap`. Compiled here, since older
+      # JAX can't trace a loop while it evaluates at compile time.
+      many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
+      self._many = many.lower(*arguments).compile()
     # Someone's trace may be under way around a state whose values are known.
     with jax.ensure_compile_time_eval():
       return np.asarray(self._many(*arguments)).tolist()

@@ -93,8 +93,13 @@ def write(params: Any, collections: Any, *roots: Any) -> None:
 
 
 def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
-  rest = {i: collections[name] for i, name in enumerate(_COLLECTIONS) if name in collections}
-  return nnx.State({0: params}), nnx.State(rest)
+  rest = {i: _dict(collections[n]) for i, n in enumerate(_COLLECTIONS) if n in collections}
+  return nnx.State({0: _dict(params)}), nnx.State(rest)
+
+
+def _dict(tree: Any) -> Any:
+  """A state's contents: flax before 0.12 takes no state inside a state."""
+  return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 
 
 def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
