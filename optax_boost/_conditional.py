@@ -66,8 +66,12 @@ def _zeros(shape: Any) -> jax.Array:
   # With the sharding of the type, which meshes with explicit axes ask of both branches.
   zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
   manual = getattr(shape, "manual_axis_type", None)
-  varying = tuple(manual.varying) if manual is not None else ()
-  return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
+  varying = tuple(manual.varying if manual is not None else getattr(shape, "vma", None) or ())
+  if not varying:
+    return zeros
+  if hasattr(jax.lax, "pcast"):
+    return jax.lax.pcast(zeros, varying, to="varying")
+  return jax.lax.pvary(zeros, varying)  # type: ignore[attr-defined]  # older JAX
 
 
 def scales_loss(state: optax.OptState) -> bool:
