@@ -180,6 +180,7 @@ def test_two_threads_on_one_train_step_get_what_each_gets_alone(form, frozen, do
 
 @pytest.mark.parametrize(("form", "frozen", "donate"), CASES)
 def test_two_trajectories_in_turns_get_what_each_gets_alone(form, frozen, donate, monkeypatch):
+  expected = alone(form, frozen, donate)  # it reads, too, where no test before has called it
   step = make_step(form, frozen, donate)
   trajectories = [begin(form, step, seed) for seed in (0, 1)]
   reads = []
@@ -193,7 +194,7 @@ def test_two_trajectories_in_turns_get_what_each_gets_alone(form, frozen, donate
   histories = zip(*[[t.advance() for t in trajectories] for _ in range(STEPS)], strict=True)
   results = [t.result() for t in trajectories]
   in_turns = list(zip(map(list, histories), results, strict=True))
-  chex.assert_trees_all_equal(jax.device_get(in_turns), alone(form, frozen, donate))
+  chex.assert_trees_all_equal(jax.device_get(in_turns), expected)
   # Count and depth of the trajectory that has made no step yet; the others are known.
   assert len(reads) == (2 if frozen else 0)
 
