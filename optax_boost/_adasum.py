@@ -314,7 +314,7 @@ def adasum(
     leaves, structure = jax.tree.flatten(updates)
     if not leaves:
       return updates, state
-    _check_not_summed(leaves, axes + local_axes)
+    check_not_summed(leaves, axes + local_axes)
 
     numbers = _group_numbers(_tree.leaf_paths(updates), patterns)
     outputs, orthogonality, notfinite = _reduce_over_devices(
@@ -723,7 +723,7 @@ def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   """All chunks behind each other, on all devices."""
-  if not _varies_along(chunk):
+  if not _base.varying_axes(jax.typeof(chunk)):
     return jax.lax.all_gather(chunk, axes, tiled=True)
   # `shard_map` tracks which arrays vary: it must be told that the result does not.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
@@ -734,25 +734,18 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   return jax.lax.psum(alone.ravel(), axes)
 
 
-def _varies_along(x: jax.Array) -> frozenset[str]:
-  kind = jax.typeof(x)
-  # The second name is that of older versions of JAX.
-  if hasattr(kind, "manual_axis_type"):
-    return kind.manual_axis_type.varying
-  return getattr(kind, "vma", frozenset())
-
-
 def _axes(argument: str, names: Any) -> tuple[str, ...]:
   _base.check_axis_name(argument, names)
   return () if names is None else (names,) if isinstance(names, str) else names
 
 
-def _check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
+def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
   """Refuses gradients that ``shard_map`` has summed already: those of replicated params."""
-  varying = frozenset[str]().union(*map(_varies_along, leaves))
+  varying = frozenset[str]().union(*(_base.varying_axes(jax.typeof(leaf)) for leaf in leaves))
   for name in axes:
     # Where `shard_map` does not keep book of it, nothing varies.
-    if name in _varies_along(jax.lax.axis_index(name)) and name not in varying:
+    of_axis = _base.varying_axes(jax.typeof(jax.lax.axis_index(name)))
+    if name in of_axis and name not in varying:
       raise ValueError(
         f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
         " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"

@@ -243,6 +243,13 @@ def require_axis(name: str, value: str | tuple[str, ...] | None, method: str) ->
     ) from error
 
 
+def varying_axes(kind: Any) -> frozenset[str]:
+  """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
+  # The second name is that of older versions of JAX.
+  manual = getattr(kind, "manual_axis_type", None)
+  return frozenset(manual.varying if manual is not None else getattr(kind, "vma", None) or ())
+
+
 def require_params(params: Any, method: str) -> None:
   """Raises ValueError where ``update`` is called without params."""
   if params is None:

@@ -65,8 +65,7 @@ def _dtype(x: Any) -> Any:
 def _zeros(shape: Any) -> jax.Array:
   # With the sharding of the type, which meshes with explicit axes ask of both branches.
   zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-  manual = getattr(shape, "manual_axis_type", None)
-  varying = tuple(manual.varying if manual is not None else getattr(shape, "vma", None) or ())
+  varying = tuple(_base.varying_axes(shape))
   if not varying:
     return zeros
   if hasattr(jax.lax, "pcast"):

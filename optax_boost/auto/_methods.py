@@ -9,6 +9,7 @@ import optax
 
 from optax_boost import _adasum
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _dim_reduce
 from optax_boost import _freezing
 from optax_boost import _tree
@@ -62,11 +63,9 @@ def with_adasum(
   def average(updates: Any, params: Any) -> Any:
     del params
     if leaves := jax.tree.leaves(updates):
-      _adasum._check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
-    wide = jax.tree.map(lambda g: g.astype(_tree.accumulator_dtype(g.dtype)), updates)
-    return jax.tree.map(
-      lambda g, mean: mean.astype(g.dtype), updates, jax.lax.pmean(wide, local_axis_name)
-    )
+      _adasum.check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
+    wide = jax.tree.map(_tree.widen, updates)
+    return _conditional.cast_like(jax.lax.pmean(wide, local_axis_name), updates)
 
   # `adasum` shares its work among devices that hold the same updates, if they seem to vary. Under
   # `shard_map` and `vmap` alike: `jax.lax.pcast` is for the former, and new.
