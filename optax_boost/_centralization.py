@@ -38,7 +38,7 @@ def subtract_mean(
   x: jax.Array, axes: tuple[int, ...], axis_name: str | tuple[str, ...] | None = None
 ) -> jax.Array:
   """`x` minus its mean over `axes` and the mesh axes, the mean taken in at least float32."""
-  wide = x.astype(_tree.accumulator_dtype(x.dtype))
+  wide = _tree.widen(x)
   mean = jnp.mean(wide, axes, keepdims=True)
   if axis_name is not None:
     mean = jax.lax.pmean(mean, axis_name)

@@ -276,7 +276,7 @@ def _squares(plans: Any, weights: Any, grads: Any, axis_name: Any) -> Any:
 
 def _clip_and_decay(g: jax.Array, w: jax.Array, clip: Any, weight_decay: Any) -> jax.Array:
   """clip(g) + wd w, in at least float32."""
-  wide = g.astype(_tree.accumulator_dtype(g.dtype))
+  wide = _tree.widen(g)
   if clip is not None:
     wide = jnp.clip(wide, -jnp.asarray(clip), clip)
   return wide + weight_decay * w.astype(wide.dtype)

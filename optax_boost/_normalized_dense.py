@@ -54,7 +54,7 @@ def check_inputs(x: Any, features: int | None = None) -> None:
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:
   """Scales vectors to length one, those shorter than sqrt(eps) by 1 / sqrt(eps)."""
-  wide = x.astype(_tree.accumulator_dtype(x.dtype))
+  wide = _tree.widen(x)
   square = jnp.sum(wide * wide, axis, keepdims=True)
   return (wide * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
 
