@@ -5,6 +5,7 @@ were cast back once unscaled; so the inner optimizer works in at least float32, 
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -125,12 +126,11 @@ class UnscalingOptimizer:
     def unscale(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, g: _tree.widen(g) / scales[n], numbers, grads)
 
-    finite = by_group(_tree.all_finite, unscale(updates))
-    gradients, extra = _tree.map_gradients(
-      lambda grads: unscale(grads) if whole else zero_unless(finite, unscale(grads)),
-      updates,
-      extra_args,
-    )
+    gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
+    finite = by_group(_tree.all_finite, gradients)
+    if not whole:
+      zero_bad = functools.partial(zero_unless, finite)
+      gradients, extra = _tree.map_gradients(zero_bad, gradients, extra)
     shapes = self._updates_like(updates, params, extra_args)
 
     def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
