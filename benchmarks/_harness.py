@@ -337,15 +337,20 @@ def write(
     folder: made when missing.
   """
   record = {"machine": machine_description, "comparisons": comparisons}
-  where = ", ".join(f"{key} {value}" for key, value in machine_description.items())
   tables = "\n".join(map(_table, comparisons))
   texts = {
     "json": json.dumps(record, indent=2) + "\n",
-    "md": f"# {name}\n\n{about}\n\nMachine: {where}.\n\n{tables}",
+    "md": page(name, about, machine_description, tables),
   }
   for extension, text in texts.items():
     replace(folder / f"{name}.{extension}", text)
   plot.save(comparisons, folder / f"{name}.png")
+
+
+def page(title: str, about: str, machine_description: Mapping[str, str], body: str) -> str:
+  """The text of a page of results."""
+  where = ", ".join(f"{key} {value}" for key, value in machine_description.items())
+  return f"# {title}\n\n{about}\n\nMachine: {where}.\n\n{body}"
 
 
 def replace(path: pathlib.Path, text: str) -> None:

@@ -193,12 +193,12 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   where = _harness.machine(["jax", "jaxlib", "flax"])
-  described = ", ".join(f"{key} {value}" for key, value in where.items())
-  text = f"# Profile of AutoBoost's networks\n\n{_ABOUT}\n\nMachine: {described}.\n"
+  sections = []
   for index in tqdm(options.networks):
     name, *network = _NETWORKS[index]
-    text += f"\n## {name}\n\n{profile(*network, options.rounds)}\n"
-  (options.out / "auto_boost_profile.md").write_text(text)
+    sections.append(f"## {name}\n\n{profile(*network, options.rounds)}\n")
+  page = _harness.page("Profile of AutoBoost's networks", _ABOUT, where, "\n".join(sections))
+  _harness.replace(options.out / "auto_boost_profile.md", page)
 
 
 if __name__ == "__main__":

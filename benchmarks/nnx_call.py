@@ -68,12 +68,12 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=7, help="measurements of each train step")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
-  machine = ", ".join(f"{k} {v}" for k, v in _harness.machine(["jax", "jaxlib", "flax"]).items())
+  machine = _harness.machine(["jax", "jaxlib", "flax"])
   found = measure(options.rounds)
   table = [f"| | ms | x {_BY_HAND} |", "|---|---|---|"]
   table += [f"| {name} | {ms:.2f} | {ms / found[_BY_HAND]:.2f} |" for name, ms in found.items()]
-  lines = ["# nnx_call", "", _ABOUT, "", f"Machine: {machine}.", "", *table]
-  (options.out / "nnx_call.md").write_text("\n".join(lines) + "\n")
+  page = _harness.page("nnx_call", _ABOUT, machine, "\n".join(table) + "\n")
+  _harness.replace(options.out / "nnx_call.md", page)
   print("\n".join(table))
 
 

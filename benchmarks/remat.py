@@ -76,11 +76,10 @@ def main() -> None:
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   rows = {"kept": Block, "`nn.remat` around each block": nn.remat(Block)}
-  machine = ", ".join(f"{k} {v}" for k, v in _harness.machine(["jax", "jaxlib", "flax"]).items())
+  machine = _harness.machine(["jax", "jaxlib", "flax"])
   table = [f"| {name} | {temporary_megabytes(block):.0f} |" for name, block in rows.items()]
-  lines = ["# remat", "", _ABOUT, "", f"Machine: {machine}.", ""]
-  lines += ["| activations | temporary MB |", "|---|---|", *table]
-  (options.out / "remat.md").write_text("\n".join(lines) + "\n")
+  body = "\n".join(["| activations | temporary MB |", "|---|---|", *table]) + "\n"
+  _harness.replace(options.out / "remat.md", _harness.page("remat", _ABOUT, machine, body))
   print("\n".join(table))
 
 

@@ -77,8 +77,7 @@ def main() -> int:
   print(*broken, sep="\n")
   if not options.methods and records:
     where = _harness.machine(["jax", "jaxlib", "optax"])
-    described = ", ".join(f"{key} {value}" for key, value in where.items())
-    page = "\n".join([f"# devices\n\n{_ABOUT}\n\nMachine: {described}.", *text]) + "\n"
+    page = _harness.page("devices", _ABOUT, where, "\n".join(text).lstrip() + "\n")
     _harness.replace(options.out / "devices.md", page)
     content = json.dumps({"machine": where, "programs": records}, indent=2) + "\n"
     _harness.replace(options.out / "devices.json", content)
