@@ -126,7 +126,7 @@ def requested(opt_state: optax.OptState, request: str) -> Any:
 def map_request(
   opt_state: optax.OptState, request: str, function: Callable[[Any], Any]
 ) -> optax.OptState:
-  """Applies a function to the states that make a request, and not to what is inside them."""
+  """Applies a function to the outermost states that make a request."""
 
   def makes_it(node: Any) -> bool:
     return request in declared(node, "requests")

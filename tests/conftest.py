@@ -24,8 +24,8 @@ def _xla_knows(flag: str) -> bool:
 
 # Sharding is tested on eight virtual devices.
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-# Compiling small programs is most of what the suite does. So they are compiled in half of the time:
-# without optimization by LLVM, by XLA's older CPU emitters, by one thread each. Tests marked
+# The suite spends most of its time on compiling small programs. These flags halve that time: no
+# optimization by LLVM, XLA's older CPU emitters, one thread for each program. Tests marked
 # `optimized` are about the last bits of programs as users get them; `make test` gives them a level
 # of optimization, and so none of these.
 _FASTER_TO_COMPILE = {

@@ -95,7 +95,7 @@ def test_a_method_that_diverges_is_reported_and_left_out_of_means(raced):
   assert not raced.curves["sgd"].diverged.any()
   table = raced.table()
   assert table.count("diverged: 3 of 3") == len(table.split("At equal")) - 1
-  assert "nan" not in table.partition("What it costs")[0]
+  assert "nan" not in table.partition("Costs:")[0]
   assert raced.verdict("wild") == "wild: diverged."
   assert np.isnan(raced.values("wild", "error")).all()
   assert math.isnan(raced.difference("wild", "error")[0])

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Work(NamedTuple):
-  """What the exact step of a leaf needs, in arrays of JAX or, in a callback, of NumPy.
+  """The inputs of a leaf's exact step: arrays of JAX or, in a callback, of NumPy.
 
   Attributes:
     weights: (n, vectors), before the step.

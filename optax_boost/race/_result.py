@@ -230,7 +230,7 @@ class RaceResult:
       for name, curves in self.curves.items()
     ]
     header = ["method", "gradients per step", "ms per step", "compiling", "seeds at once"]
-    parts.append(f"What it costs:\n\n{_markdown([header, *costs])}")
+    parts.append(f"Costs:\n\n{_markdown([header, *costs])}")
     return "\n\n".join(parts)
 
   def _distinct_budgets(self) -> list[list[str]]:
