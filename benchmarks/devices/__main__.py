@@ -17,7 +17,7 @@ from benchmarks import _harness
 from benchmarks.devices import bounds
 from benchmarks.devices import cases
 from benchmarks.devices import chips
-from benchmarks.devices import workers
+from benchmarks.devices import programs
 
 _COLUMNS = ("kernels", "loops", "collectives", "sent, MB", "temporary, MB", "accessed, MB", "s")
 _ABOUT = f"""\
@@ -69,7 +69,7 @@ def main() -> int:
       print(*text[-3:], sep="\n", flush=True)
       here = [n for n in names if layout == "replicated" or not cases.CASES[n].replicas]
       found = records.setdefault(chip_name, {}).setdefault(layout, {})
-      for name, record in workers.compile_all(chip_name, layout, here, options.limit):
+      for name, record in programs.compile_all(chip_name, layout, here, options.limit):
         found[name] = record
         text.append(_row(name, record))
         print(text[-1], flush=True)

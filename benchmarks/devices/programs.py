@@ -1,19 +1,42 @@
 """Compiles a case for a chip and reads the program: kernels, collectives, memory."""
 
 import collections
+from collections.abc import Iterator
 import re
 import time
 from typing import Any
+import warnings
 
 import jax
 import numpy as np
 
+from benchmarks import _process
 from benchmarks.devices import cases
 from benchmarks.devices import chips
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _KERNELS = ("fusion", "copy", "custom-call", "sort", "transpose", "reduce", "scatter")
 _ITEM_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+
+
+def compile_all(
+  chip_name: str, layout: str, names: list[str], limit: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields a record for each case; one that takes longer than `limit` seconds is given up."""
+  remaining = list(names)
+  while remaining:
+    try:
+      for record in _process.items(compile_each, chip_name, layout, remaining, each=limit):
+        yield remaining.pop(0), record
+    except _process.GivenUp as error:
+      yield remaining.pop(0), {"error": str(error)}
+
+
+def compile_each(chip_name: str, layout: str, names: list[str]) -> Iterator[dict[str, Any]]:
+  """Compiles the cases one after the other; for a process of its own."""
+  warnings.simplefilter("ignore")
+  for name in names:
+    yield compile_case(cases.CASES[name], chips.CHIPS[chip_name], layout)
 
 
 def compile_case(case: cases.Case, chip: chips.Chip, layout: str) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Runs a generator in a process of its own, which can be given up."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import math
+import multiprocessing
+import os
+import queue
+import time
+from typing import Any
+
+
+class GivenUp(Exception):
+  """The process ended by itself, raised, or took too long; its text goes into the table."""
+
+
+def items(
+  function: Callable[..., Iterable[Any]],
+  *arguments: Any,
+  each: float = math.inf,
+  whole: float = math.inf,
+  environment: dict[str, str] | None = None,
+) -> Iterator[Any]:
+  """Yields what a generator yields in a new process.
+
+  Args:
+    function: a module's function.
+    *arguments: of it.
+    each: seconds that an item may take.
+    whole: seconds that all of them may take.
+    environment: variables to set before `function`'s module is imported.
+
+  Raises:
+    GivenUp: after the items that came.
+  """
+  context = multiprocessing.get_context("spawn")
+  results = context.Queue()
+  # By name: to unpickle the function would import its module before the variables are set.
+  name = (function.__module__, function.__qualname__)
+  process = context.Process(target=_work, args=(name, arguments, environment or {}, results))
+  process.start()
+  end = time.monotonic() + whole
+  try:
+    while (result := _next(process, results, each, end)) is not None:
+      yield result[0]
+  finally:
+    process.kill()
+    process.join()
+
+
+def _next(process: Any, results: Any, each: float, end: float) -> Any:
+  start = time.monotonic()
+  while time.monotonic() < min(start + each, end):
+    try:
+      result = results.get(timeout=1)
+    except queue.Empty:
+      if not process.is_alive() and results.empty():
+        raise GivenUp(f"the process ended with {process.exitcode}") from None
+      continue
+    if isinstance(result, str):
+      raise GivenUp(result)
+    return result
+  raise GivenUp(f"not done within {time.monotonic() - start:.0f} s")
+
+
+def _work(name: tuple[str, str], arguments: Any, environment: dict[str, str], results: Any) -> None:
+  import importlib
+
+  os.environ.update(environment)
+  try:
+    for item in getattr(importlib.import_module(name[0]), name[1])(*arguments):
+      results.put((item,))
+    results.put(None)
+  except Exception as error:  # the table says it
+    message = (str(error).splitlines() or [""])[0]
+    results.put(f"{type(error).__name__}: {message[:200]}")
