@@ -1,0 +1,142 @@
+"""Models of the sizes that accelerators train: ResNet-50 and GPT-2."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class ResNet(nn.Module):
+  """A bottleneck ResNet; as it stands it is ResNet-50 in bfloat16, its params in float32.
+
+  Attributes:
+    blocks: in each stage.
+    width: of the first stage.
+    classes: how many.
+    dtype: of the arithmetic.
+  """
+
+  blocks: tuple[int, ...] = (3, 4, 6, 3)
+  width: int = 64
+  classes: int = 1000
+  dtype: Any = jnp.bfloat16
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps images [batch, height, width, channels] to logits."""
+
+    def conv_norm(x: jax.Array, width: int, size: int, stride: int = 1) -> jax.Array:
+      x = nn.Conv(width, (size, size), (stride, stride), use_bias=False, dtype=self.dtype)(x)
+      return nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)
+
+    x = nn.relu(conv_norm(x.astype(self.dtype), self.width, 7, 2))
+    x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+    for stage, count in enumerate(self.blocks):
+      width = self.width * 2**stage
+      for block in range(count):
+        stride = 2 if stage and not block else 1
+        h = nn.relu(conv_norm(x, width, 1))
+        h = nn.relu(conv_norm(h, width, 3, stride))
+        h = conv_norm(h, 4 * width, 1)
+        x = nn.relu(h + (x if block else conv_norm(x, 4 * width, 1, stride)))
+    return nn.Dense(self.classes)(jnp.mean(x.astype(jnp.float32), (1, 2)))
+
+
+def image_loss(model: Callable[[jax.Array], jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+  """Cross-entropy."""
+  return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2:
+  """GPT-2 in plain JAX; as it stands, its smallest size.
+
+  Attributes:
+    layers: blocks.
+    width: of the residual stream.
+    heads: of the attention.
+    vocabulary: tokens.
+    length: the longest sequence.
+    dtype: of the arithmetic.
+  """
+
+  layers: int = 12
+  width: int = 768
+  heads: int = 12
+  vocabulary: int = 50257
+  length: int = 1024
+  dtype: Any = jnp.bfloat16
+
+  def init(self, key: jax.Array) -> dict[str, Any]:
+    """Params in float32; the blocks' are stacked along the first axis."""
+    width = self.width
+    shapes = {
+      "attention_in": (width, 3 * width),
+      "attention_out": (width, width),
+      "mlp_in": (width, 4 * width),
+      "mlp_out": (4 * width, width),
+    }
+    keys = iter(jax.random.split(key, len(shapes) + 2))
+
+    def normal(*shape: int) -> jax.Array:
+      return 0.02 * jax.random.normal(next(keys), shape)
+
+    def norm(*leading: int) -> dict[str, jax.Array]:
+      return {"scale": jnp.ones((*leading, width)), "bias": jnp.zeros((*leading, width))}
+
+    blocks = {
+      name: {"kernel": normal(self.layers, *shape), "bias": jnp.zeros((self.layers, shape[1]))}
+      for name, shape in shapes.items()
+    }
+    blocks |= {name: norm(self.layers) for name in ("attention_norm", "mlp_norm")}
+    return {
+      "tokens": normal(self.vocabulary, width),
+      "positions": normal(self.length, width),
+      "blocks": blocks,
+      "norm": norm(),
+    }
+
+  def unstacked(self, params: dict[str, Any]) -> dict[str, Any]:
+    """The same params with a dict for each block: 148 leaves."""
+    blocks = {
+      f"block_{i:02d}": jax.tree.map(lambda x, i=i: x[i], params["blocks"])
+      for i in range(self.layers)
+    }
+    return {**{name: part for name, part in params.items() if name != "blocks"}, **blocks}
+
+  def loss(self, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    """Cross-entropy of the next token, of tokens int32 [batch, length + 1]."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
+
+    @jax.checkpoint
+    def body(x: jax.Array, block: dict[str, Any]) -> tuple[jax.Array, None]:
+      return self._block(x, block), None
+
+    x, _ = jax.lax.scan(body, x.astype(self.dtype), params["blocks"])
+    logits = _normalize(params["norm"], x) @ params["tokens"].T.astype(self.dtype)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    return jnp.mean(losses)
+
+  def _block(self, x: jax.Array, block: dict[str, Any]) -> jax.Array:
+    batch, length, _ = x.shape
+    h = _dense(block["attention_in"], _normalize(block["attention_norm"], x))
+    q, k, v = jnp.split(h.reshape(batch, length, 3 * self.heads, -1), 3, axis=2)
+    h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    x = x + _dense(block["attention_out"], h)
+    h = jax.nn.gelu(_dense(block["mlp_in"], _normalize(block["mlp_norm"], x)))
+    return x + _dense(block["mlp_out"], h)
+
+
+def _dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+  return x @ layer["kernel"].astype(x.dtype) + layer["bias"].astype(x.dtype)
+
+
+def _normalize(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  wide = jax.nn.standardize(wide, axis=-1, epsilon=1e-5)
+  return (wide * layer["scale"] + layer["bias"]).astype(x.dtype)
