@@ -1,0 +1,133 @@
+"""What a TPU v5e would gain from AutoBoost's levels: ``python -m benchmarks.devices.resnet50``.
+
+An estimate, from programs that are compiled and not run.
+"""
+
+import argparse
+import os
+import pathlib
+from typing import Any
+
+# Read when JAX starts: no chip is asked for.
+os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_QUERY="1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import _harness
+from benchmarks import models
+from benchmarks.devices import chips
+import optax_boost.linen
+
+# Of one chip: bytes and operations per second, and the memory, by its data sheet.
+_BANDWIDTH, _OPERATIONS, _MEMORY = 819e9, 197e12, 16e9
+_BATCH = 128
+_SIDE = 224
+# The shares of a training's steps that the levels freeze.
+_SHARES = {"O1": 0.3, "O2": 0.45}
+_O0, _FEWER, _FROZEN, _BOTH = "O0", "fewer BatchNorms", "half frozen", "both"
+_ABOUT = f"""\
+**Estimates**: nothing was run. One train step of ResNet-50 (bfloat16, images of {_SIDE} x {_SIDE},
+SGD with momentum and weight decay) compiled by XLA for one TPU v5e. Accessed and FLOPs are XLA's
+counts for the program; ms is the larger of accessed / 819 GB/s and FLOPs / 197 TFLOP/s, the chip's
+data sheet. `{_FROZEN}`: the first of two groups of layers, as the levels freeze it. Temporaries are
+XLA's, without params, state and batch. `python -m benchmarks.devices.resnet50`."""
+
+
+def program(row: str, batch_size: int) -> dict[str, float]:
+  """Compiles a row's train step.
+
+  Args:
+    row: which of the four.
+    batch_size: images per step.
+  """
+  mesh = chips.CHIPS["v5e-8"].mesh()
+  one = jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
+
+  def place(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
+
+  batch = {
+    "x": jax.ShapeDtypeStruct((batch_size, _SIDE, _SIDE, 3), jnp.bfloat16),
+    "y": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+  }
+  module: Any = models.ResNet()
+  if row in (_FEWER, _BOTH):
+    module = optax_boost.linen.auto_boost("O1").model(module, batch["x"])
+  variables = jax.eval_shape(module.init, jax.random.key(0), batch["x"])
+  tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))
+  if row in (_FROZEN, _BOTH):
+    groups = optax_boost.linen.layer_groups(
+      module, models.image_loss, variables, batch, num_groups=2
+    )
+    tx = optax_boost.freeze_layers(tx, groups, optax_boost.FreezeSchedule(2, lambda *_: 1))
+  step = optax_boost.linen.make_train_step(module, models.image_loss, tx)
+  state = jax.tree.map(place, jax.eval_shape(step.init, variables))
+  if row in (_FROZEN, _BOTH):
+    # Known, so that the program for this depth is compiled.
+    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
+  compiled = step.lower(state, jax.tree.map(place, batch)).compile()
+  cost = compiled.cost_analysis()
+  memory = compiled.memory_analysis()
+  return {
+    "bytes": cost["bytes accessed"],
+    "flops": cost["flops"],
+    "temporary": memory.temp_size_in_bytes,
+    "whole": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+  }
+
+
+def seconds(figures: dict[str, float]) -> float:
+  """The time of a step that keeps either memory or arithmetic busy."""
+  return max(figures["bytes"] / _BANDWIDTH, figures["flops"] / _OPERATIONS)
+
+
+def main() -> None:
+  """Compiles the programs and writes the page."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--batches", type=int, nargs="*", default=[256, 512, 1024])
+  parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
+  options = parser.parse_args()
+  found = {row: program(row, _BATCH) for row in (_O0, _FEWER, _FROZEN, _BOTH)}
+  base = found[_O0]
+  lines = [
+    f"| {_BATCH} images | accessed, GB | TFLOP | temporary, GB | ms | O0 over it |",
+    "|---" * 6 + "|",
+  ]
+  for row, figures in found.items():
+    lines.append(
+      f"| {row} | {figures['bytes'] / 1e9:.1f} ({figures['bytes'] / base['bytes']:.2f}) |"
+      f" {figures['flops'] / 1e12:.2f} ({figures['flops'] / base['flops']:.2f}) |"
+      f" {figures['temporary'] / 1e9:.2f} | {1e3 * seconds(figures):.1f} |"
+      f" {seconds(base) / seconds(figures):.2f} |"
+    )
+    print(lines[-1], flush=True)
+  lines += ["", "| level | share of frozen steps | steps per second over O0 |", "|---|---|---|"]
+  for level, share in _SHARES.items():
+    mean = (1 - share) * seconds(found[_FEWER]) + share * seconds(found[_BOTH])
+    lines.append(f"| {level} | {share} | {seconds(base) / mean:.2f} |")
+  lines += [
+    "",
+    "| images | params, state, batch and temporaries, GB: O0 | both | 16 GB hold |",
+    "|---" * 4 + "|",
+  ]
+  for size in [_BATCH, *options.batches]:
+    whole = {}
+    for row in (_O0, _BOTH):
+      try:
+        whole[row] = (found[row] if size == _BATCH else program(row, size))["whole"]
+      except jax.errors.JaxRuntimeError:  # XLA refuses what the chip's memory cannot hold
+        whole[row] = float("inf")
+    holds = [row for row, value in whole.items() if value <= _MEMORY]
+    cells = [f"{v / 1e9:.1f}" if v < float("inf") else "more" for v in whole.values()]
+    lines.append(f"| {size} | {' | '.join(cells)} | {', '.join(holds) or 'neither'} |")
+    print(lines[-1], flush=True)
+  where = _harness.machine(["jax", "libtpu", "flax"])
+  page = _harness.page("resnet50_tpu", _ABOUT, where, "\n".join(lines) + "\n")
+  _harness.replace(options.out / "resnet50_tpu.md", page)
+
+
+if __name__ == "__main__":
+  main()
