@@ -1,0 +1,1 @@
+"""Every question that needs a GPU, in one command: ``python -m benchmarks.gpu``."""
