@@ -33,7 +33,8 @@ _ABOUT = f"""\
 SGD with momentum and weight decay) compiled by XLA for one TPU v5e. Accessed and FLOPs are XLA's
 counts for the program; ms is the larger of accessed / 819 GB/s and FLOPs / 197 TFLOP/s, the chip's
 data sheet. `{_FROZEN}`: the first of two groups of layers, as the levels freeze it. Temporaries are
-XLA's, without params, state and batch. `python -m benchmarks.devices.resnet50`."""
+XLA's, without params, state and batch; with these, the memory at {_BATCH} and {2 * _BATCH} images
+gives, by a straight line, the largest batch. `python -m benchmarks.devices.resnet50`."""
 
 
 def program(row: str, batch_size: int) -> dict[str, float]:
@@ -87,7 +88,6 @@ def seconds(figures: dict[str, float]) -> float:
 def main() -> None:
   """Compiles the programs and writes the page."""
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--batches", type=int, nargs="*", default=[256, 512, 1024])
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   found = {row: program(row, _BATCH) for row in (_O0, _FEWER, _FROZEN, _BOTH)}
@@ -108,21 +108,12 @@ def main() -> None:
   for level, share in _SHARES.items():
     mean = (1 - share) * seconds(found[_FEWER]) + share * seconds(found[_BOTH])
     lines.append(f"| {level} | {share} | {seconds(base) / mean:.2f} |")
-  lines += [
-    "",
-    "| images | params, state, batch and temporaries, GB: O0 | both | 16 GB hold |",
-    "|---" * 4 + "|",
-  ]
-  for size in [_BATCH, *options.batches]:
-    whole = {}
-    for row in (_O0, _BOTH):
-      try:
-        whole[row] = (found[row] if size == _BATCH else program(row, size))["whole"]
-      except jax.errors.JaxRuntimeError:  # XLA refuses what the chip's memory cannot hold
-        whole[row] = float("inf")
-    holds = [row for row, value in whole.items() if value <= _MEMORY]
-    cells = [f"{v / 1e9:.1f}" if v < float("inf") else "more" for v in whole.values()]
-    lines.append(f"| {size} | {' | '.join(cells)} | {', '.join(holds) or 'neither'} |")
+  lines += ["", "| | MB per further image | largest batch in 16 GB |", "|---|---|---|"]
+  for row in (_O0, _BOTH):
+    whole = found[row]["whole"]
+    per_image = (program(row, 2 * _BATCH)["whole"] - whole) / _BATCH
+    largest = _BATCH + (_MEMORY - whole) / per_image
+    lines.append(f"| {row} | {per_image / 1e6:.1f} | {largest:.0f} |")
     print(lines[-1], flush=True)
   where = _harness.machine(["jax", "libtpu", "flax"])
   page = _harness.page("resnet50_tpu", _ABOUT, where, "\n".join(lines) + "\n")
