@@ -5,6 +5,8 @@ Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imp
 
 from optax_boost._accumulation import AccumulateState
 from optax_boost._accumulation import accumulate
+from optax_boost._active_window import ActiveWindowState
+from optax_boost._active_window import active_window
 from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
@@ -80,6 +82,7 @@ __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
+  "ActiveWindowState",
   "AdasumState",
   "CheckpointSnapshots",
   "DimReduceState",
@@ -104,6 +107,7 @@ __all__ = [
   "TrainStep",
   "TrajectoryState",
   "accumulate",
+  "active_window",
   "adasum",
   "adasum_pair",
   "adasum_reduce",

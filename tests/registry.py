@@ -305,6 +305,20 @@ ROWS = (
     label="progressive",
   ),
   Row(
+    "active_window",
+    {
+      "inner": optax.sgd(0.1),
+      "layers": {"^dense(/kernel|/loss_scale)?$": 0},
+      "window": 2,
+      "every": 2,
+      "order": "random",
+      "key": 1,
+    },
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=False,
+    static=("layers", "window", "key"),
+  ),
+  Row(
     "switch_after",
     {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
     baseline=lambda: optax.sgd(0.1),

@@ -98,6 +98,12 @@ CASES = {
       _adam(), GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.4)
     ),
   ),
+  "active_window": Case(
+    "active_window",
+    lambda: optax_boost.active_window(
+      _adam(), [f"^body/kernel_{i:02d}" for i in range(LEAVES // 2)], window=2, every=50
+    ),
+  ),
   "switch_after": Case("switch_after", lambda: optax_boost.switch_after(100, _sgd(), _adam())),
   "svrg": Case(
     "svrg", lambda: optax.chain(optax_boost.svrg(refresh_every=100), _sgd()), extra=_quadratic

@@ -76,6 +76,7 @@ def use_on_replicas(tx: optax.GradientTransformationExtraArgs) -> Any:
 # By public factory, arguments with which it is a transformation.
 FACTORIES: dict[str, dict[str, Any]] = {
   "accumulate": {"inner": SGD, "every": 2},
+  "active_window": {"inner": SGD, "layers": {"dense/kernel": 0}, "window": 1, "every": 2},
   "adasum": {"axis_name": "batch"},
   "centralize": {},
   "dim_reduce": {"subspace": subspace()},

@@ -1,0 +1,286 @@
+"""Block-coordinate training: a window of the layers trains at a time, and only it has moments.
+
+With L layers, a window of w and an inner optimizer whose state is as large as m leaves of the
+params, the state takes m w / L of the layers' size. When the window moves, the inner optimizer
+starts anew on the layers that are active now. Leaves of no layer (embedding, head) always train,
+with a state of their own.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _conditional
+from optax_boost import _protocol
+from optax_boost import _tree
+
+_METHOD = "active_window"
+_ORDERS = ("forward", "backward", "random")
+# Closures of the whole params, which the inner optimizer does not see.
+_CLOSURES = ("grad", "grad_fn", "value_fn", "obj_fn", "full_grad_fn")
+
+
+@_protocol.declares(metrics=("active_window/first_layer",))
+class ActiveWindowState(NamedTuple):
+  """State of :func:`active_window`.
+
+  Attributes:
+    count: scalar int32, steps since the window moved.
+    moves: scalar int32, how often it has moved.
+    layers: int32 [window], the layers that train, ascending.
+    active_state: the inner optimizer's state for these, leaves as `[window, ...]` slices.
+    always_state: its state for the leaves of no layer.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  moves: jax.Array
+  layers: jax.Array
+  active_state: optax.OptState
+  always_state: optax.OptState
+
+  @property
+  def first_layer(self) -> jax.Array:
+    """The first of the layers that train."""
+    return self.layers[0]
+
+
+def active_window(
+  inner: optax.GradientTransformation,
+  layers: _base.AxesByPattern | Sequence[str],
+  window: int,
+  every: jax.typing.ArrayLike,
+  *,
+  order: Literal["forward", "backward", "random"] = "forward",
+  key: jax.Array | int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Trains a window of the layers at a time, with optimizer state for these alone.
+
+  For fine-tuning where the optimizer's moments don't fit: what it buys is memory. At equal steps
+  the loss is usually worse than that of training all layers.
+
+  Args:
+    inner: the optimizer. It starts anew when the window moves, its schedules and step counts, too:
+      put a schedule after it, ``optax.chain(active_window(optax.scale_by_adam(), ...),
+      optax.scale_by_learning_rate(schedule))``. It works on the active layers and on the leaves of
+      no layer apart, so a clip by the global norm goes before, too. It may be a wrapper itself.
+    layers: where the layers are. For models that scan over their layers, the result of
+      :func:`stacked_axes`: the stacked axis by regular expression; of several, the first counts.
+      Else regular expressions, one for each layer in order, as ``("block_0/", "block_1/")``: layers
+      must be of equal shapes. All other leaves always train.
+    window: how many layers train at a time; raising it costs memory and trains more. Static.
+    every: steps after which the window moves. Raising it gives moments more time to warm up.
+    order: ``"forward"``: from the first layers to the last, window by window, then from the start;
+      where the number of layers is no multiple, the last window reaches back. ``"backward"``: from
+      the last to the first. ``"random"``: so many layers drawn at each move.
+    key: the seed of ``"random"``, or a key.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs`. Updates of inactive layers are zero. Of the
+    extra arguments `inner` sees all but closures of the params and `grad`.
+
+  Raises:
+    ValueError: a number is out of range, `order` unknown; in ``init``: there are fewer layers than
+      the window holds, or they differ in shape.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> params = {"blocks": jnp.zeros((4, 2)), "head": jnp.zeros(2)}
+    >>> tx = optax_boost.active_window(optax.adam(0.1), {"blocks": 0}, window=1, every=2)
+    >>> state = tx.init(params)
+    >>> state.active_state[0].mu["blocks"].shape
+    (1, 2)
+    >>> grads = {"blocks": jnp.ones((4, 2)), "head": jnp.ones(2)}
+    >>> for _ in range(3):
+    ...   updates, state = tx.update(grads, state, params)
+    ...   print(int(state.layers[0]), [bool(row.any()) for row in updates["blocks"]])
+    0 [True, False, False, False]
+    0 [True, False, False, False]
+    1 [False, True, False, False]
+
+  References:
+    Luo et al., `BAdam <https://arxiv.org/abs/2404.02827>`_, 2024 (in order); Pan et al., `LISA
+    <https://arxiv.org/abs/2403.17919>`_, 2024 (random, embedding and head always).
+  """
+  inner = _base.check_transformation("inner", inner)
+  _check_layers(layers)
+  _base.check_whole_number("window", window, static=True)
+  _base.check_whole_number("every", every)
+  _base.check_name("order", order, _ORDERS)
+  seed = _base.as_key("key", key)
+  window = int(window)
+  find = _tree.once_per_tree(lambda tree: _Layers(tree, layers, window))
+
+  def layers_at(moves: jax.Array, number: int) -> jax.Array:
+    if order == "random":
+      drawn = jax.random.permutation(jax.random.fold_in(seed, moves), number)[:window]
+      return jnp.sort(drawn).astype(jnp.int32)
+    windows = -(-number // window)
+    place = moves % windows
+    if order == "backward":
+      place = windows - 1 - place
+    return jnp.minimum(place * window, number - window) + jnp.arange(window, dtype=jnp.int32)
+
+  def init_fn(params: optax.Params) -> ActiveWindowState:
+    _tree.check_inexact(params, _METHOD)
+    found = find(params)
+    moves = jnp.zeros([], jnp.int32)
+    first = layers_at(moves, found.number)
+    return ActiveWindowState(
+      count=jnp.zeros([], jnp.int32),
+      moves=moves,
+      layers=first,
+      active_state=inner.init(found.take(params, first)),
+      always_state=inner.init(found.rest(params)),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: ActiveWindowState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, ActiveWindowState]:
+    _base.require_state(state, ActiveWindowState, _METHOD)
+    _tree.check_inexact(updates, _METHOD)
+    if params is not None:
+      _tree.check_same_tree(updates, params, _METHOD)
+    found = find(updates)
+    extra = {name: value for name, value in extra_args.items() if name not in _CLOSURES}
+    moving = state.count >= every
+    moves = _tree.increment_if(moving, state.moves)
+    active = jnp.where(moving, layers_at(moves, found.number), state.layers)
+    of_layers = None if params is None else found.take(params, active)
+
+    def begin(kept: optax.OptState) -> optax.OptState:
+      like = found.take(updates, active) if of_layers is None else of_layers
+      return _conditional.cast_like(inner.init(like), kept)
+
+    active_state = _conditional.cond(moving, begin, lambda kept: kept, state.active_state)
+    moved, active_state = inner.update(
+      found.take(updates, active), active_state, of_layers, **extra
+    )
+    others = None if params is None else found.rest(params)
+    rest, always_state = inner.update(found.rest(updates), state.always_state, others, **extra)
+    return found.put(updates, moved, active, rest), ActiveWindowState(
+      count=jnp.where(moving, 1, state.count + 1).astype(jnp.int32),
+      moves=moves,
+      layers=active,
+      active_state=_conditional.cast_like(active_state, state.active_state),
+      always_state=_conditional.cast_like(always_state, state.always_state),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_layers(layers: Any) -> None:
+  if isinstance(layers, Mapping):
+    _tree.check_axes_by_pattern("layers", layers)
+    return
+  strings = isinstance(layers, list | tuple) and all(isinstance(p, str) for p in layers)
+  if not strings or not layers:
+    raise TypeError(
+      "`layers` must be what `stacked_axes` returned, or a sequence of regular expressions, one"
+      f" per layer; got {_base.shorten(layers)}."
+    )
+  for pattern in layers:
+    _base.compile_pattern("layers", pattern)
+
+
+class _Layers:
+  """Where a tree has its layers: along an axis of each leaf, or in leaves of their own.
+
+  What the inner optimizer sees has the structure of the tree. Layers in leaves of their own are
+  stacked in the place of the first one's.
+  """
+
+  def __init__(self, tree: Any, layers: Any, window: int):
+    self._axes: dict[int, int] = {}  # by leaf
+    self._members: dict[int, list[int]] = {}  # the first layer's leaf to those of all layers
+    leaves = _tree.describe(tree)
+    find = self._find_axes if isinstance(layers, Mapping) else self._find_members
+    self.number = find(leaves, layers) or window
+    if self.number < window:
+      raise ValueError(
+        f"`active_window` has a window of {window} layers, but the params have {self.number}. Pass"
+        f" window={self.number} or less."
+      )
+    self._inside = {i for group in self._members.values() for i in group} | set(self._axes)
+
+  def _find_axes(self, leaves: list[_tree.Leaf], patterns: Any) -> int:
+    paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
+    found = _tree.axes_by_pattern(paths, shapes, patterns, "layers")
+    self._axes = {i: axes[0] for i, axes in enumerate(found) if axes}
+    sizes = {leaves[i].shape[axis]: leaves[i].path for i, axis in self._axes.items()}
+    if len(sizes) > 1:
+      shown = ", ".join(f"{size} in '{path}'" for size, path in sizes.items())
+      raise ValueError(
+        f"`active_window` needs leaves that hold the same number of layers; got {shown}. Name those"
+        " of one stack in `layers`; all others always train."
+      )
+    return next(iter(sizes), 0)
+
+  def _find_members(self, leaves: list[_tree.Leaf], patterns: Sequence[str]) -> int:
+    matches = _tree.first_match("layers", patterns, [leaf.path for leaf in leaves])
+    of_layer: dict[int, list[int]] = {}
+    for i, layer in enumerate(matches):
+      if layer is not None:
+        of_layer.setdefault(layer, []).append(i)
+    numbers = sorted(of_layer)
+    first = of_layer[numbers[0]] if numbers else []
+    shapes = [leaves[i].shape for i in first]
+    for number in numbers:
+      found = [leaves[i].shape for i in of_layer[number]]
+      if found != shapes:
+        raise ValueError(
+          f"`active_window` needs layers of equal shapes; got {shapes} for {patterns[numbers[0]]!r}"
+          f" and {found} for {patterns[number]!r}. Leave out of `layers` what differs: it always"
+          " trains."
+        )
+    self._members = {i: [of_layer[n][j] for n in numbers] for j, i in enumerate(first)}
+    return len(numbers)
+
+  def take(self, tree: Any, layers: jax.Array) -> Any:
+    """The given layers of a tree, leaves of no layer hidden."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def one(i: int) -> Any:
+      if i in self._axes:
+        return jnp.take(leaves[i], layers, self._axes[i])
+      if i in self._members:
+        return jnp.take(jnp.stack([leaves[member] for member in self._members[i]]), layers, 0)
+      return optax.MaskedNode()
+
+    return jax.tree.unflatten(structure, map(one, range(len(leaves))))
+
+  def rest(self, tree: Any) -> Any:
+    """The leaves of no layer, the others hidden."""
+    leaves, structure = jax.tree.flatten(tree)
+    kept = [optax.MaskedNode() if i in self._inside else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, kept)
+
+  def put(self, like: Any, moved: Any, layers: jax.Array, rest: Any) -> Any:
+    """Updates of the whole tree, zero where a layer is not among the given ones."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(like)
+    of_layers, others = structure.flatten_up_to(moved), structure.flatten_up_to(rest)
+
+    def place(zeros: jax.Array, index: Any, x: jax.Array) -> jax.Array:
+      return zeros.at[index].set(x, indices_are_sorted=True, unique_indices=True)
+
+    for i in range(len(leaves)):
+      if i in self._axes:
+        index = (*[slice(None)] * self._axes[i], layers)
+        others[i] = place(jnp.zeros_like(leaves[i], of_layers[i].dtype), index, of_layers[i])
+      elif i in self._members:
+        zeros = jnp.stack([jnp.zeros_like(leaves[i], of_layers[i].dtype)] * self.number)
+        stack = place(zeros, layers, of_layers[i])
+        for member, x in zip(self._members[i], stack, strict=True):
+          others[member] = x
+    return jax.tree.unflatten(structure, others)
