@@ -514,3 +514,37 @@ def test_layers_of_nnx_stand_still():
   before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))
   ob_nnx.make_train_step(loss)(model, optimizer, X)
   assert stands_still(before, nnx.to_pure_dict(nnx.state(model)), 3)
+
+
+def test_the_rates_of_stacked_layers_decay_as_those_of_unrolled_ones():
+  plan = groups_of()
+  tx = optax_boost.layerwise_decay(plan, 0.75)
+  params = make_params()
+  updates, _ = tx.update(params, tx.init(params))
+  # The recipe of timm and BEiT: the embedding is layer 0, the head the last.
+  for i in range(LAYERS):
+    for name, update in updates["blocks"].items():
+      expected = 0.75 ** (LAYERS - i) * params["blocks"][name][i]
+      np.testing.assert_allclose(update[i], expected, rtol=1e-6)
+  np.testing.assert_allclose(updates["embed"], 0.75 ** (LAYERS + 1) * params["embed"], rtol=1e-6)
+  np.testing.assert_array_equal(updates["head"], params["head"])
+  names = ["embed", *(f"blocks/{i}/" for i in range(LAYERS)), "head"]
+  unrolled, _ = optax_boost.layerwise_decay(names, 0.75).update(unstack(params), ())
+  chex.assert_trees_all_close(unstack(updates), unrolled, rtol=1e-6)
+
+
+def test_schedules_for_fine_tuning():
+  schedule = optax_boost.gradual_unfreezing(4, every=3)
+  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(12)]
+  assert depths == [3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0]
+  tx = optax_boost.freeze_layers(
+    optax.adam(1e-2), groups_of(num_groups=4), optax_boost.fixed_freezing(4, 3)
+  )
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(make_params())
+  for _ in range(3):
+    state, metrics = step(state, X)
+    assert metrics["frozen_groups"] == 3
+  assert step.cache_size() == 1
+  with pytest.raises(ValueError, match=r"`frozen_groups` must be .*<= 3; got 4"):
+    optax_boost.fixed_freezing(4, 4)

@@ -161,6 +161,16 @@ def entries() -> dict[str, shared.Entry]:
     "continuous_freezing": shared.Entry(
       optax_boost.continuous_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
     ),
+    "fixed_freezing": shared.Entry(
+      optax_boost.fixed_freezing,
+      lambda: {"num_groups": 2, "frozen_groups": 1},
+      {"num_groups": shared.COUNT, "frozen_groups": kinds.count(0, static=True)},
+    ),
+    "gradual_unfreezing": shared.Entry(
+      optax_boost.gradual_unfreezing,
+      lambda: {"num_groups": 2, "every": 10},
+      {"num_groups": shared.COUNT, "every": shared.COUNT},
+    ),
     "interval_freezing": shared.Entry(
       optax_boost.interval_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
     ),

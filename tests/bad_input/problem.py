@@ -88,6 +88,7 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "group_loss_scale": {"inner": SGD, "groups": GROUPS},
   "laperm": {"inner": SGD, "sync_every": 2},
   "lars": {"learning_rate": 0.1},
+  "layerwise_decay": {"groups": GROUPS},
   "master_weights": {"inner": SGD},
   "record_trajectory": {"every": 2, "capacity": 2},
   "scale_by_lars_trust_ratio": {},
