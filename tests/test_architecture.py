@@ -25,6 +25,7 @@ FOUNDATION = [
   "_conditional",
   "_forward_order",
   "_stacked",
+  "_cut_scans",
   "_groups",
   "_scaled_backward",
   "_full_gradient",

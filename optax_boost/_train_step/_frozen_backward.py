@@ -14,11 +14,11 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _cut_scans
 from optax_boost import _groups
 from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._train_step import _cut_scans
 
 # From params to the value to differentiate, and the other outputs of the step. A second argument,
 # if any, is a function to put around the loss inside.

@@ -42,27 +42,29 @@ def stop_layers(
 
   def stopped(params: optax.Params) -> Any:
     leaves, structure = jax.tree.flatten(params)
-    parts = list(map(_stop, leaves, frozen))
+    parts = list(map(in_parts, jax.lax.stop_gradient(leaves), leaves, frozen))
     if not any(isinstance(part, _Parts) for part in parts):
       return objective(jax.tree.unflatten(structure, parts))
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    results = map(_whole, _CutScans().run(closed, parts))
-    return jax.tree.unflatten(jax.tree.structure(shapes), list(results))
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, parts))
 
   return stopped
 
 
-def _stop(leaf: Any, frozen: bool | np.ndarray) -> Any:
+def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
+  """A leaf whose frozen layers come from `held`, for :func:`run`; `frozen` broadcasts to it."""
   if np.all(frozen) or not np.any(frozen):
-    return jax.lax.stop_gradient(leaf) if np.all(frozen) else leaf
+    return held if np.all(frozen) else leaf
   axis = int(np.argmax(np.shape(frozen)))
   flags = np.ravel(frozen)
   bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1), len(flags)]
-  parts = _split(leaf, axis, bounds)
-  stopped = [
-    jax.lax.stop_gradient(p) if flags[i] else p for p, i in zip(parts, bounds, strict=False)
-  ]
-  return _Parts(tuple(stopped), axis)
+  pairs = zip(_split(held, axis, bounds), _split(leaf, axis, bounds), bounds, strict=False)
+  return _Parts(tuple(old if flags[i] else own for old, own, i in pairs), axis)
+
+
+def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
+  """The results of a program some of whose arguments are in parts."""
+  return list(map(_whole, _CutScans().run(program, arguments)))
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
