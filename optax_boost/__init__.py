@@ -11,6 +11,8 @@ from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
+from optax_boost._cached_prefix import PrefixCache
+from optax_boost._cached_prefix import cache_prefix
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
@@ -97,6 +99,7 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "NormPlace",
+  "PrefixCache",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "StackedLayersWarning",
@@ -114,6 +117,7 @@ __all__ = [
   "apply_permutation",
   "apply_permuted_params",
   "auto_boost",
+  "cache_prefix",
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",

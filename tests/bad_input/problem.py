@@ -103,6 +103,19 @@ def make(factory: str) -> optax.GradientTransformationExtraArgs:
   return getattr(optax_boost, factory)(**FACTORIES[factory])
 
 
+def cache_arguments() -> dict[str, Any]:
+  """Arguments of `cache_prefix`."""
+  return {
+    "loss_fn": loss_fn,
+    "params": PARAMS,
+    "batch": X,
+    "groups": GROUPS,
+    "frozen_groups": 1,
+    "num_examples": 4,
+    "max_bytes": 1000,
+  }
+
+
 @functools.cache
 def train_step() -> optax_boost.TrainStep:
   """A train step, and whatever it compiles."""
