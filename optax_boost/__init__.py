@@ -13,6 +13,8 @@ from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
+from optax_boost._cached_prefix import PrefixCache
+from optax_boost._cached_prefix import cache_prefix
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
@@ -30,7 +32,9 @@ from optax_boost._dim_reduce import snapshots
 from optax_boost._freezing import FreezeLayersState
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import continuous_freezing
+from optax_boost._freezing import fixed_freezing
 from optax_boost._freezing import freeze_layers
+from optax_boost._freezing import gradual_unfreezing
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
 from optax_boost._full_gradient import full_gradient
@@ -42,6 +46,7 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._lars import trust_ratio
 from optax_boost._lars import trust_ratio_tree
+from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._less_bn import LessBNPlan
 from optax_boost._less_bn import LoadReport
 from optax_boost._less_bn import NormPlace
@@ -97,6 +102,7 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "NormPlace",
+  "PrefixCache",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "StackedLayersWarning",
@@ -115,6 +121,7 @@ __all__ = [
   "apply_permutation",
   "apply_permuted_params",
   "auto_boost",
+  "cache_prefix",
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",
@@ -122,13 +129,16 @@ __all__ = [
   "dynamic_loss_scale",
   "fit_subspace",
   "fit_subspace_streamed",
+  "fixed_freezing",
   "freeze_layers",
   "full_gradient",
+  "gradual_unfreezing",
   "group_loss_scale",
   "interval_freezing",
   "laperm",
   "lars",
   "layer_groups",
+  "layerwise_decay",
   "load_subspace",
   "make_train_step",
   "master_weights",

@@ -1,10 +1,13 @@
 """Groups of layers along the forward pass."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
+import re
 from typing import Any
 from typing import TypeAlias
 
@@ -15,7 +18,12 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _forward_order
+from optax_boost import _stacked
 from optax_boost import _tree
+
+# Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
+# along axis 1 "blocks/kernel[:, 0:4]".
+_LAYERS = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +31,9 @@ class LayerGroups:
   """Which leaf belongs to which group; ``print`` shows it. Made by :func:`layer_groups`.
 
   Attributes:
-    groups: for each group, the paths of its leaves in the order of the forward pass.
+    groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
+      that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
+      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
@@ -69,6 +79,10 @@ def layer_groups(
   or a normalization stays with the kernel before it. The blocks that this makes are shared out
   evenly. Nothing is computed; arrays may be abstract.
 
+  Of a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the
+  outermost scan is a block, with its slices of all leaves that the scan slices; in a reverse scan
+  the last layer comes first. A leaf that all layers share is frozen with the first of them.
+
   Arrays that the loss closes over (an adapter's base weights, a pruning mask) are data only where
   the params would otherwise meet data in one place or nowhere.
 
@@ -79,7 +93,7 @@ def layer_groups(
     num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
       each a program to compile.
     overrides: groups by regular expression, searched in the leaves' paths, which take precedence
-      over the trace. The first that matches counts.
+      over the trace. The first that matches counts, for all layers of a leaf.
     data: which of `args` are data, where some hold weights or masks: a tree of bools with the
       structure of the tuple `args` or a prefix of it, as ``(True, False)``; regular expressions for
       their leaves' paths, as ``"^0/image$"``; or a callable to such a tree. None: all of them.
@@ -141,43 +155,94 @@ def group_by_use(
   events = _forward_order.forward_uses(
     loss_fn, params, model_state, *args, data=[*state_flags, *is_data]
   )
+  stacks = _stacked.find_stacks(loss_fn, params, model_state, *args)
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]
-  blocks = _blocks(leaves, order)
+  places, blocks = _places(leaves, order, stacks)
   if not blocks:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
-  if len(blocks) < num_groups:
+  if blocks < num_groups:
     raise ValueError(
-      f"`layer_groups` can't make {num_groups} groups of {len(blocks)} blocks (a kernel with its"
-      f" bias and normalization is one). Pass num_groups={len(blocks)} or fewer."
+      f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"
+      " bias and normalization is one, or a layer of a scan). Pass"
+      f" num_groups={blocks} or fewer."
     )
-  group: dict[int, int] = {}
-  for index, block in enumerate(blocks):
-    group |= {leaf: index * num_groups // len(blocks) for leaf in block}
-  group |= {leaf: num_groups - 1 for leaf in unused}
+  group: dict[int, list[int]] = {
+    leaf: [block * num_groups // blocks for block in blocks_of_leaf]
+    for leaf, blocks_of_leaf in places.items()
+  }
+  group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
-    group[leaf] = number
-  members = [[i for i in [*order, *unused] if group[i] == g] for g in range(num_groups)]
+    group[leaf] = [number]
+  reused = _reused(events, places).union(*(stack.shared for stack in stacks))
+  members: list[list[str]] = [[] for _ in range(num_groups)]
+  sizes = [0] * num_groups
+  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes.items()}
+  for i in [*order, *unused]:
+    size = math.prod(leaves[i].shape) // len(group[i])
+    for number, first, end in _runs(group[i]):
+      whole = end - first == len(group[i])
+      layers = "" if whole else f"[{':, ' * axes[i]}{first}:{end}]"
+      members[number].append(leaves[i].path + layers)
+      sizes[number] += size * (end - first)
   return LayerGroups(
-    groups=tuple(tuple(leaves[i].path for i in leaf_ids) for leaf_ids in members),
-    sizes=tuple(sum(math.prod(leaves[i].shape) for i in leaf_ids) for leaf_ids in members),
+    groups=tuple(map(tuple, members)),
+    sizes=tuple(sizes),
     unused=tuple(leaves[i].path for i in unused),
-    reused=tuple(leaves[i].path for i in _reused(events, blocks)),
+    reused=tuple(leaves[i].path for i in order if i in reused),
   )
 
 
-def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
-  """Kernels in the order of the forward pass, each with its bias and normalization."""
+def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+  """The runs of equal values in a sequence: value, start, end."""
+  start = 0
+  for value, run in itertools.groupby(values):
+    end = start + len(list(run))
+    yield value, start, end
+    start = end
+
+
+def _places(
+  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack]
+) -> tuple[dict[int, list[int]], int]:
+  """For each leaf its block, or those of its layers; and the number of blocks."""
+  # By the leaf of a stack that is used first; the others follow it.
+  stack_of: dict[int, _stacked.Stack] = {}
+  followers: dict[int, list[int]] = {}
+  for stack in stacks:
+    for first in [i for i in order if i in stack.axes][:1]:
+      later = order[order.index(first) + 1 :]
+      stack_of[first] = stack
+      followers[first] = [i for i in later if i in stack.axes or i in stack.shared]
+  following = {i for leaf_ids in followers.values() for i in leaf_ids}
+  places: dict[int, list[int]] = {}
+  number = 0
+  for block in _blocks(leaves, [i for i in order if i not in following], set(stack_of)):
+    first = next((i for i in block if i in stack_of), block[0])
+    layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
+    number += len(layers)
+    # What is used before a scan belongs to its first layer, what is used after it to the last.
+    split = block.index(first)
+    places |= {i: layers[:1] for i in block[:split]} | {i: layers[-1:] for i in block[split:]}
+    if first in stack_of:
+      slices = layers[::-1] if stack_of[first].reverse else layers
+      for i in [first, *followers[first]]:
+        places[i] = slices if i in stack_of[first].axes else layers[:1]
+  return places, number
+
+
+def _blocks(leaves: list[_tree.Leaf], order: list[int], stacks: set[int]) -> list[list[int]]:
+  """Kernels and stacks in the order of the forward pass, with their biases and normalizations."""
 
   def attached(leaf: _tree.Leaf) -> bool:
-    # With stacked layers, biases may be matrices.
+    # With layers side by side, biases may be matrices.
     return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
   modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
-  kernels = [i for i in order if not attached(leaves[i])]
+  kernels = [i for i in order if i in stacks or not attached(leaves[i])]
   kernels_of: dict[str, list[int]] = {}
   for i in kernels:
     kernels_of.setdefault(modules[i], []).append(i)
@@ -195,18 +260,18 @@ def _blocks(leaves: list[_tree.Leaf], order: list[int]) -> list[list[int]]:
   return [blocks[k] for k in order if k in blocks]
 
 
-def _reused(events: list[int], blocks: list[list[int]]) -> list[int]:
+def _reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
   """The leaves that are used again after a leaf of a later block."""
-  block_of = {leaf: index for index, block in enumerate(blocks) for leaf in block}
   furthest = 0
   seen: set[int] = set()
-  reused: dict[int, None] = {}  # in order
+  reused: set[int] = set()
   for leaf in events:
-    if leaf in seen and block_of[leaf] < furthest:
-      reused[leaf] = None
+    block = min(places[leaf])
+    if leaf in seen and block < furthest:
+      reused.add(leaf)
     seen.add(leaf)
-    furthest = max(furthest, block_of[leaf])
-  return list(reused)
+    furthest = max(furthest, block)
+  return reused
 
 
 def _overridden(
@@ -230,21 +295,55 @@ def _overridden(
   return {i: of_pattern[match] for i, match in enumerate(matches) if match is not None}
 
 
+# A leaf's group; for layers in several groups an array that broadcasts against the leaf.
+GroupNumber: TypeAlias = int | np.ndarray
+
+
 def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
-  """The group of each leaf; ValueError for a leaf that a plan lacks."""
-  paths = _tree.leaf_paths(tree)
+  """The group of each leaf, the last of its layers'; ValueError for a leaf that a plan lacks."""
+  return [int(np.max(number)) for number in layer_numbers(tree, groups, method)]
+
+
+def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
+  """The group of each leaf, or those of its layers; ValueError for a leaf that a plan lacks."""
+  leaves = _tree.describe(tree)
   if isinstance(groups, LayerGroups):
-    number = {path: g for g, group in enumerate(groups.groups) for path in group}
-    missing = [path for path in paths if path not in number]
-    if missing:
-      raise ValueError(
-        f"`{method}` was given groups for other params: no group has the leaf"
-        f" '{_tree.leaf_name(missing[0])}'. Make them with `layer_groups` from these params."
-      )
-    return [number[path] for path in paths]
+    entries = [(entry, g) for g, group in enumerate(groups.groups) for entry in group]
+    whole = dict(entries)
+    parts: dict[str, list[tuple[int, int, int, int]]] = {}
+    for entry, g in entries:
+      if match := _LAYERS.fullmatch(entry):
+        path, before, first, end = match.groups()
+        parts.setdefault(path, []).append((len(before) // 3, int(first), int(end), g))
+    return [
+      whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, parts, method)
+      for leaf in leaves
+    ]
   last = len(groups) - 1
-  matches = _tree.first_match("groups", groups, paths)
+  matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])
   return [last if match is None else match for match in matches]
+
+
+def _numbers_of_layers(
+  leaf: _tree.Leaf, parts: dict[str, list[tuple[int, int, int, int]]], method: str
+) -> np.ndarray:
+  """The groups of a leaf's layers; `parts` are axis, start, end and group."""
+  slices = parts.get(leaf.path, [])
+  numbers: dict[int, int] = {i: g for _, first, end, g in slices for i in range(first, end)}
+  axis = slices[0][0] if slices else 0
+  if not slices or len(numbers) != (*leaf.shape, *[0] * (axis + 1))[axis]:
+    lacks = f"no group has the leaf '{_tree.leaf_name(leaf.path)}'"
+    if slices:
+      lacks = (
+        f"the groups have {len(numbers)} layers along axis {axis} of the leaf '{leaf.path}', whose"
+        f" shape is {leaf.shape}"
+      )
+    raise ValueError(
+      f"`{method}` was given groups for other params: {lacks}. Make them with `layer_groups` from"
+      " these params."
+    )
+  along = [-1 if i == axis else 1 for i in range(len(leaf.shape))]
+  return np.array([numbers[i] for i in range(len(numbers))]).reshape(along)
 
 
 def count_groups(groups: Any) -> int:
@@ -262,9 +361,11 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
-def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
+def numbering(
+  groups: Groups, method: str, find: Callable[..., Sequence[GroupNumber]] = group_numbers
+) -> Callable[[Any], Any]:
   """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
-  numbers = _tree.once_per_tree(lambda tree: group_numbers(tree, groups, method))
+  numbers = _tree.once_per_tree(lambda tree: find(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 
@@ -314,8 +415,18 @@ class FrozenDepth:
     self._depth = depth
     self._static = isinstance(depth, np.integer | np.ndarray)
 
-  def select(self, group: int, if_frozen: Any, otherwise: Any) -> Any:
-    """One of two values, by whether a group is frozen."""
-    if self._static:
-      return if_frozen if group < self._depth else otherwise
-    return jnp.where(group < self._depth, if_frozen, otherwise)
+  def select(self, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
+    """One of two values, or parts of both, by which groups are frozen.
+
+    A value without the leaf's axes (a factored moment) is frozen with the last of its layers.
+    """
+    if isinstance(group, np.ndarray):
+      shape = jnp.shape(otherwise)
+      if len(shape) != group.ndim or any(
+        n not in (1, m) for n, m in zip(group.shape, shape, strict=True)
+      ):
+        group = int(np.max(group))
+    frozen = group < self._depth
+    if self._static and np.all(frozen) == np.any(frozen):
+      return if_frozen if np.all(frozen) else otherwise
+    return jnp.where(frozen, if_frozen, otherwise)

@@ -114,16 +114,21 @@ class Evaluator(Interpreter[_Value]):
     """Computes one equation, as a program of its own."""
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
-    names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(equation.outvars)}
-    jaxpr = self._template.replace(
-      constvars=[],
-      invars=list(inputs),
-      outvars=equation.outvars,
-      eqns=[equation],
-      effects=equation.effects,
-      debug_info=self._template.debug_info._replace(**names),
-    )
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, []))(*inputs.values())
+    program = part(self._template, list(inputs), equation.outvars, [equation])
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*inputs.values())
+
+
+def part(jaxpr: Any, inputs: list[Any], outputs: list[Any], equations: list[Any]) -> Any:
+  """A program of some equations of another one, between variables of it."""
+  names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
+  return jaxpr.replace(
+    constvars=[],
+    invars=inputs,
+    outvars=outputs,
+    eqns=equations,
+    effects=frozenset().union(*(equation.effects for equation in equations)),
+    debug_info=jaxpr.debug_info._replace(**names),
+  )
 
 
 def sub_jaxprs(equation: Any) -> Iterator[Any]:

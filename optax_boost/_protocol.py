@@ -32,6 +32,7 @@ from typing import TypeAlias
 from typing import TypeVar
 
 import jax
+import numpy as np
 import optax
 
 from optax_boost import _base
@@ -167,11 +168,12 @@ def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
 class GroupAssignment(NamedTuple):
   """Which leaf is in which group, as a method announces it."""
 
-  group: dict[str, int]  # by the leaf's path
+  # By the leaf's path; for layers in several groups an array that broadcasts against the leaf.
+  group: dict[str, int | np.ndarray]
   num_groups: int
   depth_at: DepthAt | None = None
 
-  def numbers(self, params: optax.Params) -> list[int]:
+  def numbers(self, params: optax.Params) -> list[Any]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
 
@@ -213,7 +215,7 @@ def announce_layers(method: str, paths: Sequence[str]) -> None:
 def announce_groups(
   request: str,
   params: optax.Params,
-  numbers: Sequence[int],
+  numbers: Sequence[Any],
   num_groups: int,
   depth_at: DepthAt | None = None,
 ) -> None:

@@ -18,10 +18,20 @@ from optax_boost import _base
 from optax_boost import _jaxpr
 from optax_boost import _tree
 
-# Primitives that change a leaf's values or dtype but no axis.
+# Primitives that treat each entry alone.
 _ARITHMETIC = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
-_COPIES = ("copy", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient")
-_SAME_AXES = (*_ARITHMETIC, *_COPIES, "convert_element_type", "reduce_precision")
+ENTRYWISE = (*_ARITHMETIC, "convert_element_type", "copy", "reduce_precision")
+# Primitives that change a leaf's values or dtype but no axis.
+_SAME_AXES = (*ENTRYWISE, "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient")
+
+
+class Stack(NamedTuple):
+  """Layers that a scan runs through, one after the other."""
+
+  axes: dict[int, int]  # for each leaf that it slices, the axis of the layers
+  shared: frozenset[int]  # leaves that all layers use
+  length: int
+  reverse: bool
 
 
 class _View(NamedTuple):
@@ -67,23 +77,41 @@ def stacked_axes(
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
   _tree.check_traceable("params", params)
   _tree.check_traceable("args", args)
-  closed = jax.make_jaxpr(loss_fn)(params, *args)
-  leaves = _tree.describe(params)
-  views = [frozenset([_View(i, tuple(range(len(leaf.shape))))]) for i, leaf in enumerate(leaves)]
-  scans = _SlicedAxes()
-  scans.run(closed, views + [_NO_VIEWS] * (len(closed.jaxpr.invars) - len(views)))
+  paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
-  for leaf, axis in sorted(scans.sliced):
-    pattern = f"^{re.escape(leaves[leaf].path)}$"
+  for leaf, axis in sorted(_follow(loss_fn, params, *args).sliced):
+    pattern = f"^{re.escape(paths[leaf])}$"
     axes[pattern] = (*axes.get(pattern, ()), axis)
   return axes
+
+
+def find_stacks(loss_fn: Callable[..., Any], params: Any, *args: Any) -> list[Stack]:
+  """The outermost scans over layers, in the order of the program; a leaf counts in the first."""
+  return _follow(loss_fn, params, *args).stacks
+
+
+def layer_axes(loss_fn: Callable[..., Any], tree: Any) -> dict[int, int]:
+  """The axis of layers of each leaf that an outermost scan slices."""
+  return {leaf: axis for s in find_stacks(loss_fn, tree) for leaf, axis in s.axes.items()}
+
+
+def _follow(loss_fn: Callable[..., Any], params: Any, *args: Any) -> "_SlicedAxes":
+  closed = jax.make_jaxpr(loss_fn)(params, *args)
+  ranks = [len(variable.aval.shape) for variable in closed.jaxpr.invars]
+  leaves = len(jax.tree.leaves(params))
+  views = [frozenset([_View(i, tuple(range(rank)))]) for i, rank in enumerate(ranks[:leaves])]
+  scans = _SlicedAxes(ranks)
+  scans.run(closed, views + [_NO_VIEWS] * (len(ranks) - leaves))
+  return scans
 
 
 class _SlicedAxes(_jaxpr.Interpreter[_Views]):
   """Follows the leaves through a program; notes the axes along which scans slice them."""
 
-  def __init__(self) -> None:
+  def __init__(self, ranks: Sequence[int]) -> None:
     self.sliced: set[tuple[int, int]] = set()  # leaf and axis
+    self.stacks: list[Stack] = []
+    self._ranks = ranks
 
   def constant(self, value: Any) -> _Views:
     return _NO_VIEWS
@@ -104,8 +132,21 @@ class _SlicedAxes(_jaxpr.Interpreter[_Views]):
 
   def loop(self, equation: Any, body: Any, inputs: list[_Views], carry: slice) -> list[_Views]:
     slices = []
+    whole = {v.leaf: v.axes[0] for v in _NO_VIEWS.union(*inputs[carry.stop :]) if self._is_whole(v)}
+    axes = {
+      leaf: axis for leaf, axis in whole.items() if not any(leaf in s.axes for s in self.stacks)
+    }
+    # Without a carry, layers are side by side.
+    if axes and carry.stop > carry.start and equation.params["length"]:
+      shared = frozenset(
+        v.leaf for v in _NO_VIEWS.union(*inputs[: carry.start]) if self._is_whole(v)
+      )
+      self.stacks.append(Stack(axes, shared, equation.params["length"], equation.params["reverse"]))
     for views in inputs[carry.stop :]:
       self.sliced |= {(v.leaf, v.axes[0]) for v in views}
       slices.append(frozenset(_View(v.leaf, v.axes[1:]) for v in views))
     self.run(body, [*inputs[: carry.stop], *slices])
     return [_NO_VIEWS] * len(equation.outvars)
+
+  def _is_whole(self, view: _View) -> bool:
+    return len(view.axes) == self._ranks[view.leaf]

@@ -319,6 +319,13 @@ ROWS = (
     static=("layers", "window", "key"),
   ),
   Row(
+    "layerwise_decay",
+    {"groups": ("dense", "conv|norm"), "decay": 0.5},
+    baseline=optax.identity,
+    needs_params=False,
+    descends=lambda: optax.sgd(0.1),
+  ),
+  Row(
     "switch_after",
     {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
     baseline=lambda: optax.sgd(0.1),

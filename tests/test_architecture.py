@@ -24,9 +24,10 @@ FOUNDATION = [
   "_protocol",
   "_conditional",
   "_forward_order",
+  "_stacked",
+  "_cut_scans",
   "_groups",
   "_scaled_backward",
-  "_stacked",
   "_full_gradient",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.

@@ -564,17 +564,6 @@ def test_bias_and_normalization_stay_with_their_convolution(variables, num_group
   assert "Dense_0/kernel" in plan.groups[-1]
 
 
-def test_scanned_layers_are_one_block_with_their_biases():
-  params = {"layers": jax.tree.map(lambda *x: jnp.stack(x), *chain_params().values()), "w": BATCH.T}
-
-  def loss(params, x):
-    h = jax.lax.scan(lambda h, p: (layer(p, h), None), x, params["layers"])[0]
-    return jnp.mean(h @ params["w"])
-
-  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
-  assert plan.groups == (("layers/kernel", "layers/bias"), ("w",))
-
-
 # Each depth once in eight steps, out of order.
 DEPTHS = np.array([0, 2, 1, 3, 0, 1, 3, 2])
 
@@ -1281,7 +1270,7 @@ def held(params, statistics, *frozen_paths):
   assert set(frozen_paths) <= set(paths)
   groups = _protocol.GroupAssignment({p: int(p not in frozen_paths) for p in paths}, 2)
   after = _frozen_backward.hold_statistics(
-    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, 1
+    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, 1, dict
   )
   return [
     jax.tree_util.keystr(path, simple=True, separator="/")

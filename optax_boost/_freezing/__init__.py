@@ -2,6 +2,8 @@
 
 from optax_boost._freezing._schedules import FreezeSchedule as FreezeSchedule
 from optax_boost._freezing._schedules import continuous_freezing as continuous_freezing
+from optax_boost._freezing._schedules import fixed_freezing as fixed_freezing
+from optax_boost._freezing._schedules import gradual_unfreezing as gradual_unfreezing
 from optax_boost._freezing._schedules import interval_freezing as interval_freezing
 from optax_boost._freezing._schedules import progressive_freezing as progressive_freezing
 from optax_boost._freezing._transform import FreezeLayersState as FreezeLayersState

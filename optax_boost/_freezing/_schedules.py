@@ -4,7 +4,7 @@
   G   the number of groups; the last is never frozen
 
 Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
-arXiv:1706.04983.
+arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
 """
 
 from collections.abc import Callable
@@ -321,3 +321,66 @@ def progressive_freezing(
     return 0.5 * (1 + jnp.cos(jnp.pi * passed))
 
   return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale if anneal else None)
+
+
+def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
+  """Freezes the same first groups in every step, as for fine-tuning the last layers.
+
+  Args:
+    num_groups: the number of groups G.
+    frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
+
+  Returns:
+    A :class:`FreezeSchedule` for :func:`freeze_layers`.
+
+  Raises:
+    ValueError: a number is out of range.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import optax_boost
+    >>> schedule = optax_boost.fixed_freezing(10, frozen_groups=8)
+    >>> [int(schedule.frozen_groups(step, None)) for step in (0, 1, 1000)]
+    [8, 8, 8]
+  """
+  num_groups = _check_num_groups(num_groups)
+  _base.check_whole_number(
+    "frozen_groups", frozen_groups, minimum=0, maximum=num_groups - 1, static=True
+  )
+  return FreezeSchedule(num_groups, lambda count, key: jnp.full_like(count, frozen_groups))
+
+
+def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
+  r"""Trains the last group first and thaws one more from the top down every n steps.
+
+  In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
+
+  Args:
+    num_groups: the number of groups G.
+    every: the steps n between two groups, an epoch in the paper. Raising it keeps the first layers
+      longer and saves more time.
+
+  Returns:
+    A :class:`FreezeSchedule` for :func:`freeze_layers`.
+
+  Raises:
+    ValueError: a number is out of range.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> schedule = optax_boost.gradual_unfreezing(3, every=10)
+    >>> [int(schedule.frozen_groups(jnp.int32(step), None)) for step in (0, 9, 10, 20, 99)]
+    [2, 2, 1, 0, 0]
+
+  References:
+    Howard, Ruder, `Universal Language Model Fine-tuning <https://arxiv.org/abs/1801.06146>`_, 2018.
+  """
+  num_groups = _check_num_groups(num_groups)
+  _base.check_whole_number("every", every, static=True)
+
+  def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    return jnp.maximum(num_groups - 1 - count // every, 0)
+
+  return FreezeSchedule(num_groups, frozen_groups)

@@ -49,6 +49,12 @@ def freeze_layers(
   :func:`make_train_step` does not compute the backward pass of frozen groups; without it, gradients
   of frozen leaves are ignored, which saves nothing. Leaves may be complex.
 
+  Of leaves that hold many layers (``nn.scan``, ``nnx.scan``) those of the frozen groups stand
+  still, with their slices of the optimizer's state. A state without the axis of layers, as a
+  factored moment, stands still with the last of them. The train step cuts the scans of the loss;
+  inside a ``while_loop``, ``cond``, ``shard_map`` or a function with a derivative of its own they
+  stay whole, which saves no time.
+
   Put it around everything that must stand still: ``freeze_layers(optax.chain(clip, adamw), ...)``.
   Around it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth). A
@@ -61,8 +67,9 @@ def freeze_layers(
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
       searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
       the last group.
-    schedule: a :class:`FreezeSchedule` for as many groups: :func:`continuous_freezing`,
-      :func:`interval_freezing`, :func:`progressive_freezing` or your own.
+    schedule: a :class:`FreezeSchedule` for as many groups: :func:`fixed_freezing`,
+      :func:`gradual_unfreezing`, :func:`progressive_freezing`, :func:`continuous_freezing`,
+      :func:`interval_freezing` or your own.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
 
   Returns:
@@ -104,7 +111,7 @@ def freeze_layers(
     )
   key = _base.as_key("key", key)
 
-  number = _groups.numbering(groups, "freeze_layers")
+  number = _groups.numbering(groups, "freeze_layers", _groups.layer_numbers)
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))

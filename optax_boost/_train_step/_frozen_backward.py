@@ -1,6 +1,7 @@
 """The gradient without the backward pass of frozen layers, whose statistics stand still."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import functools
 from typing import Any
 from typing import Literal
@@ -13,13 +14,15 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _cut_scans
 from optax_boost import _groups
 from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
 
-# From params to the value to differentiate, and the other outputs of the step.
-Objective: TypeAlias = Callable[[optax.Params], tuple[jax.Array, Any]]
+# From params to the value to differentiate, and the other outputs of the step. A second argument,
+# if any, is a function to put around the loss inside.
+Objective: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
@@ -63,8 +66,13 @@ def _gradient_at(
 
   def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
     leaves, structure = jax.tree.flatten(params)
-    stopped = [jax.lax.stop_gradient(x) if f else x for x, f in zip(leaves, frozen, strict=True)]
-    return objective(jax.tree.unflatten(structure, stopped))
+    # Ahead of whatever the objective does to the params.
+    stopped = [
+      jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
+    ]
+    return objective(
+      jax.tree.unflatten(structure, stopped), lambda loss: _cut_scans.stop_layers(loss, frozen)
+    )
 
   return jax.grad(of_trained, has_aux=True)(params)
 
@@ -92,28 +100,36 @@ def hold_statistics(
   params: optax.Params,
   groups: _protocol.GroupAssignment,
   depth: int | jax.Array,
+  find_axes: Callable[[], Mapping[int, int]],
 ) -> Any:
   """Takes the floating-point statistics of frozen layers from `before`.
 
   A layer's statistics have the path of its params, but for a collection's name in front. Integers
-  (counts of batches or draws) and statistics of layers without params go on.
+  (counts of batches or draws) and statistics of layers without params go on. `find_axes` finds the
+  axes of layers of the statistics, by the number of the leaf.
   """
   structure: Any
   leaves, structure = jax.tree.flatten(after)
   if jax.tree.structure(before) != structure:
     return after
-  modules: dict[str, int] = {}
+  modules: dict[str, Any] = {}
   members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
   for module, group in members:
-    modules[module] = max(modules.get(module, 0), group)
+    modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
   frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
+  axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
-  def keep(module: str, old: Any, new: Any) -> Any:
+  def keep(module: str, axis: int | None, old: Any, new: Any) -> Any:
     if module not in modules or not jnp.issubdtype(jnp.result_type(new), jnp.inexact):
       return new
-    return frozen.select(modules[module], old, new)
+    group = modules[module]
+    if axis is None or group.size != new.shape[axis]:
+      return frozen.select(int(np.max(group)), old, new)
+    along = [-1 if i == axis else 1 for i in range(new.ndim)]
+    return frozen.select(group.reshape(along), old, new)
 
-  kept = map(keep, _modules(_tree.leaf_paths(after)), jax.tree.leaves(before), leaves)
+  numbered = map(axes.get, range(len(leaves)))
+  kept = map(keep, _modules(_tree.leaf_paths(after)), numbered, jax.tree.leaves(before), leaves)
   return jax.tree.unflatten(structure, kept)
 
 

@@ -355,7 +355,14 @@ class Program:
       metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
       if self.hold_frozen_statistics:
         model_state = _frozen_backward.hold_statistics(
-          state.model_state, model_state, state.params, request.frozen, request.frozen_groups
+          state.model_state,
+          model_state,
+          state.params,
+          request.frozen,
+          request.frozen_groups,
+          lambda: _stacked.layer_axes(
+            lambda statistics: self.loss(statistics, state.params, batch, *rngs), state.model_state
+          ),
         )
     if "grad_norm" in self.extra_metrics:
       metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
@@ -445,7 +452,7 @@ class _Requests:
       value, rest = forward(params)
       return value, (value, rest)
 
-    def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
+    def scaled(params: optax.Params, cut: Any = lambda loss: loss) -> tuple[jax.Array, Any]:
       if self._loss_scale is not None:
         leaves, structure = jax.tree.flatten(params)
         leaves = [
@@ -454,10 +461,10 @@ class _Requests:
         ]
         params = jax.tree.unflatten(structure, leaves)
       if self._scaled is None:
-        value, rest = objective(params)
+        value, rest = cut(objective)(params)
       else:
         value, rest = _scaled_backward.scaled_objective(
-          objective, params, self._scaled.numbers(params), self._group_scales
+          cut(objective), params, self._scaled.numbers(params), self._group_scales
         )
       # In float32: a float16 loss times its scale would overflow.
       scale = self._loss_scale

@@ -12,7 +12,11 @@ _INNER = "params and gradients are handed to the inner optimizer, which decides 
 
 _WITHOUT_STATE = [
   name
-  for name in ("centralize", *(row.factory for row in registry.ROWS if row.bad_values is not None))
+  for name in (
+    "centralize",
+    "layerwise_decay",
+    *(row.factory for row in registry.ROWS if row.bad_values is not None),
+  )
   if problem.make(name).init(problem.PARAMS) == optax.EmptyState()
 ]
 

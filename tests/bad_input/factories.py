@@ -115,6 +115,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       clip_ratio=shared.FLAG,
       **lars,
     ),
+    shared.factory("layerwise_decay", groups=shared.GROUPS, decay=kinds.number(0, -1, 1.5)),
     shared.factory("master_weights", inner=shared.TX, key=kinds.key(optional=True)),
     shared.factory(
       "record_trajectory",

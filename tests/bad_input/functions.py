@@ -161,6 +161,16 @@ def entries() -> dict[str, shared.Entry]:
     "continuous_freezing": shared.Entry(
       optax_boost.continuous_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
     ),
+    "fixed_freezing": shared.Entry(
+      optax_boost.fixed_freezing,
+      lambda: {"num_groups": 2, "frozen_groups": 1},
+      {"num_groups": shared.COUNT, "frozen_groups": kinds.count(0, static=True)},
+    ),
+    "gradual_unfreezing": shared.Entry(
+      optax_boost.gradual_unfreezing,
+      lambda: {"num_groups": 2, "every": 10},
+      {"num_groups": shared.COUNT, "every": shared.COUNT},
+    ),
     "interval_freezing": shared.Entry(
       optax_boost.interval_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
     ),
@@ -250,6 +260,25 @@ def entries() -> dict[str, shared.Entry]:
           "to a vector": Bad(lambda batch: jnp.ones(2), shared.EITHER),
         },
         "unroll": kinds.without(kinds.count(static=True), "bool"),
+      },
+    ),
+    "cache_prefix": shared.Entry(
+      optax_boost.cache_prefix,
+      problem.cache_arguments,
+      {
+        **loss,
+        "batch": {
+          "None": Bad(None, shared.EITHER),
+          "text": Bad("images", shared.EITHER),
+          "number": Bad(3, shared.EITHER),
+          "other sizes": Bad((problem.X, jnp.ones((5, 3))), ValueError),
+        },
+        "groups": shared.GROUPS,
+        "frozen_groups": kinds.count(static=True) | {"all": Bad(2, ValueError)},
+        "num_examples": kinds.count(static=True),
+        "max_bytes": kinds.kind({"None": None, "text": "1 GB", "fraction": 0.5}, {"few": 7}),
+        "path": kinds.path(optional=True),
+        "rng": shared.RNG,
       },
     ),
     "layer_groups": shared.Entry(

@@ -89,6 +89,7 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "group_loss_scale": {"inner": SGD, "groups": GROUPS},
   "laperm": {"inner": SGD, "sync_every": 2},
   "lars": {"learning_rate": 0.1},
+  "layerwise_decay": {"groups": GROUPS},
   "master_weights": {"inner": SGD},
   "record_trajectory": {"every": 2, "capacity": 2},
   "scale_by_lars_trust_ratio": {},
@@ -101,6 +102,19 @@ FACTORIES: dict[str, dict[str, Any]] = {
 def make(factory: str) -> optax.GradientTransformationExtraArgs:
   """The transformation of a factory, with good arguments."""
   return getattr(optax_boost, factory)(**FACTORIES[factory])
+
+
+def cache_arguments() -> dict[str, Any]:
+  """Arguments of `cache_prefix`."""
+  return {
+    "loss_fn": loss_fn,
+    "params": PARAMS,
+    "batch": X,
+    "groups": GROUPS,
+    "frozen_groups": 1,
+    "num_examples": 4,
+    "max_bytes": 1000,
+  }
 
 
 @functools.cache

@@ -1,0 +1,128 @@
+"""A loss in two programs: the frozen prefix, from data to activations, and the rest.
+
+An activation is a value that depends on data and on frozen params and on nothing trained, and that
+something trained works on. What depends on frozen params alone (a tied embedding) is computed in
+the rest, and so is what depends on data alone (a mask, targets).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax.extend import core as jax_core
+import numpy as np
+
+from optax_boost import _cut_scans
+from optax_boost import _jaxpr
+
+_TRAINED, _FROZEN, _DATA, _RANDOM = 1, 2, 4, 8
+
+_METHOD = "cache_prefix"
+
+
+class Split(NamedTuple):
+  """The two programs of a loss.
+
+  Attributes:
+    activations: from the leaves of params, batch and key to the activations.
+    rest: from these leaves and the activations to the leaves of the loss's results.
+    shapes: of the activations.
+  """
+
+  activations: Callable[..., Any]
+  rest: Callable[..., Any]
+  shapes: list[jax.ShapeDtypeStruct]
+
+
+def split(
+  loss_fn: Callable[..., Any],
+  params: Any,
+  batch: Any,
+  rng: Any,
+  frozen: Sequence[bool | np.ndarray],
+) -> Split:
+  """Splits ``loss_fn(params, batch)``, or with a key ``loss_fn(params, batch, rng)``.
+
+  `frozen` tells for each leaf whether it is frozen, or which of its layers are.
+  """
+  arguments = (params, batch) if rng is None else (params, batch, rng)
+  closed, results = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
+  leaves = jax.tree.leaves(params)
+  others = jax.tree.leaves(arguments[1:])
+
+  def inlined(held: list[Any], trained: list[Any], others: list[Any]) -> list[Any]:
+    inputs = list(map(_cut_scans.in_parts, held, trained, frozen))
+    return _cut_scans.run(closed, [*inputs, *others])
+
+  # Each leaf twice: what is frozen is taken from the first, what is trained from the second.
+  jaxpr = jax.make_jaxpr(inlined)(leaves, leaves, others)
+  keys = len(jax.tree.leaves(rng))
+  kinds = [
+    *[_FROZEN] * len(leaves),
+    *[_TRAINED] * len(leaves),
+    *[_DATA] * (len(others) - keys),
+    *[_RANDOM] * keys,
+  ]
+  kind, kinds_of_equations = _dependences(jaxpr.jaxpr, kinds)
+  steps = list(zip(jaxpr.eqns, kinds_of_equations, strict=True))
+  after = [equation for equation, k in steps if not _is_activation(k)]
+  border = _border(jaxpr.jaxpr, kind, after)
+  before = [equation for equation, k in steps if not k & _TRAINED]
+  inputs = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+  first = _jaxpr.part(jaxpr.jaxpr, inputs, border, before)
+  second = _jaxpr.part(jaxpr.jaxpr, [*inputs, *border], jaxpr.jaxpr.outvars, after)
+
+  def activations(params: Any, *data: Any) -> list[Any]:
+    own = jax.tree.leaves(params)
+    return _compute(first, [*jaxpr.consts, *own, *own, *jax.tree.leaves(data)])
+
+  def rest(params: Any, data: Any, activations: Sequence[Any]) -> Any:
+    own = jax.tree.leaves(params)
+    held = jax.lax.stop_gradient(own)
+    values = [*jaxpr.consts, *held, *own, *jax.tree.leaves(data), *activations]
+    return jax.tree.unflatten(jax.tree.structure(results), _compute(second, values))
+
+  shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in border]
+  return Split(activations, rest, shapes)
+
+
+def _compute(program: Any, values: list[Any]) -> list[Any]:
+  return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*values)
+
+
+def _dependences(jaxpr: Any, kinds: Sequence[int]) -> tuple[dict[Any, int], list[int]]:
+  """What each variable depends on, and each equation."""
+  kind = dict(zip(jaxpr.invars, kinds, strict=True)) | dict.fromkeys(jaxpr.constvars, 0)
+  of_equations = []
+  for equation in jaxpr.eqns:
+    found = 0
+    for atom in equation.invars:
+      found |= 0 if isinstance(atom, jax_core.Literal) else kind[atom]
+    kind |= dict.fromkeys(equation.outvars, found)
+    of_equations.append(found)
+  return kind, of_equations
+
+
+def _is_activation(kind: int) -> bool:
+  return not kind & _TRAINED and bool(kind & _FROZEN) and bool(kind & (_DATA | _RANDOM))
+
+
+def _border(jaxpr: Any, kind: dict[Any, int], after: list[Any]) -> list[Any]:
+  """The activations that the rest of the program works on, in its order."""
+  used = [atom for equation in after for atom in equation.invars] + list(jaxpr.outvars)
+  variables = dict.fromkeys(atom for atom in used if not isinstance(atom, jax_core.Literal))
+  border = [variable for variable in variables if _is_activation(kind[variable])]
+  if not border:
+    raise ValueError(
+      f"`{_METHOD}` found no activations: nothing is computed from the data and the frozen groups"
+      " alone. Freeze the groups from the first on, the embedding among them, and pass the number"
+      " that is frozen in every step."
+    )
+  if any(kind[variable] & _RANDOM for variable in border):
+    raise ValueError(
+      f"`{_METHOD}` needs a prefix without random numbers; the frozen groups draw some from the"
+      " loss's key (dropout). Turn them off there."
+    )
+  return border

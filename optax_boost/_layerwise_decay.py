@@ -1,0 +1,79 @@
+r"""Layer-wise decay of the learning rate: the first layers of a pretrained model move least.
+
+u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G - 1
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from optax_boost import _base
+from optax_boost import _groups
+from optax_boost import _tree
+
+_METHOD = "layerwise_decay"
+
+
+def layerwise_decay(
+  groups: _groups.Groups, decay: jax.typing.ArrayLike = 0.75
+) -> optax.GradientTransformationExtraArgs:
+  r"""Multiplies the updates of each group by a power of `decay`, those of the last group by one.
+
+  .. math::
+    u \leftarrow \text{decay}^{G - 1 - i} \, u
+
+  for group i of G. Put it after the optimizer, so that it scales the learning rate, and the weight
+  decay that the optimizer adds: ``optax.chain(optax.adamw(rate), layerwise_decay(groups))``.
+
+  Args:
+    groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
+      or regular expressions, one per group in the order of the forward pass, searched in the
+      leaves' paths. The first that matches counts; a leaf that none matches is in the last group.
+    decay: the factor from a group to the one before it, above 0 and at most 1. Raising it trains
+      the first layers faster.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` without state. Updates keep their dtype.
+
+  Raises:
+    ValueError: `decay` is out of range, or the groups are of other params.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> decay = optax_boost.layerwise_decay(["embed", "body", "head"], 0.5)
+    >>> tx = optax.chain(optax.sgd(1.0), decay)
+    >>> grads = {"embed": jnp.ones(1), "body": jnp.ones(1), "head": jnp.ones(1)}
+    >>> updates, _ = tx.update(grads, tx.init(grads))
+    >>> [updates[name].item() for name in ("embed", "body", "head")]
+    [-0.25, -0.5, -1.0]
+
+  References:
+    Clark, Luong, Le, Manning, `ELECTRA <https://arxiv.org/abs/2003.10555>`_, 2020; Bao, Dong, Piao,
+    Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
+  """
+  _base.check_number("decay", decay, positive=True, maximum=1.0)
+  last = _groups.count_groups(groups) - 1
+  number = _groups.numbering(groups, _METHOD, _groups.layer_numbers)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    _tree.check_inexact(params, _METHOD)
+    number(params)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params, extra_args
+    _tree.check_inexact(updates, _METHOD)
+
+    def scale(group: Any, update: jax.Array) -> jax.Array:
+      return (_tree.widen(update) * decay ** (last - group)).astype(update.dtype)
+
+    return jax.tree.map(scale, number(updates), updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

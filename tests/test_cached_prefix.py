@@ -1,0 +1,278 @@
+"""`cache_prefix`: losses and gradients as without it, nothing computed twice or kept wrongly."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+N, B, D, L = 8, 4, 3, 4
+GROUPS = ("embed", "blocks_0", ".")
+
+
+def normal(*shape):
+  return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+def model():
+  return {"embed": normal(7, D), "blocks_0": normal(D, D), "head": normal(D, 2)}
+
+
+def data():
+  rng = np.random.default_rng(0)
+  return {
+    "tokens": jnp.asarray(rng.integers(0, 7, (N, 5))),
+    "labels": jnp.asarray(rng.integers(0, 2, N)),
+  }
+
+
+def loss(params, batch):
+  x = jax.jit(lambda e, t: e[t])(params["embed"], batch["tokens"]).mean(1)
+  x = jnp.tanh(x @ params["blocks_0"])
+  logits = jnp.tanh(x @ params["head"]) + params["embed"].sum()  # tied
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def scanned():
+  return {"embed": normal(7, D), "blocks": 0.5 * normal(L, D, D), "head": normal(D, 2)}
+
+
+def scanned_loss(params, batch):
+  @jax.checkpoint
+  def body(x, kernel):
+    return jnp.tanh(x @ kernel), None
+
+  x, _ = jax.lax.scan(body, params["embed"][batch["tokens"]], params["blocks"])
+  logits = x.mean(1) @ params["head"]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def take(indices):
+  return jax.tree.map(lambda x: x[jnp.asarray(indices)], data())
+
+
+def make(loss_fn=loss, params=None, frozen=2, groups=GROUPS, **options):
+  options = {"num_examples": N, "max_bytes": 2**20} | options
+  params = model() if params is None else params
+  return optax_boost.cache_prefix(loss_fn, params, take(range(B)), groups, frozen, **options)
+
+
+def scanned_groups():
+  return optax_boost.layer_groups(scanned_loss, scanned(), take(range(B)), num_groups=3)
+
+
+@pytest.mark.parametrize("form", ["plain", "scanned"])
+def test_loss_and_gradients_are_those_of_the_whole_loss(form):
+  if form == "plain":
+    params, loss_fn, cache = model(), loss, make()
+  else:
+    params, loss_fn = scanned(), scanned_loss
+    cache = make(scanned_loss, params, groups=scanned_groups())
+  batch = take([3, 1, 0, 6])
+  for _ in range(2):  # computed, then read
+    given = cache(params, [3, 1, 0, 6], batch)
+    ours, gradient = jax.value_and_grad(cache.loss_fn)(params, given)
+    value, expected = jax.value_and_grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(ours, value, rtol=1e-6)
+    np.testing.assert_allclose(gradient["head"], expected["head"], rtol=1e-5, atol=1e-7)
+    assert not np.any(gradient["embed"])
+  if form == "scanned":
+    own = np.asarray(gradient["blocks"])
+    first = int(np.argmax(np.any(own, axis=(1, 2))))
+    assert 0 < first < L
+    np.testing.assert_allclose(own[first:], expected["blocks"][first:], rtol=1e-5, atol=1e-7)
+  else:
+    assert not np.any(gradient["blocks_0"])
+
+
+def products(function, *arguments):
+  """How many matrix products a program holds once unused ones are dropped."""
+  text = jax.jit(function).lower(*arguments).compile().as_text()
+  return text.count(" dot(") + text.count("__onednn$matmul")
+
+
+def test_the_prefix_is_not_computed_for_what_is_cached():
+  params, cache = model(), make()
+  given = cache(params, range(B), take(range(B)))
+  assert products(loss, params, given[0]) == 2
+  assert products(cache.loss_fn, params, given) == 1
+  # Read, the activations need no params at all.
+  nowhere = jax.tree.map(lambda x: x * jnp.nan, params)
+  chex.assert_trees_all_equal(cache(nowhere, range(B), given[0])[1], given[1])
+
+
+def test_training_with_the_cache_equals_training_without_it():
+  tx = optax_boost.freeze_layers(optax.adamw(0.05), GROUPS, optax_boost.fixed_freezing(3, 2))
+  cache = make()
+  plain = optax_boost.make_train_step(loss, tx)
+  cached = optax_boost.make_train_step(cache.loss_fn, tx)
+  a, b = plain.init(model()), cached.init(model())
+  for epoch in range(3):
+    for indices in (range(0, B), range(B, N)):
+      batch = take(indices)
+      a, _ = plain(a, batch)
+      b, _ = cached(b, cache(b.params, indices, batch))
+    assert cache.num_cached == N, epoch
+  chex.assert_trees_all_close(a.params, b.params, rtol=1e-5)
+  chex.assert_trees_all_equal(b.params["embed"], model()["embed"])
+
+
+def test_what_has_no_room_is_computed_each_time():
+  size = make().bytes_per_example
+  assert size == 4 * D
+  cache = make(max_bytes=5 * size + 1)
+  assert cache.capacity == 5
+  for indices in ([0, 1, 2, 3], [4, 5, 6, 7], [2, 3, 4, 5]):
+    given = cache(model(), indices, take(indices))
+    expected = loss(model(), take(indices))
+    np.testing.assert_allclose(cache.loss_fn(model(), given), expected, rtol=1e-6)
+  assert cache.num_cached == 5
+
+
+def test_repeated_examples_take_one_place():
+  cache = make()
+  cache(model(), [2, 2, 2, 5], take([2, 2, 2, 5]))
+  assert cache.num_cached == 2
+
+
+def test_a_folder_keeps_activations_for_the_next_run(tmp_path):
+  first = make(path=tmp_path / "cache")
+  given = first(model(), range(B), take(range(B)))
+  again = make(path=tmp_path / "cache")
+  assert again.num_cached == B
+  nowhere = jax.tree.map(lambda x: x * jnp.nan, model())
+  chex.assert_trees_all_equal(again(nowhere, range(B), given[0])[1], given[1])
+
+
+def test_a_folder_of_another_prefix_is_refused_and_left_alone(tmp_path):
+  first = make(path=tmp_path)
+  first(model(), range(B), take(range(B)))
+  other = model() | {"embed": model()["embed"] + 1}
+  with pytest.raises(ValueError, match="of another prefix: checksums differ"):
+    make(params=other, path=tmp_path)
+  assert make(path=tmp_path).num_cached == B
+  # Trained params may differ.
+  assert make(params=model() | {"head": normal(D, 2) + 1}, path=tmp_path).num_cached == B
+
+
+def test_a_folder_without_its_header_begins_anew(tmp_path):
+  make(path=tmp_path)(model(), range(B), take(range(B)))
+  (tmp_path / "prefix.json").unlink()
+  assert make(path=tmp_path).num_cached == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_comes_back_bit_for_bit(dtype):
+  def half(params, batch):
+    return loss(jax.tree.map(lambda p: p.astype(dtype), params), batch)
+
+  cache = make(half)
+  _, computed = cache(model(), range(B), take(range(B)))
+  _, read = cache(model(), range(B), take(range(B)))
+  assert computed[0].dtype == dtype
+  chex.assert_trees_all_equal(read, computed)
+
+
+def test_examples_along_another_axis_of_the_activations():
+  def turned(params, batch):
+    x = jnp.swapaxes(params["embed"][batch["tokens"]], 0, 1)  # [length, batch, width]
+    logits = x.mean(0) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+  cache = make(turned, frozen=1)
+  _, computed = cache(model(), range(B), take(range(B)))
+  assert computed[0].shape == (5, B, D) or computed[0].shape == (B, D)
+  _, read = cache(model(), range(B)[::-1], take(range(B)[::-1]))
+  axis = computed[0].shape.index(B)
+  np.testing.assert_array_equal(read[0], np.flip(computed[0], axis))
+
+
+def test_frozen_params_that_change_are_noticed():
+  cache = make()
+  cache(model(), range(B), take(range(B)))
+  other = model() | {"blocks_0": model()["blocks_0"][::-1]}
+  with pytest.raises(ValueError, match="frozen params are not those that the cache was made with"):
+    cache(other, range(B, N), take(range(B, N)))
+
+
+def test_dropout_in_the_prefix_is_refused_and_after_it_welcome():
+  def dropout(place):
+    def loss_fn(params, batch, rng):
+      x = params["embed"][batch["tokens"]].mean(1)
+      x = x * jax.random.bernoulli(rng, 0.5, x.shape) if place == "prefix" else x
+      x = jnp.tanh(x @ params["blocks_0"]) @ params["head"]
+      x = x * jax.random.bernoulli(rng, 0.5, x.shape)
+      return optax.softmax_cross_entropy_with_integer_labels(x, batch["labels"]).mean()
+
+    return loss_fn
+
+  key = jax.random.key(0)
+  with pytest.raises(ValueError, match="the frozen groups draw some from the loss's key"):
+    make(dropout("prefix"), rng=key)
+  cache = make(dropout("rest"), rng=key)
+  given = cache(model(), range(B), take(range(B)))
+  for rng in (key, jax.random.key(1)):
+    expected = dropout("rest")(model(), given[0], rng)
+    np.testing.assert_allclose(cache.loss_fn(model(), given, rng), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mixing", ["statistics", "a constant key"])
+def test_examples_that_depend_on_their_batch_are_refused(mixing):
+  def loss_fn(params, batch):
+    x = params["embed"][batch["tokens"]].mean(1)
+    if mixing == "statistics":
+      x = (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+    else:
+      x = x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    logits = jnp.tanh(x @ params["blocks_0"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+  cache = make(loss_fn)
+  with pytest.raises(ValueError, match="activations that depend on their example alone"):
+    cache(model(), range(B), take(range(B)))
+  assert cache.num_cached == 0
+
+
+def test_activations_without_an_axis_of_examples_are_refused():
+  def loss_fn(params, batch):
+    mean = params["embed"][batch["tokens"]].mean((0, 1))
+    return jnp.sum(mean @ params["blocks_0"] @ params["head"])
+
+  with pytest.raises(ValueError, match="one axis along the examples"):
+    make(loss_fn)
+
+
+def test_examples_joined_with_another_axis_are_refused():
+  def loss_fn(params, batch):
+    x = params["embed"][batch["tokens"]].reshape(-1, D)
+    return jnp.mean(jnp.tanh(x @ params["blocks_0"]) @ params["head"])
+
+  with pytest.raises(ValueError, match="one entry for each example; the frozen groups make 20"):
+    make(loss_fn)
+
+
+def test_a_prefix_that_is_trained_is_refused():
+  with pytest.raises(ValueError, match="found no activations"):
+    make(groups=("head", "."), frozen=1)
+
+
+@pytest.mark.parametrize(
+  ("indices", "error", "text"),
+  [
+    ([0, 1, 2], ValueError, "one number for each of the 4 examples"),
+    ([0, 1, 2, N], ValueError, "from 0 to 7"),
+    ([0, 1, 2, -1], ValueError, "from 0 to 7"),
+    ([0.0, 1.0, 2.0, 3.0], TypeError, "must be integers"),
+  ],
+)
+def test_wrong_indices_are_refused(indices, error, text):
+  with pytest.raises(error, match=text):
+    make()(model(), indices, take(range(B)))
+
+
+def test_room_for_no_example_is_refused():
+  with pytest.raises(ValueError, match="at least one example, 12 bytes; got 11"):
+    make(max_bytes=11)

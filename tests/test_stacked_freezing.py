@@ -1,0 +1,550 @@
+"""Freezing layers of a scan: groups of layers, the cut scan, and an optimizer that stands still."""
+
+import functools
+import re
+
+import chex
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _protocol
+from optax_boost._train_step import _frozen_backward
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+
+LAYERS, WIDTH = 5, 8
+X = jax.random.normal(jax.random.key(9), (16, WIDTH))
+
+
+def layer(h, w):
+  h = h + jnp.tanh(h @ w["up"] + w["bias"]) @ w["down"]
+  return h, None
+
+
+def make_params(layers=LAYERS, width=WIDTH):
+  def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / np.sqrt(width)
+
+  blocks = {
+    "up": normal(0, layers, width, width),
+    "bias": normal(1, layers, width),
+    "down": normal(2, layers, width, width),
+  }
+  return {"embed": normal(3, width, width), "blocks": blocks, "head": normal(4, width, 3)}
+
+
+def apply(params, x, body=layer, prepare=lambda w: w, **options):
+  h = jnp.tanh(x @ params["embed"])
+  h, _ = jax.lax.scan(body, h, prepare(params["blocks"]), **options)
+  return h
+
+
+def loss_fn(params, x, **options):
+  return jnp.mean((apply(params, x, **options) @ params["head"]) ** 2)
+
+
+def unstack(params):
+  leaves, structure = jax.tree.flatten(params["blocks"])
+  layers = [jax.tree.unflatten(structure, layer) for layer in zip(*leaves, strict=True)]
+  return params | {"blocks": layers}
+
+
+def unrolled_loss(params, x):
+  h = jnp.tanh(x @ params["embed"])
+  for w in params["blocks"]:
+    h, _ = layer(h, w)
+  return jnp.mean((h @ params["head"]) ** 2)
+
+
+def groups_of(loss=loss_fn, params=None, num_groups=LAYERS + 2, x=X, **options):
+  params = make_params() if params is None else params
+  return optax_boost.layer_groups(loss, params, x, num_groups=num_groups, **options)
+
+
+def blocks(first, end):
+  return tuple(f"blocks/{name}[{first}:{end}]" for name in ("up", "bias", "down"))
+
+
+def test_each_layer_of_a_scan_is_a_block():
+  plan = groups_of()
+  layers = tuple(blocks(i, i + 1) for i in range(LAYERS))
+  assert plan.groups == (("embed",), *layers, ("head",))
+  assert plan.sizes == (64, *[136] * LAYERS, 24)
+  assert "group 2: 136 parameters (17.7 %): blocks/up[1:2], blocks/bias[1:2]" in str(plan)
+  assert plan.unused == plan.reused == ()
+
+
+def test_layers_are_shared_out_as_evenly_as_possible():
+  plan = groups_of(num_groups=3)
+  assert plan.groups == (("embed", *blocks(0, 2)), blocks(2, 4), (*blocks(4, 5), "head"))
+  # A leaf whose layers are all in one group is named as a whole.
+  assert groups_of(num_groups=1).groups[0][1] == "blocks/up"
+  with pytest.raises(
+    ValueError, match=r"8 groups of 7 blocks.* or a layer of a scan.*num_groups=7"
+  ):
+    groups_of(num_groups=8)
+
+
+def test_the_order_of_layers_is_that_of_the_scan():
+  backwards = groups_of(functools.partial(loss_fn, reverse=True), num_groups=3)
+  assert backwards.groups == (("embed", *blocks(3, 5)), blocks(1, 3), (*blocks(0, 1), "head"))
+
+
+def test_layers_along_another_axis_are_named_by_it():
+  def loss(params, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.moveaxis(params["w"], 1, 0))
+    return jnp.mean(h)
+
+  params = {"w": jax.random.normal(jax.random.key(0), (WIDTH, 4, WIDTH))}
+  plan = groups_of(loss, params, 2)
+  assert plan.groups == (("w[:, 0:2]",), ("w[:, 2:4]",))
+  assert held_by(loss, params, plan, 1)
+
+
+def test_what_stands_beside_a_scan_goes_with_its_first_or_last_layer():
+  params = make_params() | {
+    "before": {"scale": jnp.ones(WIDTH)},
+    "after": {"scale": jnp.ones(WIDTH)},
+  }
+  del params["embed"]
+
+  def loss(params, x):
+    h = apply(params | {"embed": jnp.eye(WIDTH)}, x * params["before"]["scale"])
+    return jnp.mean(h * params["after"]["scale"])
+
+  plan = groups_of(loss, params, LAYERS)
+  assert "before/scale" in plan.groups[0]
+  assert "after/scale" in plan.groups[-1]
+
+
+def test_a_leaf_that_all_layers_share_is_frozen_with_the_first():
+  def loss(params, x):
+    def body(h, w):
+      return layer(h, w | {"down": w["down"] @ params["shared"]})
+
+    return loss_fn(params, x, body=body)
+
+  plan = groups_of(loss, make_params() | {"shared": jnp.eye(WIDTH)})
+  assert "shared" in plan.groups[1]
+  assert plan.reused == ("shared",)
+
+
+def test_layers_side_by_side_and_overridden_leaves_stay_whole():
+  def experts(params, x):
+    return jnp.sum(jax.lax.map(lambda w: jnp.sum(jnp.tanh(x @ w)), params["experts"]))
+
+  plan = groups_of(experts, {"experts": jnp.ones((4, WIDTH, WIDTH))}, 1)
+  assert plan.groups == (("experts",),)
+  moved = groups_of(overrides={"down": 6})
+  assert moved.groups[1] == ("blocks/up[0:1]", "blocks/bias[0:1]")
+  assert "blocks/down" in moved.groups[6]
+
+
+@pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS + 1])
+def test_refuses_groups_of_another_number_of_layers(layers):
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups_of(), fixed(0))
+  with pytest.raises(
+    ValueError, match=r"the groups have 5 layers along axis 0 of the leaf 'blocks/"
+  ):
+    tx.init(make_params(layers))
+
+
+def test_methods_that_know_no_layers_take_a_leaf_with_its_last_group():
+  tx = optax_boost.group_loss_scale(optax.sgd(0.1), groups_of(num_groups=3), 8.0)
+  step = optax_boost.make_train_step(loss_fn, tx)
+  plain = optax_boost.make_train_step(loss_fn, optax.sgd(0.1))
+  ours, _ = step(step.init(make_params()), X)
+  expected, _ = plain(plain.init(make_params()), X)
+  chex.assert_trees_all_close(ours.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def fixed(depth, num_groups=LAYERS + 2):
+  return optax_boost.FreezeSchedule(num_groups, lambda step, key: depth)
+
+
+def frozen_masks(plan, params, depth):
+  """For each leaf, which of its entries are frozen."""
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
+  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params))
+  return jax.tree.map(lambda u: np.asarray(u == 0), updates)
+
+
+def held_by(loss, params, plan, depth, x=X):
+  """Whether the cut gradient is zero where frozen and that of the whole scan, bit for bit, else."""
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
+  groups = _protocol.collect_groups(tx, params)[_protocol.FROZEN_GROUPS]
+
+  def objective(params, cut=lambda loss: loss):
+    return cut(lambda params: (loss(params, x), None))(params)
+
+  cut = jax.jit(_frozen_backward.cut_gradient(objective, groups, depth, "per_depth"))
+  ours, _ = cut(params)
+  whole = jax.jit(jax.grad(loss))(params, x)
+  masks = frozen_masks(plan, params, depth)
+  assert any(mask.any() and not mask.all() for mask in jax.tree.leaves(masks))
+  expected = jax.tree.map(lambda mask, g: jnp.where(mask, 0, g), masks, whole)
+  chex.assert_trees_all_equal(ours, expected)
+  assert all(jnp.any(g) for g in jax.tree.leaves(whole))
+  return len(scans(jax.make_jaxpr(cut)(params))) > len(
+    scans(jax.make_jaxpr(jax.grad(loss))(params, x))
+  )
+
+
+def scans(program):
+  found = [e for e in program.eqns if e.primitive.name == "scan"]
+  for equation in program.eqns:
+    for inner in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+    ):
+      if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+        found += scans(getattr(inner, "jaxpr", inner))
+  return found
+
+
+def tied(params, x):
+  logits = apply(params, x) @ params["embed"].T
+  return jnp.mean(logits**2) + jnp.mean((logits @ params["head"]) ** 2)
+
+
+def twice(params, x):
+  return jnp.mean((apply(params, apply(params, x)) @ params["head"]) ** 2)
+
+
+def micro_batches(params, x):
+  def one(total, x):
+    return total + loss_fn(params, x), None
+
+  return jax.lax.scan(one, 0.0, x.reshape(4, 4, WIDTH))[0]
+
+
+def with_decay(params, x):
+  return loss_fn(params, x) + 0.1 * optax.tree.norm(params, squared=True)
+
+
+def to_half(w):
+  return jax.tree.map(lambda a: 0.5 * a.astype(jnp.bfloat16), w)
+
+
+def keyed(params, x):
+  keys = jax.random.split(jax.random.key(0), LAYERS)
+
+  def body(h, w):
+    key, w = w
+    return layer(h * jax.random.bernoulli(key, 0.5, h.shape), w)
+
+  return loss_fn(params, x, body=body, prepare=lambda w: (keys, w))
+
+
+LOSSES = {
+  "plain": loss_fn,
+  "jit": jax.jit(loss_fn),
+  "remat body": functools.partial(loss_fn, body=jax.checkpoint(layer)),
+  "remat": lambda p, x: jax.checkpoint(loss_fn)(p, x),
+  "reverse": functools.partial(loss_fn, reverse=True),
+  "unroll": functools.partial(loss_fn, unroll=2),
+  "cast": functools.partial(loss_fn, prepare=to_half),
+  "keyed": keyed,
+  "tied": tied,
+  "two scans": twice,
+  "micro-batches": micro_batches,
+  "decay": with_decay,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_cut_to_the_bit(name):
+  assert held_by(LOSSES[name], make_params(), groups_of(LOSSES[name]), 3)
+
+
+def test_scans_in_scans_are_cut_at_the_outer_one():
+  def loss(params, x):
+    def outer(h, w):
+      return jax.lax.scan(layer, h, w)
+
+    return loss_fn(params, x, body=outer)
+
+  stacked = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), make_params(3)["blocks"])
+  params = make_params() | {"blocks": jax.tree.map(lambda w: jnp.moveaxis(w, 0, 1), stacked)}
+  plan = groups_of(loss, params, 5)
+  assert plan.groups[2] == blocks(1, 2)
+  assert held_by(loss, params, plan, 3)
+
+
+def test_what_is_trained_below_frozen_layers_keeps_its_gradient():
+  assert held_by(loss_fn, make_params(), groups_of(overrides={"embed": 6}), 3)
+  shared = groups_of(overrides={"blocks/bias": 6})
+  assert held_by(loss_fn, make_params(), shared, 3)
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [lambda loss: lambda p, x: jax.lax.cond(x[0, 0] > 9, lambda p: 0.0, lambda p: loss(p, x), p)],
+  ids=["cond"],
+)
+def test_a_scan_that_cannot_be_cut_is_only_masked(wrap):
+  assert not held_by(wrap(loss_fn), make_params(), groups_of(wrap(loss_fn)), 3)
+
+
+# Each depth once, out of order.
+DEPTHS = np.array([0, 3, 1, 6, 2, 5, 4])
+EVERY_DEPTH = optax_boost.FreezeSchedule(
+  LAYERS + 2, lambda step, key: jnp.asarray(DEPTHS)[step % 7]
+)
+INNERS = {
+  "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+  "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(0.1, momentum=0.9)),
+  "lars": lambda: optax_boost.lars(0.1, stacked_axes={"blocks": 0}),
+  "partition": lambda: optax.partition(
+    {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
+    lambda p: jax.tree.map_with_path(lambda path, _: "x" if "up" in str(path) else "y", p),
+  ),
+}
+
+
+def stands_still(before, after, depth):
+  """Whether exactly the first layers of all leaves of the blocks, in all trees, stand still."""
+
+  def of_blocks(tree):
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [leaf for path, leaf in flat if "['blocks']" in jax.tree_util.keystr(path)]
+
+  moved = [
+    np.any(np.asarray(a != b).reshape(LAYERS, -1), axis=1)
+    for a, b in zip(of_blocks(before), of_blocks(after), strict=True)
+  ]
+  frozen = np.arange(LAYERS) < depth - 1
+  return bool(moved) and all((m == ~frozen).all() for m in moved)
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_frozen_layers_and_their_state_stay_bit_for_bit(name):
+  tx = optax_boost.freeze_layers(INNERS[name](), groups_of(), EVERY_DEPTH)
+  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
+  state = step.init(make_params())
+  masked = jax.jit(lambda p, s: tx.update(jax.grad(loss_fn)(p, X), s, p))
+  for depth in DEPTHS:
+    after, metrics = step(state, X)
+    assert metrics["frozen_groups"] == depth
+    moments = (state.opt_state.inner_state, after.opt_state.inner_state)
+    assert stands_still((state.params, moments[0]), (after.params, moments[1]), depth)
+    updates, opt_state = masked(state.params, state.opt_state)
+    expected = optax.apply_updates(state.params, updates), opt_state
+    chex.assert_trees_all_close((after.params, after.opt_state), expected, rtol=1e-5, atol=1e-6)
+    state = after
+  assert step.cache_size() == LAYERS + 2
+
+
+def test_one_program_serves_all_depths_by_the_switch():
+  tx = optax_boost.freeze_layers(optax.adamw(1e-2), groups_of(), EVERY_DEPTH)
+  states = []
+  for freezing in ("per_depth", "switch"):
+    step = optax_boost.make_train_step(loss_fn, tx, freezing=freezing)
+    state = step.init(make_params())
+    for _ in DEPTHS:
+      state, _ = step(state, X)
+    states.append(state)
+  assert step.cache_size() == 1
+  chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
+
+
+def test_a_moment_without_the_axis_of_layers_moves_while_one_of_them_is_trained():
+  params = make_params(width=128)
+  x = jnp.ones((4, 128))
+  plan = groups_of(params=params, x=x)
+  tx = optax_boost.freeze_layers(optax.adafactor(1e-2), plan, fixed(3))
+  grads = jax.grad(loss_fn)(params, x)
+  updates, state = tx.update(grads, tx.init(params), params)
+  for u in jax.tree.leaves(updates["blocks"]):
+    assert not jnp.any(u[:2])
+    assert jnp.any(u[2:])
+  assert jnp.any(optax.tree.get(state, "v_row")["blocks"]["up"])
+
+
+def flops(loss, params, plan, depth, x):
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), plan, fixed(depth, 10))
+  step = optax_boost.make_train_step(loss, tx)
+  return step.lower(step.init(params), x).compile().cost_analysis()["flops"]
+
+
+def test_a_step_has_the_flops_of_the_unrolled_model():
+  params, x = make_params(8, 64), jnp.ones((128, 64))
+  # Unrolled by XLA, which counts the body of a loop once.
+  scanned = functools.partial(loss_fn, unroll=8)
+  plan = groups_of(scanned, params, 10, x)
+  layers = ["embed", *(f"blocks/{i}/" for i in range(8)), "head"]
+  ours = [flops(scanned, params, plan, depth, x) for depth in (0, 5)]
+  expected = [flops(unrolled_loss, unstack(params), layers, depth, x) for depth in (0, 5)]
+  np.testing.assert_allclose(ours, expected, rtol=0.02)
+  np.testing.assert_allclose(ours[1] / ours[0], 0.65, rtol=0.02)
+
+
+SCALED = {
+  "loss scale": lambda tx, plan: optax_boost.dynamic_loss_scale(tx, 8.0),
+  "group scale": lambda tx, plan: optax_boost.group_loss_scale(tx, plan, 8.0),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_backward_pass_of_a_scaled_loss_is_cut(name):
+  plan = groups_of()
+  tx = SCALED[name](optax_boost.freeze_layers(optax.sgd(0.1), plan, fixed(3)), plan)
+  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
+  state = step.init(make_params())
+  after, _ = step(state, X)
+  assert stands_still(state.params, after.params, 3)
+  # Forward over frozen layers, forward and backward over trained ones.
+  lengths = [e.params["length"] for e in scans(step.trace(state, X).jaxpr.jaxpr)]
+  assert sorted(lengths) == [2, 3, 3]
+
+
+def test_a_step_over_sharded_layers_gathers_nothing():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  params = make_params()
+
+  def place(w):
+    spec = [None] * (w.ndim - 1) + ["x" if w.shape[-1] == 8 else None]
+    return jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+  sharded = jax.tree.map(place, params)
+  steps = []
+  for depth in (0, 4):
+    tx = optax_boost.freeze_layers(optax.adam(1e-2), groups_of(), fixed(depth))
+    steps.append(optax_boost.make_train_step(loss_fn, tx, donate=False))
+  state, whole = steps[1].init(sharded), steps[1].init(params)
+  programs = [s.lower(s.init(sharded), X).compile().as_text() for s in steps]
+  # What one layer gathers, and nothing else.
+  whole_step, cut_step = (set(re.findall(r"= (\S+) all-gather", text)) for text in programs)
+  assert cut_step <= whole_step
+  after, _ = steps[1](state, X)
+  expected, _ = steps[1](whole, X)
+  chex.assert_trees_all_close(
+    jax.device_get(after.params), jax.device_get(expected.params), rtol=1e-4, atol=1e-6
+  )
+  kept = [w.sharding for w in jax.tree.leaves(after.params["blocks"])]
+  assert kept == [w.sharding for w in jax.tree.leaves(sharded["blocks"])]
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    x = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+    return nn.Dropout(0.2, deterministic=False)(nn.tanh(x)), None
+
+
+class Model(nn.Module):
+  axis: int
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    scanned = nn.scan(
+      nn.remat(Block) if self.remat else Block,
+      variable_axes={"params": self.axis, "batch_stats": 0},
+      split_rngs={"params": True, "dropout": True},
+      length=LAYERS,
+    )
+    x, _ = scanned(name="blocks")(nn.Dense(WIDTH)(x), None)
+    return nn.Dense(1)(x)
+
+
+@pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])
+def test_layers_of_linen_stand_still_with_their_statistics(axis, remat):
+  module = Model(axis, remat)
+  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  variables = module.init(keys, X)
+
+  def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+  plan = ob_linen.layer_groups(module, loss, variables, X, jax.random.key(0), num_groups=LAYERS + 2)
+  dense = f"[{':, ' * axis}1:2]"
+  assert plan.groups[2][:2] == (f"blocks/Dense_0/kernel{dense}", f"blocks/Dense_0/bias{dense}")
+  tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
+  step = ob_linen.make_train_step(module, loss, tx, donate=False)
+  state = step.init(variables)
+  after, _ = step(state, X, jax.random.key(2))
+  trees = [
+    jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), (s.params["blocks"], mu["blocks"]))
+    for s, mu in ((s, s.opt_state.inner_state[0].mu) for s in (state, after))
+  ]
+  trees = [{"blocks": tree} for tree in trees]
+  assert stands_still(*trees, 3)
+  assert stands_still(state.model_state, after.model_state, 3)
+  lengths = {e.params["length"] for e in scans(step.trace(state, X, keys["params"]).jaxpr.jaxpr)}
+  assert lengths == {2, 3}
+
+
+class NormedLinear(nnx.Module):
+  def __init__(self, key):
+    rngs = nnx.Rngs(key)
+    self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+  def __call__(self, x):
+    return self.norm(self.linear(x))
+
+
+class Scanned(nnx.Module):
+  def __init__(self, rngs):
+    self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.blocks = nnx.vmap(NormedLinear)(jax.random.split(rngs(), LAYERS))
+    self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+  def __call__(self, x):
+    run = nnx.scan(lambda x, block: jnp.tanh(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.last(run(self.first(x), self.blocks))
+
+
+def test_layers_of_nnx_stand_still():
+  model = Scanned(nnx.Rngs(0))
+
+  def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+  plan = ob_nnx.layer_groups(loss, model, X, num_groups=LAYERS + 2)
+  assert plan.groups[2][:2] == ("blocks/linear/kernel[1:2]", "blocks/linear/bias[1:2]")
+  tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))
+  ob_nnx.make_train_step(loss)(model, optimizer, X)
+  assert stands_still(before, nnx.to_pure_dict(nnx.state(model)), 3)
+
+
+def test_the_rates_of_stacked_layers_decay_as_those_of_unrolled_ones():
+  plan = groups_of()
+  tx = optax_boost.layerwise_decay(plan, 0.75)
+  params = make_params()
+  updates, _ = tx.update(params, tx.init(params))
+  # The recipe of timm and BEiT: the embedding is layer 0, the head the last.
+  for i in range(LAYERS):
+    for name, update in updates["blocks"].items():
+      expected = 0.75 ** (LAYERS - i) * params["blocks"][name][i]
+      np.testing.assert_allclose(update[i], expected, rtol=1e-6)
+  np.testing.assert_allclose(updates["embed"], 0.75 ** (LAYERS + 1) * params["embed"], rtol=1e-6)
+  np.testing.assert_array_equal(updates["head"], params["head"])
+  names = ["embed", *(f"blocks/{i}/" for i in range(LAYERS)), "head"]
+  unrolled, _ = optax_boost.layerwise_decay(names, 0.75).update(unstack(params), ())
+  chex.assert_trees_all_close(unstack(updates), unrolled, rtol=1e-6)
+
+
+def test_schedules_for_fine_tuning():
+  schedule = optax_boost.gradual_unfreezing(4, every=3)
+  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(12)]
+  assert depths == [3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0]
+  tx = optax_boost.freeze_layers(
+    optax.adam(1e-2), groups_of(num_groups=4), optax_boost.fixed_freezing(4, 3)
+  )
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(make_params())
+  for _ in range(3):
+    state, metrics = step(state, X)
+    assert metrics["frozen_groups"] == 3
+  assert step.cache_size() == 1
+  with pytest.raises(ValueError, match=r"`frozen_groups` must be .*<= 3; got 4"):
+    optax_boost.fixed_freezing(4, 4)
