@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto devices test test-oldest lint type bench evidence docs dist clean
+.PHONY: demo demo-auto demo-finetune devices test test-oldest lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 demo-auto: $(READY)
 	$(BIN)/python examples/auto_boost_resnet.py
+
+demo-finetune: $(READY)
+	$(BIN)/python examples/finetune.py
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py).
