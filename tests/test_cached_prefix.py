@@ -132,6 +132,17 @@ def test_what_has_no_room_is_computed_each_time():
   assert cache.num_cached == 5
 
 
+def test_abstract_params_tell_the_size_and_are_known_from_the_first_activations(tmp_path):
+  abstract = jax.eval_shape(model)
+  cache = make(params=abstract)
+  assert cache.bytes_per_example == make().bytes_per_example
+  cache(model(), range(B), take(range(B)))
+  with pytest.raises(ValueError, match="not those that the cache was made with"):
+    cache(model() | {"embed": model()["embed"] + 1}, range(B, N), take(range(B, N)))
+  with pytest.raises(ValueError, match="`path` needs params that are arrays"):
+    make(params=abstract, path=tmp_path)
+
+
 def test_repeated_examples_take_one_place():
   cache = make()
   cache(model(), [2, 2, 2, 5], take([2, 2, 2, 5]))

@@ -4,9 +4,11 @@ From programs that are compiled for a TPU v5e and an H100, and not run.
 """
 
 import argparse
+from collections.abc import Callable
 import os
 import pathlib
 from typing import Any
+from typing import NamedTuple
 
 # Read when JAX starts: no chip is asked for.
 os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_QUERY="1")
@@ -14,6 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from benchmarks import _harness
@@ -27,43 +30,69 @@ _ABOUT = f"""\
 One train step of GPT-2 (12 blocks of 768 that the loss scans over, each recomputed in the backward
 pass; bfloat16, params in float32; {_BATCH} sequences of {_LENGTH}) with AdamW, compiled by XLA for
 one chip that was not there. Whole: params, optimizer state, batch and temporaries, those that share
-memory counted once. State: the optimizer's. FLOPs are XLA's for the TPU, a scan's body counted
-once; XLA has none for the H100. `python -m benchmarks.devices.gpt2`."""
+memory counted once. State: the optimizer's; `freeze_layers` keeps the frozen layers' moments, for
+they may thaw. FLOPs are XLA's for the TPU, a scan's body counted once; XLA has none for the H100.
+`python -m benchmarks.devices.gpt2`."""
 
 
-def optimizers(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Any]:
+class Row(NamedTuple):
+  """A contender.
+
+  Attributes:
+    tx: the transformation.
+    loss_fn: the loss.
+    batch: its batch.
+  """
+
+  tx: optax.GradientTransformation
+  loss_fn: Callable[..., Any]
+  batch: Any
+
+
+def rows(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Row]:
   """The contenders, by name."""
   adamw = optax.adamw(1e-4)
   axes = optax_boost.stacked_axes(model.loss, params, tokens)
+  groups = optax_boost.layer_groups(model.loss, params, tokens, num_groups=2)
+  frozen = optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
+  window = optax_boost.active_window(adamw, axes, _WINDOW, every=50)
+  cache = optax_boost.cache_prefix(
+    model.loss, params, tokens, groups, 1, num_examples=_BATCH, max_bytes=2**40
+  )
+  activations = jax.ShapeDtypeStruct((_BATCH, _LENGTH, model.width), model.dtype)
+  assert cache.bytes_per_example == activations.size * activations.dtype.itemsize // _BATCH
   return {
-    "AdamW": adamw,
-    f"a window of {_WINDOW} of {model.layers}, in order": optax_boost.active_window(
-      adamw, axes, _WINDOW, every=50
+    "AdamW": Row(adamw, model.loss, tokens),
+    "first half frozen": Row(frozen, model.loss, tokens),
+    "first half frozen, its activations cached": Row(
+      frozen, cache.loss_fn, (tokens, [activations])
     ),
+    f"a window of {_WINDOW} of {model.layers}, in order": Row(window, model.loss, tokens),
   }
 
 
-def program(
-  chip: chips.Chip, model: models.GPT2, tx: optax.GradientTransformation
-) -> dict[str, float | None]:
+def program(chip: chips.Chip, model: models.GPT2, row: Row) -> dict[str, float | None]:
   """Compiles a train step."""
   one = jax.sharding.SingleDeviceSharding(chip.mesh().devices.flat[0])
 
   def place(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
 
-  step = optax_boost.make_train_step(model.loss, tx)
+  step = optax_boost.make_train_step(row.loss_fn, row.tx)
   params = jax.eval_shape(model.init, jax.random.key(0))
   state = jax.tree.map(place, jax.eval_shape(step.init, params))
-  tokens = place(jax.ShapeDtypeStruct((_BATCH, _LENGTH + 1), jnp.int32))
-  compiled = step.lower(state, tokens).compile()
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state))
+  if hasattr(state.opt_state, "frozen_groups"):
+    # Known, so that the program for this depth is compiled.
+    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
+  compiled = step.lower(state, jax.tree.map(place, row.batch)).compile()
   memory = compiled.memory_analysis()
   arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
   cost = compiled.cost_analysis() or {}
   return {
     "whole": arguments + results - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
     "temporary": memory.temp_size_in_bytes,
-    "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state)),
+    "state": size,
     "flops": cost.get("flops"),
   }
 
@@ -77,18 +106,18 @@ def main() -> None:
   params = jax.eval_shape(model.init, jax.random.key(0))
   tokens = jax.ShapeDtypeStruct((_BATCH, _LENGTH + 1), jnp.int32)
   lines = []
-  for name in _CHIPS:
-    chip = chips.CHIPS[name]
+  for chip_name in _CHIPS:
+    chip = chips.CHIPS[chip_name]
     if chip.missing():
       print(f"{chip.title}: left out; it needs `pip install {chip.missing()}`")
       continue
     lines += [f"## One {chip.title.removesuffix(' 2x4')}", ""]
     lines += ["| | whole, MB | state, MB | temporary, MB | GFLOP |", "|---" * 5 + "|"]
-    for row, tx in optimizers(model, params, tokens).items():
-      found = program(chip, model, tx)
+    for name, row in rows(model, params, tokens).items():
+      found = program(chip, model, row)
       sizes = [f"{(found[key] or 0) / 1e6:.0f}" for key in ("whole", "state", "temporary")]
       flops = f"{found['flops'] / 1e9:.0f}" if found["flops"] else ""
-      lines.append(f"| {row} | {' | '.join(sizes)} | {flops} |")
+      lines.append(f"| {name} | {' | '.join(sizes)} | {flops} |")
       print(lines[-1], flush=True)
     lines.append("")
   where = _harness.machine(["jax", "jaxlib", "optax"])

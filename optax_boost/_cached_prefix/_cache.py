@@ -60,7 +60,11 @@ class PrefixCache:
         f" {max_bytes}."
       )
     self._num_examples = num_examples
-    self._sums = np.asarray(self._checksum(params)).tolist()
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+    if abstract and path is not None:
+      raise ValueError("`path` needs params that are arrays, whose activations it keeps.")
+    # Abstract params become known with the first activations.
+    self._sums = None if abstract else self._sums_of(params)
     facts = {"shapes": [str(shape) for shape in self._shapes], "checksums": self._sums}
     self._rows = _rows.Rows(num_examples, self.capacity, self.bytes_per_example, path, facts)
     self._checked = False
@@ -95,7 +99,10 @@ class PrefixCache:
       self._check_examples_apart(params, batch)
     activations = self._compute(params, batch)
     if self._rows.has_room_for(examples):
-      if np.asarray(self._checksum(params)).tolist() != self._sums:
+      sums = self._sums_of(params)
+      if self._sums is None:
+        self._sums = sums
+      if sums != self._sums:
         raise ValueError(
           "The frozen params are not those that the cache was made with, so kept activations are"
           " wrong. Freeze them in every step (`freeze_layers` with `fixed_freezing`), or make a new"
@@ -191,6 +198,9 @@ class PrefixCache:
         )
     self._checked = True
 
+  def _sums_of(self, params: Any) -> list[int]:
+    return np.asarray(self._checksum(params)).tolist()
+
   def _checksums(self, params: Any) -> jax.Array:
     """For each frozen leaf a sum of its bits that depends on their places."""
     sums = []
@@ -252,7 +262,7 @@ def cache_prefix(
   Args:
     loss_fn: the loss, ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if `rng` is
       given; it may return aux.
-    params: the params, whose frozen ones must not change.
+    params: the params, whose frozen ones must not change; ``jax.ShapeDtypeStruct`` will do.
     batch: one batch, or one of ``jax.ShapeDtypeStruct``; examples along axis 0 of each leaf.
     groups: what :func:`layer_groups` returned, or regular expressions.
     frozen_groups: how many groups from the first are frozen in every step.
