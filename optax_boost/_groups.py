@@ -33,7 +33,8 @@ class LayerGroups:
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
       that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
-      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``.
+      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers` and
+      :func:`layerwise_decay` split such leaves; other methods take them with their last group.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
