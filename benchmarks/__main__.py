@@ -17,6 +17,7 @@ NAMES = (
   "races",
   "remat",
   "sgperm",
+  "stacked_layers",
   "svrg",
   "train_step",
 )

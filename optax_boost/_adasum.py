@@ -192,6 +192,7 @@ def adasum(
   local_axis_name: AxisName | None = None,
   groups: str | Sequence[str] | None = None,
   shard_axis_name: AxisName | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
 
@@ -232,6 +233,9 @@ def adasum(
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
       are summed over them. Replicated leaves count as often as they occur, which matters only in a
       group with sharded ones. None: every device has whole leaves.
+    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as
+      :func:`stacked_axes` returns them. Each layer has coefficients of its own, but where `groups`
+      names its leaf. None: such a leaf counts as one layer.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
@@ -295,6 +299,7 @@ def adasum(
       f" local_axis_name={local_axis_name!r}, shard_axis_name={shard_axis_name!r}."
     )
   patterns = _check_groups(groups)
+  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
 
   def init_fn(params: optax.Params) -> AdasumState:
     _tree.check_floating(params, method)
@@ -311,16 +316,18 @@ def adasum(
     _tree.check_update(method, updates, state, AdasumState, params)
     for argument, names in zip(arguments, (axes, local_axes, shard_axes), strict=True):
       _base.require_axis(argument, names, method)
-    leaves, structure = jax.tree.flatten(updates)
-    if not leaves:
+    paths, layers, join = _tree.split_layers(updates, stacked_axes)
+    if not layers:
       return updates, state
-    check_not_summed(leaves, axes + local_axes)
+    check_not_summed(layers, axes + local_axes)
 
-    numbers = _group_numbers(_tree.leaf_paths(updates), patterns)
+    numbers = _group_numbers(paths, patterns)
+    if stacked_axes is None and not patterns:
+      _protocol.announce_layers(method, paths)
     outputs, orthogonality, notfinite = _reduce_over_devices(
-      leaves, numbers, axes, local_axes, shard_axes
+      layers, numbers, axes, local_axes, shard_axes
     )
-    return jax.tree.unflatten(structure, outputs), AdasumState(
+    return join(outputs), AdasumState(
       orthogonality=orthogonality,
       notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
     )

@@ -92,20 +92,24 @@ class _CutScans(_jaxpr.Evaluator[Any]):
   def constant(self, value: Any) -> Any:
     return value
 
+  def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    in_parts = any(isinstance(value, _Parts) for value in inputs)
+    return super().visit(equation, inputs) if in_parts else self.bind(equation, inputs)
+
   def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
-    in_parts = [value for value in inputs if isinstance(value, _Parts)]
     name = equation.primitive.name
-    if in_parts and name == "scan":
+    if name == "scan":
       return self._scan(equation, inputs)
-    if in_parts and name == "transpose":
+    if name == "transpose":
       order = equation.params["permutation"]
       parts = [jax.lax.transpose(part, order) for part in inputs[0].arrays]
       return [_Parts(tuple(parts), order.index(inputs[0].axis))]
-    if in_parts and name in _stacked.ENTRYWISE:
-      return [self._entrywise(equation, inputs, in_parts)]
+    if name in _stacked.ENTRYWISE:
+      return [self._entrywise(equation, inputs)]
     return self.bind(equation, list(map(_whole, inputs)))
 
-  def _entrywise(self, equation: Any, inputs: list[Any], in_parts: list[_Parts]) -> _Parts:
+  def _entrywise(self, equation: Any, inputs: list[Any]) -> _Parts:
+    in_parts = [value for value in inputs if isinstance(value, _Parts)]
     axis = in_parts[0].axis
     bounds = sorted({b for value in in_parts if value.axis == axis for b in value.bounds})
     split = [

@@ -33,7 +33,8 @@ class LayerGroups:
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
       that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
-      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``.
+      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers` and
+      :func:`layerwise_decay` split such leaves; other methods take them with their last group.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
@@ -212,25 +213,25 @@ def _places(
   # By the leaf of a stack that is used first; the others follow it.
   stack_of: dict[int, _stacked.Stack] = {}
   followers: dict[int, list[int]] = {}
+  sliced = {i for stack in stacks for i in stack.axes}
   for stack in stacks:
     for first in [i for i in order if i in stack.axes][:1]:
-      later = order[order.index(first) + 1 :]
+      later = order[order.index(first) :]
       stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axes or i in stack.shared]
-  following = {i for leaf_ids in followers.values() for i in leaf_ids}
+      followers[first] = [i for i in later if i in stack.axes or i in stack.shared - sliced]
+  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
   places: dict[int, list[int]] = {}
   number = 0
   for block in _blocks(leaves, [i for i in order if i not in following], set(stack_of)):
     first = next((i for i in block if i in stack_of), block[0])
     layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
     number += len(layers)
-    # What is used before a scan belongs to its first layer, what is used after it to the last.
-    split = block.index(first)
-    places |= {i: layers[:1] for i in block[:split]} | {i: layers[-1:] for i in block[split:]}
-    if first in stack_of:
+    for i in followers.get(first, []):
       slices = layers[::-1] if stack_of[first].reverse else layers
-      for i in [first, *followers[first]]:
-        places[i] = slices if i in stack_of[first].axes else layers[:1]
+      places.setdefault(i, slices if i in stack_of[first].axes else layers[:1])
+    # What is used before a scan belongs to its first layer, what is used after it to the last.
+    for place, i in enumerate(block):
+      places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])
   return places, number
 
 

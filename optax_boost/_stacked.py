@@ -59,8 +59,9 @@ def stacked_axes(
     *args: the loss's other arguments: statistics, batch, rng.
 
   Returns:
-    The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`sgperm` and
-    :func:`laperm`: a pattern for each stacked leaf, with its axes, several for scans in scans.
+    The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`adasum`,
+    :func:`sgperm` and :func:`laperm`: a pattern for each stacked leaf, with its axes, several for
+    scans in scans.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.

@@ -873,3 +873,17 @@ def test_the_example_configurations_train(path):
   tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
   params, _ = train(boost.train_step(loss_fn, tx), steps=4)
   assert loss_fn(params, DATA) < loss_fn(PARAMS, DATA)
+
+
+def test_layers_of_a_scan_count_each_for_itself():
+  def loss(params, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["blocks"])
+    return jnp.mean(h @ params["head"])
+
+  params = {"blocks": jnp.arange(48.0).reshape(3, 4, 4) / 48, "head": jnp.ones((4, 1))}
+  boost = auto_boost("O1", {"less_bn": {"gc_flag": True}}, total_steps=10)
+  tx = boost.optimizer(optax.sgd(1.0), params, loss, jnp.eye(4))
+  updates, _ = tx.update(params, tx.init(params), params)
+  expected = [w - jnp.mean(w, 0) for w in params["blocks"]]
+  np.testing.assert_allclose(updates["blocks"], -jnp.stack(expected), rtol=1e-5, atol=1e-6)
+  assert "nothing in a model without them" in boost.explain()

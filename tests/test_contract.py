@@ -1,6 +1,7 @@
 """What every transformation keeps to: each test is a column, run for every row of the registry."""
 
 import functools
+import inspect
 import os
 import pathlib
 import subprocess
@@ -415,3 +416,84 @@ def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
     with np.load(tmp_path / f"{index}.npz") as resumed:
       found = [resumed[f"arr_{i}"] for i in range(len(leaves))]
     chex.assert_trees_all_equal(found, leaves)
+
+
+# Layers in one leaf, along axis 0 or 1, and the same layers in leaves of their own.
+LAYERS, AXES = 3, {"down": 0, "up": 1}
+LAYERWISE = [
+  row
+  for row in registry.ROWS
+  if {"stacked_axes", "groups"}
+  & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
+]
+
+
+def scanned_loss(params, x):
+  def layer(h, w):
+    return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+  up = jnp.moveaxis(params["blocks"]["up"], 1, 0)
+  h, _ = jax.lax.scan(layer, x, {"down": params["blocks"]["down"], "up": up})
+  return jnp.mean((h @ params["head"]) ** 2)
+
+
+def unrolled_loss(params, x):
+  for down, up in zip(*params["blocks"].values(), strict=True):
+    x = x + jnp.tanh(x @ up) @ down
+  return jnp.mean((x @ params["head"]) ** 2)
+
+
+def unrolled(params):
+  blocks = {
+    name: [jnp.take(leaf, i, AXES[name]) for i in range(LAYERS)]
+    for name, leaf in params["blocks"].items()
+  }
+  return params | {"blocks": blocks}
+
+
+def unrolled_subspace(space):
+  return space._replace(mean=unrolled(space.mean), basis=jax.vmap(unrolled)(space.basis))
+
+
+# Numbers that are drawn for a leaf depend on its size.
+WITHOUT_DRAWS = {"sgperm-host": {"lamda": 1.0}, "sgperm-pairs": {"method": "rank"}}
+
+
+@pytest.mark.parametrize("row", LAYERWISE, ids=str)
+def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
+  rng = np.random.default_rng(0)
+  shapes = {"down": (LAYERS, 8, 8), "up": (8, LAYERS, 8)}
+  blocks = {name: jnp.asarray(0.4 * rng.normal(size=s), "f4") for name, s in shapes.items()}
+  params = {"blocks": blocks, "head": jnp.asarray(rng.normal(size=(8, 2)), "f4")}
+  x = jnp.asarray(rng.normal(size=(16, 8)), "f4")
+  arguments = inspect.signature(getattr(optax_boost, row.factory)).parameters
+  results = []
+  for loss, start in ((scanned_loss, params), (unrolled_loss, unrolled(params))):
+    kwargs = row.kwargs | WITHOUT_DRAWS.get(str(row), {})
+    if "stacked_axes" in arguments and loss is scanned_loss:
+      kwargs["stacked_axes"] = optax_boost.stacked_axes(loss, start, x)
+    if "subspace" in arguments:
+      space = row.kwargs["subspace"](params)
+      kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)
+    if "groups" in arguments:
+      kwargs["groups"] = ["blocks/down/[01]|blocks/up/[01]", "."]
+      if row.factory in ("adasum", "dim_reduce"):
+        kwargs["groups"] = ["head"] if row.factory == "adasum" else ["blocks/down", "."]
+      elif loss is scanned_loss:
+        kwargs["groups"] = optax_boost.layer_groups(loss, start, x, num_groups=2)
+    tx = row.feed(getattr(optax_boost, row.factory)(**kwargs))
+
+    @jax.jit
+    def train(params, loss=loss, tx=tx):
+      def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+      return jax.lax.scan(step, (params, tx.init(params)), length=3)[0][0]
+
+    results.append(train(start))
+  ours, expected = unrolled(results[0]), results[1]
+  chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
+  moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), results[0], params)
+  assert any(jax.tree.leaves(moved))

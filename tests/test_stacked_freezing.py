@@ -282,13 +282,55 @@ def test_what_is_trained_below_frozen_layers_keeps_its_gradient():
   assert held_by(loss_fn, make_params(), shared, 3)
 
 
-@pytest.mark.parametrize(
-  "wrap",
-  [lambda loss: lambda p, x: jax.lax.cond(x[0, 0] > 9, lambda p: 0.0, lambda p: loss(p, x), p)],
-  ids=["cond"],
+def test_stacks_that_share_leaves_are_told_apart():
+  def loss(params, x):
+    def body(h, w):
+      mixed = jnp.einsum("bi,lij->bj", h, params["second"]["w"])
+      return layer(h + 0.1 * mixed @ params["shared"], w)
+
+    h = apply(params, x, body=body)
+    h, _ = jax.lax.scan(
+      lambda h, w: (jnp.tanh(h @ w["w"] @ params["shared"] + w["b"]), None), h, params["second"]
+    )
+    return jnp.mean((h @ params["head"]) ** 2)
+
+  second = {"w": make_params()["blocks"]["up"][:2], "b": make_params()["blocks"]["bias"][:2]}
+  params = make_params() | {"second": second, "shared": jnp.eye(WIDTH)}
+  plan = groups_of(loss, params, LAYERS + 4)
+  # The second scan's weights are used in the first one already.
+  assert plan.groups[1] == ("second/w[0:1]", "shared", "second/b[0:1]")
+  assert plan.groups[3] == blocks(0, 1)
+  assert set(plan.reused) == {"second/w", "shared"}
+  for depth in (2, 5):
+    assert held_by(loss, params, plan, depth)
+
+
+def under_shard_map(params, x):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x"))
+  mean = lambda p, x: jax.lax.pmean(loss_fn(p, x), "x")  # noqa: E731
+  return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=specs[0])(params, x)
+
+
+@jax.custom_vjp
+def own_derivative(params, x):
+  return loss_fn(params, x)
+
+
+own_derivative.defvjp(
+  lambda params, x: (loss_fn(params, x), (params, x)),
+  lambda saved, g: jax.vjp(loss_fn, *saved)[1](g),
 )
-def test_a_scan_that_cannot_be_cut_is_only_masked(wrap):
-  assert not held_by(wrap(loss_fn), make_params(), groups_of(wrap(loss_fn)), 3)
+UNCUT = {
+  "cond": lambda p, x: jax.lax.cond(x[0, 0] > 9, lambda p: 0.0, lambda p: loss_fn(p, x), p),
+  "custom_vjp": own_derivative,
+  "shard_map": under_shard_map,
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_a_scan_that_cannot_be_cut_is_only_masked(name):
+  assert not held_by(UNCUT[name], make_params(), groups_of(UNCUT[name]), 3)
 
 
 # Each depth once, out of order.

@@ -110,7 +110,7 @@ def hold_statistics(
   """
   structure: Any
   leaves, structure = jax.tree.flatten(after)
-  if jax.tree.structure(before) != structure:
+  if not leaves or jax.tree.structure(before) != structure:
     return after
   modules: dict[str, Any] = {}
   members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)

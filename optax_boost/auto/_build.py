@@ -10,12 +10,14 @@ import jax
 import optax
 
 from optax_boost import _accumulation
+from optax_boost import _adasum
 from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
 from optax_boost import _less_bn
 from optax_boost import _precision
+from optax_boost import _stacked
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost.auto import _config
@@ -81,9 +83,10 @@ class AutoBoost:
     """Puts the methods that are on around an optimizer.
 
     From the inside out: centralization, `decay`, adaptive summation, freezing, accumulation, loss
-    scales. Or, if `dim_reduce` is on, that in its place: in the subspace of the file
-    ``pca_mat_path``, if there is one, else fitted to the checkpoints in ``weight_load_dir`` (and
-    saved to the file).
+    scales. Layers of a scan are found in the trace of the loss and count each for itself.
+
+    If `dim_reduce` is on, that in its place: in the subspace of the file ``pca_mat_path``, if there
+    is one, else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file).
 
     Args:
       tx: the optimizer.
@@ -100,20 +103,22 @@ class AutoBoost:
         layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace, or
         there is a `decay` beside it.
     """
-    find_groups = None
+    find_groups = find_axes = None
     if loss_fn is not None and params is not None:
       find_groups = functools.partial(_groups.layer_groups, loss_fn, params, *args)
-    return self._wrap(tx, params, find_groups, groups, decay)
+      find_axes = functools.partial(_stacked.stacked_axes, loss_fn, params, *args)
+    return self._wrap(tx, params, find_groups, find_axes, groups, decay)
 
   def _wrap(
     self,
     tx: optax.GradientTransformation,
     params: Any,
     find_groups: Callable[..., _groups.LayerGroups] | None,
+    find_axes: Callable[[], _base.AxesByPattern] | None,
     groups: Any,
     decay: optax.GradientTransformation | None,
   ) -> optax.GradientTransformationExtraArgs:
-    """:meth:`optimizer` for all forms; `find_groups` groups the layers by a trace of the loss."""
+    """:meth:`optimizer` for all forms; the functions read groups and stacked axes from a trace."""
     tx = _base.check_transformation("tx", tx)
     if params is not None:
       _tree.check_inexact(params, "auto_boost")
@@ -128,16 +133,25 @@ class AutoBoost:
           " it out, or turn `dim_reduce` off."
         )
       return _methods.subspace_optimizer(self.config.dim_reduce, params)
+    centralizes = self.is_on("less_bn") and self.config.less_bn.gc_flag
+    layerwise = centralizes or self.is_on("adasum")
+    stacked_axes = find_axes() if layerwise and find_axes is not None else None
     # From the inside out. A new method joins here and in `_levels`.
-    if self.is_on("less_bn") and self.config.less_bn.gc_flag:
-      tx = optax.chain(_centralization.centralize(), tx)
+    if centralizes:
+      tx = optax.chain(_centralization.centralize(stacked_axes=stacked_axes), tx)
     if decay is not None:
       tx = optax.chain(decay, tx)
     axes: tuple[str, ...] | None = None
     if self.is_on("adasum"):
       axes = tuple(jax.tree.leaves((self.axis_name, self.local_axis_name)))
       tx = _methods.with_adasum(
-        tx, self.axis_name, self.local_axis_name, self.adasum_on, self.config.common.device_number
+        tx,
+        _adasum.adasum(
+          self.axis_name, local_axis_name=self.local_axis_name, stacked_axes=stacked_axes
+        ),
+        self.local_axis_name,
+        self.adasum_on,
+        self.config.common.device_number,
       )
     if self.is_on("grad_freeze"):
       schedule = _methods.freezing_schedule(self.config.grad_freeze)

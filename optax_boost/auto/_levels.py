@@ -167,7 +167,10 @@ def _describe(
       f"{config.dim_reduce.n_components} dimensions, in the optimizer's place",
       "steps, not time per step",
     ),
-    "less_bn": (f"{head}, {gradients}", "the time and memory of the removed BatchNorms"),
+    "less_bn": (
+      f"{head}, {gradients}",
+      "the time and memory of the removed BatchNorms; nothing in a model without them",
+    ),
     "grad_freeze": (
       f"{schedule}, {freezing.param_groups} groups, {share} of the steps",
       f"the frozen layers' backward pass in {share} of steps",

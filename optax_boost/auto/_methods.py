@@ -38,13 +38,12 @@ def freezing_schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedu
 
 def with_adasum(
   tx: optax.GradientTransformation,
-  axis_name: Any,
+  adasum: optax.GradientTransformation,
   local_axis_name: Any,
   place: str,
   device_number: int | None,
 ) -> optax.GradientTransformationExtraArgs:
   """Puts adaptive summation before an optimizer, or after it; `device_number` None: any."""
-  adasum = _adasum.adasum(axis_name, local_axis_name=local_axis_name)
   before = place == "gradients"
   if local_axis_name is None:
     return optax.chain(adasum, tx) if before else optax.chain(tx, adasum)

@@ -18,6 +18,7 @@ from optax_boost.linen import _adapter
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
 from optax_boost.linen._groups import layer_groups
+from optax_boost.linen._groups import stacked_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +53,13 @@ class AutoBoost(_build.ModelBoost):
       _adapter.check_module(module)
     if rng is not None:
       _base.check_key("rng", rng)
-    params = find_groups = None
+    params = find_groups = find_axes = None
     if variables is not None:
       params, _ = _adapter.split_variables(variables)
       if module is not None and loss_fn is not None:
         find_groups = functools.partial(layer_groups, module, loss_fn, variables, batch, rng)
-    return self._wrap(tx, params, find_groups, groups, decay)
+        find_axes = functools.partial(stacked_axes, module, loss_fn, variables, batch, rng)
+    return self._wrap(tx, params, find_groups, find_axes, groups, decay)
 
   def train_step(  # type: ignore[override]
     self,

@@ -48,6 +48,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       local_axis_name=axis_name,
       groups=kinds.patterns_or_none(),
       shard_axis_name=axis_name,
+      stacked_axes=shared.AXES,
     ),
     shared.factory("centralize", exclude=shared.SELECTOR, axis_name=axis_name, **layouts),
     shared.factory(
