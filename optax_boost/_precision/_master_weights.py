@@ -15,6 +15,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -115,18 +116,17 @@ def master_weights(
       inner_state=inner.init(masters),
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: MasterWeightsState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, MasterWeightsState]:
-    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
-    last_key = this_key = None
-    if key is not None and state.key is not None:
-      step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(key))
-      last_key, this_key = (jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
-    masters = _follow(params, state.master_params, last_key)
+  def keys_of(state: MasterWeightsState) -> tuple[jax.Array | None, jax.Array | None]:
+    """The keys of the last step's rounding and of this one's."""
+    if key is None or state.key is None:
+      return None, None
+    step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(key))
+    return tuple(jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+
+  def for_masters(
+    updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
+  ) -> tuple[optax.Updates, dict[str, Any]]:
+    """The gradients and extra arguments of the inner optimizer."""
 
     def full_gradient(*args: Any, **kwargs: Any) -> Any:
       return widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
@@ -138,26 +138,87 @@ def master_weights(
     extra = extra_args | {
       name: _at_rounded(function, params) for name, function in closures.items() if function
     }
-    gradients, extra = _tree.map_gradients(widen, updates, extra)
+    return _tree.map_gradients(widen, updates, extra)
+
+  def next_state(
+    state: MasterWeightsState, masters: optax.Params, bad: jax.Array, inner_state: optax.OptState
+  ) -> MasterWeightsState:
+    return MasterWeightsState(
+      master_params=masters,
+      count=optax.safe_increment(state.count),
+      notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+      key=state.key,
+      inner_state=inner_state,
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: MasterWeightsState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, MasterWeightsState]:
+    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
+    last_key, this_key = keys_of(state)
+    masters = _follow(params, state.master_params, last_key)
+    gradients, extra = for_masters(updates, extra_args, params)
     moves, moved = inner.update(gradients, state.inner_state, masters, **extra)
     moved = _conditional.cast_like(moved, state.inner_state)
 
     skipped = _spoilt(updates, moves, moved, state.inner_state)
     stepped = _conditional.select(skipped, masters, optax.apply_updates(masters, moves))
-    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stepped, masters)
+    kept = _in_place.keep_finite(stepped, masters)
     rounded = _round_like(kept, params, this_key)
     out = jax.tree.map(jnp.subtract, widen(rounded), widen(params))
-    return out, MasterWeightsState(
-      master_params=kept,
-      count=optax.safe_increment(state.count),
-      notfinite_count=_tree.increment_if(
-        skipped | ~_tree.all_finite(stepped), state.notfinite_count
-      ),
-      key=state.key,
-      inner_state=_conditional.select(skipped, state.inner_state, moved),
+    return out, next_state(
+      state,
+      kept,
+      skipped | ~_tree.all_finite(stepped),
+      _conditional.select(skipped, state.inner_state, moved),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def apply_fn(
+    gradients: _in_place.Gradients, state: MasterWeightsState, params: optax.Params, guard: bool
+  ) -> tuple[optax.Params, MasterWeightsState]:
+    del guard  # masters and their rounding are always finite
+    updates, extra_args = gradients()
+    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
+    last_key, this_key = keys_of(state)
+
+    def widened() -> tuple[optax.Updates, dict[str, Any]]:
+      return for_masters(*gradients(), params)
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      """Whether a step is not made, and whether it is counted."""
+      masters = _follow(params, state.master_params, last_key)
+      updates, extra = widened()
+      moves, moved = inner.update(updates, state.inner_state, masters, **extra)
+      moved = _conditional.cast_like(moved, state.inner_state)
+      skipped = _spoilt(updates, moves, moved, state.inner_state)
+      return skipped, skipped | ~_in_place.all_finite(optax.apply_updates(masters, moves))
+
+    def step(params: Any, masters: Any, inner_state: Any) -> Any:
+      masters = _follow(params, masters, last_key)
+      masters, inner_state = _in_place.apply(inner, widened, inner_state, masters, guard=True)
+      return _round_like(masters, params, this_key), masters, inner_state
+
+    def skip(params: Any, masters: Any) -> Any:
+      masters = _follow(params, masters, last_key)
+      return _round_like(masters, params, this_key), masters
+
+    carry = params, state.master_params, state.inner_state
+    if _in_place.is_in_place(inner) and _conditional.scales_loss(state.inner_state):
+      # It skips its own bad steps.
+      params, masters, inner_state = step(*carry)
+      return params, next_state(state, masters, jnp.asarray(False), inner_state)
+    squares = _in_place.sum_squares(updates)
+    usual = _in_place.ordinary(squares, jnp.float32(1), extra_args)
+    no = jnp.asarray(False)
+    skipped, bad = _conditional.cond(usual, lambda: (no, no), check)
+    made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
+    _, params, masters = _in_place.once_if(~made, skip, params, masters)
+    return params, next_state(state, masters, bad, inner_state)
+
+  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
 
 
 def _spoilt(
