@@ -163,6 +163,19 @@ def accumulate(
     )
     return _MicroStep(used, weight_sum, full, stepping, after)
 
+  def mean_of(
+    total: optax.Updates,
+    divide: Callable[..., jax.Array],
+    micro: _MicroStep,
+    like: optax.Updates,
+    extra_args: dict[str, Any],
+  ) -> tuple[optax.Updates, dict[str, Any]]:
+    """The mean gradient of a window, also as the extra argument `grad`."""
+    weight = micro.weight_sum
+    mean = jax.tree.map(lambda t: divide(t, weight), total)
+    mean = _conditional.cast_like(mean, like)
+    return mean, extra_args | ({"grad": mean} if "grad" in extra_args else {})
+
   def update_fn(
     updates: optax.Updates,
     state: AccumulateState,
@@ -180,7 +193,7 @@ def accumulate(
     total = _conditional.select(micro.used, added, state.accumulator)
 
     def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      mean, extra = _mean(total, micro.weight_sum, updates, extra_args)
+      mean, extra = mean_of(total, _divide, micro, updates, extra_args)
       return inner.update(mean, inner_state, params, **extra)
 
     out, inner_state = _conditional.update_if(micro.stepping, step, state.inner_state)
@@ -197,18 +210,18 @@ def accumulate(
     extra_args.pop("weight", None)
     plus = functools.partial(_plus, weight)
 
-    def check() -> jax.Array:
-      updates, _ = gradients()
-      added = updates if keeps(state) else jax.tree.map(plus, state.accumulator, updates)
-      return _in_place.all_finite(added)
+    def check() -> tuple[jax.Array]:
+      if keeps(state):
+        return (jnp.isfinite(_in_place.largest(updates)),)
+      return (_in_place.all_finite(jax.tree.map(plus, state.accumulator, updates)),)
 
     finite = jnp.asarray(True)
     if not_finite is not None and (keeps(state) or _in_place.has_wide_range(state.accumulator)):
       squares = _in_place.sum_squares(updates)
       usual = _in_place.ordinary(squares, weight, {})
-      finite = _conditional.cond(usual, lambda: finite, check)
+      (finite,) = _in_place.checked_unless(usual, check, finite)
     elif not_finite is not None:
-      finite = check()
+      (finite,) = check()
     micro = add(updates, state, weight, extra_args, finite)
     emptied = micro.full & ~micro.stepping
 
@@ -218,14 +231,17 @@ def accumulate(
 
     def step(params: optax.Params, inner_state: optax.OptState) -> Any:
       def mean() -> tuple[optax.Updates, dict[str, Any]]:
-        return _mean(total, micro.weight_sum, updates, extra_args)
+        return mean_of(total, _in_place.divide, micro, updates, extra_args)
 
       return _in_place.apply(inner, mean, inner_state, params, guard)
 
     total = jax.tree.map(grow, state.accumulator, updates)
     made, params, inner_state = _in_place.once_if(micro.stepping, step, params, state.inner_state)
+    # Without a value to read, all leaves of a shape would share one array of zeros.
     _, accumulator = _in_place.once_if(
-      made, lambda total: (jax.tree.map(jnp.zeros_like, total),), total
+      made,
+      lambda total: (jax.tree.map(lambda t: jnp.where(made, jnp.zeros_like(t), t), total),),
+      total,
     )
     return params, micro.state._replace(accumulator=accumulator, inner_state=inner_state)
 
@@ -254,13 +270,8 @@ def _plus(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
   return total + (weight * g.astype(total.dtype)).astype(total.dtype)
 
 
-def _mean(
-  total: optax.Updates, weight_sum: jax.Array, like: optax.Updates, extra_args: dict[str, Any]
-) -> tuple[optax.Updates, dict[str, Any]]:
-  """The mean gradient of a window, also as the extra argument `grad`."""
-  mean = jax.tree.map(lambda t: t / weight_sum.astype(t.dtype), total)
-  mean = _conditional.cast_like(mean, like)
-  return mean, extra_args | ({"grad": mean} if "grad" in extra_args else {})
+def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+  return total / weight.astype(total.dtype)
 
 
 def _checked_weight(weight: Any) -> jax.Array:

@@ -10,6 +10,7 @@ arithmetic on them becomes a part of each leaf's work.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import TypeAlias
 
@@ -143,6 +144,18 @@ def once_if(
   return (condition & ~going, *carried)
 
 
+def divide(x: jax.Array, by: jax.Array) -> jax.Array:
+  """A quotient by a positive number, made by multiplying: XLA makes it anew for each of its uses.
+
+  It would keep that of a division. To the last bit the same for powers of two.
+  """
+  wide = _tree.widen(x)
+  by = by.astype(wide.real.dtype)
+  # The inverse of a larger number would not be a normal one.
+  shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
+  return ((wide * shift) * (1 / (by * shift))).astype(x.dtype)
+
+
 def sum_squares(tree: Any) -> jax.Array:
   """The sum of the squares of all entries, in at least float32.
 
@@ -164,22 +177,38 @@ def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) 
 
 def has_wide_range(tree: Any) -> bool:
   """Whether all leaves have at least float32's range, so not that of float16."""
-  return all(jnp.finfo(leaf.dtype).max > 1e38 for leaf in jax.tree.leaves(tree))
+  return all(float(jnp.finfo(leaf.dtype).max) > 1e38 for leaf in jax.tree.leaves(tree))
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Whether all entries are finite; unlike that of `_tree`, in one leaf's memory on CPUs."""
-  return _tree.all_true([_small_squares(leaf) for leaf in jax.tree.leaves(tree)])
+def largest(tree: Any) -> jax.Array:
+  """The largest absolute value, in at least float32; NaN if there is one."""
+  leaves = [_tree.widen(jnp.max(jnp.abs(x), initial=0)) for x in jax.tree.leaves(tree)]
+  return functools.reduce(jnp.maximum, leaves, jnp.zeros([], jnp.float32))
 
 
 def none_lost(new: Any, old: Any) -> jax.Array:
-  """Whether no finite entry has become NaN or infinite, in one leaf's memory on CPUs."""
-  kept = jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(o), n, jnp.zeros_like(n)), new, old)
-  return all_finite(kept)
+  """Whether no finite entry has become NaN or infinite, found out in one leaf's memory.
+
+  Infinities in `old` may be meant.
+  """
+  total = jnp.zeros([], jnp.float32)
+  for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+    if jnp.issubdtype(n.dtype, jnp.inexact):
+      # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
+      wide = _tree.widen(n + (0 * total).astype(n.dtype))
+      # Squares of such small numbers overflow for no finite entry.
+      small = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
+      total = total + _tree.sum_squares(jnp.where(jnp.isfinite(o), small, 0))
+  return jnp.isfinite(total)
 
 
-def _small_squares(leaf: jax.Array) -> jax.Array:
-  """Whether the squares of a leaf's entries have a finite sum, after a shift of the exponents."""
-  wide = _tree.widen(leaf)
-  exponent = jnp.finfo(wide.dtype).maxexp * 5 // 8
-  return jnp.isfinite(_tree.sum_squares(wide * 2.0**-exponent))
+def all_finite(tree: Any) -> jax.Array:
+  """Whether all entries are finite, found out in one leaf's memory."""
+  return none_lost(tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def checked_unless(
+  usual: jax.Array, check: Callable[[], Sequence[jax.Array]], *passed: jax.Array
+) -> Sequence[jax.Array]:
+  """A check's results, or those it usually has; XLA would flatten a conditional around sums."""
+  return once_if(~usual, lambda *_: check(), *passed)[1:]

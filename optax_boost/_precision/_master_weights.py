@@ -187,14 +187,26 @@ def master_weights(
     def widened() -> tuple[optax.Updates, dict[str, Any]]:
       return for_masters(*gradients(), params)
 
-    def check() -> tuple[jax.Array, jax.Array]:
-      """Whether a step is not made, and whether it is counted."""
+    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
       masters = _follow(params, state.master_params, last_key)
       updates, extra = widened()
       moves, moved = inner.update(updates, state.inner_state, masters, **extra)
-      moved = _conditional.cast_like(moved, state.inner_state)
-      skipped = _spoilt(updates, moves, moved, state.inner_state)
-      return skipped, skipped | ~_in_place.all_finite(optax.apply_updates(masters, moves))
+      return masters, moves, _conditional.cast_like(moved, state.inner_state)
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      """Whether a step is not made, and whether it is counted."""
+      masters, moves, _ = inner_step()
+      landed = _in_place.all_finite(optax.apply_updates(masters, moves))
+      # One thing after the other, so that nothing is kept for the next.
+      (sound,) = _in_place.checked_unless(
+        landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
+      )
+      finite = jnp.isfinite(_in_place.largest(updates)) | nested
+      (kept,) = _in_place.checked_unless(
+        finite, lambda: (_in_place.none_lost(inner_step()[2], state.inner_state),), finite
+      )
+      skipped = ~(sound & kept)
+      return skipped, skipped | ~landed
 
     def step(params: Any, masters: Any, inner_state: Any) -> Any:
       masters = _follow(params, masters, last_key)
@@ -206,14 +218,13 @@ def master_weights(
       return _round_like(masters, params, this_key), masters
 
     carry = params, state.master_params, state.inner_state
-    if _in_place.is_in_place(inner) and _conditional.scales_loss(state.inner_state):
+    nested = _conditional.scales_loss(state.inner_state)
+    if nested and _in_place.is_in_place(inner):
       # It skips its own bad steps.
       params, masters, inner_state = step(*carry)
       return params, next_state(state, masters, jnp.asarray(False), inner_state)
-    squares = _in_place.sum_squares(updates)
-    usual = _in_place.ordinary(squares, jnp.float32(1), extra_args)
-    no = jnp.asarray(False)
-    skipped, bad = _conditional.cond(usual, lambda: (no, no), check)
+    usual = _in_place.ordinary(_in_place.sum_squares(updates), jnp.float32(1), extra_args)
+    skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
     made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
     _, params, masters = _in_place.once_if(~made, skip, params, masters)
     return params, next_state(state, masters, bad, inner_state)

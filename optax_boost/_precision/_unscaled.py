@@ -50,11 +50,6 @@ def check_rule(
     )
 
 
-def _unscaling(scales: jax.Array, numbers: Any) -> Callable[[optax.Updates], optax.Updates]:
-  """Divides gradients by the scales of their groups."""
-  return lambda grads: jax.tree.map(lambda n, g: _tree.widen(g) / scales[n], numbers, grads)
-
-
 def _is_wide(tree: Any) -> bool:
   return all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree))
 
@@ -120,10 +115,12 @@ class UnscalingOptimizer:
     """Makes a step; `numbers` is the tree of the leaves' groups, `state` the inner optimizer's."""
     whole = self._skip == "all"
     by_group = functools.partial(self._by_group, numbers, len(scales))
-    unscale = _unscaling(scales, numbers)
 
     def zero_unless(good: jax.Array, tree: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, x: jnp.where(good[n], x, jnp.zeros_like(x)), numbers, tree)
+
+    def unscale(grads: optax.Updates) -> optax.Updates:
+      return jax.tree.map(lambda n, g: _tree.widen(g) / scales[n], numbers, grads)
 
     gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
     finite = by_group(_tree.all_finite, gradients)
@@ -178,19 +175,25 @@ class UnscalingOptimizer:
     by_group = functools.partial(self._by_group, numbers, len(scales))
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
-      return _tree.map_gradients(_unscaling(scales, numbers), *gradients())
+      def unscale(grads: optax.Updates) -> optax.Updates:
+        return jax.tree.map(
+          lambda n, g: _in_place.divide(_tree.widen(g), scales[n]), numbers, grads
+        )
+
+      return _tree.map_gradients(unscale, *gradients())
 
     def inner_update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
       out, moved = self._inner.update(updates, state, params, **extra)
       return out if shapes is None else _conditional.cast_like(out, shapes), moved
 
     def check() -> tuple[jax.Array, jax.Array]:
-      updates, extra = unscaled()
-      finite = by_group(_in_place.all_finite, updates)
+      finite = jnp.isfinite(by_group(_in_place.largest, updates, agree=False) / scales)
+      finite = _conditional.agree(finite, self._axis_name, self._method)
       if in_place:
         # It checks its own steps.
         return finite, jnp.ones_like(finite)
-      out, _ = inner_update(updates, state, params, **extra)
+      grads, extra = unscaled()
+      out, _ = inner_update(grads, state, params, **extra)
       return finite, by_group(_in_place.none_lost, optax.apply_updates(params, out), params)
 
     finite = landed = jnp.ones(len(scales), bool)
@@ -198,7 +201,7 @@ class UnscalingOptimizer:
       sums = by_group(_in_place.sum_squares, updates, agree=False)
       usual = _in_place.ordinary(sums, 1 / scales, extra_args)
       usual = jnp.all(_conditional.agree(usual, self._axis_name, self._method))
-      finite, landed = _conditional.cond(usual, lambda: (finite, landed), check)
+      finite, landed = _in_place.checked_unless(usual, check, finite, landed)
     else:
       finite, landed = check()
     made = finite & landed
