@@ -25,6 +25,9 @@ from optax_boost import _tree
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
 
+# Fewer entries than this are not worth a reduction of their own.
+_SMALL = 8192
+
 
 class InPlaceTransformation(optax.GradientTransformationExtraArgs):
   """A transformation that can make its steps in place.
@@ -161,8 +164,23 @@ def sum_squares(tree: Any) -> jax.Array:
 
   If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
   """
-  sums = [_tree.sum_squares(leaf) for leaf in jax.tree.leaves(tree)]
-  return sum(sums, start=jnp.zeros([], jnp.float32))
+  kinds = _alike(jax.tree.leaves(tree))
+  sums = [_sum_squares(list(map(_tree.widen, leaves))) for leaves in kinds]
+  return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
+
+
+def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+  """The sum of the squares of all entries of leaves of one shape."""
+  return jnp.sum(functools.reduce(jnp.add, [x * x for x in leaves]))
+
+
+def _alike(leaves: Sequence[Any]) -> list[list[Any]]:
+  """Small leaves of one type together, so that one reduction does for them; large ones alone."""
+  kinds: dict[Any, list[Any]] = {}
+  for i, leaf in enumerate(leaves):
+    first = leaf[0] if isinstance(leaf, tuple) else leaf
+    kinds.setdefault(jax.typeof(first) if first.size < _SMALL else i, []).append(leaf)
+  return list(kinds.values())
 
 
 def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
@@ -182,8 +200,11 @@ def has_wide_range(tree: Any) -> bool:
 
 def largest(tree: Any) -> jax.Array:
   """The largest absolute value, in at least float32; NaN if there is one."""
-  leaves = [_tree.widen(jnp.max(jnp.abs(x), initial=0)) for x in jax.tree.leaves(tree)]
-  return functools.reduce(jnp.maximum, leaves, jnp.zeros([], jnp.float32))
+  total = jnp.zeros([], jnp.float32)
+  for leaves in _alike(jax.tree.leaves(tree)):
+    most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
+    total = jnp.maximum(total, _tree.widen(jnp.max(most, initial=0)))
+  return total
 
 
 def none_lost(new: Any, old: Any) -> jax.Array:
@@ -192,13 +213,17 @@ def none_lost(new: Any, old: Any) -> jax.Array:
   Infinities in `old` may be meant.
   """
   total = jnp.zeros([], jnp.float32)
-  for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-    if jnp.issubdtype(n.dtype, jnp.inexact):
-      # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
-      wide = _tree.widen(n + (0 * total).astype(n.dtype))
-      # Squares of such small numbers overflow for no finite entry.
-      small = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
-      total = total + _tree.sum_squares(jnp.where(jnp.isfinite(o), small, 0))
+
+  def small(n: jax.Array, o: jax.Array) -> jax.Array:
+    # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
+    wide = _tree.widen(n + (0 * total).astype(n.dtype))
+    # Squares of such small numbers overflow for no finite entry.
+    shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
+    return jnp.where(jnp.isfinite(o), shrunk, 0)
+
+  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+  for group in _alike([(n, o) for n, o in pairs if jnp.issubdtype(n.dtype, jnp.inexact)]):
+    total = total + _sum_squares([small(n, o) for n, o in group])
   return jnp.isfinite(total)
 
 
@@ -210,5 +235,6 @@ def all_finite(tree: Any) -> jax.Array:
 def checked_unless(
   usual: jax.Array, check: Callable[[], Sequence[jax.Array]], *passed: jax.Array
 ) -> Sequence[jax.Array]:
-  """A check's results, or those it usually has; XLA would flatten a conditional around sums."""
-  return once_if(~usual, lambda *_: check(), *passed)[1:]
+  """A check's results, or those it usually has."""
+  # Without the barrier XLA for TPUs makes every check, and selects.
+  return once_if(~usual, lambda *_: jax.lax.optimization_barrier(check()), *passed)[1:]
