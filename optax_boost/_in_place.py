@@ -36,7 +36,7 @@ class InPlaceTransformation(optax.GradientTransformationExtraArgs):
   params that would not be finite stay as they were.
   """
 
-  apply: Callable[..., tuple[optax.Params, optax.OptState]] | None
+  apply: Callable[..., tuple[optax.Params, optax.OptState]] | None = None
 
   def __new__(cls, init: Any, update: Any, apply: Any = None) -> "InPlaceTransformation":
     self = super().__new__(cls, init, update)
@@ -62,7 +62,8 @@ def apply_gradients(
   :func:`group_loss_scale` or :func:`master_weights` stands outermost, or directly inside one of
   these, a step that is skipped touches neither params nor inner state, and needs no memory for
   updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit`` with params and
-  state donated.
+  state donated, in this order: JAX pairs donated arguments and results of a shape as they come, and
+  XLA copies where the pair is not the same array's.
 
   Args:
     tx: the transformation, any of optax's or ours.
@@ -81,12 +82,14 @@ def apply_gradients(
   Examples:
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
-    >>> step = functools.partial(optax_boost.apply_gradients, tx)
-    >>> step = jax.jit(step, donate_argnums=(1, 2))
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def train(params, opt_state, batch):
+    ...   grads = jax.grad(lambda params: jnp.sum(params * batch))(params)
+    ...   return optax_boost.apply_gradients(tx, grads, opt_state, params)
     >>> params = jnp.zeros(2)
     >>> opt_state = tx.init(params)
-    >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0])):
-    ...   params, opt_state = step(grads, opt_state, params)
+    >>> for batch in (jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0])):
+    ...   params, opt_state = train(params, opt_state, batch)
     ...   print(params.tolist())
     [0.0, 0.0]
     [-2.0, -4.0]

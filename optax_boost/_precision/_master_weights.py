@@ -121,7 +121,8 @@ def master_weights(
     if key is None or state.key is None:
       return None, None
     step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(key))
-    return tuple(jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+    last, this = (jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+    return last, this
 
   def for_masters(
     updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
