@@ -114,29 +114,56 @@ def accumulate(
     _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
   _base.check_axis_name("axis_name", axis_name)
 
-  def wide(x: Any) -> Any:
-    if accumulator_dtype is None:
+  method = _Accumulation(inner, every, not_finite, accept_fn, accumulator_dtype, axis_name)
+  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
+
+
+class _MicroStep(NamedTuple):
+  """What becomes of a micro-batch."""
+
+  used: jax.Array
+  weight_sum: jax.Array
+  full: jax.Array
+  stepping: jax.Array
+  state: AccumulateState  # after it, but for the accumulator and the inner state
+
+
+class _Accumulation(NamedTuple):
+  """The checked arguments of :func:`accumulate`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  every: Any
+  not_finite: str | None
+  accept_fn: Any
+  accumulator_dtype: Any
+  axis_name: str | tuple[str, ...] | None
+
+  def _sum_dtype(self, x: Any) -> Any:
+    if self.accumulator_dtype is None:
       return _tree.accumulator_dtype(x.dtype)
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return jnp.promote_types(x.dtype, accumulator_dtype) if is_complex else accumulator_dtype
+    return (
+      jnp.promote_types(x.dtype, self.accumulator_dtype) if is_complex else self.accumulator_dtype
+    )
 
-  def init_fn(params: optax.Params) -> AccumulateState:
+  def init(self, params: optax.Params) -> AccumulateState:
     _tree.check_inexact(params, _METHOD)
     return AccumulateState(
       count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], jnp.float32),
-      accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, wide(p)), params),
+      accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, self._sum_dtype(p)), params),
       notfinite_count=jnp.zeros([], jnp.int32),
       skipped_count=jnp.zeros([], jnp.int32),
-      inner_state=inner.init(params),
+      inner_state=self.inner.init(params),
     )
 
-  def keeps(state: AccumulateState) -> bool:
+  def _keeps(self, state: AccumulateState) -> bool:
     # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
-    return not_finite != "drop" or _conditional.scales_loss(state.inner_state)
+    return self.not_finite != "drop" or _conditional.scales_loss(state.inner_state)
 
-  def add(
+  def _decide(
+    self,
     updates: optax.Updates,
     state: AccumulateState,
     weight: jax.Array,
@@ -146,13 +173,13 @@ def accumulate(
     """Decides whether a micro-batch counts, and whether its window ends in a step."""
     weight_sum = state.weight_sum + weight
     weighted = jnp.isfinite(weight_sum) & (weight >= 0)
-    accepted = _accepted(accept_fn, updates, extra_args)
-    if axis_name is not None:
+    accepted = _accepted(self.accept_fn, updates, extra_args)
+    if self.axis_name is not None:
       flags = jnp.stack([weighted, finite, accepted])
-      weighted, finite, accepted = _conditional.agree(flags, axis_name, _METHOD)
-    used = weighted & jnp.where(finite, accepted, keeps(state))
+      weighted, finite, accepted = _conditional.agree(flags, self.axis_name, _METHOD)
+    used = weighted & jnp.where(finite, accepted, self._keeps(state))
     weight_sum = jnp.where(used, weight_sum, state.weight_sum)
-    full = state.count + 1 >= _window(every, state.inner_count)
+    full = state.count + 1 >= _window(self.every, state.inner_count)
     stepping = full & (weight_sum > 0)
     after = state._replace(
       count=jnp.where(full, 0, state.count + 1),
@@ -163,7 +190,8 @@ def accumulate(
     )
     return _MicroStep(used, weight_sum, full, stepping, after)
 
-  def mean_of(
+  def _mean(
+    self,
     total: optax.Updates,
     divide: Callable[..., jax.Array],
     micro: _MicroStep,
@@ -176,7 +204,8 @@ def accumulate(
     mean = _conditional.cast_like(mean, like)
     return mean, extra_args | ({"grad": mean} if "grad" in extra_args else {})
 
-  def update_fn(
+  def update(
+    self,
     updates: optax.Updates,
     state: AccumulateState,
     params: optax.Params | None = None,
@@ -187,14 +216,14 @@ def accumulate(
     weight = _checked(updates, state, weight)
     added = jax.tree.map(functools.partial(_plus, weight), state.accumulator, updates)
     finite = jnp.asarray(True)
-    if not_finite is not None:
-      finite = _tree.all_finite(updates if keeps(state) else added)
-    micro = add(updates, state, weight, extra_args, finite)
+    if self.not_finite is not None:
+      finite = _tree.all_finite(updates if self._keeps(state) else added)
+    micro = self._decide(updates, state, weight, extra_args, finite)
     total = _conditional.select(micro.used, added, state.accumulator)
 
     def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      mean, extra = mean_of(total, _divide, micro, updates, extra_args)
-      return inner.update(mean, inner_state, params, **extra)
+      mean, extra = self._mean(total, _divide, micro, updates, extra_args)
+      return self.inner.update(mean, inner_state, params, **extra)
 
     out, inner_state = _conditional.update_if(micro.stepping, step, state.inner_state)
     return out, micro.state._replace(
@@ -202,8 +231,8 @@ def accumulate(
       inner_state=inner_state,
     )
 
-  def apply_fn(
-    gradients: _in_place.Gradients, state: AccumulateState, params: optax.Params, guard: bool
+  def apply(
+    self, gradients: _in_place.Gradients, state: AccumulateState, params: optax.Params, guard: bool
   ) -> tuple[optax.Params, AccumulateState]:
     updates, extra_args = gradients()
     weight = _checked(updates, state, extra_args.get("weight", 1.0))
@@ -211,18 +240,20 @@ def accumulate(
     plus = functools.partial(_plus, weight)
 
     def check() -> tuple[jax.Array]:
-      if keeps(state):
+      if self._keeps(state):
         return (jnp.isfinite(_in_place.largest(updates)),)
       return (_in_place.all_finite(jax.tree.map(plus, state.accumulator, updates)),)
 
     finite = jnp.asarray(True)
-    if not_finite is not None and (keeps(state) or _in_place.has_wide_range(state.accumulator)):
+    if self.not_finite is not None and (
+      self._keeps(state) or _in_place.has_wide_range(state.accumulator)
+    ):
       squares = _in_place.sum_squares(updates)
       usual = _in_place.ordinary(squares, weight, {})
       (finite,) = _in_place.checked_unless(usual, check, finite)
-    elif not_finite is not None:
+    elif self.not_finite is not None:
       (finite,) = check()
-    micro = add(updates, state, weight, extra_args, finite)
+    micro = self._decide(updates, state, weight, extra_args, finite)
     emptied = micro.full & ~micro.stepping
 
     def grow(total: jax.Array, g: jax.Array) -> jax.Array:
@@ -231,9 +262,9 @@ def accumulate(
 
     def step(params: optax.Params, inner_state: optax.OptState) -> Any:
       def mean() -> tuple[optax.Updates, dict[str, Any]]:
-        return mean_of(total, _in_place.divide, micro, updates, extra_args)
+        return self._mean(total, _in_place.divide, micro, updates, extra_args)
 
-      return _in_place.apply(inner, mean, inner_state, params, guard)
+      return _in_place.apply(self.inner, mean, inner_state, params, guard)
 
     total = jax.tree.map(grow, state.accumulator, updates)
     made, params, inner_state = _in_place.once_if(micro.stepping, step, params, state.inner_state)
@@ -244,18 +275,6 @@ def accumulate(
       total,
     )
     return params, micro.state._replace(accumulator=accumulator, inner_state=inner_state)
-
-  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
-
-
-class _MicroStep(NamedTuple):
-  """What becomes of a micro-batch."""
-
-  used: jax.Array
-  weight_sum: jax.Array
-  full: jax.Array
-  stepping: jax.Array
-  state: AccumulateState  # after it, but for the accumulator and the inner state
 
 
 def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
