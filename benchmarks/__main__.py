@@ -10,6 +10,7 @@ NAMES = (
   "dim_reduce",
   "freezing",
   "growth",
+  "in_place",
   "lars",
   "less_bn",
   "nnx_call",

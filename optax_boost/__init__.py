@@ -41,6 +41,7 @@ from optax_boost._full_gradient import full_gradient
 from optax_boost._full_gradient import scan_full_gradient
 from optax_boost._groups import LayerGroups
 from optax_boost._groups import layer_groups
+from optax_boost._in_place import apply_gradients
 from optax_boost._lars import ScaleByLarsTrustRatioState
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
@@ -118,6 +119,7 @@ __all__ = [
   "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
+  "apply_gradients",
   "apply_permutation",
   "apply_permuted_params",
   "auto_boost",

@@ -64,13 +64,21 @@ def _dtype(x: Any) -> Any:
 
 def _zeros(shape: Any) -> jax.Array:
   # With the sharding of the type, which meshes with explicit axes ask of both branches.
-  zeros = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-  varying = tuple(_base.varying_axes(shape))
+  return _vary(jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shape)
+
+
+def vary_like(tree: Any, shapes: Any) -> Any:
+  """Makes arrays vary over the mesh axes over which their counterparts do in ``shard_map``."""
+  return jax.tree.map(_vary, tree, shapes)
+
+
+def _vary(x: Any, shape: Any) -> jax.Array:
+  varying = tuple(_base.varying_axes(shape) - _base.varying_axes(jax.typeof(x)))
   if not varying:
-    return zeros
+    return x
   if hasattr(jax.lax, "pcast"):
-    return jax.lax.pcast(zeros, varying, to="varying")
-  return jax.lax.pvary(zeros, varying)  # type: ignore[attr-defined]  # older JAX
+    return jax.lax.pcast(x, varying, to="varying")
+  return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
 
 
 def scales_loss(state: optax.OptState) -> bool:

@@ -23,6 +23,7 @@ FOUNDATION = [
   "_tree",
   "_protocol",
   "_conditional",
+  "_in_place",
   "_forward_order",
   "_stacked",
   "_cut_scans",

@@ -21,7 +21,7 @@ from benchmarks.devices import programs
 
 _COLUMNS = ("kernels", "loops", "collectives", "sent, MB", "temporary, MB", "accessed, MB", "s")
 _ABOUT = f"""\
-Optimizer steps (`update` and `optax.apply_updates` in one program, params and state donated) on
+Optimizer steps (`apply_gradients`, so in place where the method can; params and state donated) on
 {cases.LEAVES} leaves of {cases.SHAPE[0]} x {cases.SHAPE[1]}, compiled by XLA for chips that were
 not there: `make devices`. Kernels and loops: of the program's entry computation. Sent: the results
 of collectives, in bytes per device. Accessed: XLA's estimate per device, both sides of conditionals

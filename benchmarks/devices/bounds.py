@@ -2,10 +2,23 @@
 
 from typing import Any
 
+# Kernels outside of the loops that make a step: two for each gradient's check, one for each sum.
+_IN_PLACE = {
+  "accumulate": 75,
+  "dynamic_loss_scale": 55,
+  "group_loss_scale": 55,
+  "master_weights": 60,
+}
+
 # Chip, layout, case, figure, the largest allowed value.
 BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
   ("v5e-8", "fan-in", "lars", "all-reduce", 1),
   ("v5e-8", "outputs", "lars", "all-reduce", 1),
+  *(
+    ("h100", "replicated", method, figure, most)
+    for method, kernels in _IN_PLACE.items()
+    for figure, most in (("kernels", kernels), ("temporary bytes", 1_000_000))
+  ),
 )
 
 

@@ -126,8 +126,7 @@ def step(case: Case, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
   tx = optax.with_extra_args_support(case.make())
 
   def run(params: Any, state: Any, grads: Any) -> Any:
-    updates, state = tx.update(grads, state, params, **case.extra(grads, params))
-    return optax.apply_updates(params, updates), state
+    return optax_boost.apply_gradients(tx, grads, state, params, **case.extra(grads, params))
 
   if not case.replicas:
     return run

@@ -18,6 +18,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -166,6 +167,16 @@ def group_loss_scale(
       inner_state=inner_state,
     )
 
+  def next_state(state: GroupLossScaleState, step: _unscaled.Step) -> GroupLossScaleState:
+    return GroupLossScaleState(
+      group_loss_scale=next_group_loss_scale(
+        state.group_loss_scale, step.finite, growth_factor, backoff_factor, minimum, maximum
+      ),
+      overflow_count=_tree.increment_if(~step.finite, state.overflow_count),
+      notfinite_count=_tree.increment_if(~jnp.all(step.made), state.notfinite_count),
+      inner_state=step.inner_state,
+    )
+
   def update_fn(
     updates: optax.Updates,
     state: GroupLossScaleState,
@@ -175,13 +186,15 @@ def group_loss_scale(
     _tree.check_update(_METHOD, updates, state, GroupLossScaleState, params)
     scales, numbers = state.group_loss_scale, number(updates)
     step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
-    return step.updates, GroupLossScaleState(
-      group_loss_scale=next_group_loss_scale(
-        scales, step.finite, growth_factor, backoff_factor, minimum, maximum
-      ),
-      overflow_count=_tree.increment_if(~step.finite, state.overflow_count),
-      notfinite_count=_tree.increment_if(~jnp.all(step.made), state.notfinite_count),
-      inner_state=step.inner_state,
-    )
+    return step.out, next_state(state, step)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def apply_fn(
+    gradients: _in_place.Gradients, state: GroupLossScaleState, params: optax.Params, guard: bool
+  ) -> tuple[optax.Params, GroupLossScaleState]:
+    del guard  # its own steps leave params finite
+    _tree.check_update(_METHOD, gradients()[0], state, GroupLossScaleState, params)
+    scales, numbers = state.group_loss_scale, number(params)
+    step = optimizer.apply(scales, numbers, gradients, state.inner_state, params)
+    return step.out, next_state(state, step)
+
+  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)

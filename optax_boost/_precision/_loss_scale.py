@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -184,6 +185,16 @@ def dynamic_loss_scale(
     overflows = jnp.where(finite & (count == 0), 0, overflows)
     return jnp.where(tolerated, scale, moved), count, overflows
 
+  def next_state(state: DynamicLossScaleState, step: _unscaled.Step) -> DynamicLossScaleState:
+    scale, growth_count, hysteresis_count = next_scale(state, step.finite[0])
+    return DynamicLossScaleState(
+      loss_scale=scale,
+      growth_count=growth_count,
+      hysteresis_count=hysteresis_count,
+      notfinite_count=_tree.increment_if(~step.made[0], state.notfinite_count),
+      inner_state=step.inner_state,
+    )
+
   def update_fn(
     updates: optax.Updates,
     state: DynamicLossScaleState,
@@ -194,13 +205,19 @@ def dynamic_loss_scale(
     numbers = jax.tree.map(lambda _: 0, updates)
     scales = state.loss_scale[None]
     step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
-    scale, growth_count, hysteresis_count = next_scale(state, step.finite[0])
-    return step.updates, DynamicLossScaleState(
-      loss_scale=scale,
-      growth_count=growth_count,
-      hysteresis_count=hysteresis_count,
-      notfinite_count=_tree.increment_if(~step.made[0], state.notfinite_count),
-      inner_state=step.inner_state,
-    )
+    return step.out, next_state(state, step)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def apply_fn(
+    gradients: _in_place.Gradients,
+    state: DynamicLossScaleState,
+    params: optax.Params,
+    guard: bool,
+  ) -> tuple[optax.Params, DynamicLossScaleState]:
+    del guard  # its own steps leave params finite
+    _tree.check_update(_METHOD, gradients()[0], state, DynamicLossScaleState, params)
+    numbers = jax.tree.map(lambda _: 0, params)
+    scales = state.loss_scale[None]
+    step = optimizer.apply(scales, numbers, gradients, state.inner_state, params)
+    return step.out, next_state(state, step)
+
+  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)

@@ -15,6 +15,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -99,10 +100,17 @@ def master_weights(
   inner = _base.check_transformation("inner", inner)
   key = None if key is None else _base.as_key("key", key)
 
-  def widen(tree: Any) -> Any:
-    return jax.tree.map(_tree.widen, tree)
+  method = _Masters(inner, key)
+  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
 
-  def init_fn(params: optax.Params) -> MasterWeightsState:
+
+class _Masters(NamedTuple):
+  """The checked arguments of :func:`master_weights`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  key: jax.Array | None
+
+  def init(self, params: optax.Params) -> MasterWeightsState:
     _tree.check_floating(params, _METHOD)
     masters = _tree.copy_arrays(params, _tree.accumulator_dtype)
     return MasterWeightsState(
@@ -111,53 +119,134 @@ def master_weights(
       count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
       # A copy: the state is donated, the caller's key is not.
-      key=None if key is None else jnp.array(jax.random.key_data(key)),
-      inner_state=inner.init(masters),
+      key=None if self.key is None else jnp.array(jax.random.key_data(self.key)),
+      inner_state=self.inner.init(masters),
     )
 
-  def update_fn(
+  def _keys(self, state: MasterWeightsState) -> tuple[jax.Array | None, jax.Array | None]:
+    """The keys of the last step's rounding and of this one's."""
+    if self.key is None or state.key is None:
+      return None, None
+    step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
+    last, this = (jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+    return last, this
+
+  def update(
+    self,
     updates: optax.Updates,
     state: MasterWeightsState,
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, MasterWeightsState]:
     _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
-    last_key = this_key = None
-    if key is not None and state.key is not None:
-      step_key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(key))
-      last_key, this_key = (jax.random.fold_in(step_key, state.count - i) for i in (1, 0))
+    last_key, this_key = self._keys(state)
     masters = _follow(params, state.master_params, last_key)
-
-    def full_gradient(*args: Any, **kwargs: Any) -> Any:
-      return widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
-
-    # The closures take the masters: the model computes in its params' dtype all the same.
-    closures = {name: extra_args.get(name) for name in ("value_fn", "grad_fn", "full_grad_fn")}
-    if closures["full_grad_fn"] is not None:
-      closures["full_grad_fn"] = full_gradient
-    extra = extra_args | {
-      name: _at_rounded(function, params) for name, function in closures.items() if function
-    }
-    gradients, extra = _tree.map_gradients(widen, updates, extra)
-    moves, moved = inner.update(gradients, state.inner_state, masters, **extra)
+    gradients, extra = _for_masters(updates, extra_args, params)
+    moves, moved = self.inner.update(gradients, state.inner_state, masters, **extra)
     moved = _conditional.cast_like(moved, state.inner_state)
 
     skipped = _spoilt(updates, moves, moved, state.inner_state)
     stepped = _conditional.select(skipped, masters, optax.apply_updates(masters, moves))
-    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), stepped, masters)
+    kept = _in_place.keep_finite(stepped, masters)
     rounded = _round_like(kept, params, this_key)
-    out = jax.tree.map(jnp.subtract, widen(rounded), widen(params))
-    return out, MasterWeightsState(
-      master_params=kept,
-      count=optax.safe_increment(state.count),
-      notfinite_count=_tree.increment_if(
-        skipped | ~_tree.all_finite(stepped), state.notfinite_count
-      ),
-      key=state.key,
-      inner_state=_conditional.select(skipped, state.inner_state, moved),
+    out = jax.tree.map(jnp.subtract, _widen(rounded), _widen(params))
+    return out, _next_state(
+      state,
+      kept,
+      skipped | ~_tree.all_finite(stepped),
+      _conditional.select(skipped, state.inner_state, moved),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def apply(
+    self,
+    gradients: _in_place.Gradients,
+    state: MasterWeightsState,
+    params: optax.Params,
+    guard: bool,
+  ) -> tuple[optax.Params, MasterWeightsState]:
+    del guard  # masters and their rounding are always finite
+    updates, extra_args = gradients()
+    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
+    last_key, this_key = self._keys(state)
+
+    def widened() -> tuple[optax.Updates, dict[str, Any]]:
+      return _for_masters(*gradients(), params)
+
+    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
+      masters = _follow(params, state.master_params, last_key)
+      updates, extra = widened()
+      moves, moved = self.inner.update(updates, state.inner_state, masters, **extra)
+      return masters, moves, _conditional.cast_like(moved, state.inner_state)
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      """Whether a step is not made, and whether it is counted."""
+      masters, moves, _ = inner_step()
+      landed = _in_place.all_finite(optax.apply_updates(masters, moves))
+      # One thing after the other, so that nothing is kept for the next.
+      (sound,) = _in_place.checked_unless(
+        landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
+      )
+      finite = jnp.isfinite(_in_place.largest(updates)) | nested
+      (kept,) = _in_place.checked_unless(
+        finite, lambda: (_in_place.none_lost(inner_step()[2], state.inner_state),), finite
+      )
+      skipped = ~(sound & kept)
+      return skipped, skipped | ~landed
+
+    def step(params: Any, masters: Any, inner_state: Any) -> Any:
+      masters = _follow(params, masters, last_key)
+      masters, inner_state = _in_place.apply(self.inner, widened, inner_state, masters, guard=True)
+      return _round_like(masters, params, this_key), masters, inner_state
+
+    def skip(params: Any, masters: Any) -> Any:
+      masters = _follow(params, masters, last_key)
+      return _round_like(masters, params, this_key), masters
+
+    carry = params, state.master_params, state.inner_state
+    nested = _conditional.scales_loss(state.inner_state)
+    if nested and _in_place.is_in_place(self.inner):
+      # It skips its own bad steps.
+      params, masters, inner_state = step(*carry)
+      return params, _next_state(state, masters, jnp.asarray(False), inner_state)
+    usual = _in_place.ordinary(_in_place.sum_squares(updates), jnp.float32(1), extra_args)
+    skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
+    made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
+    _, params, masters = _in_place.once_if(~made, skip, params, masters)
+    return params, _next_state(state, masters, bad, inner_state)
+
+
+def _widen(tree: Any) -> Any:
+  return jax.tree.map(_tree.widen, tree)
+
+
+def _for_masters(
+  updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
+) -> tuple[optax.Updates, dict[str, Any]]:
+  """The gradients and extra arguments of the inner optimizer."""
+
+  def full_gradient(*args: Any, **kwargs: Any) -> Any:
+    return _widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+
+  # The closures take the masters: the model computes in its params' dtype all the same.
+  closures = {name: extra_args.get(name) for name in ("value_fn", "grad_fn", "full_grad_fn")}
+  if closures["full_grad_fn"] is not None:
+    closures["full_grad_fn"] = full_gradient
+  extra = extra_args | {
+    name: _at_rounded(function, params) for name, function in closures.items() if function
+  }
+  return _tree.map_gradients(_widen, updates, extra)
+
+
+def _next_state(
+  state: MasterWeightsState, masters: optax.Params, bad: jax.Array, inner_state: optax.OptState
+) -> MasterWeightsState:
+  return MasterWeightsState(
+    master_params=masters,
+    count=optax.safe_increment(state.count),
+    notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+    key=state.key,
+    inner_state=inner_state,
+  )
 
 
 def _spoilt(

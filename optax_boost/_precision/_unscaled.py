@@ -18,6 +18,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
+from optax_boost import _in_place
 from optax_boost import _tree
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -49,6 +50,10 @@ def check_rule(
     )
 
 
+def _is_wide(tree: Any) -> bool:
+  return all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
 def next_scales(
   scale: jax.Array, growth_factor: Any, backoff_factor: Any, minimum: Any, maximum: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,13 +68,13 @@ class Step(NamedTuple):
   """The outcome of a step.
 
   Attributes:
-    updates: zero where the step was skipped.
+    out: the updates, zero where the step was skipped; of a step in place the params.
     inner_state: the inner optimizer's next state.
     finite: array [groups], whether the unscaled gradients were finite.
     made: array [groups], whether the params, or without them the updates, are finite as well.
   """
 
-  updates: optax.Updates
+  out: optax.Params
   inner_state: optax.OptState
   finite: jax.Array
   made: jax.Array
@@ -109,16 +114,7 @@ class UnscalingOptimizer:
   ) -> Step:
     """Makes a step; `numbers` is the tree of the leaves' groups, `state` the inner optimizer's."""
     whole = self._skip == "all"
-
-    def by_group(check: Callable[..., jax.Array], *trees: Any) -> jax.Array:
-      """A check of each group's leaves, the same on all devices."""
-
-      def members(group: int, tree: Any) -> list[Any]:
-        pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
-        return [leaf for number, leaf in pairs if number == group]
-
-      passed = [check(*(members(g, tree) for tree in trees)) for g in range(len(scales))]
-      return _conditional.agree(jnp.stack(passed), self._axis_name, self._method)
+    by_group = functools.partial(self._by_group, numbers, len(scales))
 
     def zero_unless(good: jax.Array, tree: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, x: jnp.where(good[n], x, jnp.zeros_like(x)), numbers, tree)
@@ -159,6 +155,85 @@ class UnscalingOptimizer:
       inner_state = _groups.select_state(self._method, self._inner, select, numbers, state, moved)
     return Step(zero_unless(good, out), inner_state, finite, finite & landed)
 
+  def apply(
+    self,
+    scales: jax.Array,
+    numbers: Any,
+    gradients: _in_place.Gradients,
+    state: optax.OptState,
+    params: optax.Params,
+  ) -> Step:
+    """Makes a step in place, as `update` makes it."""
+    updates, extra_args = gradients()
+    shapes = self._updates_like(updates, params, extra_args)
+    in_place = _in_place.is_in_place(self._inner)
+    if self._skip == "group" or (in_place and not (shapes is None or _is_wide(shapes))):
+      # The updates are needed: for each group to be left out, or to be rounded.
+      step = self.update(scales, numbers, updates, state, params, extra_args)
+      return step._replace(out=optax.apply_updates(params, step.out))
+    nested = _conditional.scales_loss(state)
+    by_group = functools.partial(self._by_group, numbers, len(scales))
+
+    def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
+      def unscale(grads: optax.Updates) -> optax.Updates:
+        return jax.tree.map(
+          lambda n, g: _in_place.divide(_tree.widen(g), scales[n]), numbers, grads
+        )
+
+      return _tree.map_gradients(unscale, *gradients())
+
+    def inner_update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
+      out, moved = self._inner.update(updates, state, params, **extra)
+      return out if shapes is None else _conditional.cast_like(out, shapes), moved
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      finite = jnp.isfinite(by_group(_in_place.largest, updates, agree=False) / scales)
+      finite = _conditional.agree(finite, self._axis_name, self._method)
+      if in_place:
+        # It checks its own steps.
+        return finite, jnp.ones_like(finite)
+      grads, extra = unscaled()
+      out, _ = inner_update(grads, state, params, **extra)
+      return finite, by_group(_in_place.none_lost, optax.apply_updates(params, out), params)
+
+    finite = landed = jnp.ones(len(scales), bool)
+    if in_place or _in_place.has_wide_range(params):
+      sums = by_group(_in_place.sum_squares, updates, agree=False)
+      usual = _in_place.ordinary(sums, 1 / scales, extra_args)
+      usual = jnp.all(_conditional.agree(usual, self._axis_name, self._method))
+      finite, landed = _in_place.checked_unless(usual, check, finite, landed)
+    else:
+      finite, landed = check()
+    made = finite & landed
+    step = optax.GradientTransformationExtraArgs(self._inner.init, inner_update)
+    _, params, inner_state = _in_place.once_if(
+      # A loss scale inside must see every overflow, or it would never come down.
+      jnp.all(landed if nested else made),
+      lambda params, state: _in_place.apply(
+        self._inner if in_place else step, unscaled, state, params, guard=True
+      ),
+      params,
+      state,
+    )
+    return Step(params, inner_state, finite, made)
+
+  def _by_group(
+    self,
+    numbers: Any,
+    num_groups: int,
+    check: Callable[..., jax.Array],
+    *trees: Any,
+    agree: bool = True,
+  ) -> jax.Array:
+    """A check of each group's leaves, the same on all devices."""
+
+    def members(group: int, tree: Any) -> list[Any]:
+      pairs = zip(jax.tree.leaves(numbers), jax.tree.leaves(tree), strict=True)
+      return [leaf for number, leaf in pairs if number == group]
+
+    passed = jnp.stack([check(*(members(g, tree) for tree in trees)) for g in range(num_groups)])
+    return _conditional.agree(passed, self._axis_name, self._method) if agree else passed
+
   def _updates_like(
     self, updates: optax.Updates, params: optax.Params | None, extra_args: dict[str, Any]
   ) -> Any:
@@ -168,7 +243,7 @@ class UnscalingOptimizer:
     precision.
     """
     leaves, structure = jax.tree.flatten((updates, params))
-    if all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in leaves):
+    if _is_wide(leaves):
       return None
     kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
     if kind not in self._output_shapes:

@@ -34,6 +34,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _full_gradient
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _scaled_backward
 from optax_boost import _stacked
@@ -340,14 +341,14 @@ class Program:
       extra["full_grad_fn"] = _of_masked(mean_gradient, state.params)
     with _protocol.collect_announcements() as announced:
       try:
-        updates, opt_state = self.tx.update(
-          grad, request.opt_state, state.params, **accepted_extra_args(self.tx.update, extra)
+        accepted = accepted_extra_args(self.tx.update, extra)
+        params, opt_state = _in_place.apply(
+          self.tx, lambda: (grad, dict(accepted)), request.opt_state, state.params
         )
       except (AttributeError, TypeError, ValueError) as error:
         _state.explain_other_state(error, state, self.tx)
         raise
     self._warn_of_stacked_layers(announced.layers, lambda p: forward(p)[0], state.params)
-    params = optax.apply_updates(state.params, updates)
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if request.frozen is not None:

@@ -26,7 +26,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       "accumulate",
       inner=shared.TX,
       every=kinds.count(schedule=True),
-      not_finite=shared.NAME,
+      not_finite=kinds.name(optional=True),
       accept_fn=shared.OPTIONAL_FUNCTION,
       accumulator_dtype=shared.FLOAT_DTYPE,
       axis_name=axis_name,

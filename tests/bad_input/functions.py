@@ -56,6 +56,15 @@ def entries() -> dict[str, shared.Entry]:
   components = kinds.count(static=True) | {"more than snapshots": Bad(9, ValueError)}
   leaves = kinds.kind({"text leaves": {"conv": "a"}, "functions": {"conv": len}}, {})
   loss = {"loss_fn": shared.FUNCTION, "params": leaves}
+  loss_scale = optax_boost.dynamic_loss_scale(problem.SGD)
+  other_tree = {
+    "None": Bad(None, ValueError, "gradients and params"),
+    "number": Bad(3.0, ValueError, "gradients and params"),
+    "other tree": Bad(shared.OTHER, ValueError, "gradients and params"),
+    "text leaves": Bad(
+      jax.tree.map(lambda p: "a", problem.PARAMS), shared.EITHER, "gradients of the params' shapes"
+    ),
+  }
   auto = {
     "level": shared.NAME,
     "config": kinds.kind({"number": 3, "list": [], "bool": True, "function": len}, {})
@@ -102,6 +111,26 @@ def entries() -> dict[str, shared.Entry]:
       optax_boost.alpha_svrg_schedule,
       lambda: {"steps": 10},
       {"steps": shared.COUNT, "initial": shared.NOT_NEGATIVE},
+    ),
+    "apply_gradients": shared.Entry(
+      optax_boost.apply_gradients,
+      lambda: {
+        "tx": loss_scale,
+        "grads": problem.GRADS,
+        "opt_state": loss_scale.init(problem.PARAMS),
+        "params": problem.PARAMS,
+      },
+      {
+        "tx": shared.TX,
+        "grads": other_tree,
+        "opt_state": {
+          "None": Bad(None, TypeError, "state"),
+          "number": Bad(3, TypeError, "state"),
+          "another optimizer's": Bad(optax.adam(0.1).init(problem.PARAMS), TypeError, "state"),
+        },
+        "params": other_tree,
+      },
+      free={"extra_args": "they are those of `update`"},
     ),
     "apply_permutation": shared.Entry(
       optax_boost.apply_permutation,

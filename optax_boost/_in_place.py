@@ -1,0 +1,243 @@
+"""Steps in place: ``update`` and ``optax.apply_updates`` as one, so that a skipped step is free.
+
+Updates that leave a conditional must exist, as zeros where the step was skipped, and state is
+copied in and out. XLA works in place on what a loop carries: a wrapper that may skip its inner step
+carries params and inner state through a loop of one turn or none.
+
+What a loop only reads must exist, too. So gradients are handed over as a function, and a wrapper's
+arithmetic on them becomes a part of each leaf's work.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _conditional
+from optax_boost import _tree
+
+# Makes the gradients and the extra arguments of ``update``.
+Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
+
+# Fewer entries than this are not worth a reduction of their own.
+_SMALL = 8192
+
+
+class InPlaceTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation that can make its steps in place.
+
+  ``apply(gradients, state, params, guard)`` returns params and state; with `guard`, entries of the
+  params that would not be finite stay as they were.
+  """
+
+  apply: Callable[..., tuple[optax.Params, optax.OptState]] | None = None
+
+  def __new__(cls, init: Any, update: Any, apply: Any = None) -> "InPlaceTransformation":
+    self = super().__new__(cls, init, update)
+    self.apply = apply
+    return self
+
+
+def is_in_place(tx: optax.GradientTransformation) -> bool:
+  """Whether a transformation makes its steps in place."""
+  return isinstance(tx, InPlaceTransformation) and tx.apply is not None
+
+
+def apply_gradients(
+  tx: optax.GradientTransformation,
+  grads: optax.Updates,
+  opt_state: optax.OptState,
+  params: optax.Params,
+  **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+  """Makes a step: ``tx.update`` and ``optax.apply_updates`` in one, and in place.
+
+  The same params and state to the bit, but where :func:`accumulate`, :func:`dynamic_loss_scale`,
+  :func:`group_loss_scale` or :func:`master_weights` stands outermost, or directly inside one of
+  these, a step that is skipped touches neither params nor inner state, and needs no memory for
+  updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit`` with params and
+  state donated, in this order: JAX pairs donated arguments and results of a shape as they come, and
+  XLA copies where the pair is not the same array's.
+
+  Args:
+    tx: the transformation, any of optax's or ours.
+    grads: the gradients, a tree of the params' structure and shapes.
+    opt_state: the state of `tx`.
+    params: the params.
+    **extra_args: of ``tx.update``, such as `value` or the `weight` of :func:`accumulate`.
+
+  Returns:
+    The new params and the new state.
+
+  Raises:
+    TypeError: `tx` is no transformation.
+    ValueError: `grads` and `params` differ in structure or shapes.
+
+  Examples:
+    >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def train(params, opt_state, batch):
+    ...   grads = jax.grad(lambda params: jnp.sum(params * batch))(params)
+    ...   return optax_boost.apply_gradients(tx, grads, opt_state, params)
+    >>> params = jnp.zeros(2)
+    >>> opt_state = tx.init(params)
+    >>> for batch in (jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0])):
+    ...   params, opt_state = train(params, opt_state, batch)
+    ...   print(params.tolist())
+    [0.0, 0.0]
+    [-2.0, -4.0]
+
+  .. note::
+    Reverse-mode differentiation through such a step needs ``tx.update``.
+
+    A step in place knows before it is made whether params stay finite. With a wide range (all but
+    float16) it works them out only where squares of the gradients overflow or `value` is not
+    finite. Should `tx` make NaN of ordinary gradients, as ``optax.adam(eps=0)`` does, a loss scale
+    or masters keep the entries concerned and do not count the step, which ``tx.update`` skips.
+  """
+  tx = _base.check_transformation("tx", tx)
+  _tree.check_same_tree(grads, params, "apply_gradients")
+  return apply(tx, lambda: (grads, dict(extra_args)), opt_state, params)
+
+
+def apply(
+  tx: optax.GradientTransformation,
+  gradients: Gradients,
+  state: optax.OptState,
+  params: optax.Params,
+  guard: bool = False,
+) -> tuple[optax.Params, optax.OptState]:
+  """Makes a step, in place where the transformation can."""
+  if isinstance(tx, InPlaceTransformation) and tx.apply is not None:
+    return tx.apply(gradients, state, params, guard)
+  grads, extra = gradients()
+  updates, state = tx.update(grads, state, params, **extra)
+  new = optax.apply_updates(params, updates)
+  return (keep_finite(new, params) if guard else new), state
+
+
+def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
+  """The new params without the entries that would no longer be finite."""
+  return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(n) | ~jnp.isfinite(o), n, o), new, old)
+
+
+def once_if(
+  condition: jax.Array, function: Callable[..., Sequence[Any]], *carry: Any
+) -> tuple[Any, ...]:
+  """What a function makes of its arguments under a condition, or the arguments, all in place.
+
+  Whether it was made comes first: what depends on that comes after it.
+  """
+
+  def made(carry: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_conditional.cast_like(tuple(function(*carry)), tuple(carry)))
+
+  if _conditional.is_concrete(condition):
+    return (condition, *(made(carry) if condition else carry))
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    carry = _conditional.vary_like(carry, jax.eval_shape(made, carry))
+  # A loop rather than `lax.cond`, for which XLA copies what one branch returns as it came.
+  going, *carried = jax.lax.while_loop(
+    lambda loop: loop[0], lambda loop: (loop[0] & False, *made(loop[1:])), (condition, *carry)
+  )
+  return (condition & ~going, *carried)
+
+
+def divide(x: jax.Array, by: jax.Array) -> jax.Array:
+  """A quotient by a positive number, made by multiplying: XLA makes it anew for each of its uses.
+
+  It would keep that of a division. To the last bit the same for powers of two.
+  """
+  wide = _tree.widen(x)
+  by = by.astype(wide.real.dtype)
+  # The inverse of a larger number would not be a normal one.
+  shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
+  return ((wide * shift) * (1 / (by * shift))).astype(x.dtype)
+
+
+def sum_squares(tree: Any) -> jax.Array:
+  """The sum of the squares of all entries, in at least float32.
+
+  If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
+  """
+  kinds = _alike(jax.tree.leaves(tree))
+  sums = [_sum_squares(list(map(_tree.widen, leaves))) for leaves in kinds]
+  return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
+
+
+def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+  """The sum of the squares of all entries of leaves of one shape."""
+  return jnp.sum(functools.reduce(jnp.add, [x * x for x in leaves]))
+
+
+def _alike(leaves: Sequence[Any]) -> list[list[Any]]:
+  """Small leaves of one type together, so that one reduction does for them; large ones alone."""
+  kinds: dict[Any, list[Any]] = {}
+  for i, leaf in enumerate(leaves):
+    first = leaf[0] if isinstance(leaf, tuple) else leaf
+    kinds.setdefault(jax.typeof(first) if first.size < _SMALL else i, []).append(leaf)
+  return list(kinds.values())
+
+
+def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
+  """Whether numbers of a sum of squares stay far inside float32's range times a factor.
+
+  So must be the loss, if it is known. Then a step in a dtype of float32's range overflows nowhere.
+  """
+  value = extra_args.get("value")
+  finite = jnp.isfinite((squares * factor * factor).astype(jnp.float32))
+  return finite if value is None else finite & jnp.all(jnp.isfinite(value))
+
+
+def has_wide_range(tree: Any) -> bool:
+  """Whether all leaves have at least float32's range, so not that of float16."""
+  return all(float(jnp.finfo(leaf.dtype).max) > 1e38 for leaf in jax.tree.leaves(tree))
+
+
+def largest(tree: Any) -> jax.Array:
+  """The largest absolute value, in at least float32; NaN if there is one."""
+  total = jnp.zeros([], jnp.float32)
+  for leaves in _alike(jax.tree.leaves(tree)):
+    most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
+    total = jnp.maximum(total, _tree.widen(jnp.max(most, initial=0)))
+  return total
+
+
+def none_lost(new: Any, old: Any) -> jax.Array:
+  """Whether no finite entry has become NaN or infinite, found out in one leaf's memory.
+
+  Infinities in `old` may be meant.
+  """
+  total = jnp.zeros([], jnp.float32)
+
+  def small(n: jax.Array, o: jax.Array) -> jax.Array:
+    # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
+    wide = _tree.widen(n + (0 * total).astype(n.dtype))
+    # Squares of such small numbers overflow for no finite entry.
+    shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
+    return jnp.where(jnp.isfinite(o), shrunk, 0)
+
+  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+  for group in _alike([(n, o) for n, o in pairs if jnp.issubdtype(n.dtype, jnp.inexact)]):
+    total = total + _sum_squares([small(n, o) for n, o in group])
+  return jnp.isfinite(total)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether all entries are finite, found out in one leaf's memory."""
+  return none_lost(tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def checked_unless(
+  usual: jax.Array, check: Callable[[], Sequence[jax.Array]], *passed: jax.Array
+) -> Sequence[jax.Array]:
+  """A check's results, or those it usually has."""
+  # Without the barrier XLA for TPUs makes every check, and selects.
+  return once_if(~usual, lambda *_: jax.lax.optimization_barrier(check()), *passed)[1:]

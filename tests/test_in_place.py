@@ -1,0 +1,316 @@
+"""Steps in place: `update` and `apply_updates` in one, and a skipped step does nothing."""
+
+import functools
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _in_place
+from tests import problems
+from tests import registry
+
+ROWS = [row for row in registry.ROWS if row.extra is None]
+every_row = pytest.mark.parametrize("row", ROWS, ids=str)
+WRAPPERS = {
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
+  "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 2.0),
+  "group_loss_scale": lambda tx: optax_boost.group_loss_scale(
+    tx, ("conv", "dense|norm"), 2.0, growth_factor=2.0
+  ),
+  "master_weights": optax_boost.master_weights,
+}
+NESTED = [
+  ("dynamic_loss_scale", "accumulate"),
+  ("accumulate", "dynamic_loss_scale"),
+  ("master_weights", "dynamic_loss_scale"),
+  ("dynamic_loss_scale", "master_weights"),
+  ("master_weights", "accumulate"),
+  ("accumulate", "master_weights"),
+  ("group_loss_scale", "dynamic_loss_scale"),
+  ("master_weights", "dynamic_loss_scale", "accumulate"),
+  ("accumulate", "dynamic_loss_scale", "master_weights"),
+]
+
+
+def wrap(names: tuple[str, ...], tx: Any) -> Any:
+  for name in reversed(names):
+    tx = WRAPPERS[name](tx)
+  return tx
+
+
+def two_calls(tx: Any, grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+  updates, state = tx.update(grads, state, params, **extra)
+  return optax.apply_updates(params, updates), state
+
+
+def train(step: Any, tx: Any, params: Any, bad: float | None = None, steps: int = 5) -> Any:
+  """A few steps, of which one may have a bad gradient."""
+  state = tx.init(params)
+  for t in range(steps):
+    grads = problems.grads(params, t)
+    if t == 2 and bad is not None:
+      grads["dense"]["kernel"] = grads["dense"]["kernel"].at[3, 2].set(bad)
+    params, state = step(grads, state, params)
+  return params, state
+
+
+def both(tx: Any, wrapped: Any = lambda step: step) -> tuple[Any, Any]:
+  calls = (optax_boost.apply_gradients, two_calls)
+  return tuple(wrapped(functools.partial(call, tx)) for call in calls)
+
+
+@every_row
+def test_jitted_it_is_update_and_apply_updates(row):
+  tx = row.optimizer() if row.factory in ("adasum", "centralize") else row.make()
+  ours, theirs = (train(step, tx, problems.params()) for step in both(tx, jax.jit))
+  chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_eagerly_it_is_the_same_to_the_bit(row):
+  tx, params = row.make(), problems.params()
+  ours, theirs = (train(step, tx, params, steps=3) for step in both(tx))
+  chex.assert_trees_all_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
+@pytest.mark.parametrize("bad", [np.nan, 1e30], ids=str)
+def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
+  """1e30, whose square overflows in float32, is infinite in float16."""
+  tx = wrap(names, optax.adam(0.1, eps=1e-3))
+  ours, theirs = (train(step, tx, problems.params(dtype), bad) for step in both(tx))
+  chex.assert_trees_all_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
+def test_jitted_nested_and_donated_a_bad_gradient_has_the_same_outcome(names):
+  tx = wrap(names, optax.adam(0.1))
+  ours, theirs = both(tx, jax.jit)
+  donating = jax.jit(in_order(tx), donate_argnums=(0, 1))
+  expected = train(theirs, tx, problems.params(), np.inf)
+  chex.assert_trees_all_close(
+    train(ours, tx, problems.params(), np.inf), expected, rtol=1e-5, atol=1e-6
+  )
+  donated = train(lambda g, s, p: donating(p, s, g), tx, problems.params(), np.inf)
+  chex.assert_trees_all_close(donated, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("params_dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["dynamic_loss_scale", "group_loss_scale"])
+def test_a_step_that_would_make_a_param_infinite_is_skipped_and_counted(name, params_dtype):
+  tx = WRAPPERS[name](optax.sgd(1.0, 0.9))
+  params = {"conv": jnp.array([1.0, -jnp.inf], params_dtype), "dense": jnp.ones(1, params_dtype)}
+  large = 60_000.0 if params_dtype == "float16" else 3e38
+  params["dense"] = -params["dense"] * large
+  grads = {"conv": jnp.array([1.0, 0.0], params_dtype), "dense": jnp.full(1, large, params_dtype)}
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  after, state = step(grads, tx.init(params), params)
+  chex.assert_trees_all_equal(after, params)
+  assert not any(np.any(x) for x in jax.tree.leaves(optax.tree.get(state, "trace")))
+  assert state.notfinite_count == 1
+  after, state = step(jax.tree.map(lambda g: g * 1e-3, grads), state, params)
+  assert state.notfinite_count == 1
+  assert after["conv"][0] < 1
+
+
+def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
+  tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  for value in (3e38, 3e38, 1e38):
+    params, state = step(jnp.full(2, value), state, params)
+  assert (state.notfinite_count, state.inner_count) == (2, 1)
+  chex.assert_tree_all_finite((params, state))
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0, 0.0, 2.0, 1e30])
+def test_weights_have_the_same_outcome(weight):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
+  results = []
+  for step in both(tx, jax.jit):
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for g, w in ((1.0, weight), (3.0, 2.0)):
+      params, state = step(jnp.full(2, g), state, params, weight=jnp.float32(w))
+    results.append((params, state))
+  chex.assert_trees_all_close(*results, rtol=1e-6)
+
+
+def test_bad_gradients_that_nobody_looks_for_spoil_their_window():
+  tx = optax_boost.accumulate(optax.apply_if_finite(optax.sgd(1.0), 5), 2, not_finite=None)
+  for step in both(tx, jax.jit):
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    for value in (1.0, jnp.nan, 1.0, 3.0):
+      params, state = step(jnp.full(1, value), state, params)
+    assert params == -2.0
+    assert state.notfinite_count == 0
+
+
+def test_what_an_optimizer_makes_nan_of_ordinary_gradients_stays_as_it_was():
+  tx = optax_boost.dynamic_loss_scale(optax.adam(0.1, eps=0.0), 2.0)
+  params = jnp.ones(2)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  after, _ = step(jnp.array([0.0, 1.0]), tx.init(params), params)
+  assert after[0] == 1.0
+  assert after[1] < 1.0
+
+
+def test_a_loss_that_is_not_finite_is_a_reason_to_look():
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(),
+    lambda g, s, p=None, *, value, **_: (jax.tree.map(lambda x: x * value, g), s),
+  )
+  tx = optax_boost.dynamic_loss_scale(inner, 2.0)
+  params = jnp.ones(2)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  after, state = step(jnp.ones(2), tx.init(params), params, value=jnp.inf)
+  np.testing.assert_array_equal(after, params)
+  assert state.notfinite_count == 1
+
+
+SIZE = 40_000
+
+
+def in_order(tx: Any) -> Any:
+  """A step whose results come in the order of its arguments, by which JAX reuses their memory."""
+  return lambda params, state, grads: optax_boost.apply_gradients(tx, grads, state, params)
+
+
+def compiled(tx: Any, leaves: int = 6) -> Any:
+  # Six leaves, so that one is far less than all.
+  params = {f"w{i}": jnp.ones(SIZE) for i in range(leaves)}
+  step = jax.jit(in_order(tx), donate_argnums=(0, 1))
+  return step.lower(params, tx.init(params), params).compile()
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, 0.9)], ids=["adam", "momentum"])
+@pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale"])
+def test_a_step_needs_no_more_memory_than_one_leaf(name, inner):
+  program = compiled(WRAPPERS[name](inner))
+  # And what the host's flags for quick compilation make of the checks.
+  assert program.memory_analysis().temp_size_in_bytes < 2.5 * SIZE * 4
+
+
+@pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale", "master_weights"])
+def test_params_and_inner_state_are_carried_through_a_loop(name):
+  params = {"w": jnp.ones(SIZE)}
+  tx = WRAPPERS[name](optax.adam(0.1))
+  step = functools.partial(optax_boost.apply_gradients, tx)
+  jaxpr = jax.make_jaxpr(step)(params, tx.init(params), params).jaxpr
+  large = [v.aval.size for v in jaxpr.outvars]
+  loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
+  carried = [sum(v.aval.shape == (SIZE,) for v in eqn.outvars) for eqn in loops]
+  # Params, and Adam's two moments; masters have params besides.
+  assert max(carried) == (4 if name == "master_weights" else 3)
+  assert large.count(SIZE) == 4 if name != "dynamic_loss_scale" else 3
+
+
+def test_an_idle_step_makes_no_updates():
+  text = compiled(optax_boost.accumulate(optax.adam(0.1), 4), 1).as_text()
+  entry = text[text.index("\nENTRY") :]
+  whole = re.findall(rf"= f32\[{SIZE}\]\S* (\S+?)\(", entry)
+  made = [name for name in whole if name not in ("parameter", "get-tuple-element", "bitcast")]
+  assert len(made) == 1, "only the accumulator is written outside of the loops"
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED[:3]], ids="-".join)
+def test_sharded_params_stay_sharded_and_are_not_gathered(names, kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+  def place(x: jax.Array) -> jax.Array:
+    axes = [None] * (x.ndim - 1) + ["x"]
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+  tx, params = wrap(names, optax.adam(0.1)), problems.params()
+  grads = problems.grads(params)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  expected = step(grads, tx.init(params), params)
+  with jax.set_mesh(mesh):
+    sharded, placed = jax.tree.map(place, (params, grads))
+    state = tx.init(sharded)
+    program = step.lower(placed, state, sharded).compile()
+    after = program(placed, state, sharded)
+  assert "all-gather" not in program.as_text()
+  for new, old in zip(jax.tree.leaves(after[0]), jax.tree.leaves(sharded), strict=True):
+    assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+  chex.assert_trees_all_close(jax.device_get(after), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale"])
+def test_all_devices_agree_on_an_overflow_of_one(name):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  factory = {
+    "accumulate": lambda tx: optax_boost.accumulate(tx, 1, axis_name="x"),
+    "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0, axis_name="x"),
+  }[name]
+  tx, spec = factory(optax.sgd(1.0, 0.9)), jax.sharding.PartitionSpec("x")
+  params, grads = jnp.ones(8), jnp.ones(8).at[3].set(jnp.inf)
+  state = tx.init(params)
+  specs = jax.tree.map(lambda x: spec if x.shape else jax.sharding.PartitionSpec(), state)
+  step = jax.shard_map(
+    functools.partial(optax_boost.apply_gradients, tx),
+    mesh=mesh,
+    in_specs=(spec, specs, spec),
+    out_specs=(spec, specs),
+  )
+  after, state = jax.jit(step)(grads, state, params)
+  np.testing.assert_array_equal(after, params)
+  assert state.notfinite_count == 1
+
+
+@pytest.mark.parametrize("names", [("accumulate",), *NESTED[:2]], ids="-".join)
+def test_it_can_be_mapped_over_a_population_and_scanned(names):
+  tx = wrap(names, optax.adam(0.1))
+  members = [jax.tree.map(lambda x, s=s: s * x, problems.params()) for s in (0.5, 1.0)]
+  population = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+
+  def body(carry: Any, t: jax.Array) -> Any:
+    params, state = carry
+    return optax_boost.apply_gradients(tx, problems.grads(params, t), state, params), None
+
+  @jax.vmap
+  def run(params: Any) -> Any:
+    return jax.lax.scan(body, (params, tx.init(params)), jnp.arange(4))[0][0]
+
+  found = run(population)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  for i, member in enumerate(members):
+    expected, _ = train(step, tx, member, steps=4)
+    one = jax.tree.map(lambda x, i=i: x[i], found)
+    chex.assert_trees_all_close(one, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_wrappers_of_optax_and_plain_transformations_take_the_two_calls():
+  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
+  assert _in_place.is_in_place(tx)
+  assert _in_place.is_in_place(optax.with_extra_args_support(tx))
+  assert not _in_place.is_in_place(optax.chain(tx, optax.identity()))
+  assert not _in_place.is_in_place(tx._replace(update=tx.update))
+  plain = optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p))
+  params = problems.params()
+  for inner in (optax.chain(tx, optax.identity()), plain):
+    ours, theirs = (train(step, inner, params) for step in both(inner))
+    chex.assert_trees_all_equal(ours, theirs)
+
+
+def test_refuses_what_is_no_transformation_and_gradients_of_other_params():
+  params, tx = problems.params(), optax.sgd(0.1)
+  grads, state = problems.grads(params), tx.init(params)
+  with pytest.raises(TypeError, match=r"`tx` must be an optax.GradientTransformation; got"):
+    optax_boost.apply_gradients(optax.sgd, grads, state, params)
+  with pytest.raises(ValueError, match=r"`apply_gradients` needs gradients and params of the same"):
+    optax_boost.apply_gradients(tx, {"dense": grads["dense"]}, state, params)
+  grads["dense"]["kernel"] = grads["dense"]["kernel"].T
+  with pytest.raises(ValueError, match=r"got \(8, 16\) for the leaf 'dense/kernel' of shape"):
+    optax_boost.apply_gradients(tx, grads, state, params)
