@@ -1,14 +1,75 @@
-"""How SGPerm's kernels run: some weight vectors at a time, and under meshes with explicit axes."""
+"""How SGPerm's kernels run: once for all leaves that are alike, some weight vectors at a time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import itertools
+import math
 from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from optax_boost._sgperm import _sharding
+from optax_boost._sgperm import _sorting
+
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
+# Weights of a stack of leaves on a device, which is a copy of them.
+_STACKED_WEIGHTS = 2**25
+
+# Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself.
+# Returns (n, vectors) int32: for each position the initial one of its new weight.
+Kernel: TypeAlias = Callable[..., jax.Array]
+
+
+def over_leaves(
+  kernel: Callable[[int], Kernel], leaves: Sequence[tuple[int, Sequence[jax.Array]]]
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Runs the kernel for vectors of n weights once for leaves of the same shapes and dtypes.
+
+  `leaves`: of each leaf the number of its fan-in axes, and the kernel's arrays, (*fan_in, *outputs)
+  or (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
+  """
+  mesh = _sharding.mesh_of([x for _, arrays in leaves for x in arrays])
+
+  def kind(index: int) -> Any:
+    axes, arrays = leaves[index]
+    return axes, [(x.shape, str(x.dtype)) for x in arrays]
+
+  results: list[Any] = [None] * len(leaves)
+  for _, alike in itertools.groupby(sorted(range(len(leaves)), key=kind), kind):
+    members = list(alike)
+    axes, (initial, *_) = leaves[members[0]]
+    one = kernel(math.prod(initial.shape[:axes]))
+    most = _STACKED_WEIGHTS * (mesh.size if mesh else 1)
+    chunk = max(1, most // max(1, initial.size))
+    for start in range(0, len(members), chunk):
+      some = members[start : start + chunk]
+      stacks = list(zip(*(leaves[i][1] for i in some), strict=True))
+      moved = (
+        _sharding.on_stacks(one, stacks, axes, mesh) if mesh else _on_stacks(one, stacks, axes)
+      )
+      for i, result in zip(some, moved, strict=True):
+        results[i] = result
+  return results
+
+
+def _on_stacks(
+  kernel: Kernel, stacks: list[tuple[jax.Array, ...]], axes: int
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Runs a kernel on the vectors of several leaves side by side."""
+  initial, shape = stacks[0], stacks[0][0].shape
+  columns = [_sharding.columns(jnp.stack(arrays, axes), axes) for arrays in stacks]
+  places = in_blocks(kernel, columns, jnp.int32)
+  places = places.reshape(*shape[:axes], len(initial), *shape[axes:])
+  # Gathers leaf by leaf need no stack of results.
+  results = []
+  for k, start in enumerate(initial):
+    place = jax.lax.index_in_dim(places, k, axes, keepdims=False)
+    values = _sorting.gather(*(_sharding.columns(x, axes) for x in (start, place)))
+    results.append((place, values.reshape(shape)))
+  return results
 
 
 def in_blocks(
@@ -33,48 +94,3 @@ def in_blocks(
     return jax.lax.dynamic_update_slice_in_dim(done, kernel(*parts), start, -1)
 
   return jax.lax.fori_loop(0, blocks, one, jnp.zeros((n, vectors), dtype))
-
-
-def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-  """Leaves the shardings inside a function without closures over arrays to the compiler.
-
-  Meshes with explicit axes ask how each result of a sort or gather is sharded. Results are sharded
-  as the arrays of `like`, a tree like the results; None: not sharded.
-  """
-
-  def call(*args: Any) -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty and (mesh_of_arrays := _explicit_mesh((like, args))) is not None:
-      with jax.sharding.use_abstract_mesh(mesh_of_arrays):
-        return call(*args)
-    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-      return function(*args)
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shardings = jax.tree.map(
-      lambda x: replicated if x is None else jax.typeof(x).sharding,
-      like,
-      is_leaf=lambda x: x is None,
-    )
-    return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
-
-  return call
-
-
-def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
-  """The mesh with explicit axes that arrays lie on, also outside of ``jax.set_mesh``."""
-  # JAX before 0.8 has no way to enter it.
-  if not hasattr(jax.sharding, "use_abstract_mesh"):
-    return None
-  meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-  explicit = jax.sharding.AxisType.Explicit
-  return next((m for m in meshes if not m.empty and explicit in m.axis_types), None)
-
-
-def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
-  """Returns `new`, with a hint to shard it like `old`; `floats` is any array of their shape.
-
-  The result of a sort or a gather has no sharding of its own. Under ``jit`` that of `old` is not
-  known, but a choice between the two passes it on.
-  """
-  # Nothing is above infinity, NaN neither, which the compiler does not know.
-  return jnp.where(floats > jnp.inf, old, new)
