@@ -18,8 +18,9 @@ _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
 # Weights of a stack of leaves on a device, which is a copy of them.
 _STACKED_WEIGHTS = 2**25
 
-# Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself.
-# Returns (n, vectors) int32: for each position the initial one of its new weight.
+# Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself;
+# `vectors` may be several axes, the first then that of leaves. Returns (n, vectors) int32: for each
+# position the initial one of its new weight.
 Kernel: TypeAlias = Callable[..., jax.Array]
 
 
@@ -60,16 +61,20 @@ def _on_stacks(
 ) -> list[tuple[jax.Array, jax.Array]]:
   """Runs a kernel on the vectors of several leaves side by side."""
   initial, shape = stacks[0], stacks[0][0].shape
-  columns = [_sharding.columns(jnp.stack(arrays, axes), axes) for arrays in stacks]
+  columns = [_columns(jnp.stack(arrays, axes), axes) for arrays in stacks]
   places = in_blocks(kernel, columns, jnp.int32)
   places = places.reshape(*shape[:axes], len(initial), *shape[axes:])
   # Gathers leaf by leaf need no stack of results.
   results = []
   for k, start in enumerate(initial):
     place = jax.lax.index_in_dim(places, k, axes, keepdims=False)
-    values = _sorting.gather(*(_sharding.columns(x, axes) for x in (start, place)))
+    values = _sorting.gather(*(_columns(x, axes) for x in (start, place)))
     results.append((place, values.reshape(shape)))
   return results
+
+
+def _columns(x: jax.Array, axes: int) -> jax.Array:
+  return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
 def in_blocks(

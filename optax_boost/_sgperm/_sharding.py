@@ -14,13 +14,8 @@ from optax_boost._sgperm import _sorting
 def mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
   """The mesh of several devices that arrays lie on, where its shardings are the compiler's."""
   auto = jax.sharding.AxisType.Auto
-  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
   return next((m for m in meshes if m.size > 1 and set(m.axis_types) == {auto}), None)
-
-
-def columns(x: jax.Array, axes: int) -> jax.Array:
-  """An array (*fan_in, ...) as (n, ...) of two axes."""
-  return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
 def on_stacks(
@@ -32,12 +27,13 @@ def on_stacks(
   """Runs a kernel on the vectors of several leaves; all cross devices in one exchange, or not."""
   shape, count = stacks[0][0].shape, len(stacks[0])
   hint = _hint(stacks[0][0], axes, mesh.size)
-  vectors = [columns(x, axes) for x in _exchanged(stacks, axes, mesh, hint)]
+  stacked = _exchanged(stacks, axes, mesh, hint)
+  vectors = [x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]) for x in stacked]
   places = kernel(*vectors)
   results = [places, _sorting.gather(vectors[0], places)]
-  parts = [jnp.moveaxis(x.reshape(*shape, count), -1, 0) for x in results]
+  parts = [jnp.moveaxis(x.reshape(*shape[:axes], count, *shape[axes:]), axes, 0) for x in results]
   back = _exchanged([tuple(part) for part in parts], axes, mesh)
-  return list(zip(*(jnp.moveaxis(x, -1, 0) for x in back), strict=True))
+  return list(zip(*(jnp.moveaxis(x, axes, 0) for x in back), strict=True))
 
 
 def _exchanged(
@@ -46,7 +42,7 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on a last axis, whole along fan-in on each device."""
+  """Stacks arrays on an axis behind the fan-in ones, which are whole on each device."""
   found: list[Any] = [None] * len(stacks)
   kinds = [(stack[0].shape, stack[0].dtype.itemsize) for stack in stacks]
   spec = jax.sharding.PartitionSpec(
@@ -54,11 +50,11 @@ def _exchanged(
   )
   for kind in dict.fromkeys(kinds):
     alike = [k for k, other in enumerate(kinds) if other == kind]
-    packed = jnp.stack([_cast(x, f"uint{8 * kind[1]}") for k in alike for x in stacks[k]], -1)
+    packed = jnp.stack([_cast(x, f"uint{8 * kind[1]}") for k in alike for x in stacks[k]], axes)
     packed = jax.lax.with_sharding_constraint(packed, jax.sharding.NamedSharding(mesh, spec))
     if hint is not None:
       packed = jnp.where(hint, 0, packed)
-    for k, part in zip(alike, jnp.split(packed, len(alike), -1), strict=True):
+    for k, part in zip(alike, jnp.split(packed, len(alike), axes), strict=True):
       found[k] = _cast(part, stacks[k][0].dtype)
   return found
 
@@ -82,7 +78,7 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   # Nothing is above infinity, NaN neither, which the compiler does not know.
   never = jnp.any(split > jnp.inf, axis=[axis for axis in range(split.ndim) if axis != fan_in])
   spread = jnp.broadcast_to(never[:, None], (shards, outputs // shards))
-  return spread.reshape(-1, *[1] * (floats.ndim - axes))
+  return spread.reshape(-1, *[1] * (floats.ndim - axes - 1))
 
 
 def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:

@@ -219,8 +219,11 @@ class Transform:
     size = self.schedules.size(count, n, self.partition_size_min)
     brackets = self.schedules.brackets(count, n)
 
-    def kernel(initial: Any, momentum: Any, position: Any, ranks: Any, *rest: Any) -> jax.Array:
-      *given, ranges = rest
+    def kernel(*arrays: jax.Array) -> jax.Array:
+      # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
+      shape = jnp.moveaxis(arrays[0], 1, -1).shape
+      columns = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
+      initial, momentum, position, ranks, *given, ranges = columns
       work = _host.Work(
         weights=_sorting.gather(initial, position),
         momentum=momentum,
@@ -231,7 +234,7 @@ class Transform:
         brackets=brackets.astype(initial.dtype),
       )
       source = _device.permute(work, sizes=self._sizes(n), remainder=self.remainder)
-      return _sorting.gather(position, source)
+      return jnp.moveaxis(_sorting.gather(position, source).reshape(shape), -1, 1)
 
     return kernel
 
