@@ -15,7 +15,8 @@ from optax_boost._sgperm import _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
-# Weights of a stack of leaves on a device, which is a copy of them.
+# Weights of a stack of leaves on an accelerator. It is a copy of them, which on a CPU takes longer
+# than compiling is worth: there a stack is no larger than a block.
 _STACKED_WEIGHTS = 2**25
 
 # Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself;
@@ -43,7 +44,7 @@ def over_leaves(
     members = list(alike)
     axes, (initial, *_) = leaves[members[0]]
     one = kernel(math.prod(initial.shape[:axes]))
-    most = _STACKED_WEIGHTS * (mesh.size if mesh else 1)
+    most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS * (mesh.size if mesh else 1)
     chunk = max(1, most // max(1, initial.size))
     for start in range(0, len(members), chunk):
       some = members[start : start + chunk]
@@ -61,41 +62,50 @@ def _on_stacks(
 ) -> list[tuple[jax.Array, jax.Array]]:
   """Runs a kernel on the vectors of several leaves side by side."""
   initial, shape = stacks[0], stacks[0][0].shape
-  columns = [_columns(jnp.stack(arrays, axes), axes) for arrays in stacks]
-  places = in_blocks(kernel, columns, jnp.int32)
-  places = places.reshape(*shape[:axes], len(initial), *shape[axes:])
+  places = in_blocks(kernel, [jnp.stack([_columns(x, axes) for x in xs]) for xs in stacks])
   # Gathers leaf by leaf need no stack of results.
-  results = []
-  for k, start in enumerate(initial):
-    place = jax.lax.index_in_dim(places, k, axes, keepdims=False)
-    values = _sorting.gather(*(_columns(x, axes) for x in (start, place)))
-    results.append((place, values.reshape(shape)))
-  return results
+  values = [_sorting.gather(_columns(x, axes), p) for x, p in zip(initial, places, strict=True)]
+  return [(p.reshape(shape), x.reshape(shape)) for p, x in zip(places, values, strict=True)]
+
+
+def _on_cpu(x: jax.Array) -> bool:
+  """Whether a CPU will run the program, or where an array lies on no known mesh, most likely."""
+  device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
+  return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
 
 def _columns(x: jax.Array, axes: int) -> jax.Array:
   return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
-def in_blocks(
-  kernel: Callable[..., jax.Array], columns: Sequence[jax.Array], dtype: jax.typing.DTypeLike
-) -> jax.Array:
-  """Applies a kernel on arrays (..., vectors), each vector by itself; returns (n, vectors)."""
-  n, vectors = columns[0].shape
+def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+  """Applies a kernel on (n, vectors) to arrays (leaves, n or 1, vectors), each vector by itself."""
+  leaves, n, vectors = arrays[0].shape
   # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
   # vectors side by side than keep a device busy: on a CPU, as many as fit into its cache.
-  most = _WEIGHTS if jax.default_backend() == "cpu" else _MANY_WEIGHTS
+  most = _WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS
   width = max(1, most // max(1, n))
   # The vectors may lie on all of several devices.
-  if vectors <= width or jax.device_count() > 1:
-    return kernel(*columns)
-  blocks = -(-vectors // width)
-  width = -(-vectors // blocks)
+  if jax.device_count() > 1:
+    width = leaves * vectors
+  # A block is some whole leaves, or a part of one.
+  some = min(leaves, max(1, width // max(1, vectors)))
+  pieces = -(-vectors // width) if vectors else 1
+  width = -(-vectors // pieces)
+
+  def block(*parts: jax.Array) -> jax.Array:
+    found = kernel(*(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in parts))
+    return jnp.moveaxis(found.reshape(n, some, width), 1, 0)
+
+  if some == leaves and pieces == 1:
+    return block(*arrays)
 
   def one(k: jax.Array, done: jax.Array) -> jax.Array:
     # The last block overlaps the one before it, and repeats its results.
-    start = jnp.minimum(k * width, vectors - width)
-    parts = [jax.lax.dynamic_slice_in_dim(x, start, width, -1) for x in columns]
-    return jax.lax.dynamic_update_slice_in_dim(done, kernel(*parts), start, -1)
+    leaf, start = jnp.minimum(k // pieces * some, leaves - some), k % pieces * width
+    start = (leaf, 0, jnp.minimum(start, vectors - width))
+    parts = [jax.lax.dynamic_slice(x, start, (some, x.shape[1], width)) for x in arrays]
+    return jax.lax.dynamic_update_slice(done, block(*parts), start)
 
-  return jax.lax.fori_loop(0, blocks, one, jnp.zeros((n, vectors), dtype))
+  blocks = -(-leaves // some) * pieces
+  return jax.lax.fori_loop(0, blocks, one, jnp.zeros((leaves, n, vectors), jnp.int32))

@@ -186,7 +186,7 @@ def _ranks(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.zeros(layout.shape, jnp.int32)
 
   def sort(x: jax.Array) -> jax.Array:
-    columns = _execution.in_blocks(_sorting.ranks, [layout.columns(x)], jnp.int32)
+    columns = _execution.in_blocks(_sorting.ranks, [layout.columns(x)[None]])
     return _sharding.sharded_like(jnp.zeros_like(x, jnp.int32), layout.leaf(columns), x)
 
   return _sharding.auto_sharded(sort, x)(x)
