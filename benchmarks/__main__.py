@@ -17,6 +17,7 @@ NAMES = (
   "races",
   "remat",
   "sgperm",
+  "sgperm_transformer",
   "svrg",
   "train_step",
 )

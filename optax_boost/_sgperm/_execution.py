@@ -44,7 +44,7 @@ def over_leaves(
     members = list(alike)
     axes, (initial, *_) = leaves[members[0]]
     one = kernel(math.prod(initial.shape[:axes]))
-    most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS * (mesh.size if mesh else 1)
+    most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS
     chunk = max(1, most // max(1, initial.size))
     for start in range(0, len(members), chunk):
       some = members[start : start + chunk]
@@ -102,8 +102,8 @@ def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> 
 
   def one(k: jax.Array, done: jax.Array) -> jax.Array:
     # The last block overlaps the one before it, and repeats its results.
-    leaf, start = jnp.minimum(k // pieces * some, leaves - some), k % pieces * width
-    start = (leaf, 0, jnp.minimum(start, vectors - width))
+    leaf = jnp.minimum(k // pieces * some, leaves - some)
+    start = (leaf, 0, jnp.minimum(k % pieces * width, vectors - width))
     parts = [jax.lax.dynamic_slice(x, start, (some, x.shape[1], width)) for x in arrays]
     return jax.lax.dynamic_update_slice(done, block(*parts), start)
 
