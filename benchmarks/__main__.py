@@ -19,6 +19,7 @@ NAMES = (
   "remat",
   "sgperm",
   "stacked_layers",
+  "sgperm_transformer",
   "svrg",
   "train_step",
 )

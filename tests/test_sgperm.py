@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _jaxpr
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -358,15 +359,23 @@ def test_rank_is_the_nearest_of_all_permutations():
   np.testing.assert_allclose(np.sum((weights[found] - target) ** 2), nearest, rtol=1e-6)
 
 
-def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets_grow():
+def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets_grow(monkeypatch):
+  # Several bands of sizes, as in long vectors; and two leaves that the device permutes as one.
+  monkeypatch.setattr(_device, "_FEW_WORDS", 0)
+  monkeypatch.setattr(_device, "_BANDS", 2)
+  assert _device._edges(12, 2, 12) == [2, 5, 12]
+  jax.clear_caches()
   start, grads = problem()
+  start["twin"] = jnp.cos(start["kernel"])
   options = {"lamda": 0.2, "beta2": 1.2, "lamda_max": 1.0, "partition_size_min": 2, "key": 7}
   found = []
   for backend in ("device", "host"):
     tx = optax_boost.sgperm(**options, momentum=0.5, momentum_lr=0.5, backend=backend)
     params, state, update, sizes = start, tx.init(start), jax.jit(tx.update), set()
     for t in range(12):
-      updates, state = update(grads(t), state, params)
+      gradient = grads(t)
+      gradient["twin"] = gradient["kernel"] ** 2
+      updates, state = update(gradient, state, params)
       params = optax.apply_updates(params, updates)
       sizes.add(int(np.floor(12 * float(state.lamda))))
     assert len(sizes) > 5
@@ -432,23 +441,121 @@ def test_the_same_key_draws_the_same_and_another_key_does_not():
   assert trained(1) != trained(2)
 
 
-def test_a_sharded_kernel_is_permuted_without_gathering():
+def layers(stacked):
+  """Leaves of which some are alike, and gradients."""
+  rng = np.random.default_rng(2)
+  shapes = {"a": (16, 8), "b": (16, 8), "half": (16, 8), "query": (8, 8, 2), "out": (8, 2, 8)}
+  tree = {name: {"kernel": rng.normal(size=shape)} for name, shape in shapes.items()}
+  if stacked:
+    tree["layers"] = {"kernel": rng.normal(size=(2, 16, 8)), "bias": rng.normal(size=(2, 8))}
+  tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+  tree["half"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree["half"])
+  return tree, jax.tree.map(lambda x: jnp.sin(7 * x), tree)
+
+
+FOR_LAYERS = {
+  "pairs": lambda **options: optax_boost.sgperm(method="pairs", rounds=3, key=0, **options),
+  "rank": lambda **options: optax_boost.sgperm(method="rank", **options),
+  "laperm": lambda **options: optax_boost.laperm(optax.sgd(0.5), sync_every=1, **options),
+}
+for_layers = pytest.mark.parametrize("make", FOR_LAYERS.values(), ids=FOR_LAYERS)
+
+
+@for_layers
+def test_leaves_of_any_kind_are_permuted_together_as_each_alone(make):
+  tree, grads = layers(stacked=True)
+  tx = make(stacked_axes={"layers": 0})
+  updates, state = jax.jit(tx.update)(grads, tx.init(tree), tree)
+  for name in tree:
+    alone, part, gradient = make(stacked_axes={name: 0} if name == "layers" else None), {}, {}
+    part[name], gradient[name] = tree[name], grads[name]
+    expected, after = jax.jit(alone.update)(gradient, alone.init(part), part)
+    jax.tree.map(same_bits, updates[name], expected[name])
+    jax.tree.map(same_bits, state.permutation[name], after.permutation[name])
+    assert np.any(updates[name]["kernel"])
+
+
+def equations(program, names):
+  """How many equations of these primitives a program has, at any depth."""
+  jaxpr = getattr(program, "jaxpr", program)
+  return sum(
+    (equation.primitive.name in names)
+    + sum(equations(part, names) for part in _jaxpr.sub_jaxprs(equation))
+    for equation in jaxpr.eqns
+  )
+
+
+@pytest.mark.parametrize(
+  "make", [*FOR_LAYERS.values(), lambda: optax_boost.sgperm(key=0, backend="device")]
+)
+def test_a_program_for_several_equal_leaves_has_the_loops_and_sorts_of_one(make):
+  tx = make()
+
+  def count(leaves):
+    tree = {f"{i}": jax.ShapeDtypeStruct((16, 8), jnp.float32) for i in range(leaves)}
+    jaxpr = jax.make_jaxpr(tx.update)(tree, jax.eval_shape(tx.init, tree), tree)
+    return equations(jaxpr, {"while", "scan", "sort"})
+
+  assert count(5) == count(1) > 0
+
+
+def test_blocks_are_parts_of_leaves_or_several_leaves(monkeypatch):
+  rng = np.random.default_rng(8)
+  arrays = [jnp.asarray(rng.integers(0, 99, (5, n, 7)), jnp.int32) for n in (4, 1)]
+  expected = np.cumsum(arrays[0], 1) - arrays[1]
+  monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+  for most, block in ((3 * 4, 3), (2 * 7 * 4, 14), (10**6, 35)):
+    widths = set()
+
+    def kernel(x, y, widths=widths):
+      widths.add(x.shape[1])
+      return jnp.cumsum(x, 0) - y
+
+    monkeypatch.setattr(_execution, "_WEIGHTS", most)
+    np.testing.assert_array_equal(_execution.in_blocks(kernel, arrays), expected)
+    assert widths == {block}
+
+
+@pytest.mark.parametrize("axis", ["fan-in", "outputs"])
+@for_layers
+def test_sharded_leaves_cross_devices_together_there_and_back_or_not_at_all(make, axis):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec(*(("x",) if axis == "fan-in" else (None, "x")))
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  tree, grads = layers(stacked=False)
+  tree, grads = ({name: x[name]["kernel"] for name in ("a", "b")} for x in (tree, grads))
+  tx = make()
+  expected, _ = jax.jit(tx.update)(grads, tx.init(tree), tree)
+  grads, tree = jax.device_put((grads, tree), sharding)
+  state = tx.init(tree)
+  compiled = jax.jit(tx.update).lower(grads, state, tree).compile()
+  updates, after = compiled(grads, state, tree)
+  jax.tree.map(np.testing.assert_array_equal, updates, expected)
+  for leaf in jax.tree.leaves((updates, after.permutation, after.initial)):
+    assert leaf.sharding.is_equivalent_to(sharding, 2)
+  program = compiled.as_text()
+  for name in ("all-gather(", "collective-permute("):
+    assert name not in program
+  assert program.count(" all-to-all(") == (2 if axis == "fan-in" else 0)
+
+
+def test_the_exact_search_of_a_sharded_kernel_does_not_gather():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
   kernel = jnp.asarray(np.random.default_rng(0).normal(size=(12, 8)), jnp.float32)
-  for kwargs in ({"backend": "device", "lamda": 1.0, "lamda_max": 1.0}, METHODS[1]):
-    # The host's kernel agrees with the device's to the bit, and compiles in no time.
-    tx = optax_boost.sgperm(**kwargs | {"backend": "host"})
-    expected, _ = jax.jit(tx.update)(kernel, tx.init(kernel), kernel)
-    tx = optax_boost.sgperm(**kwargs)
-    sharded = jax.device_put(kernel, sharding)
-    state = tx.init(sharded)
-    compiled = jax.jit(tx.update).lower(sharded, state, sharded).compile()
-    updates, after = compiled(sharded, state, sharded)
-    assert "all-gather" not in compiled.as_text()
-    np.testing.assert_array_equal(updates, expected)
-    for leaf in (updates, after.permutation, after.momentum, after.initial, after.ranks):
-      assert not len(leaf) or leaf.sharding.is_equivalent_to(sharding, 2)
+  options = {"lamda": 1.0, "lamda_max": 1.0}
+  # The host's kernel agrees with the device's to the bit, and compiles in no time.
+  tx = optax_boost.sgperm(**options, backend="host")
+  expected, _ = jax.jit(tx.update)(kernel, tx.init(kernel), kernel)
+  tx = optax_boost.sgperm(**options, backend="device")
+  sharded = jax.device_put(kernel, sharding)
+  state = tx.init(sharded)
+  compiled = jax.jit(tx.update).lower(sharded, state, sharded).compile()
+  updates, after = compiled(sharded, state, sharded)
+  assert "all-gather" not in compiled.as_text()
+  np.testing.assert_array_equal(updates, expected)
+  for leaf in (updates, after.permutation, after.momentum, after.initial, after.ranks):
+    assert leaf.sharding.is_equivalent_to(sharding, 2)
 
 
 @pytest.mark.skipif(
@@ -522,7 +629,8 @@ def test_leaves_of_any_rank_are_cut_into_vectors_and_put_together(
   np.testing.assert_array_equal(layout.leaf(columns), entries)
   expected = np.broadcast_to(np.arange(length)[:, None], columns.shape)
   np.testing.assert_array_equal(layout.position(columns), expected)
-  np.testing.assert_array_equal(layout.entries(expected), columns)
+  places = expected.reshape(layout.fan_in_first(entries).shape)
+  np.testing.assert_array_equal(layout.leaf(layout.entries(places)), entries)
 
 
 @each_method

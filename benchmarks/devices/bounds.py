@@ -22,6 +22,26 @@ BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
 )
 
 
+# SGPerm and LaPerm: one loop for equal leaves; fan-in shards cross once there and once back.
+_PERMUTING = ("sgperm pairs", "sgperm rank", "sgperm exact", "laperm")
+BOUNDS += (
+  ("h100", "replicated", "sgperm pairs", "loops", 1),
+  ("h100", "replicated", "sgperm rank", "loops", 1),
+  ("h100", "replicated", "sgperm exact", "loops", 2),
+  ("h100", "replicated", "sgperm pairs", "kernels", 60),
+  ("h100", "replicated", "sgperm rank", "kernels", 75),
+  ("h100", "replicated", "sgperm exact", "kernels", 85),
+  ("h100", "replicated", "laperm", "kernels", 85),
+  *(
+    (chip, layout, case, figure, 2 if (layout, figure) == ("fan-in", "all-to-all") else 0)
+    for chip in ("v5e-8", "v5e-256")
+    for layout in ("outputs", "fan-in")
+    for case in _PERMUTING
+    for figure in ("all-gather", "all-to-all", "collective-permute")
+  ),
+)
+
+
 def broken(records: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
   """The bounds that measured programs break, in words."""
   found = []

@@ -16,6 +16,8 @@ The links of entries in a cycle freeze, and in the end tell which weight each re
 """
 
 import functools
+import itertools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -25,6 +27,9 @@ import jax.numpy as jnp
 from optax_boost import _tree
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
+
+# Words of a vector in all lanes that are not worth a second program; and the most programs.
+_FEW_WORDS, _BANDS = 64, 4
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
@@ -43,9 +48,27 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
   lanes = -(-n // sizes[0])
   order = _by_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
   up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
-  search = _Search(values, up, down, order, size, lanes, -(-sizes[1] // 32))
-  source = _sorting.gather(position, search.run(work.ranges, work.brackets))
+
+  def search(least: int, most: int) -> jax.Array:
+    lanes, words = -(-n // least), -(-most // 32)
+    found = _Search(values, up, down, order, size, lanes, words)
+    return found.run(work.ranges, work.brackets)
+
+  edges = _edges(n, *sizes)
+  bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
+  received = jax.lax.switch(jnp.searchsorted(jnp.array(edges[1:-1]), size), bands)
+  source = _sorting.gather(position, received)
   return _sorting.scatter(jnp.zeros_like(position), position, source)
+
+
+def _edges(n: int, least: int, most: int) -> list[int]:
+  """Cuts the sizes of subsets into bands, each of which has a search of its own shapes.
+
+  Small subsets need many lanes and large ones many words; at once they take several times as long.
+  """
+  small = -(-n // least) * -(-most // 32) <= _FEW_WORDS
+  bands = 1 if small else min(_BANDS, max(1, math.ceil(math.log(most / least, 1.5))))
+  return [round(least * (most / least) ** (k / bands)) for k in range(bands + 1)]
 
 
 def _arranged(

@@ -1,80 +1,111 @@
-"""How SGPerm's kernels run: some weight vectors at a time, and under meshes with explicit axes."""
+"""How SGPerm's kernels run: once for all leaves that are alike, some weight vectors at a time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import itertools
+import math
 from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from optax_boost._sgperm import _sharding
+from optax_boost._sgperm import _sorting
+
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
+# Weights of a stack of leaves on an accelerator. It is a copy of them, which on a CPU takes longer
+# than compiling is worth: there a stack is no larger than a block.
+_STACKED_WEIGHTS = 2**25
+
+# Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself;
+# `vectors` may be several axes, the first then that of leaves. Returns (n, vectors) int32: for each
+# position the initial one of its new weight.
+Kernel: TypeAlias = Callable[..., jax.Array]
 
 
-def in_blocks(
-  kernel: Callable[..., jax.Array], columns: Sequence[jax.Array], dtype: jax.typing.DTypeLike
-) -> jax.Array:
-  """Applies a kernel on arrays (..., vectors), each vector by itself; returns (n, vectors)."""
-  n, vectors = columns[0].shape
+def over_leaves(
+  kernel: Callable[[int], Kernel], leaves: Sequence[tuple[int, Sequence[jax.Array]]]
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Runs the kernel for vectors of n weights once for leaves of the same shapes and dtypes.
+
+  `leaves`: of each leaf the number of its fan-in axes, and the kernel's arrays, (*fan_in, *outputs)
+  or (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
+  """
+  mesh = _sharding.mesh_of([x for _, arrays in leaves for x in arrays])
+
+  def kind(index: int) -> Any:
+    axes, arrays = leaves[index]
+    return axes, [(x.shape, str(x.dtype)) for x in arrays]
+
+  results: list[Any] = [None] * len(leaves)
+  for _, alike in itertools.groupby(sorted(range(len(leaves)), key=kind), kind):
+    members = list(alike)
+    axes, (initial, *_) = leaves[members[0]]
+    one = kernel(math.prod(initial.shape[:axes]))
+    most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS
+    chunk = max(1, most // max(1, initial.size))
+    for start in range(0, len(members), chunk):
+      some = members[start : start + chunk]
+      stacks = list(zip(*(leaves[i][1] for i in some), strict=True))
+      moved = (
+        _sharding.on_stacks(one, stacks, axes, mesh) if mesh else _on_stacks(one, stacks, axes)
+      )
+      for i, result in zip(some, moved, strict=True):
+        results[i] = result
+  return results
+
+
+def _on_stacks(
+  kernel: Kernel, stacks: list[tuple[jax.Array, ...]], axes: int
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Runs a kernel on the vectors of several leaves side by side."""
+  initial, shape = stacks[0], stacks[0][0].shape
+  places = in_blocks(kernel, [jnp.stack([_columns(x, axes) for x in xs]) for xs in stacks])
+  # Gathers leaf by leaf need no stack of results.
+  values = [_sorting.gather(_columns(x, axes), p) for x, p in zip(initial, places, strict=True)]
+  return [(p.reshape(shape), x.reshape(shape)) for p, x in zip(places, values, strict=True)]
+
+
+def _on_cpu(x: jax.Array) -> bool:
+  """Whether a CPU will run the program, or where an array lies on no known mesh, most likely."""
+  device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
+  return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
+
+
+def _columns(x: jax.Array, axes: int) -> jax.Array:
+  return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
+
+
+def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+  """Applies a kernel on (n, vectors) to arrays (leaves, n or 1, vectors), each vector by itself."""
+  leaves, n, vectors = arrays[0].shape
   # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
   # vectors side by side than keep a device busy: on a CPU, as many as fit into its cache.
-  most = _WEIGHTS if jax.default_backend() == "cpu" else _MANY_WEIGHTS
+  most = _WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS
   width = max(1, most // max(1, n))
   # The vectors may lie on all of several devices.
-  if vectors <= width or jax.device_count() > 1:
-    return kernel(*columns)
-  blocks = -(-vectors // width)
-  width = -(-vectors // blocks)
+  if jax.device_count() > 1:
+    width = leaves * vectors
+  # A block is some whole leaves, or a part of one.
+  some = min(leaves, max(1, width // max(1, vectors)))
+  pieces = -(-vectors // width) if vectors else 1
+  width = -(-vectors // pieces)
+
+  def block(*parts: jax.Array) -> jax.Array:
+    found = kernel(*(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in parts))
+    return jnp.moveaxis(found.reshape(n, some, width), 1, 0)
+
+  if some == leaves and pieces == 1:
+    return block(*arrays)
 
   def one(k: jax.Array, done: jax.Array) -> jax.Array:
     # The last block overlaps the one before it, and repeats its results.
-    start = jnp.minimum(k * width, vectors - width)
-    parts = [jax.lax.dynamic_slice_in_dim(x, start, width, -1) for x in columns]
-    return jax.lax.dynamic_update_slice_in_dim(done, kernel(*parts), start, -1)
+    leaf = jnp.minimum(k // pieces * some, leaves - some)
+    start = (leaf, 0, jnp.minimum(k % pieces * width, vectors - width))
+    parts = [jax.lax.dynamic_slice(x, start, (some, x.shape[1], width)) for x in arrays]
+    return jax.lax.dynamic_update_slice(done, block(*parts), start)
 
-  return jax.lax.fori_loop(0, blocks, one, jnp.zeros((n, vectors), dtype))
-
-
-def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-  """Leaves the shardings inside a function without closures over arrays to the compiler.
-
-  Meshes with explicit axes ask how each result of a sort or gather is sharded. Results are sharded
-  as the arrays of `like`, a tree like the results; None: not sharded.
-  """
-
-  def call(*args: Any) -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty and (mesh_of_arrays := _explicit_mesh((like, args))) is not None:
-      with jax.sharding.use_abstract_mesh(mesh_of_arrays):
-        return call(*args)
-    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-      return function(*args)
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shardings = jax.tree.map(
-      lambda x: replicated if x is None else jax.typeof(x).sharding,
-      like,
-      is_leaf=lambda x: x is None,
-    )
-    return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
-
-  return call
-
-
-def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
-  """The mesh with explicit axes that arrays lie on, also outside of ``jax.set_mesh``."""
-  # JAX before 0.8 has no way to enter it.
-  if not hasattr(jax.sharding, "use_abstract_mesh"):
-    return None
-  meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-  explicit = jax.sharding.AxisType.Explicit
-  return next((m for m in meshes if not m.empty and explicit in m.axis_types), None)
-
-
-def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
-  """Returns `new`, with a hint to shard it like `old`; `floats` is any array of their shape.
-
-  The result of a sort or a gather has no sharding of its own. Under ``jit`` that of `old` is not
-  known, but a choice between the two passes it on.
-  """
-  # Nothing is above infinity, NaN neither, which the compiler does not know.
-  return jnp.where(floats > jnp.inf, old, new)
+  blocks = -(-leaves // some) * pieces
+  return jax.lax.fori_loop(0, blocks, one, jnp.zeros((leaves, n, vectors), jnp.int32))

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _tree
-from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sorting
 
 # With fewer bits of a weight, too many of a vector would look the same.
@@ -83,8 +82,4 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 @jax.jit
 def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
   """Gives the r-th of `ordered`, values by rising weight, to the r-th smallest target (no NaN)."""
-
-  def kernel(target: jax.Array, ordered: jax.Array) -> jax.Array:
-    return _sorting.gather(ordered, _sorting.ranks(target))
-
-  return _execution.in_blocks(kernel, (target, ordered), ordered.dtype)
+  return _sorting.gather(ordered, _sorting.ranks(target))

@@ -23,10 +23,17 @@ from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._permutation import LapermState
 
 _METHOD = "laperm"
+
+
+def _synchronized(initial: jax.Array, trained: jax.Array, ranks: jax.Array) -> jax.Array:
+  """The places of the initial weights in the order of the trained; NaN are the largest."""
+  del initial
+  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), _sorting.inverse(ranks))
 
 
 def laperm(
@@ -138,19 +145,23 @@ def laperm(
       steps: list[Any], permutation: list[Any], params: Any, initial: Any, ranks: Any
     ) -> tuple[list[Any], list[Any]]:
       steps, permutation = list(steps), list(permutation)
+      moving = [i for i, lay in enumerate(layouts) if lay.movable]
+
+      def vectors(i: int) -> tuple[int, list[jax.Array]]:
+        trained = optax.apply_updates(params[i], steps[i])
+        arrays = (initial[i], trained, ranks[i])
+        return len(layouts[i].fan_in), list(map(layouts[i].fan_in_first, arrays))
+
+      targets = dict(zip(range(len(steps)), initial, strict=True))
+      results = _execution.over_leaves(lambda n: _synchronized, list(map(vectors, moving)))
+      for i, result in zip(moving, results, strict=True):
+        targets[i], permutation[i] = _layout.moved(layouts[i], permutation[i], initial[i], *result)
       for i, lay in enumerate(layouts):
-        if lay.excluded:
-          continue
-        target = initial[i]
-        if lay.movable:
-          trained = lay.columns(optax.apply_updates(params[i], steps[i]))
-          trained = jnp.where(jnp.isnan(trained), jnp.inf, trained)
-          position = _fast.by_rank(trained, _sorting.inverse(lay.columns(ranks[i])))
-          target, permutation[i] = _layout.move(lay, permutation[i], target, position)
-        steps[i] = _layout.difference(params[i], target, steps[i].dtype)
+        if not lay.excluded:
+          steps[i] = _layout.difference(params[i], targets[i], steps[i].dtype)
       return steps, permutation
 
-    synchronize = _execution.auto_sharded(synchronize, (steps, permutation))
+    synchronize = _sharding.auto_sharded(synchronize, (steps, permutation))
     # Sorts run only when they are due.
     steps, permutation = _conditional.cond(
       due, synchronize, lambda *lists: lists[:2], steps, permutation, *rest

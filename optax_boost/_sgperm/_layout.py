@@ -18,6 +18,7 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
+from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 
 
@@ -54,12 +55,16 @@ class Layout(NamedTuple):
     """Whether there is anything to permute."""
     return self.length > 1 and self.vectors > 0 and not self.excluded
 
+  def fan_in_first(self, x: jax.Array) -> jax.Array:
+    """The leaf as (*fan_in, *outputs)."""
+    return jnp.transpose(x, self.fan_in + self.outputs)
+
   def columns(self, x: jax.Array) -> jax.Array:
     """The leaf as (n, vectors)."""
-    return jnp.transpose(x, self.fan_in + self.outputs).reshape(self.length, self.vectors)
+    return self.fan_in_first(x).reshape(self.length, self.vectors)
 
   def leaf(self, columns: jax.Array) -> jax.Array:
-    """The inverse of :meth:`columns`."""
+    """The inverse of :meth:`columns` and of :meth:`fan_in_first`."""
     axes = self.fan_in + self.outputs
     return jnp.transpose(columns.reshape([self.shape[a] for a in axes]), np.argsort(axes).tolist())
 
@@ -84,13 +89,12 @@ class Layout(NamedTuple):
     return place
 
   def entries(self, position: jax.Array) -> jax.Array:
-    """The entries of the raveled leaf at places (n, vectors) in their weight vectors."""
-    shape = [self.shape[axis] for axis in self.outputs]
+    """The entries of the raveled leaf at places (*fan_in, *outputs) in their weight vectors."""
+    shape = [1] * len(self.fan_in) + [self.shape[axis] for axis in self.outputs]
     flat = jnp.zeros(shape, jnp.int32)
-    for k, axis in enumerate(self.outputs):
+    for k, axis in enumerate(self.outputs, len(self.fan_in)):
       index = jax.lax.broadcasted_iota(jnp.int32, shape, k)
       flat = flat + index * math.prod(self.shape[axis + 1 :])
-    flat = flat.reshape(1, -1)
     for length, stride in reversed(self._runs()):
       flat = flat + position % length * stride
       position = position // length
@@ -182,10 +186,10 @@ def _ranks(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.zeros(layout.shape, jnp.int32)
 
   def sort(x: jax.Array) -> jax.Array:
-    columns = _execution.in_blocks(_sorting.ranks, [layout.columns(x)], jnp.int32)
-    return _execution.sharded_like(jnp.zeros_like(x, jnp.int32), layout.leaf(columns), x)
+    columns = _execution.in_blocks(_sorting.ranks, [layout.columns(x)[None]])
+    return _sharding.sharded_like(jnp.zeros_like(x, jnp.int32), layout.leaf(columns), x)
 
-  return _execution.auto_sharded(sort, x)(x)
+  return _sharding.auto_sharded(sort, x)(x)
 
 
 def ranges(layout: Layout, x: Any) -> Any:
@@ -200,7 +204,7 @@ def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
   if not layout.movable:
     return jnp.zeros((1, layout.vectors), x.dtype)
   spread = functools.partial(jnp.ptp, axis=0, keepdims=True)
-  return _execution.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
+  return _sharding.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
 
 
 def identity(params: Any) -> Any:
@@ -217,13 +221,12 @@ def identity(params: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def move(
-  layout: Layout, held: jax.Array, initial: jax.Array, position: jax.Array
+def moved(
+  layout: Layout, held: jax.Array, initial: jax.Array, position: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The leaf with the initial weights of places (n, vectors), and its permutation after `held`."""
-  values = _sorting.gather(layout.columns(initial), position)
+  """The leaf with the initial weights of places (*fan_in, *outputs), and its permutation."""
   permutation = layout.leaf(layout.entries(position))
-  return layout.leaf(values), _execution.sharded_like(held, permutation, initial)
+  return layout.leaf(values), _sharding.sharded_like(held, permutation, initial)
 
 
 def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:

@@ -12,8 +12,8 @@ import optax
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
+from optax_boost._sgperm import _sharding
 
 
 @_protocol.declares(metrics=("sgperm/notfinite_count",))
@@ -86,7 +86,7 @@ def _find(opt_state: Any, function: str) -> SgpermState | LapermState:
 
 def _take(initial: jax.Array, index: jax.Array) -> jax.Array:
   """A leaf after a permutation of its entries."""
-  return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
+  return _sharding.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
 
 
 def mismatch(

@@ -105,13 +105,14 @@ def gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
   """Writes ``x[index[i, j], j] = values[i, j]``; indices out of bounds are dropped."""
+  vectors = tuple(range(1, x.ndim))
   # As `jax.vmap` would write it, but without its transposes of x.
   dimensions = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(),
     inserted_window_dims=(0,),
     scatter_dims_to_operand_dims=(0,),
-    operand_batching_dims=(1,),
-    scatter_indices_batching_dims=(1,),
+    operand_batching_dims=vectors,
+    scatter_indices_batching_dims=vectors,
   )
   mode = jax.lax.GatherScatterMode.FILL_OR_DROP
   return jax.lax.scatter(x, index[..., None], values, dimensions, mode=mode)

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-import itertools
 from typing import Any
 from typing import NamedTuple
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
+from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._permutation import SgpermState
 
@@ -35,10 +34,6 @@ class Leaf(NamedTuple):
   permutation: jax.Array
   ranks: Any
   ranges: jax.Array
-
-
-# A leaf's layout and arrays, and the random words drawn for it.
-Part: TypeAlias = tuple[_layout.Layout, Leaf, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +134,16 @@ class Transform:
 
     def move(count: jax.Array, key: jax.Array, leaves: Any) -> Any:
       bits = self._random_bits(count, key, layouts)
-      parts = list(zip(layouts, leaves, bits, strict=True))
-      step = self._exact_step if self.method == "exact" else self._fast_step
+      on_host = self.method == "exact" and self._on_host()
+      step = self._host_step if on_host else self._device_step
       return [
-        _layout.move(lay, leaf.permutation, leaf.initial, position)
-        for (lay, leaf, _), position in zip(parts, step(count, parts), strict=True)
+        _layout.moved(lay, leaf.permutation, leaf.initial, *result)
+        for lay, leaf, result in zip(
+          layouts, leaves, step(count, bits, layouts, leaves), strict=True
+        )
       ]
 
-    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
+    move = _sharding.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
     return move(state.count, state.key, leaves)
 
   def _sizes(self, length: int) -> tuple[int, int]:
@@ -155,47 +152,104 @@ class Transform:
 
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
-  ) -> list[jax.Array]:
-    """The random words of each leaf, from one draw for all: each draw is much to compile."""
+  ) -> jax.Array:
+    """Random words, from one draw for all leaves: their vectors do not mix."""
 
     def words(n: int) -> int:
       if self.method == "exact":
         return n if self._sizes(n)[0] < n else 0
       return self.rounds if self.method == "pairs" else 0
 
-    ends = list(itertools.accumulate((words(lay.length) for lay in layouts), initial=0))
-    drawn = jnp.zeros(0, jnp.uint32)
-    if ends[-1]:
-      step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
-      drawn = jax.random.bits(jax.random.fold_in(step_key, count), (ends[-1],), jnp.uint32)
-    return [drawn[start:end] for start, end in itertools.pairwise(ends)]
+    most = max((words(lay.length) for lay in layouts), default=0)
+    if not most:
+      return jnp.zeros(0, jnp.uint32)
+    step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
+    return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 
-  def _fast_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
-    """Per leaf (n, vectors) int32: for each position the initial one of its new weight."""
-    positions = []
-    for lay, leaf, random in parts:
-      params, momentum = lay.columns(leaf.params), lay.columns(leaf.momentum)
-      bracket = self.schedules.brackets(count, lay.length)[-1]
-      target = _fast.targets(params, momentum, leaf.ranges, bracket)
-      if self.method == "pairs":
-        held = lay.position(lay.columns(leaf.permutation))
-        positions.append(_fast.pairs(params, held, target, random))
-      else:
-        positions.append(_fast.by_rank(target, _sorting.inverse(lay.columns(leaf.ranks))))
-    return positions
+  def _order(self, bits: jax.Array, n: int) -> jax.Array:
+    """The drawn order of the vectors' ranks."""
+    drawn = self._sizes(n)[0] < n
+    return _sorting.argsort(bits[:n]) if drawn else jnp.arange(n, dtype=jnp.int32)
 
-  def _exact_step(self, count: jax.Array, parts: list[Part]) -> list[jax.Array]:
-    """The same by the published algorithm."""
+  def _device_step(
+    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    """Per leaf (*fan_in, *outputs), the places of initial weights, and these."""
+
+    def arrays(lay: _layout.Layout, leaf: Leaf) -> tuple[int, list[jax.Array]]:
+      found = [leaf.initial, leaf.momentum]
+      if self.method != "exact":
+        found.append(leaf.params)
+      if self.method != "rank":
+        found.append(lay.position(leaf.permutation))
+      if self.method != "pairs":
+        found.append(leaf.ranks)
+      if leaf.order is not None:
+        found.append(lay.leaf(leaf.order.astype(jnp.int32)))
+      axes = len(lay.fan_in)
+      ranges = leaf.ranges.reshape([1] * axes + [lay.shape[axis] for axis in lay.outputs])
+      return axes, [*map(lay.fan_in_first, found), ranges]
+
+    kernels = {"exact": self._exact_kernel, "pairs": self._pairs_kernel, "rank": self._rank_kernel}
+    kernel = functools.partial(kernels[self.method], count, bits)
+    return _execution.over_leaves(kernel, list(map(arrays, layouts, leaves)))
+
+  def _pairs_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
+    bracket = self.schedules.brackets(count, n)[-1]
+
+    def kernel(initial: Any, momentum: Any, params: Any, position: Any, ranges: Any) -> jax.Array:
+      del initial
+      return _fast.pairs(params, position, _fast.targets(params, momentum, ranges, bracket), bits)
+
+    return kernel
+
+  def _rank_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
+    del bits
+    bracket = self.schedules.brackets(count, n)[-1]
+
+    def kernel(initial: Any, momentum: Any, params: Any, ranks: Any, ranges: Any) -> jax.Array:
+      del initial
+      target = _fast.targets(params, momentum, ranges, bracket)
+      return _fast.by_rank(target, _sorting.inverse(ranks))
+
+    return kernel
+
+  def _exact_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
+    drawn = self._order(bits, n)
+    size = self.schedules.size(count, n, self.partition_size_min)
+    brackets = self.schedules.brackets(count, n)
+
+    def kernel(*arrays: jax.Array) -> jax.Array:
+      # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
+      shape = jnp.moveaxis(arrays[0], 1, -1).shape
+      columns = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
+      initial, momentum, position, ranks, *given, ranges = columns
+      work = _host.Work(
+        weights=_sorting.gather(initial, position),
+        momentum=momentum,
+        ranks=_sorting.gather(ranks, position),
+        ranges=ranges[0],
+        order=given[0] if given else drawn,
+        size=size,
+        brackets=brackets.astype(initial.dtype),
+      )
+      source = _device.permute(work, sizes=self._sizes(n), remainder=self.remainder)
+      return jnp.moveaxis(_sorting.gather(position, source).reshape(shape), -1, 1)
+
+    return kernel
+
+  def _host_step(
+    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[tuple[jax.Array, jax.Array]]:
+    """The same by the published algorithm on the host, whose ranks are its own."""
     positions, works = [], []
-    for lay, leaf, random in parts:
-      order = leaf.order
-      if order is None:
-        order = _sorting.argsort(random) if random.size else jnp.arange(lay.length)
+    for lay, leaf in zip(layouts, leaves, strict=True):
+      order = self._order(bits, lay.length) if leaf.order is None else leaf.order
       position = lay.position(lay.columns(leaf.permutation))
       work = _host.Work(
         weights=_sorting.gather(lay.columns(leaf.initial), position),
         momentum=lay.columns(leaf.momentum),
-        ranks=_sorting.gather(lay.columns(leaf.ranks), position),
+        ranks=None,
         ranges=leaf.ranges[0],
         order=order.astype(jnp.int32),
         size=self.schedules.size(count, lay.length, self.partition_size_min),
@@ -203,12 +257,14 @@ class Transform:
       )
       positions.append(position)
       works.append(work)
-    if self._on_host() and works:
-      sources = _called_back([work._replace(ranks=None) for work in works], self.remainder)
-    else:
-      sizes = [self._sizes(lay.length) for lay, _, _ in parts]
-      sources = [_on_device(*pair, self.remainder) for pair in zip(works, sizes, strict=True)]
-    return list(map(_sorting.gather, positions, sources))
+    sources = _called_back(works, self.remainder) if works else []
+    results = []
+    for lay, leaf, position, source in zip(layouts, leaves, positions, sources, strict=True):
+      place = _sorting.gather(position, source)
+      values = _sorting.gather(lay.columns(leaf.initial), place)
+      shape = lay.fan_in_first(leaf.initial).shape
+      results.append((place.reshape(shape), values.reshape(shape)))
+    return results
 
   def _on_host(self) -> bool:
     """Whether the exact step runs on the host."""
@@ -219,16 +275,6 @@ class Transform:
     return alone and _host.have_numba()
 
 
-def _on_device(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  names = ["weights", "momentum", "ranks", "ranges"] + ["order"] * (work.order.ndim == 2)
-
-  def kernel(*columns: jax.Array) -> jax.Array:
-    part = work._replace(**dict(zip(names, columns, strict=True)))
-    return _device.permute(part, sizes=sizes, remainder=remainder)
-
-  return _execution.in_blocks(kernel, [getattr(work, name) for name in names], jnp.int32)
-
-
 # Jitted, and with a hint: outside of a jit the results of a callback would lie on no mesh.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
@@ -236,7 +282,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   callback = functools.partial(_permute_on_host, remainder=remainder)
   sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
   return [
-    _execution.sharded_like(jnp.zeros_like(source), source, work.weights)
+    _sharding.sharded_like(jnp.zeros_like(source), source, work.weights)
     for source, work in zip(sources, works, strict=True)
   ]
 

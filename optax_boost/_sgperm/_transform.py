@@ -130,8 +130,8 @@ def sgperm(
 
   .. note::
     SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector;
-    this function reverses a stable sort, and the vectors of a leaf share one draw by the order of
-    their weights, equal ones in natural order. Leaves of any rank are permuted.
+    this function reverses a stable sort, and vectors of the same length share one draw by the order
+    of their weights, equal ones in natural order. Leaves of any rank are permuted.
   """
   bounds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("alpha", alpha, {"minimum": 0.0}),
