@@ -26,24 +26,24 @@ Kernel: TypeAlias = Callable[..., jax.Array]
 
 
 def over_leaves(
-  kernel: Callable[[int], Kernel], leaves: Sequence[tuple[int, Sequence[jax.Array]]]
+  kernel: Callable[[Any], Kernel], leaves: Sequence[tuple[Any, Sequence[jax.Array]]]
 ) -> list[tuple[jax.Array, jax.Array]]:
-  """Runs the kernel for vectors of n weights once for leaves of the same shapes and dtypes.
+  """Runs the kernel for a layout once for leaves of the same shapes, fan-in axes and dtypes.
 
-  `leaves`: of each leaf the number of its fan-in axes, and the kernel's arrays, (*fan_in, *outputs)
-  or (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
+  `leaves`: of each leaf the layout, and the kernel's arrays, (*fan_in, *outputs) or
+  (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
   """
   mesh = _sharding.mesh_of([x for _, arrays in leaves for x in arrays])
 
   def kind(index: int) -> Any:
-    axes, arrays = leaves[index]
-    return axes, [(x.shape, str(x.dtype)) for x in arrays]
+    layout, arrays = leaves[index]
+    return layout.shape, layout.fan_in, [str(x.dtype) for x in arrays]
 
   results: list[Any] = [None] * len(leaves)
   for _, alike in itertools.groupby(sorted(range(len(leaves)), key=kind), kind):
     members = list(alike)
-    axes, (initial, *_) = leaves[members[0]]
-    one = kernel(math.prod(initial.shape[:axes]))
+    layout, (initial, *_) = leaves[members[0]]
+    axes, one = len(layout.fan_in), kernel(layout)
     most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS
     chunk = max(1, most // max(1, initial.size))
     for start in range(0, len(members), chunk):

@@ -147,13 +147,13 @@ def laperm(
       steps, permutation = list(steps), list(permutation)
       moving = [i for i, lay in enumerate(layouts) if lay.movable]
 
-      def vectors(i: int) -> tuple[int, list[jax.Array]]:
+      def vectors(i: int) -> tuple[_layout.Layout, list[jax.Array]]:
         trained = optax.apply_updates(params[i], steps[i])
         arrays = (initial[i], trained, ranks[i])
-        return len(layouts[i].fan_in), list(map(layouts[i].fan_in_first, arrays))
+        return layouts[i], list(map(layouts[i].fan_in_first, arrays))
 
       targets = dict(zip(range(len(steps)), initial, strict=True))
-      results = _execution.over_leaves(lambda n: _synchronized, list(map(vectors, moving)))
+      results = _execution.over_leaves(lambda layout: _synchronized, list(map(vectors, moving)))
       for i, result in zip(moving, results, strict=True):
         targets[i], permutation[i] = _layout.moved(layouts[i], permutation[i], initial[i], *result)
       for i, lay in enumerate(layouts):

@@ -176,36 +176,41 @@ class Transform:
   ) -> list[tuple[jax.Array, jax.Array]]:
     """Per leaf (*fan_in, *outputs), the places of initial weights, and these."""
 
-    def arrays(lay: _layout.Layout, leaf: Leaf) -> tuple[int, list[jax.Array]]:
+    def arrays(lay: _layout.Layout, leaf: Leaf) -> tuple[_layout.Layout, list[jax.Array]]:
       found = [leaf.initial, leaf.momentum]
       if self.method != "exact":
         found.append(leaf.params)
       if self.method != "rank":
-        found.append(lay.position(leaf.permutation))
+        found.append(leaf.permutation)
       if self.method != "pairs":
         found.append(leaf.ranks)
       if leaf.order is not None:
         found.append(lay.leaf(leaf.order.astype(jnp.int32)))
-      axes = len(lay.fan_in)
-      ranges = leaf.ranges.reshape([1] * axes + [lay.shape[axis] for axis in lay.outputs])
-      return axes, [*map(lay.fan_in_first, found), ranges]
+      outputs = [lay.shape[axis] for axis in lay.outputs]
+      ranges = leaf.ranges.reshape([1] * len(lay.fan_in) + outputs)
+      return lay, [*map(lay.fan_in_first, found), ranges]
 
     kernels = {"exact": self._exact_kernel, "pairs": self._pairs_kernel, "rank": self._rank_kernel}
     kernel = functools.partial(kernels[self.method], count, bits)
     return _execution.over_leaves(kernel, list(map(arrays, layouts, leaves)))
 
-  def _pairs_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
-    bracket = self.schedules.brackets(count, n)[-1]
+  def _pairs_kernel(
+    self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
+  ) -> _execution.Kernel:
+    bracket = self.schedules.brackets(count, layout.length)[-1]
 
-    def kernel(initial: Any, momentum: Any, params: Any, position: Any, ranges: Any) -> jax.Array:
+    def kernel(initial: Any, momentum: Any, params: Any, held: Any, ranges: Any) -> jax.Array:
       del initial
-      return _fast.pairs(params, position, _fast.targets(params, momentum, ranges, bracket), bits)
+      target = _fast.targets(params, momentum, ranges, bracket)
+      return _fast.pairs(params, layout.position(held), target, bits)
 
     return kernel
 
-  def _rank_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
+  def _rank_kernel(
+    self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
+  ) -> _execution.Kernel:
     del bits
-    bracket = self.schedules.brackets(count, n)[-1]
+    bracket = self.schedules.brackets(count, layout.length)[-1]
 
     def kernel(initial: Any, momentum: Any, params: Any, ranks: Any, ranges: Any) -> jax.Array:
       del initial
@@ -214,7 +219,10 @@ class Transform:
 
     return kernel
 
-  def _exact_kernel(self, count: jax.Array, bits: jax.Array, n: int) -> _execution.Kernel:
+  def _exact_kernel(
+    self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
+  ) -> _execution.Kernel:
+    n = layout.length
     drawn = self._order(bits, n)
     size = self.schedules.size(count, n, self.partition_size_min)
     brackets = self.schedules.brackets(count, n)
@@ -223,7 +231,8 @@ class Transform:
       # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
       shape = jnp.moveaxis(arrays[0], 1, -1).shape
       columns = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
-      initial, momentum, position, ranks, *given, ranges = columns
+      initial, momentum, held, ranks, *given, ranges = columns
+      position = layout.position(held)
       work = _host.Work(
         weights=_sorting.gather(initial, position),
         momentum=momentum,
