@@ -98,6 +98,9 @@ CASES = {
       _adam(), GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.4)
     ),
   ),
+  "layerwise_decay": Case(
+    "layerwise_decay", lambda: optax.chain(_adam(), optax_boost.layerwise_decay(GROUPS))
+  ),
   "switch_after": Case("switch_after", lambda: optax_boost.switch_after(100, _sgd(), _adam())),
   "svrg": Case(
     "svrg", lambda: optax.chain(optax_boost.svrg(refresh_every=100), _sgd()), extra=_quadratic
