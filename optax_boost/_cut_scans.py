@@ -1,9 +1,9 @@
 """Scans over layers of which some are frozen, in a program that is differentiated.
 
 A leaf whose layers are partly frozen enters the program in parts, the frozen ones behind
-``stop_gradient``. A scan that slices it runs over one part after the other, and the derivative of
-a part without anything trained in it is dropped. No result changes, whatever else enters the scan;
-where something trained does, its backward pass stays. Other equations see the leaf whole.
+``stop_gradient``. A scan that slices the leaf runs over one part after the other, and JAX drops the
+backward pass of a part that no trained param enters. No result changes: where a trained param does
+enter, through constants or the carry, the backward pass stays. Other equations see the leaf whole.
 """
 
 from collections.abc import Callable

@@ -229,7 +229,7 @@ def _places(
     for i in followers.get(first, []):
       slices = layers[::-1] if stack_of[first].reverse else layers
       places.setdefault(i, slices if i in stack_of[first].axes else layers[:1])
-    # What is used before a scan belongs to its first layer, what is used after it to the last.
+    # Leaves used before a scan belong to its first layer, leaves used after it to the last.
     for place, i in enumerate(block):
       places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])
   return places, number

@@ -107,7 +107,7 @@ def test_layers_along_another_axis_are_named_by_it():
   assert held_by(loss, params, plan, 1)
 
 
-def test_what_stands_beside_a_scan_goes_with_its_first_or_last_layer():
+def test_norms_beside_a_scan_go_with_its_first_or_last_layer():
   params = make_params() | {
     "before": {"scale": jnp.ones(WIDTH)},
     "after": {"scale": jnp.ones(WIDTH)},
@@ -276,7 +276,7 @@ def test_scans_in_scans_are_cut_at_the_outer_one():
   assert held_by(loss, params, plan, 3)
 
 
-def test_what_is_trained_below_frozen_layers_keeps_its_gradient():
+def test_params_trained_below_frozen_layers_keep_their_gradient():
   assert held_by(loss_fn, make_params(), groups_of(overrides={"embed": 6}), 3)
   shared = groups_of(overrides={"blocks/bias": 6})
   assert held_by(loss_fn, make_params(), shared, 3)

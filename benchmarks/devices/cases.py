@@ -104,6 +104,9 @@ CASES = {
       _adam(), [f"^body/kernel_{i:02d}" for i in range(LEAVES // 2)], window=2, every=50
     ),
   ),
+  "layerwise_decay": Case(
+    "layerwise_decay", lambda: optax.chain(_adam(), optax_boost.layerwise_decay(GROUPS))
+  ),
   "switch_after": Case("switch_after", lambda: optax_boost.switch_after(100, _sgd(), _adam())),
   "svrg": Case(
     "svrg", lambda: optax.chain(optax_boost.svrg(refresh_every=100), _sgd()), extra=_quadratic

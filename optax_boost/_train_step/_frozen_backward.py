@@ -66,7 +66,7 @@ def _gradient_at(
 
   def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
     leaves, structure = jax.tree.flatten(params)
-    # Ahead of whatever the objective does to the params.
+    # Before a loss scale puts its boundaries around the params.
     stopped = [
       jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
     ]
