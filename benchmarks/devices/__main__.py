@@ -24,8 +24,9 @@ _ABOUT = f"""\
 Optimizer steps (`update` and `optax.apply_updates` in one program, params and state donated) on
 {cases.LEAVES} leaves of {cases.SHAPE[0]} x {cases.SHAPE[1]}, or 1,000 of 10 x 16, compiled by XLA
 for chips that were not there: `make devices`. Kernels and loops: of the entry computation. Sent:
-the results of collectives, in bytes per device. Accessed: XLA's estimate per device, with both sides
-of conditionals and with copies between a TPU's memories; only TPUs have one. s: seconds to trace and compile on the machine below, with other work
+the results of collectives, in bytes per device. Accessed: XLA's estimate per device, with both
+sides of conditionals and with copies between a TPU's memories; only TPUs have one. s: seconds to
+trace and compile on the machine below, with other work
 on it. `adasum` runs on replicas, with whole params."""
 
 
