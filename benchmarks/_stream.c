@@ -40,6 +40,22 @@ static void *read_slice(void *argument) {
   return NULL;
 }
 
+/* The norms' pass: the sums of squares of params and gradients. */
+static void *squares_slice(void *argument) {
+  slice *s = argument;
+  const float *restrict params = s->params;
+  const float *restrict grads = s->grads;
+  float sums[LANES] = {0};
+  size_t i = s->begin;
+  for (; i + LANES <= s->end; i += LANES)
+    for (size_t j = 0; j < LANES; j++)
+      sums[j] += params[i + j] * params[i + j] + grads[i + j] * grads[i + j];
+  s->sum = 0;
+  for (; i < s->end; i++) s->sum += params[i] * params[i] + grads[i] * grads[i];
+  for (size_t j = 0; j < LANES; j++) s->sum += sums[j];
+  return NULL;
+}
+
 /* One thread on each processor that we may use, pinned: left alone, two of them often share one. */
 static int on_all_cores(void *(*run)(void *), slice whole, float *sum) {
   pthread_t threads[MOST_THREADS];
@@ -70,12 +86,13 @@ static int on_all_cores(void *(*run)(void *), slice whole, float *sum) {
   return started == count ? 0 : -1;
 }
 
-/* One pass that reads params, gradients and momentum and writes params and momentum in place, five
- * floats per parameter. No LARS step can do with fewer bytes: its norms are free only if every
- * tensor stays in cache between two uses. */
-int momentum_pass(float *params, float *momentum, const float *grads, size_t n) {
+/* The norms first, from params and gradients; then these and the momentum are read, and params and
+ * momentum written in place: seven floats per parameter, the floor of the method. */
+int lars_passes(float *params, float *momentum, const float *grads, size_t n) {
   slice whole = {.params = params, .momentum = momentum, .grads = grads, .end = n};
-  return on_all_cores(momentum_slice, whole, NULL);
+  float sum = 0;
+  int failed = on_all_cores(squares_slice, whole, &sum);
+  return on_all_cores(momentum_slice, whole, NULL) || failed || sum < 0 ? -1 : 0;
 }
 
 /* Reads and adds up all values. */

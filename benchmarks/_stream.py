@@ -15,20 +15,20 @@ _SOURCE = pathlib.Path(__file__).with_name("_stream.c")
 _FLAGS = ("-O3", "-march=native", "-Wall", "-pthread", "-shared", "-fPIC")
 
 
-def momentum_pass(size: int) -> Callable[[], float]:
-  """Builds the five-float pass over `size` parameters, on all cores.
+def lars_passes(size: int) -> Callable[[], float]:
+  """Builds the two passes of LARS over `size` parameters, on all cores.
 
   Args:
     size: number of float32 parameters.
 
   Returns:
-    A function that makes one pass and returns its seconds.
+    A function that makes both passes and returns their seconds.
 
   Raises:
     OSError: there is no C compiler.
     subprocess.CalledProcessError: it does not take the source.
   """
-  function = _compiled().momentum_pass
+  function = _compiled().lars_passes
   rng = np.random.default_rng(0)
   arrays = [rng.standard_normal(size, dtype=np.float32) for _ in range(3)]
   return _timed(function, arrays, size)

@@ -23,16 +23,16 @@ _MXNET = _harness.Environment(
   "mxnet-1.9.1", ("mxnet==1.9.1", "numpy==1.23.5"), newest_python=(3, 11)
 )
 _OURS = "optax_boost.lars"
-_FLOOR = "C pass"
+_FLOOR = "C, two passes"
 _ABOUT = f"""\
 One optimizer step (`update` and `optax.apply_updates` in one jit, params and state donated) on
 float32 tensors. Ratios are medians of the ratios within a round; below 1 is faster than the
 reference in the column's head. `no-op` takes and returns the arguments of `{_OURS}`: what
 handling them costs. `optax.lars` is masked to give the same leaves a trust ratio. `{_FLOOR}`
-reads params, gradients and momentum and writes params and momentum in place, on all cores, all
-tensors as one: the fewest bytes that the step can move. MXNet runs in a process of its own; its
-times include its Python calls, as in its `Trainer`. On 1,000 small tensors everything fits into
-cache and handling arguments is most of the time."""
+reads params and gradients for the norms, then these and the momentum, and writes params and
+momentum in place, on all cores, all tensors as one: the floor of the method. MXNet runs in a
+process of its own; its times include its Python calls, as in its `Trainer`. On 1,000 small tensors
+everything fits into cache and handling arguments is most of the time."""
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -92,9 +92,9 @@ def step_contender(
 
 
 def floor(shapes: Shapes) -> _harness.Contender:
-  """The C pass over as many parameters, or the reason why there is none."""
+  """The C passes over as many parameters, or the reason why there is none."""
   try:
-    return _harness.Contender(_FLOOR, _stream.momentum_pass(sum(map(math.prod, shapes))))
+    return _harness.Contender(_FLOOR, _stream.lars_passes(sum(map(math.prod, shapes))))
   except (OSError, subprocess.CalledProcessError) as error:
     return _harness.Contender(_FLOOR, None, note=f"not compiled: {error}")
 
@@ -114,7 +114,7 @@ def compare(
     shapes: of the params.
     aggregates: values of MXNet's `aggregate_num`.
     rounds: quiet rounds to collect.
-    bandwidth: whether to add the C pass, which says something only beyond the caches.
+    bandwidth: whether to add the C passes, which say something only beyond the caches.
   """
   theirs = optax.lars(0.1, 1e-4, trust_ratio_mask=matrices)
   plain = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))

@@ -11,12 +11,14 @@ Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
 arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
+import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _base
@@ -61,10 +63,7 @@ def trust_ratio(
   _base.check_array("param_norm", param_norm)
   _base.check_array("grad_norm", grad_norm, jnp.shape(param_norm))
   _check_numbers(trust_coefficient, weight_decay, eps)
-  ratio = trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps)
-  usable = (param_norm > 0) & (grad_norm > 0)
-  usable &= jnp.isfinite(param_norm) & jnp.isfinite(grad_norm)
-  return jnp.where(usable, ratio, jnp.ones_like(ratio))
+  return _ratio(param_norm, grad_norm, trust_coefficient, weight_decay, eps, 1.0)
 
 
 @_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
@@ -225,31 +224,29 @@ def _scale_by_trust_ratio(
     if stacked_axes is None:
       _protocol.announce_layers(method, [leaf.path for leaf, skip, _ in plans if not skip])
     _base.require_axis("axis_name", axis_name, method)
-    squares = _squares(plans, weights, grads, axis_name)
     if not grads:
       return updates, state
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
-    outputs, ratios, finite = [], [], [jnp.ones(1, bool)]
-    for (leaf, skip, decays), w, g, (w2, g2) in zip(plans, weights, grads, squares, strict=True):
-      decay = weight_decay if decays else 0.0
-      if skip:
-        ratio = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype)
-        steps = jnp.isfinite(g) & jnp.isfinite(w)
-      else:
-        ratio = trust_ratio(jnp.sqrt(w2), jnp.sqrt(g2), trust_coefficient, decay, eps)
-        if rate is not None:
-          # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
-          ratio = jnp.where((w2 > 0) & (g2 > 0) & (ratio < rate), ratio / rate, 1.0)
-        good = jnp.isfinite(g2) & jnp.isfinite(w2)
-        finite.append(jnp.ravel(good))
-        steps = _tree.keep_dims(good, leaf)
-      direction = _tree.keep_dims(ratio, leaf) * _clip_and_decay(g, w, clip, decay)
-      outputs.append(jnp.where(steps, direction, 0).astype(w.dtype if like_params else g.dtype))
-      ratios.append(jnp.ravel(ratio).astype(state.trust_ratio.dtype))
-    bad = jnp.logical_not(jnp.all(jnp.concatenate(finite)))
+
+    def scale_of(w2: jax.Array, g2: jax.Array, decays: Any) -> jax.Array:
+      decay = weight_decay if np.all(decays) else jnp.where(decays, weight_decay, 0.0)
+      scale = _scale(w2, g2, trust_coefficient, decay, eps, rate)
+      return scale.astype(state.trust_ratio.dtype)
+
+    columns = [x for x in zip(plans, weights, grads, strict=True) if not x[0][1]]
+    scales = iter(_scales(columns, scale_of, axis_name))
+    outputs, ratios = [], []
+    for (leaf, skip, decays), w, g in zip(plans, weights, grads, strict=True):
+      scale = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype) if skip else next(scales)
+      factor = None if skip else _tree.keep_dims(scale, leaf)
+      direction = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
+      outputs.append(direction.astype(w.dtype if like_params else g.dtype))
+      ratios.append(jnp.ravel(scale))
+    all_ratios = jnp.concatenate(ratios)
+    bad = jnp.isnan(all_ratios)
     return jax.tree.unflatten(jax.tree.structure(updates), outputs), ScaleByLarsTrustRatioState(
-      trust_ratio=jnp.concatenate(ratios),
-      notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+      trust_ratio=jnp.where(bad, 1, all_ratios),
+      notfinite_count=_tree.increment_if(jnp.any(bad), state.notfinite_count),
       count=None if state.count is None else optax.safe_increment(state.count),
     )
 
@@ -264,22 +261,86 @@ def _check_numbers(trust_coefficient: Any, weight_decay: Any, eps: Any, clip: An
     _base.check_number("clip", clip, minimum=0.0)
 
 
-def _squares(plans: Any, weights: Any, grads: Any, axis_name: Any) -> Any:
-  """The squares of each layer's norms of weights and gradient, None for leaves of ratio 1."""
-  # Leaves that keep ratio 1 need no norm; there are many, and on a CPU each costs a kernel.
-  squares = [
-    (None, None) if skip else tuple(_tree.sum_squares(x, leaf.layer_axes) for x in pair)
-    for (leaf, skip, _), *pair in zip(plans, weights, grads, strict=True)
-  ]
-  return squares if axis_name is None else jax.lax.psum(squares, axis_name)
+def _ratio(w: jax.Array, g: jax.Array, eta: Any, weight_decay: Any, eps: Any, bad: Any) -> Any:
+  """The trust ratio: 1 where a norm is zero, `bad` where one is not finite."""
+  finite = jnp.isfinite(w + g)
+  usable = finite & (jnp.minimum(w, g) > 0)
+  numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, bad))
+  # Division last: XLA on CPUs would fuse what is cheaper into the loop of each leaf.
+  return numerator / jnp.where(usable, g + weight_decay * w + eps, 1.0)
 
 
-def _clip_and_decay(g: jax.Array, w: jax.Array, clip: Any, weight_decay: Any) -> jax.Array:
-  """clip(g) + wd w, in at least float32."""
+@jax.jit
+def _scale(w2: jax.Array, g2: jax.Array, eta: Any, weight_decay: Any, eps: Any, rate: Any) -> Any:
+  """The ratio by which a layer's step is scaled, NaN where the layer makes none."""
+  scale = _ratio(jnp.sqrt(w2), jnp.sqrt(g2), eta, weight_decay, eps, jnp.nan)
+  if rate is None:
+    return scale
+  # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
+  clipped = (w2 != 0) & (g2 != 0) & ~(scale >= rate)
+  return jnp.where(clipped, scale, 1.0) / jnp.where(clipped, rate, 1.0)
+
+
+def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
+  """`scale_of` the squared norms of each leaf's layers; of plan, weights and gradient of each."""
+  if not columns:
+    return []
+  plans, *arrays = zip(*columns, strict=True)
+
+  def total(squares: Any) -> Any:
+    return squares if axis_name is None else jax.lax.psum(squares, axis_name)
+
+  def one_by_one(weights: Any, grads: Any) -> Any:
+    squares = total(
+      [
+        _sums_of_squares(pair, leaf.layer_axes)
+        for (leaf, _, _), *pair in zip(plans, weights, grads, strict=True)
+      ]
+    )
+    decays = [decays for _, _, decays in plans]
+    return [scale_of(*pair, d) for pair, d in zip(squares, decays, strict=True)]
+
+  def at_once(weights: Any, grads: Any) -> Any:
+    groups = _tree.alike([leaf.stacked for leaf, _, _ in plans], weights, grads)
+    sums = []
+    for group in groups:
+      # Of both in one reduction: for a large one XLA makes two kernels.
+      both = _tree.stack([x[i] for x in (weights, grads) for i in group], copy=len(group) > 1)
+      squares = _tree.sum_squares(both, tuple(axis + 1 for axis in plans[group[0]][0].layer_axes))
+      sums.append(squares.reshape(2, -1))
+    places = [i for group in groups for i in group]
+    layers = [plans[i][0].layers for i in places]
+    w2, g2 = total(jnp.concatenate(sums, axis=1))
+    scale = scale_of(w2, g2, np.repeat([plans[i][2] for i in places], layers))
+    parts = jnp.split(jax.lax.optimization_barrier(scale), np.cumsum(layers)[:-1])
+    shaped = {
+      i: part.reshape(plans[i][0].stacked_shape) for i, part in zip(places, parts, strict=True)
+    }
+    return [shaped[i] for i in range(len(plans))]
+
+  # A kernel costs a GPU more than a copy of a small leaf. A CPU's takes XLA longer to compile if it
+  # reads a part of a vector: then no two leaves can share it.
+  return jax.lax.platform_dependent(*arrays, cuda=at_once, rocm=at_once, default=one_by_one)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
+  return [_tree.sum_squares(x, axes) for x in pair]
+
+
+@jax.jit
+def _direction(g: jax.Array, w: jax.Array, factor: Any, clip: Any, weight_decay: Any) -> jax.Array:
+  """The factor times clip(g) + wd w, in at least float32; 0 where it is NaN.
+
+  Without a factor, 0 where an entry is not finite.
+  """
   wide = _tree.widen(g)
   if clip is not None:
     wide = jnp.clip(wide, -jnp.asarray(clip), clip)
-  return wide + weight_decay * w.astype(wide.dtype)
+  wide += weight_decay * w.astype(wide.dtype)
+  if factor is None:
+    return jnp.where(jnp.isfinite(g) & jnp.isfinite(w), wide, 0)
+  return jnp.where(jnp.isnan(factor), 0, factor.astype(wide.dtype) * wide)
 
 
 def trust_ratio_tree(

@@ -1,6 +1,7 @@
 """Leaf paths, selecting leaves by pattern, and norms in full precision."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
@@ -19,6 +20,8 @@ from optax_boost import _base
 # The projections of Flax's attention layers: (features, heads, head features), of which only the
 # first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+# Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
+_SMALL = 8192
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
@@ -452,6 +455,26 @@ def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
   wide = widen(x)
   return jnp.sum(wide * wide, axis=axes)
+
+
+def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
+  """Groups leaves to be stacked: small ones of one type and key together, others alone.
+
+  Only equal shapes are stacked, along a new axis: sharded leaves stay on their devices.
+  """
+  groups: dict[Hashable, list[int]] = {}
+  for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
+    small = leaves[0].size < _SMALL
+    types = tuple(jax.typeof(leaf) for leaf in leaves)
+    groups.setdefault((key, types) if small else i, []).append(i)
+  return list(groups.values())
+
+
+def stack(leaves: Sequence[jax.Array], copy: bool) -> jax.Array:
+  """Leaves of one shape along a new first axis, fused into what reads them or copied before."""
+  stacked = jnp.stack(leaves)
+  # XLA would compile for minutes where a thousand leaves are fused into one loop.
+  return jax.lax.optimization_barrier(stacked) if copy else stacked
 
 
 def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:

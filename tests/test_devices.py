@@ -66,7 +66,18 @@ def test_kernels_loops_and_collectives_are_counted():
     "collective bytes": 16 + 16,
     "temporary bytes": 32,
     "bytes accessed": 64.0,
+    "HBM bytes": 32 + 3 * 32 + (16 + 32) + 32,
   }
+
+
+def test_bytes_in_the_fast_memory_of_a_tpu_are_not_counted():
+  program = """
+  %p = f32[8]{0:T(128)} parameter(0)
+  %start = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
+  %done = f32[8]{0:T(128)S(1)} copy-done(%start)
+  %both = (f32[8]{0:T(128)S(1)}, f32[4]{0:T(128)}) fusion(%done), kind=kLoop, calls=%fused
+"""
+  assert programs._hbm_bytes(program) == 32 + 16
 
 
 def test_broken_bounds_are_named(monkeypatch):
@@ -83,10 +94,26 @@ def test_broken_bounds_are_named(monkeypatch):
   assert bounds.broken({}) == []
 
 
+def test_bounds_may_be_per_leaf_or_in_parts_of_another_case(monkeypatch):
+  limits = (
+    ("h100", "replicated", "lars", "kernels / leaves", 0.05),
+    ("h100", "replicated", "lars", "kernels / svrg", 0.5),
+    ("h100", "replicated", "lars", "kernels / svrg", 1),
+    ("h100", "replicated", "lars", "kernels / adasum", 0),
+  )
+  monkeypatch.setattr(bounds, "BOUNDS", limits)
+  record = programs.read(Compiled())
+  assert bounds.broken({"h100": {"replicated": {"lars": record, "svrg": record}}}) == [
+    "lars on h100, params replicated: kernels / leaves 0.1, at most 0.05",
+    "lars on h100, params replicated: kernels / svrg 1.0, at most 0.5",
+  ]
+
+
 def test_bounds_name_what_is_measured():
   for chip, layout, case, _, _ in bounds.BOUNDS:
     assert layout in chips.layouts(chips.CHIPS[chip])
     assert case in cases.CASES
+    assert chip in cases.CASES[case].chips
 
 
 def test_without_the_packages_it_says_what_to_install(tmp_path):

@@ -4,6 +4,7 @@ import json
 import pathlib
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -498,3 +499,76 @@ def test_a_clipped_ratio_of_a_layer_without_weights_is_one():
   tx = optax_boost.lars(4.0, momentum=None, clip_ratio=True)
   updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
   np.testing.assert_allclose(updates["kernel"], -4.0, rtol=1e-6)
+
+
+def as_on_gpus(*arguments, cuda, **others):
+  """``jax.lax.platform_dependent`` with the program for NVIDIA's chips."""
+  del others
+  return cuda(*arguments)
+
+
+def small_and_large_leaves():
+  shapes = {f"small_{i}/kernel": (16, 8) for i in range(5)}
+  shapes |= {
+    "w0/kernel": (3, 8),
+    "w1/kernel": (3, 8),
+    "large/kernel": (128, 64),
+    "layers/kernel": (3, 16, 8),
+    "z/bias": (8,),
+    "a/bias": (8,),
+  }
+  rng = np.random.default_rng(0)
+  params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+  grads = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+  params["w0/kernel"] = jnp.zeros((3, 8))
+  grads["small_2/kernel"] = grads["small_2/kernel"].at[0, 0].set(jnp.inf)
+  return params, grads
+
+
+@pytest.mark.parametrize("clip_ratio", [False, True])
+def test_small_leaves_worked_on_together_take_the_same_steps(monkeypatch, clip_ratio):
+  params, grads = small_and_large_leaves()
+  tx = optax_boost.lars(
+    0.1,
+    0.1,
+    clip_ratio=clip_ratio,
+    weight_decay_mask=["^small_[01]", "^w1"],
+    stacked_axes={"layers/": 0},
+  )
+  state = tx.init(params)
+  apart = tx.update(grads, state, params)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  together = tx.update(grads, state, params)
+  chex.assert_trees_all_close(together, apart, rtol=1e-6)
+  assert optax.tree.get(apart, "notfinite_count") == 1
+
+
+def test_on_gpus_a_thousand_small_leaves_need_one_reduction(monkeypatch):
+  params = {f"{i:03d}": jax.ShapeDtypeStruct((10, 16), jnp.float32) for i in range(30)}
+  tx = optax_boost.lars(0.1)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  program = jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
+  text = str(program)
+  assert text.count("reduce_sum[") == 1
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_gpus_small_sharded_leaves_are_not_gathered(monkeypatch, kind):
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  trees = small_and_large_leaves()
+  tx = optax_boost.lars(0.1, 0.1)
+  expected, _ = tx.update(trees[1], tx.init(trees[0]), trees[0])
+
+  def place(x):
+    spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+  with jax.set_mesh(mesh):
+    params, grads = jax.tree.map(place, trees)
+    compiled = jax.jit(tx.update).lower(grads, tx.init(params), params).compile()
+    updates, _ = compiled(grads, tx.init(params), params)
+  chex.assert_trees_all_close(jax.device_get(updates), expected, rtol=1e-5)
+  text = compiled.as_text()
+  assert "all-gather" not in text
+  assert text.count(" all-reduce(") == 1

@@ -26,6 +26,9 @@ class Case:
     extra: makes extra arguments from the gradients and params.
     dtype: of params and gradients.
     replicas: whether gradients differ between the devices, in ``shard_map`` along "x".
+    leaves: how many params there are.
+    shape: of each of them.
+    chips: those that it is compiled for.
   """
 
   factory: str
@@ -33,15 +36,21 @@ class Case:
   extra: Callable[[Any, Any], dict[str, Any]] = lambda grads, params: {}
   dtype: Any = jnp.float32
   replicas: bool = False
+  leaves: int = LEAVES
+  shape: tuple[int, ...] = SHAPE
+  chips: tuple[str, ...] = ("h100", "v5e-8", "v5e-256")
 
 
-def params(dtype: Any) -> dict[str, Any]:
+def params(case: Case) -> dict[str, Any]:
   """Two groups of equal kernels."""
-  half = LEAVES // 2
-  return {
-    group: {f"kernel_{i:02d}": jax.ShapeDtypeStruct(SHAPE, dtype) for i in range(half)}
-    for group in GROUPS
-  }
+  leaf = jax.ShapeDtypeStruct(case.shape, case.dtype)
+  half = case.leaves // 2
+  return {group: {f"kernel_{i:03d}": leaf for i in range(half)} for group in GROUPS}
+
+
+def _thousand(case: Case) -> Case:
+  """The case with a thousand small leaves."""
+  return dataclasses.replace(case, leaves=1000, shape=(10, 16), chips=("h100",))
 
 
 def _subspace(params: Any) -> optax_boost.Subspace:
@@ -116,12 +125,23 @@ CASES = {
     lambda: optax.chain(optax_boost.record_trajectory(every=10, capacity=4), _sgd()),
   ),
   "dim_reduce": Case("dim_reduce", lambda: optax_boost.dim_reduce(_subspace), extra=_quadratic),
-  "adasum": Case("adasum", lambda: optax.chain(optax_boost.adasum("x"), _sgd()), replicas=True),
+  "adasum": Case(
+    "adasum",
+    lambda: optax.chain(optax_boost.adasum("x"), _sgd()),
+    replicas=True,
+    chips=("h100", "v5e-8", "v5e-64", "v5e-256"),
+  ),
   "sgperm pairs": Case("sgperm", lambda: optax_boost.sgperm(method="pairs", key=0)),
   "sgperm rank": Case("sgperm", lambda: optax_boost.sgperm(method="rank")),
   "sgperm exact": Case("sgperm", lambda: optax_boost.sgperm(key=0, backend="device")),
   "laperm": Case("laperm", lambda: optax_boost.laperm(_adam(), 20)),
 }
+CASES |= {
+  f"{name}, 1,000 leaves": _thousand(CASES[name]) for name in ("optax.sgd", "lars", "centralize")
+}
+CASES["dim_reduce, 10 leaves"] = dataclasses.replace(
+  CASES["dim_reduce"], leaves=10, chips=("v5e-8", "v5e-256")
+)
 
 
 def step(case: Case, mesh: jax.sharding.Mesh) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ class Chip:
 CHIPS = {
   "h100": Chip("H100", "cuda", "1x1x1", ("jax_cuda12_plugin", _CUDA_PACKAGES)),
   "v5e-8": Chip("TPU v5e 2x4", "tpu", "v5e:2x4", ("libtpu", "libtpu")),
+  "v5e-64": Chip("TPU v5e 8x8", "tpu", "v5e:8x8", ("libtpu", "libtpu")),
   "v5e-256": Chip("TPU v5e 16x16", "tpu", "v5e:16x16", ("libtpu", "libtpu")),
 }
 
@@ -76,9 +77,14 @@ def layouts(chip: Chip) -> tuple[str, ...]:
   return tuple(_SPECS) if chip.platform == "tpu" else ("replicated",)
 
 
-def sharding(mesh: jax.sharding.Mesh, layout: str, shape: tuple[int, ...]) -> Any:
-  """The sharding of an array whose last two axes are fan-in and outputs; others lie whole."""
-  spec = _SPECS[layout]
-  spec = (None,) * (len(shape) - 2) + spec if spec and len(shape) >= 2 else ()
+def sharding(
+  mesh: jax.sharding.Mesh, layout: str, shape: tuple[int, ...], leaf: tuple[int, ...]
+) -> Any:
+  """The sharding of an array whose last axes are those of a leaf, fan-in and outputs.
+
+  Others, and those that do not fit, lie whole.
+  """
+  spec = _SPECS[layout] if shape[-2:] == leaf else ()
+  spec = (None,) * (len(shape) - 2) + spec if spec else ()
   fits = all(axis is None or n % mesh.size == 0 for axis, n in zip(spec, shape, strict=False))
   return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(spec if fits else ())))

@@ -16,6 +16,11 @@ from benchmarks.devices import chips
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _KERNELS = ("fusion", "copy", "custom-call", "sort", "transpose", "reduce", "scatter")
+_OPERATION = r"%?([\w.-]+) = (\(.*?\)|\S+) ([a-z-]+)\(([^)]*)\)"
+_NO_ACCESS = (
+  *("parameter", "get-tuple-element", "bitcast", "tuple", "constant"),
+  *("copy-done", "all-reduce-done", "all-gather-done"),
+)
 _ITEM_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
 
 
@@ -45,14 +50,14 @@ def compile_case(case: cases.Case, chip: chips.Chip, layout: str) -> dict[str, A
   tx = case.make()
 
   def place(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = chips.sharding(mesh, layout, x.shape)
+    sharding = chips.sharding(mesh, layout, x.shape, case.shape)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   def per_replica(x: Any) -> jax.ShapeDtypeStruct:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     return jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype, sharding=sharding)
 
-  params = cases.params(case.dtype)
+  params = cases.params(case)
   state = jax.tree.map(place, jax.eval_shape(tx.init, params))
   grads = jax.tree.map(per_replica if case.replicas else place, params)
   params = jax.tree.map(place, params)
@@ -82,7 +87,27 @@ def read(compiled: Any) -> dict[str, Any]:
     "collective bytes": sent,
     "temporary bytes": compiled.memory_analysis().temp_size_in_bytes,
     "bytes accessed": cost.get("bytes accessed"),
+    "HBM bytes": _hbm_bytes(entry),
   }
+
+
+def _hbm_bytes(entry: str) -> int:
+  """The bytes that the operations of a TPU's entry computation read from and write to its HBM.
+
+  XLA's own estimate counts the faster memories too, `S(1)` in a shape, and copies to them twice.
+  """
+  results: dict[str, list[str]] = {}
+  total = 0
+  for name, result, operation, arguments in re.findall(_OPERATION, entry):
+    results[name] = re.findall(r"[a-z]+\d*\[[\d,]*\](?:\{[^}]*\})?", result)
+    if operation in _NO_ACCESS:
+      continue
+    written = results[name][:1] if operation == "copy-start" else results[name]
+    read = [results.get(argument, []) for argument in re.findall(r"%([\w.-]+)", arguments)]
+    # What holds several arrays is taken apart before it is read.
+    shapes = written + [shape for shapes in read if len(shapes) == 1 for shape in shapes]
+    total += sum(_bytes(shape) for shape in shapes if "S(" not in shape)
+  return total
 
 
 def _bytes(shape: str) -> int:

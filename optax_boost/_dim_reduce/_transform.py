@@ -340,8 +340,10 @@ class _DimReduce:
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
     quasi = self._direction(updates, state, group_of_leaf)
     projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
+    # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
     momentum = jax.tree.map(
-      lambda m, g: self.gamma * m + g.astype(m.dtype), state.momentum, updates
+      lambda m, g: jnp.where(quasi.finite, self.gamma * m + g.astype(m.dtype), m),
+      *(state.momentum, updates),
     )
 
     # Extra arguments are not masked where `updates` are.
@@ -398,7 +400,6 @@ class _DimReduce:
       step = _linalg.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
       step = quasi.scale * step
     moved = {
-      "momentum": momentum,
       "projected_momentum": projected_momentum,
       "inner_state": inner_state,
     }
@@ -408,6 +409,7 @@ class _DimReduce:
     }
     return changes, self._after(state, quasi, updates, search, step)._replace(
       **kept,
+      momentum=momentum,
       count=optax.safe_increment(state.count),
       line_search_steps=search.tried,
       notfinite_count=state.notfinite_count + ~quasi.finite + search.notfinite,
