@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import math
 import multiprocessing
 import os
-import queue
 import time
 from typing import Any
 
@@ -35,43 +34,46 @@ def items(
     GivenUp: after the items that came.
   """
   context = multiprocessing.get_context("spawn")
-  results = context.Queue()
+  # Not a queue, whose thread would lose what a dying process has just made.
+  receiver, sender = context.Pipe(duplex=False)
   # By name: to unpickle the function would import its module before the variables are set.
   name = (function.__module__, function.__qualname__)
-  process = context.Process(target=_work, args=(name, arguments, environment or {}, results))
+  process = context.Process(target=_work, args=(name, arguments, environment or {}, sender))
   process.start()
+  sender.close()
   end = time.monotonic() + whole
   try:
-    while (result := _next(process, results, each, end)) is not None:
+    while (result := _next(process, receiver, each, end)) is not None:
       yield result[0]
   finally:
     process.kill()
     process.join()
 
 
-def _next(process: Any, results: Any, each: float, end: float) -> Any:
+def _next(process: Any, receiver: Any, each: float, end: float) -> Any:
   start = time.monotonic()
   while time.monotonic() < min(start + each, end):
     try:
-      result = results.get(timeout=1)
-    except queue.Empty:
-      if not process.is_alive() and results.empty():
-        raise GivenUp(f"the process ended with {process.exitcode}") from None
-      continue
+      if not receiver.poll(1):
+        continue
+      result = receiver.recv()
+    except EOFError:
+      process.join()
+      raise GivenUp(f"the process ended with {process.exitcode}") from None
     if isinstance(result, str):
       raise GivenUp(result)
     return result
   raise GivenUp(f"not done within {time.monotonic() - start:.0f} s")
 
 
-def _work(name: tuple[str, str], arguments: Any, environment: dict[str, str], results: Any) -> None:
+def _work(name: tuple[str, str], arguments: Any, environment: dict[str, str], sender: Any) -> None:
   import importlib
 
   os.environ.update(environment)
   try:
     for item in getattr(importlib.import_module(name[0]), name[1])(*arguments):
-      results.put((item,))
-    results.put(None)
+      sender.send((item,))
+    sender.send(None)
   except Exception as error:  # the table says it
     message = (str(error).splitlines() or [""])[0]
-    results.put(f"{type(error).__name__}: {message[:200]}")
+    sender.send(f"{type(error).__name__}: {message[:200]}")

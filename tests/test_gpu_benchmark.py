@@ -43,8 +43,8 @@ def test_items_before_a_failure_come(failure, text):
 
   with pytest.raises(_process.GivenUp, match=text):
     collect()
-  assert found[:2] == [1, "two"][: len(found)]
-  assert found or failure == "hangs"
+  # To start takes longer than a second on a busy machine.
+  assert found == [1, "two"] or (failure == "hangs" and found == [1, "two"][: len(found)])
 
 
 def test_a_part_runs_to_its_end_on_a_cpu(tmp_path):
