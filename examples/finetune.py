@@ -127,7 +127,8 @@ class Run(NamedTuple):
   """A training.
 
   Attributes:
-    seconds: since its start, at each evaluation, without compiling and evaluating.
+    seconds: of processor time since its start, at each evaluation, without compiling and
+      evaluating; other work on the machine counts little.
     losses: on held-out text, at these.
     state_bytes: of the optimizer state.
   """
@@ -168,11 +169,11 @@ def train(
   run = Run([], [], sum(x.nbytes for x in jax.tree.leaves(state.opt_state)))
   points = set(np.linspace(steps // EVALUATIONS, steps, EVALUATIONS, dtype=int).tolist())
   for i, batch in enumerate(batches(text, steps, seed), 1):
-    programs, begin = step.cache_size(), time.perf_counter()
+    programs, begin = step.cache_size(), time.process_time()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     if step.cache_size() == programs:  # otherwise it compiled one
-      spent += time.perf_counter() - begin
+      spent += time.process_time() - begin
     if i in points:
       run.seconds.append(spent)
       run.losses.append(evaluate(state.params, held_out))
@@ -203,7 +204,7 @@ def table(runs: dict[str, list[Run]], rates: dict[str, float], base: float) -> s
   full = np.mean([run.seconds[-1] for run in runs["full"]])
   lines = [
     f"Before fine-tuning: {base:.3f} nats per character.\n",
-    "| | loss | time | optimizer state, MB | rate |",
+    "| | loss | processor time | optimizer state, MB | rate |",
     "|---|---|---|---|---|",
   ]
   for name, own in runs.items():
@@ -232,7 +233,7 @@ def draw(runs: dict[str, list[Run]], path: Path) -> None:
       capsize=3,
       color=line.get_color(),
     )
-  against_time.set(xlabel="seconds of training", ylabel="loss, nats per character")
+  against_time.set(xlabel="seconds of processor time", ylabel="loss, nats per character")
   against_memory.set(xlabel="optimizer state, MB", xlim=(0, None))
   against_time.legend(frameon=False)
   for axes in (against_time, against_memory):

@@ -12,6 +12,7 @@ from typing import Any
 # Read when JAX starts: no chip is asked for.
 os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_QUERY="1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # beside another process
 
 from benchmarks import _harness
 from benchmarks.devices import bounds

@@ -110,7 +110,7 @@ CASES = {
   "active_window": Case(
     "active_window",
     lambda: optax_boost.active_window(
-      _adam(), [f"^body/kernel_{i:02d}" for i in range(LEAVES // 2)], window=2, every=50
+      _adam(), [f"^body/kernel_{i:03d}" for i in range(LEAVES // 2)], window=2, every=50
     ),
   ),
   "layerwise_decay": Case(
