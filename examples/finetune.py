@@ -26,7 +26,7 @@ from tqdm import tqdm
 import optax_boost
 
 BATCH_SIZE = 8
-RATES = (5e-4, 1.5e-3, 5e-3)
+RATES = (1.5e-3, 5e-3, 1.5e-2)
 EVALUATIONS = 8
 
 
