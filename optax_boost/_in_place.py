@@ -25,9 +25,6 @@ from optax_boost import _tree
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
 
-# Fewer entries than this are not worth a reduction of their own.
-_SMALL = 8192
-
 
 class InPlaceTransformation(optax.GradientTransformationExtraArgs):
   """A transformation that can make its steps in place.
@@ -167,8 +164,7 @@ def sum_squares(tree: Any) -> jax.Array:
 
   If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
   """
-  kinds = _alike(jax.tree.leaves(tree))
-  sums = [_sum_squares(list(map(_tree.widen, leaves))) for leaves in kinds]
+  sums = [_sum_squares(list(map(_tree.widen, leaves))) for (leaves,) in _alike(tree)]
   return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
@@ -177,13 +173,11 @@ def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(functools.reduce(jnp.add, [x * x for x in leaves]))
 
 
-def _alike(leaves: Sequence[Any]) -> list[list[Any]]:
-  """Small leaves of one type together, so that one reduction does for them; large ones alone."""
-  kinds: dict[Any, list[Any]] = {}
-  for i, leaf in enumerate(leaves):
-    first = leaf[0] if isinstance(leaf, tuple) else leaf
-    kinds.setdefault(jax.typeof(first) if first.size < _SMALL else i, []).append(leaf)
-  return list(kinds.values())
+def _alike(*trees: Any) -> list[list[list[Any]]]:
+  """Small leaves of one type together, so that one reduction does for them; of each tree."""
+  columns = list(map(jax.tree.leaves, trees))
+  groups = _tree.alike([None] * len(columns[0]), *columns)
+  return [[[leaves[i] for i in group] for leaves in columns] for group in groups]
 
 
 def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
@@ -204,7 +198,7 @@ def has_wide_range(tree: Any) -> bool:
 def largest(tree: Any) -> jax.Array:
   """The largest absolute value, in at least float32; NaN if there is one."""
   total = jnp.zeros([], jnp.float32)
-  for leaves in _alike(jax.tree.leaves(tree)):
+  for (leaves,) in _alike(tree):
     most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
     total = jnp.maximum(total, _tree.widen(jnp.max(most, initial=0)))
   return total
@@ -224,9 +218,9 @@ def none_lost(new: Any, old: Any) -> jax.Array:
     shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
     return jnp.where(jnp.isfinite(o), shrunk, 0)
 
-  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  for group in _alike([(n, o) for n, o in pairs if jnp.issubdtype(n.dtype, jnp.inexact)]):
-    total = total + _sum_squares([small(n, o) for n, o in group])
+  for news, olds in _alike(new, old):
+    if jnp.issubdtype(news[0].dtype, jnp.inexact):
+      total = total + _sum_squares(list(map(small, news, olds)))
   return jnp.isfinite(total)
 
 
