@@ -183,14 +183,8 @@ def _check_layers(layers: Any) -> None:
   if isinstance(layers, Mapping):
     _tree.check_axes_by_pattern("layers", layers)
     return
-  strings = isinstance(layers, list | tuple) and all(isinstance(p, str) for p in layers)
-  if not strings or not layers:
-    raise TypeError(
-      "`layers` must be what `stacked_axes` returned, or a sequence of regular expressions, one"
-      f" per layer; got {_base.shorten(layers)}."
-    )
-  for pattern in layers:
-    _base.compile_pattern("layers", pattern)
+  words = "what `stacked_axes` returned, or a sequence of regular expressions, one per layer"
+  _base.check_patterns("layers", layers, words)
 
 
 class _Layers:

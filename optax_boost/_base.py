@@ -220,6 +220,14 @@ def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
     ) from error
 
 
+def check_patterns(name: str, value: Any, words: str) -> None:
+  """Checks a sequence of regular expressions, at least one; `words` say what else is allowed."""
+  if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
+    raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
+  for pattern in value:
+    compile_pattern(name, pattern)
+
+
 def check_axis_name(name: str, value: Any) -> None:
   """Raises TypeError unless an argument names one or several mesh axes, or is None."""
   names = value if isinstance(value, tuple) else (value,)

@@ -351,14 +351,8 @@ def count_groups(groups: Any) -> int:
   """The number of groups in a plan or a sequence of patterns; TypeError for anything else."""
   if isinstance(groups, LayerGroups):
     return len(groups.groups)
-  strings = isinstance(groups, list | tuple) and all(isinstance(g, str) for g in groups)
-  if not strings or not groups:
-    raise TypeError(
-      "`groups` must be what `layer_groups` returned, or a sequence of regular expressions, one"
-      f" per group; got {_base.shorten(groups)}."
-    )
-  for pattern in groups:
-    _base.compile_pattern("groups", pattern)
+  words = "what `layer_groups` returned, or a sequence of regular expressions, one per group"
+  _base.check_patterns("groups", groups, words)
   return len(groups)
 
 
