@@ -7,6 +7,7 @@ are all equations with one program of the same arguments and results. An :class:
 computes the program again, with changed equations.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
@@ -115,7 +116,7 @@ class Evaluator(Interpreter[_Value]):
     atoms = zip(equation.invars, values, strict=True)
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     program = part(self._template, list(inputs), equation.outvars, [equation])
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*inputs.values())
+    return compute(program, inputs.values())
 
 
 def part(jaxpr: Any, inputs: list[Any], outputs: list[Any], equations: list[Any]) -> Any:
@@ -129,6 +130,11 @@ def part(jaxpr: Any, inputs: list[Any], outputs: list[Any], equations: list[Any]
     effects=frozenset().union(*(equation.effects for equation in equations)),
     debug_info=jaxpr.debug_info._replace(**names),
   )
+
+
+def compute(program: Any, arguments: Iterable[Any]) -> list[Any]:
+  """The results of a program without constants."""
+  return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*arguments)
 
 
 def sub_jaxprs(equation: Any) -> Iterator[Any]:

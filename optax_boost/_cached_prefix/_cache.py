@@ -95,9 +95,9 @@ class PrefixCache:
     examples = self._check_indices(indices, batch)
     if self._rows.has(examples):
       return batch, self._unpack(self._rows.read(examples))
-    if not self._checked:
-      self._check_examples_apart(params, batch)
     activations = self._compute(params, batch)
+    if not self._checked:
+      self._check_examples_apart(params, batch, activations)
     if self._rows.has_room_for(examples):
       sums = self._sums_of(params)
       if self._sums is None:
@@ -183,10 +183,10 @@ class PrefixCache:
       )
     return examples
 
-  def _check_examples_apart(self, params: Any, batch: Any) -> None:
+  def _check_examples_apart(self, params: Any, batch: Any, activations: Any) -> None:
     """Refuses a prefix that gives an example other activations in another batch."""
     first = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[:1], len(x), 0), batch)
-    pairs = zip(self._compute(params, batch), self._compute(params, first), self._axes, strict=True)
+    pairs = zip(activations, self._compute(params, first), self._axes, strict=True)
     for own, repeated, axis in pairs:
       expected = np.take(np.asarray(own, np.float64), [0], axis)
       difference = np.max(np.abs(np.asarray(repeated, np.float64) - expected), initial=0.0)

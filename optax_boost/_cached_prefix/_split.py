@@ -76,20 +76,16 @@ def split(
 
   def activations(params: Any, *data: Any) -> list[Any]:
     own = jax.tree.leaves(params)
-    return _compute(first, [*jaxpr.consts, *own, *own, *jax.tree.leaves(data)])
+    return _jaxpr.compute(first, [*jaxpr.consts, *own, *own, *jax.tree.leaves(data)])
 
   def rest(params: Any, data: Any, activations: Sequence[Any]) -> Any:
     own = jax.tree.leaves(params)
     held = jax.lax.stop_gradient(own)
     values = [*jaxpr.consts, *held, *own, *jax.tree.leaves(data), *activations]
-    return jax.tree.unflatten(jax.tree.structure(results), _compute(second, values))
+    return jax.tree.unflatten(jax.tree.structure(results), _jaxpr.compute(second, values))
 
   shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in border]
   return Split(activations, rest, shapes)
-
-
-def _compute(program: Any, values: list[Any]) -> list[Any]:
-  return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(program, []))(*values)
 
 
 def _dependences(jaxpr: Any, kinds: Sequence[int]) -> tuple[dict[Any, int], list[int]]:
