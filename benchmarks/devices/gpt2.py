@@ -16,12 +16,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from benchmarks import _harness
 from benchmarks import models
 from benchmarks.devices import chips
+from benchmarks.devices import programs
 import optax_boost
 
 _BATCH, _LENGTH, _WINDOW = 8, 512, 2
@@ -73,26 +73,14 @@ def rows(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Row]:
 
 def program(chip: chips.Chip, model: models.GPT2, row: Row) -> dict[str, float | None]:
   """Compiles a train step."""
-  one = jax.sharding.SingleDeviceSharding(chip.mesh().devices.flat[0])
-
-  def place(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
-
   step = optax_boost.make_train_step(row.loss_fn, row.tx)
   params = jax.eval_shape(model.init, jax.random.key(0))
-  state = jax.tree.map(place, jax.eval_shape(step.init, params))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state))
-  if hasattr(state.opt_state, "frozen_groups"):
-    # Known, so that the program for this depth is compiled.
-    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
-  compiled = step.lower(state, jax.tree.map(place, row.batch)).compile()
-  memory = compiled.memory_analysis()
-  arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+  state, compiled = programs.compile_train_step(chip, step, params, row.batch)
   cost = compiled.cost_analysis() or {}
   return {
-    "whole": arguments + results - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
-    "temporary": memory.temp_size_in_bytes,
-    "state": size,
+    "whole": programs.whole_bytes(compiled),
+    "temporary": compiled.memory_analysis().temp_size_in_bytes,
+    "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state)),
     "flops": cost.get("flops"),
   }
 

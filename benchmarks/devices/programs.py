@@ -68,6 +68,35 @@ def compile_case(case: cases.Case, chip: chips.Chip, layout: str) -> dict[str, A
   return {"seconds to compile": seconds} | read(compiled)
 
 
+def compile_train_step(chip: chips.Chip, step: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+  """Compiles a train step for one device: its abstract state, and the program.
+
+  Args:
+    chip: the chip.
+    step: a train step; of groups that its optimizer may freeze it freezes the first.
+    params: what its `init` takes, abstract.
+    batch: the batch, abstract.
+  """
+  one = jax.sharding.SingleDeviceSharding(chip.mesh().devices.flat[0])
+
+  def place(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
+
+  abstract = jax.tree.map(place, jax.eval_shape(step.init, params))
+  state = abstract
+  if hasattr(state.opt_state, "frozen_groups"):
+    # Known, so that the program for this depth is compiled.
+    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
+  return abstract, step.lower(state, jax.tree.map(place, batch)).compile()
+
+
+def whole_bytes(compiled: Any) -> int:
+  """The memory of a step: arguments, results and temporaries, those that share some once."""
+  memory = compiled.memory_analysis()
+  kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  return kept + memory.temp_size_in_bytes
+
+
 def read(compiled: Any) -> dict[str, Any]:
   """Counts in a compiled program."""
   text = compiled.as_text()

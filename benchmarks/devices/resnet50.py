@@ -13,12 +13,12 @@ os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_Q
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from benchmarks import _harness
 from benchmarks import models
 from benchmarks.devices import chips
+from benchmarks.devices import programs
 import optax_boost.linen
 
 # Of one chip: bytes and operations per second, and the memory, by its data sheet.
@@ -44,12 +44,6 @@ def program(row: str, batch_size: int) -> dict[str, float]:
     row: which of the four.
     batch_size: images per step.
   """
-  mesh = chips.CHIPS["v5e-8"].mesh()
-  one = jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
-
-  def place(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
-
   batch = {
     "x": jax.ShapeDtypeStruct((batch_size, _SIDE, _SIDE, 3), jnp.bfloat16),
     "y": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -63,20 +57,15 @@ def program(row: str, batch_size: int) -> dict[str, float]:
     groups = optax_boost.linen.layer_groups(
       module, models.image_loss, variables, batch, num_groups=2
     )
-    tx = optax_boost.freeze_layers(tx, groups, optax_boost.FreezeSchedule(2, lambda *_: 1))
+    tx = optax_boost.freeze_layers(tx, groups, optax_boost.fixed_freezing(2, 1))
   step = optax_boost.linen.make_train_step(module, models.image_loss, tx)
-  state = jax.tree.map(place, jax.eval_shape(step.init, variables))
-  if row in (_FROZEN, _BOTH):
-    # Known, so that the program for this depth is compiled.
-    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=np.int32(1)))
-  compiled = step.lower(state, jax.tree.map(place, batch)).compile()
+  _, compiled = programs.compile_train_step(chips.CHIPS["v5e-8"], step, variables, batch)
   cost = compiled.cost_analysis()
-  memory = compiled.memory_analysis()
   return {
     "bytes": cost["bytes accessed"],
     "flops": cost["flops"],
-    "temporary": memory.temp_size_in_bytes,
-    "whole": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+    "temporary": compiled.memory_analysis().temp_size_in_bytes,
+    "whole": programs.whole_bytes(compiled),
   }
 
 
