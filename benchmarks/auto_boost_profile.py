@@ -103,7 +103,7 @@ def _parts(make: Callable[[], Any], batch: Any) -> dict[str, Work]:
     "step without BatchNorms": _pure_step(_without_norms(make()), batch, _sgd()),
   }
   for depth in range(1, _GROUPS):
-    always = optax_boost.FreezeSchedule(_GROUPS, lambda count, key, depth=depth: depth)
+    always = optax_boost.fixed_freezing(_GROUPS, depth)
     tx = optax_boost.freeze_layers(_sgd(), groups, always)
     works[f"step, {depth} frozen"] = _pure_step(model, batch, tx)
   return works

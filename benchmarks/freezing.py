@@ -121,7 +121,7 @@ def contender(
 
 def fixed(plan: optax_boost.LayerGroups, depth: int) -> optax.GradientTransformation:
   """The optimizer with so many groups frozen in every step."""
-  schedule = optax_boost.FreezeSchedule(_GROUPS, lambda count, key: depth)
+  schedule = optax_boost.fixed_freezing(_GROUPS, depth)
   return optax_boost.freeze_layers(optimizer(), plan, schedule)
 
 

@@ -67,7 +67,7 @@ def _table(title: str, rows: list[tuple[str, Any]]) -> str:
 
 
 def main() -> None:
-  """Measures what the time allows, and writes the table after every part."""
+  """Measures the parts that the time allows, and writes the table after each."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("parts", nargs="*", choices=[[], *_SHARES], default=[])
   parser.add_argument("--small", action="store_true", help="sizes for a trial on a CPU")

@@ -31,7 +31,7 @@ def _always(
   groups: optax_boost.LayerGroups, depth: int, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
   """The optimizer with so many groups frozen in every step."""
-  schedule = optax_boost.FreezeSchedule(len(groups.groups), lambda count, key: depth)
+  schedule = optax_boost.fixed_freezing(len(groups.groups), depth)
   return optax_boost.freeze_layers(tx or _sgd(), groups, schedule)
 
 
