@@ -34,8 +34,8 @@ class Text(NamedTuple):
   """Characters as integers below 128.
 
   Attributes:
-    base: what the model learns first.
-    train: what it is fine-tuned to.
+    base: the text that the model learns first.
+    train: the text for fine-tuning.
     validation: held out, for learning rates.
     test: held out, for the table.
   """
