@@ -46,8 +46,10 @@ type: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+# All, or parts by name: make evidence PARTS="adasum svrg".
+PARTS ?=
 evidence: $(READY)
-	$(OPTIMIZED) $(BIN)/python -m pytest -m slow
+	$(OPTIMIZED) $(BIN)/python -m pytest -s -m slow $(PARTS:%=tests/evidence/test_%_evidence.py)
 
 # Programs for TPUs and GPUs need XLA's compilers for them, in an environment of their own.
 METHODS ?=
