@@ -68,43 +68,59 @@ def full_gradient(
     -3.0
   """
   rng = _check_pass(grad_fn, weight_fn, params, rng, "full_gradient")
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    raise ValueError(
+      "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
+      " steps, or `scan_full_gradient` inside."
+    )
+  return mean_over_batches(
+    grad_fn, params, batches, rng, weight_fn, progress, "full_gradient", "full gradient"
+  )
+
+
+def mean_over_batches(
+  function: Callable[..., Any],
+  params: Any,
+  batches: Iterable[Any],
+  rng: jax.Array | None,
+  weight_fn: Callable[[Any], Any] | None,
+  progress: bool,
+  method: str,
+  shown_as: str,
+) -> Any:
+  """The weighted mean over batches of ``function(params, batch)``, a tree like `params`."""
   iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
   if not iterable or isinstance(batches, Mapping | str | bytes | type):
     raise TypeError(
       f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    raise ValueError(
-      "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
-      " steps, or `scan_full_gradient` inside."
-    )
   # A Partial goes into jit as an argument: its bound arrays may change without a recompilation.
-  partial = isinstance(grad_fn, jax.tree_util.Partial)
-  bound = grad_fn if partial else jax.tree_util.Partial(grad_fn)
+  partial = isinstance(function, jax.tree_util.Partial)
+  bound = function if partial else jax.tree_util.Partial(function)
   carry, structure = (zeros_like_wide(params), jnp.zeros([])), None
-  shown = _base.with_progress(batches, progress, "full gradient", "batch")
+  shown = _base.with_progress(batches, progress, shown_as, "batch")
   for index, batch in enumerate(shown):
     arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
     if structure is None:
       structure = jax.tree.structure(arrays)
     elif jax.tree.structure(arrays) != structure:
       raise ValueError(
-        f"`full_gradient` needs batches of one tree structure; batch {index} has"
+        f"`{method}` needs batches of one tree structure; batch {index} has"
         f" {jax.tree.structure(arrays)}, the first had {structure}."
       )
     # Dispatch runs ahead of the device; unchecked, a fast loader's batches would pile up.
     jax.block_until_ready(carry[1])
-    weight = _weight(arrays, weight_fn, index)
+    weight = _weight(arrays, weight_fn, index, method)
     carry = _jitted_add(carry, bound, params, arrays, weight, rng, index)
   if structure is None:
     raise ValueError(
-      "`full_gradient` needs at least one batch; got none. An iterator that was used up by a"
+      f"`{method}` needs at least one batch; got none. An iterator that was used up by a"
       " previous pass is empty: pass a new one each time."
     )
   if not carry[1] > 0:
     raise ValueError(
-      f"`full_gradient` needs batches with examples; the weights of all batches sum to {carry[1]}."
+      f"`{method}` needs batches with examples; the weights of all batches sum to {carry[1]}."
     )
   return _mean(carry)
 
@@ -195,7 +211,7 @@ def _add(
 _jitted_add = jax.jit(_add, donate_argnums=0)
 
 
-def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int) -> float:
+def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, method: str) -> float:
   """The number of examples in a batch of a streamed pass."""
   if weight_fn is not None:
     weight = float(_check_weight(weight_fn(batch)))
@@ -208,7 +224,7 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int) -> f
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(
-      f"`full_gradient` can't tell the number of examples from arrays of shapes {shapes}, whose"
+      f"`{method}` can't tell the number of examples from arrays of shapes {shapes}, whose"
       " first axes differ. Pass `weight_fn`, a function from a batch to that number."
     )
   return float(lengths.pop()[0])
