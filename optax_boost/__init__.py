@@ -11,6 +11,9 @@ from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
+from optax_boost._average_params import AverageParamsState
+from optax_boost._average_params import average_params
+from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
 from optax_boost._cached_prefix import PrefixCache
@@ -90,6 +93,7 @@ __all__ = [
   "AccumulateState",
   "ActiveWindowState",
   "AdasumState",
+  "AverageParamsState",
   "CheckpointSnapshots",
   "DimReduceState",
   "DynamicLossScaleState",
@@ -123,6 +127,8 @@ __all__ = [
   "apply_permutation",
   "apply_permuted_params",
   "auto_boost",
+  "average_params",
+  "averaged_params",
   "cache_prefix",
   "centralize",
   "checkpoint_snapshots",

@@ -20,7 +20,9 @@ from optax_boost import _tree
 _METHOD = "accumulate"
 
 
-@_protocol.declares(metrics=("accumulate/notfinite_count", "accumulate/skipped_count"))
+@_protocol.declares(
+  metrics=("accumulate/notfinite_count", "accumulate/skipped_count"), steps=("inner_count",)
+)
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 

@@ -87,7 +87,7 @@ def active_window(
 
   Raises:
     ValueError: a number is out of range, `order` unknown; in ``init``: there are fewer layers than
-      the window holds, or they differ in shape.
+      the window holds, they differ in shape, or `inner` holds an :func:`average_params`.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -133,12 +133,14 @@ def active_window(
     found = find(params)
     moves = jnp.zeros([], jnp.int32)
     first = layers_at(moves, found.number)
+    always_state = inner.init(found.rest(params))
+    _protocol.refuse_observers(_METHOD, always_state)
     return ActiveWindowState(
       count=jnp.zeros([], jnp.int32),
       moves=moves,
       layers=first,
       active_state=inner.init(found.take(params, first)),
-      always_state=inner.init(found.rest(params)),
+      always_state=always_state,
     )
 
   def update_fn(

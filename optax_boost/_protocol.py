@@ -1,10 +1,14 @@
 """How a method speaks to the train step: through fields of its own state's type.
 
-The class of a method's state may declare two tuples of names:
+The class of a method's state may declare tuples of names:
 
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
             is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
+  steps     counters of the steps made: a step in which one stands still was not made
+  skips     counters of the steps not made
+  observes  fields that follow the params after each step, as ``("average_params/average",)``: a
+            wrapper around it must not change its updates, nor take back parts of its state
 
 The train step knows four requests and no method:
 
@@ -49,16 +53,14 @@ _State = TypeVar("_State")
 DepthAt: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def declares(
-  *, metrics: tuple[str, ...] = (), requests: tuple[str, ...] = ()
-) -> Callable[[type[_State]], type[_State]]:
-  """Declares the metrics and requests of a state's class, whose fields they must be.
+def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
+  """Declares ``metrics=(...)`` and the like of a state's class, whose fields they must be.
 
   The same as ``metrics = (...)`` in the body of the class, which mypy refuses in a NamedTuple.
   """
 
   def declare(state_type: type[_State]) -> type[_State]:
-    for kind, names in (("metrics", metrics), ("requests", requests)):
+    for kind, names in declarations.items():
       for name in names:
         _field(state_type, state_type, name.rpartition("/")[2], kind)
       setattr(state_type, kind, names)
@@ -67,9 +69,16 @@ def declares(
   return declare
 
 
+# Declarations for optax's states.
+_OPTAX = {
+  (optax.MultiStepsState, "steps"): ("gradient_step",),
+  (optax.ApplyIfFiniteState, "skips"): ("total_notfinite",),
+}
+
+
 def declared(state: Any, kind: str) -> tuple[str, ...]:
-  """The names that the class of a state declares; `kind` is ``"metrics"`` or ``"requests"``."""
-  names = getattr(type(state), kind, None)
+  """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
+  names = _OPTAX.get((type(state), kind)) or getattr(type(state), kind, None)
   # A field may be called `metrics`, too: its descriptor is no tuple.
   if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
     return names
@@ -102,6 +111,28 @@ def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
         metrics[f"{name}_{times[name]}" if times[name] else name] = value
         times[name] += 1
   return metrics
+
+
+def step_made(before: optax.OptState, after: optax.OptState) -> jax.Array:
+  """Whether a step was made, from all counters of steps made and skipped in an optimizer state."""
+  made: Any = np.bool_(True)
+  for kind, moves in (("steps", True), ("skips", False)):
+    pairs = zip(declaring_states(before, kind), declaring_states(after, kind), strict=True)
+    for old, new in pairs:
+      for name in declared(new, kind):
+        made = made & ((getattr(old, name) != getattr(new, name)) == moves)
+  return made
+
+
+def refuse_observers(method: str, opt_state: optax.OptState) -> None:
+  """Refuses, inside a method that changes updates, states that follow the params after a step."""
+  for node in declaring_states(opt_state, "observes"):
+    wrapper = declared(node, "observes")[0].partition("/")[0]
+    raise ValueError(
+      f"`{method}` can't hold a `{wrapper}`, which follows the params after each step:"
+      f" `{method}` changes its updates or its state afterwards. Put its wrapper around the whole:"
+      f" `{wrapper}({method}(...))`."
+    )
 
 
 def find_request(opt_state: optax.OptState, request: str) -> Any:

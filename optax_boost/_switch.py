@@ -55,8 +55,8 @@ def switch_after(
     updates have the wider of the two dtypes.
 
   Raises:
-    ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale or
-      :func:`freeze_layers`, which go around the whole.
+    ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale,
+      :func:`freeze_layers` or :func:`average_params`, which go around the whole.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -82,6 +82,7 @@ def switch_after(
     first_state, second_state = first.init(params), second.init(params)
     _refuse_requests("first", first_state)
     _refuse_requests("second", second_state)
+    _protocol.refuse_observers(_METHOD, (first_state, second_state))
     return SwitchAfterState(jnp.zeros([], jnp.int32), first_state, second_state)
 
   def update_fn(

@@ -238,6 +238,22 @@ def _keeps_the_params_it_saw(tx: Any, baseline: Any) -> bool:
   return bool(jnp.all(optax_boost.snapshots(state) == jnp.stack([seen[2], seen[4]])))
 
 
+def _averages_the_params_after_each_step(tx: Any, baseline: Any) -> bool:
+  """Whether the average is that of the last two steps, and the updates are the baseline's."""
+  params, after = jnp.ones(3), []
+  state, other = tx.init(params), baseline.init(params)
+  for _ in range(4):
+    updates, state = tx.update(0.5 * params, state, params)
+    expected, other = baseline.update(0.5 * params, other, params)
+    if jnp.any(updates != expected):
+      return False
+    params = params + updates
+    after.append(params)
+  mean = optax_boost.averaged_params(state, params)
+  weights = jnp.array([0.5, 0.5]) if state.average is None else jnp.array([1, 2]) / 3
+  return bool(jnp.allclose(mean, weights @ jnp.stack([after[1], after[3]]), rtol=1e-6))
+
+
 ROWS = (
   Row(
     "accumulate",
@@ -317,6 +333,22 @@ ROWS = (
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
     static=("layers", "window", "key"),
+  ),
+  Row(
+    "average_params",
+    {"inner": optax.sgd(0.1), "last": 2, "every": 2},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    static=("last",),
+    acts=_averages_the_params_after_each_step,
+  ),
+  Row(
+    "average_params",
+    {"inner": optax.sgd(0.1), "decay": 0.5, "every": 2},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    acts=_averages_the_params_after_each_step,
+    label="decay",
   ),
   Row(
     "layerwise_decay",

@@ -113,6 +113,9 @@ CASES = {
       _adam(), [f"^body/kernel_{i:03d}" for i in range(LEAVES // 2)], window=2, every=50
     ),
   ),
+  "average_params": Case(
+    "average_params", lambda: optax_boost.average_params(_adam(), start=100, every=10)
+  ),
   "layerwise_decay": Case(
     "layerwise_decay", lambda: optax.chain(_adam(), optax_boost.layerwise_decay(GROUPS))
   ),

@@ -78,7 +78,7 @@ def freeze_layers(
 
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
-      params.
+      params, or `inner` holds an :func:`average_params`, which goes around the whole.
     TypeError: an argument or a leaf is of the wrong kind, or the schedule returns no depth.
 
   Examples:
@@ -125,7 +125,9 @@ def freeze_layers(
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
-    return FreezeLayersState(count, depth_at(count, key_data), key_data, inner.init(params))
+    inner_state = inner.init(params)
+    _protocol.refuse_observers("freeze_layers", inner_state)
+    return FreezeLayersState(count, depth_at(count, key_data), key_data, inner_state)
 
   def update_fn(
     updates: optax.Updates,

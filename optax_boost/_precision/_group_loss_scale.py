@@ -27,7 +27,9 @@ _METHOD = "group_loss_scale"
 
 
 @_protocol.declares(
-  metrics=("group_loss_scale", "group_loss_scale/notfinite_count"), requests=("group_loss_scale",)
+  metrics=("group_loss_scale", "group_loss_scale/notfinite_count"),
+  requests=("group_loss_scale",),
+  skips=("notfinite_count",),
 )
 class GroupLossScaleState(NamedTuple):
   """State of :func:`group_loss_scale`.
@@ -126,7 +128,7 @@ def group_loss_scale(
 
   Raises:
     ValueError: a number is out of range, or the groups are of other params; in ``init``: another
-      loss scale stands inside ``skip="group"``.
+      loss scale or an :func:`average_params` stands inside ``skip="group"``.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -160,6 +162,8 @@ def group_loss_scale(
         " would never come down. Put that scale outside, as in"
         " `dynamic_loss_scale(group_loss_scale(inner, groups, skip='group'))`, or pass skip='all'."
       )
+    if skip == "group":
+      _protocol.refuse_observers(_METHOD, inner_state)
     return GroupLossScaleState(
       group_loss_scale=jnp.full(num_groups, initial_scale, jnp.float32),
       overflow_count=jnp.zeros(num_groups, jnp.int32),

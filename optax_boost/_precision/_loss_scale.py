@@ -27,7 +27,11 @@ from optax_boost._precision import _unscaled
 _METHOD = "dynamic_loss_scale"
 
 
-@_protocol.declares(metrics=("loss_scale", "loss_scale/notfinite_count"), requests=("loss_scale",))
+@_protocol.declares(
+  metrics=("loss_scale", "loss_scale/notfinite_count"),
+  requests=("loss_scale",),
+  skips=("notfinite_count",),
+)
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
 

@@ -22,7 +22,7 @@ from optax_boost import _tree
 _METHOD = "master_weights"
 
 
-@_protocol.declares(metrics=("master_weights/notfinite_count",))
+@_protocol.declares(metrics=("master_weights/notfinite_count",), skips=("notfinite_count",))
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.
 

@@ -19,6 +19,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -77,8 +78,8 @@ def laperm(
     arguments to `inner`. Its updates have the wider of the dtypes of params and inner updates.
 
   Raises:
-    ValueError: a number is out of range; in ``init``: weights that are not finite; in ``update``:
-      no params, or a tree that does not fit.
+    ValueError: a number is out of range; in ``init``: weights that are not finite, or an
+      :func:`average_params` inside; in ``update``: no params, or a tree that does not fit.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -112,13 +113,15 @@ def laperm(
       masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
       return jax.tree.unflatten(structure, masked)
 
+    inner_state = inner.init(params)
+    _protocol.refuse_observers(_METHOD, inner_state)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
       initial=held(_tree.copy_arrays(params)),
       permutation=held(_layout.identity(params)),
       ranks=held(list(map(_layout.ranks, layouts, leaves))),
-      inner_state=inner.init(params),
+      inner_state=inner_state,
     )
 
   def update_fn(

@@ -50,6 +50,14 @@ def entries() -> list[tuple[str, shared.Entry]]:
       shard_axis_name=axis_name,
       stacked_axes=shared.AXES,
     ),
+    shared.factory(
+      "average_params",
+      inner=shared.TX,
+      last=kinds.count(static=True, optional=True),
+      start=kinds.count(0, optional=True) | {"and last": Bad(0, ValueError)},
+      decay=kinds.number(0, 1, -1, optional=True) | {"and last": Bad(0.9, ValueError, "last")},
+      every=shared.COUNT,
+    ),
     shared.factory("centralize", exclude=shared.SELECTOR, axis_name=axis_name, **layouts),
     shared.factory(
       "dim_reduce",

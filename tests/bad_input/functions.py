@@ -56,6 +56,7 @@ def entries() -> dict[str, shared.Entry]:
   components = kinds.count(static=True) | {"more than snapshots": Bad(9, ValueError)}
   leaves = kinds.kind({"text leaves": {"conv": "a"}, "functions": {"conv": len}}, {})
   loss = {"loss_fn": shared.FUNCTION, "params": leaves}
+  averaging = problem.make("average_params")
   loss_scale = optax_boost.dynamic_loss_scale(problem.SGD)
   other_tree = {
     "None": Bad(None, ValueError, "gradients and params"),
@@ -171,6 +172,28 @@ def entries() -> dict[str, shared.Entry]:
       },
     ),
     "auto_boost": shared.Entry(optax_boost.auto_boost, lambda: {}, auto),
+    "averaged_params": shared.Entry(
+      optax_boost.averaged_params,
+      lambda: {"opt_state": averaging.init(problem.PARAMS), "params": problem.PARAMS},
+      {
+        "opt_state": {
+          "None": Bad(None, ValueError, "state"),
+          "number": Bad(3, ValueError, "state"),
+          "another optimizer's": Bad(problem.SGD.init(problem.PARAMS), ValueError, "state"),
+          "two": Bad((averaging.init(problem.PARAMS),) * 2, ValueError, "two averages"),
+          "population": Bad(
+            jax.vmap(averaging.init)(jax.tree.map(lambda p: p[None], problem.PARAMS)),
+            ValueError,
+            "population",
+          ),
+        },
+        "params": {
+          "None": Bad(None, ValueError),
+          "other tree": Bad(shared.OTHER, ValueError),
+          "other shapes": Bad(jax.tree.map(jnp.ravel, problem.PARAMS), ValueError),
+        },
+      },
+    ),
     "checkpoint_snapshots": shared.Entry(
       optax_boost.checkpoint_snapshots,
       lambda: {"directory": "."},

@@ -78,6 +78,7 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "accumulate": {"inner": SGD, "every": 2},
   "active_window": {"inner": SGD, "layers": {"dense/kernel": 0}, "window": 1, "every": 2},
   "adasum": {"axis_name": "batch"},
+  "average_params": {"inner": SGD, "last": 2},
   "centralize": {},
   "dim_reduce": {"subspace": subspace()},
   "dynamic_loss_scale": {"inner": SGD},

@@ -1,0 +1,342 @@
+"""Averages of the params along the training, beside any optimizer.
+
+The snapshots x_1, ..., x_k are the params after the steps that are due. Their average is one of
+
+  last = n:   (x_(k-n+1) + ... + x_k) / n, from a ring of n copies
+  start:      a <- a + (x_k - a) / k, the mean of all snapshots
+  decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _in_place
+from optax_boost import _protocol
+from optax_boost import _tree
+
+_METHOD = "average_params"
+
+
+@_protocol.declares(
+  metrics=("average_params/snapshot_count",),
+  observes=("average_params/average", "average_params/snapshots"),
+)
+class AverageParamsState(NamedTuple):
+  """State of :func:`average_params`; :func:`averaged_params` reads the average.
+
+  Attributes:
+    average: tree of the params' structure, their average in at least float32; None with `last`.
+    snapshots: with `last`, a tree with leaves ``[last, *leaf.shape]`` in at least float32: a ring,
+      in which snapshot number i lies at ``i % last``; else None.
+    count: scalar int32, the steps made.
+    snapshot_count: scalar int32, the snapshots taken, those since overwritten included.
+    inner_state: the inner optimizer's state.
+  """
+
+  average: optax.Params | None
+  snapshots: optax.Params | None
+  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  snapshot_count: jax.Array
+  inner_state: optax.OptState
+
+
+def average_params(
+  inner: optax.GradientTransformation,
+  *,
+  last: int | None = None,
+  start: jax.typing.ArrayLike | None = None,
+  decay: jax.typing.ArrayLike | None = None,
+  every: jax.typing.ArrayLike = 1,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Keeps an average of the params along the training; the updates are those of `inner`.
+
+  A snapshot is taken of the params after every `every`-th step. The average is one of three:
+
+  .. math::
+    \frac{1}{n} \sum_{i=k-n+1}^k x_i, \qquad
+    \frac{1}{k} \sum_{i=1}^k x_i, \qquad
+    \sum_{i=1}^k d^{k-i} x_i \Big/ \sum_{i=1}^k d^{k-i}
+
+  of snapshots :math:`x_1, \dots, x_k`: of the `last` n, of all after step `start`, or with weights
+  that fall by `decay` d from each snapshot to the one before. Name exactly one of the three.
+  Evaluate the model at :func:`averaged_params`.
+
+  Args:
+    inner: the optimizer. The params after a step are the given ones plus its updates, so put the
+      wrapper around everything that changes updates: ``average_params(optax.chain(...), ...)``. A
+      step that a wrapper inside skips (:func:`accumulate`, loss scales, :func:`master_weights`,
+      ``optax.MultiSteps``, ``optax.apply_if_finite``) is not counted, nor one that a wrapper
+      around it skips.
+    last: the mean of so many snapshots, each kept in a copy of its own; of fewer until so many were
+      taken. Raising it smooths more, lags more, and costs memory. Static.
+    start: the mean of all snapshots after so many steps, in one copy: SWA. Lowering it takes in
+      older, worse params.
+    decay: exponential weights, above 0 and below 1, in one copy, corrected for the start: after the
+      first snapshot the average is that snapshot. Raising it smooths more and lags more; about
+      1 / (1 - decay) snapshots count.
+    every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
+      snapshots over a longer part of the training.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
+    float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
+    touch them. An entry that is not finite is not taken: the average, or the place in the ring,
+    keeps its old value.
+
+  Raises:
+    ValueError: not exactly one of `last`, `start` and `decay` is given, or a number is out of
+      range; in ``update``: no params, or gradients that do not fit.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.average_params(optax.sgd(1.0), last=2)
+    >>> params = jnp.zeros(2)
+    >>> state = tx.init(params)
+    >>> for _ in range(4):
+    ...   updates, state = tx.update(jnp.array([-1.0, -2.0]), state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> params.tolist(), optax_boost.averaged_params(state, params).tolist()
+    ([4.0, 8.0], [3.5, 7.0])
+
+  References:
+    Polyak, Juditsky, `Acceleration of Stochastic Approximation by Averaging
+    <https://doi.org/10.1137/0330046>`_, 1992; Izmailov et al., `Averaging Weights Leads to Wider
+    Optima and Better Generalization <https://arxiv.org/abs/1803.05407>`_, 2018.
+  """
+  inner = _base.check_transformation("inner", inner)
+  if last is not None:
+    _base.check_whole_number("last", last, static=True)
+  if start is not None:
+    _base.check_whole_number("start", start, minimum=0)
+  if decay is not None:
+    _base.check_number("decay", decay, positive=True, below=1)
+  _base.check_whole_number("every", every)
+  given = [n for n, x in (("last", last), ("start", start), ("decay", decay)) if x is not None]
+  if len(given) != 1:
+    raise ValueError(
+      "`average_params` needs exactly one of `last` (the mean of the last snapshots), `start` (the"
+      " mean of all snapshots after a step) and `decay` (exponential weights); got"
+      f" {' and '.join(given) or 'none'}."
+    )
+
+  method = _Averaging(inner, last, start, decay, every)
+  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
+
+
+class _Averaging(NamedTuple):
+  """The checked arguments of :func:`average_params`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  last: int | None
+  start: Any
+  decay: Any
+  every: Any
+
+  def init(self, params: optax.Params) -> AverageParamsState:
+    _tree.check_inexact(params, _METHOD)
+
+    def copy(p: Any) -> jax.Array:
+      dtype = _tree.accumulator_dtype(p.dtype)
+      # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
+      abstract = isinstance(p, jax.ShapeDtypeStruct)
+      return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
+
+    def ring(p: Any) -> jax.Array:
+      # A broadcast keeps the sharding of the leaf.
+      return jnp.broadcast_to(copy(p), (self.last, *jnp.shape(p)))
+
+    return AverageParamsState(
+      average=jax.tree.map(copy, params) if self.last is None else None,
+      snapshots=None if self.last is None else jax.tree.map(ring, params),
+      count=jnp.zeros([], jnp.int32),
+      snapshot_count=jnp.zeros([], jnp.int32),
+      inner_state=self.inner.init(params),
+    )
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: AverageParamsState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, AverageParamsState]:
+    _check(updates, state, params)
+    updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
+    return updates, self._observe(state, inner_state, lambda: optax.apply_updates(params, updates))
+
+  def apply(
+    self,
+    gradients: _in_place.Gradients,
+    state: AverageParamsState,
+    params: optax.Params,
+    guard: bool,
+  ) -> tuple[optax.Params, AverageParamsState]:
+    _check(gradients()[0], state, params)
+    params, inner_state = _in_place.apply(self.inner, gradients, state.inner_state, params, guard)
+    return params, self._observe(state, inner_state, lambda: params)
+
+  def _observe(
+    self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any
+  ) -> AverageParamsState:
+    """The state after a step; ``stepped()`` makes the params after it, for a snapshot."""
+    made = _protocol.step_made(state.inner_state, inner_state)
+    count = jnp.where(made, optax.safe_increment(state.count), state.count)
+    due = made
+    if not (_is(self.every, 1) and (self.start is None or _is(self.start, 0))):
+      after = count - (0 if self.start is None else self.start)
+      due = made & (after > 0) & (after % self.every == 0)
+    number = jnp.where(due, optax.safe_increment(state.snapshot_count), state.snapshot_count)
+    take = self._blend if self.last is None else self._write
+
+    def snapshot(kept: optax.Params) -> tuple[optax.Params]:
+      # Nothing that is trained follows from the average.
+      now = jax.lax.stop_gradient(stepped())
+      return (jax.tree.map(lambda a, p: take(number, a, p.astype(a.dtype)), kept, now),)
+
+    kept = jax.lax.stop_gradient(state.average if self.last is None else state.snapshots)
+    # Without a leaf there is nothing to carry.
+    if jax.tree.leaves(kept):
+      _, kept = _in_place.once_if(due, snapshot, kept)
+    return AverageParamsState(
+      average=kept if self.last is None else None,
+      snapshots=None if self.last is None else kept,
+      count=count,
+      snapshot_count=number,
+      inner_state=inner_state,
+    )
+
+  def _blend(self, number: jax.Array, average: jax.Array, now: jax.Array) -> jax.Array:
+    """The average with snapshot number `number`, counted from 1."""
+    dtype = average.real.dtype
+    share = 1 / number.astype(dtype)
+    if self.decay is not None:
+      fresh = jnp.asarray(1 - self.decay, dtype)
+      share = fresh / -jnp.expm1(number.astype(dtype) * jnp.log1p(-fresh))
+    mixed = jnp.where(number == 1, now, average + share * (now - average))
+    return jnp.where(jnp.isfinite(mixed), mixed, average)
+
+  def _write(self, number: jax.Array, ring: jax.Array, now: jax.Array) -> jax.Array:
+    """The ring with snapshot number `number`, counted from 1."""
+    slot = (number - 1) % len(ring)
+    old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=True)
+    row = jnp.where(jnp.isfinite(now[None]), now[None], old)
+    return jax.lax.dynamic_update_slice_in_dim(ring, row, slot, 0)
+
+
+def _is(value: Any, number: int) -> bool:
+  """Whether a value is a Python number, and this one."""
+  return _base.is_integer(value) and value == number
+
+
+def _check(updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
+  """Checks the arguments of a step."""
+  _base.require_params(params, _METHOD)
+  _base.require_state(state, AverageParamsState, _METHOD)
+  _tree.check_same_tree(updates, params, _METHOD)
+  _tree.check_inexact(updates, _METHOD)
+
+
+def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+  """The averages that :func:`average_params` keeps, as params to evaluate the model with.
+
+  Args:
+    opt_state: the state of any optimizer with :func:`average_params` in it: inside a chain, around
+      or inside other wrappers, or for a part of the leaves.
+    params: the current params: they give dtypes, the values of leaves that are not averaged
+      (``optax.masked``, ``optax.partition``), and all values before the first snapshot.
+
+  Returns:
+    A tree like `params`, of its dtypes. May be called under ``jit``.
+
+  Raises:
+    ValueError: `opt_state` holds no :func:`average_params`, several of the same leaf, one of other
+      params, or that of a population, which needs ``jax.vmap``.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_boost
+    >>> tx = optax_boost.average_params(optax.sgd(1.0), decay=0.5)
+    >>> params = jnp.array(8.0)
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...   updates, state = tx.update(params / 2, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> round(float(optax_boost.averaged_params(state, params)), 4)  # (0.5 * 4 + 2) / 1.5
+    2.6667
+  """
+  states = _tree.find_states(opt_state, AverageParamsState)
+  if not states:
+    raise ValueError(
+      "`averaged_params` needs the state of an optimizer with `optax_boost.average_params` in it;"
+      f" got {_base.shorten(jax.tree.structure(opt_state), 200)}."
+    )
+  leaves, structure = jax.tree.flatten(params)
+  averaged: list[Any] = [None] * len(leaves)
+  for state in states:
+    for i, average in enumerate(_averages(state, params)):
+      if average is not None and averaged[i] is not None:
+        path = _tree.leaf_name(_tree.leaf_paths(params)[i])
+        raise ValueError(
+          f"`averaged_params` found two averages of the leaf '{path}'. Pass the part of the state"
+          " with the one that you mean."
+        )
+      averaged[i] = averaged[i] if average is None else average
+  return jax.tree.unflatten(
+    structure, [p if a is None else a for a, p in zip(averaged, leaves, strict=True)]
+  )
+
+
+def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
+  """The average of each leaf of the params, or None where it is not averaged."""
+  if jnp.ndim(state.snapshot_count):
+    raise ValueError(
+      "`averaged_params` needs the state of one run; got that of a population of shape"
+      f" {jnp.shape(state.snapshot_count)}. Map over its members:"
+      " `jax.vmap(optax_boost.averaged_params)(opt_state, params)`."
+    )
+  taken = state.snapshot_count
+
+  def mean_of_ring(ring: jax.Array) -> jax.Array:
+    used = jnp.expand_dims(jnp.arange(len(ring)) < taken, tuple(range(1, ring.ndim)))
+    total = jnp.sum(jnp.where(used, ring, 0), 0)
+    return total / jnp.clip(taken, 1, len(ring)).astype(ring.real.dtype)
+
+  kept = state.average if state.snapshots is None else state.snapshots
+  ring_axes = 0 if state.snapshots is None else 1
+  try:
+    pairs = jax.tree.map(
+      # A tuple of no leaves for each hidden one, however many it stands for.
+      lambda a, p: jax.tree.map(lambda _: (None,), p) if _tree.is_masked(a) else (a,),
+      kept,
+      params,
+      is_leaf=_tree.is_masked,
+    )
+    structure: Any = jax.tree.structure(params)
+    boxes = structure.flatten_up_to(pairs)
+  except ValueError as error:
+    raise ValueError(
+      "`averaged_params` needs the params that the state is of; got"
+      f" {_base.shorten(jax.tree.structure(params), 200)} for averages of"
+      f" {_base.shorten(jax.tree.structure(kept), 200)}."
+    ) from error
+  found: list[jax.Array | None] = []
+  for (average,), param, path in zip(
+    boxes, jax.tree.leaves(params), _tree.leaf_paths(params), strict=True
+  ):
+    if average is None:
+      found.append(None)
+      continue
+    if jnp.shape(average)[ring_axes:] != jnp.shape(param):
+      raise ValueError(
+        "`averaged_params` needs the params that the state is of; the leaf"
+        f" '{_tree.leaf_name(path)}' has shape {jnp.shape(param)}, its average"
+        f" {jnp.shape(average)[ring_axes:]}."
+      )
+    value = mean_of_ring(average) if ring_axes else average
+    found.append(jnp.where(taken > 0, value.astype(param.dtype), param))
+  return found

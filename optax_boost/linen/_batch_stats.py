@@ -1,0 +1,157 @@
+"""BatchNorm statistics of a Linen module, estimated anew for given params."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
+from typing import NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _base
+from optax_boost import _full_gradient
+from optax_boost import _tree
+from optax_boost.linen import _adapter
+
+_METHOD = "estimate_batch_stats"
+_COLLECTION = "batch_stats"
+# Stands for a statistic that no call has computed.
+_UNREACHED = -jnp.inf
+
+
+def estimate_batch_stats(
+  module: nn.Module,
+  variables: Any,
+  batches: Iterable[Any],
+  *,
+  forward_fn: Callable[[Any, Any], Any] | None = None,
+  weight_fn: Callable[[Any], Any] | None = None,
+  progress: bool = False,
+) -> dict[str, Any]:
+  """Estimates the statistics of a module's BatchNorms anew, in one pass over batches.
+
+  Needed where params did not come from training alone, as averages: the running statistics are then
+  those of other params. The new statistics are the exact means, over all batches, of the batches'
+  means and variances, and not exponential averages, in which the last batches count most.
+
+  BatchNorms normalize by the batch whatever the call says. All other layers are as the call sets
+  them: call the module in its evaluation mode, and there is no dropout.
+
+  Args:
+    module: the module.
+    variables: its params, as averaged ones, and its other collections, ``batch_stats`` among them.
+    batches: any iterable of trees of arrays, of the training data, in the size of training batches.
+    forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module; its result
+      is not used. None: ``model(batch)``.
+    weight_fn: from a batch to its weight in the means. None: the number of its examples, which is
+      the length of the leaves' first axis.
+    progress: whether to show a progress bar, if ``tqdm`` is installed.
+
+  Returns:
+    The variables with the new statistics; params and the other collections are those given.
+    :class:`optax_boost.NoEffectWarning` names statistics that no batch has reached; they stay.
+
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: `variables` has no params, there is no batch, or batches differ in structure.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> module = nn.BatchNorm(use_running_average=True)
+    >>> batches = [jnp.array([[0.0], [2.0]]), jnp.array([[3.0], [9.0]])]
+    >>> variables = module.init(jax.random.key(0), batches[0])
+    >>> variables = optax_boost.linen.estimate_batch_stats(module, variables, batches)
+    >>> jax.tree.map(lambda x: x.tolist(), variables["batch_stats"])
+    {'mean': [3.5], 'var': [5.0]}
+  """
+  _adapter.check_module(module)
+  _, collections = _adapter.split_variables(variables)
+  if forward_fn is not None:
+    _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)")
+  if weight_fn is not None:
+    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
+  given = collections.get(_COLLECTION)
+  if not jax.tree.leaves(given):
+    _tree.warn_no_effect(
+      f"`{_METHOD}` found no collection '{_COLLECTION}' in the variables.",
+      _tree.leaf_paths(variables),
+    )
+    return dict(variables)
+  estimated = _full_gradient.mean_over_batches(
+    jax.tree_util.Partial(_Statistics(module, forward_fn), dict(variables)),
+    given,
+    batches,
+    None,
+    weight_fn,
+    progress,
+    _METHOD,
+    "batch statistics",
+  )
+  paths = _tree.leaf_paths(given)
+  idle = [
+    path
+    for path, leaf in zip(paths, jax.tree.leaves(estimated), strict=True)
+    if jnp.all(leaf == _UNREACHED)
+  ]
+  if idle:
+    _tree.warn_no_effect(
+      f"`{_METHOD}` has reached no BatchNorm with the statistics {idle}: the call leaves it out.",
+      paths,
+    )
+  kept = jax.tree.map_with_path(
+    lambda path, new, old: old if _tree.path_string(path) in idle else new.astype(old.dtype),
+    estimated,
+    given,
+  )
+  return {**variables, _COLLECTION: kept}
+
+
+class _Statistics(NamedTuple):
+  """Computes a batch's statistics; equal ones share a compiled program."""
+
+  module: nn.Module
+  forward_fn: Any
+
+  def __call__(self, variables: Any, unused: Any, batch: Any) -> Any:
+    del unused
+    params, collections = _adapter.split_variables(variables)
+    model = _adapter.BoundModel(self.module, params, collections, {})
+    reached: set[tuple[str, ...]] = set()
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+      norm = context.module
+      if context.method_name != "__call__" or not isinstance(norm, nn.BatchNorm):
+        return next_fun(*args, **kwargs)
+      reached.add(norm.path)
+      return _call_on_batch(norm, next_fun, args, kwargs)
+
+    with nn.intercept_methods(intercept):
+      if self.forward_fn is None:
+        model(batch)
+      else:
+        self.forward_fn(model, batch)
+
+    def result(path: Any, statistic: jax.Array) -> jax.Array:
+      owner = tuple(key.key for key in path[:-1])
+      return statistic if owner in reached else jnp.full_like(statistic, _UNREACHED)
+
+    return jax.tree.map_with_path(result, model.collections[_COLLECTION])
+
+
+def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
+  """Calls a BatchNorm such that its new statistics are those of the batch alone."""
+  for name in ("mean", "var"):
+    # Times a momentum of zero, old statistics that are not finite would be NaN.
+    old: Any = norm.get_variable(_COLLECTION, name)
+    norm.put_variable(_COLLECTION, name, jnp.zeros_like(old))
+  own = {"momentum": norm.momentum, "use_running_average": norm.use_running_average}
+  try:
+    # Linen's modules are frozen; this one is bound for this call.
+    object.__setattr__(norm, "momentum", 0.0)
+    object.__setattr__(norm, "use_running_average", None)
+    return call(*args[:1], **{**kwargs, "use_running_average": False})
+  finally:
+    for name, value in own.items():
+      object.__setattr__(norm, name, value)

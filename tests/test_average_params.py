@@ -1,0 +1,209 @@
+"""`average_params`."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+TARGET = jnp.arange(6.0).reshape(2, 3)
+MODES = {
+  "last": ({"last": 3, "every": 2}, lambda n: np.r_[np.zeros(n - 3), np.ones(3)]),
+  "start": ({"start": 4, "every": 2}, lambda n: np.r_[np.zeros(2), np.ones(n - 2)]),
+  "decay": ({"decay": 0.7, "every": 2}, lambda n: 0.7 ** np.arange(n)[::-1]),
+}
+
+
+def grads_at(params):
+  return jax.tree.map(lambda p: p - TARGET.astype(p.dtype), params)
+
+
+def trajectory(tx, params, steps, step=optax_boost.apply_gradients):
+  """The state after training, and the params after each step."""
+  state, after = tx.init(params), []
+  jitted = jax.jit(functools.partial(step, tx))
+  for _ in range(steps):
+    params, state = jitted(grads_at(params), state, params)
+    after.append(params)
+  return state, after
+
+
+def two_calls(tx, grads, state, params):
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("step", [optax_boost.apply_gradients, two_calls])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_average_is_numpys_of_the_params_after_the_steps(mode, step):
+  kwargs, weights = MODES[mode]
+  tx = optax_boost.average_params(optax.sgd(0.2, momentum=0.5), **kwargs)
+  state, after = trajectory(tx, {"w": jnp.ones((2, 3))}, 13, step)
+  kept = np.stack([np.asarray(p["w"], np.float64) for p in after[1::2]])
+  weights = weights(len(kept))
+  expected = np.tensordot(weights, kept, 1) / weights.sum()
+  averaged = optax_boost.averaged_params(state, after[-1])
+  np.testing.assert_allclose(averaged["w"], expected, rtol=1e-6)
+  assert state.count == 13
+
+
+def test_the_updates_are_the_inner_optimizers_to_the_bit():
+  inner = optax.adam(0.1)
+  _, plain = trajectory(inner, TARGET + 1, 5)
+  _, ours = trajectory(optax_boost.average_params(inner, decay=0.9), TARGET + 1, 5)
+  chex.assert_trees_all_equal(ours, plain)
+
+
+def test_before_the_first_snapshot_it_is_the_params_and_then_in_their_dtype():
+  tx = optax_boost.average_params(optax.sgd(0.1), start=2)
+  state, after = trajectory(tx, jnp.ones((2, 3), jnp.bfloat16), 3)
+  assert state.average.dtype == jnp.float32
+  averaged = jax.jit(optax_boost.averaged_params)(state, after[-1])
+  assert averaged.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(averaged, after[-1])
+  early, after = trajectory(tx, jnp.ones((2, 3)), 2)
+  np.testing.assert_array_equal(optax_boost.averaged_params(early, after[-1]), after[-1])
+
+
+def test_exponential_weights_stay_exact_over_thousands_of_snapshots():
+  tx = optax_boost.average_params(optax.sgd(1.0), decay=0.999)
+
+  def step(carry, x):
+    params, state = carry
+    updates, state = tx.update(params - x, state, params)
+    params = optax.apply_updates(params, updates)
+    return (params, state), params
+
+  noise = np.random.default_rng(0).normal(size=4000).astype(np.float32)
+  (params, state), seen = jax.lax.scan(step, (jnp.zeros([]), tx.init(jnp.zeros([]))), noise)
+  weights = 0.999 ** np.arange(4000)[::-1]
+  expected = weights @ np.asarray(seen, np.float64) / weights.sum()
+  np.testing.assert_allclose(optax_boost.averaged_params(state, params), expected, atol=1e-6)
+
+
+SKIPPING = {
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+  "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 1.0),
+  "group_loss_scale": lambda tx: optax_boost.group_loss_scale(tx, ("",), 1.0, growth_factor=1.0),
+  "master_weights": optax_boost.master_weights,
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 9),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("name", SKIPPING)
+@pytest.mark.parametrize("step", [optax_boost.apply_gradients, two_calls])
+def test_skipped_steps_are_no_snapshots(name, outside, step):
+  wrap = SKIPPING[name]
+  average = functools.partial(optax_boost.average_params, last=9)
+  tx = wrap(average(optax.sgd(0.25))) if outside else average(wrap(optax.sgd(0.25)))
+  params = jnp.ones((2, 3))
+  state, seen = tx.init(params), []
+  for t in range(6):
+    grads = grads_at(params)
+    if t in (1, 4) and name not in ("accumulate", "MultiSteps"):
+      grads = grads.at[0, 0].set(jnp.nan)
+    old = params
+    params, state = jax.jit(functools.partial(step, tx))(grads, state, params)
+    if jnp.any(params != old):
+      seen.append(params)
+  assert (
+    optax.tree.get(state, "snapshot_count")
+    == len(seen)
+    == (3 if "Multi" in name or name == "accumulate" else 4)
+  )
+  np.testing.assert_allclose(
+    optax_boost.averaged_params(state, params), np.mean(seen, 0), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    lambda tx: optax_boost.freeze_layers(tx, ["a", "b"], optax_boost.fixed_freezing(2, 1)),
+    lambda tx: optax_boost.laperm(tx, 3),
+    lambda tx: optax_boost.switch_after(3, tx, tx),
+    lambda tx: optax_boost.active_window(tx, ["a", "b"], 1, every=2),
+    lambda tx: optax_boost.group_loss_scale(tx, ["a", "b"], skip="group"),
+  ],
+)
+def test_a_wrapper_that_changes_the_updates_afterwards_goes_inside(wrap):
+  params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+  average = functools.partial(optax_boost.average_params, last=2)
+  with pytest.raises(ValueError, match=r"Put its wrapper around the whole: `average_params\("):
+    wrap(average(optax.sgd(0.1))).init(params)
+  tx = average(wrap(optax.sgd(0.1)))
+  updates, state = tx.update(params, tx.init(params), params)
+  expected = optax.apply_updates(params, updates)
+  chex.assert_trees_all_close(optax_boost.averaged_params(state, params), expected)
+
+
+def test_leaves_that_are_not_averaged_are_the_params_own():
+  params = {"count": jnp.arange(3), "none": None, "w": jnp.ones(2)}
+  tx = optax.masked(
+    optax_boost.average_params(optax.sgd(0.1), last=2), {"count": False, "none": None, "w": True}
+  )
+  grads = {"count": jnp.zeros(3, int), "none": None, "w": jnp.ones(2)}
+  _, state = tx.update(grads, tx.init(params), params)
+  averaged = optax_boost.averaged_params(state, params)
+  np.testing.assert_array_equal(averaged["count"], params["count"])
+  np.testing.assert_allclose(averaged["w"], 0.9)
+  assert averaged["none"] is None
+
+
+def test_averages_of_two_parts_are_put_together():
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  parts = {
+    "fast": optax_boost.average_params(optax.sgd(0.5), decay=0.9),
+    "slow": optax_boost.average_params(optax.sgd(0.1), last=4),
+  }
+  tx = optax.partition(parts, {"a": "fast", "b": "slow"})
+  _, state = tx.update(params, tx.init(params), params)
+  averaged = optax_boost.averaged_params(state, params)
+  np.testing.assert_allclose([averaged["a"][0], averaged["b"][0]], [0.5, 0.9])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_without_a_snapshot_touch_no_average(mode):
+  """The average is read and written inside a loop of one turn or none, and nowhere else."""
+  tx = optax_boost.average_params(optax.sgd(0.1), **MODES[mode][0])
+  params = jnp.ones(1000)
+  jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+  work = [e.primitive.name for e in jaxpr.eqns if any(v.aval.size >= 1000 for v in e.outvars)]
+  assert [name for name in work if name != "stop_gradient"] == ["mul", "while"]  # SGD's, and ours
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_donated_a_snapshot_is_written_in_place(mode):
+  tx = optax_boost.average_params(optax.sgd(0.1), **MODES[mode][0])
+  params = {f"w{i}": jnp.ones((64, 128)) for i in range(3)}
+  step = jax.jit(
+    lambda params, state, grads: optax_boost.apply_gradients(tx, grads, state, params),
+    donate_argnums=(0, 1),
+  )
+  compiled = step.lower(params, tx.init(params), params).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < params["w0"].nbytes
+
+
+def test_an_entry_that_is_not_finite_is_not_taken():
+  tx = optax_boost.average_params(optax.sgd(1.0), last=2)
+  state = tx.init(jnp.zeros(2))
+  for g in (1.0, 2.0, np.nan):
+    _, state = tx.update(jnp.array([-1.0, -g]), state, jnp.zeros(2))
+  np.testing.assert_allclose(optax_boost.averaged_params(state, jnp.zeros(2)), [1.0, 1.5])
+
+
+def test_gradients_flow_through_a_step_beside_the_average():
+  tx = optax_boost.average_params(optax.sgd(0.5), last=2)
+
+  def after(w):
+    updates, _ = tx.update(w**2, tx.init(w), w)
+    return w + updates
+
+  assert jax.grad(after)(jnp.array(3.0)) == 1 - 0.5 * 6
