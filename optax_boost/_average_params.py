@@ -64,7 +64,8 @@ def average_params(
 
   of snapshots :math:`x_1, \dots, x_k`: of the `last` n, of all after step `start`, or with weights
   that fall by `decay` d from each snapshot to the one before. Name exactly one of the three.
-  Evaluate the model at :func:`averaged_params`.
+  Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs new statistics there:
+  ``optax_boost.nnx.estimate_batch_stats``, ``optax_boost.linen.estimate_batch_stats``.
 
   Args:
     inner: the optimizer. The params after a step are the given ones plus its updates, so put the

@@ -1,8 +1,10 @@
-"""`average_params`."""
+"""`average_params`, and BatchNorm statistics of averaged weights."""
 
 import functools
 
 import chex
+from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,9 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _full_gradient
+import optax_boost.linen
+import optax_boost.nnx
 
 TARGET = jnp.arange(6.0).reshape(2, 3)
 MODES = {
@@ -207,3 +212,124 @@ def test_gradients_flow_through_a_step_beside_the_average():
     return w + updates
 
   assert jax.grad(after)(jnp.array(3.0)) == 1 - 0.5 * 6
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 4, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.out = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(self.dropout(nnx.relu(self.norm(self.dense(x)))))
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.relu(nn.BatchNorm(not train, name="norm")(nn.Dense(4, name="dense")(x)))
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.BatchNorm(name="out", momentum=0.5)(x, use_running_average=not train)
+
+
+def batches_of(sizes):
+  rng = np.random.default_rng(0)
+  return [rng.normal(size=(n, 3)).astype(np.float32) for n in sizes]
+
+
+def expected_statistics(kernel, bias, batches):
+  """Of both BatchNorms, with scale 1 and bias 0, weighted by the batches' sizes, by NumPy."""
+  rows = []
+  for x in batches:
+    h = x.astype(np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
+    z = np.maximum((h - h.mean(0)) / np.sqrt(h.var(0) + 1e-5), 0)
+    rows.append([h.mean(0), h.var(0), z.mean(0), z.var(0)])
+  return np.average(rows, axis=0, weights=list(map(len, batches)))
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_batch_statistics_are_numpys_means_over_all_batches(api):
+  batches = batches_of([8, 8, 8, 4])
+  if api == "nnx":
+    model = Nnx(nnx.Rngs(0))
+    model.norm.mean[...] = jnp.full(4, jnp.nan)
+    new = optax_boost.nnx.estimate_batch_stats(model, iter(batches))
+    assert not new.dropout.deterministic
+    assert not new.norm.use_running_average
+    assert new.out.momentum == 0.5
+    assert jnp.isnan(model.norm.mean[0])
+    kernel, bias = new.dense.kernel[...], new.dense.bias[...]
+    found = [s[...] for norm in (new.norm, new.out) for s in (norm.mean, norm.var)]
+    for kind in (nnx.Param, nnx.RngCount):
+      chex.assert_trees_all_equal(nnx.state(new, kind), nnx.state(model, kind))
+  else:
+    module = Linen()
+    variables = module.init(jax.random.key(0), batches[0])
+    new = optax_boost.linen.estimate_batch_stats(module, variables, iter(batches))
+    chex.assert_trees_all_equal(new["params"], variables["params"])
+    kernel, bias = new["params"]["dense"]["kernel"], new["params"]["dense"]["bias"]
+    found = [new["batch_stats"][n][s] for n in ("norm", "out") for s in ("mean", "var")]
+  np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches), atol=2e-6)
+
+
+def test_a_second_estimate_compiles_nothing():
+  batches, module = batches_of([8, 8]), Linen()
+  variables = module.init(jax.random.key(0), batches[0])
+  model = Nnx(nnx.Rngs(0))
+  for estimate in (
+    lambda: optax_boost.linen.estimate_batch_stats(module, variables, batches),
+    lambda: optax_boost.nnx.estimate_batch_stats(model, batches),
+  ):
+    estimate()
+    size = _full_gradient._jitted_add._cache_size()
+    estimate()
+    assert _full_gradient._jitted_add._cache_size() == size
+
+
+def test_models_without_batch_norm_and_layers_out_of_reach_are_named():
+  batches = batches_of([8])
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no `nnx.BatchNorm`"):
+    optax_boost.nnx.estimate_batch_stats(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), batches)
+  module = nn.Dense(4)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"found no collection 'batch_stats'"):
+    optax_boost.linen.estimate_batch_stats(
+      module, module.init(jax.random.key(0), batches[0]), batches
+    )
+  model = Nnx(nnx.Rngs(0))
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"no training mode of \['out'\]"):
+    new = optax_boost.nnx.estimate_batch_stats(
+      model, batches, forward_fn=lambda model, x: model.norm(model.dense(x))
+    )
+  np.testing.assert_array_equal(new.out.var, model.out.var)
+  module = Linen()
+  variables = module.init(jax.random.key(0), batches[0])
+  variables["batch_stats"]["other"] = {"mean": jnp.ones(2)}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['other/mean'\]"):
+    new = optax_boost.linen.estimate_batch_stats(module, variables, batches)
+  np.testing.assert_array_equal(new["batch_stats"]["other"]["mean"], 1)
+
+
+def test_an_averaged_nnx_model_with_new_statistics_predicts_as_numpy():
+  model = Nnx(nnx.Rngs(0))
+  model.eval()
+  batches = batches_of([16, 16])
+  tx = optax_boost.average_params(optax.sgd(0.3), start=0)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+  kernels = []
+  for t in range(4):
+    metrics = step(model, optimizer, batches[t % 2])
+    kernels.append(np.asarray(model.dense.kernel[...]))
+  assert metrics["average_params/snapshot_count"] == 4
+  averaged = optax_boost.nnx.averaged_model(optimizer, model)
+  np.testing.assert_allclose(averaged.dense.kernel[...], np.mean(kernels, 0), rtol=1e-5)
+  # The copy stays when the model is trained on, and its arrays are donated.
+  step(model, optimizer, batches[0])
+  new = optax_boost.nnx.estimate_batch_stats(averaged, batches)
+  x = batches[0]
+  h = x @ np.asarray(new.dense.kernel[...]) + np.asarray(new.dense.bias[...])
+  hs = [b @ np.asarray(new.dense.kernel[...]) + np.asarray(new.dense.bias[...]) for b in batches]
+  mean, var = np.mean([b.mean(0) for b in hs], 0), np.mean([b.var(0) for b in hs], 0)
+  z = (h - mean) / np.sqrt(var + 1e-5) * np.asarray(new.norm.scale[...])
+  np.testing.assert_allclose(new.norm(new.dense(x)), z + np.asarray(new.norm.bias[...]), atol=1e-5)

@@ -7,6 +7,7 @@ with variables in the place of params. Needs the extra ``flax``.
 from optax_boost.linen._adapter import BoundModel
 from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
+from optax_boost.linen._batch_stats import estimate_batch_stats
 from optax_boost.linen._groups import layer_groups
 from optax_boost.linen._groups import stacked_axes
 from optax_boost.linen._head import NormalizedDense
@@ -26,6 +27,7 @@ __all__ = [
   "NormalizedDense",
   "TrainStep",
   "auto_boost",
+  "estimate_batch_stats",
   "layer_groups",
   "less_bn",
   "load_original",

@@ -6,6 +6,8 @@ of params. Needs the extra ``flax``.
 
 from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
+from optax_boost.nnx._batch_stats import averaged_model
+from optax_boost.nnx._batch_stats import estimate_batch_stats
 from optax_boost.nnx._groups import layer_groups
 from optax_boost.nnx._groups import stacked_axes
 from optax_boost.nnx._head import NormalizedDense
@@ -23,6 +25,8 @@ __all__ = [
   "RemovedBatchNorm",
   "TrainStep",
   "auto_boost",
+  "averaged_model",
+  "estimate_batch_stats",
   "layer_groups",
   "less_bn",
   "load_original",

@@ -73,6 +73,7 @@ class Form(NamedTuple):
   traced: dict[str, Any]
   stepping: dict[str, Any]
   racing: dict[str, Any]
+  statistics: dict[str, Any]
   # Those of `traced` that are passed by position, and those that have a default.
   positional: tuple[str, ...]
   optional: tuple[str, ...]
@@ -84,6 +85,7 @@ NNX = Form(
   traced={"loss_fn": loss_fn, "model": linear(), "args": (problem.X,)},
   stepping={"loss_fn": loss_fn},
   racing={"loss_fn": loss_fn, "make_model": linear},
+  statistics={"model": nnx.BatchNorm(3, rngs=nnx.Rngs(0)), "batches": [problem.X]},
   positional=("loss_fn", "model", "args"),
   optional=("wrt",),
 )
@@ -93,6 +95,14 @@ LINEN = Form(
   traced={"module": nn.Dense(2), "loss_fn": loss_fn, "variables": VARIABLES, "batch": problem.X},
   stepping={"module": nn.Dense(2), "loss_fn": loss_fn, "tx": problem.SGD},
   racing={"module": nn.Dense(2), "loss_fn": loss_fn, "init_fn": lambda key: VARIABLES},
+  statistics={
+    "module": nn.BatchNorm(True),
+    "variables": {
+      "params": {"bias": jnp.zeros(3), "scale": jnp.ones(3)},
+      "batch_stats": {"mean": jnp.zeros(3), "var": jnp.ones(3)},
+    },
+    "batches": [problem.X],
+  },
   positional=(),
   optional=("rngs", "rng"),
 )
@@ -148,6 +158,20 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
         ours.layer_groups, form.traced | {"num_groups": 1}, tracing | GROUPING, form.positional
       ),
     ),
+    (
+      "estimate_batch_stats",
+      shared.Entry(
+        ours.estimate_batch_stats,
+        lambda: form.statistics,
+        _kinds(*form.statistics)
+        | {
+          "batches": shared.BATCHES,
+          "forward_fn": shared.OPTIONAL_FUNCTION,
+          "weight_fn": shared.OPTIONAL_FUNCTION,
+          "progress": shared.FLAG,
+        },
+      ),
+    ),
     ("stacked_axes", by_position(ours.stacked_axes, form.traced, tracing, form.positional)),
     ("plan_less_bn", by_position(ours.plan_less_bn, inputs, less_bn, called)),
     ("less_bn", by_position(ours.less_bn, inputs, less_bn | {"plan": shared.PLAN}, called)),
@@ -171,6 +195,7 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
 def _of_nnx() -> dict[str, shared.Entry]:
   ours, model = optax_boost.nnx, linear()
   optimizer = nnx.Optimizer(model, problem.SGD, wrt=nnx.Param)
+  averaging = nnx.Optimizer(model, problem.make("average_params"), wrt=nnx.Param)
   svrg = nnx.Optimizer(model, problem.make("svrg"), wrt=nnx.Param)
   two = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
   boost = ours.auto_boost("O1", total_steps=10)
@@ -245,6 +270,15 @@ def _of_nnx() -> dict[str, shared.Entry]:
         "batches": shared.BATCHES,
         "weight_fn": shared.OPTIONAL_FUNCTION,
         "progress": shared.FLAG,
+      },
+    ),
+    "nnx.averaged_model": shared.Entry(
+      ours.averaged_model,
+      lambda: {"optimizer": averaging, "model": model},
+      {
+        "optimizer": stepping["optimizer"]
+        | {"without averages": Bad(optimizer, ValueError, "state")},
+        "model": KINDS["model"],
       },
     ),
     "nnx.load_original": shared.Entry(
