@@ -276,15 +276,21 @@ def speed(part: str, rounds: int, names: Sequence[str]) -> dict[str, Any]:
   return _harness.compare(able, [_BASE], rounds, title, patience=1)
 
 
-def _batches(
-  x: np.ndarray, y: np.ndarray, steps: int, seed: int, augmented: bool = False
+def batches(
+  x: np.ndarray,
+  y: np.ndarray,
+  steps: int,
+  seed: int,
+  augmented: bool = False,
+  size: int = _TRAINING_BATCH,
 ) -> Iterator[dict[str, Any]]:
+  """Batches of images in random order; `augmented`: shifted by up to two pixels and mirrored."""
   rng = np.random.default_rng(seed)
   order = np.empty(0, int)
   for _ in range(steps):
-    if len(order) < _TRAINING_BATCH:
+    if len(order) < size:
       order = rng.permutation(len(y))
-    chosen, order = order[:_TRAINING_BATCH], order[_TRAINING_BATCH:]
+    chosen, order = order[:size], order[size:]
     yield {"x": _moved(x[chosen], rng) if augmented else x[chosen], "y": y[chosen]}
 
 
@@ -327,10 +333,10 @@ def accuracy(training: Training) -> float:
   """
   data, steps, augmented, name, seed = training
   x, y, test_x, test_y = digits() if data == "digits" else cifar(pathlib.Path(data))
-  sample = next(_batches(x, y, 1, 0))
+  sample = next(batches(x, y, 1, 0))
   trainer = Trainer(contenders(steps)[name], x.shape[-1], 1, sample, steps)
   model, optimizer = trainer.start(seed)
-  for batch in _batches(x, y, steps, seed, augmented):
+  for batch in batches(x, y, steps, seed, augmented):
     trainer.step(model, optimizer, batch)
   return trainer.accuracy(model, test_x, test_y)
 

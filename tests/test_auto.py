@@ -84,6 +84,38 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
     assert reference.config.grad_freeze == auto.GradFreezeConfig(3, 1, 0.7)
 
 
+def test_the_levels_average_the_params_of_the_last_quarter():
+  boost = auto_boost("O2", total_steps=16)
+  assert boost.is_on("average")
+  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  step = boost.train_step(loss_fn, tx, donate=False)
+  state, snapshots = step.init(PARAMS), []
+  for _ in range(16):
+    state, _ = step(state, DATA)
+    snapshots.append(state.params)
+  mean = jax.tree.map(lambda *x: sum(x) / 4, *snapshots[12:])
+  averaged = optax_boost.averaged_params(state.opt_state, state.params)
+  chex.assert_trees_all_close(averaged, mean, rtol=1e-6)
+  rows = {d.method: d for d in boost.decisions}
+  assert rows["average"].settings == "20 snapshots in the last 25% of the steps"
+
+
+def test_an_average_needs_the_length_of_the_training():
+  reasons = {d.method: d.why for d in auto_boost("O1").decisions}
+  assert reasons["average"] == "in level O1, but without total_steps=..."
+  boost = auto_boost("O0", manual(average=True))
+  with pytest.raises(ValueError, match=r"last 25% of the training, .* auto_boost\(\.\.\., total_s"):
+    boost.optimizer(optax.sgd(0.1))
+  for boost in (
+    auto_boost("O1", reference=True, total_steps=9),
+    auto_boost("O1", manual(dim_reduce=True), total_steps=9),
+    auto_boost("O1", manual(average=False), total_steps=9),
+    auto_boost("O0", total_steps=9),
+  ):
+    assert not boost.is_on("average")
+  assert auto_boost("O1", manual(average=True), reference=True, total_steps=9).is_on("average")
+
+
 def test_the_levels_freeze_at_the_end_of_the_training_level_two_sooner():
   def frozen(level, **freezing):
     boost = auto_boost(level, {"grad_freeze": freezing}, total_steps=20)

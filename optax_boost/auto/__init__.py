@@ -2,6 +2,7 @@
 
 from optax_boost.auto._build import AutoBoost
 from optax_boost.auto._build import auto_boost
+from optax_boost.auto._config import AverageConfig
 from optax_boost.auto._config import BoostConfig
 from optax_boost.auto._config import BoostSwitches
 from optax_boost.auto._config import CommonConfig
@@ -13,6 +14,7 @@ from optax_boost.auto._levels import Decision
 
 __all__ = [
   "AutoBoost",
+  "AverageConfig",
   "BoostConfig",
   "BoostSwitches",
   "CommonConfig",

@@ -11,6 +11,7 @@ import optax
 
 from optax_boost import _accumulation
 from optax_boost import _adasum
+from optax_boost import _average_params
 from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
@@ -83,7 +84,8 @@ class AutoBoost:
     """Puts the methods that are on around an optimizer.
 
     From the inside out: centralization, `decay`, adaptive summation, freezing, accumulation, loss
-    scales. Layers of a scan are found in the trace of the loss and count each for itself.
+    scales, the average of the params. Layers of a scan are found in the trace of the loss and count
+    each for itself.
 
     If `dim_reduce` is on, that in its place: in the subspace of the file ``pca_mat_path``, if there
     is one, else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file).
@@ -161,6 +163,8 @@ class AutoBoost:
     if self.is_on("loss_scale_group"):
       # Where replicas have gradients of their own, the overflow of one counts for all.
       tx = _precision.group_loss_scale(tx, groups, axis_name=axes)
+    if self.is_on("average"):
+      tx = _average_params.average_params(tx, **_methods.average_options(self.config.average))
     return tx
 
   def _read_groups(
@@ -239,8 +243,9 @@ def auto_boost(
   alone.
 
   Args:
-    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, and the first half
-      of the layers frozen in the last 30 % of the training; ``"O2"``: in its last 45 %, and
+    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, the first half of
+      the layers frozen in the last 30 % of the training, and an average of the params over its last
+      quarter, to evaluate (:func:`averaged_params`); ``"O2"``: frozen in its last 45 %, and
       adaptive summation where `axis_name` is given. Both are meant for a learning rate that decays
       over the training.
     config: a :class:`BoostConfig`, a dict of its schema (that of MindSpore), or the path of a JSON
@@ -261,8 +266,8 @@ def auto_boost(
     reference: whether keys that are left out have MindSpore's defaults (a normalized head; the
       interval schedule with 10 groups, in 30 % of the steps) instead of the level's settings.
       Freezing then turns adaptive summation off unless `compose` is True.
-    total_steps: the length of the training in steps of the optimizer, for freezing at its end;
-      None: ``grad_freeze.total_steps`` of the configuration.
+    total_steps: the length of the training in steps of the optimizer, for freezing and averaging at
+      its end; None: ``grad_freeze.total_steps`` and ``average.total_steps`` of the configuration.
 
   Returns:
     An :class:`AutoBoost`: ``tx = boost.optimizer(tx, params, loss_fn, batch)``, ``step =
@@ -270,8 +275,8 @@ def auto_boost(
 
   Raises:
     ValueError: a level, block or key is unknown, a value wrong, two settings contradict each
-      other, or adasum is on without an axis. In ``optimizer``: a level's freezing is on without
-      `total_steps`.
+      other, or adasum is on without an axis. In ``optimizer``: a level's freezing or averaging is
+      on without `total_steps`.
     TypeError: an argument is of the wrong kind.
     FileNotFoundError: `config` names no file.
 
@@ -287,7 +292,7 @@ def auto_boost(
     >>> for _ in range(3):
     ...   state, metrics = step(state, jnp.eye(3))
     >>> [decision.method for decision in boost.decisions if decision.on]
-    ['less_bn', 'grad_freeze']
+    ['less_bn', 'grad_freeze', 'average']
 
   References:
     MindSpore's ``mindspore.boost.AutoBoost``. There the first configuration of a process counts
@@ -310,7 +315,7 @@ def auto_boost(
   config = _config.read_config(config, base)
   if total_steps is not None:
     _base.check_whole_number("total_steps", total_steps, static=True)
-    steps = {"grad_freeze": {"total_steps": int(total_steps)}}
+    steps = {name: {"total_steps": int(total_steps)} for name in ("grad_freeze", "average")}
     config = _config.BoostConfig.from_dict(steps, config)
   place = adasum_on or ("updates" if reference else "gradients")
   decisions = _levels.decide(

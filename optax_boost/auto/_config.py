@@ -90,6 +90,7 @@ class BoostSwitches(_Block):
     grad_accumulation: gradient accumulation.
     dim_reduce: training in a subspace.
     loss_scale_group: a loss scale per group of layers, with as many groups as freezing has.
+    average: an average of the params over the end of the training (ours).
   """
 
   mode: str = _key("auto", _one_of(*MODES))
@@ -99,6 +100,7 @@ class BoostSwitches(_Block):
   grad_accumulation: bool | None = _key(None, _SWITCH)
   dim_reduce: bool | None = _key(None, _SWITCH)
   loss_scale_group: bool | None = _key(None, _SWITCH)
+  average: bool | None = _key(None, _SWITCH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +160,21 @@ class GradAccumulationConfig(_Block):
 
 
 @dataclasses.dataclass(frozen=True)
+class AverageConfig(_Block):
+  """The block ``average``, ours: :func:`average_params` over the end of the training.
+
+  Attributes:
+    start: the share of the training before the first snapshot.
+    snapshots: the number of snapshots, evenly spaced.
+    total_steps: the number of training steps; None: not known.
+  """
+
+  start: float = _key(0.75, _INSIDE)
+  snapshots: int = _key(20, _COUNT)
+  total_steps: int | None = _key(None, _or_null(_COUNT))
+
+
+@dataclasses.dataclass(frozen=True)
 class DimReduceConfig(_Block):
   """The block ``dim_reduce``.
 
@@ -197,6 +214,7 @@ class BoostConfig:
     grad_freeze: freezing.
     grad_accumulation: gradient accumulation.
     dim_reduce: training in a subspace.
+    average: an average of the params.
 
   Examples:
     >>> from optax_boost.auto import BoostConfig
@@ -216,6 +234,7 @@ class BoostConfig:
   grad_freeze: GradFreezeConfig = GradFreezeConfig()
   grad_accumulation: GradAccumulationConfig = GradAccumulationConfig()
   dim_reduce: DimReduceConfig = DimReduceConfig()
+  average: AverageConfig = AverageConfig()
 
   def __post_init__(self) -> None:
     for name, kind in _BLOCKS.items():
@@ -252,8 +271,13 @@ class BoostConfig:
     return dataclasses.replace(base, **blocks)
 
   def to_dict(self) -> dict[str, dict[str, Any]]:
-    """Writes a dict of MindSpore's schema: all blocks and keys, but for switches not set."""
+    """Writes a dict of MindSpore's schema: all blocks and keys, but for switches not set.
+
+    The block `average`, which MindSpore does not have, is left out where it has its defaults.
+    """
     blocks = dataclasses.asdict(self)
+    if self.average == AverageConfig():
+      del blocks["average"]
     blocks["boost"] = {key: v for key, v in blocks["boost"].items() if v is not None}
     return blocks
 

@@ -7,12 +7,14 @@ import warnings
 from optax_boost import _base
 from optax_boost.auto import _config
 
-# The methods that each level turns on, as in MindSpore.
+# The methods that each level turns on: MindSpore's, and one of ours.
 LEVELS: dict[str, tuple[str, ...]] = {
   "O0": (),
-  "O1": ("less_bn", "grad_freeze"),
-  "O2": ("less_bn", "grad_freeze", "adasum"),
+  "O1": ("less_bn", "grad_freeze", "average"),
+  "O2": ("less_bn", "grad_freeze", "adasum", "average"),
 }
+# MindSpore does not have these: `reference` leaves them off unless a switch turns them on.
+_OURS = ("average",)
 
 # Each level's values of keys that are left out, instead of MindSpore's defaults. In MindSpore 30 %
 # of the steps freeze, all along the training, mostly few groups: that saves little and costs
@@ -33,12 +35,20 @@ SETTINGS: dict[str, _config.BoostConfig] = {
 
 # The methods in the order of their precedence, each with those that it turns off in MindSpore.
 _RULED_OUT_BY: dict[str, tuple[str, ...]] = {
-  "dim_reduce": ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "loss_scale_group"),
+  "dim_reduce": (
+    "less_bn",
+    "grad_freeze",
+    "adasum",
+    "grad_accumulation",
+    "loss_scale_group",
+    "average",
+  ),
   "less_bn": (),
   "grad_freeze": ("adasum", "grad_accumulation"),
   "adasum": (),
   "grad_accumulation": (),
   "loss_scale_group": (),
+  "average": (),
 }
 METHODS = tuple(_RULED_OUT_BY)
 # This one takes the optimizer's place and can't be combined.
@@ -89,7 +99,7 @@ def decide(
   `compose` combines methods that MindSpore runs alone. An axis does so for adasum and freezing,
   unless `reference`.
   """
-  requests = _requests(level, config)
+  requests = _requests(level, config, reference)
   on = {name for name, (requested, _) in requests.items() if requested}
   reasons = {name: why for name, (_, why) in requests.items()}
   # Without an axis, compose=True alone is an error.
@@ -125,19 +135,25 @@ def decide(
   )
 
 
-def _requests(level: str, config: _config.BoostConfig) -> dict[str, tuple[bool, str]]:
+def _requests(
+  level: str, config: _config.BoostConfig, reference: bool
+) -> dict[str, tuple[bool, str]]:
   """For each method, whether level, mode and switches turn it on, and the reason."""
   mode = config.boost.mode
   requests: dict[str, tuple[bool, str]] = {}
   for name in METHODS:
     switch = getattr(config.boost, name)
-    if mode in ("enable_all", "disable_all"):
+    if reference and name in _OURS and not (mode == "manual" and switch is not None):
+      requests[name] = (False, "not in MindSpore")
+    elif mode in ("enable_all", "disable_all"):
       requests[name] = (mode == "enable_all", f"mode '{mode}'")
     elif mode == "manual" and switch is not None:
       requests[name] = (switch, f"boost.{name} is {str(switch).lower()}")
     else:
       included = name in LEVELS[level]
       requests[name] = (included, f"{'' if included else 'not '}in level {level}")
+      if name == "average" and included and config.average.total_steps is None:
+        requests[name] = (False, f"in level {level}, but without total_steps=...")
     # MindSpore's own examples hold False beside any mode; True was set by the user.
     if switch and not requests[name][0]:
       raise ValueError(
@@ -162,6 +178,7 @@ def _describe(
   elif devices not in (None, 1):
     axes += f" (device_number {devices} needs local_axis_name=...)"
   micro_batches = config.grad_accumulation.grad_accumulation_step
+  average = config.average
   return {
     "dim_reduce": (
       f"{config.dim_reduce.n_components} dimensions, in the optimizer's place",
@@ -180,5 +197,9 @@ def _describe(
     "loss_scale_group": (
       f"a scale for each of {freezing.param_groups} groups",
       "half precision's time and memory",
+    ),
+    "average": (
+      f"{average.snapshots} snapshots in the last {1 - average.start:.0%} of the steps",
+      "no time: gains accuracy, if the averages are evaluated; costs a copy of the params",
     ),
   }

@@ -36,6 +36,18 @@ def freezing_schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedu
   )
 
 
+def average_options(block: _config.AverageConfig) -> dict[str, int]:
+  """The arguments of :func:`average_params` for a block."""
+  if block.total_steps is None:
+    raise ValueError(
+      f"`average` averages the params over the last {1 - block.start:.0%} of the training, so it"
+      " must know how long that is: pass auto_boost(..., total_steps=...), in steps of the"
+      " optimizer, or `average.total_steps`. Or leave `boost.average` out."
+    )
+  start = round(block.start * block.total_steps)
+  return {"start": start, "every": max(1, (block.total_steps - start) // block.snapshots)}
+
+
 def with_adasum(
   tx: optax.GradientTransformation,
   adasum: optax.GradientTransformation,

@@ -81,6 +81,7 @@ def entries() -> dict[str, shared.Entry]:
         "grad_accumulation",
         "dim_reduce",
         "loss_scale_group",
+        "average",
       )
     },
     "CommonConfig": {
@@ -91,6 +92,11 @@ def entries() -> dict[str, shared.Entry]:
       "param_groups": kinds.count(static=True),
       "freeze_type": kinds.count(0, static=True) | {"3": Bad(3, ValueError)},
       "freeze_p": kinds.number(-0.1, 1.1),
+      "total_steps": kinds.count(static=True, optional=True),
+    },
+    "AverageConfig": {
+      "start": kinds.number(0, 1, -1),
+      "snapshots": kinds.count(static=True),
       "total_steps": kinds.count(static=True, optional=True),
     },
     "GradAccumulationConfig": {"grad_accumulation_step": kinds.count(static=True)},
