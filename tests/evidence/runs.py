@@ -127,4 +127,4 @@ def _take_core(free: Any) -> None:
   # Trainings with the same program compile it once.
   cache = pathlib.Path(tempfile.gettempdir()) / "optax_boost_evidence_cache"
   jax.config.update("jax_compilation_cache_dir", str(cache))
-  jax.config.update("jax_persistent_compilation_cache_min_compile_time_secs", 0.5)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
