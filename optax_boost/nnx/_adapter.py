@@ -19,6 +19,9 @@ as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 # model's own rng streams.
 PASS_SEED = 0
 
+# Generators of random numbers, which a step or a loss may take beside its model.
+RNG_TYPES = (nnx.Rngs, nnx.RngStream)
+
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
 _COLLECTIONS = ("batch_stats", "rngs")
@@ -56,19 +59,29 @@ def pure_loss(
   return loss
 
 
-def adapt(loss_fn: Any, model: Any, wrt: Any) -> tuple[Callable[..., Any], Any, Any]:
-  """The pure loss ``loss(params, model_state, *args)``, the params and the model's state."""
+def adapt(loss_fn: Any, model: Any, wrt: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+  """The pure loss ``loss(params, model_state, *args)``, params, model state and its arguments.
+
+  An ``nnx.Rngs`` among the arguments belongs to the model's state; in its place is None.
+  """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
   check_model(model, tree=True)
   check_filter("wrt", wrt)
-  graphdef, params, model_state = split(wrt, model)
+  places = [i for i, argument in enumerate(args) if isinstance(argument, RNG_TYPES)][:1]
+  graphdef, params, model_state = split(wrt, model, *(args[i] for i in places))
   if not jax.tree.leaves(params):
     raise ValueError(
       f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
       f" {_base.shorten(model)}, which has none."
     )
-  loss = pure_loss(lambda model, args: loss_fn(model, *args), graphdef, wrt)
-  return lambda params, state, *args: loss(params, state, args), params, model_state
+
+  def loss_of_model(model: Any, args: Any, *rngs: Any) -> Any:
+    of_place = dict(zip(places, rngs, strict=True))
+    return loss_fn(model, *(of_place.get(i, argument) for i, argument in enumerate(args)))
+
+  loss = pure_loss(loss_of_model, graphdef, wrt)
+  arrays = tuple(None if i in places else argument for i, argument in enumerate(args))
+  return lambda params, state, *args: loss(params, state, args), params, model_state, arrays
 
 
 def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
@@ -140,4 +153,4 @@ def _check_batch(batch: Any) -> None:
 
 
 def _is_nnx(node: Any) -> bool:
-  return isinstance(node, nnx.Module | nnx.Variable | nnx.Rngs | nnx.RngStream)
+  return isinstance(node, (nnx.Module, nnx.Variable, *RNG_TYPES))

@@ -28,7 +28,7 @@ def layer_groups(
   Args:
     loss_fn: ``loss_fn(model, *args)``.
     model: the model; it is not changed.
-    *args: the loss's other arguments.
+    *args: the loss's other arguments, one of which may be an ``nnx.Rngs``.
     wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
     num_groups: see :func:`optax_boost.layer_groups`, as for the rest.
     overrides: group by regular expression.
@@ -51,7 +51,7 @@ def layer_groups(
     group 0: 16 parameters (76.2 %): layers/0/kernel, layers/0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers/1/kernel, layers/1/bias
   """
-  loss, params, model_state = _adapter.adapt(loss_fn, model, wrt)
+  loss, params, model_state, args = _adapter.adapt(loss_fn, model, wrt, args)
   is_data = _groups.select_data(args, data)
   return _groups.group_by_use(
     loss, params, model_state, args, num_groups=num_groups, overrides=overrides, is_data=is_data
@@ -82,5 +82,5 @@ def stacked_axes(
     >>> optax_boost.nnx.stacked_axes(loss_fn, model, jnp.ones((2, 8)))
     {'^bias$': (0,), '^kernel$': (0,)}
   """
-  loss, params, model_state = _adapter.adapt(loss_fn, model, wrt)
+  loss, params, model_state, args = _adapter.adapt(loss_fn, model, wrt, args)
   return _stacked.stacked_axes(loss, params, model_state, *args)

@@ -131,7 +131,7 @@ class TrainStep:
 
   def _open(self, model: Any, optimizer: nnx.Optimizer, rng: Any) -> "_Call":
     """The pure step for this model, and its arguments."""
-    in_place = isinstance(rng, nnx.Rngs | nnx.RngStream)
+    in_place = isinstance(rng, _adapter.RNG_TYPES)
     if not (rng is None or in_place or hasattr(rng, "dtype")):
       raise TypeError(
         "`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
