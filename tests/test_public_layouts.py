@@ -1,0 +1,327 @@
+"""Per-layer methods on the layouts of public language models, with their layers scanned or not."""
+
+import functools
+import re
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _protocol
+from optax_boost import _tree
+from optax_boost._train_step import _frozen_backward
+import optax_boost.linen as ob_linen
+from optax_boost.linen import _adapter as linen_adapter
+import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _adapter as nnx_adapter
+from tests import public_layouts
+from tests.public_layouts import LAYERS
+from tests.public_layouts import TOKENS
+
+# Its programs compile faster than those of JAX's default generator.
+KEY = jax.random.key(3, impl="unsafe_rbg")
+# The embedding and the first half of the layers, where these are written out.
+HALF = r"embedding|(layers/|layer_|block_)[01]/"
+
+
+def loss_of_model(model, tokens, *rngs):
+  return public_layouts.next_token_loss(model(tokens, *rngs), tokens)
+
+
+# By name: the model, how its layers are written, the prefix of their leaves' paths, and the axis of
+# layers, None where they are written out.
+LAYOUTS = {
+  "lm1b": (public_layouts.TransformerLM, "layers", "decoder/encoderdecoderblock_", None),
+  "lm1b scan": (public_layouts.TransformerLM, "scan", "decoder/encoderdecoder/", 1),
+  "lm1b remat_scan": (public_layouts.TransformerLM, "remat_scan", "decoder/encoderdecoder/", 0),
+  "gemma linen": (public_layouts.LinenGemma, "layers", "layer_", None),
+  "gemma linen scan": (public_layouts.LinenGemma, "scan", "layers/", 0),
+  "gemma": (public_layouts.Transformer, "layers", "layers/", None),
+  "gemma scan": (public_layouts.Transformer, "scan", "layers/", 0),
+  "gemma pairs": (public_layouts.Transformer, "pairs", "layers/", 0),
+}
+# Programs are compiled of these, one of each way to scan; the others are traced.
+COMPILED = ["lm1b scan", "lm1b remat_scan", "gemma pairs"]
+SCANNED = [name for name, layout in LAYOUTS.items() if layout[3] is not None]
+
+
+class Traced:
+  """A layout, its params and its losses."""
+
+  def __init__(self, name):
+    make, form, self.prefix, self.axis = LAYOUTS[name]
+    self.is_nnx = make is public_layouts.Transformer
+    self.units = LAYERS // 2 if form == "remat_scan" else LAYERS
+    if self.is_nnx:
+      self.model = nnx.eval_shape(lambda: make(form, nnx.Rngs(0)))
+      nnx.update(self.model, public_layouts.filled(nnx.state(self.model, nnx.Param)))
+      args = self.model, TOKENS, nnx.Rngs(KEY)
+      loss, self.params, state, rest = nnx_adapter.adapt(
+        loss_of_model, self.model, nnx.Param, args[1:]
+      )
+      self.loss = lambda params: loss(params, state, *rest)[0]
+    else:
+      self.model = make(form)
+      self.variables = public_layouts.filled(jax.eval_shape(self.model.init, KEY, TOKENS))
+      # Draws only where the model does.
+      self.key = KEY if make is public_layouts.TransformerLM else None
+      loss, self.params, state = linen_adapter.adapt(
+        self.model, loss_of_model, self.variables, self.key, ("dropout",)
+      )
+      self.loss = lambda params: loss(params, state, TOKENS, self.key)[0]
+
+  def call(self, function, **options):
+    """A function of `optax_boost.nnx` or `optax_boost.linen` on the model, with its rngs."""
+    if self.is_nnx:
+      return getattr(ob_nnx, function)(loss_of_model, self.model, TOKENS, nnx.Rngs(KEY), **options)
+    of_linen = getattr(ob_linen, function)
+    return of_linen(self.model, loss_of_model, self.variables, TOKENS, self.key, **options)
+
+
+@functools.cache
+def traced(name):
+  return Traced(name)
+
+
+@functools.cache
+def half(name):
+  """Two groups, of which the first has the embedding and the first half of the layers."""
+  layout = traced(name)
+  return (HALF, ".") if layout.axis is None else layout.call("layer_groups", num_groups=2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stacked_leaves_are_those_of_the_layers(name):
+  layout = traced(name)
+  axes = layout.call("stacked_axes")
+  paths = _tree.leaf_paths(layout.params)
+  found = {path for path in paths if any(re.search(pattern, path) for pattern in axes)}
+  expected = {path for path in paths if path.startswith(layout.prefix)}
+  assert found == (set() if layout.axis is None else expected)
+  assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
+  layout = traced(name)
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  (embedding,) = plan.groups[0]
+  assert plan.reused == (embedding,)
+  assert "embed" in embedding
+  for number, group in enumerate(plan.groups[1:]):
+    place = f"[{':, ' * layout.axis}{number}:{number + 1}]"
+    stacked = [entry for entry in group if entry.startswith(layout.prefix)]
+    assert all(entry.endswith(place) for entry in stacked)
+    assert len(stacked) == len(layout.call("stacked_axes"))
+    # The last norm, which is beside the layers, goes with the last of them.
+    assert len(group) - len(stacked) == (number == layout.units - 1) * (2 if "lm1b" in name else 1)
+
+
+def objective_and_groups(name):
+  """What the train step differentiates, and the groups of a step whose first half is frozen."""
+  layout = traced(name)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), half(name), optax_boost.fixed_freezing(2, 1))
+  groups = _protocol.collect_groups(tx, layout.params)[_protocol.FROZEN_GROUPS]
+
+  def objective(params, cut=lambda loss: loss):
+    return cut(lambda params: (layout.loss(params), None))(params)
+
+  return objective, groups
+
+
+def cut_gradient(name):
+  """The gradient with the first half frozen, and for each leaf what of it is trained."""
+  objective, groups = objective_and_groups(name)
+  params = traced(name).params
+  trained = jax.tree.unflatten(
+    jax.tree.structure(params), [np.asarray(n) > 0 for n in groups.numbers(params)]
+  )
+  cut = _frozen_backward.cut_gradient(objective, groups, 1, "per_depth")
+  return lambda params: cut(params)[0], trained
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_gradient_of_the_last_half_is_the_whole_one_bit_for_bit(name):
+  layout = traced(name)
+  cut, trained = cut_gradient(name)
+  ours, expected = jax.device_get([jax.jit(f)(layout.params) for f in (cut, jax.grad(layout.loss))])
+  chex.assert_trees_all_equal(ours, jax.tree.map(lambda t, g: np.where(t, g, 0), trained, expected))
+  assert all(np.any(g) for g in jax.tree.leaves(expected))
+
+
+def matmul_flops(program):
+  """Multiplications of a traced program's matrix products, of each step of its scans."""
+  total = 0
+  for equation in getattr(program, "jaxpr", program).eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      shared = [equation.invars[0].aval.shape[axis] for axis in contracted]
+      total += int(np.prod([*shared, *equation.outvars[0].aval.shape]))
+    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns"))
+    times = equation.params["length"] if equation.primitive.name == "scan" else 1
+    total += times * sum(matmul_flops(part) for part in inner if hasattr(part, "eqns"))
+  return total
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_backward_pass_of_the_first_half_is_cut(name):
+  layout = traced(name)
+  cut, trained = cut_gradient(name)
+  programs = [layout.loss, cut, jax.grad(layout.loss)]
+  forward, ours, whole = (matmul_flops(jax.make_jaxpr(f)(layout.params)) for f in programs)
+  # Of the tied embedding, and of the activations above it, the gradient is not needed.
+  assert 0.45 < (ours - forward) / (whole - forward) < 0.55
+  sizes = [x.size for x in jax.tree.leaves(layout.params)]
+  parts = [np.mean(t) for t in jax.tree.leaves(trained)]
+  assert 0.45 < np.dot(sizes, parts) / sum(sizes) < 0.55
+
+
+def unrolled(tree, layout):
+  """A tree with the layers of its stacked leaves in leaves of their own, and how to go back."""
+  axes = {path: of_leaf for path, of_leaf in stacked(layout).items()}
+  leaves, structure = jax.tree.flatten(tree)
+  paths = _tree.leaf_paths(tree)
+  parts = {}
+  for path, leaf in zip(paths, leaves, strict=True):
+    along = axes.get(path, ())
+    front = np.moveaxis(np.asarray(leaf), along, range(len(along)))
+    for index in np.ndindex(front.shape[: len(along)]):
+      parts.setdefault(f"layer{index}" if along else "rest", {})[path] = front[index]
+
+  def rolled(parts):
+    joined = []
+    for path, leaf in zip(paths, leaves, strict=True):
+      along = axes.get(path, ())
+      layers = [part[path] for part in parts.values() if path in part]
+      if along:
+        shape = [leaf.shape[axis] for axis in along]
+        front = np.stack(layers).reshape(*shape, *layers[0].shape)
+        joined.append(np.moveaxis(front, range(len(along)), along))
+      else:
+        joined += layers
+    return jax.tree.unflatten(structure, joined)
+
+  return parts, rolled
+
+
+def stacked(layout):
+  """The axes of layers by path."""
+  axes = layout.call("stacked_axes")
+  paths = _tree.leaf_paths(layout.params)
+  return {path: axes[f"^{re.escape(path)}$"] for path in paths if f"^{re.escape(path)}$" in axes}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_methods_take_each_layer_for_itself(name):
+  layout = traced(name)
+  axes = layout.call("stacked_axes")
+
+  def step(params, **options):
+    tx = optax.chain(optax_boost.centralize(**options), optax_boost.lars(0.1, **options))
+    grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p**2, params)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  ours = jax.jit(lambda p: step(p, stacked_axes=axes))(layout.params)
+  parts, rolled = unrolled(layout.params, layout)
+  expected = rolled(jax.device_get(jax.jit(step)(parts)))
+  chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_window_and_the_decay_go_layer_by_layer(name):
+  layout = traced(name)
+  window = optax_boost.active_window(
+    optax.sgd(1.0, momentum=0.9), layout.call("stacked_axes"), window=1, every=1
+  )
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  decay = optax_boost.layerwise_decay(plan, 0.5)
+
+  @jax.jit
+  def two_windows(params):
+    ones, state = jax.tree.map(jnp.ones_like, params), window.init(params)
+    _, state = window.update(ones, state, params)
+    return window.update(ones, state, params)[0], decay.update(ones, decay.init(params))[0]
+
+  moved, factors = two_windows(layout.params)
+  axes = stacked(layout)
+  for path, update, factor in zip(
+    _tree.leaf_paths(moved), *map(jax.tree.leaves, (moved, factors)), strict=True
+  ):
+    axis = axes.get(path, (None,))[0]
+    if axis is None:
+      assert np.all(update), path
+      assert factor.ravel()[0] == (0.5**layout.units if "embedding" in path else 1), path
+    else:
+      others = tuple(i for i in range(update.ndim) if i != axis)
+      assert np.all(np.any(update, axis=others) == (np.arange(layout.units) == 1)), path
+      np.testing.assert_array_equal(
+        np.max(factor, axis=others), 0.5 ** np.arange(layout.units)[::-1], err_msg=path
+      )
+
+
+@pytest.mark.parametrize("name", ["gemma linen", "gemma linen scan", "gemma"])
+def test_the_activations_of_the_first_half_are_kept(name):
+  layout = traced(name)
+  if layout.is_nnx:
+    graphdef, params, state = nnx_adapter.split(nnx.Param, layout.model)
+
+    def loss(params, tokens):
+      return loss_of_model(nnx_adapter.merge(graphdef, params, state)[0], tokens)
+
+  else:
+    params = layout.params
+
+    def loss(params, tokens):
+      logits = layout.model.apply({"params": params}, tokens)
+      return public_layouts.next_token_loss(logits, tokens)
+
+  cache = optax_boost.cache_prefix(
+    loss, params, TOKENS, half(name), 1, num_examples=2, max_bytes=2**20
+  )
+  # The residual stream; where layers are written out, also the next layer's normalized input.
+  arrays = 1 if layout.axis is not None else 2
+  assert cache.bytes_per_example == arrays * TOKENS.shape[1] * public_layouts.WIDTH * 4
+  batch = cache(params, [0, 1], TOKENS)
+  np.testing.assert_allclose(cache.loss_fn(params, batch), loss(params, TOKENS), rtol=1e-5)
+  first = matmul_flops(jax.make_jaxpr(loss)(params, TOKENS))
+  assert 0.45 < matmul_flops(jax.make_jaxpr(cache.loss_fn)(params, batch)) / first < 0.6
+
+
+def trained_in_a_step(name):
+  """A model's params before and after a step of its train step, and the step's metrics."""
+  layout = traced(name)
+  axes = layout.call("stacked_axes")
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  tx = optax.chain(
+    optax_boost.centralize(stacked_axes=axes),
+    optax.adamw(1e-2),
+    optax_boost.layerwise_decay(plan, 0.5),
+  )
+  tx = optax_boost.freeze_layers(tx, half(name), optax_boost.fixed_freezing(2, 1))
+  if layout.is_nnx:
+    model = nnx.clone(layout.model)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = ob_nnx.make_train_step(loss_of_model, donate=False)
+    metrics = step(model, optimizer, TOKENS, nnx.Rngs(KEY))
+    return layout.params, nnx_adapter.split(nnx.Param, model)[1], metrics
+  step = ob_linen.make_train_step(layout.model, loss_of_model, tx, donate=False)
+  state, metrics = step(step.init(layout.variables), TOKENS, layout.key)
+  return layout.params, state.params, metrics
+
+
+@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
+def test_a_step_trains_the_last_half(name):
+  before, after, metrics = trained_in_a_step(name)
+  assert np.isfinite(metrics["loss"])
+  _, trained = cut_gradient(name)
+  moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before, after)
+  for path, m, t in zip(
+    _tree.leaf_paths(moved), *map(jax.tree.leaves, (moved, trained)), strict=True
+  ):
+    assert not np.any(m & ~t), path
+    assert np.any(m) == np.any(t), path
