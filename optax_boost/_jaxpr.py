@@ -21,7 +21,7 @@ from jax.extend import core as jax_core
 _Value = TypeVar("_Value")
 
 # Calls that mean no more than their program; a custom derivative means more.
-_PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 class Interpreter(Generic[_Value]):
@@ -99,7 +99,7 @@ class Evaluator(Interpreter[_Value]):
 
   def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
     """As :meth:`Interpreter.visit`, with loops and conditionals as operations."""
-    if equation.primitive.name in _PLAIN_CALLS:
+    if equation.primitive.name in PLAIN_CALLS:
       return super().visit(equation, inputs)
     return self.operation(equation, inputs)
 

@@ -34,15 +34,15 @@ class Stack(NamedTuple):
   reverse: bool
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
   """A value made of one leaf, whose axes it has in another order."""
 
   leaf: int
   axes: tuple[int, ...]  # for each axis of the value, the leaf's
 
 
-_Views = frozenset[_View]
-_NO_VIEWS: _Views = frozenset()
+Views = frozenset[View]
+NO_VIEWS: Views = frozenset()
 
 
 def stacked_axes(
@@ -100,13 +100,31 @@ def _follow(loss_fn: Callable[..., Any], params: Any, *args: Any) -> "_SlicedAxe
   closed = jax.make_jaxpr(loss_fn)(params, *args)
   ranks = [len(variable.aval.shape) for variable in closed.jaxpr.invars]
   leaves = len(jax.tree.leaves(params))
-  views = [frozenset([_View(i, tuple(range(rank)))]) for i, rank in enumerate(ranks[:leaves])]
+  views = [view_leaf(i, rank) for i, rank in enumerate(ranks[:leaves])]
   scans = _SlicedAxes(ranks)
-  scans.run(closed, views + [_NO_VIEWS] * (len(ranks) - leaves))
+  scans.run(closed, views + [NO_VIEWS] * (len(ranks) - leaves))
   return scans
 
 
-class _SlicedAxes(_jaxpr.Interpreter[_Views]):
+def view_leaf(leaf: int, rank: int) -> Views:
+  """A leaf as it enters a program."""
+  return frozenset([View(leaf, tuple(range(rank)))])
+
+
+def follow_views(equation: Any, inputs: Sequence[Views]) -> list[Views]:
+  """The leaves that the results of an equation are, with their axes in another order."""
+  outputs = [NO_VIEWS] * len(equation.outvars)
+  if equation.primitive.name == "transpose":
+    order = equation.params["permutation"]
+    outputs = [frozenset(View(v.leaf, tuple(v.axes[a] for a in order)) for v in inputs[0])]
+  elif equation.primitive.name in _SAME_AXES:
+    rank = len(equation.outvars[0].aval.shape)
+    views = frozenset(v for v in NO_VIEWS.union(*inputs) if len(v.axes) == rank)
+    outputs = [views] * len(outputs)
+  return outputs
+
+
+class _SlicedAxes(_jaxpr.Interpreter[Views]):
   """Follows the leaves through a program; notes the axes along which scans slice them."""
 
   def __init__(self, ranks: Sequence[int]) -> None:
@@ -114,40 +132,32 @@ class _SlicedAxes(_jaxpr.Interpreter[_Views]):
     self.stacks: list[Stack] = []
     self._ranks = ranks
 
-  def constant(self, value: Any) -> _Views:
-    return _NO_VIEWS
+  def constant(self, value: Any) -> Views:
+    return NO_VIEWS
 
-  def join(self, values: Sequence[_Views]) -> _Views:
-    return _NO_VIEWS.union(*values)
+  def join(self, values: Sequence[Views]) -> Views:
+    return NO_VIEWS.union(*values)
 
-  def operation(self, equation: Any, inputs: list[_Views]) -> list[_Views]:
-    outputs = [_NO_VIEWS] * len(equation.outvars)
-    if equation.primitive.name == "transpose":
-      order = equation.params["permutation"]
-      outputs = [frozenset(_View(v.leaf, tuple(v.axes[a] for a in order)) for v in inputs[0])]
-    elif equation.primitive.name in _SAME_AXES:
-      rank = len(equation.outvars[0].aval.shape)
-      views = frozenset(v for v in self.join(inputs) if len(v.axes) == rank)
-      outputs = [views] * len(outputs)
-    return outputs
+  def operation(self, equation: Any, inputs: list[Views]) -> list[Views]:
+    return follow_views(equation, inputs)
 
-  def loop(self, equation: Any, body: Any, inputs: list[_Views], carry: slice) -> list[_Views]:
+  def loop(self, equation: Any, body: Any, inputs: list[Views], carry: slice) -> list[Views]:
     slices = []
-    whole = {v.leaf: v.axes[0] for v in _NO_VIEWS.union(*inputs[carry.stop :]) if self._is_whole(v)}
+    whole = {v.leaf: v.axes[0] for v in NO_VIEWS.union(*inputs[carry.stop :]) if self._is_whole(v)}
     axes = {
       leaf: axis for leaf, axis in whole.items() if not any(leaf in s.axes for s in self.stacks)
     }
     # Without a carry, layers are side by side.
     if axes and carry.stop > carry.start and equation.params["length"]:
       shared = frozenset(
-        v.leaf for v in _NO_VIEWS.union(*inputs[: carry.start]) if self._is_whole(v)
+        v.leaf for v in NO_VIEWS.union(*inputs[: carry.start]) if self._is_whole(v)
       )
       self.stacks.append(Stack(axes, shared, equation.params["length"], equation.params["reverse"]))
     for views in inputs[carry.stop :]:
       self.sliced |= {(v.leaf, v.axes[0]) for v in views}
-      slices.append(frozenset(_View(v.leaf, v.axes[1:]) for v in views))
+      slices.append(frozenset(View(v.leaf, v.axes[1:]) for v in views))
     self.run(body, [*inputs[: carry.stop], *slices])
-    return [_NO_VIEWS] * len(equation.outvars)
+    return [NO_VIEWS] * len(equation.outvars)
 
-  def _is_whole(self, view: _View) -> bool:
+  def _is_whole(self, view: View) -> bool:
     return len(view.axes) == self._ranks[view.leaf]

@@ -141,7 +141,7 @@ def cut_gradient(name):
   trained = jax.tree.unflatten(
     jax.tree.structure(params), [np.asarray(n) > 0 for n in groups.numbers(params)]
   )
-  cut = _frozen_backward.cut_gradient(objective, groups, 1, "per_depth")
+  cut = _frozen_backward.cut_gradient(objective, groups, 1, "per_depth", pytest.fail)
   return lambda params: cut(params)[0], trained
 
 

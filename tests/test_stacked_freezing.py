@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import chex
 from flax import linen as nn
@@ -175,15 +176,20 @@ def frozen_masks(plan, params, depth):
   return jax.tree.map(lambda u: np.asarray(u == 0), updates)
 
 
-def held_by(loss, params, plan, depth, x=X):
-  """Whether the cut gradient is zero where frozen and that of the whole scan, bit for bit, else."""
+def held_by(loss, params, plan, depth, x=X, uncut=""):
+  """Whether a scan is cut; that the gradient is zero where frozen and else that of the whole scan.
+
+  `uncut` is the reason that is expected why backward passes are not skipped.
+  """
   tx = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
   groups = _protocol.collect_groups(tx, params)[_protocol.FROZEN_GROUPS]
 
   def objective(params, cut=lambda loss: loss):
     return cut(lambda params: (loss(params, x), None))(params)
 
-  cut = jax.jit(_frozen_backward.cut_gradient(objective, groups, depth, "per_depth"))
+  reasons = []
+  cut = _frozen_backward.cut_gradient(objective, groups, depth, "per_depth", reasons.append)
+  cut = jax.jit(cut)
   ours, _ = cut(params)
   whole = jax.jit(jax.grad(loss))(params, x)
   masks = frozen_masks(plan, params, depth)
@@ -191,6 +197,8 @@ def held_by(loss, params, plan, depth, x=X):
   expected = jax.tree.map(lambda mask, g: jnp.where(mask, 0, g), masks, whole)
   chex.assert_trees_all_equal(ours, expected)
   assert all(jnp.any(g) for g in jax.tree.leaves(whole))
+  assert bool(reasons) == bool(uncut)
+  assert all(re.search(uncut, reason) for reason in reasons), reasons
   return len(scans(jax.make_jaxpr(cut)(params))) > len(
     scans(jax.make_jaxpr(jax.grad(loss))(params, x))
   )
@@ -259,7 +267,10 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_cut_to_the_bit(name):
-  assert held_by(LOSSES[name], make_params(), groups_of(LOSSES[name]), 3)
+  loss = LOSSES[name]
+  # The second time, trained layers come before frozen ones.
+  uncut = "depend on 'blocks/bias' and 2 more, which train" if name == "two scans" else ""
+  assert held_by(loss, make_params(), groups_of(loss), 3, uncut=uncut)
 
 
 def test_scans_in_scans_are_cut_at_the_outer_one():
@@ -277,9 +288,10 @@ def test_scans_in_scans_are_cut_at_the_outer_one():
 
 
 def test_params_trained_below_frozen_layers_keep_their_gradient():
-  assert held_by(loss_fn, make_params(), groups_of(overrides={"embed": 6}), 3)
-  shared = groups_of(overrides={"blocks/bias": 6})
-  assert held_by(loss_fn, make_params(), shared, 3)
+  embedding = groups_of(overrides={"embed": 6})
+  assert held_by(loss_fn, make_params(), embedding, 3, uncut="depend on 'embed', which trains")
+  biases = groups_of(overrides={"blocks/bias": 6})
+  assert held_by(loss_fn, make_params(), biases, 3, uncut="depend on 'blocks/bias', which trains")
 
 
 def test_stacks_that_share_leaves_are_told_apart():
@@ -301,8 +313,10 @@ def test_stacks_that_share_leaves_are_told_apart():
   assert plan.groups[1] == ("second/w[0:1]", "shared", "second/b[0:1]")
   assert plan.groups[3] == blocks(0, 1)
   assert set(plan.reused) == {"second/w", "shared"}
-  for depth in (2, 5):
-    assert held_by(loss, params, plan, depth)
+  # At depth 2, the trained first scan comes before the frozen layer of the second.
+  uncut = r"layers of 'second/b' and 1 more: their inputs depend on 'blocks/bias' and 3 more, which"
+  assert held_by(loss, params, plan, 2, uncut=uncut)
+  assert held_by(loss, params, plan, 5)
 
 
 def under_shard_map(params, x):
@@ -330,7 +344,31 @@ UNCUT = {
 
 @pytest.mark.parametrize("name", UNCUT)
 def test_a_scan_that_cannot_be_cut_is_only_masked(name):
-  assert not held_by(UNCUT[name], make_params(), groups_of(UNCUT[name]), 3)
+  uncut = rf"layers of 'blocks/bias' and 2 more: the loss scans over them inside `{name}`"
+  assert not held_by(UNCUT[name], make_params(), groups_of(UNCUT[name]), 3, uncut=uncut)
+
+
+@pytest.mark.parametrize("freezing", ["per_depth", "switch"])
+def test_a_train_step_says_once_that_it_saves_no_time(freezing):
+  def trace(plan, loss=loss_fn):
+    tx = optax_boost.freeze_layers(optax.sgd(0.1), plan, EVERY_DEPTH)
+    step = optax_boost.make_train_step(loss, tx, freezing=freezing)
+    state = step.init(make_params())
+    state = state._replace(opt_state=state.opt_state._replace(frozen_groups=jnp.int32(3)))
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      step.trace(state, X)
+      step.trace(state, X[:8])
+    return [(w.category, str(w.message)) for w in caught]
+
+  assert trace(groups_of()) == []
+  # Named by depth, since it may be a program for each of them that says so.
+  ((kind, message),) = trace(groups_of(UNCUT["cond"]), UNCUT["cond"])
+  assert kind is optax_boost.NoEffectWarning
+  assert "Take the scan out of `cond`" in message
+  ((kind, message),) = trace(groups_of(overrides={"embed": 6}))
+  assert kind is optax_boost.NoEffectWarning
+  assert "depend on 'embed', which trains" in message
 
 
 # Each depth once, out of order.

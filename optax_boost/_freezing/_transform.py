@@ -51,9 +51,10 @@ def freeze_layers(
 
   Of leaves that hold many layers (``nn.scan``, ``nnx.scan``) those of the frozen groups stand
   still, with their slices of the optimizer's state. A state without the axis of layers, as a
-  factored moment, stands still with the last of them. The train step cuts the scans of the loss;
-  inside a ``while_loop``, ``cond``, ``shard_map`` or a function with a derivative of its own they
-  stay whole, which saves no time.
+  factored moment, stands still with the last of them. The train step cuts the scans of the loss. It
+  warns where that saves no time: inside a ``cond``, ``shard_map`` or a function with a derivative
+  of its own a scan stays whole, and where trained params feed frozen layers, so does the backward
+  pass.
 
   Put it around everything that must stand still: ``freeze_layers(optax.chain(clip, adamw), ...)``.
   Around it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),

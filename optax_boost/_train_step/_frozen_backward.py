@@ -19,6 +19,7 @@ from optax_boost import _groups
 from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._train_step import _uncut_scans
 
 # From params to the value to differentiate, and the other outputs of the step. A second argument,
 # if any, is a function to put around the loss inside.
@@ -33,13 +34,15 @@ def cut_gradient(
   groups: _protocol.GroupAssignment,
   depth: int | jax.Array,
   execution: Execution,
+  warn: Callable[[str], None],
 ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
   """The gradient function of an objective, zero for frozen leaves, without their backward pass.
 
   A traced depth is treated as `execution` says; its output beside the gradient is the objective's.
+  `warn` is called with the reason where the backward pass of a scan's frozen layers is computed.
   """
   if isinstance(depth, int):
-    return lambda params: _gradient_at(objective, groups, depth, params)
+    return lambda params: _gradient_at(objective, groups, depth, warn, params)
   if execution == "per_depth":
     raise ValueError(
       "freezing='per_depth' needs a state whose values are known, to choose the compiled step on"
@@ -51,7 +54,7 @@ def cut_gradient(
     if execution == "auto" and not _switch_is_worth_it(objective, params):
       return jax.grad(objective, has_aux=True)(params)
     branches = [
-      functools.partial(_gradient_at, objective, groups, d) for d in range(groups.num_groups)
+      functools.partial(_gradient_at, objective, groups, d, warn) for d in range(groups.num_groups)
     ]
     return jax.lax.switch(depth, branches, params)
 
@@ -59,10 +62,19 @@ def cut_gradient(
 
 
 def _gradient_at(
-  objective: Objective, groups: _protocol.GroupAssignment, depth: int, params: optax.Params
+  objective: Objective,
+  groups: _protocol.GroupAssignment,
+  depth: int,
+  warn: Callable[[str], None],
+  params: optax.Params,
 ) -> tuple[optax.Updates, Any]:
   # Leaves of no group are always trained.
   frozen = [group < depth for group in groups.numbers(params)]
+
+  def inspect(program: Any) -> None:
+    reason = _uncut_scans.explain_uncut_scans(program, frozen, _tree.leaf_paths(params))
+    if reason is not None:
+      warn(reason)
 
   def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
     leaves, structure = jax.tree.flatten(params)
@@ -71,7 +83,8 @@ def _gradient_at(
       jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
     ]
     return objective(
-      jax.tree.unflatten(structure, stopped), lambda loss: _cut_scans.stop_layers(loss, frozen)
+      jax.tree.unflatten(structure, stopped),
+      lambda loss: _cut_scans.stop_layers(loss, frozen, inspect),
     )
 
   return jax.grad(of_trained, has_aux=True)(params)

@@ -285,7 +285,8 @@ class Program:
   freezing: _frozen_backward.Execution
   hold_frozen_statistics: bool
   extra_metrics: Sequence[str]
-  warnings_given: list[str] = dataclasses.field(default_factory=list)
+  # The kinds of warnings that were given, each once.
+  warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
 
   def loss(
     self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array
@@ -316,7 +317,10 @@ class Program:
     def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       return self.loss(state.model_state, params, batch, *rngs)
 
-    differentiate = request.gradient_of(forward, self.freezing)
+    def warn(message: str) -> None:
+      self._warn_once(message, _base.NoEffectWarning)
+
+    differentiate = request.gradient_of(forward, self.freezing, warn)
     grad, (value, (model_state, aux)) = differentiate(state.params)
 
     # optax's line searches pass the other closures on to a `value_fn` that names them.
@@ -378,7 +382,7 @@ class Program:
     self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
   ) -> None:
     """Warns once of leaves that hold many layers but are taken as one."""
-    if not layerwise or self.warnings_given:
+    if not layerwise or _base.StackedLayersWarning in self.warnings_given:
       return
     found = _stacked.stacked_axes(loss_fn, params)
     methods = {
@@ -389,12 +393,18 @@ class Program:
     }
     if methods:
       axes = {pattern: found[pattern] for pattern in methods}
-      self.warnings_given.append(
+      self._warn_once(
         f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
         f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
-        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is."
+        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is.",
+        _base.StackedLayersWarning,
       )
-      warnings.warn(self.warnings_given[0], _base.StackedLayersWarning, stacklevel=2)
+
+  def _warn_once(self, message: str, kind: type[Warning]) -> None:
+    """Warns, once of each kind: a step is traced anew for each depth and shape of a batch."""
+    if kind not in self.warnings_given:
+      self.warnings_given.add(kind)
+      warnings.warn(message, kind, stacklevel=3)
 
 
 def _of_masked(
@@ -446,6 +456,7 @@ class _Requests:
     self,
     forward: Callable[[optax.Params], tuple[jax.Array, Any]],
     execution: _frozen_backward.Execution,
+    warn: Callable[[str], None],
   ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
     """From params to the scaled gradient, zero for frozen leaves, and the output of `forward`."""
 
@@ -473,7 +484,7 @@ class _Requests:
 
     if self.frozen is None:
       return jax.grad(scaled, has_aux=True)
-    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution)
+    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution, warn)
 
   def _leaves_that_ask(self, tree: Any) -> list[bool]:
     """Whether each leaf's method asks for the loss scale."""
