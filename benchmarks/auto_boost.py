@@ -291,10 +291,11 @@ def batches(
     if len(order) < size:
       order = rng.permutation(len(y))
     chosen, order = order[:size], order[size:]
-    yield {"x": _moved(x[chosen], rng) if augmented else x[chosen], "y": y[chosen]}
+    yield {"x": moved(x[chosen], rng) if augmented else x[chosen], "y": y[chosen]}
 
 
-def _moved(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def moved(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Shifts images by up to two pixels and mirrors half of them, at random."""
   number, size = x.shape[:2]
   padded = np.pad(x, ((0, 0), (2, 2), (2, 2), (0, 0)))
   down, right = rng.integers(0, 5, (2, number, 1))
