@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost._precision import _master_weights
+from optax_boost._precision import _widened
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -230,7 +230,7 @@ def test_masters_beyond_the_range_of_the_params_saturate_and_come_back():
 @pytest.mark.parametrize("x", [1.001, -1.001, 1e-3, 0.0, 300.7])
 def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours(dtype, x):
   values = jnp.full(40_000, x, jnp.float32)
-  rounded = _master_weights.round_stochastically(jax.random.key(0), values, jnp.dtype(dtype))
+  rounded = _widened.round_stochastically(jax.random.key(0), values, jnp.dtype(dtype))
   assert rounded.dtype == dtype
   wide = np.asarray(rounded, np.float64)
   gap = float(jnp.finfo(dtype).eps) * max(abs(x), 1e-30)
@@ -240,7 +240,7 @@ def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours(dtype, 
 
 def test_stochastic_rounding_leaves_what_is_not_finite_alone():
   values = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 65504.0])
-  rounded = _master_weights.round_stochastically(jax.random.key(0), values, jnp.dtype("float16"))
+  rounded = _widened.round_stochastically(jax.random.key(0), values, jnp.dtype("float16"))
   np.testing.assert_array_equal(np.asarray(rounded, np.float32), values)
 
 
