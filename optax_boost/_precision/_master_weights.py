@@ -141,7 +141,7 @@ class _Masters(NamedTuple):
     return _widened.difference(rounded, params), _next_state(
       state,
       kept,
-      skipped | ~_tree.all_finite(stepped),
+      skipped | ~_conditional.no_entry_lost(stepped, masters),
       _conditional.select(skipped, state.inner_state, moved),
     )
 

@@ -81,7 +81,7 @@ def skipped_in_place(
 
   def check() -> tuple[jax.Array, jax.Array]:
     params, moves, _ = inner_step()
-    landed = _in_place.all_finite(optax.apply_updates(params, moves))
+    landed = _in_place.none_lost(optax.apply_updates(params, moves), params)
     # One thing after the other, so that nothing is kept for the next.
     (sound,) = _in_place.checked_unless(
       landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
@@ -105,14 +105,27 @@ def step_key(key: jax.Array, data: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds float32 to one of two neighbours in a 16-bit dtype, such that the mean is `x`."""
-  nearest = x.astype(dtype)
-  error = x - nearest.astype(x.dtype)
-  other = jnp.nextafter(nearest, jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype))
-  gap = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
-  chance = jnp.where(gap > 0, jnp.abs(error) / gap, 0.0)
-  move = jax.random.uniform(key, x.shape, x.dtype) < chance
-  return jnp.where(move & jnp.isfinite(other), other, nearest)
+  r"""Rounds float32 to a 16-bit dtype, up with the probability that makes the mean `x`.
+
+  .. math::
+    q \left( \lfloor |x| / q \rfloor + [u < |x| / q - \lfloor |x| / q \rfloor] \right), \qquad
+    u \sim U[0, 1)
+
+  with the distance :math:`q` between neighbours in `dtype`. Beyond the range it is the range's end.
+  """
+  # All of it in float32, as XLA may leave out a conversion to 16 bits and back.
+  info = jnp.finfo(dtype)
+  magnitude = jnp.abs(x)
+  bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32) & jnp.uint32(0x7F800000)
+  power = jax.lax.bitcast_convert_type(bits, jnp.float32)  # of two, at most `magnitude`
+  # By powers of two, so exactly; larger, so that no distance is below the smallest normal number.
+  scale = jnp.where(power < 1, jnp.float32(2.0**64), jnp.float32(1))
+  distance = jnp.maximum(power, info.smallest_normal.astype(jnp.float32)) * scale * float(info.eps)
+  steps = magnitude * scale / distance
+  below = jnp.floor(steps)
+  up = jax.random.uniform(key, x.shape, jnp.float32) < steps - below
+  rounded = jnp.minimum((below + up) * distance / scale, info.max.astype(jnp.float32))
+  return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
 
 def round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
@@ -121,11 +134,12 @@ def round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) 
   keys = [None] * len(leaves) if key is None else jax.random.split(key, max(len(leaves), 1))
 
   def round_one(w: jax.Array, p: jax.Array, key: jax.Array | None) -> jax.Array:
+    if w.dtype == p.dtype:
+      return w
+    if key is not None:
+      return round_stochastically(key, w, p.dtype)
     limit = jnp.finfo(p.dtype).max.astype(w.dtype)
-    w = jnp.clip(w, -limit, limit)
-    if key is None or w.dtype == p.dtype:
-      return w.astype(p.dtype)
-    return round_stochastically(key, w, p.dtype)
+    return jnp.where(jnp.isfinite(w), jnp.clip(w, -limit, limit), w).astype(p.dtype)
 
   rounded = map(round_one, leaves, jax.tree.leaves(params), keys)
   return jax.tree.unflatten(structure, rounded)
@@ -133,4 +147,9 @@ def round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) 
 
 def difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
   """Updates in float32 that lead from params to new ones of their dtype."""
-  return jax.tree.map(jnp.subtract, widen(rounded), widen(params))
+
+  def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
+    # Infinite params stay: their difference is NaN.
+    return jnp.where(r == p, 0, _tree.widen(r) - _tree.widen(p))
+
+  return jax.tree.map(subtract, rounded, params)
