@@ -57,11 +57,13 @@ from optax_boost._less_bn import NormPlace
 from optax_boost._precision import DynamicLossScaleState
 from optax_boost._precision import GroupLossScaleState
 from optax_boost._precision import MasterWeightsState
+from optax_boost._precision import StochasticRoundingState
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
+from optax_boost._precision import stochastic_rounding
 from optax_boost._scaled_backward import scale_by_group
 from optax_boost._sgperm import LapermState
 from optax_boost._sgperm import SgpermState
@@ -111,6 +113,7 @@ __all__ = [
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "StackedLayersWarning",
+  "StochasticRoundingState",
   "Subspace",
   "SvrgState",
   "SwitchAfterState",
@@ -167,6 +170,7 @@ __all__ = [
   "sgperm",
   "snapshots",
   "stacked_axes",
+  "stochastic_rounding",
   "svrg",
   "switch_after",
   "trust_ratio",

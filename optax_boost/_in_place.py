@@ -56,11 +56,11 @@ def apply_gradients(
   """Makes a step: ``tx.update`` and ``optax.apply_updates`` in one, and in place.
 
   The same params and state to the bit, but where :func:`accumulate`, :func:`dynamic_loss_scale`,
-  :func:`group_loss_scale` or :func:`master_weights` stands outermost, or directly inside one of
-  these, a step that is skipped touches neither params nor inner state, and needs no memory for
-  updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit`` with params and
-  state donated, in this order: JAX pairs donated arguments and results of a shape as they come, and
-  XLA copies where the pair is not the same array's.
+  :func:`group_loss_scale`, :func:`master_weights` or :func:`stochastic_rounding` stands outermost,
+  or directly inside one of these, a step that is skipped touches neither params nor inner state,
+  and needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under
+  ``jax.jit`` with params and state donated, in this order: JAX pairs donated arguments and results
+  of a shape as they come, and XLA copies where the pair is not the same array's.
 
   Args:
     tx: the transformation, any of optax's or ours.

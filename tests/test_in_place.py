@@ -25,6 +25,7 @@ WRAPPERS = {
     tx, ("conv", "dense|norm"), 2.0, growth_factor=2.0
   ),
   "master_weights": optax_boost.master_weights,
+  "stochastic_rounding": lambda tx: optax_boost.stochastic_rounding(tx, key=0),
 }
 NESTED = [
   ("dynamic_loss_scale", "accumulate"),
@@ -36,6 +37,8 @@ NESTED = [
   ("group_loss_scale", "dynamic_loss_scale"),
   ("master_weights", "dynamic_loss_scale", "accumulate"),
   ("accumulate", "dynamic_loss_scale", "master_weights"),
+  ("stochastic_rounding", "dynamic_loss_scale"),
+  ("accumulate", "stochastic_rounding"),
 ]
 
 

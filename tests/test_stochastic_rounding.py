@@ -1,4 +1,4 @@
-"""Stochastic rounding: against a table of all numbers, and right on average."""
+"""Stochastic rounding: against a table of all numbers, exact on average, and what it saves."""
 
 import functools
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
+import optax_boost
 from optax_boost._precision import _widened
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -80,3 +82,142 @@ def test_the_mean_error_is_zero(dtype, scale):
   deviation = np.sqrt(np.mean(error**2) / size)
   assert 0.3 < np.sqrt(np.mean(error**2)) < 0.5, "sqrt(1/6) for fractions of all sizes"
   assert abs(error.mean()) < 4 * deviation
+
+
+def train(tx, params, gradients, steps, state=None):
+  """Params and state after some steps, by `update` under jit."""
+
+  @jax.jit
+  def step(params, state):
+    updates, state = tx.update(gradients(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(params) if state is None else state
+  for _ in range(steps):
+    params, state = step(params, state)
+  return params, state
+
+
+def test_trains_where_rounding_to_nearest_stalls():
+  target = jnp.linspace(-2, 2, 500)
+  start = jnp.full(500, 1.0, jnp.bfloat16)
+
+  def distance(tx):
+    params, _ = train(tx, start, lambda p: p.astype(jnp.float32) - target, 300)
+    return float(jnp.sqrt(jnp.mean((params - target) ** 2)))
+
+  sgd = optax.sgd(0.02)
+  masters = distance(optax_boost.master_weights(sgd))
+  assert distance(optax_boost.stochastic_rounding(sgd, 0)) < masters + 0.02
+  assert distance(sgd) > masters + 0.1
+
+
+def test_takes_four_bytes_a_param_less_than_masters():
+  params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+
+  def size(tx):
+    return sum(x.nbytes for x in jax.tree.leaves(tx.init(params)))
+
+  adam = optax.adam(1e-3)
+  saved = size(optax_boost.master_weights(adam, key=0)) - size(
+    optax_boost.stochastic_rounding(adam, key=0)
+  )
+  assert saved == 4 * (64 * 64 + 64)
+
+
+@both_dtypes
+def test_applied_updates_are_exactly_the_rounded_params(dtype):
+  """Up to how far a weight shrinks in one step; infinite weights stay."""
+  rng = np.random.default_rng(0)
+  farthest = {"bfloat16": 15, "float16": 12}[dtype]
+  params = (rng.choice([-1, 1], 20_000) * rng.uniform(1, 2, 20_000)).astype(DTYPES[dtype])
+  target = params.astype(np.float32) * np.exp2(rng.uniform(1 - farthest, 3, 20_000))
+  target *= rng.choice([-1, 1], 20_000)
+  grads = params.astype(np.float32) - target
+  params[:2], grads[:2] = (np.inf, -np.inf), 0
+  tx = optax_boost.stochastic_rounding(optax.sgd(1.0), 0)
+  params, grads = jnp.asarray(params), jnp.asarray(grads, jnp.float32)
+  state = tx.init(params)
+  updates, after = jax.jit(tx.update)(grads, state, params)
+  applied = optax.apply_updates(params, updates)
+  written, _ = jax.jit(functools.partial(optax_boost.apply_gradients, tx))(grads, state, params)
+  np.testing.assert_array_equal(applied, written)
+  np.testing.assert_array_equal(applied[:2], [np.inf, -np.inf])
+  assert updates.dtype == jnp.float32
+  assert after.notfinite_count == 0
+  assert jnp.mean(applied != params) > 0.9
+
+
+def test_noise_differs_from_step_to_step_leaf_to_leaf_and_key_to_key():
+  params = {"a": jnp.ones(200, jnp.bfloat16), "b": jnp.ones(200, jnp.bfloat16)}
+  grads = jax.tree.map(lambda p: jnp.full_like(p, -4e-3, jnp.float32), params)
+  rows = []
+  for key in (0, jax.random.key(1)):
+    tx = optax_boost.stochastic_rounding(optax.sgd(1.0), key)
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = tx.update(grads, state, params)
+      rows += [np.asarray(u) for u in jax.tree.leaves(updates)]
+  assert len({row.tobytes() for row in rows}) == 8
+
+
+def test_a_run_resumes_exactly_with_the_key_in_its_state():
+  start = jnp.linspace(-1, 1, 300, dtype=jnp.bfloat16)
+
+  def gradients(p):
+    return 0.1 * (p.astype(jnp.float32) - 0.3)
+
+  tx = optax_boost.stochastic_rounding(optax.adam(1e-3), key=7)
+  whole = train(tx, start, gradients, 6)
+  params, state = jax.tree.map(np.asarray, train(tx, start, gradients, 3))
+  other = optax_boost.stochastic_rounding(optax.adam(1e-3), key=8)
+  resumed = train(other, jnp.asarray(params), gradients, 3, jax.tree.map(jnp.asarray, state))
+  jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+  different, _ = train(other, start, gradients, 6)
+  assert np.any(np.asarray(different) != np.asarray(whole[0]))
+
+
+def test_sharded_params_are_rounded_as_on_one_device_and_not_gathered():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+  params = jnp.ones((16, 64), jnp.bfloat16)
+  tx = optax_boost.stochastic_rounding(optax.sgd(1.0), key=0)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  grads = jax.random.normal(jax.random.key(1), params.shape)
+  alone, _ = step(grads, tx.init(params), params)
+  parts = jax.device_put((grads, params), sharding)
+  program = step.lower(parts[0], tx.init(parts[1]), parts[1]).compile()
+  apart, _ = program(parts[0], tx.init(parts[1]), parts[1])
+  assert apart.sharding.is_equivalent_to(sharding, 2)
+  np.testing.assert_array_equal(alone, apart)
+  for collective in ("all-gather", "all-to-all", "collective-permute"):
+    assert collective not in program.as_text()
+
+
+@both_dtypes
+def test_a_bad_gradient_changes_nothing_and_is_counted(dtype):
+  tx = optax_boost.stochastic_rounding(optax.adam(0.1), key=0)
+  params = jnp.ones(50, dtype)
+  params, state = train(tx, params, lambda p: p, 2)
+  bad = jnp.ones(50).at[3].set(jnp.nan)
+  after, stood = train(tx, params, lambda p: bad, 1, state)
+  np.testing.assert_array_equal(after, params)
+  jax.tree.map(np.testing.assert_array_equal, stood.inner_state, state.inner_state)
+  assert (int(stood.notfinite_count), int(stood.count)) == (1, 3)
+  after, state = train(tx, params, lambda p: p, 1, stood)
+  assert jnp.all(after < params)
+  assert state.notfinite_count == 1
+
+
+def test_params_in_float32_are_not_rounded():
+  params = {"norm": jnp.ones(3), "w": jnp.ones(3, jnp.bfloat16)}
+  tx = optax_boost.stochastic_rounding(optax.sgd(1.0), key=0)
+  after, _ = train(tx, params, lambda p: jax.tree.map(lambda x: jnp.full(3, 1e-4), p), 1)
+  np.testing.assert_array_equal(after["norm"], jnp.full(3, np.float32(1) - np.float32(1e-4)))
+  assert after["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("key", [0.5, None, jnp.zeros(2, jnp.uint32)], ids=str)
+def test_refuses_what_is_no_key(key):
+  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key` or an integer"):
+    optax_boost.stochastic_rounding(optax.sgd(0.1), key)

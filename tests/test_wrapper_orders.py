@@ -57,6 +57,13 @@ REFUSED = {
   ("switch_after", name) for name in ("dynamic_loss_scale", "group_loss_scale", "freeze_layers")
 }
 PAIRS = list(itertools.permutations(WRAPPERS, 2))
+ROUNDING = "stochastic_rounding"
+WRAPPERS[ROUNDING] = lambda tx, _: optax_boost.stochastic_rounding(tx, key=0)
+ROUNDED = [
+  order
+  for name in ("accumulate", "dynamic_loss_scale", "freeze_layers")
+  for order in ((ROUNDING, name), (name, ROUNDING))
+]
 TRIPLES = [
   order
   for names in (
@@ -134,6 +141,11 @@ def test_the_network_is_far_from_trained_at_the_start():
 @pytest.mark.parametrize("order", PAIRS, ids="-".join)
 def test_two_wrappers_train_in_either_order_or_say_which_works(order, dtype):
   check(order, dtype)
+
+
+@pytest.mark.parametrize("order", ROUNDED, ids="-".join)
+def test_bfloat16_is_rounded_stochastically_inside_and_around_other_wrappers(order):
+  check(order, "bfloat16")
 
 
 @pytest.mark.parametrize("order", TRIPLES, ids="-".join)

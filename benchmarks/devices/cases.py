@@ -101,6 +101,11 @@ CASES = {
   "master_weights": Case(
     "master_weights", lambda: optax_boost.master_weights(_adam()), dtype=jnp.bfloat16
   ),
+  "stochastic_rounding": Case(
+    "stochastic_rounding",
+    lambda: optax_boost.stochastic_rounding(_adam(), key=0),
+    dtype=jnp.bfloat16,
+  ),
   "freeze_layers": Case(
     "freeze_layers",
     lambda: optax_boost.freeze_layers(

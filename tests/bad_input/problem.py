@@ -95,6 +95,7 @@ FACTORIES: dict[str, dict[str, Any]] = {
   "record_trajectory": {"every": 2, "capacity": 2},
   "scale_by_lars_trust_ratio": {},
   "sgperm": {"key": 0},
+  "stochastic_rounding": {"inner": SGD, "key": 0},
   "switch_after": {"step": 2, "first": SGD, "second": SGD},
   **{row.factory: row.kwargs for row in registry.ROWS if row.bad_values is not None},
 }
