@@ -508,7 +508,6 @@ ROWS = (
     acts=_ends_in_a_permutation,
     start=_reversed,
     gathers=True,
-    static=("sync_every",),
   ),
 )
 

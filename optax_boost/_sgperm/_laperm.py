@@ -9,6 +9,7 @@ For each weight vector w (the n weights that lead into one output) with initial 
 Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2006.07541.
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 from typing import Literal
@@ -37,9 +38,20 @@ def _synchronized(initial: jax.Array, trained: jax.Array, ranks: jax.Array) -> j
   return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), _sorting.inverse(ranks))
 
 
+def _period(sync_every: Any, count: jax.Array) -> jax.Array:
+  """The steps between synchronizations, a scalar int32 of at least 1."""
+  period = sync_every(count) if callable(sync_every) else sync_every
+  if jnp.ndim(period) != 0:
+    raise ValueError(
+      "`sync_every` must return a scalar, the number of steps between two synchronizations; got an"
+      f" array of shape {jnp.shape(period)}."
+    )
+  return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
+
+
 def laperm(
   inner: optax.GradientTransformation,
-  sync_every: int,
+  sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
   *,
   exclude: _base.LeafSelector = None,
   layout: Literal["flax", "torch"] = "flax",
@@ -65,8 +77,9 @@ def laperm(
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
-    sync_every: inner steps from one synchronization to the next. Raising it trains more freely.
-      Static.
+    sync_every: inner steps from one synchronization to the next, or a function of the number of
+      inner steps made, with which it can grow: a synchronization follows the steps whose number is
+      a multiple. Raising it trains more freely.
     exclude: the leaves that `inner` trains alone: regular expressions searched in the leaf's path,
       a tree of bools, a callable from params to one, or None: no leaf.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
@@ -101,7 +114,8 @@ def laperm(
     <https://arxiv.org/abs/2006.07541>`_, 2020.
   """
   inner = _base.check_transformation("inner", inner)
-  _base.check_whole_number("sync_every", sync_every, static=True)
+  if not callable(sync_every):
+    _base.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes, exclude)
 
   def init_fn(params: optax.Params) -> LapermState:
@@ -138,7 +152,7 @@ def laperm(
     # An `accumulate` or a loss scale inside returns zeros where it made no step.
     stepped = functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in steps], jnp.array(False))
     count = jnp.where(stepped, optax.safe_increment(state.count), state.count)
-    due = stepped & (count % sync_every == 0)
+    due = stepped & (count % _period(sync_every, state.count) == 0)
     steps = [
       u if lay.excluded else u.astype(jnp.promote_types(u.dtype, w.dtype))
       for lay, u, w in zip(layouts, steps, rest[0], strict=True)

@@ -112,7 +112,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
     shared.factory(
       "laperm",
       inner=shared.TX,
-      sync_every=kinds.count(static=True),
+      sync_every=kinds.count(schedule=True),
       exclude=shared.SELECTOR,
       **layouts,
     ),
