@@ -4,12 +4,16 @@ from collections.abc import Callable
 import contextlib
 import errno
 import json
+import math
 import os
 import pathlib
 import re
 import secrets
 from typing import Any
 from typing import BinaryIO
+import zipfile
+
+import numpy as np
 
 from optax_boost import _base
 
@@ -81,6 +85,36 @@ def parse_json(text: str, source: str) -> Any:
     ) from error
   except RecursionError as error:
     raise ValueError(f"{source} is nested too deeply for JSON to be read.") from error
+
+
+def read_arrays(handle: BinaryIO) -> dict[str, np.ndarray]:
+  """The arrays of an uncompressed ``.npz`` file by name; an exception where anything is amiss."""
+  with zipfile.ZipFile(handle) as archive:
+    return {
+      info.filename.removesuffix(".npy"): _array(archive, info) for info in archive.infolist()
+    }
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+  """Reads one array, after a check that the file holds as many bytes as its header claims."""
+  if info.flag_bits & 1:
+    raise ValueError(f"{info.filename!r} is encrypted")
+  if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+    raise ValueError(f"{info.filename!r} is compressed")
+  with archive.open(info) as entry:
+    if np.lib.format.read_magic(entry) != (1, 0):
+      raise ValueError(f"{info.filename!r} is no array of NumPy's format 1.0")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(entry)
+    data = entry.read()
+  if dtype.hasobject:
+    raise ValueError(f"{info.filename!r} holds Python objects")
+  if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
+    raise ValueError(
+      f"{info.filename!r} claims shape {shape} of {dtype}, and has {len(data)} bytes"
+    )
+  if fortran:
+    raise ValueError(f"{info.filename!r} is in Fortran order")
+  return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:

@@ -1,10 +1,8 @@
 """Subspaces in files: written whole or not at all, and refused where anything is amiss."""
 
 import json
-import math
 import os
 from typing import Any
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -144,10 +142,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _checked_arrays(handle: Any, path: str) -> dict[str, Any]:
-  with zipfile.ZipFile(handle) as archive:
-    plain = {
-      info.filename.removesuffix(".npy"): _array(archive, info) for info in archive.infolist()
-    }
+  plain = _files.read_arrays(handle)
   if _META not in plain:
     raise ValueError(f"it has no {_META!r}")
   meta = _files.parse_json(str(plain.pop(_META)), path)
@@ -161,28 +156,6 @@ def _checked_arrays(handle: Any, path: str) -> dict[str, Any]:
   if problem:
     raise ValueError(problem)
   return arrays
-
-
-def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
-  """Reads one array, after a check that the file holds as many bytes as its header claims."""
-  if info.flag_bits & 1:
-    raise ValueError(f"{info.filename!r} is encrypted")
-  if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-    raise ValueError(f"{info.filename!r} is compressed")
-  with archive.open(info) as entry:
-    if np.lib.format.read_magic(entry) != (1, 0):
-      raise ValueError(f"{info.filename!r} is no array of NumPy's format 1.0")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(entry)
-    data = entry.read()
-  if dtype.hasobject:
-    raise ValueError(f"{info.filename!r} holds Python objects")
-  if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
-    raise ValueError(
-      f"{info.filename!r} claims shape {shape} of {dtype}, and has {len(data)} bytes"
-    )
-  if fortran:
-    raise ValueError(f"{info.filename!r} is in Fortran order")
-  return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def _as_floating(name: str, array: Any, saved: Any) -> Any:
