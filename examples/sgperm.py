@@ -243,19 +243,6 @@ def fit(
   return model, state, history
 
 
-def save_model(path: Path, sizes: Sequence[int], seed: int, integers: Params) -> None:
-  """Saves a model that only permuted: where its weights came from, and where they went."""
-  np.savez_compressed(path, sizes=np.array(sizes), seed=seed, **integers)
-
-
-def load_model(path: Path) -> Params:
-  """Makes the initial weights again and permutes them."""
-  with np.load(path) as file:
-    sizes, seed = file["sizes"].tolist(), int(file["seed"])
-    initial = initial_params(sizes, seed)
-    return optax_boost.apply_permutation(initial, {name: file[name] for name in initial})
-
-
 def flattened(data: Data) -> Data:
   """Images as rows of pixels between 0 and 1, for which the settings were chosen."""
   low, high = data.train.images.min(), data.train.images.max()
@@ -381,12 +368,13 @@ def main(arguments: list[str] | None = None) -> None:
         histories[name].append(history)
         if kept is None and method.permutes:
           kept = name, model
-          save_model(options.model, sizes, seed, optax_boost.permutation(state))
+          optax_boost.save_permuted_params(options.model, state, seed)
   print(f"\n{table(histories, marks)}")
 
   if kept is not None:
     name, model = kept
-    again = load_model(options.model)
+    init = functools.partial(initial_params, sizes)
+    again = optax_boost.load_permuted_params(options.model, init)
     same = all(np.array_equal(model[layer], again[layer]) for layer in model)
     print(
       f"\n{options.model}: seed 0 and {sum(x.size for x in model.values()):,} integers, the model"

@@ -70,8 +70,10 @@ from optax_boost._sgperm import SgpermState
 from optax_boost._sgperm import apply_permutation
 from optax_boost._sgperm import apply_permuted_params
 from optax_boost._sgperm import laperm
+from optax_boost._sgperm import load_permuted_params
 from optax_boost._sgperm import permutation
 from optax_boost._sgperm import permuted_params
+from optax_boost._sgperm import save_permuted_params
 from optax_boost._sgperm import sgperm
 from optax_boost._stacked import stacked_axes
 from optax_boost._svrg import SvrgState
@@ -150,6 +152,7 @@ __all__ = [
   "lars",
   "layer_groups",
   "layerwise_decay",
+  "load_permuted_params",
   "load_subspace",
   "make_train_step",
   "master_weights",
@@ -163,6 +166,7 @@ __all__ = [
   "record_trajectory",
   "refresh_subspace",
   "refresh_svrg",
+  "save_permuted_params",
   "save_subspace",
   "scale_by_group",
   "scale_by_lars_trust_ratio",

@@ -7,6 +7,8 @@ from optax_boost._sgperm._permutation import apply_permutation
 from optax_boost._sgperm._permutation import apply_permuted_params
 from optax_boost._sgperm._permutation import permutation
 from optax_boost._sgperm._permutation import permuted_params
+from optax_boost._sgperm._storage import load_permuted_params
+from optax_boost._sgperm._storage import save_permuted_params
 from optax_boost._sgperm._transform import sgperm
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
   "apply_permutation",
   "apply_permuted_params",
   "laperm",
+  "load_permuted_params",
   "permutation",
   "permuted_params",
+  "save_permuted_params",
   "sgperm",
 ]

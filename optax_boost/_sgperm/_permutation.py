@@ -72,7 +72,7 @@ class LapermState(NamedTuple):
   inner_state: optax.OptState
 
 
-def _find(opt_state: Any, function: str) -> SgpermState | LapermState:
+def find_state(opt_state: Any, function: str) -> SgpermState | LapermState:
   """The only state of the two methods in an optimizer state, found by its type."""
   kinds: tuple[Any, ...] = (SgpermState, LapermState)
   states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
@@ -180,7 +180,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
   """
-  return _find(opt_state, "permutation").permutation
+  return find_state(opt_state, "permutation").permutation
 
 
 def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
@@ -242,7 +242,7 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     [0.1, 0.2, 0.3]
   """
   name = "permuted_params"
-  state = _find(opt_state, name)
+  state = find_state(opt_state, name)
   exact = _mapped(lambda _, p, i: _take(p, i), state.initial, state.permutation, name)
   return exact if params is None else _mapped(lambda _, p, permuted: permuted, params, exact, name)
 
@@ -278,7 +278,7 @@ def apply_permuted_params(
   """
   _base.require_params(params, "apply_permuted_params")
   _tree.check_same_tree(updates, params, "apply_permuted_params")
-  state = _find(opt_state, "apply_permuted_params")
+  state = find_state(opt_state, "apply_permuted_params")
   added = optax.apply_updates(params, updates)
   exact = permuted_params(state, added)
   if isinstance(state, SgpermState):

@@ -357,11 +357,33 @@ def entries() -> dict[str, shared.Entry]:
       positional=("loss_fn", "params", "args"),
       free={"args": "whatever the loss takes"},
     ),
+    "load_permuted_params": shared.Entry(
+      optax_boost.load_permuted_params,
+      lambda: {"path": "nowhere.npz", "init_fn": lambda seed: problem.PARAMS},
+      {
+        "path": shared.PATH | {"missing": Bad("nowhere.npz", FileNotFoundError, "nowhere.npz")},
+        "init_fn": shared.FUNCTION,
+      },
+    ),
     "load_subspace": shared.Entry(
       optax_boost.load_subspace,
       lambda: {"path": "nowhere.npz", "like": problem.PARAMS},
       {"path": shared.PATH | {"missing": Bad("nowhere.npz", FileNotFoundError, "nowhere.npz")}},
       free={"like": "checked against the file: see files.py"},
+    ),
+    "save_permuted_params": shared.Entry(
+      optax_boost.save_permuted_params,
+      lambda: {"path": "/nowhere/at/all.npz", "opt_state": sgperm_state, "seed": 0},
+      {
+        "path": shared.PATH
+        | {
+          "missing folder": Bad("/nowhere/at/all.npz", OSError, "/nowhere/at/all.npz"),
+          "folder": Bad("/", (OSError, ValueError), "/"),
+        },
+        "opt_state": shared.OPT_STATE,
+        "seed": kinds.without(kinds.count(0), "2**31"),
+        "params": {"other tree": Bad(shared.OTHER, ValueError), "number": Bad(3, ValueError)},
+      },
     ),
     "save_subspace": shared.Entry(
       optax_boost.save_subspace,

@@ -50,7 +50,9 @@ MISSING = (
   "RaceResult.load",
   "RaceResult.save",
   "checkpoint_snapshots",
+  "load_permuted_params",
   "load_subspace",
+  "save_permuted_params",
   "save_subspace",
 )
 
