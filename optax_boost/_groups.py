@@ -33,8 +33,9 @@ class LayerGroups:
   Attributes:
     groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
       that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
-      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers` and
-      :func:`layerwise_decay` split such leaves; other methods take them with their last group.
+      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers`,
+      :func:`layerwise_decay` and :func:`dim_reduce` split such leaves; loss scales take them with
+      their last group.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).

@@ -477,8 +477,13 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
       kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)
     if "groups" in arguments:
       kwargs["groups"] = ["blocks/down/[01]|blocks/up/[01]", "."]
-      if row.factory in ("adasum", "dim_reduce"):
-        kwargs["groups"] = ["head"] if row.factory == "adasum" else ["blocks/down", "."]
+      if row.factory == "adasum":
+        kwargs["groups"] = ["head"]
+      elif row.factory == "dim_reduce":
+        # A subspace for each layer, and one for the rest.
+        kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "."]
+        if loss is scanned_loss:
+          kwargs["groups"] = optax_boost.stacked_axes(loss, start, x)
       elif loss is scanned_loss:
         kwargs["groups"] = optax_boost.layer_groups(loss, start, x, num_groups=2)
     tx = row.feed(getattr(optax_boost, row.factory)(**kwargs))

@@ -25,6 +25,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from optax_boost._dim_reduce import _layers
 
 # Full float32 on accelerators, whose default is fewer bits.
 PRECISION = jax.lax.Precision.HIGHEST
@@ -38,21 +41,29 @@ class PrincipalComponents(NamedTuple):
   total: jax.Array  # scalar, the sum of all squared singular values
 
 
-def contract(rows: jax.Array, leaf: jax.Array) -> jax.Array:
+def contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...] = ()) -> jax.Array:
   """Inner products of rows [k, *shape] over all axes of a leaf, replicated over its mesh.
 
-  [k] for a leaf [*shape]; [k, m] for a stacked one, [m, *shape]. Both are float32 or wider.
+  [k] for a leaf [*shape]; [k, m] for a stacked one, [m, *shape]; [L, k] for a leaf [*shape] with L
+  layers along the axes `layers`, one for each layer. Both are float32 or wider.
   """
   many = leaf.ndim == rows.ndim
-  axes = tuple(range(1, rows.ndim)), tuple(range(many, leaf.ndim))
+  rest = [axis for axis in range(rows.ndim - 1) if axis not in layers]
+  contracted = tuple(1 + axis for axis in rest), tuple(many + axis for axis in rest)
   mesh = jax.typeof(rows).sharding.mesh
   out = None
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
     # The sum over a sharded axis has no sharding of its own: say that all devices need it.
     out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  return jax.lax.dot_general(
-    rows, leaf, (axes, ((), ())), PRECISION, preferred_element_type=rows.dtype, out_sharding=out
+  products = jax.lax.dot_general(
+    rows,
+    leaf,
+    (contracted, (tuple(1 + axis for axis in layers), layers)),
+    PRECISION,
+    preferred_element_type=rows.dtype,
+    out_sharding=out,
   )
+  return products.reshape(-1, len(rows)) if layers else products
 
 
 def combine_rows(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
@@ -74,14 +85,41 @@ def inner_products(a: Any, b: Any) -> jax.Array:
 
 
 def project(
-  basis: Any, tree: Any, group_of_leaf: Sequence[int], shape: tuple[int, ...]
+  basis: Any, tree: Any, groups: Sequence[_layers.LeafGroups], shape: tuple[int, ...]
 ) -> jax.Array:
   """Inner products [G, k] of a basis with a tree like the params, each group's for itself."""
   dtype = inner_dtype(tree)
   sums = [jnp.zeros(shape[1:], dtype)] * shape[0]
-  for group, rows, leaf in zip(group_of_leaf, *map(jax.tree.leaves, (basis, tree)), strict=True):
-    sums[group] += contract(rows.astype(dtype), leaf.astype(dtype))
-  return jnp.stack(sums)
+  by_layer = []
+  for of_leaf, rows, leaf in zip(groups, *map(jax.tree.leaves, (basis, tree)), strict=True):
+    rows, leaf = rows.astype(dtype), leaf.astype(dtype)
+    if of_leaf.axes:
+      products = contract(rows, leaf, of_leaf.axes)
+      by_layer.append(jax.ops.segment_sum(products, np.array(of_leaf.numbers, int), shape[0]))
+    else:
+      sums[of_leaf.numbers[0]] += contract(rows, leaf)
+  return sum(by_layer, start=jnp.stack(sums))
+
+
+def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> jax.Array:
+  """Linear combinations of the rows of one leaf, each layer with its group's coefficients.
+
+  [*shape] for columns [G, k]; [c, *shape] for columns [G, c, k].
+  """
+  if not of_leaf.axes:
+    return combine_rows(columns[of_leaf.numbers[0]], rows)
+  layers = [rows.shape[1 + axis] for axis in of_leaf.axes]
+  by_layer = columns[np.array(of_leaf.numbers, int)].reshape(*layers, *columns.shape[1:])
+  batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
+  combined = jax.lax.dot_general(
+    by_layer,
+    rows.astype(columns.dtype),
+    (((by_layer.ndim - 1,), (0,)), batch),
+    PRECISION,
+    preferred_element_type=columns.dtype,
+  )
+  several = columns.ndim - 2
+  return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
 
 
 def inner_dtype(tree: Any) -> Any:

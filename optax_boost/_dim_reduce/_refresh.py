@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
@@ -16,7 +16,7 @@ from optax_boost._dim_reduce._subspace import check_subspace
 
 
 def refresh_subspace(
-  opt_state: optax.OptState, subspace: Subspace, groups: _groups.Groups | None = None
+  opt_state: optax.OptState, subspace: Subspace, groups: _layers.Groups | None = None
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
@@ -47,6 +47,8 @@ def refresh_subspace(
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
   check_subspace("subspace", subspace)
+  if groups is not None:
+    _layers.check_groups(groups)
   patterns = ("",) if groups is None else groups
 
   def is_state(node: Any) -> bool:
@@ -62,12 +64,12 @@ def refresh_subspace(
         f"`refresh_subspace` needs a subspace of {components} components, as the state's; got"
         f" {subspace.components}. Fit as many, or make a new transformation."
       )
-    if _groups.count_groups(patterns) != number:
+    of_leaves, count = _layers.find_groups(node.momentum, patterns, "refresh_subspace")
+    if count != number:
       raise ValueError(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
-    group_of_leaf = _groups.group_numbers(node.momentum, patterns, "refresh_subspace")
-    return _jitted_renew(node, basis, tuple(group_of_leaf), _tree.all_finite(basis))
+    return _jitted_renew(node, basis, of_leaves, _tree.all_finite(basis))
 
   if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(
@@ -78,10 +80,10 @@ def refresh_subspace(
 
 
 def refresh_if_due(
-  state: DimReduceState, params: Any, refresh_every: int, group_of_leaf: list[int]
+  state: DimReduceState, params: Any, refresh_every: int, groups: tuple[_layers.LeafGroups, ...]
 ) -> DimReduceState:
   """Keeps the params in the state, and fits the basis anew every `refresh_every` steps."""
-  if not group_of_leaf:
+  if not groups:
     return state
   number = jax.tree.leaves(state.snapshots)[0].shape[0]
   slot = state.count // max(1, refresh_every // number) % number
@@ -95,16 +97,15 @@ def refresh_if_due(
   def renewed(carry: Any) -> Any:
     _, state = carry
     rows, structure = jax.tree.flatten(held)
-    basis, total = list(rows), jnp.zeros([])
-    for group in set(group_of_leaf):
-      members = [i for i, other in enumerate(group_of_leaf) if other == group]
-      _, centred = _linalg.centre([rows[i] for i in members], jnp.ones(number, bool))
+    parts, total = {}, jnp.zeros([])
+    for group in sorted({number for of_leaf in groups for number in of_leaf.numbers}):
+      members = _layers.take(rows, groups, group)
+      _, centred = _linalg.centre(members, jnp.ones(number, bool))
       pca = _linalg.gram_pca(centred, state.projected_gradient.shape[-1])
       total += pca.total
-      for i, components in zip(members, pca.components, strict=True):
-        basis[i] = components
-    basis = jax.tree.unflatten(structure, basis)
-    return jnp.asarray(False), _renew(state, basis, group_of_leaf, jnp.isfinite(total))
+      parts[group] = pca.components
+    basis = jax.tree.unflatten(structure, _layers.join(parts, rows, groups))
+    return jnp.asarray(False), _renew(state, basis, groups, jnp.isfinite(total))
 
   # A loop of one turn or none: through a conditional the basis would be copied at every step, and
   # under `vmap` fitted at every step.
@@ -115,10 +116,10 @@ def refresh_if_due(
 
 
 def _renew(
-  state: DimReduceState, basis: Any, group_of_leaf: list[int] | tuple[int, ...], good: jax.Array
+  state: DimReduceState, basis: Any, groups: tuple[_layers.LeafGroups, ...], good: jax.Array
 ) -> DimReduceState:
   """The state with another basis, if it is `good`; the residual momentum is unchanged."""
-  numbers = jax.tree.unflatten(jax.tree.structure(basis), group_of_leaf)
+  of_leaves = jax.tree.unflatten(jax.tree.structure(basis), groups)
   # M - P' q must not change, and q starts at 0.
   taken = jnp.where(good, state.projected_momentum, 0)
 
@@ -128,8 +129,8 @@ def _renew(
   return state._replace(
     basis=jax.tree.map(fresh, basis, state.basis),
     momentum=jax.tree.map(
-      lambda group, m, rows: m - _linalg.combine_rows(taken[group].astype(m.dtype), rows),
-      numbers,
+      lambda of_leaf, m, rows: m - _linalg.lift(taken.astype(m.dtype), rows, of_leaf),
+      of_leaves,
       state.momentum,
       state.basis,
     ),

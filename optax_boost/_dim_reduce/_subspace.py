@@ -17,6 +17,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _trajectory
 
@@ -26,9 +27,10 @@ class Subspace(NamedTuple):
 
   Attributes:
     mean: a tree like the params, the mean of the snapshots in float32 (float64 for float64).
-    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, orthonormal over the
-      whole tree, the one of the largest variance first.
-    explained_variance: [k], the variances along the rows, with m - 1 as divisor.
+    basis: a tree like the params with leaves ``[k, *leaf.shape]``: k rows, the one of the largest
+      variance first, orthonormal over the whole tree, or over each group that was fitted.
+    explained_variance: [k], the variances along the rows, with m - 1 as divisor; of several groups
+      their sum.
     explained_variance_ratio: [k], the same as fractions of the snapshots' whole variance.
   """
 
@@ -117,6 +119,7 @@ def fit_subspace(
   key: jax.Array | int | None = None,
   oversample: int = 10,
   dtype: jax.typing.DTypeLike = jnp.float32,
+  groups: _layers.Groups | None = None,
 ) -> Subspace:
   r"""Fits the subspace that holds most of the variance of snapshots of the params.
 
@@ -144,6 +147,8 @@ def fit_subspace(
     oversample: raising it makes the randomized method more exact.
     dtype: a floating dtype to store the basis in; computed in float32 or wider. With bfloat16 its
       rows are orthonormal to 3 digits only.
+    groups: as in :func:`dim_reduce`: each group of leaves and layers is fitted for itself, as the
+      same layers in leaves of their own. None: one group.
 
   Returns:
     A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
@@ -173,6 +178,8 @@ def fit_subspace(
   _base.check_floating_dtype("dtype", dtype)
   _base.check_whole_number("oversample", oversample, static=True)
   _base.check_name("method", method, ("exact", "randomized"))
+  if groups is not None:
+    _layers.check_groups(groups)
   key = None if key is None else _base.as_key("key", key)
   if method == "randomized" and key is None:
     raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
@@ -183,19 +190,41 @@ def fit_subspace(
     width = min(count, components + oversample)
     sketch = jax.random.normal(key, (count, width), _linalg.inner_dtype(rows))
   _check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
-  _check_entries([x.shape[1:] for x in jax.tree.leaves(rows)], components)
-  subspace, finite, total = _jitted_fit(
-    rows, used, sketch, components=components, dtype=jnp.dtype(dtype)
+  leaves, structure = jax.tree.flatten(rows)
+  one_row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
+  of_leaves, _ = _layers.find_groups(one_row, ("",) if groups is None else groups, "fit_subspace")
+  fits = {}
+  for group in sorted({number for of_leaf in of_leaves for number in of_leaf.numbers}):
+    members = _layers.take(leaves, of_leaves, group)
+    _check_entries([x.shape[1:] for x in members], components)
+    fitted, finite, total = _jitted_fit(
+      members, used, sketch, components=components, dtype=jnp.dtype(dtype)
+    )
+    if not isinstance(finite, jax.core.Tracer):
+      _check_finite(np.flatnonzero(np.asarray(used & ~finite)))
+      if not jnp.isfinite(total):
+        raise ValueError(
+          f"The variance of the snapshots overflows; got a sum of squares of {total} in"
+          f" {total.dtype}. Leave out the snapshots after the training diverged."
+        )
+      _check_rank(fitted, components)
+    fits[group] = fitted, total
+  # One group's own numbers, to the bit.
+  whole = next(iter(fits.values()))[0]
+  if len(fits) > 1:
+    totals = [total for _, total in fits.values()]
+    explained = sum(fit.explained_variance_ratio * total for fit, total in fits.values())
+    whole = whole._replace(
+      explained_variance=sum(fit.explained_variance for fit, _ in fits.values()),
+      explained_variance_ratio=explained / jnp.maximum(sum(totals), jnp.finfo(jnp.float32).tiny),
+    )
+  means = {group: [x[None] for x in fit.mean] for group, (fit, _) in fits.items()}
+  bases = {group: fit.basis for group, (fit, _) in fits.items()}
+  mean, basis = (_layers.join(parts, leaves, of_leaves) for parts in (means, bases))
+  return whole._replace(
+    mean=jax.tree.unflatten(structure, [x[0] for x in mean]),
+    basis=jax.tree.unflatten(structure, basis),
   )
-  if not isinstance(finite, jax.core.Tracer):
-    _check_finite(np.flatnonzero(np.asarray(used & ~finite)))
-    if not jnp.isfinite(total):
-      raise ValueError(
-        f"The variance of the snapshots overflows; got a sum of squares of {total} in"
-        f" {total.dtype}. Leave out the snapshots after the training diverged."
-      )
-    _check_rank(subspace, components)
-  return subspace
 
 
 def fit_subspace_streamed(

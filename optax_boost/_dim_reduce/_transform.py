@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
 from optax_boost._dim_reduce import _refresh
@@ -56,7 +56,7 @@ def dim_reduce(
   gamma: jax.typing.ArrayLike = 0.9,
   alpha: optax.ScalarOrSchedule = 1e-3,
   max_search: int | str | None = "auto",
-  groups: _groups.Groups | None = None,
+  groups: _layers.Groups | None = None,
   *,
   inner: optax.GradientTransformation | None = None,
   refresh_every: int | None = None,
@@ -111,10 +111,12 @@ def dim_reduce(
       none is accepted, the step in the subspace is left out and :math:`B` restored, so where the
       loss is steep, nothing moves in the subspace. None: the full step is taken untried, which
       needs no forward pass and no loss.
-    groups: a plan of :func:`layer_groups`; or regular expressions, searched in the leaves'
-      paths, one per group; the first that matches counts, and a leaf that none matches is in the
-      last group. Each group has a subspace, and a :math:`B`, of its own: the rows of the basis
-      hold a component of each, orthonormal within it. They share the step length. None: one group.
+    groups: a plan of :func:`layer_groups`; what :func:`stacked_axes` returned, then layer i of all
+      leaves is a group, and all leaves without layers are another; or regular expressions,
+      searched in the leaves' paths, one per group; the first that matches counts, and a leaf that
+      none matches is in the last group. Each group has a subspace, and a :math:`B`, of its own: the
+      rows of the basis hold a component of each, orthonormal within it (``fit_subspace(...,
+      groups=groups)``). They share the step length. None: one group.
     inner: an optimizer that the steps go through, as in MindSpore's
       ``DimReduce(network, optimizer, ...)``; its learning rate scales the steps. It receives
       :math:`\alpha r - t P^\top d` in place of the gradient; a trial is its answer to
@@ -208,7 +210,7 @@ class _DimReduce:
   gamma: jax.typing.ArrayLike
   alpha: optax.ScalarOrSchedule
   max_search: int | str | None
-  groups: _groups.Groups
+  groups: _layers.Groups
   inner: optax.GradientTransformation | None
   refresh_every: int | None
   refresh_snapshots: int | None
@@ -236,7 +238,7 @@ class _DimReduce:
         _base.check_whole_number(name, getattr(self, name), static=True)
     if self.refresh_snapshots is not None and self.refresh_every is None:
       raise ValueError("`refresh_snapshots` is for refreshes: give `refresh_every`, too.")
-    _groups.count_groups(self.groups)
+    _layers.check_groups(self.groups)
     if self.inner is not None:
       self.inner = _base.check_transformation("inner", self.inner)
     if self.min_curvature is None:
@@ -261,7 +263,8 @@ class _DimReduce:
     if not isinstance(subspace, Subspace):
       subspace = subspace(params)
       check_subspace("subspace", subspace)
-    number, k = _groups.count_groups(self.groups), subspace.components
+    _, number = _layers.find_groups(params, self.groups, _METHOD)
+    k = subspace.components
     dtype = _linalg.inner_dtype(params)
     scalar, vectors = functools.partial(jnp.zeros, ()), (number, k)
     return DimReduceState(
@@ -333,12 +336,12 @@ class _DimReduce:
       )
       assert value_fn is not None
       value_fn = _base.scalar_value_fn(value_fn, _METHOD)
-    group_of_leaf = _groups.group_numbers(params, self.groups, _METHOD)
-    numbers = jax.tree.unflatten(jax.tree.structure(params), group_of_leaf)
+    groups, _ = _layers.find_groups(params, self.groups, _METHOD)
+    of_leaves = jax.tree.unflatten(jax.tree.structure(params), groups)
     if self.refresh_every is not None:
-      state = _refresh.refresh_if_due(state, params, self.refresh_every, group_of_leaf)
+      state = _refresh.refresh_if_due(state, params, self.refresh_every, groups)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
-    quasi = self._direction(updates, state, group_of_leaf)
+    quasi = self._direction(updates, state, groups)
     projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
     # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
     momentum = jax.tree.map(
@@ -361,8 +364,8 @@ class _DimReduce:
 
     def lift(columns: jax.Array) -> Any:
       return jax.tree.map(
-        lambda group, rows, m: _linalg.combine_rows(columns[group].astype(m.dtype), rows),
-        *(numbers, state.basis, momentum),
+        lambda of_leaf, rows, m: _linalg.lift(columns.astype(m.dtype), rows, of_leaf),
+        *(of_leaves, state.basis, momentum),
       )
 
     # Of the step in the subspace, and of P' q, by which M exceeds the residual momentum.
@@ -397,7 +400,7 @@ class _DimReduce:
     step = search.accepted * quasi.direction
     if self.rescales:
       # Where the params went, of which the change of the gradient tells. MindSpore takes the above.
-      step = _linalg.project(state.basis, changes, group_of_leaf, step.shape).astype(step.dtype)
+      step = _linalg.project(state.basis, changes, groups, step.shape).astype(step.dtype)
       step = quasi.scale * step
     moved = {
       "projected_momentum": projected_momentum,
@@ -416,10 +419,10 @@ class _DimReduce:
     )
 
   def _direction(
-    self, updates: optax.Updates, state: DimReduceState, group_of_leaf: list[int]
+    self, updates: optax.Updates, state: DimReduceState, groups: tuple[_layers.LeafGroups, ...]
   ) -> _Direction:
     shape, dtype = state.projected_gradient.shape, state.projected_gradient.dtype
-    gradient = _linalg.project(state.basis, updates, group_of_leaf, shape).astype(dtype)
+    gradient = _linalg.project(state.basis, updates, groups, shape).astype(dtype)
     last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
     if self.rescales:
       # B begins as the identity, and stays of its size: directions are as long as gradients, and

@@ -68,7 +68,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       alpha=kinds.number(-1, schedule=True),
       max_search=kinds.without(kinds.count(optional=True, static=True), "text")
       | {"name": Bad("fast", shared.EITHER)},
-      groups=kinds.groups(optional=True),
+      groups=kinds.without(kinds.groups(optional=True), "dict"),
       inner=kinds.without(shared.TX, "None"),
       refresh_every=kinds.count(optional=True, static=True),
       refresh_snapshots=kinds.count(optional=True, static=True),

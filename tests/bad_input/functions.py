@@ -247,6 +247,7 @@ def entries() -> dict[str, shared.Entry]:
         "key": kinds.key(optional=True),
         "oversample": kinds.count(0, static=True),
         "dtype": kinds.dtype(),
+        "groups": kinds.without(kinds.groups(optional=True), "dict"),
       },
     ),
     "fit_subspace_streamed": shared.Entry(
@@ -477,7 +478,7 @@ def entries() -> dict[str, shared.Entry]:
       {
         "opt_state": shared.OPT_STATE,
         "subspace": shared.SUBSPACE,
-        "groups": kinds.groups(optional=True),
+        "groups": kinds.without(kinds.groups(optional=True), "dict"),
       },
     ),
     "refresh_svrg": shared.Entry(

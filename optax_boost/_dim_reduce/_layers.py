@@ -1,0 +1,104 @@
+"""Which groups the leaves and layers of a tree are in, and the parts of leaves that a group has."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost import _base
+from optax_boost import _groups
+from optax_boost import _tree
+
+# What `layer_groups` or `stacked_axes` returned, or regular expressions.
+Groups: TypeAlias = _groups.Groups | _base.AxesByPattern
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafGroups:
+  """The groups of a leaf's layers; a leaf without axes of layers is one layer."""
+
+  axes: tuple[int, ...]  # of the layers
+  numbers: tuple[int, ...]  # by layer, in the order of the axes
+
+
+def check_groups(groups: Any) -> None:
+  """Checks the argument `groups`."""
+  if isinstance(groups, Mapping):
+    _tree.check_axes_by_pattern("groups", groups)
+  else:
+    _groups.count_groups(groups)
+
+
+def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroups, ...], int]:
+  """The groups of each leaf's layers, and the number of groups.
+
+  Of stacked axes, layer i of all leaves is group i, and leaves without layers are the last group.
+  """
+  if not isinstance(groups, Mapping):
+    numbers = _groups.layer_numbers(tree, groups, method)
+    return tuple(map(_of_number, numbers)), _groups.count_groups(groups)
+  leaves = _tree.describe(tree)
+  shapes = [leaf.shape for leaf in leaves]
+  axes = _tree.axes_by_pattern([leaf.path for leaf in leaves], shapes, groups, "groups")
+  layers = [
+    math.prod(shape[axis] for axis in of_leaf or ()) if of_leaf else 0
+    for shape, of_leaf in zip(shapes, axes, strict=True)
+  ]
+  last = max(layers, default=0)
+  of_leaves = tuple(
+    LeafGroups(of_leaf, tuple(range(number))) if of_leaf else LeafGroups((), (last,))
+    for number, of_leaf in zip(layers, axes, strict=True)
+  )
+  # At least one, of which nothing may be a member.
+  return of_leaves, max(last + any(not of_leaf for of_leaf in axes), 1)
+
+
+def _of_number(number: _groups.GroupNumber) -> LeafGroups:
+  if np.ndim(number) == 0:
+    return LeafGroups((), (int(number),))
+  axis = int(np.argmax(np.shape(number)))
+  return LeafGroups((axis,), tuple(map(int, np.ravel(number))))
+
+
+def take(rows: Sequence[jax.Array], groups: Sequence[LeafGroups], group: int) -> list[Any]:
+  """A group's parts of stacked leaves, ``[m, *shape]``, with the layers behind the rows."""
+  return [
+    _by_layer(x, of_leaf)[:, _members(of_leaf, group)] if of_leaf.axes else x
+    for x, of_leaf in zip(rows, groups, strict=True)
+    if group in of_leaf.numbers
+  ]
+
+
+def join(
+  parts: Mapping[int, Sequence[jax.Array]], like: Sequence[jax.Array], groups: Sequence[LeafGroups]
+) -> list[jax.Array]:
+  """The inverse of :func:`take`, from each group's parts; `like` are stacked leaves."""
+  rest = {group: iter(of_group) for group, of_group in parts.items()}
+  leaves = []
+  for x, of_leaf in zip(like, groups, strict=True):
+    numbers = sorted(set(of_leaf.numbers))
+    own = [next(rest[group]) for group in numbers]
+    if of_leaf.axes:
+      order = np.argsort(np.concatenate([_members(of_leaf, group) for group in numbers]))
+      front = jnp.concatenate(own, axis=1)[:, order]
+      shape = [x.shape[1 + axis] for axis in of_leaf.axes]
+      front = front.reshape(len(front), *shape, *front.shape[2:])
+      own = [jnp.moveaxis(front, range(1, 1 + len(shape)), [1 + axis for axis in of_leaf.axes])]
+    leaves += own
+  return leaves
+
+
+def _members(of_leaf: LeafGroups, group: int) -> np.ndarray:
+  return np.flatnonzero(np.asarray(of_leaf.numbers) == group)
+
+
+def _by_layer(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
+  """A stacked leaf as ``[m, layers, *rest]``."""
+  front = jnp.moveaxis(x, [1 + axis for axis in of_leaf.axes], range(1, 1 + len(of_leaf.axes)))
+  return front.reshape(len(x), len(of_leaf.numbers), *front.shape[1 + len(of_leaf.axes) :])

@@ -1,0 +1,131 @@
+"""A subspace for each layer of a leaf that holds many is that of the layer in a leaf of its own."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_boost
+
+LAYERS, K = 4, 2
+SHAPES = {"head": (7,), "nested": (2, 2, 7), "up": (5, LAYERS, 4)}
+AXES = {"nested": (0, 1), "up": 1}
+# The same layers in leaves of their own, in the same groups.
+UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "."]
+
+
+def random_tree(seed, *rows):
+  rng = np.random.default_rng(seed)
+  return {n: jnp.asarray(rng.normal(size=(*rows, *s)), jnp.float32) for n, s in SHAPES.items()}
+
+
+def unrolled(tree, rows=0):
+  """Layers in leaves of their own, behind so many axes of rows."""
+  nested = tree["nested"].reshape(*tree["nested"].shape[:rows], LAYERS, 7)
+  layers = [
+    {"nested": jnp.take(nested, i, rows), "up": jnp.take(tree["up"], i, 1 + rows)}
+    for i in range(LAYERS)
+  ]
+  return {"layers": layers, "head": tree["head"]}
+
+
+def unrolled_subspace(space):
+  return space._replace(mean=unrolled(space.mean), basis=unrolled(space.basis, 1))
+
+
+def test_each_layer_is_fitted_for_itself():
+  snapshots = random_tree(0, 8)
+  ours = optax_boost.fit_subspace(snapshots, K, groups=AXES)
+  expected = optax_boost.fit_subspace(unrolled(snapshots, 1), K, groups=UNROLLED)
+  chex.assert_trees_all_close(unrolled_subspace(ours), expected, rtol=1e-4, atol=1e-5)
+  layer = unrolled(ours.basis, 1)["layers"][2]
+  rows = np.concatenate([layer["nested"], layer["up"].reshape(K, -1)], axis=1)
+  np.testing.assert_allclose(rows @ rows.T, np.eye(K), atol=1e-5)
+  alone = optax_boost.fit_subspace(unrolled(snapshots, 1)["layers"][2], K)
+  np.testing.assert_allclose(layer["up"], alone.basis["up"], rtol=1e-4, atol=1e-5)
+  # The variance along a row is that of all groups' parts.
+  deviations = jax.tree.map(lambda x, m: x - m, snapshots, ours.mean)
+  along = [
+    np.tensordot(deviations["up"][:, :, i], ours.basis["up"][0, :, i], 2)
+    + np.tensordot(deviations["nested"].reshape(8, LAYERS, 7)[:, i], layer_of(ours.basis, i)[0], 1)
+    for i in range(LAYERS)
+  ]
+  along.append(np.tensordot(deviations["head"], ours.basis["head"][0], 1))
+  variance = sum(np.sum(part**2) for part in along) / 7
+  np.testing.assert_allclose(ours.explained_variance[0], variance, rtol=1e-4)
+
+
+def layer_of(basis, layer):
+  return basis["nested"].reshape(K, LAYERS, 7)[:, layer]
+
+
+def quadratic(params):
+  curvatures = unrolled(jax.tree.map(lambda x: 1 + x**2, random_tree(1)))
+  terms = jax.tree.map(lambda c, p: jnp.sum(c * p**2), curvatures, params)
+  return sum(jax.tree.leaves(terms))
+
+
+def stacked_quadratic(params):
+  return quadratic(unrolled(params))
+
+
+PLAN = optax_boost.LayerGroups(
+  groups=(
+    ("up[:, 0:2]", "nested[0:1]"),
+    ("up[:, 2:4]", "nested[1:2]", "head"),
+  ),
+  sizes=(54, 61),
+)
+# Of scans in scans a plan has the outer layers.
+OF_PLAN = ["layers/[01]/", "."]
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"refresh_every": 3},
+    {"plan": True},
+  ],
+  ids=["refreshed", "by plan"],
+)
+def test_layers_of_a_leaf_move_as_layers_in_leaves_of_their_own(options):
+  params, options = random_tree(2), dict(options)
+  groups = (PLAN, OF_PLAN) if options.pop("plan", False) else (AXES, UNROLLED)
+  ours = optax_boost.fit_subspace(random_tree(0, 8), K, groups=groups[0])
+  spaces = ours, unrolled_subspace(ours)
+  losses = stacked_quadratic, quadratic
+  starts = params, unrolled(params)
+  results = []
+  for own, space, loss, start in zip(groups, spaces, losses, starts, strict=True):
+    tx = optax_boost.dim_reduce(space, alpha=0.01, groups=own, **options)
+    step = optax_boost.make_train_step(lambda p, _, loss=loss: loss(p), tx, donate=False)
+    state = step.init(start)
+    for _ in range(5):
+      state, metrics = step(state, jnp.zeros([]))
+    results.append((state, metrics["loss"]))
+  (state, loss), (expected, expected_loss) = results
+  chex.assert_trees_all_close(unrolled(state.params), expected.params, rtol=1e-3, atol=1e-4)
+  assert state.opt_state.inverse_hessian.shape == expected.opt_state.inverse_hessian.shape
+  np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
+  assert loss < 0.95 * stacked_quadratic(params)
+
+
+def test_a_subspace_of_layers_is_replaced_with_the_same_groups():
+  first, second = (optax_boost.fit_subspace(random_tree(s, 8), K, groups=AXES) for s in (0, 3))
+  tx = optax_boost.dim_reduce(first, max_search=None, groups=AXES)
+  params = random_tree(2)
+  _, state = tx.update(jax.grad(stacked_quadratic)(params), tx.init(params), params)
+
+  def residual(state):
+    inside = np.zeros((LAYERS, 7))
+    for layer in range(LAYERS):
+      inside[layer] = state.projected_momentum[layer] @ layer_of(state.basis, layer)
+    return state.momentum["nested"].reshape(LAYERS, 7) - inside
+
+  renewed = optax_boost.refresh_subspace(state, second, groups=AXES)
+  np.testing.assert_allclose(residual(renewed), residual(state), rtol=1e-4, atol=1e-5)
+  assert jnp.any(residual(state))
+  chex.assert_trees_all_equal(renewed.basis, second.basis)
+  with pytest.raises(ValueError, match=r"`refresh_subspace` needs the 5 groups"):
+    optax_boost.refresh_subspace(state, second)
