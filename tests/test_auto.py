@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import chex
 from flax import linen as nn
@@ -468,7 +469,7 @@ def test_it_explains_itself():
     "grad_freeze": {"param_groups": 10, "freeze_type": 1, "freeze_p": 0.6},
     "less_bn": {"fn_flag": True},
   }
-  lines = auto_boost("O1", manual(grad_accumulation=True) | config).explain().splitlines()
+  lines = ob_nnx.auto_boost("O1", manual(grad_accumulation=True) | config).explain().splitlines()
   assert lines[0] == "level O1, mode manual"
   rows = {line.split()[0]: line for line in lines[1:]}
   assert "on   in level O1" in rows["less_bn"]
@@ -480,6 +481,19 @@ def test_it_explains_itself():
   assert "at the end, 2 groups, 30% of the steps" in auto_boost("O1").explain()
   with pytest.raises(ValueError, match=r"no method 'freeze_layers'. .*'grad_freeze'"):
     auto_boost("O1").is_on("freeze_layers")
+
+
+def test_it_explains_what_is_left_where_no_batch_norm_is_removed():
+  row = auto_boost("O1").explain().splitlines()[3]
+  assert row.split(maxsplit=1)[0] == "less_bn"
+  assert re.search(r" centralized gradients +nothing: only the forms for Flax change", row)
+  last = ob_linen.auto_boost("O2", axis_name="replicas").explain().splitlines()[-1]
+  assert last.startswith("in a model without BatchNorms (a transformer), less_bn is centralized")
+  assert last.endswith("gradients, and only grad_freeze saves time per step")
+  config = manual(grad_freeze=False) | {"less_bn": {"gc_flag": False}}
+  last = ob_nnx.auto_boost("O1", config).explain().splitlines()[-1]
+  assert last.endswith("less_bn is without effect, and no method saves time per step")
+  assert "without BatchNorms" not in ob_nnx.auto_boost("O0").explain()
 
 
 def test_two_of_them_do_not_know_of_each_other():
@@ -918,4 +932,4 @@ def test_layers_of_a_scan_count_each_for_itself():
   updates, _ = tx.update(params, tx.init(params), params)
   expected = [w - jnp.mean(w, 0) for w in params["blocks"]]
   np.testing.assert_allclose(updates["blocks"], -jnp.stack(expected), rtol=1e-5, atol=1e-6)
-  assert "nothing in a model without them" in boost.explain()
+  assert "nothing: only the forms for Flax change the model" in boost.explain()

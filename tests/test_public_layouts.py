@@ -325,3 +325,28 @@ def test_a_step_trains_the_last_half(name):
   ):
     assert not np.any(m & ~t), path
     assert np.any(m) == np.any(t), path
+
+
+@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
+def test_auto_boost_finds_the_layers_by_itself(name):
+  layout = traced(name)
+  boost = (ob_nnx if layout.is_nnx else ob_linen).auto_boost("O1", total_steps=10)
+  with pytest.warns(optax_boost.NoEffectWarning, match="`less_bn` removes no BatchNorm"):
+    boost.model(layout.model, TOKENS)
+  assert "less_bn is centralized gradients, and only grad_freeze saves time" in boost.explain()
+  # No warning of layers that are taken as one: it would be an error.
+  if layout.is_nnx:
+    tx = boost.optimizer(optax.sgd(0.1), layout.model, loss_of_model, TOKENS, nnx.Rngs(KEY))
+    optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
+    boost.train_step(loss_of_model).trace(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
+  else:
+    args = layout.model, loss_of_model
+    tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)
+    step = boost.train_step(*args, tx)
+    step.trace(step.init(layout.variables), TOKENS, KEY)
+  groups = _protocol.collect_groups(tx, layout.params)[_protocol.FROZEN_GROUPS]
+  for path, number in zip(
+    _tree.leaf_paths(layout.params), groups.numbers(layout.params), strict=True
+  ):
+    if path.startswith(layout.prefix):
+      assert list(np.ravel(number)) == [0, 0, 1, 1], path

@@ -63,14 +63,25 @@ class AutoBoost:
     """Explains the decision: the methods that are on and off, and why.
 
     Returns:
-      A table: for each method whether it is on, why, its settings, and the savings to expect.
-      Measured savings of the levels are in ``docs/cards/auto_boost.md``.
+      A table: for each method whether it is on, why, its settings, and the savings to expect; and,
+      in the forms for Flax, the effect of `less_bn` on a model without BatchNorms. Measured savings
+      of the levels are in ``docs/cards/auto_boost.md``.
     """
-    rows = [(d.method, "on" if d.on else "off", d.why, d.settings, d.saves) for d in self.decisions]
+    rows = [(d.method, "on" if d.on else "off", d.why, *self._effect(d)) for d in self.decisions]
     rows.insert(0, ("method", "", "why", "settings", "saves"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines])
+    return "\n".join([f"level {self.level}, mode {self.config.boost.mode}", *lines, *self._notes()])
+
+  def _effect(self, decision: _levels.Decision) -> tuple[str, str]:
+    """A method's settings and savings; in plain JAX, `less_bn` has no model to change."""
+    if decision.method != "less_bn" or not decision.on:
+      return decision.settings, decision.saves
+    return _levels.gradients_of(self.config), "nothing: only the forms for Flax change the model"
+
+  def _notes(self) -> list[str]:
+    """Lines below the table."""
+    return []
 
   def optimizer(
     self,
@@ -196,6 +207,20 @@ class ModelBoost(AutoBoost):
 
   # The module of `plan_less_bn` and `less_bn` for the kind of model.
   _less_bn: ClassVar[Any]
+
+  def _effect(self, decision: _levels.Decision) -> tuple[str, str]:
+    return decision.settings, decision.saves
+
+  def _notes(self) -> list[str]:
+    if not self.is_on("less_bn"):
+      return []
+    parts = {"centralized gradients": "gc_flag", "a normalized head": "fn_flag"}
+    left = [words for words, flag in parts.items() if getattr(self.config.less_bn, flag)]
+    saves = "only grad_freeze" if self.is_on("grad_freeze") else "no method"
+    return [
+      "in a model without BatchNorms (a transformer), less_bn is"
+      f" {' and '.join(left) or 'without effect'}, and {saves} saves time per step"
+    ]
 
   def plan(self, model: Any, /, *args: Any, **kwargs: Any) -> _less_bn.LessBNPlan | None:
     """Plans the changes of :meth:`model` to a model.

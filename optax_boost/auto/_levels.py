@@ -171,7 +171,7 @@ def _describe(
   share = f"{1 - freezing.freeze_p:.0%}"
   schedule = ("continuous", "interval", "at the end")[freezing.freeze_type]
   head = "normalized head" if config.less_bn.fn_flag else "head as it is"
-  gradients = "centralized gradients" if config.less_bn.gc_flag else "gradients as they are"
+  gradients = gradients_of(config)
   axes = f"on {adasum_on}, over {axis_name!r}"
   if local_axis_name is not None:
     axes += f", mean over {local_axis_name!r}"
@@ -203,3 +203,8 @@ def _describe(
       "no time: gains accuracy, if the averages are evaluated; costs a copy of the params",
     ),
   }
+
+
+def gradients_of(config: _config.BoostConfig) -> str:
+  """What `less_bn` does with gradients, in words."""
+  return "centralized gradients" if config.less_bn.gc_flag else "gradients as they are"
