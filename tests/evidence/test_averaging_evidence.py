@@ -1,0 +1,380 @@
+"""MindSpore's claim for DimReduce in MindSpore's form, beside averages of the same snapshots.
+
+A training is cut at 70 of 90 units; SGD, a cool-down or DimReduce goes on for two units, or the
+snapshots are averaged, which takes none. ``make evidence PARTS=averaging`` writes
+``benchmarks/results/averaging_evidence.md``, ``.json`` and ``.png``.
+"""
+
+import functools
+import hashlib
+import inspect
+import pickle
+import sys
+from typing import NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen
+from tests.evidence import common
+from tests.evidence import report
+from tests.evidence import runs
+
+pytestmark = pytest.mark.slow
+SEEDS = (0, 1, 2)
+BATCH, UNIT = 64, 30  # steps in a unit
+CUT, MORE, WHOLE = 70, 2, 90  # units
+# As in MindSpore's tutorial: two snapshots in a unit, those of the first units left out.
+SNAPSHOTS, EVERY = 80, UNIT // 2
+WINDOWS = (5, 10, 20, 40)
+RATES = (0.03, 0.1, 0.3)
+# Batches, drawn from the training images, for the statistics of BatchNorms.
+STATISTICS = 50
+
+AT_CUT, GOES_ON, COOL_DOWN = "at the cut", "SGD goes on", "cool-down"
+FULL, MINDSPORE, OURS = "the whole schedule", "DimReduce, MindSpore's settings", "DimReduce, tuned"
+
+
+class Second(NamedTuple):
+  """A second phase of DimReduce."""
+
+  rate: float  # SGD's before it
+  components: int
+  batch: int
+  alpha: float
+  max_search: int | str
+
+
+class Block(nn.Module):
+  """Two convolutions beside a shortcut."""
+
+  width: int
+  stride: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    def conv(x, stride, size=3):
+      x = nn.Conv(self.width, (size, size), strides=stride, use_bias=False)(x)
+      return nn.BatchNorm(not train, momentum=0.9)(x)
+
+    y = conv(nn.relu(conv(x, self.stride)), 1)
+    return nn.relu(y + (x if x.shape == y.shape else conv(x, self.stride, 1)))
+
+
+class ResNet(nn.Module):
+  """ResNet-8, half as wide as usual."""
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.Conv(8, (3, 3), use_bias=False)(x)
+    x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
+    for stage, width in enumerate((8, 16, 32)):
+      x = Block(width, 1 + (stage > 0))(x, train)
+    return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+
+NETWORK = ResNet()
+
+
+def loss_fn(model, batch):
+  logits = model(batch["x"], train=True)
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+
+@functools.cache
+def data():
+  return common.images("cifar10", halved=True)
+
+
+def batches(size, seed):
+  x, y = data()["train"]
+  rng = np.random.default_rng(seed)
+  while True:
+    order = rng.permutation(len(y))
+    for i in range(len(y) // size):
+      some = order[i * size : (i + 1) * size]
+      yield {"x": x[some], "y": y[some]}
+
+
+@functools.cache
+def sgd_step():
+  """One program for all rates."""
+  sgd = optax.inject_hyperparams(optax.sgd)(0.0, momentum=0.9)
+  tx = optax.chain(optax.add_decayed_weights(5e-4), sgd)
+  averaging = optax_boost.average_params(tx, last=SNAPSHOTS, every=EVERY)
+  return optax_boost.linen.make_train_step(NETWORK, loss_fn, averaging)
+
+
+def go_on(state, rates, some):
+  """SGD with a rate for each step."""
+  for rate in rates:
+    rate = jnp.asarray(rate, jnp.float32)
+    state = state._replace(opt_state=optax.tree.set(state.opt_state, learning_rate=rate))
+    state, _ = sgd_step()(state, next(some))
+  return state
+
+
+@jax.jit
+def _scores(variables, x, y):
+  logits = NETWORK.apply(variables, x)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+  return jnp.stack([jnp.mean(jnp.argmax(logits, -1) == y) * 100, jnp.mean(losses)])
+
+
+def measure(params, statistics, anew=True):
+  """Accuracy and loss, with statistics estimated anew or the running ones."""
+  variables = {"params": params, **statistics}
+  if anew:
+    some = batches(BATCH, 12345)
+    images = (next(some)["x"] for _ in range(STATISTICS))
+    variables = optax_boost.linen.estimate_batch_stats(NETWORK, variables, images)
+  found = {}
+  for part in ("validation", "test"):
+    x, y = data()[part]
+    parts = [_scores(variables, x[i : i + 1000], y[i : i + 1000]) for i in range(0, len(y), 1000)]
+    accuracy, loss = np.mean(parts, 0)
+    found |= {f"{part} accuracy": float(accuracy), f"{part} loss": float(loss)}
+  return found
+
+
+def in_order(state):
+  """The snapshots, the oldest first."""
+  kept = optax.tree.get(state.opt_state, "snapshots")
+  taken = int(optax.tree.get(state.opt_state, "snapshot_count"))
+  return jax.tree.map(lambda ring: jnp.roll(ring, -(taken % SNAPSHOTS), 0), kept)
+
+
+def averages(state):
+  """The average of each window."""
+  rows = in_order(state)
+  return {n: jax.tree.map(lambda x, n=n: jnp.mean(x[-n:], 0), rows) for n in WINDOWS}
+
+
+def at_cut(rate, seed):
+  """The state after 70 units, which trainings of the second phase share."""
+  source = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:16]
+  path = runs.KEPT / f"averaging-{source}-{rate}-{seed}.pickle"
+  if not path.exists():
+    variables = NETWORK.init(jax.random.key(seed), data()["train"][0][:1])
+    rates = schedule(rate)[: CUT * UNIT]
+    state = go_on(sgd_step().init(variables), rates, batches(BATCH, seed))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(jax.device_get(state)))
+  return jax.tree.map(jnp.asarray, pickle.loads(path.read_bytes()))
+
+
+def schedule(rate):
+  """The rate at each step: two units of warm-up, then a cosine."""
+  cosine = optax.warmup_cosine_decay_schedule(0.0, rate, 2 * UNIT, WHOLE * UNIT)
+  return np.asarray(jax.vmap(cosine)(jnp.arange(WHOLE * UNIT)))
+
+
+def first(rate, seed):
+  """SGD at a peak rate, with all that needs no more than its snapshots."""
+  state, rates = at_cut(rate, seed), schedule(rate)
+  copy = functools.partial(jax.tree.map, jnp.array)
+  found = {AT_CUT: measure(state.params, state.model_state)}
+  found[f"{AT_CUT}, running statistics"] = measure(state.params, state.model_state, anew=False)
+
+  def add_averages(state, units):
+    for n, average in averages(state).items():
+      found[f"average of the last {n}, {units} units"] = measure(average, state.model_state)
+
+  add_averages(state, CUT)
+  now, more = CUT * UNIT, MORE * UNIT
+  falling = rates[now] * (1 - (np.arange(more) + 1) / (more + 1))
+  cooled = go_on(copy(state), falling, batches(BATCH, 1000 + seed))
+  found[COOL_DOWN] = measure(cooled.params, cooled.model_state)
+  some = batches(BATCH, 1000 + seed)
+  state = go_on(copy(state), rates[now : now + more], some)
+  found[GOES_ON] = measure(state.params, state.model_state)
+  add_averages(state, CUT + MORE)
+  state = go_on(state, rates[now + more :], some)
+  found[FULL] = measure(state.params, state.model_state)
+  taken = int(optax.tree.get(state.opt_state, "snapshot_count"))
+  return {
+    "validation": found[FULL]["validation accuracy"],
+    "contenders": found,
+    "snapshots": taken,
+    "params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+  }
+
+
+def second(setting, seed):
+  """DimReduce for two units of gradients; the trials of its line search come on top."""
+  state = at_cut(setting.rate, seed)
+  subspace = optax_boost.fit_subspace(in_order(state), setting.components)
+  tx = optax_boost.dim_reduce(subspace, alpha=setting.alpha, max_search=setting.max_search)
+  step = optax_boost.linen.make_train_step(NETWORK, loss_fn, tx)
+  state = step.init({"params": state.params, **state.model_state})
+  some, trials, rejected = batches(setting.batch, 1000 + seed), [], []
+  for _ in range(MORE * UNIT * BATCH // setting.batch):
+    state, metrics = step(state, next(some))
+    trials.append(int(metrics["line_search_steps"]))
+    rejected.append(float(metrics["accepted_rho"]) == 0)
+  scores = measure(state.params, state.model_state)
+  return {
+    "validation": scores["validation accuracy"],
+    "scores": scores,
+    "trials per step": float(np.mean(trials)),
+    "rejected, %": 100 * float(np.mean(rejected)),
+    "variance explained, %": 100 * float(jnp.sum(subspace.explained_variance_ratio)),
+  }
+
+
+def mindspores(rate):
+  return Second(rate, 32, BATCH, 1e-3, 2)
+
+
+def settings(rate):
+  """MindSpore's settings, and changes of them."""
+  own = mindspores(rate)
+  large = own._replace(batch=480, max_search=8)
+  return [
+    own,
+    own._replace(max_search="auto"),
+    own._replace(max_search=8, alpha=1e-2),
+    large,
+    large._replace(alpha=1e-2),
+    large._replace(alpha=1e-2, components=40),
+    large._replace(alpha=1e-2, batch=960),
+  ]
+
+
+@functools.cache
+def results():
+  sgd = runs.tune(first, {"SGD": RATES}, SEEDS)["SGD"]
+  grids = {OURS: settings(sgd.setting), MINDSPORE: [mindspores(sgd.setting)]}
+  reduced = runs.tune(second, grids, SEEDS)
+  # The window is chosen by the training by which the rate was chosen.
+  (tuning,) = runs.train_all(first, [(sgd.setting, runs.TUNING_SEED)])
+  return sgd, reduced, tuning
+
+
+def window_name(tuning, units):
+  """The window with the best validation accuracy in the training for tuning."""
+  names = [f"average of the last {n}, {units} units" for n in WINDOWS]
+  return max(names, key=lambda name: tuning["contenders"][name]["validation accuracy"])
+
+
+def scores_of(sgd, reduced):
+  """By contender, the scores of all seeds."""
+  scores = {
+    name: [result["contenders"][name] for result in sgd.results]
+    for name in sgd.results[0]["contenders"]
+  }
+  for name, tuned in reduced.items():
+    scores[name] = [result["scores"] for result in tuned.results]
+  return scores
+
+
+def test_every_contender_keeps_what_the_cut_training_has_learnt():
+  common.need("cifar10")
+  sgd, reduced, tuning = results()
+  assert not sgd.at_edge
+  for result in sgd.results:
+    assert result["snapshots"] == 2 * WHOLE
+    assert result["validation"] > 50
+  for name, scores in scores_of(sgd, reduced).items():
+    assert min(score["test accuracy"] for score in scores) > 45, name
+  write(sgd, reduced, tuning)
+
+
+def units_of(name):
+  if name == FULL:
+    return WHOLE
+  more = name in (GOES_ON, COOL_DOWN, OURS, MINDSPORE) or f"{CUT + MORE} units" in name
+  return CUT + MORE if more else CUT
+
+
+def write(sgd, reduced, tuning):
+  scores = scores_of(sgd, reduced)
+  order = sorted(scores, key=lambda name: (units_of(name), list(scores).index(name)))
+  rows = [
+    [
+      name,
+      str(units_of(name)),
+      *(
+        report.spread([score[key] for score in scores[name]], form)
+        for key, form in (
+          ("test accuracy", "{:.2f}"),
+          ("test loss", "{:.4f}"),
+          ("validation accuracy", "{:.2f}"),
+        )
+      ),
+    ]
+    for name in order
+  ]
+  header = ("", "units", "test accuracy, %", "test loss", "validation accuracy, %")
+  body = report.table(header, rows)
+  chosen = {units: window_name(tuning, units) for units in (CUT, CUT + MORE)}
+  body += f"\nWindows chosen on validation images: {', '.join(chosen.values())}.\n"
+  body += "\n## Settings\n\n" + report.table(
+    ("SGD's peak rate", "validation accuracy, %"),
+    [[f"{rate:g}", f"{value:.2f}"] for rate, value in sgd.tried],
+  )
+  body += "\n" + report.table(
+    ("components", "batch", "alpha", "max_search", "validation accuracy, %"),
+    [[*map(str, setting[1:]), f"{value:.2f}"] for setting, value in reduced[OURS].tried],
+  )
+  for name, tuned in reduced.items():
+    facts = [
+      f"{key} {report.spread([result[key] for result in tuned.results])}"
+      for key in ("trials per step", "rejected, %", "variance explained, %")
+    ]
+    body += f"\n{name} ({', '.join(map(str, tuned.setting[1:]))}): {'; '.join(facts)}.\n"
+  about = (
+    f"A ResNet-8 with BatchNorm ({sgd.results[0]['params']:,} params) on 16,000 CIFAR-10 images,"
+    f" averaged to 16 x 16 pixels; SGD with momentum 0.9, weight decay 5e-4, batches of {BATCH},"
+    f" {UNIT} steps in a unit; a cosine over {WHOLE} units, cut at {CUT}. After it, for {MORE}"
+    " units: SGD goes on with its schedule; its rate falls linearly to 0; or DimReduce in the"
+    f" subspace of the last {SNAPSHOTS} snapshots, two in a unit, the trials of its line search not"
+    " counted. An average of snapshots takes no step. Mean ± standard deviation of three seeds."
+    " SGD's rate is the one with the best validation accuracy after the whole schedule; the"
+    " settings of DimReduce are those with the best after the second phase, and the windows those"
+    " with the best average, all in trainings with a seed of their own. Statistics of BatchNorms"
+    f" are estimated anew from {STATISTICS} batches in every row but one."
+  )
+  data = {"scores": scores, "windows": chosen, "rates": sgd.tried, "settings": reduced[OURS].tried}
+  data["facts"] = {name: tuned.results for name, tuned in reduced.items()}
+  report.write(
+    "averaging", "Averages, DimReduce and cool-downs: evidence", about, body, data, draw(scores)
+  )
+
+
+def draw(scores):
+  """Test accuracies, with lines at the cut and at the end of the schedule."""
+  names = [
+    AT_CUT,
+    *(f"average of the last {n}, {CUT} units" for n in WINDOWS),
+    GOES_ON,
+    COOL_DOWN,
+    MINDSPORE,
+    OURS,
+    *(f"average of the last {n}, {CUT + MORE} units" for n in WINDOWS),
+    FULL,
+  ]
+  figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+  axes = figure.subplots()
+  colors = {CUT: "tab:blue", CUT + MORE: "tab:orange", WHOLE: "black"}
+  for place, name in enumerate(names):
+    values = [score["test accuracy"] for score in scores[name]]
+    color = colors[units_of(name)]
+    axes.errorbar(
+      np.mean(values), -place, xerr=np.std(values, ddof=1), fmt="o", color=color, capsize=3
+    )
+    axes.plot(values, [-place] * len(values), "|", color=color, alpha=0.5)
+  for name in (AT_CUT, FULL):
+    mean = np.mean([score["test accuracy"] for score in scores[name]])
+    axes.axvline(mean, color=colors[units_of(name)], linewidth=0.8, linestyle=":")
+  labels = [name if "units" in name else f"{name}, {units_of(name)} units" for name in names]
+  axes.set_yticks([-i for i in range(len(names))], labels)
+  axes.set_xlabel("test accuracy, %; mean and standard deviation of three seeds")
+  axes.grid(axis="x", alpha=0.3)
+  return figure
