@@ -28,14 +28,14 @@ from tests.evidence import runs
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-BATCH, UNIT = 64, 30  # steps in a unit
+BATCH, UNIT = 64, 20  # steps in a unit
 CUT, MORE, WHOLE = 70, 2, 90  # units
 # As in MindSpore's tutorial: two snapshots in a unit, those of the first units left out.
 SNAPSHOTS, EVERY = 80, UNIT // 2
 WINDOWS = (5, 10, 20, 40)
 RATES = (0.03, 0.1, 0.3)
 # Batches, drawn from the training images, for the statistics of BatchNorms.
-STATISTICS = 50
+STATISTICS = 40
 
 AT_CUT, GOES_ON, COOL_DOWN = "at the cut", "SGD goes on", "cool-down"
 FULL, MINDSPORE, OURS = "the whole schedule", "DimReduce, MindSpore's settings", "DimReduce, tuned"
@@ -210,7 +210,10 @@ def second(setting, seed):
   """DimReduce for two units of gradients; the trials of its line search come on top."""
   state = at_cut(setting.rate, seed)
   subspace = optax_boost.fit_subspace(in_order(state), setting.components)
-  tx = optax_boost.dim_reduce(subspace, alpha=setting.alpha, max_search=setting.max_search)
+  # A callable, so that one program serves every subspace.
+  tx = optax_boost.dim_reduce(
+    lambda params: subspace, alpha=setting.alpha, max_search=setting.max_search
+  )
   step = optax_boost.linen.make_train_step(NETWORK, loss_fn, tx)
   state = step.init({"params": state.params, **state.model_state})
   some, trials, rejected = batches(setting.batch, 1000 + seed), [], []
@@ -235,7 +238,7 @@ def mindspores(rate):
 def settings(rate):
   """MindSpore's settings, and changes of them."""
   own = mindspores(rate)
-  large = own._replace(batch=480, max_search=8)
+  large = own._replace(batch=512, max_search=8)
   return [
     own,
     own._replace(max_search="auto"),
@@ -243,7 +246,7 @@ def settings(rate):
     large,
     large._replace(alpha=1e-2),
     large._replace(alpha=1e-2, components=40),
-    large._replace(alpha=1e-2, batch=960),
+    large._replace(alpha=1e-2, batch=1280),
   ]
 
 
@@ -280,9 +283,9 @@ def test_every_contender_keeps_what_the_cut_training_has_learnt():
   assert not sgd.at_edge
   for result in sgd.results:
     assert result["snapshots"] == 2 * WHOLE
-    assert result["validation"] > 50
+    assert result["validation"] > 45
   for name, scores in scores_of(sgd, reduced).items():
-    assert min(score["test accuracy"] for score in scores) > 45, name
+    assert min(score["test accuracy"] for score in scores) > 40, name
   write(sgd, reduced, tuning)
 
 
