@@ -33,7 +33,7 @@ CUT, MORE, WHOLE = 70, 2, 90  # units
 # As in MindSpore's tutorial: two snapshots in a unit, those of the first units left out.
 SNAPSHOTS, EVERY = 80, UNIT // 2
 WINDOWS = (5, 10, 20, 40)
-RATES = (0.03, 0.1, 0.3)
+RATES = (0.1, 0.3, 0.9)
 # Batches, drawn from the training images, for the statistics of BatchNorms.
 STATISTICS = 40
 
