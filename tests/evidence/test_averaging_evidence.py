@@ -244,7 +244,7 @@ def settings(rate):
     own._replace(max_search="auto"),
     own._replace(max_search=8, alpha=1e-2),
     large,
-    large._replace(alpha=1e-2),
+    *(large._replace(alpha=alpha) for alpha in (1e-2, 3e-2, 1e-1)),
     large._replace(alpha=1e-2, components=40),
     large._replace(alpha=1e-2, batch=1280),
   ]
