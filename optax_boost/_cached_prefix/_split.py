@@ -7,6 +7,7 @@ the rest, and so is what depends on data alone (a mask, targets).
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -20,6 +21,14 @@ from optax_boost import _jaxpr
 _TRAINED, _FROZEN, _DATA, _RANDOM = 1, 2, 4, 8
 
 _METHOD = "cache_prefix"
+# Primitives that read and write their operands and do little else; calls count by their program.
+_CHEAP = re.compile(
+  "abs|add|and|broadcast_in_dim|clamp|concatenate|convert_element_type|copy|cos|"
+  "custom_jvp_call|div|eq|erf|exp|expand_dims|ge|gt|integer_pow|is_finite|jit|le|log|log1p|"
+  "logistic|lt|max|min|mul|ne|neg|not|or|pjit|pow|reduce_max|reduce_min|reduce_precision|"
+  "reduce_sum|reshape|rsqrt|select_n|sign|sin|slice|sqrt|square|squeeze|stop_gradient|sub|tanh|"
+  "transpose"
+)
 
 
 class Split(NamedTuple):
@@ -68,7 +77,8 @@ def split(
   kind, kinds_of_equations = _dependences(jaxpr.jaxpr, kinds)
   steps = list(zip(jaxpr.eqns, kinds_of_equations, strict=True))
   after = [equation for equation, k in steps if not _is_activation(k)]
-  border = _border(jaxpr.jaxpr, kind, after)
+  border, again = _without_cheap(jaxpr.jaxpr, kind, _border(jaxpr.jaxpr, kind, after))
+  after = [equation for equation, k in steps if not _is_activation(k) or id(equation) in again]
   before = [equation for equation, k in steps if not k & _TRAINED]
   inputs = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
   first = _jaxpr.part(jaxpr.jaxpr, inputs, border, before)
@@ -99,6 +109,45 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> tuple[dict[Any, int], list
     kind |= dict.fromkeys(equation.outvars, found)
     of_equations.append(found)
   return kind, of_equations
+
+
+def _without_cheap(
+  jaxpr: Any, kind: dict[Any, int], border: list[Any]
+) -> tuple[list[Any], set[int]]:
+  """The activations to keep, and the equations (by id) that compute the others from them.
+
+  Cheap ones are computed again, such as the normalized input of the first trained layer.
+  """
+  makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+  again: set[int] = set()
+
+  def equations_from(others: set[Any], variable: Any) -> set[int] | None:
+    """The equations from other activations to one; None: some are expensive, or it needs none."""
+    found: set[int] = set()
+    missing, used = [variable], False
+    while missing:
+      equation = makers.get(missing.pop())
+      if equation is None or not _is_cheap(equation):
+        return None
+      if id(equation) not in found:
+        found.add(id(equation))
+        atoms = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+        used |= not others.isdisjoint(atoms)
+        missing += [a for a in atoms if _is_activation(kind[a]) and a not in others]
+    return found if used else None
+
+  kept = list(border)
+  for variable in reversed(border):
+    equations = equations_from(set(kept) - {variable}, variable)
+    if equations is not None:
+      kept.remove(variable)
+      again |= equations
+  return kept, again
+
+
+def _is_cheap(equation: Any) -> bool:
+  inner = (e for p in _jaxpr.sub_jaxprs(equation) for e in getattr(p, "jaxpr", p).eqns)
+  return bool(_CHEAP.fullmatch(equation.primitive.name)) and all(map(_is_cheap, inner))
 
 
 def _is_activation(kind: int) -> bool:
