@@ -462,8 +462,9 @@ def test_the_results_are_written():
       "\n## Weights of one value or zero\n",
       "The paper's F1 and F2 (section 5.5): dense networks without biases, on MNIST, weights 0.08"
       " or 0 (4 of 7 not zero), and 0.03 or 0 (1 of 15, 7 and 3, by layer); 3,000 batches of 128."
-      " The paper trains F1 for 10 epochs and F2 for 25, and reports the best step on test images;"
-      " this table has the last.\n",
+      " The paper trains F1 for 10 epochs and F2 for 25, synchronizes every 250 steps, which was"
+      " not among the periods tried, and reports the best step on test images; this table has the"
+      " last.\n",
       value_table(),
       "\n## A model as a seed and integers\n",
       "Bytes on disk of the models of seed 0, each loaded again and equal to the last bit."
