@@ -15,7 +15,7 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
 
-# What `layer_groups` or `stacked_axes` returned, or regular expressions.
+# A plan of `layer_groups`, the axes of `stacked_axes`, or regular expressions.
 Groups: TypeAlias = _groups.Groups | _base.AxesByPattern
 
 

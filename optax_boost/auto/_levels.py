@@ -206,5 +206,5 @@ def _describe(
 
 
 def gradients_of(config: _config.BoostConfig) -> str:
-  """What `less_bn` does with gradients, in words."""
+  """The effect of `less_bn` on gradients, in words."""
   return "centralized gradients" if config.less_bn.gc_flag else "gradients as they are"
