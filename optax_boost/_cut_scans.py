@@ -68,9 +68,9 @@ def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
   return _Parts(tuple(old if flags[i] else own for old, own, i in pairs), axis)
 
 
-def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
-  """The results of a program some of whose arguments are in parts."""
-  return list(map(_whole, _CutScans().run(program, arguments)))
+def run(program: Any, arguments: Sequence[Any], *, inline: bool = False) -> list[Any]:
+  """The results of a program some of whose arguments are in parts; `inline` enters all calls."""
+  return list(map(_whole, _CutScans(inline).run(program, arguments)))
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
@@ -95,12 +95,17 @@ def _whole(value: Any) -> Any:
 class _CutScans(_jaxpr.Evaluator[Any]):
   """Computes a program with some of its leaves in parts."""
 
+  def __init__(self, inline: bool) -> None:
+    self._inline = inline
+
   def constant(self, value: Any) -> Any:
     return value
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    in_parts = any(isinstance(value, _Parts) for value in inputs)
-    return super().visit(equation, inputs) if in_parts else self.bind(equation, inputs)
+    enters = self._inline and equation.primitive.name in ("jit", "pjit")
+    if enters or any(isinstance(value, _Parts) for value in inputs):
+      return super().visit(equation, inputs)
+    return self.bind(equation, inputs)
 
   def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
     name = equation.primitive.name

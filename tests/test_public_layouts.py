@@ -266,6 +266,7 @@ def test_a_window_and_the_decay_go_layer_by_layer(name):
 def test_the_activations_of_the_first_half_are_kept(name):
   layout, params = traced(name), traced(name).params
 
+  @jax.jit
   def loss(params, tokens):
     logits = layout.model.apply({"params": params}, tokens)
     return public_layouts.next_token_loss(logits, tokens)

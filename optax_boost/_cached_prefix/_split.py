@@ -63,7 +63,7 @@ def split(
 
   def inlined(held: list[Any], trained: list[Any], others: list[Any]) -> list[Any]:
     inputs = list(map(_cut_scans.in_parts, held, trained, frozen))
-    return _cut_scans.run(closed, [*inputs, *others])
+    return _cut_scans.run(closed, [*inputs, *others], inline=True)
 
   # Each leaf twice: what is frozen is taken from the first, what is trained from the second.
   jaxpr = jax.make_jaxpr(inlined)(leaves, leaves, others)
