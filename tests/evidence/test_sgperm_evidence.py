@@ -26,14 +26,12 @@ import optax
 import pytest
 from tqdm import tqdm
 
-from benchmarks import plot
 import optax_boost
 from tests.evidence import common
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURES = ROOT / "docs" / "figures"
 SEEDS = (0, 1, 2)
 # None of those that are reported.
 TUNING_SEEDS = (100, 101)
@@ -358,13 +356,6 @@ def section(name, found):
   return lines
 
 
-# What the card shows.
-CARD = (
-  "MNIST, batch 128",
-  "MNIST, batch 1,024",
-  "MNIST, batch 128, 2,000 steps",
-  "MNIST, CNN, batch 64",
-)
 # Okabe and Ito's colours; what trains freely is dashed.
 COLOURS = ("#56B4E9", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5A5A5A", "#E69F00")
 
@@ -413,8 +404,6 @@ def write(known):
   lines += ["", "![test accuracy by steps](sgperm_evidence.png)"]
   (RESULTS / "sgperm_evidence.md").write_text("\n".join(lines) + "\n")
   picture(known).savefig(RESULTS / "sgperm_evidence.png")
-  shown = {name: found for name, found in known.items() if name in CARD}
-  plot.small(picture(shown or known), FIGURES / "sgperm.png")
 
 
 def test_the_results_are_written():
