@@ -29,7 +29,6 @@ from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 from benchmarks import _harness
-from benchmarks import plot
 import optax_boost.nnx
 
 _BASE = "O0"
@@ -213,6 +212,14 @@ class Trainer:
     model = self.model(seed)
     return model, nnx.Optimizer(model, self._tx, wrt=nnx.Param)
 
+  def averaged(self, model: Any, optimizer: nnx.Optimizer, images: np.ndarray) -> Any:
+    """The model with the level's averaged params, or as it is where the level keeps none."""
+    if not self._boost.is_on("average"):
+      return model
+    parts = np.split(images[: 20 * _TRAINING_BATCH], 20)
+    model = optax_boost.nnx.averaged_model(optimizer, model)
+    return optax_boost.nnx.estimate_batch_stats(model, parts)
+
   def accuracy(self, model: Any, images: np.ndarray, labels: np.ndarray) -> float:
     """Test accuracy in percent."""
     evaluated = self._boost.eval_model(self.fresh(0), model, self._batch["x"])
@@ -339,7 +346,7 @@ def accuracy(training: Training) -> float:
   model, optimizer = trainer.start(seed)
   for batch in batches(x, y, steps, seed, augmented):
     trainer.step(model, optimizer, batch)
-  return trainer.accuracy(model, test_x, test_y)
+  return trainer.accuracy(trainer.averaged(model, optimizer, x), test_x, test_y)
 
 
 def _take_core(free: Any) -> None:
@@ -497,8 +504,6 @@ def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:
     file.write("".join("\n" + accuracy_table(*table) for table in tables.values()))
   figure = picture(comparisons, [tables[part] for part in _DRAWN if part in tables])
   figure.savefig(folder / "auto_boost.png", dpi=110)
-  if folder.resolve() == _harness.HERE / "results":
-    plot.small(figure, _harness.HERE.parent / "docs" / "figures" / "auto_boost.png")
 
 
 if __name__ == "__main__":
