@@ -189,7 +189,7 @@ def solve(run, seed):
   return {"validation": -steps, "steps": steps}
 
 
-def contenders(optimizer, rate, tune_ours=True):
+def contenders(optimizer, rate, tuned=True):
   """The grids of all methods for each count of replicas, from the rate of one replica."""
   grids = {}
   for n in REPLICAS:
@@ -198,9 +198,9 @@ def contenders(optimizer, rate, tune_ours=True):
       return Run(optimizer, False, n, rate * n**power)
 
     grids |= {(n, SAME): [mean(0)], (n, ROOT): [mean(0.5)], (n, TIMES): [mean(1)]}
-    grids[n, TUNED] = [mean(power) for power in (0, 0.25, 0.5, 0.75, 1)]
     grids[n, OURS] = [Run(optimizer, True, n, rate)]
-    if tune_ours:
+    if tuned:
+      grids[n, TUNED] = [mean(power) for power in (0, 0.25, 0.5, 0.75, 1)]
       factors = (0.5, 1, 2, 4)
       grids[n, OURS_TUNED] = [Run(optimizer, True, n, rate * factor) for factor in factors]
   return grids
@@ -221,11 +221,11 @@ def tuned_inside(train, grids):
         grids[key] = [*grid, grid[-1]._replace(rate=grid[-1].rate * ratio)]
 
 
-def found_by(train, optimizer, rates, tune_ours=True):
+def found_by(train, optimizer, rates, tuned=True):
   """The outcome of one replica under ``(1, SAME)``, and of all methods by ``(N, method)``."""
   alone = tuned_inside(train, {(1, SAME): [Run(optimizer, False, 1, rate) for rate in rates]})
   rate = alone[1, SAME].setting.rate
-  return alone | tuned_inside(train, contenders(optimizer, rate, tune_ours))
+  return alone | tuned_inside(train, contenders(optimizer, rate, tuned))
 
 
 def values(tuned, key):
@@ -259,6 +259,8 @@ def drawn(networks, quadratic):
   for axes, (name, outcome) in zip(panels, shown, strict=True):
     key = "steps" if name == "least squares" else "test"
     for method in METHODS[:-1]:
+      if (REPLICAS[0], method) not in outcome:
+        continue
       points = [outcome[n, method if n > 1 else SAME] for n in (1, *REPLICAS)]
       y = np.array([np.mean(values(point, key)) for point in points])
       error = [np.std(values(point, key), ddof=1) for point in points]
@@ -286,7 +288,7 @@ def drawn(networks, quadratic):
 def test_adasum_at_the_rate_of_one_replica():
   common.need("mnist")
   networks = {
-    name: found_by(train, name, rates, tune_ours=name == "SGD") for name, rates in RATES.items()
+    name: found_by(train, name, rates, tuned=name == "SGD") for name, rates in RATES.items()
   }
   quadratic = found_by(solve, "SGD", LEAST_SQUARES_RATES)
   body = ""
