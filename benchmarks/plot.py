@@ -145,34 +145,6 @@ def small(figure: Figure, path: pathlib.Path) -> None:
   partial.replace(path)
 
 
-def adasum(table: str) -> Figure:
-  """Draws test accuracies of ``results/adasum_digits.md``.
-
-  Args:
-    table: the page.
-
-  Returns:
-    The figure: a row for each reduction and batch, a point for each rate.
-  """
-  lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
-  rows = [line for line in lines if line[-1].count("±") and line[0] != "reduction"]
-  names = list(dict.fromkeys(f"{row[0]}, batch {row[1]}" for row in rows))
-  figure = Figure(figsize=(8, 2.8), layout="constrained")
-  axes = figure.subplots()
-  for rate, colour, shift in (("same", OTHERS, -0.12), ("tuned", OURS, 0.12)):
-    chosen = [row for row in rows if row[2] == rate]
-    mean, spread = zip(*(map(float, row[-1].split("±")) for row in chosen), strict=True)
-    places = [names.index(f"{row[0]}, batch {row[1]}") + shift for row in chosen]
-    axes.errorbar(mean, places, xerr=spread, fmt="o", color=colour, label=f"{rate} rate", lw=2)
-  axes.set_yticks(range(len(names)), names)
-  axes.invert_yaxis()
-  axes.set_xlabel("test accuracy, %")
-  axes.grid(axis="x", color="#E5E5E5")
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.legend(frameon=False)
-  return figure
-
-
 def dim_reduce(found: Mapping[str, Any]) -> Figure:
   """Draws test losses of ``results/dim_reduce_evidence.json`` by gradients spent.
 
@@ -223,7 +195,6 @@ def main() -> None:
       save(comparisons, path.with_suffix(".png"))
   growth = json.loads((results / "growth.json").read_text())["comparisons"]
   small(draw(growth), figures / "growth.png")
-  small(adasum((results / "adasum_digits.md").read_text()), figures / "adasum.png")
   evidence = json.loads((results / "dim_reduce_evidence.json").read_text())
   small(dim_reduce(evidence), figures / "dim_reduce.png")
 

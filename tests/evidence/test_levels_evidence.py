@@ -35,20 +35,20 @@ TIMED, ROUNDS = 31, 4
 
 
 class Task(NamedTuple):
-  """What is trained, and the shares of its steps that O0 gets."""
+  """The steps, the shares of them that O0 gets, and the methods that are tried alone."""
 
   steps: int
   shares: tuple[float, ...]
   score: str
-  alone: bool = True
+  alone: tuple[str, ...] = ("fewer BatchNorms", "freezing", "average")
   augmented: bool = False
 
 
 TASKS = {
   "digits": Task(300, (0.6, 0.8, 1.0), "test accuracy, %"),
   "cifar10": Task(800, (0.7, 1.0), "test accuracy, %"),
-  "cifar10, augmented": Task(1600, (0.7, 1.0), "test accuracy, %", False, True),
-  "transformer": Task(500, (0.7, 1.0), "test loss", False),
+  "cifar10, augmented": Task(1200, (0.7, 1.0), "test accuracy, %", (), True),
+  "transformer": Task(500, (0.7, 1.0), "test loss", ("average",)),
 }
 TITLES = {
   "digits": "Digits: ResNet-11",
@@ -60,6 +60,7 @@ O0 = "O0"
 # Methods alone: keys of the configuration.
 ALONE = {"fewer BatchNorms": "less_bn", "freezing": "grad_freeze", "average": "average"}
 LEVELS = ("O1", "O2")
+COLOURS = dict(zip((*ALONE, *LEVELS), ("C4", "C5", "C2", "C0", "C3"), strict=True))
 # The rate falls to 0, or, where an average is evaluated, to this share of its peak. A first run of
 # other seeds, on validation images: O2's average had 51.3, 51.8 and 52.0 % at 0, 0.1 and 0.3 in the
 # short training, and 53.1 and 54.8 % at 0 and 0.1 on augmented images.
@@ -79,9 +80,7 @@ class Setting(NamedTuple):
 
 
 def settings(task):
-  names = [*(ALONE if TASKS[task].alone else ["average"]), *LEVELS]
-  # A transformer has no BatchNorm.
-  names = [name for name in names if task != "transformer" or name != "fewer BatchNorms"]
+  names = [*TASKS[task].alone, *LEVELS]
   return [*(Setting(task, O0, share) for share in TASKS[task].shares)] + [
     Setting(task, name) for name in names
   ]
@@ -292,7 +291,7 @@ def test_levels_take_less_time_and_train(task):
   for row in outcomes()[task]:
     if row["name"] in LEVELS:
       assert row["time"] < 0.97, row
-      least = {"transformer": -2.5, "digits": 95}.get(task, 45)
+      least = {"transformer": -2.8, "digits": 95}.get(task, 45)
       assert min(row["scores"]) > least, row
 
 
@@ -332,10 +331,11 @@ def picture(found):
     errors = [np.std(row["scores"], ddof=1) for row in base]
     times = [row["time"] for row in base]
     axes.errorbar(times, means, errors, color="grey", marker="o", capsize=3, label=O0)
-    for i, row in enumerate(row for row in rows if row["name"] != O0):
+    for row in (row for row in rows if row["name"] != O0):
       mean, error = sign * np.mean(row["scores"]), np.std(row["scores"], ddof=1)
       mark = "s" if row["name"] in LEVELS else "^"
-      axes.errorbar(row["time"], mean, error, fmt=mark, color=f"C{i}", capsize=3, label=row["name"])
+      colour = COLOURS[row["name"]]
+      axes.errorbar(row["time"], mean, error, fmt=mark, color=colour, capsize=3, label=row["name"])
     axes.set(xlabel="processor time, O0 = 1", ylabel=TASKS[task].score)
     axes.set_title(TITLES[task], fontsize=9)
     axes.legend(fontsize=7)
@@ -349,7 +349,8 @@ def test_the_results_are_written():
     " schedule: it rises in the first tenth of the steps and falls (cosine) to 0, or, where an"
     f" average is evaluated, to {LAST_RATE:g} of its peak; `average` is O0 with one. Time is steps"
     f" times the median ratio of processor seconds to O0's in {ROUNDS} interleaved rounds of"
-    f" {TIMED - 1} steps, on one core. A seed means the same initial weights and batches; mean and"
+    f" {TIMED - 1} steps, on one core of a machine that did other work, too."
+    " A seed means the same initial weights and batches; mean and"
     " standard deviation of three. `against O0 in as much time`: minus O0's score at that time,"
     " interpolated between its shorter trainings. Images in batches of"
     f" {BATCH}, SGD with Nesterov momentum, peak rate 0.05, weight decay 0.0005; the average's"
