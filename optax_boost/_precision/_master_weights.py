@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -130,20 +129,11 @@ class _Masters(NamedTuple):
     _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
     last_key, this_key = self._keys(state)
     masters = _follow(params, state.master_params, last_key)
-    gradients, extra = _widened.arguments(updates, extra_args, params)
-    moves, moved = self.inner.update(gradients, state.inner_state, masters, **extra)
-    moved = _conditional.cast_like(moved, state.inner_state)
-
-    skipped = _widened.spoilt(updates, moves, moved, state.inner_state)
-    stepped = _conditional.select(skipped, masters, optax.apply_updates(masters, moves))
-    kept = _in_place.keep_finite(stepped, masters)
-    rounded = _widened.round_like(kept, params, this_key)
-    return _widened.difference(rounded, params), _next_state(
-      state,
-      kept,
-      skipped | ~_conditional.no_entry_lost(stepped, masters),
-      _conditional.select(skipped, state.inner_state, moved),
+    masters, bad, inner_state = _widened.step(
+      self.inner, updates, extra_args, state.inner_state, masters, params
     )
+    rounded = _widened.round_like(masters, params, this_key)
+    return _widened.difference(rounded, params), _next_state(state, masters, bad, inner_state)
 
   def apply(
     self,
@@ -153,18 +143,13 @@ class _Masters(NamedTuple):
     guard: bool,
   ) -> tuple[optax.Params, MasterWeightsState]:
     del guard  # masters and their rounding are always finite
-    updates, extra_args = gradients()
-    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
+    _tree.check_update(
+      _METHOD, gradients()[0], state, MasterWeightsState, params, needs_params=True
+    )
     last_key, this_key = self._keys(state)
 
     def widened() -> tuple[optax.Updates, dict[str, Any]]:
       return _widened.arguments(*gradients(), params)
-
-    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
-      masters = _follow(params, state.master_params, last_key)
-      updates, extra = widened()
-      moves, moved = self.inner.update(updates, state.inner_state, masters, **extra)
-      return masters, moves, _conditional.cast_like(moved, state.inner_state)
 
     def step(params: Any, masters: Any, inner_state: Any) -> Any:
       masters = _follow(params, masters, last_key)
@@ -179,7 +164,13 @@ class _Masters(NamedTuple):
     if _widened.skips_by_itself(self.inner, state.inner_state):
       params, masters, inner_state = step(*carry)
       return params, _next_state(state, masters, jnp.asarray(False), inner_state)
-    skipped, bad = _widened.skipped_in_place(inner_step, updates, state.inner_state, extra_args)
+    skipped, bad = _widened.skipped_in_place(
+      self.inner,
+      gradients,
+      state.inner_state,
+      lambda: _follow(params, state.master_params, last_key),
+      params,
+    )
     made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
     _, params, masters = _in_place.once_if(~made, skip, params, masters)
     return params, _next_state(state, masters, bad, inner_state)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -123,16 +122,10 @@ class _Rounding(NamedTuple):
     **extra_args: Any,
   ) -> tuple[optax.Updates, StochasticRoundingState]:
     _tree.check_update(_METHOD, updates, state, StochasticRoundingState, params, needs_params=True)
-    wide = _widened.widen(params)
-    gradients, extra = _widened.arguments(updates, extra_args, params)
-    moves, moved = self.inner.update(gradients, state.inner_state, wide, **extra)
-    moved = _conditional.cast_like(moved, state.inner_state)
-
-    skipped = _widened.spoilt(updates, moves, moved, state.inner_state)
-    stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
-    bad = skipped | ~_conditional.no_entry_lost(stepped, wide)
-    rounded = self._round(_in_place.keep_finite(stepped, wide), params, state)
-    inner_state = _conditional.select(skipped, state.inner_state, moved)
+    wide, bad, inner_state = _widened.step(
+      self.inner, updates, extra_args, state.inner_state, _widened.widen(params), params
+    )
+    rounded = self._round(wide, params, state)
     return _widened.difference(rounded, params), _next_state(state, bad, inner_state)
 
   def apply(
@@ -143,17 +136,12 @@ class _Rounding(NamedTuple):
     guard: bool,
   ) -> tuple[optax.Params, StochasticRoundingState]:
     del guard  # no finite param is rounded to another kind
-    updates, extra_args = gradients()
-    _tree.check_update(_METHOD, updates, state, StochasticRoundingState, params, needs_params=True)
+    _tree.check_update(
+      _METHOD, gradients()[0], state, StochasticRoundingState, params, needs_params=True
+    )
 
     def widened() -> tuple[optax.Updates, dict[str, Any]]:
       return _widened.arguments(*gradients(), params)
-
-    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
-      wide = _widened.widen(params)
-      updates, extra = widened()
-      moves, moved = self.inner.update(updates, state.inner_state, wide, **extra)
-      return wide, moves, _conditional.cast_like(moved, state.inner_state)
 
     def step(params: Any, inner_state: Any) -> Any:
       wide = _widened.widen(params)
@@ -164,7 +152,9 @@ class _Rounding(NamedTuple):
     if _widened.skips_by_itself(self.inner, state.inner_state):
       params, inner_state = step(*carry)
       return params, _next_state(state, jnp.asarray(False), inner_state)
-    skipped, bad = _widened.skipped_in_place(inner_step, updates, state.inner_state, extra_args)
+    skipped, bad = _widened.skipped_in_place(
+      self.inner, gradients, state.inner_state, lambda: _widened.widen(params), params
+    )
     _, params, inner_state = _in_place.once_if(~skipped, step, *carry)
     return params, _next_state(state, bad, inner_state)
 

@@ -12,8 +12,7 @@ from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _tree
 
-# Makes an inner step: the params in float32, their updates and the next inner state.
-InnerStep: TypeAlias = Callable[[], tuple[optax.Params, optax.Updates, optax.OptState]]
+Arguments: TypeAlias = tuple[optax.Updates, dict[str, Any]]
 
 
 def widen(tree: Any) -> Any:
@@ -23,7 +22,7 @@ def widen(tree: Any) -> Any:
 
 def arguments(
   updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
-) -> tuple[optax.Updates, dict[str, Any]]:
+) -> Arguments:
   """The gradients and extra arguments of an inner optimizer whose params are in float32."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +48,36 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   return call
 
 
-def spoilt(
+def step(
+  inner: optax.GradientTransformationExtraArgs,
+  updates: optax.Updates,
+  extra_args: dict[str, Any],
+  inner_state: optax.OptState,
+  wide: optax.Params,
+  params: optax.Params,
+) -> tuple[optax.Params, jax.Array, optax.OptState]:
+  """The wide params after a step, whether it is counted as bad, and the next inner state."""
+  moves, moved = _inner_step(inner, arguments(updates, extra_args, params), inner_state, wide)
+  skipped = _spoilt(updates, moves, moved, inner_state)
+  stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
+  bad = skipped | ~_conditional.no_entry_lost(stepped, wide)
+  inner_state = _conditional.select(skipped, inner_state, moved)
+  return _in_place.keep_finite(stepped, wide), bad, inner_state
+
+
+def _inner_step(
+  inner: optax.GradientTransformationExtraArgs,
+  arguments: Arguments,
+  inner_state: optax.OptState,
+  wide: optax.Params,
+) -> tuple[optax.Updates, optax.OptState]:
+  """An inner optimizer's updates and its next state, in the dtypes of this one."""
+  updates, extra_args = arguments
+  moves, moved = inner.update(updates, inner_state, wide, **extra_args)
+  return moves, _conditional.cast_like(moved, inner_state)
+
+
+def _spoilt(
   updates: optax.Updates, moves: optax.Updates, moved: optax.OptState, state: optax.OptState
 ) -> jax.Array:
   """Whether the inner optimizer could not cope with its gradients."""
@@ -72,16 +100,22 @@ def skips_by_itself(inner: optax.GradientTransformation, inner_state: optax.OptS
 
 
 def skipped_in_place(
-  inner_step: InnerStep,
-  updates: optax.Updates,
+  inner: optax.GradientTransformationExtraArgs,
+  gradients: _in_place.Gradients,
   inner_state: optax.OptState,
-  extra_args: dict[str, Any],
+  make_wide: Callable[[], optax.Params],
+  params: optax.Params,
 ) -> tuple[jax.Array, jax.Array]:
   """Whether a step in place is not made, and whether it is counted."""
+  updates, extra_args = gradients()
+
+  def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
+    wide = make_wide()
+    return wide, *_inner_step(inner, arguments(*gradients(), params), inner_state, wide)
 
   def check() -> tuple[jax.Array, jax.Array]:
-    params, moves, _ = inner_step()
-    landed = _in_place.none_lost(optax.apply_updates(params, moves), params)
+    wide, moves, _ = inner_step()
+    landed = _in_place.none_lost(optax.apply_updates(wide, moves), wide)
     # One thing after the other, so that nothing is kept for the next.
     (sound,) = _in_place.checked_unless(
       landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
