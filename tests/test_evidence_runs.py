@@ -1,4 +1,4 @@
-"""How evidence runs choose settings and keep what is done."""
+"""Evidence runs choose settings on validation data and keep finished trainings."""
 
 import math
 

@@ -50,7 +50,7 @@ def save_permuted_params(
     path: the file, by custom ``*.npz``; one that exists is replaced, of a symbolic link its target.
     opt_state: the state of any chain that holds one of ``sgperm`` and ``laperm``. Of ``laperm`` the
       params of the last synchronization are saved.
-    seed: what the initial params were made from.
+    seed: the seed of the initial params, which `init_fn` will get.
     params: the params to take leaves from that were masked out or excluded; they are stored whole.
 
   Returns:
@@ -150,7 +150,7 @@ def load_permuted_params(
 
 
 def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict[str, Any], bytes]:
-  """What the file says of a leaf, and its bytes."""
+  """A leaf's record in the file, and its bytes."""
   leaf_name = _tree.leaf_name(path)
   if _tree.is_masked(initial):
     if _tree.is_masked(given):
@@ -338,7 +338,7 @@ def _checked(arrays: dict[str, Any], path: str) -> tuple[int, list[dict[str, Any
 
 
 def _checked_part(record: dict[str, Any], part: bytes) -> Any:
-  """The integers of a leaf, or its bytes where it was not permuted, if they fit what is said."""
+  """A leaf's integers, or the bytes of an unpermuted leaf, checked against its record."""
   name, size = record["path"], math.prod(record["shape"])
   if not isinstance(name, str) or not isinstance(record["checksum"], int):
     raise ValueError(f"a leaf has the path {name!r} and the checksum {record['checksum']!r}")

@@ -33,7 +33,7 @@ def write(part: str, title: str, about: str, body: str, data: Any, figure: Figur
   Args:
     part: as in ``make evidence PARTS=<part>``.
     title: of the page.
-    about: a paragraph that says what was trained, on what, how settings were chosen.
+    about: a paragraph on the networks, the data and the choice of settings.
     body: tables.
     data: all figures, JSON-able.
     figure: the picture, which also goes to ``docs/figures`` in the size of a card.
