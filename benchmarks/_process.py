@@ -1,8 +1,9 @@
-"""Runs a generator in a process of its own, which can be given up."""
+"""Work in other processes: a generator that can be given up, a pool with a core for each."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+import concurrent.futures
 import math
 import multiprocessing
 import os
@@ -77,3 +78,29 @@ def _work(name: tuple[str, str], arguments: Any, environment: dict[str, str], se
   except Exception as error:  # the table says it
     message = (str(error).splitlines() or [""])[0]
     sender.send(f"{type(error).__name__}: {message[:200]}")
+
+
+def core_pool(
+  initialize: Callable[[], None] | None = None,
+) -> concurrent.futures.ProcessPoolExecutor:
+  """A pool of one process for each core, pinned to it where the system can.
+
+  Of small networks, trainings on a core each are faster than one after the other on all.
+
+  Args:
+    initialize: a module's function, called first in each process.
+  """
+  cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+  # A fork of a process that runs JAX's threads may hang.
+  context = multiprocessing.get_context("spawn")
+  free = context.Queue()
+  for core in cores:
+    free.put(core)
+  return concurrent.futures.ProcessPoolExecutor(len(cores), context, _take_core, (free, initialize))
+
+
+def _take_core(free: Any, initialize: Callable[[], None] | None) -> None:
+  if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {free.get()})
+  if initialize is not None:
+    initialize()

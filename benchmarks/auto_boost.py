@@ -8,10 +8,8 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
-import concurrent.futures
 import functools
 import json
-import multiprocessing
 import os
 import pathlib
 import textwrap
@@ -29,6 +27,7 @@ from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 from benchmarks import _harness
+from benchmarks import _process
 import optax_boost.nnx
 
 _BASE = "O0"
@@ -349,12 +348,6 @@ def accuracy(training: Training) -> float:
   return trainer.accuracy(trainer.averaged(model, optimizer, x), test_x, test_y)
 
 
-def _take_core(free: Any) -> None:
-  # Of a small network, trainings on a core each are faster than one after the other on all.
-  if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {free.get()})
-
-
 def accuracies(
   data: str, steps: int, augmented: bool, names: Sequence[str], seeds: int
 ) -> dict[str, list[float]]:
@@ -371,13 +364,7 @@ def accuracies(
     Test accuracies by name, one per seed.
   """
   trainings = [Training(data, steps, augmented, n, seed) for seed in range(seeds) for n in names]
-  cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-  # A fork of a process that runs JAX's threads may hang.
-  start = multiprocessing.get_context("spawn")
-  free = start.Queue()
-  for core in cores:
-    free.put(core)
-  with concurrent.futures.ProcessPoolExecutor(len(cores), start, _take_core, (free,)) as pool:
+  with _process.core_pool() as pool:
     done = tqdm(pool.map(accuracy, trainings), total=len(trainings), desc=f"{steps} steps")
     values = dict(zip(trainings, done, strict=True))
   return {name: [v for t, v in values.items() if t.name == name] for name in names}

@@ -13,7 +13,7 @@ def _with_journal(monkeypatch, tmp_path):
   calls = []
 
   class Inline:
-    def __init__(self, *_):
+    def __init__(self, _):
       pass
 
     def __enter__(self):
@@ -28,7 +28,7 @@ def _with_journal(monkeypatch, tmp_path):
       future.set_result(train(*run))
       return future
 
-  monkeypatch.setattr(runs.concurrent.futures, "ProcessPoolExecutor", Inline)
+  monkeypatch.setattr(runs._process, "core_pool", Inline)
   monkeypatch.setattr(runs, "KEPT", tmp_path)
   return calls
 

@@ -12,8 +12,6 @@ import hashlib
 import inspect
 import json
 import math
-import multiprocessing
-import os
 import pathlib
 import sys
 import tempfile
@@ -22,6 +20,8 @@ from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
+
+from benchmarks import _process
 
 KEPT = pathlib.Path(__file__).parent.parent.parent / "out" / "evidence"
 # Of no reported seed.
@@ -66,14 +66,7 @@ def train_all(train: Train, runs: Sequence[tuple[Hashable, int]]) -> list[Result
   missing = [run for run in dict.fromkeys(runs) if repr(run) not in known]
   if missing:
     path.parent.mkdir(parents=True, exist_ok=True)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    # A fork of a process that runs JAX's threads may hang.
-    start = multiprocessing.get_context("spawn")
-    free = start.Queue()
-    for core in cores:
-      free.put(core)
-    pool = concurrent.futures.ProcessPoolExecutor(len(cores), start, _take_core, (free,))
-    with pool, path.open("a") as file:
+    with _process.core_pool(_keep_programs) as pool, path.open("a") as file:
       futures = {pool.submit(train, *run): run for run in missing}
       done = concurrent.futures.as_completed(futures)
       for future in tqdm(done, total=len(missing), desc=train.__name__, mininterval=10):
@@ -120,10 +113,7 @@ def tune(
   }
 
 
-def _take_core(free: Any) -> None:
-  # Of small networks, trainings on a core each are faster than one after the other on all.
-  if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {free.get()})
+def _keep_programs() -> None:
   # Trainings with the same program compile it once.
   cache = pathlib.Path(tempfile.gettempdir()) / "optax_boost_evidence_cache"
   jax.config.update("jax_compilation_cache_dir", str(cache))
