@@ -18,12 +18,15 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _forward_order
+from optax_boost import _layer_blocks
 from optax_boost import _stacked
 from optax_boost import _tree
 
 # Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
 # along axis 1 "blocks/kernel[:, 0:4]".
 _LAYERS = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
+# Unless a number is asked for.
+_MOST_GROUPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +74,18 @@ def layer_groups(
   loss_fn: Callable[..., Any],
   params: optax.Params,
   *args: Any,
-  num_groups: int = 10,
+  num_groups: int | None = None,
   overrides: Mapping[str, int] | None = None,
   data: _base.LeafSelector = None,
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  A leaf's place is where it first meets the data; casts and reshapes of params do not count. A bias
-  or a normalization stays with the kernel before it. The blocks that this makes are shared out
-  evenly. Nothing is computed; arrays may be abstract.
+  A leaf's place is where it first meets the data; casts and reshapes of params do not count. Blocks
+  are shared out evenly: modules with numbers in their names of which two or more are alike
+  (``layers/0``, ``Block_3``), wherever their kernels are used one after the other; a kernel outside
+  them is a block of its own, and a bias or a normalization stays with the kernel before it. A block
+  is cut inside, into the numbered modules in it and at last into kernels, only where more groups
+  are asked for than there are blocks. Nothing is computed; arrays may be abstract.
 
   Of a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the
   outermost scan is a block, with its slices of all leaves that the scan slices; in a reverse scan
@@ -93,7 +99,7 @@ def layer_groups(
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng.
     num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
-      each a program to compile.
+      each a program to compile. None: ten, or one for each block where there are fewer.
     overrides: groups by regular expression, searched in the leaves' paths, which take precedence
       over the trace. The first that matches counts, for all layers of a leaf.
     data: which of `args` are data, where some hold weights or masks: a tree of bools with the
@@ -104,7 +110,7 @@ def layer_groups(
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: there are fewer blocks than groups, the loss uses no leaf, an override names no
+    ValueError: there are fewer kernels than groups, the loss uses no leaf, an override names no
       group, or `data` does not fit `args`.
     TypeError: an argument is of the wrong kind, or a leaf is no array.
 
@@ -143,13 +149,14 @@ def group_by_use(
   model_state: Any,
   args: tuple[Any, ...],
   *,
-  num_groups: int,
+  num_groups: int | None,
   overrides: Mapping[str, int] | None,
   is_data: Sequence[bool],
 ) -> LayerGroups:
   """:func:`layer_groups` for ``loss_fn(params, model_state, *args)``; the state is a constant."""
-  _base.check_whole_number("num_groups", num_groups, static=True)
-  num_groups = int(num_groups)
+  if num_groups is not None:
+    _base.check_whole_number("num_groups", num_groups, static=True)
+    num_groups = int(num_groups)
   for name, tree in (("params", params), ("model state", model_state), ("args", args)):
     _tree.check_traceable(name, tree)
   leaves = _tree.describe(params)
@@ -160,12 +167,16 @@ def group_by_use(
   stacks = _stacked.find_stacks(loss_fn, params, model_state, *args)
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]
-  places, blocks = _places(leaves, order, stacks)
-  if not blocks:
+  if not order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
+  if num_groups is None:
+    places, blocks = _layer_blocks.find(leaves, order, stacks, 1)
+    num_groups = min(_MOST_GROUPS, blocks)
+  else:
+    places, blocks = _layer_blocks.find(leaves, order, stacks, num_groups)
   if blocks < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"
@@ -179,7 +190,7 @@ def group_by_use(
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _reused(events, places).union(*(stack.shared for stack in stacks))
+  reused = _layer_blocks.reused(events, places).union(*(stack.shared for stack in stacks))
   members: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
   axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes.items()}
@@ -205,75 +216,6 @@ def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
     end = start + len(list(run))
     yield value, start, end
     start = end
-
-
-def _places(
-  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack]
-) -> tuple[dict[int, list[int]], int]:
-  """For each leaf its block, or those of its layers; and the number of blocks."""
-  # By the leaf of a stack that is used first; the others follow it.
-  stack_of: dict[int, _stacked.Stack] = {}
-  followers: dict[int, list[int]] = {}
-  sliced = {i for stack in stacks for i in stack.axes}
-  for stack in stacks:
-    for first in [i for i in order if i in stack.axes][:1]:
-      later = order[order.index(first) :]
-      stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axes or i in stack.shared - sliced]
-  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
-  places: dict[int, list[int]] = {}
-  number = 0
-  for block in _blocks(leaves, [i for i in order if i not in following], set(stack_of)):
-    first = next((i for i in block if i in stack_of), block[0])
-    layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
-    number += len(layers)
-    for i in followers.get(first, []):
-      slices = layers[::-1] if stack_of[first].reverse else layers
-      places.setdefault(i, slices if i in stack_of[first].axes else layers[:1])
-    # Leaves used before a scan belong to its first layer, leaves used after it to the last.
-    for place, i in enumerate(block):
-      places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])
-  return places, number
-
-
-def _blocks(leaves: list[_tree.Leaf], order: list[int], stacks: set[int]) -> list[list[int]]:
-  """Kernels and stacks in the order of the forward pass, with their biases and normalizations."""
-
-  def attached(leaf: _tree.Leaf) -> bool:
-    # With layers side by side, biases may be matrices.
-    return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
-
-  modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
-  kernels = [i for i in order if i in stacks or not attached(leaves[i])]
-  kernels_of: dict[str, list[int]] = {}
-  for i in kernels:
-    kernels_of.setdefault(modules[i], []).append(i)
-  blocks: dict[int, list[int]] = {}
-  last = (kernels or order or [0])[0]
-  for i in order:
-    # A module's own kernel counts before the last one that was used.
-    own = kernels_of.get(modules[i], [])
-    if i in own:
-      last = home = i
-    else:
-      home = own[0] if len(own) == 1 else last
-    blocks.setdefault(home, []).append(i)
-  # A kernel stands where it is used, even if its bias is used before it.
-  return [blocks[k] for k in order if k in blocks]
-
-
-def _reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
-  """The leaves that are used again after a leaf of a later block."""
-  furthest = 0
-  seen: set[int] = set()
-  reused: set[int] = set()
-  for leaf in events:
-    block = min(places[leaf])
-    if leaf in seen and block < furthest:
-      reused.add(leaf)
-    seen.add(leaf)
-    furthest = max(furthest, block)
-  return reused
 
 
 def _overridden(

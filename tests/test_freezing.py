@@ -964,7 +964,7 @@ def test_refuses_groups_of_other_params():
       r"`overrides` has '\(', which is no regular expression",
     ),
     (
-      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH),
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, num_groups=10),
       ValueError,
       r"can't make 10 groups of 4 blocks .* Pass num_groups=4 or fewer",
     ),

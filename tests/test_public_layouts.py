@@ -25,8 +25,6 @@ from tests.public_layouts import TOKENS
 
 # Its programs compile faster than those of JAX's default generator.
 KEY = jax.random.key(3, impl="unsafe_rbg")
-# The embedding and the first half of the layers, where these are written out.
-HALF = r"embedding|(layers/|layer_|block_)[01]/"
 
 
 def loss_of_model(model, tokens, *rngs):
@@ -45,7 +43,6 @@ LAYOUTS = {
   "gemma scan": (public_layouts.Transformer, "scan", "layers/", 0),
   "gemma pairs": (public_layouts.Transformer, "pairs", "layers/", 0),
 }
-SCANNED = [name for name, layout in LAYOUTS.items() if layout[3] is not None]
 
 
 class Traced:
@@ -89,8 +86,7 @@ def traced(name):
 @functools.cache
 def half(name):
   """Two groups, of which the first has the embedding and the first half of the layers."""
-  layout = traced(name)
-  return (HALF, ".") if layout.axis is None else layout.call("layer_groups", num_groups=2)
+  return traced(name).call("layer_groups", num_groups=2)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -104,20 +100,23 @@ def test_stacked_leaves_are_those_of_the_layers(name):
   assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
 
 
-@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
   layout = traced(name)
   plan = layout.call("layer_groups", num_groups=layout.units + 1)
   (embedding,) = plan.groups[0]
   assert plan.reused == (embedding,)
   assert "embed" in embedding
+  of_layers = [path for path in _tree.leaf_paths(layout.params) if path.startswith(layout.prefix)]
   for number, group in enumerate(plan.groups[1:]):
-    place = f"[{':, ' * layout.axis}{number}:{number + 1}]"
-    stacked = [entry for entry in group if entry.startswith(layout.prefix)]
-    assert all(entry.endswith(place) for entry in stacked)
-    assert len(stacked) == len(layout.call("stacked_axes"))
+    if layout.axis is None:
+      expected = {path for path in of_layers if path.startswith(f"{layout.prefix}{number}/")}
+    else:
+      expected = {f"{path}[{':, ' * layout.axis}{number}:{number + 1}]" for path in of_layers}
+    assert expected <= set(group)
     # The last norm, which is beside the layers, goes with the last of them.
-    assert len(group) - len(stacked) == (number == layout.units - 1) * (2 if "lm1b" in name else 1)
+    last_norm = (number == layout.units - 1) * (2 if "lm1b" in name else 1)
+    assert len(group) - len(expected) == last_norm
 
 
 def objective_and_groups(name):
@@ -143,7 +142,7 @@ def cut_gradient(name):
   return lambda params: cut(params)[0], trained
 
 
-@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
+@pytest.mark.parametrize("name", ["lm1b scan"])
 def test_the_gradient_of_the_last_half_is_the_whole_one_bit_for_bit(name):
   layout = traced(name)
   cut, trained = cut_gradient(name)
@@ -304,7 +303,7 @@ def trained_in_a_step(name):
   return layout.params, state.params, metrics
 
 
-@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
+@pytest.mark.parametrize("name", ["gemma scan"])
 def test_a_step_trains_the_last_half(name):
   before, after, metrics = trained_in_a_step(name)
   assert np.isfinite(metrics["loss"])

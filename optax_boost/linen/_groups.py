@@ -22,7 +22,7 @@ def layer_groups(
   rng: jax.Array | None = None,
   *,
   rngs: Sequence[str] = ("dropout",),
-  num_groups: int = 10,
+  num_groups: int | None = None,
   overrides: Mapping[str, int] | None = None,
   data: _base.LeafSelector = None,
 ) -> _groups.LayerGroups:

@@ -17,7 +17,7 @@ def layer_groups(
   model: Any,
   *args: Any,
   wrt: Any = nnx.Param,
-  num_groups: int = 10,
+  num_groups: int | None = None,
   overrides: Mapping[str, int] | None = None,
   data: _base.LeafSelector = None,
 ) -> _groups.LayerGroups:

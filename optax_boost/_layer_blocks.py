@@ -1,0 +1,152 @@
+"""The blocks of a model along the forward pass: what groups of layers are made of."""
+
+from collections.abc import Sequence
+import re
+
+from optax_boost import _stacked
+from optax_boost import _tree
+
+_NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
+
+
+def find(
+  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack], wanted: int
+) -> tuple[dict[int, list[int]], int]:
+  """The largest blocks of which there are `wanted`, else the smallest.
+
+  Args:
+    leaves: of the params.
+    order: the leaves that the loss uses, in the order of their first use.
+    stacks: layers that scans run through, each a block.
+    wanted: a number of blocks.
+
+  Returns:
+    For each leaf in `order` its block, or those of its layers; and the number of blocks.
+  """
+  modules = _modules(leaves, order, stacks)
+  largest = 0
+  while True:
+    units = [chain[min(largest, len(chain) - 1)] if chain else None for chain in modules]
+    if largest >= max(map(len, modules), default=0):
+      units = [None] * len(leaves)
+    places, number = _places(leaves, order, stacks, units)
+    if number >= wanted or not any(units):
+      return places, number
+    largest += 1
+
+
+def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
+  """The leaves that are used again after a leaf of a later block."""
+  furthest = 0
+  seen: set[int] = set()
+  found: set[int] = set()
+  for leaf in events:
+    block = min(places[leaf])
+    if leaf in seen and block < furthest:
+      found.add(leaf)
+    seen.add(leaf)
+    furthest = max(furthest, block)
+  return found
+
+
+def _modules(
+  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack]
+) -> list[list[str]]:
+  """For each leaf the repeated modules that it is in, from the outermost in.
+
+  A module is repeated if its name is numbered and two of its kind hold the same leaves. It counts
+  where its kernels come one after the other and no scan runs over them.
+  """
+  contents: dict[str, set[str]] = {}
+  members: dict[str, list[int]] = {}
+  kinds: dict[tuple[str, str], list[str]] = {}
+  for i, leaf in enumerate(leaves):
+    names = leaf.path.split("/")
+    for end in range(1, len(names)):
+      if match := _NUMBERED.fullmatch(names[end - 1]):
+        module = "/".join(names[:end])
+        if module not in contents:
+          kinds.setdefault(("/".join(names[: end - 1]), match[1]), []).append(module)
+        contents.setdefault(module, set()).add("/".join(names[end:]))
+        members.setdefault(module, []).append(i)
+  scanned = {i for stack in stacks for i in stack.axes}
+  kernels = [i for i in order if not _is_attached(leaves[i])]
+  place = {kernel: number for number, kernel in enumerate(kernels)}
+
+  def is_block(module: str) -> bool:
+    places = [place[i] for i in members[module] if i in place]
+    in_turn = bool(places) and max(places) - min(places) + 1 == len(places)
+    return in_turn and scanned.isdisjoint(members[module])
+
+  chains: list[list[str]] = [[] for _ in leaves]
+  for modules in kinds.values():
+    if len({frozenset(contents[module]) for module in modules}) == len(modules):
+      continue  # no two are alike
+    for module in filter(is_block, modules):
+      for i in members[module]:
+        chains[i].append(module)
+  return [sorted(chain, key=len) for chain in chains]
+
+
+def _places(
+  leaves: list[_tree.Leaf],
+  order: list[int],
+  stacks: list[_stacked.Stack],
+  units: Sequence[str | None],
+) -> tuple[dict[int, list[int]], int]:
+  """For each leaf its block, or those of its layers; and the number of blocks."""
+  # By the leaf of a stack that is used first; the others follow it.
+  stack_of: dict[int, _stacked.Stack] = {}
+  followers: dict[int, list[int]] = {}
+  sliced = {i for stack in stacks for i in stack.axes}
+  for stack in stacks:
+    for first in [i for i in order if i in stack.axes][:1]:
+      later = order[order.index(first) :]
+      stack_of[first] = stack
+      followers[first] = [i for i in later if i in stack.axes or i in stack.shared - sliced]
+  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
+  places: dict[int, list[int]] = {}
+  number = 0
+  for block in _blocks(leaves, [i for i in order if i not in following], set(stack_of), units):
+    first = next((i for i in block if i in stack_of), block[0])
+    layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
+    number += len(layers)
+    for i in followers.get(first, []):
+      slices = layers[::-1] if stack_of[first].reverse else layers
+      places.setdefault(i, slices if i in stack_of[first].axes else layers[:1])
+    # Leaves used before a scan belong to its first layer, leaves used after it to the last.
+    for place, i in enumerate(block):
+      places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])
+  return places, number
+
+
+def _is_attached(leaf: _tree.Leaf) -> bool:
+  # With layers side by side, biases may be matrices.
+  return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
+
+
+def _blocks(
+  leaves: list[_tree.Leaf], order: list[int], stacks: set[int], units: Sequence[str | None]
+) -> list[list[int]]:
+  """Units, and kernels and stacks outside them, with their biases and normalizations."""
+  modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
+  kernels = [i for i in order if i in stacks or not _is_attached(leaves[i])]
+  kernels_of: dict[str, list[int]] = {}
+  first_of: dict[str | None, int] = {}
+  for i in kernels:
+    kernels_of.setdefault(modules[i], []).append(i)
+    first_of.setdefault(units[i], i)
+  blocks: dict[int, list[int]] = {}
+  last = (kernels or order or [0])[0]
+  for i in order:
+    # A module's own kernel counts before the last one that was used.
+    own = kernels_of.get(modules[i], [])
+    if i in own:
+      last = home = i
+    else:
+      home = own[0] if len(own) == 1 else last
+    if (unit := units[i] or units[home]) is not None:
+      home = first_of[unit]
+    blocks.setdefault(home, []).append(i)
+  # A kernel stands where it is used, even if its bias is used before it.
+  return [blocks[k] for k in order if k in blocks]

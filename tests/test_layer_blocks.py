@@ -1,0 +1,203 @@
+"""Groups of layers are cut between the blocks of models whose layers are written out."""
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_boost
+from optax_boost import linen as ob_linen
+from optax_boost import nnx as ob_nnx
+
+LAYERS, WIDTH = 4, 8
+TOKENS = jnp.zeros((2, 3), jnp.int32)
+X = jnp.ones((2, 3, WIDTH))
+
+
+def normalized(x, p):
+  return (x - jnp.mean(x, -1, keepdims=True)) * p["scale"] + p["bias"]
+
+
+def attention(x, p):
+  q, k, v = (x @ p[name]["kernel"] for name in ("query", "key", "value"))
+  return jax.nn.softmax(q @ k.mT) @ v @ p["out"]["kernel"]
+
+
+def transformer_params():
+  kernel, norm = {"kernel": jnp.eye(WIDTH)}, {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+  block = {
+    "attn": {name: kernel for name in ("key", "out", "query", "value")},
+    "mlp": [kernel, kernel],
+    "norm1": norm,
+    "norm2": norm,
+  }
+  return {
+    "embed": jnp.ones((5, WIDTH)),
+    "final": norm,
+    "head": kernel,
+    "layers": [block] * LAYERS,
+  }
+
+
+def transformer_loss(params, tokens):
+  x = params["embed"][tokens]
+  for p in params["layers"]:
+    x += attention(normalized(x, p["norm1"]), p["attn"])
+    up, down = p["mlp"]
+    x += jax.nn.relu(normalized(x, p["norm2"]) @ up["kernel"]) @ down["kernel"]
+  return jnp.mean(normalized(x, params["final"]) @ params["head"]["kernel"])
+
+
+class Block(nn.Module):
+  """A pre-norm block whose submodules Linen names."""
+
+  @nn.compact
+  def __call__(self, x):
+    x += nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+    return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
+
+
+class Encoder(nn.Module):
+  """Blocks that Linen names."""
+
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(LAYERS):
+      x = Block()(x)
+    return x
+
+
+class Transformer(nn.Module):
+  """A numbered module of which there is one."""
+
+  @nn.compact
+  def __call__(self, tokens):
+    x = Encoder()(nn.Embed(5, WIDTH)(tokens))
+    return nn.Dense(1)(nn.LayerNorm()(x))
+
+
+def of_plain(**options):
+  return optax_boost.layer_groups(transformer_loss, transformer_params(), TOKENS, **options)
+
+
+def of_linen(**options):
+  module = Transformer()
+  variables = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
+  return ob_linen.layer_groups(
+    module, lambda model, x: jnp.mean(model(x)), variables, TOKENS, **options
+  )
+
+
+class NnxBlock(nnx.Module):
+  """Attention with a norm before it."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+    self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+    self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+  def __call__(self, x):
+    x += self.attention(self.norm(x))
+    return x + self.down(nnx.relu(self.up(x)))
+
+
+def of_nnx(**options):
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(
+    nnx.Embed(5, WIDTH, rngs=rngs),
+    *(NnxBlock(rngs) for _ in range(LAYERS)),
+    nnx.Linear(WIDTH, 1, rngs=rngs),
+  )
+  return ob_nnx.layer_groups(lambda model, x: jnp.mean(model(x)), model, TOKENS, **options)
+
+
+# The paths of a layer, up to its number, and the first number.
+LAYER = {of_plain: ("layers/", 0), of_linen: ("Encoder_0/Block_", 0), of_nnx: ("layers/", 1)}
+
+
+def layers_of(group, form):
+  prefix, first = LAYER[form]
+  parts = {path.removeprefix(prefix).split("/")[0] for path in group if path.startswith(prefix)}
+  return {int(part) - first for part in parts} & set(range(LAYERS))
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4, LAYERS + 2])
+@pytest.mark.parametrize("form", LAYER)
+def test_a_layer_is_in_one_group_with_its_norms(form, num_groups):
+  plan = form(num_groups=num_groups)
+  # An embedding, the layers, a head: evenly.
+  group_of = [number * num_groups // (LAYERS + 2) for number in range(LAYERS + 2)]
+  for number, group in enumerate(plan.groups):
+    expected = {layer for layer in range(LAYERS) if group_of[layer + 1] == number}
+    assert layers_of(group, form) == expected
+  assert plan.reused == ()
+
+
+@pytest.mark.parametrize("form", LAYER)
+def test_by_default_no_block_is_cut(form):
+  assert form().groups == form(num_groups=LAYERS + 2).groups
+
+
+@pytest.mark.parametrize("form", LAYER)
+def test_more_groups_than_blocks_cut_inside(form):
+  kernels = 2 + 6 * LAYERS
+  plan = form(num_groups=kernels)
+  assert sum("query" in path and path.endswith("kernel") for path in plan.groups[1]) == 1
+  assert not any("out/kernel" in path for path in plan.groups[1])
+  with pytest.raises(ValueError, match=rf"of {kernels} blocks .* num_groups={kernels} or fewer"):
+    form(num_groups=kernels + 1)
+
+
+def staged(widths=(2, 2)):
+  block = {"conv1": jnp.eye(WIDTH), "conv2": jnp.eye(WIDTH)}
+  return {f"stage{i}": [block] * blocks for i, blocks in enumerate(widths)}
+
+
+def staged_loss(params, x):
+  for stage in sorted(params):
+    for block in params[stage]:
+      x = jnp.tanh(x @ block["conv1"]) @ block["conv2"]
+  return jnp.mean(x)
+
+
+def test_blocks_are_as_large_as_the_number_of_groups_lets_them():
+  def groups(params, num_groups):
+    plan = optax_boost.layer_groups(staged_loss, params, X, num_groups=num_groups)
+    return [[path.replace("/conv", ".") for path in group] for group in plan.groups]
+
+  first, second = ["stage0/0.1", "stage0/0.2"], ["stage0/1.1", "stage0/1.2"]
+  assert groups(staged(), 2)[0] == first + second
+  assert groups(staged(), 3)[0] == first + second  # of four blocks 2, 1, 1
+  assert groups(staged(), 4)[:2] == [first, second]
+  assert groups(staged(), 8)[:2] == [first[:1], first[1:]]
+  # Two stages of which none is like another are no blocks, but theirs are.
+  assert groups(staged((2, 4)), 2)[0] == [*first, *second, "stage1/0.1", "stage1/0.2"]
+
+
+def test_a_module_that_is_used_in_two_places_is_no_block():
+  params = {"level0": {"a": X[0, :1].T, "z": X[0, :1]}, "level1": {"a": X[0, :1].T, "z": X[0, :1]}}
+
+  def loss(params, x):
+    for half in "az":
+      for level in ("level0", "level1"):
+        x = x @ params[level][half]
+    return jnp.mean(x)
+
+  params = jax.tree.map(lambda _: jnp.eye(WIDTH), params)
+  plan = optax_boost.layer_groups(loss, params, X, num_groups=2)
+  assert plan.groups == (("level0/a", "level1/a"), ("level0/z", "level1/z"))
+  assert plan.reused == ()
+
+
+def test_different_parts_of_a_sequence_are_no_blocks():
+  body, head = {"in": jnp.eye(WIDTH), "out": jnp.eye(WIDTH)}, {"out": jnp.eye(WIDTH)}
+
+  def loss(params, x):
+    body, head = params["layers"]
+    return jnp.mean(x @ body["in"] @ body["out"] @ head["out"])
+
+  plan = optax_boost.layer_groups(loss, {"layers": [body, head]}, X, num_groups=2)
+  assert plan.groups == (("layers/0/in", "layers/0/out"), ("layers/1/out",))
+  plan = optax_boost.layer_groups(loss, {"layers": [body, head]}, X)
+  assert len(plan.groups) == 3
