@@ -1,6 +1,7 @@
 """Settings of the whole suite, made before JAX starts."""
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import mmap
@@ -43,6 +44,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="programs-")
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def pytest_collection_finish():
+  """Spares the garbage collector what imports left, through which it would go again and again."""
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope="module")

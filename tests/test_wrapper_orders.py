@@ -22,7 +22,6 @@ EXTRA_STEPS = 6
 # Every micro-batch of a window is the whole batch, so their mean gradient is the batch's.
 EVERY = 2
 GROUPS = ("body", "head")
-DTYPES = ("float32", "bfloat16", "float16")
 # Times the loss of Adam alone in float32. Frozen steps and skipped ones cost some training; laperm
 # is a method of its own, which returns to a permutation of the initial weights every ten steps.
 FACTOR, LAPERM_FACTOR = 3, 20
@@ -137,8 +136,12 @@ def test_the_network_is_far_from_trained_at_the_start():
   assert loss_fn(params, batch) > 2 * LAPERM_FACTOR * loss_of_adam_alone()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", PAIRS, ids="-".join)
+# Float16, which asks for most, in both orders; the others in one order each.
+@pytest.mark.parametrize(
+  ("order", "dtype"),
+  [(o, dtype) for o in PAIRS for dtype in ("float16", "float32" if o < o[::-1] else "bfloat16")],
+  ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_two_wrappers_train_in_either_order_or_say_which_works(order, dtype):
   check(order, dtype)
 
