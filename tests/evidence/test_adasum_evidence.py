@@ -30,6 +30,7 @@ EPOCHS = 2
 RATES = {
   "SGD": (0.05, 0.1, 0.2),
   "momentum": (0.005, 0.01, 0.02),
+  "Adam": (0.001, 0.002, 0.004),
 }
 SAME, ROOT, TIMES, TUNED = (
   "mean, same rate",
@@ -82,7 +83,11 @@ def loss_fn(params, x, y):
 
 def direction(optimizer):
   """The inner optimizer without its rate."""
-  return {"SGD": optax.identity(), "momentum": optax.trace(0.9)}[optimizer]
+  return {
+    "SGD": optax.identity(),
+    "momentum": optax.trace(0.9),
+    "Adam": optax.scale_by_adam(),
+  }[optimizer]
 
 
 def joined(adasum, stacked):
@@ -99,7 +104,7 @@ def trained(key, rate, x, y, optimizer, adasum, replicas):
   """Params after `EPOCHS`, and the steps' lengths over those of the mean.
 
   The rate rises over the first tenth and falls linearly to zero. AdaSum joins gradients under SGD
-  and, as Horovod does, the steps of momentum, whose states then stay with the replicas.
+  and, as Horovod does, the steps of momentum and Adam, whose states then stay with the replicas.
   """
   tx = direction(optimizer)
   steps = len(x) // (PER_REPLICA * replicas)
@@ -250,9 +255,9 @@ def table_of(outcome, key, form):
 
 def drawn(networks, quadratic):
   """A panel for each inner optimizer, and one for least squares."""
-  figure = Figure(figsize=(10, 3.9), layout="constrained")
-  panels = figure.subplots(1, 3)
   shown = [*networks.items(), ("least squares", quadratic)]
+  figure = Figure(figsize=(3.4 * len(shown), 3.9), layout="constrained")
+  panels = figure.subplots(1, len(shown))
   for axes, (name, outcome) in zip(panels, shown, strict=True):
     key = "steps" if name == "least squares" else "test"
     for method in METHODS[:-1]:
