@@ -236,7 +236,8 @@ def rates_tuned():
   """The trainings tried for each batch, BatchNorm and optimizer, with their validation accuracy.
 
   From the first rate on, rates are doubled and halved until the best has worse neighbours. Then
-  three times the warm-up is tried with the best rate and twice that.
+  three times the warm-up is tried with the best rate and twice that; if it is better, rates are
+  doubled and halved again.
   """
   tried = {}
   for batch, normalized, epochs, first in CELLS:
@@ -254,10 +255,9 @@ def rates_tuned():
         cell[run] = values[run, runs.TUNING_SEED]["validation"] if cell[run] is None else cell[run]
       best = max(cell, key=cell.get)
       near = [best._replace(rate=best.rate * factor) for factor in (0.5, 2)]
-      if all(run in cell for run in near):
+      if best.warmup == 0.1 and all(run in cell for run in near):
         near = [best._replace(rate=best.rate * factor, warmup=0.3) for factor in (1, 2)]
-      if best.warmup == 0.1:
-        cell.update({run: None for run in near if run not in cell})
+      cell.update({run: None for run in near if run not in cell})
 
 
 def drawn(tried, found):
@@ -343,8 +343,10 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
     f" channels, as LeCun's) on MNIST, {EPOCHS} epochs. The rate rises linearly and falls with the"
     " square of the steps left, as MXNet's. Highest rate and warm-up were chosen in the same way"
     " for both optimizers, by the accuracy on the last 10,000 training images with another seed:"
-    " the rate doubled and halved until the best had worse neighbours, then three times the warm-up"
-    f" with that rate and twice that; in batches of 8,000 in trainings of {EPOCHS} epochs, with"
+    " the rate doubled and halved until the best had worse neighbours, with a warm-up of a tenth of"
+    " the rate doubled and halved until the best had worse neighbours, with a warm-up of a tenth of"
+    " the steps and, from the best rate and twice that on, of three tenths; in batches of 8,000 in"
+    f" trainings of {EPOCHS} epochs, with"
     f" BatchNorm of {EPOCHS // 2}, in smaller batches of 2. The best setting was then trained on"
     f" all 60,000 images: mean and standard deviation over {len(SEEDS)} seeds. BatchNorm takes its"
     f" statistics from {CHUNK} images at a time, as on that many per device. Without weight decay,"
