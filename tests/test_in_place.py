@@ -89,9 +89,10 @@ def test_eagerly_it_is_the_same_to_the_bit(row):
   chex.assert_trees_all_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
-@pytest.mark.parametrize("bad", [np.nan, 1e30], ids=str)
+@pytest.mark.parametrize(
+  ("bad", "dtype"), [(np.nan, "float32"), (1e30, "float32"), (1e30, "float16")]
+)
 def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
   """1e30, whose square overflows in float32, is infinite in float16."""
   tx = wrap(names, optax.adam(0.1, eps=1e-3))

@@ -136,10 +136,16 @@ def test_the_network_is_far_from_trained_at_the_start():
   assert loss_fn(params, batch) > 2 * LAPERM_FACTOR * loss_of_adam_alone()
 
 
-# Float16, which asks for most, in both orders; the others in one order each.
+# Float16, which asks for most, in both orders; one of the others in one order.
+OF_PAIRS = [(order, "float16") for order in PAIRS] + [
+  (order, "bfloat16" if number % 2 else "float32")
+  for number, order in enumerate(order for order in PAIRS if order < order[::-1])
+]
+
+
 @pytest.mark.parametrize(
   ("order", "dtype"),
-  [(o, dtype) for o in PAIRS for dtype in ("float16", "float32" if o < o[::-1] else "bfloat16")],
+  OF_PAIRS,
   ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_two_wrappers_train_in_either_order_or_say_which_works(order, dtype):

@@ -51,7 +51,7 @@ STEPPING = {
   "extra_metrics": shared.EXTRA_METRICS,
 }
 GROUPING = {
-  "num_groups": kinds.count(static=True) | {"too many": Bad(9, ValueError)},
+  "num_groups": kinds.count(optional=True, static=True) | {"too many": Bad(9, ValueError)},
   "overrides": shared.OVERRIDES,
   "data": shared.DATA,
 }

@@ -344,7 +344,7 @@ def entries() -> dict[str, shared.Entry]:
       },
       {
         **loss,
-        "num_groups": kinds.count(static=True) | {"too many": Bad(9, ValueError)},
+        "num_groups": kinds.count(optional=True, static=True) | {"too many": Bad(9, ValueError)},
         "overrides": shared.OVERRIDES,
         "data": shared.DATA,
       },
