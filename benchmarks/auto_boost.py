@@ -195,7 +195,7 @@ class Trainer:
     rate = optax.warmup_cosine_decay_schedule(0.0, _PEAK_RATE, steps // 10, steps)
     sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-    self._tx = boost.optimizer(inner, self.model(0), loss_fn, batch)
+    self._tx = boost.optimizer(inner, loss_fn, self.model(0), batch)
     self.step = boost.train_step(loss_fn)
 
   def fresh(self, seed: int) -> ResNet:

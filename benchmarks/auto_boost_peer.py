@@ -36,7 +36,7 @@ def ours(name: str, boost: Any, batch: dict[str, np.ndarray]) -> _harness.Conten
     return boost.model(auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0)), batch["x"])
 
   inner = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
-  tx = boost.optimizer(inner, made(), auto_boost.loss_fn, batch)
+  tx = boost.optimizer(inner, auto_boost.loss_fn, made(), batch)
   step = boost.train_step(auto_boost.loss_fn)
 
   def start() -> tuple[Any, nnx.Optimizer]:

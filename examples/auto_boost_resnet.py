@@ -118,7 +118,7 @@ def run(boost: optax_boost.nnx.AutoBoost, epochs: int, seeds: Iterable[int]) -> 
   last = 0.005 if boost.is_on("average") else 0.0
   rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 10, steps, last)
   sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
-  tx = boost.optimizer(optax.chain(optax.add_decayed_weights(1e-4), sgd), prepared, loss_fn, sample)
+  tx = boost.optimizer(optax.chain(optax.add_decayed_weights(1e-4), sgd), loss_fn, prepared, sample)
   step = boost.train_step(loss_fn)
   compiled: set[int] = set()
   for seed in seeds:

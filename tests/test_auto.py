@@ -88,7 +88,7 @@ def test_what_a_dict_or_a_file_leaves_out_is_the_levels_or_the_references(tmp_pa
 def test_the_levels_average_the_params_of_the_last_quarter():
   boost = auto_boost("O2", total_steps=16)
   assert boost.is_on("average")
-  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  tx = boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   step = boost.train_step(loss_fn, tx, donate=False)
   state, snapshots = step.init(PARAMS), []
   for _ in range(16):
@@ -348,7 +348,7 @@ def test_methods_refuse_bad_arguments_by_their_names():
     with pytest.raises(TypeError, match=r"`decay` must be an optax.*; got 0.1"):
       make("O0").optimizer(optax.sgd(0.1), decay=0.1)
   with pytest.raises(TypeError, match=r"`model` must be an NNX module; got 3"):
-    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), 3)
+    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), model=3)
   linen = ob_linen.auto_boost("O0")
   with pytest.raises(TypeError, match=r"`variables` must be a dict of collections.*; got 3"):
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, 3)
@@ -357,14 +357,14 @@ def test_methods_refuse_bad_arguments_by_their_names():
   with pytest.raises(TypeError, match=r"`rng` must be one key of `jax.random.key`; got 3"):
     linen.optimizer(optax.sgd(0.1), nn.Dense(2), nnx_loss, {"params": {}}, DATA, 3)
   with pytest.raises(TypeError, match=r"`wrt` must be an NNX filter, as nnx.Param; got 3"):
-    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), nnx.Linear(1, 1, rngs=nnx.Rngs(0)), wrt=3)
+    ob_nnx.auto_boost("O0").optimizer(optax.sgd(0.1), wrt=3)
   with pytest.raises(TypeError, match=r"`auto_boost` needs arrays as leaves; .* is 'w.npz'"):
-    auto_boost("O1").optimizer(optax.sgd(0.1), "w.npz", loss_fn, DATA)
+    auto_boost("O1").optimizer(optax.sgd(0.1), loss_fn, "w.npz", DATA)
   # Without the params, the model or the variables there is nothing to trace the loss with.
   sgd, module = optax.sgd(0.1), nn.Dense(2)
   for optimizer in (
-    lambda: auto_boost("O1", total_steps=9).optimizer(sgd, None, loss_fn, DATA),
-    lambda: ob_nnx.auto_boost("O1", total_steps=9).optimizer(sgd, None, nnx_loss, DATA),
+    lambda: auto_boost("O1", total_steps=9).optimizer(sgd, loss_fn, None, DATA),
+    lambda: ob_nnx.auto_boost("O1", total_steps=9).optimizer(sgd, nnx_loss, None, DATA),
     lambda: ob_linen.auto_boost("O1", total_steps=9).optimizer(sgd, module, nnx_loss, None, DATA),
   ):
     with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
@@ -526,7 +526,7 @@ def small(**block):
 
 def test_the_optimizer_is_the_one_built_by_hand():
   boost = auto_boost("O1", small(), key=3)
-  tx = boost.optimizer(optax.sgd(0.1, momentum=0.9), PARAMS, loss_fn, DATA)
+  tx = boost.optimizer(optax.sgd(0.1, momentum=0.9), loss_fn, PARAMS, DATA)
   groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
   assert groups.groups[0] == ("z_body",)
   by_hand = optax_boost.freeze_layers(
@@ -548,7 +548,7 @@ def test_a_loss_scale_per_group_goes_around_the_rest(freezing):
   boost = auto_boost("O0", config)
   with pytest.raises(ValueError, match=r"`(grad_freeze|loss_scale_group)` is on, .* or groups="):
     boost.optimizer(optax.sgd(0.1))
-  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  tx = boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
   inner = optax.sgd(0.1)
   if freezing:
@@ -633,7 +633,7 @@ def test_a_decay_is_centralized_with_the_gradients_as_in_mindspore():
   tx = auto_boost("O0").optimizer(optax.sgd(0.1), decay=decay)
   chex.assert_trees_all_equal(train(optax_boost.make_train_step(loss_fn, tx))[0], plain)
   with pytest.raises(ValueError, match=r"`dim_reduce` takes the optimizer's place .* `decay`"):
-    auto_boost("O0", manual(dim_reduce=True)).optimizer(optax.sgd(0.1), PARAMS, decay=decay)
+    auto_boost("O0", manual(dim_reduce=True)).optimizer(optax.sgd(0.1), params=PARAMS, decay=decay)
 
 
 BATCHES = jax.random.normal(jax.random.key(1), (2, 2, 2, 4, 4))  # servers, devices, steps, ...
@@ -742,10 +742,10 @@ def test_the_mean_over_a_server_refuses_gradients_that_shard_map_has_summed():
 
 def test_the_optimizer_refuses_what_it_can_not_use():
   with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
-    auto_boost("O1").optimizer(optax.sgd(0.1), PARAMS)
+    auto_boost("O1").optimizer(optax.sgd(0.1), params=PARAMS)
   five = auto_boost("O1", {"grad_freeze": {"param_groups": 5}}, total_steps=10)
   with pytest.raises(ValueError, match=r"`grad_freeze.param_groups` is 5: .*2 blocks"):
-    five.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+    five.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   with pytest.raises(TypeError, match=r"Did you pass the factory"):
     auto_boost("O0").optimizer(optax.sgd)
 
@@ -754,7 +754,7 @@ def test_ten_lines_with_nnx():
   boost = ob_nnx.auto_boost("O1", {"less_bn": {"fn_flag": True}}, total_steps=3)
   original, other = filled_nnx_net(0), filled_nnx_net(5)
   model = boost.model(original, X)
-  tx = boost.optimizer(optax.sgd(0.05), model, nnx_loss, X)
+  tx = boost.optimizer(optax.sgd(0.05), nnx_loss, model, X)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = boost.train_step(nnx_loss)
   metrics = [step(model, optimizer, X) for _ in range(3)]
@@ -810,7 +810,7 @@ def train_three_steps(step, state):
 
 def plain_form(config):
   boost = auto_boost("O0", config)
-  tx = boost.optimizer(optax.sgd(0.1), PARAMS)
+  tx = boost.optimizer(optax.sgd(0.1), params=PARAMS)
   step = boost.train_step(loss_fn, tx)
   return tx, lambda: train_three_steps(step, step.init(PARAMS))
 
@@ -818,7 +818,7 @@ def plain_form(config):
 def nnx_form(config):
   boost = ob_nnx.auto_boost("O0", config)
   model = boost.model(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
-  tx = boost.optimizer(optax.sgd(0.1), model)
+  tx = boost.optimizer(optax.sgd(0.1), model=model)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = boost.train_step(nnx_loss)
 
@@ -916,7 +916,7 @@ def test_the_example_configurations_train(path):
   boost = dataclasses.replace(
     boost, config=BoostConfig.from_dict({"grad_freeze": {"param_groups": 2}}, boost.config)
   )
-  tx = boost.optimizer(optax.sgd(0.1), PARAMS, loss_fn, DATA)
+  tx = boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   params, _ = train(boost.train_step(loss_fn, tx), steps=4)
   assert loss_fn(params, DATA) < loss_fn(PARAMS, DATA)
 
@@ -928,7 +928,7 @@ def test_layers_of_a_scan_count_each_for_itself():
 
   params = {"blocks": jnp.arange(48.0).reshape(3, 4, 4) / 48, "head": jnp.ones((4, 1))}
   boost = auto_boost("O1", {"less_bn": {"gc_flag": True}}, total_steps=10)
-  tx = boost.optimizer(optax.sgd(1.0), params, loss, jnp.eye(4))
+  tx = boost.optimizer(optax.sgd(1.0), loss, params, jnp.eye(4))
   updates, _ = tx.update(params, tx.init(params), params)
   expected = [w - jnp.mean(w, 0) for w in params["blocks"]]
   np.testing.assert_allclose(updates["blocks"], -jnp.stack(expected), rtol=1e-5, atol=1e-6)

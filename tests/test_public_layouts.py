@@ -325,7 +325,7 @@ def test_auto_boost_finds_the_layers_by_itself(name):
   assert "less_bn is centralized gradients, and only grad_freeze saves time" in boost.explain()
   # No warning of layers that are taken as one: it would be an error.
   if layout.is_nnx:
-    tx = boost.optimizer(optax.sgd(0.1), layout.model, loss_of_model, TOKENS, nnx.Rngs(KEY))
+    tx = boost.optimizer(optax.sgd(0.1), loss_of_model, layout.model, TOKENS, nnx.Rngs(KEY))
     optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
     boost.train_step(loss_of_model).trace(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
   else:

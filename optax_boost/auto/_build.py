@@ -86,8 +86,8 @@ class AutoBoost:
   def optimizer(
     self,
     tx: optax.GradientTransformation,
-    params: optax.Params | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    params: optax.Params | None = None,
     *args: Any,
     groups: _groups.Groups | None = None,
     decay: optax.GradientTransformation | None = None,
@@ -103,8 +103,8 @@ class AutoBoost:
 
     Args:
       tx: the optimizer.
-      params: the params, for freezing, loss scales and the subspace.
       loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the groups of layers.
+      params: the params, for freezing, loss scales and the subspace.
       *args: the loss's other arguments.
       groups: groups of :func:`layer_groups`, or regular expressions, instead of params and loss.
       decay: the weight decay, as ``optax.add_decayed_weights(1e-4)``, centralized together with the
@@ -295,7 +295,7 @@ def auto_boost(
       its end; None: ``grad_freeze.total_steps`` and ``average.total_steps`` of the configuration.
 
   Returns:
-    An :class:`AutoBoost`: ``tx = boost.optimizer(tx, params, loss_fn, batch)``, ``step =
+    An :class:`AutoBoost`: ``tx = boost.optimizer(tx, loss_fn, params, batch)``, ``step =
     boost.train_step(loss_fn, tx)``, ``print(boost.explain())``.
 
   Raises:
@@ -311,7 +311,7 @@ def auto_boost(
     >>> def loss_fn(params, x):
     ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
     >>> boost = optax_boost.auto_boost("O1", total_steps=10)
-    >>> tx = boost.optimizer(optax.sgd(0.1), params, loss_fn, jnp.eye(3))
+    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
     >>> step = boost.train_step(loss_fn, tx)
     >>> state = step.init(params)
     >>> for _ in range(3):

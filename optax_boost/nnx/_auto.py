@@ -47,8 +47,8 @@ class AutoBoost(_build.ModelBoost):
   def optimizer(  # type: ignore[override]
     self,
     tx: optax.GradientTransformation,
-    model: nnx.Module | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    model: nnx.Module | None = None,
     *args: Any,
     groups: _groups.Groups | None = None,
     decay: optax.GradientTransformation | None = None,
@@ -91,7 +91,7 @@ def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any)
     >>> config = {"boost": {"mode": "manual", "less_bn": False}}
     >>> boost = optax_boost.nnx.auto_boost("O1", config, total_steps=10)
     >>> model = boost.model(model, x)
-    >>> tx = boost.optimizer(optax.sgd(0.1), model, loss_fn, x)
+    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, model, x)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> metrics = boost.train_step(loss_fn)(model, optimizer, x)
     >>> int(metrics["frozen_groups"])

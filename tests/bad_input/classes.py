@@ -134,12 +134,12 @@ def entries() -> dict[str, shared.Entry]:
       boost.optimizer,
       lambda: {
         "tx": problem.SGD,
-        "params": problem.PARAMS,
         "loss_fn": problem.loss_fn,
+        "params": problem.PARAMS,
         "args": (problem.X,),
       },
       boost_optimizer,
-      positional=("tx", "params", "loss_fn", "args"),
+      positional=("tx", "loss_fn", "params", "args"),
       free={"args": "whatever the loss takes"},
     ),
     "AutoBoost.train_step": shared.Entry(

@@ -227,7 +227,7 @@ def _of_nnx() -> dict[str, shared.Entry]:
     ),
     "nnx.AutoBoost.optimizer": shared.Entry(
       boost.optimizer,
-      lambda: {"tx": problem.SGD, "model": two, "loss_fn": loss_fn, "args": (problem.X,)},
+      lambda: {"tx": problem.SGD, "loss_fn": loss_fn, "model": two, "args": (problem.X,)},
       {
         "tx": shared.TX,
         "model": KINDS["model"] | {"None": Bad(None, shared.EITHER)},
@@ -236,7 +236,7 @@ def _of_nnx() -> dict[str, shared.Entry]:
         "decay": kinds.without(shared.TX, "None"),
         "wrt": KINDS["wrt"],
       },
-      positional=("tx", "model", "loss_fn", "args"),
+      positional=("tx", "loss_fn", "model", "args"),
       free={"args": shared.INPUTS},
     ),
     "nnx.NormalizedDense": shared.Entry(

@@ -133,7 +133,7 @@ class Images:
     self.sample = {"x": x[:BATCH], "y": y[:BATCH]}
     sgd = optax.sgd(rate(self.boost, 0.05, steps), momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-    self.tx = self.boost.optimizer(inner, self.model(0), networks.loss_fn, self.sample)
+    self.tx = self.boost.optimizer(inner, networks.loss_fn, self.model(0), self.sample)
     self.step = self.boost.train_step(networks.loss_fn)
 
   def fresh(self, seed):
@@ -180,7 +180,7 @@ class Text:
     self.boost = boost_of(setting, steps)
     params, sample = self.network.init(jax.random.key(0)), next(self.batches(0))
     adamw = optax.adamw(rate(self.boost, 3e-3, steps), weight_decay=0.1)
-    tx = self.boost.optimizer(adamw, params, self.network.loss, sample)
+    tx = self.boost.optimizer(adamw, self.network.loss, params, sample)
     self.step = self.boost.train_step(self.network.loss, tx)
 
   def start(self, seed):
