@@ -349,7 +349,7 @@ def test_the_results_are_written():
     " schedule: it rises in the first tenth of the steps and falls (cosine) to 0, or, where an"
     f" average is evaluated, to {LAST_RATE:g} of its peak; `average` is O0 with one. Time is steps"
     f" times the median ratio of processor seconds to O0's in {ROUNDS} interleaved rounds of"
-    f" {TIMED - 1} steps, on one core."
+    f" {TIMED - 1} steps, on one core, beside some other work."
     " A seed means the same initial weights and batches; mean and"
     " standard deviation of three. `against O0 in as much time`: minus O0's score at that time,"
     " interpolated between its shorter trainings. Images in batches of"
