@@ -344,7 +344,6 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
     " square of the steps left, as MXNet's. Highest rate and warm-up were chosen in the same way"
     " for both optimizers, by the accuracy on the last 10,000 training images with another seed:"
     " the rate doubled and halved until the best had worse neighbours, with a warm-up of a tenth of"
-    " the rate doubled and halved until the best had worse neighbours, with a warm-up of a tenth of"
     " the steps and, from the best rate and twice that on, of three tenths; in batches of 8,000 in"
     f" trainings of {EPOCHS} epochs, with"
     f" BatchNorm of {EPOCHS // 2}, in smaller batches of 2. The best setting was then trained on"
