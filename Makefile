@@ -87,7 +87,9 @@ $(READY): pyproject.toml
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[test]"
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
+	# pip would compile on one core.
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	touch $(READY)
 
 clean:
