@@ -172,11 +172,9 @@ def group_by_use(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
+  places, blocks = _layer_blocks.find(leaves, order, stacks, num_groups or 1)
   if num_groups is None:
-    places, blocks = _layer_blocks.find(leaves, order, stacks, 1)
     num_groups = min(_MOST_GROUPS, blocks)
-  else:
-    places, blocks = _layer_blocks.find(leaves, order, stacks, num_groups)
   if blocks < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"

@@ -1,6 +1,8 @@
 """The blocks of a model along the forward pass: what groups of layers are made of."""
 
+from collections.abc import Container
 from collections.abc import Sequence
+import itertools
 import re
 
 from optax_boost import _stacked
@@ -23,16 +25,18 @@ def find(
   Returns:
     For each leaf in `order` its block, or those of its layers; and the number of blocks.
   """
-  modules = _modules(leaves, order, stacks)
-  largest = 0
-  while True:
+  kernels = [i for i in order if not _is_attached(leaves[i])]
+  modules = _modules(leaves, kernels, stacks)
+  for largest in range(max(map(len, modules), default=0)):
     units = [chain[min(largest, len(chain) - 1)] if chain else None for chain in modules]
-    if largest >= max(map(len, modules), default=0):
-      units = [None] * len(leaves)
+    # What is left of a module that is cut may have no kernel, or others among its kernels.
+    members = {unit: {i for i in kernels if units[i] == unit} for unit in set(units)}
+    whole = {unit for unit, ids in members.items() if _in_turn(kernels, ids)}
+    units = [unit if unit in whole else None for unit in units]
     places, number = _places(leaves, order, stacks, units)
-    if number >= wanted or not any(units):
+    if number >= wanted:
       return places, number
-    largest += 1
+  return _places(leaves, order, stacks, [None] * len(leaves))
 
 
 def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
@@ -49,8 +53,14 @@ def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
   return found
 
 
+def _in_turn(kernels: list[int], members: Container[int]) -> bool:
+  """Whether some of the kernels are members, and these come one after the other."""
+  runs = [is_member for is_member, _ in itertools.groupby(kernels, members.__contains__)]
+  return runs.count(True) == 1
+
+
 def _modules(
-  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack]
+  leaves: list[_tree.Leaf], kernels: list[int], stacks: list[_stacked.Stack]
 ) -> list[list[str]]:
   """For each leaf the repeated modules that it is in, from the outermost in.
 
@@ -58,7 +68,7 @@ def _modules(
   where its kernels come one after the other and no scan runs over them.
   """
   contents: dict[str, set[str]] = {}
-  members: dict[str, list[int]] = {}
+  members: dict[str, set[int]] = {}
   kinds: dict[tuple[str, str], list[str]] = {}
   for i, leaf in enumerate(leaves):
     names = leaf.path.split("/")
@@ -68,15 +78,11 @@ def _modules(
         if module not in contents:
           kinds.setdefault(("/".join(names[: end - 1]), match[1]), []).append(module)
         contents.setdefault(module, set()).add("/".join(names[end:]))
-        members.setdefault(module, []).append(i)
+        members.setdefault(module, set()).add(i)
   scanned = {i for stack in stacks for i in stack.axes}
-  kernels = [i for i in order if not _is_attached(leaves[i])]
-  place = {kernel: number for number, kernel in enumerate(kernels)}
 
   def is_block(module: str) -> bool:
-    places = [place[i] for i in members[module] if i in place]
-    in_turn = bool(places) and max(places) - min(places) + 1 == len(places)
-    return in_turn and scanned.isdisjoint(members[module])
+    return _in_turn(kernels, members[module]) and scanned.isdisjoint(members[module])
 
   chains: list[list[str]] = [[] for _ in leaves]
   for modules in kinds.values():

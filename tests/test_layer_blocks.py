@@ -201,3 +201,28 @@ def test_different_parts_of_a_sequence_are_no_blocks():
   assert plan.groups == (("layers/0/in", "layers/0/out"), ("layers/1/out",))
   plan = optax_boost.layer_groups(loss, {"layers": [body, head]}, X)
   assert len(plan.groups) == 3
+
+
+def test_what_is_left_of_a_block_that_is_cut_stays_in_order():
+  kernel, norm = {"kernel": jnp.eye(WIDTH)}, {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+  block = {"dense": [kernel, kernel], "norm": norm}
+  around = block | {"in": kernel, "out": kernel}
+
+  def loss(params, x):
+    for p in params["layers"]:
+      x = normalized(x, p["norm"]) @ p.get("in", kernel)["kernel"]
+      for dense in p["dense"]:
+        x = x @ dense["kernel"]
+      x = x @ p.get("out", kernel)["kernel"]
+    return jnp.mean(x)
+
+  # Only the norm is left: it goes with the kernel before it, or the first.
+  plan = optax_boost.layer_groups(loss, {"layers": [block] * 2}, X, num_groups=4)
+  names = [[path for path in group if path.endswith("kernel")] for group in plan.groups]
+  assert names == [[f"layers/{i}/dense/{j}/kernel"] for i in range(2) for j in range(2)]
+  assert "layers/0/norm/scale" in plan.groups[0]
+  # A kernel is left on either side of what was cut.
+  plan = optax_boost.layer_groups(loss, {"layers": [around] * 2}, X, num_groups=8)
+  names = [[path for path in group if path.endswith("kernel")] for group in plan.groups]
+  parts = ("in", "dense/0", "dense/1", "out")
+  assert names == [[f"layers/{i}/{part}/kernel"] for i in range(2) for part in parts]
