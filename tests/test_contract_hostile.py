@@ -20,7 +20,7 @@ from tests import problems
 from tests import registry
 from tests import test_contract
 
-# One for each factory: what it does with such params does not hang on its options.
+# One row for each factory: its options make no difference to such params.
 ROWS = list({row.factory: row for row in registry.ROWS}.values())
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 STEPS = 4
