@@ -23,7 +23,7 @@ import optax_boost
 _OURS, _MEAN, _GATHER = "optax_boost.adasum", "lax.pmean per leaf", "all-gather, reduce locally"
 _ABOUT = f"""\
 One reduction of float32 gradients over 8 virtual CPU devices in `shard_map`, jitted. Ratios are
-medians of the ratios within a round; below 1 is faster than the reference in the column's head.
+medians of the ratios within a round; below 1 is faster than the contender in the column's head.
 The virtual devices share this machine's cores and its memory, so the times are those of all work
 and all copies together, not of wires; `{_MEAN}` is what data-parallel training does without
 AdaSum. `{_GATHER}` gathers all gradients on every device and calls `adasum_reduce` there. Temporary

@@ -79,7 +79,7 @@ of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. O
 measurement is a whole training of {STEPS} steps of the NNX train step (and one before them), data
 on the host, nothing compiled: the levels freeze in the last 30 and 45 % of it. Columns are medians
 of the ratios of seconds within a round: what O0 has over a row is by how much it makes more steps
-per second. Rows between O0 and O1 are single methods of O1; `O1, reference` are the reference's
+per second. Rows between O0 and O1 are single methods of O1; `O1, reference` are MindSpore's
 defaults, whose schedule is random in how many groups it freezes, so its training goes on and on.
 
 Accuracies are of the ResNet-11 after equally many steps, on all test images. The learning rate

@@ -25,7 +25,7 @@ _DLDR = "PyTorch DLDR, in memory"
 _ABOUT = f"""\
 One step in float32 with {_K} components, gradients given, params and state donated: update of
 `optax_boost.dim_reduce` and `optax.apply_updates`. Ratios are medians of the ratios within a round;
-below 1 is faster than the reference in the column's head. `{_READS}` reads as many bytes as the
+below 1 is faster than the contender in the column's head. `{_READS}` reads as many bytes as the
 basis has, twice, on all cores; with the gradient, the momentum and the params, a step can't move
 less than 1.11 times that. Searches accept the first trial of a loss that costs next to nothing.
 XLA need not store the trial's params for such a loss, the peers do; a network would add some 5 %

@@ -51,7 +51,7 @@ kernel's search, with and without its compiler. `growing lamda` has subsets that
 it is measured at more than a quarter and up to half a vector, and `programs` counts what was
 compiled on the way. `pairs` and `rank` are the faster methods; `laperm` synchronizes every 20
 steps, over which it is measured. `state` and `temp` are in copies of the params; `temp` is what XLA
-takes beside arguments and results. The CNN has few rounds: one step of the reference takes
+takes beside arguments and results. The CNN has few rounds: one step of SGPerm.py takes
 seconds."""
 
 
@@ -164,7 +164,7 @@ class Problem:
     Args:
       name: of the contender.
       tx: the transformation.
-      goal: how many times as fast as the reference it ought to be.
+      goal: how many times as fast as SGPerm.py it ought to be.
       repeat: steps in one measurement.
       plain: whether the host kernel does without its compiler.
     """

@@ -69,14 +69,14 @@ TASKS = {
     (8, 16, 16),
     8,
     Setting(0.05, 1e-2, 8, 40, 512, True),
-    "Validation losses: SGD 0.122, average 0.126, DimReduce 0.125; with the reference's two trials"
+    "Validation losses: SGD 0.122, average 0.126, DimReduce 0.125; with MindSpore's two trials"
     " 0.135, 19 % of the steps rejected.",
   ),
   "cifar10": Task(
     (16, 32, 32),
     8,
     Setting(0.02, 0.0, 8, 40, 512, True),
-    "Validation losses: SGD 1.454, average 1.492, DimReduce 1.480. With the reference's two trials"
+    "Validation losses: SGD 1.454, average 1.492, DimReduce 1.480. With MindSpore's two trials"
     " and alpha 0.001 it was 1.458 in batches of 64 and 1.473 in batches of 512, but every step in"
     " the subspace was rejected, so that only slow SGD outside of it was left; of the other"
     " settings, this is the best.",
