@@ -101,7 +101,7 @@ def contender(
   step = optax_boost.linen.make_train_step(module, loss_fn, tx, freezing=freezing)
   state = step.init(module.init(jax.random.key(0), batch["x"]))
   start = time.perf_counter()
-  compiled = step._step.lower(state, batch).compile()
+  compiled = step.lower(state, batch).compile()
   facts = {"trace and compile, s": time.perf_counter() - start}
   if freezing != "switch":
     facts["GFLOPs"] = compiled.cost_analysis()["flops"] / 1e9
