@@ -131,11 +131,19 @@ def _is_attached(leaf: _tree.Leaf) -> bool:
   return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
 
+def _parents(module: str) -> list[str]:
+  """The modules around a module, the root among them."""
+  names = module.split("/") if module else []
+  return ["/".join(names[:end]) for end in range(len(names))]
+
+
 def _blocks(
   leaves: list[_tree.Leaf], order: list[int], stacks: set[int], units: Sequence[str | None]
 ) -> list[list[int]]:
   """Units, and kernels and stacks outside them, with their biases and normalizations."""
   modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
+  # A module with others in it may use its own leaves at any time.
+  outer = {parent for module in modules for parent in _parents(module)}
   kernels = [i for i in order if i in stacks or not _is_attached(leaves[i])]
   kernels_of: dict[str, list[int]] = {}
   first_of: dict[str | None, int] = {}
@@ -145,12 +153,12 @@ def _blocks(
   blocks: dict[int, list[int]] = {}
   last = (kernels or order or [0])[0]
   for i in order:
-    # A module's own kernel counts before the last one that was used.
+    # The kernel of an innermost module counts before the last one that was used.
     own = kernels_of.get(modules[i], [])
     if i in own:
       last = home = i
     else:
-      home = own[0] if len(own) == 1 else last
+      home = own[0] if len(own) == 1 and modules[i] not in outer else last
     if (unit := units[i] or units[home]) is not None:
       home = first_of[unit]
     blocks.setdefault(home, []).append(i)

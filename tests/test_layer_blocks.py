@@ -226,3 +226,24 @@ def test_what_is_left_of_a_block_that_is_cut_stays_in_order():
   names = [[path for path in group if path.endswith("kernel")] for group in plan.groups]
   parts = ("in", "dense/0", "dense/1", "out")
   assert names == [[f"layers/{i}/{part}/kernel"] for i in range(2) for part in parts]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_vector_of_the_root_stays_where_it_is_used(scanned):
+  kernels = jnp.stack([jnp.eye(WIDTH)] * LAYERS)
+  params = {"embed": jnp.ones((5, WIDTH)), "final": jnp.ones(WIDTH), "position": jnp.ones(WIDTH)}
+  params["layers"] = {"w": kernels} if scanned else [{"w": kernel} for kernel in kernels]
+
+  def loss(params, tokens):
+    x = params["embed"][tokens] + params["position"]
+    if scanned:
+      x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["w"]), None), x, params["layers"])
+    else:
+      for p in params["layers"]:
+        x = jnp.tanh(x @ p["w"])
+    return jnp.mean((x * params["final"]) @ params["embed"].T)
+
+  plan = optax_boost.layer_groups(loss, params, TOKENS)
+  assert plan.groups[0] == ("embed", "position")
+  last = f"layers/w[{LAYERS - 1}:{LAYERS}]" if scanned else f"layers/{LAYERS - 1}/w"
+  assert plan.groups[-1] == (last, "final")
