@@ -274,6 +274,50 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
   np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches), atol=2e-6)
 
 
+class NnxShared(nnx.Module):
+  def __init__(self):
+    self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    def body(_, carry):
+      norm, x = carry
+      return norm, norm(x) * 3 + 10
+
+    return nnx.fori_loop(0, 2, body, (self.norm, self.norm(x)))[1]
+
+
+class LinenShared(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    def body(norm, x, _):
+      return norm(x, use_running_average=True) * 3 + 10, None
+
+    norm = nn.BatchNorm(name="norm")
+    x = norm(x, use_running_average=True)
+    scan = nn.scan(
+      body, variable_carry="batch_stats", variable_broadcast="params", length=2, split_rngs={}
+    )
+    return scan(norm, x, None)[0]
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_all_uses_of_a_shared_batch_norm_count_alike(api):
+  batch = batches_of([8])[0]
+  once = (batch - batch.mean(0)) / np.sqrt(batch.var(0) + 1e-5)
+  twice = 3 * once / np.sqrt(once.var(0) + 1e-5) + 10
+  uses = [batch, once, twice]
+  if api == "nnx":
+    new = optax_boost.nnx.estimate_batch_stats(NnxShared(), [batch])
+    found = [new.norm.mean[...], new.norm.var[...]]
+  else:
+    module = LinenShared()
+    variables = module.init(jax.random.key(0), batch)
+    new = optax_boost.linen.estimate_batch_stats(module, variables, [batch])
+    found = [new["batch_stats"]["norm"][name] for name in ("mean", "var")]
+  expected = [np.mean([x.mean(0) for x in uses], 0), np.mean([x.var(0) for x in uses], 0)]
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_a_second_estimate_compiles_nothing():
   batches, module = batches_of([8, 8]), Linen()
   variables = module.init(jax.random.key(0), batches[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from optax_boost.linen import _adapter
 
 _METHOD = "estimate_batch_stats"
 _COLLECTION = "batch_stats"
+# After the name of a statistic.
+_SUM, _USES = "_sum", "_uses"
 # Stands for a statistic that no call has computed.
 _UNREACHED = -jnp.inf
 
@@ -33,7 +36,8 @@ def estimate_batch_stats(
 
   Needed where params did not come from training alone, as averages: the running statistics are then
   those of other params. The new statistics are the exact means, over all batches, of the batches'
-  means and variances, and not exponential averages, in which the last batches count most.
+  means and variances, and not exponential averages, in which the last batches count most. Of a
+  BatchNorm that a forward pass uses several times, all uses count alike.
 
   BatchNorms normalize by the batch whatever the call says. All other layers are as the call sets
   them: call the module in its evaluation mode, and there is no dropout.
@@ -117,14 +121,14 @@ class _Statistics(NamedTuple):
   def __call__(self, variables: Any, unused: Any, batch: Any) -> Any:
     del unused
     params, collections = _adapter.split_variables(variables)
+    # In the same collection, so that scans handle them as they do the statistics.
+    collections = {**collections, _COLLECTION: _with_sums(collections[_COLLECTION])}
     model = _adapter.BoundModel(self.module, params, collections, {})
-    reached: set[tuple[str, ...]] = set()
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
       norm = context.module
       if context.method_name != "__call__" or not isinstance(norm, nn.BatchNorm):
         return next_fun(*args, **kwargs)
-      reached.add(norm.path)
       return _call_on_batch(norm, next_fun, args, kwargs)
 
     with nn.intercept_methods(intercept):
@@ -132,26 +136,52 @@ class _Statistics(NamedTuple):
         model(batch)
       else:
         self.forward_fn(model, batch)
+    return _means(model.collections[_COLLECTION], variables[_COLLECTION])
 
-    def result(path: Any, statistic: jax.Array) -> jax.Array:
-      owner = tuple(key.key for key in path[:-1])
-      return statistic if owner in reached else jnp.full_like(statistic, _UNREACHED)
 
-    return jax.tree.map_with_path(result, model.collections[_COLLECTION])
+def _with_sums(statistics: Any) -> dict[str, Any]:
+  """Statistics, each with its sum over the uses in a forward pass and their number."""
+  extended: dict[str, Any] = {}
+  for name, value in statistics.items():
+    if isinstance(value, Mapping):
+      extended[name] = _with_sums(value)
+    else:
+      extended |= {name: value, name + _SUM: jnp.zeros_like(value)}
+      extended[name + _USES] = jnp.zeros_like(value)
+  return extended
+
+
+def _means(extended: Any, statistics: Any) -> dict[str, Any]:
+  """The mean of each statistic over the uses."""
+  means: dict[str, Any] = {}
+  for name, value in statistics.items():
+    if isinstance(value, Mapping):
+      means[name] = _means(extended[name], value)
+    else:
+      uses = extended[name + _USES]
+      mean = extended[name + _SUM] / jnp.maximum(uses, 1)
+      means[name] = jnp.where(uses > 0, mean, _UNREACHED)
+  return means
 
 
 def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
-  """Calls a BatchNorm such that its new statistics are those of the batch alone."""
-  for name in ("mean", "var"):
-    # Times a momentum of zero, old statistics that are not finite would be NaN.
-    old: Any = norm.get_variable(_COLLECTION, name)
-    norm.put_variable(_COLLECTION, name, jnp.zeros_like(old))
+  """Calls a BatchNorm that normalizes by the batch, and adds up its statistics."""
   own = {"momentum": norm.momentum, "use_running_average": norm.use_running_average}
+  old: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in ("mean", "var")}
+  # Times a momentum of zero, old statistics that are not finite would be NaN.
+  for name, value in old.items():
+    norm.put_variable(_COLLECTION, name, jnp.zeros_like(value))
   try:
     # Linen's modules are frozen; this one is bound for this call.
     object.__setattr__(norm, "momentum", 0.0)
     object.__setattr__(norm, "use_running_average", None)
-    return call(*args[:1], **{**kwargs, "use_running_average": False})
+    out = call(*args[:1], **{**kwargs, "use_running_average": False})
   finally:
     for name, value in own.items():
       object.__setattr__(norm, name, value)
+  for name, value in old.items():
+    for total, term in ((_SUM, norm.get_variable(_COLLECTION, name)), (_USES, 1)):
+      earlier: Any = norm.get_variable(_COLLECTION, name + total)
+      norm.put_variable(_COLLECTION, name + total, earlier + term)
+    norm.put_variable(_COLLECTION, name, value)
+  return out

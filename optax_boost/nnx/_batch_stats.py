@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 
 _METHOD = "estimate_batch_stats"
+# Of the uses of a BatchNorm in a forward pass.
+_TOTALS = ("sum_of_means", "sum_of_vars", "uses")
 
 
 def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
@@ -72,7 +75,8 @@ def estimate_batch_stats(
 
   Needed where params did not come from training alone, as averages: the running statistics are then
   those of other params. The new statistics are the exact means, over all batches, of the batches'
-  means and variances, and not exponential averages, in which the last batches count most.
+  means and variances, and not exponential averages, in which the last batches count most. Of a
+  BatchNorm that a forward pass uses several times, all uses count alike.
 
   BatchNorms normalize by the batch, all other layers are in evaluation mode: no dropout. Params
   and all other variables stay as they are.
@@ -122,7 +126,9 @@ def estimate_batch_stats(
   working.eval()
   for norm in _norms(working).values():
     norm.use_running_average = False
-    norm.momentum = 0.0  # the new statistics are those of the batch alone
+    norm.__class__ = _summing(type(norm))
+    for name in _TOTALS:
+      setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   graphdef, state = nnx.split(working)
   estimated = _full_gradient.mean_over_batches(
     jax.tree_util.Partial(_Statistics(graphdef, forward_fn), state),
@@ -158,17 +164,45 @@ class _Statistics(NamedTuple):
   def __call__(self, state: Any, unused: Any, batch: Any) -> Any:
     del unused
     model = nnx.merge(self.graphdef, state)
-    norms = _norms(model)
-    for norm in norms.values():
-      # Where no batch comes by, the variance stays below zero. Times a momentum of zero, old
-      # statistics that are not finite would be NaN.
-      norm.mean[...] = jnp.zeros_like(norm.mean[...])
-      norm.var[...] = jnp.full_like(norm.var[...], -1)
     if self.forward_fn is None:
       model(batch)
     else:
       self.forward_fn(model, batch)
-    return {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
+    return {path: _means(norm) for path, norm in _norms(model).items()}
+
+
+@functools.cache
+def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+  """A class of BatchNorms that sum the statistics of all their uses in a forward pass."""
+
+  class Summing(kind):  # type: ignore[misc, valid-type]
+    """An instance of `kind` becomes one of this."""
+
+    def __call__(
+      self, x: jax.Array, use_running_average: bool | None = None, **options: Any
+    ) -> jax.Array:
+      if use_running_average is None:
+        use_running_average = self.use_running_average
+      if use_running_average:
+        return super().__call__(x, use_running_average=True, **options)
+      own = self.mean[...], self.var[...], self.momentum
+      # Times a momentum of zero, old statistics that are not finite would be NaN.
+      self.mean[...] = self.var[...] = jnp.zeros_like(own[0])
+      self.momentum = 0.0
+      out = super().__call__(x, use_running_average=False, **options)
+      for name, value in zip(_TOTALS, (self.mean[...], self.var[...], 1), strict=True):
+        getattr(self, name)[...] += value
+      self.mean[...], self.var[...], self.momentum = own
+      return out
+
+  return Summing
+
+
+def _means(norm: nnx.BatchNorm) -> tuple[jax.Array, jax.Array]:
+  """The mean over a norm's uses of means and of variances; variances of -1 where there was none."""
+  mean, var, uses = (getattr(norm, name)[...] for name in _TOTALS)
+  some = jnp.maximum(uses, 1)
+  return mean / some, jnp.where(uses > 0, var / some, -1)
 
 
 def _norms(model: Any) -> dict[str, nnx.BatchNorm]:
