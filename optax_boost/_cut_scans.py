@@ -102,7 +102,7 @@ class _CutScans(_jaxpr.Evaluator[Any]):
     return value
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    enters = self._inline and equation.primitive.name in ("jit", "pjit")
+    enters = self._inline and equation.primitive.name in _jaxpr.PLAIN_CALLS
     if enters or any(isinstance(value, _Parts) for value in inputs):
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)

@@ -64,13 +64,21 @@ def scanned_groups():
   return optax_boost.layer_groups(scanned_loss, scanned(), take(range(B)), num_groups=3)
 
 
-@pytest.mark.parametrize("form", ["plain", "scanned"])
-def test_loss_and_gradients_are_those_of_the_whole_loss(form):
-  if form == "plain":
-    params, loss_fn, cache = model(), loss, make()
+def checkpointed(params, batch):
+  return jax.checkpoint(jax.checkpoint(loss))(params, batch)
+
+
+def checkpointed_scan(params, batch):
+  return jax.checkpoint(scanned_loss)(params, batch)
+
+
+@pytest.mark.parametrize("loss_fn", [loss, scanned_loss, checkpointed, checkpointed_scan])
+def test_loss_and_gradients_are_those_of_the_whole_loss(loss_fn):
+  if loss_fn in (loss, checkpointed):
+    params, cache = model(), make(loss_fn)
   else:
-    params, loss_fn = scanned(), scanned_loss
-    cache = make(scanned_loss, params, groups=scanned_groups())
+    params = scanned()
+    cache = make(loss_fn, params, groups=scanned_groups())
   batch = take([3, 1, 0, 6])
   for _ in range(2):  # computed, then read
     given = cache(params, [3, 1, 0, 6], batch)
@@ -79,7 +87,7 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(form):
     np.testing.assert_allclose(ours, value, rtol=1e-6)
     np.testing.assert_allclose(gradient["head"], expected["head"], rtol=1e-5, atol=1e-7)
     assert not np.any(gradient["embed"])
-  if form == "scanned":
+  if "blocks" in params:
     own = np.asarray(gradient["blocks"])
     first = int(np.argmax(np.any(own, axis=(1, 2))))
     assert 0 < first < L
@@ -102,6 +110,14 @@ def test_the_prefix_is_not_computed_for_what_is_cached():
   # Read, the activations need no params at all.
   nowhere = jax.tree.map(lambda x: x * jnp.nan, params)
   chex.assert_trees_all_equal(cache(nowhere, range(B), given[0])[1], given[1])
+
+
+def test_what_is_trained_stays_checkpointed():
+  cache = make(checkpointed)
+  batch = cache(model(), [3, 1, 0, 6], take([3, 1, 0, 6]))
+  program = jax.make_jaxpr(cache.loss_fn)(model(), batch)
+  inner = [e.params["jaxpr"] for e in program.eqns if "policy" in e.params]
+  assert "dot_general" in str(inner)
 
 
 def test_training_with_the_cache_equals_training_without_it():

@@ -7,6 +7,7 @@ the rest, and so is what depends on data alone (a mask, targets).
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 import re
 from typing import Any
 from typing import NamedTuple
@@ -66,7 +67,8 @@ def split(
     return _cut_scans.run(closed, [*inputs, *others], inline=True)
 
   # Each leaf twice: what is frozen is taken from the first, what is trained from the second.
-  jaxpr = jax.make_jaxpr(inlined)(leaves, leaves, others)
+  inputs = [*leaves, *leaves, *others]
+  whole = jax.make_jaxpr(inlined)(leaves, leaves, others)
   keys = len(jax.tree.leaves(rng))
   kinds = [
     *[_FROZEN] * len(leaves),
@@ -74,15 +76,15 @@ def split(
     *[_DATA] * (len(others) - keys),
     *[_RANDOM] * keys,
   ]
-  kind, kinds_of_equations = _dependences(jaxpr.jaxpr, kinds)
-  steps = list(zip(jaxpr.eqns, kinds_of_equations, strict=True))
-  after = [equation for equation, k in steps if not _is_activation(k)]
-  border, again = _without_cheap(jaxpr.jaxpr, kind, _border(jaxpr.jaxpr, kind, after))
-  after = [equation for equation, k in steps if not _is_activation(k) or id(equation) in again]
-  before = [equation for equation, k in steps if not k & _TRAINED]
-  inputs = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-  first = _jaxpr.part(jaxpr.jaxpr, inputs, border, before)
-  second = _jaxpr.part(jaxpr.jaxpr, [*inputs, *border], jaxpr.jaxpr.outvars, after)
+  jaxpr = _hoisted(whole, kinds, inputs)
+  kind, border, before, after = _cut(jaxpr.jaxpr, kinds)
+  _check_border([kind[variable] for variable in border])
+  border, again = _without_cheap(jaxpr.jaxpr, kind, border)
+  again |= set(map(id, after))
+  after = [equation for equation in jaxpr.eqns if id(equation) in again]
+  variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+  first = _jaxpr.part(jaxpr.jaxpr, variables, border, before)
+  second = _jaxpr.part(jaxpr.jaxpr, [*variables, *border], jaxpr.jaxpr.outvars, after)
 
   def activations(params: Any, *data: Any) -> list[Any]:
     own = jax.tree.leaves(params)
@@ -109,6 +111,52 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> tuple[dict[Any, int], list
     kind |= dict.fromkeys(equation.outvars, found)
     of_equations.append(found)
   return kind, of_equations
+
+
+def _cut(
+  jaxpr: Any, kinds: Sequence[int]
+) -> tuple[dict[Any, int], list[Any], list[Any], list[Any]]:
+  """What each variable depends on, the activations, the equations up to them, and the others.
+
+  The others are those that work on something trained or make no activation.
+  """
+  kind, kinds_of_equations = _dependences(jaxpr, kinds)
+  steps = list(zip(jaxpr.eqns, kinds_of_equations, strict=True))
+  before = [equation for equation, k in steps if not k & _TRAINED]
+  after = [equation for equation, k in steps if not _is_activation(k)]
+  used = [atom for equation in after for atom in equation.invars] + list(jaxpr.outvars)
+  variables = dict.fromkeys(atom for atom in used if not isinstance(atom, jax_core.Literal))
+  return kind, [v for v in variables if _is_activation(kind[v])], before, after
+
+
+def _hoisted(program: Any, kinds: Sequence[int], arguments: Sequence[Any]) -> Any:
+  """A program with its activations outside of what ``jax.checkpoint`` computes twice."""
+  kind, _ = _dependences(getattr(program, "jaxpr", program), kinds)
+  return jax.make_jaxpr(lambda *values: _Hoisting(kind).run(program, values))(*arguments)
+
+
+class _Hoisting(_jaxpr.Evaluator[Any]):
+  """Computes a program again, each ``jax.checkpoint`` as its activations and a smaller one."""
+
+  def __init__(self, kind: dict[Any, int]) -> None:
+    self._kind = kind
+
+  def constant(self, value: Any) -> Any:
+    return value
+
+  def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    if "policy" not in equation.params:
+      return self.bind(equation, inputs)
+    literal = jax_core.Literal
+    kinds = [0 if isinstance(atom, literal) else self._kind[atom] for atom in equation.invars]
+    closed = _hoisted(equation.params["jaxpr"], kinds, inputs)
+    jaxpr, values = closed.jaxpr, [*closed.consts, *inputs]
+    _, border, before, after = _cut(jaxpr, kinds)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    kept = _jaxpr.compute(_jaxpr.part(jaxpr, variables, border, before), values)
+    rest = _jaxpr.part(jaxpr, [*variables, *border], jaxpr.outvars, after)
+    settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(functools.partial(_jaxpr.compute, rest), **settings)([*values, *kept])
 
 
 def _without_cheap(
@@ -154,20 +202,15 @@ def _is_activation(kind: int) -> bool:
   return not kind & _TRAINED and bool(kind & _FROZEN) and bool(kind & (_DATA | _RANDOM))
 
 
-def _border(jaxpr: Any, kind: dict[Any, int], after: list[Any]) -> list[Any]:
-  """The activations that the rest of the program works on, in its order."""
-  used = [atom for equation in after for atom in equation.invars] + list(jaxpr.outvars)
-  variables = dict.fromkeys(atom for atom in used if not isinstance(atom, jax_core.Literal))
-  border = [variable for variable in variables if _is_activation(kind[variable])]
-  if not border:
+def _check_border(kinds: list[int]) -> None:
+  if not kinds:
     raise ValueError(
       f"`{_METHOD}` found no activations: nothing is computed from the data and the frozen groups"
       " alone. Freeze the groups from the first on, the embedding among them, and pass the number"
       " that is frozen in every step."
     )
-  if any(kind[variable] & _RANDOM for variable in border):
+  if any(kind & _RANDOM for kind in kinds):
     raise ValueError(
       f"`{_METHOD}` needs a prefix without random numbers; the frozen groups draw some from the"
       " loss's key (dropout). Turn them off there."
     )
-  return border
