@@ -314,8 +314,8 @@ def adasum(
   ) -> tuple[optax.Updates, AdasumState]:
     del extra_args
     _tree.check_update(method, updates, state, AdasumState, params)
-    for argument, names in zip(arguments, (axes, local_axes, shard_axes), strict=True):
-      _base.require_axis(argument, names, method)
+    for argument, names in arguments.items():
+      _base.require_axis(argument, names, method, optional=argument != "axis_name")
     paths, layers, join = _tree.split_layers(updates, stacked_axes)
     if not layers:
       return updates, state

@@ -237,7 +237,9 @@ def check_axis_name(name: str, value: Any) -> None:
     )
 
 
-def require_axis(name: str, value: str | tuple[str, ...] | None, method: str) -> int:
+def require_axis(
+  name: str, value: str | tuple[str, ...] | None, method: str, *, optional: bool = True
+) -> int:
   """The size of mesh axes; ValueError unless they are bound where ``update`` is called."""
   if not value:
     return 1
@@ -247,7 +249,7 @@ def require_axis(name: str, value: str | tuple[str, ...] | None, method: str) ->
     raise ValueError(
       f"`{method}` was given {name}={value!r}, but no such axis is bound where `update` is called."
       " Call it inside `jax.shard_map` (or `jax.vmap`) over an axis of this name, or leave"
-      f" `{name}` out."
+      f" `{name if optional else method}` out."
     ) from error
 
 

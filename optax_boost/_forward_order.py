@@ -22,7 +22,7 @@ class _Value(NamedTuple):
 
 
 _NEUTRAL, _DATA = _Value(), _Value(data=True)
-_ARRAY, _SCALAR, _CONSTANT = "array", "scalar", "constant"
+_ARRAY, _SCALAR, _CONSTANT, _KEY = "array", "scalar", "constant", "key"
 
 
 def forward_uses(
@@ -33,16 +33,18 @@ def forward_uses(
 ) -> list[int]:
   """The params' leaves, with repetitions, in the order in which the loss brings them to data.
 
-  A `data` flag of None makes its argument a constant. Constants and scalar arguments count as data
-  only where all leaves would otherwise meet data in one place or nowhere.
+  A `data` flag of None makes its argument a constant. Scalar arguments, constants and noise count
+  as data, in this order, only where all leaves would otherwise meet data in one place or nowhere.
   """
   closed = jax.make_jaxpr(loss_fn)(params, *args)
   leaves = [_Value(params=frozenset([i])) for i in range(len(jax.tree.leaves(params)))]
   arguments = zip(closed.jaxpr.invars[len(leaves) :], data, strict=True)
   kinds = [_argument(variable.aval, flag) for variable, flag in arguments]
   candidates = []
-  for accepted in ({_ARRAY}, {_ARRAY, _SCALAR}, {_ARRAY, _SCALAR, _CONSTANT}):
-    order = _ForwardOrder(_DATA if _CONSTANT in accepted else _NEUTRAL)
+  accepted: set[str | None] = set()
+  for kind in (_ARRAY, _SCALAR, _CONSTANT, _KEY):
+    accepted = {*accepted, kind}
+    order = _ForwardOrder(_DATA if _CONSTANT in accepted else _NEUTRAL, _KEY in accepted)
     values = [_DATA if kind in accepted else _NEUTRAL for kind in kinds]
     outputs = order.run(closed, [*leaves, *values])
     if outputs:
@@ -58,9 +60,11 @@ def forward_uses(
 
 
 def _argument(aval: Any, is_data: bool | None) -> str | None:
-  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
-  if is_data is False or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+  if is_data is False:
     return None
+  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
+  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    return _KEY
   if is_data is None:
     return _CONSTANT if aval.size > 1 else None
   return _ARRAY if aval.size > 1 else _SCALAR
@@ -72,9 +76,9 @@ class _ForwardOrder(_jaxpr.Interpreter[_Value]):
   A leaf that meets data as part of a penalty is noted as ~leaf.
   """
 
-  def __init__(self, array_constant: _Value):
+  def __init__(self, array_constant: _Value, noise_is_data: bool):
     self.uses: list[tuple[int, ...]] = []
-    self._array_constant = array_constant
+    self._array_constant, self._noise_is_data = array_constant, noise_is_data
 
   def count_places(self) -> int:
     """In how many equations leaves meet data for the first time."""
@@ -91,6 +95,9 @@ class _ForwardOrder(_jaxpr.Interpreter[_Value]):
     return _Value(any(v.data for v in values), frozenset[int]().union(*(v.params for v in values)))
 
   def operation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+    if equation.primitive.name == "random_wrap":
+      # A key that was passed as integers.
+      return inputs if self._noise_is_data else [_NEUTRAL]
     joined = self.join(inputs)
     if joined.data and joined.params:
       # Where a penalty meets the data is not where its params are used.

@@ -91,8 +91,8 @@ def layer_groups(
   outermost scan is a block, with its slices of all leaves that the scan slices; in a reverse scan
   the last layer comes first. A leaf that all layers share is frozen with the first of them.
 
-  Arrays that the loss closes over (an adapter's base weights, a pruning mask) are data only where
-  the params would otherwise meet data in one place or nowhere.
+  Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
+  only where the params would otherwise meet data in one place or nowhere.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -326,7 +326,7 @@ def select_state(
       transform_non_params=lambda _: None,
       is_leaf=_tree.is_masked,
     )
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
+  except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
     raise TypeError(
       f"`{method}` needs an inner optimizer over whose state `optax.tree.map_params` can map; it"
       f" failed: {error}. Masks and labels that are callables must take any tree: use"

@@ -100,7 +100,9 @@ def apply_gradients(
     or masters keep the entries concerned and do not count the step, which ``tx.update`` skips.
   """
   tx = _base.check_transformation("tx", tx)
-  _tree.check_same_tree(grads, params, "apply_gradients")
+  # Of its pair of params, `optax.lookahead` takes the gradients of the fast ones.
+  trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+  _tree.check_same_tree(grads, trained, "apply_gradients")
   return apply(tx, lambda: (grads, dict(extra_args)), opt_state, params)
 
 

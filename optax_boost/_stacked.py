@@ -60,8 +60,8 @@ def stacked_axes(
 
   Returns:
     The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`adasum`,
-    :func:`sgperm` and :func:`laperm`: a pattern for each stacked leaf, with its axes, several for
-    scans in scans.
+    :func:`sgperm` and :func:`laperm`: a pattern for each stacked leaf, with its axes: several for
+    scans in scans, that of the outermost first.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.
@@ -80,7 +80,11 @@ def stacked_axes(
   _tree.check_traceable("args", args)
   paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
-  for leaf, axis in sorted(_follow(loss_fn, params, *args).sliced):
+  found = _follow(loss_fn, params, *args)
+  outermost = {place for stack in found.stacks for place in stack.axes.items()}
+  for leaf, axis in sorted(
+    found.sliced, key=lambda place: (place[0], place not in outermost, place)
+  ):
     pattern = f"^{re.escape(paths[leaf])}$"
     axes[pattern] = (*axes.get(pattern, ()), axis)
   return axes

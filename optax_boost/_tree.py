@@ -136,8 +136,10 @@ def axes_by_pattern(
   shapes: Sequence[tuple[int, ...]],
   patterns: _base.AxesByPattern | None,
   argument: str,
+  *,
+  ascending: bool = True,
 ) -> list[tuple[int, ...] | None]:
-  """Each leaf's axes by the first pattern that matches, ascending, or None."""
+  """Each leaf's axes by the first pattern that matches, ascending or as named, or None."""
   check_axes_by_pattern(argument, patterns)
   keys = list(patterns or {})
   found: list[tuple[int, ...] | None] = []
@@ -149,7 +151,10 @@ def axes_by_pattern(
         f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
         " has."
       )
-    found.append(None if axes is None else tuple(sorted({axis % len(shape) for axis in axes})))
+    if axes is not None:
+      distinct = dict.fromkeys(axis % len(shape) for axis in axes)
+      axes = tuple(sorted(distinct) if ascending else distinct)
+    found.append(axes)
   return found
 
 
@@ -236,8 +241,8 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
     return jax.tree.leaves(jax.tree.broadcast(mask, tree))
   except ValueError as error:
     raise ValueError(
-      f"`{argument}` must be a tree of bools with the structure of the params, or a prefix of"
-      f" it; got {jax.tree.structure(mask)} for params {jax.tree.structure(tree)}."
+      f"`{argument}` must be a tree of bools with the structure of the tree that it selects from,"
+      f" or a prefix of it; got {jax.tree.structure(mask)} for {jax.tree.structure(tree)}."
     ) from error
 
 

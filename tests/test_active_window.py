@@ -158,6 +158,13 @@ def test_works_inside_a_loss_scale_accumulation_and_masters():
   assert step.cache_size() == 1
 
 
+def test_of_several_axes_the_first_counts():
+  params = {"b": jnp.zeros((2, 3, 4))}
+  tx = optax_boost.active_window(optax.sgd(1.0), {"b": (1, 0)}, window=1, every=1)
+  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  np.testing.assert_array_equal(updates["b"][..., 0], [[-1, 0, 0]] * 2)
+
+
 def test_stacks_of_different_numbers_of_layers_are_refused():
   params = {"encoder": jnp.ones((4, 2)), "decoder": jnp.ones((3, 2))}
   tx = optax_boost.active_window(optax.sgd(0.1), {"coder": 0}, 1, every=1)

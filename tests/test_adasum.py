@@ -487,11 +487,13 @@ def test_a_leaf_that_is_the_same_everywhere_may_stand_beside_others():
 def test_an_axis_that_is_not_bound_is_named():
   tx = optax_boost.adasum("replicas")
   grads = {"w": jnp.ones(3)}
-  with pytest.raises(ValueError, match=r"axis_name=\('replicas',\), but no such axis is bound"):
+  with pytest.raises(ValueError, match=r"axis_name='replicas', but .* leave `adasum` out"):
     tx.update(grads, tx.init(grads))
   for argument in ("local_axis_name", "shard_axis_name"):
     more = optax_boost.adasum("replicas", **{argument: "other"})
-    with pytest.raises(ValueError, match=rf"given {argument}=\('other',\), but no such axis"):
+    with pytest.raises(
+      ValueError, match=rf"given {argument}='other', but .* leave `{argument}` out"
+    ):
       on_devices(more, gradients(2))
 
 

@@ -98,7 +98,7 @@ def test_the_levels_average_the_params_of_the_last_quarter():
   averaged = optax_boost.averaged_params(state.opt_state, state.params)
   chex.assert_trees_all_close(averaged, mean, rtol=1e-6)
   rows = {d.method: d for d in boost.decisions}
-  assert rows["average"].settings == "20 snapshots in the last 25% of the steps"
+  assert rows["average"].settings == "about 20 snapshots in the last 25% of the steps"
 
 
 def test_an_average_needs_the_length_of_the_training():

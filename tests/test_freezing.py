@@ -439,6 +439,31 @@ def test_data_that_the_loss_closes_over_is_data_where_there_is_no_other(loss, ar
   assert plan.groups == IN_ORDER
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_noise_on_the_params_is_no_use_of_them(make_key, closed_over):
+  def loss(params, key, x=BATCH):
+    keys = dict(zip(params, jax.random.split(key, len(params)), strict=True))
+    for name, key in keys.items():
+      kernel = params[name]["kernel"]
+      kept = kernel * jax.random.bernoulli(key, 0.9, kernel.shape)
+      params = params | {name: params[name] | {"kernel": kept}}
+    return chain_loss(params, x)
+
+  args = () if closed_over else (BATCH,)
+  plan = optax_boost.layer_groups(loss, chain_params(), make_key(0), *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_noise_is_the_data_of_a_generator(make_key):
+  def loss(params, key):
+    return chain_loss(params, jax.random.normal(key, BATCH.shape))
+
+  plan = optax_boost.layer_groups(loss, chain_params(), make_key(0), num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
 def test_a_scalar_that_scales_the_params_is_no_use_of_them():
   def loss(params, x, scale):
     return chain_loss(jax.tree.map(lambda p: p * scale, params), x)
@@ -809,12 +834,21 @@ def test_refuses_arguments_of_the_wrong_kind(wrong, error, message):
     optax_boost.freeze_layers(**(GOOD | wrong))
 
 
-def test_refuses_an_inner_optimizer_whose_state_it_cannot_read():
-  inner = optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x"))
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x")),
+    optax.scale_by_zoom_linesearch(3),
+  ],
+  ids=["partition", "line search"],
+)
+def test_refuses_an_inner_optimizer_whose_state_it_cannot_read(inner):
   tx = optax_boost.freeze_layers(inner, ("a", "b"), fixed_schedule([0], 2))
   params = {"a": jnp.ones(()), "b": jnp.ones(())}
   with pytest.raises(TypeError, match=r"`optax.tree.map_params` can map.*pass them as trees"):
-    tx.update(params, tx.init(params), params)
+    tx.update(
+      params, tx.init(params), params, value=0.0, grad=params, value_fn=lambda p: p["a"] + p["b"]
+    )
 
 
 def test_refuses_the_state_of_another_transformation():

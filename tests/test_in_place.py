@@ -317,6 +317,16 @@ def test_wrappers_of_optax_and_plain_transformations_take_the_two_calls():
     chex.assert_trees_all_equal(ours, theirs)
 
 
+def test_lookahead_takes_the_gradients_of_its_fast_params():
+  params = optax.LookaheadParams.init_synced(problems.params())
+  grads = problems.grads(params.fast)
+  tx = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+  ours, theirs = (step(grads, tx.init(params), params) for step in both(tx))
+  chex.assert_trees_all_equal(ours, theirs)
+  with pytest.raises(ValueError, match=r"gradients and params of the same tree"):
+    optax_boost.apply_gradients(tx, optax.LookaheadParams(grads, grads), tx.init(params), params)
+
+
 def test_refuses_what_is_no_transformation_and_gradients_of_other_params():
   params, tx = problems.params(), optax.sgd(0.1)
   grads, state = problems.grads(params), tx.init(params)

@@ -132,13 +132,14 @@ def test_paths_of_an_nnx_model_read_like_its_attributes():
   assert ratios["hidden"]["kernel"] < 0.1
 
 
-def test_only_what_the_optimizer_is_told_is_trained():
+@pytest.mark.parametrize("several", [False, True])
+def test_only_what_the_optimizer_is_told_is_trained(several):
   class Head(nnx.Param):
     pass
 
   model = Network(nnx.Rngs(0))
   model.out.kernel = Head(model.out.kernel[...])
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=Head)
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=[Head, nnx.Cache] if several else Head)
   before = pure(model)
   head = jnp.array(model.out.kernel[...])
   ob_nnx.make_train_step(loss_fn, has_aux=True)(model, optimizer, BATCH)

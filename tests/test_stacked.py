@@ -67,8 +67,13 @@ def test_scans_in_scans_stack_along_both_axes():
   def loss_fn(p, x):
     return jnp.sum(jax.lax.scan(outer, x, p["blocks"])[0])
 
-  found = optax_boost.stacked_axes(loss_fn, {"blocks": jnp.ones((2, 3, 8, 8))}, X)
-  assert found == {"^blocks$": (0, 1)}
+  params = {"blocks": jnp.ones((2, 3, 8, 8))}
+  assert optax_boost.stacked_axes(loss_fn, params, X) == {"^blocks$": (0, 1)}
+
+  def inner_axis_first(p, x):
+    return loss_fn({"blocks": p["blocks"].swapaxes(0, 1)}, x)
+
+  assert optax_boost.stacked_axes(inner_axis_first, params, X) == {"^blocks$": (1, 0)}
 
 
 def test_lax_map_and_scans_over_data_alone():

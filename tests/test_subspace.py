@@ -138,6 +138,12 @@ def test_a_list_of_trees_and_one_stacked_tree_are_the_same():
   chex.assert_trees_all_equal(optax_boost.fit_subspace(host, 3), stacked)
 
 
+def test_an_iterator_of_trees_is_a_list_of_them():
+  snapshots = listed(walk())
+  found, expected = (optax_boost.fit_subspace(s, 3) for s in (iter(snapshots), snapshots))
+  chex.assert_trees_all_equal(found, expected)
+
+
 @pytest.mark.parametrize(("recorded", "jit"), [(6, True), (20, False)])
 def test_the_state_of_a_trajectory_is_fitted_as_its_snapshots_are(recorded, jit):
   tx = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(every=1, capacity=14))

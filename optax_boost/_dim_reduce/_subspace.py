@@ -135,9 +135,9 @@ def fit_subspace(
   fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a list or another sequence
-      of trees, such as :func:`checkpoint_snapshots`; or a stacked tree, whose leaves have the
-      snapshots along their first axis.
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a list, another sequence or
+      an iterator of trees, such as :func:`checkpoint_snapshots`; or a stacked tree, whose leaves
+      have the snapshots along their first axis.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
@@ -323,19 +323,14 @@ def _check_rank(subspace: Subspace, components: int) -> None:
 
 def _stack(snapshots: Any) -> tuple[Any, Any]:
   """The snapshots as a stacked tree, and which of its rows hold one."""
+  if isinstance(snapshots, Iterator):
+    snapshots = list(snapshots)
   if _tree.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
   if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
-    trees = list(snapshots)
-    if not trees:
-      raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
-    for index, tree in enumerate(trees):
-      _tree.check_floating(tree, "fit_subspace")
-      _check_like(tree, trees[0], index)
-    rows = jax.tree.map(_stack_leaf, *trees)
-    return _checked(rows), np.ones(len(trees), bool)
+    return _stack_trees(list(snapshots))
   _tree.check_floating(snapshots, "fit_subspace")
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
   if len(sizes) > 1 or sizes == {()}:
@@ -347,6 +342,15 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     )
   rows = jax.tree.map(jnp.asarray, snapshots)
   return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+
+
+def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
+  if not trees:
+    raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
+  for index, tree in enumerate(trees):
+    _tree.check_floating(tree, "fit_subspace")
+    _check_like(tree, trees[0], index)
+  return _checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
 
 
 def _stack_leaf(*leaves: Any) -> jax.Array:

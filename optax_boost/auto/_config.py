@@ -165,7 +165,7 @@ class AverageConfig(_Block):
 
   Attributes:
     start: the share of the training before the first snapshot.
-    snapshots: the number of snapshots, evenly spaced.
+    snapshots: about how many snapshots; their distance is a whole number of steps.
     total_steps: the number of training steps; None: not known.
   """
 

@@ -199,7 +199,7 @@ def _describe(
       "half precision's time and memory",
     ),
     "average": (
-      f"{average.snapshots} snapshots in the last {1 - average.start:.0%} of the steps",
+      f"about {average.snapshots} snapshots in the last {1 - average.start:.0%} of the steps",
       "no time: gains accuracy, if the averages are evaluated; costs a copy of the params",
     ),
   }

@@ -45,7 +45,7 @@ def average_options(block: _config.AverageConfig) -> dict[str, int]:
       " optimizer, or `average.total_steps`. Or leave `boost.average` out."
     )
   start = round(block.start * block.total_steps)
-  return {"start": start, "every": max(1, (block.total_steps - start) // block.snapshots)}
+  return {"start": start, "every": max(1, round((block.total_steps - start) / block.snapshots))}
 
 
 def with_adasum(

@@ -178,6 +178,8 @@ def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
   class Summing(kind):  # type: ignore[misc, valid-type]
     """An instance of `kind` becomes one of this."""
 
+    momentum: float
+
     def __call__(
       self, x: jax.Array, use_running_average: bool | None = None, **options: Any
     ) -> jax.Array:
@@ -191,7 +193,8 @@ def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
       self.momentum = 0.0
       out = super().__call__(x, use_running_average=False, **options)
       for name, value in zip(_TOTALS, (self.mean[...], self.var[...], 1), strict=True):
-        getattr(self, name)[...] += value
+        total = getattr(self, name)
+        total[...] += value
       self.mean[...], self.var[...], self.momentum = own
       return out
 
