@@ -70,7 +70,8 @@ def stochastic_rounding(
     (float64 for float64 params): ``optax.apply_updates`` adds them in float32 and rounds once,
     exactly to the rounded params unless a weight shrinks 32,768-fold in one step (float16:
     4,096-fold); :func:`apply_gradients` and :func:`make_train_step` write the rounded params.
-    Params in float32 and float64 are not rounded.
+    Params in float32 and float64 are not rounded. Wrappers of optax that skip steps go inside, as
+    in ``stochastic_rounding(optax.apply_if_finite(inner, 5), key)``.
 
   Raises:
     ValueError: in ``update``: no params, or gradients that do not fit.
