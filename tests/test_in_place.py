@@ -325,6 +325,8 @@ def test_lookahead_takes_the_gradients_of_its_fast_params():
   chex.assert_trees_all_equal(ours, theirs)
   with pytest.raises(ValueError, match=r"gradients and params of the same tree"):
     optax_boost.apply_gradients(tx, optax.LookaheadParams(grads, grads), tx.init(params), params)
+  with pytest.raises(TypeError, match=r"For `optax.lookahead` write the step with"):
+    optax_boost.make_train_step(lambda p, b: 0.0, tx).init(params)
 
 
 def test_refuses_what_is_no_transformation_and_gradients_of_other_params():

@@ -70,8 +70,14 @@ class TrainStep:
       A :class:`TrainState`.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is no array, or the params are a pair for ``optax.lookahead``.
     """
+    if isinstance(params, optax.LookaheadParams):
+      raise TypeError(
+        "`params` must be the tree that the loss takes; got an optax.LookaheadParams, whose fast"
+        " params alone have gradients. For `optax.lookahead` write the step with"
+        " `optax_boost.apply_gradients(tx, grads, opt_state, params)`."
+      )
     _tree.check_traceable("params", params)
     _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
