@@ -180,21 +180,20 @@ def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
 
     momentum: float
 
-    def __call__(
-      self, x: jax.Array, use_running_average: bool | None = None, **options: Any
-    ) -> jax.Array:
-      if use_running_average is None:
-        use_running_average = self.use_running_average
-      if use_running_average:
-        return super().__call__(x, use_running_average=True, **options)
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+      named = [*args[1:2], kwargs.get("use_running_average"), self.use_running_average]
+      if next(mode for mode in named if mode is not None):
+        return super().__call__(*args, **kwargs)
       own = self.mean[...], self.var[...], self.momentum
-      # Times a momentum of zero, old statistics that are not finite would be NaN.
-      self.mean[...] = self.var[...] = jnp.zeros_like(own[0])
+      # Times a momentum of zero, old statistics that are not finite would be NaN. A class of the
+      # user's may leave them alone: then the variance stays below zero.
+      self.mean[...], self.var[...] = jnp.zeros_like(own[0]), jnp.full_like(own[1], -1)
       self.momentum = 0.0
-      out = super().__call__(x, use_running_average=False, **options)
+      out = super().__call__(*args, **kwargs)
+      reached = jnp.all(self.var[...] >= 0)
       for name, value in zip(_TOTALS, (self.mean[...], self.var[...], 1), strict=True):
         total = getattr(self, name)
-        total[...] += value
+        total[...] += jnp.where(reached, value, 0)
       self.mean[...], self.var[...], self.momentum = own
       return out
 
