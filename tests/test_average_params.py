@@ -274,14 +274,14 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
   np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches), atol=2e-6)
 
 
-class OwnNorm(nnx.BatchNorm):
+class OwnNnxNorm(nnx.BatchNorm):
   def __call__(self, x):
     return super().__call__(x.astype(jnp.float32))
 
 
 class NnxShared(nnx.Module):
   def __init__(self):
-    self.norm = OwnNorm(3, rngs=nnx.Rngs(0))
+    self.norm = OwnNnxNorm(3, rngs=nnx.Rngs(0))
 
   def __call__(self, x):
     def body(_, carry):
@@ -291,14 +291,19 @@ class NnxShared(nnx.Module):
     return nnx.fori_loop(0, 2, body, (self.norm, self.norm(x)))[1]
 
 
+class OwnLinenNorm(nn.BatchNorm):
+  def __call__(self, x):
+    return super().__call__(x.astype(jnp.float32), use_running_average=True)
+
+
 class LinenShared(nn.Module):
   @nn.compact
   def __call__(self, x):
     def body(norm, x, _):
-      return norm(x, use_running_average=True) * 3 + 10, None
+      return norm(x) * 3 + 10, None
 
-    norm = nn.BatchNorm(name="norm")
-    x = norm(x, use_running_average=True)
+    norm = OwnLinenNorm(name="norm")
+    x = norm(x)
     scan = nn.scan(
       body, variable_carry="batch_stats", variable_broadcast="params", length=2, split_rngs={}
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+import inspect
 from typing import Any
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from optax_boost.linen import _adapter
 
 _METHOD = "estimate_batch_stats"
 _COLLECTION = "batch_stats"
+_CALL = inspect.unwrap(nn.BatchNorm.__call__)
 # After the name of a statistic.
 _SUM, _USES = "_sum", "_uses"
 # Stands for a statistic that no call has computed.
@@ -126,10 +128,10 @@ class _Statistics(NamedTuple):
     model = _adapter.BoundModel(self.module, params, collections, {})
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-      norm = context.module
-      if context.method_name != "__call__" or not isinstance(norm, nn.BatchNorm):
+      # A class of the user's may have a call of its own around this one.
+      if getattr(context.orig_method, "func", None) is not _CALL:
         return next_fun(*args, **kwargs)
-      return _call_on_batch(norm, next_fun, args, kwargs)
+      return _call_on_batch(context.module, next_fun, args, kwargs)
 
     with nn.intercept_methods(intercept):
       if self.forward_fn is None:
