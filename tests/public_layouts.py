@@ -17,6 +17,7 @@ LAYERS, VOCAB, WIDTH, HEADS, KV_HEADS, HIDDEN = 4, 11, 8, 4, 2, 12
 HEAD = WIDTH // HEADS
 DROPOUT = 0.1
 TOKENS = jax.random.randint(jax.random.key(7), (2, 6), 1, VOCAB)
+_LIST = getattr(nnx, "List", list)  # flax before 0.12 takes plain containers
 
 
 def next_token_loss(logits, tokens):
@@ -269,7 +270,7 @@ class Pair(nnx.Module):
   """A layer with local attention and one with global attention, the unit that repeats."""
 
   def __init__(self, rngs):
-    self.layers = nnx.List([Block(True, rngs), Block(False, rngs)])
+    self.layers = _LIST([Block(True, rngs), Block(False, rngs)])
 
   def __call__(self, x, rngs=None):
     for layer in self.layers:
@@ -284,7 +285,7 @@ class Transformer(nnx.Module):
     self.form = form
     self.embedder = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
     if form == "layers":
-      self.layers = nnx.List([Block(layer % 2 == 0, rngs) for layer in range(LAYERS)])
+      self.layers = _LIST([Block(layer % 2 == 0, rngs) for layer in range(LAYERS)])
     else:
       unit = Pair if form == "pairs" else functools.partial(Block, True)
       make = nnx.vmap(lambda key: unit(nnx.Rngs(key)))
