@@ -113,7 +113,7 @@ def test_bounds_name_what_is_measured():
   for chip, layout, case, _, _ in bounds.BOUNDS:
     assert layout in chips.layouts(chips.CHIPS[chip])
     assert case in cases.CASES
-    assert chip in cases.CASES[case].chips
+    assert cases.CASES[case].is_for(chip, layout)
 
 
 def test_without_the_packages_it_says_what_to_install(tmp_path):

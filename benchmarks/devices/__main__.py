@@ -27,8 +27,8 @@ Optimizer steps (`apply_gradients`, so in place where the method can; params and
 for chips that were not there: `make devices`. Kernels and loops: of the entry computation. Sent:
 the results of collectives, in bytes per device. Accessed: XLA's estimate per device, with both
 sides of conditionals and with copies between a TPU's memories; only TPUs have one. s: seconds to
-trace and compile on the machine below, with other work
-on it. `adasum` runs on replicas, with whole params."""
+trace and compile on the machine below. `adasum` runs on replicas, with whole params; all others
+have the same program for whole params on slices of any size."""
 
 
 def _row(name: str, record: dict[str, Any]) -> str:
@@ -65,12 +65,7 @@ def main() -> int:
       print(f"{chip.title}: left out; it needs `pip install {chip.missing()}`")
       continue
     for layout in chips.layouts(chip):
-      here = [
-        name
-        for name in names
-        if chip_name in cases.CASES[name].chips
-        and (layout == "replicated" or not cases.CASES[name].replicas)
-      ]
+      here = [name for name in names if cases.CASES[name].is_for(chip_name, layout)]
       if not here:
         continue
       title = f"{chip.title}, params {layout}"

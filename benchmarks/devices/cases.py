@@ -40,6 +40,13 @@ class Case:
   shape: tuple[int, ...] = SHAPE
   chips: tuple[str, ...] = ("h100", "v5e-8", "v5e-256")
 
+  def is_for(self, chip: str, layout: str) -> bool:
+    """Whether the case is compiled for a chip and a layout of the params."""
+    if self.replicas or layout != "replicated":
+      return chip in self.chips and self.replicas == (layout == "replicated")
+    # Whole params make the same program on a slice of any size.
+    return chip in self.chips and chip in ("h100", "v5e-8")
+
 
 def params(case: Case) -> dict[str, Any]:
   """Two groups of equal kernels."""
