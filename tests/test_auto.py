@@ -20,6 +20,7 @@ import optax_boost
 from optax_boost import auto
 from optax_boost import auto_boost
 from optax_boost.auto import BoostConfig
+from optax_boost.auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.residual_models import LinenNet
@@ -99,6 +100,12 @@ def test_the_levels_average_the_params_of_the_last_quarter():
   chex.assert_trees_all_close(averaged, mean, rtol=1e-6)
   rows = {d.method: d for d in boost.decisions}
   assert rows["average"].settings == "about 20 snapshots in the last 25% of the steps"
+
+
+@pytest.mark.parametrize("steps", [100, 150, 156, 400, 1250])
+def test_an_average_takes_about_as_many_snapshots_as_it_says(steps):
+  options = _methods.average_options(auto.AverageConfig(total_steps=steps))
+  assert abs((steps - options["start"]) // options["every"] - 20) <= 5
 
 
 def test_an_average_needs_the_length_of_the_training():
