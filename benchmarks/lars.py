@@ -27,7 +27,7 @@ _FLOOR = "C, two passes"
 _ABOUT = f"""\
 One optimizer step (`update` and `optax.apply_updates` in one jit, params and state donated) on
 float32 tensors. Ratios are medians of the ratios within a round; below 1 is faster than the
-reference in the column's head. `no-op` takes and returns the arguments of `{_OURS}`: what
+contender in the column's head. `no-op` takes and returns the arguments of `{_OURS}`: what
 handling them costs. `optax.lars` is masked to give the same leaves a trust ratio. `{_FLOOR}`
 reads params and gradients for the norms, then these and the momentum, and writes params and
 momentum in place, on all cores, all tensors as one: the floor of the method. MXNet runs in a
