@@ -7,6 +7,7 @@ are all equations with one program of the same arguments and results. An :class:
 computes the program again, with changed equations.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -106,10 +107,7 @@ class Evaluator(Interpreter[_Value]):
   def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
     """The results of a call; what ``checkpoint`` did not save is again not saved."""
     run = functools.partial(self.run, program)
-    if "policy" in equation.params:
-      settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-      return jax.checkpoint(run, **settings)(inputs)
-    return run(inputs)
+    return checkpointed(run, equation)(inputs) if is_checkpoint(equation) else run(inputs)
 
   def bind(self, equation: Any, values: Sequence[Any]) -> list[Any]:
     """Computes one equation, as a program of its own."""
@@ -117,6 +115,17 @@ class Evaluator(Interpreter[_Value]):
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     program = part(self._template, list(inputs), equation.outvars, [equation])
     return compute(program, inputs.values())
+
+
+def is_checkpoint(equation: Any) -> bool:
+  """Whether an equation is a call of ``jax.checkpoint``."""
+  return "policy" in equation.params
+
+
+def checkpointed(function: Callable[..., Any], equation: Any) -> Callable[..., Any]:
+  """A function under ``jax.checkpoint`` with the settings of an equation."""
+  settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+  return jax.checkpoint(function, **settings)
 
 
 def part(jaxpr: Any, inputs: list[Any], outputs: list[Any], equations: list[Any]) -> Any:

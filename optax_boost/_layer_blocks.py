@@ -29,7 +29,7 @@ def find(
   modules = _modules(leaves, kernels, stacks)
   for largest in range(max(map(len, modules), default=0)):
     units = [chain[min(largest, len(chain) - 1)] if chain else None for chain in modules]
-    # What is left of a module that is cut may have no kernel, or others among its kernels.
+    # The remainder of a cut module may have no kernel, or others among its kernels.
     members = {unit: {i for i in kernels if units[i] == unit} for unit in set(units)}
     whole = {unit for unit, ids in members.items() if _in_turn(kernels, ids)}
     units = [unit if unit in whole else None for unit in units]

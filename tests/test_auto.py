@@ -677,11 +677,14 @@ def weight_deltas(inner):
   return params
 
 
+needs_pcast = pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs jax.lax.pcast")
+
+
 def adasum_alone(**common):
   return {"boost": {"mode": "manual", "adasum": True}, "common": common}
 
 
-@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs jax.lax.pcast")
+@needs_pcast
 def test_adasum_of_weight_deltas_over_servers_is_mindspores():
   boost = auto_boost(
     "O0",
@@ -717,7 +720,7 @@ def test_each_place_of_adasum_is_the_chain_by_hand(place):
   assert f"on {place}, over 'replicas'" in boost.explain()
 
 
-@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs jax.lax.pcast")
+@needs_pcast
 def test_a_server_must_have_the_devices_that_the_configuration_says():
   axes = {"axis_name": "far", "local_axis_name": "near"}
   for place in ("gradients", "updates"):

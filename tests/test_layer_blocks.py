@@ -221,7 +221,7 @@ def test_what_is_left_of_a_block_that_is_cut_stays_in_order():
   names = [[path for path in group if path.endswith("kernel")] for group in plan.groups]
   assert names == [[f"layers/{i}/dense/{j}/kernel"] for i in range(2) for j in range(2)]
   assert "layers/0/norm/scale" in plan.groups[0]
-  # A kernel is left on either side of what was cut.
+  # A kernel remains on either side of the cut.
   plan = optax_boost.layer_groups(loss, {"layers": [around] * 2}, X, num_groups=8)
   names = [[path for path in group if path.endswith("kernel")] for group in plan.groups]
   parts = ("in", "dense/0", "dense/1", "out")

@@ -42,10 +42,12 @@ class Case:
 
   def is_for(self, chip: str, layout: str) -> bool:
     """Whether the case is compiled for a chip and a layout of the params."""
-    if self.replicas or layout != "replicated":
-      return chip in self.chips and self.replicas == (layout == "replicated")
+    if chip not in self.chips:
+      return False
+    if layout != "replicated":
+      return not self.replicas
     # Whole params make the same program on a slice of any size.
-    return chip in self.chips and chip in ("h100", "v5e-8")
+    return self.replicas or chip in ("h100", "v5e-8")
 
 
 def params(case: Case) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class _Hoisting(_jaxpr.Evaluator[Any]):
     return value
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    if "policy" not in equation.params:
+    if not _jaxpr.is_checkpoint(equation):
       return self.bind(equation, inputs)
     literal = jax_core.Literal
     kinds = [0 if isinstance(atom, literal) else self._kind[atom] for atom in equation.invars]
@@ -155,8 +155,8 @@ class _Hoisting(_jaxpr.Evaluator[Any]):
     variables = [*jaxpr.constvars, *jaxpr.invars]
     kept = _jaxpr.compute(_jaxpr.part(jaxpr, variables, border, before), values)
     rest = _jaxpr.part(jaxpr, [*variables, *border], jaxpr.outvars, after)
-    settings = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(functools.partial(_jaxpr.compute, rest), **settings)([*values, *kept])
+    compute_rest = functools.partial(_jaxpr.compute, rest)
+    return _jaxpr.checkpointed(compute_rest, equation)([*values, *kept])
 
 
 def _without_cheap(
