@@ -26,7 +26,7 @@ test: $(READY) lint type
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
-NEWER := tests/test_adasum.py tests/test_adasum_processes.py optax_boost/_adasum.py
+NEWER := tests/test_adasum.py tests/test_adasum_processes.py optax_boost/_adasum
 # So does AdaSum's card; Equinox, in the quick start, warns with the oldest JAX that it works with.
 NEWER_PAGES := cards/adasum.md quickstart.md
 test-oldest:

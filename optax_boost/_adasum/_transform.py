@@ -1,0 +1,297 @@
+"""The adaptive sum as a transformation, and of stacked gradients."""
+
+from collections.abc import Sequence
+import itertools
+from typing import Any
+from typing import NamedTuple
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _protocol
+from optax_boost import _tree
+from optax_boost._adasum import _reduce
+
+AxisName: TypeAlias = str | tuple[str, ...]
+
+
+@_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
+class AdasumState(NamedTuple):
+  """State of :func:`adasum`.
+
+  Attributes:
+    orthogonality: scalar float32, the last step's squared norm of the result over the summed
+      squared norms of the replicas' gradients, over all leaves: 1 where the replicas' gradients
+      were orthogonal and were summed, 1/N where they were alike and were averaged.
+    notfinite_count: scalar int32, the steps in which a leaf was not finite on some replica.
+  """
+
+  orthogonality: jax.Array
+  notfinite_count: jax.Array
+
+
+def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
+  r"""The adaptive sum of two gradients of one leaf.
+
+  .. math::
+    a \left(1 - \frac{\langle a, b \rangle}{2 |a|^2}\right) +
+    b \left(1 - \frac{\langle a, b \rangle}{2 |b|^2}\right)
+
+  Orthogonal gradients are summed, identical ones averaged, and zero is neutral.
+
+  Args:
+    a: an array of any shape and floating dtype.
+    b: another of the same shape.
+
+  Returns:
+    An array of that shape, in the dtype to which the two promote; see :func:`adasum` for its
+    range and error.
+
+  Raises:
+    ValueError: the shapes differ.
+    TypeError: an array is not of real floating-point numbers.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> optax_boost.adasum_pair(jnp.array([1.0, 0.0]), jnp.array([0.0, 2.0])).tolist()
+    [1.0, 2.0]
+    >>> optax_boost.adasum_pair(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])).tolist()
+    [1.0, 2.0]
+  """
+  _tree.check_floating({"a": a, "b": b}, "adasum_pair")
+  if jnp.shape(a) != jnp.shape(b):
+    raise ValueError(
+      f"`adasum_pair` needs two arrays of one shape; got {jnp.shape(a)} and {jnp.shape(b)}."
+    )
+  dtype = jnp.result_type(a, b)
+  return adasum_reduce(jnp.stack([jnp.asarray(a, dtype), jnp.asarray(b, dtype)]))
+
+
+def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) -> Any:
+  r"""The adaptive sum of N gradients that lie stacked on one device.
+
+  The mathematics of :func:`adasum` without communication, for replicas simulated on one device.
+
+  Args:
+    stacked: a tree whose leaves have the N gradients along their first axis.
+    groups: which leaves share their coefficients, as in :func:`adasum`.
+
+  Returns:
+    The tree without the first axis, in the leaves' dtypes.
+
+  Raises:
+    ValueError: leaves have no first axis, or first axes of different length.
+    TypeError: a leaf is not of real floating-point numbers, or `groups` is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> grads = {"w": jnp.array([[1.0, 0.0], [0.0, 1.0], [3.0, 3.0]])}  # three replicas
+    >>> optax_boost.adasum_reduce(grads)["w"].tolist()
+    [2.0, 2.0]
+  """
+  method = "adasum_reduce"
+  patterns = _check_groups(groups)
+  _tree.check_floating(stacked, method)
+  leaves, structure = jax.tree.flatten(stacked)
+  paths = _tree.leaf_paths(stacked)
+  if not leaves:
+    return stacked
+  for path, leaf in zip(paths, leaves, strict=True):
+    if jnp.ndim(leaf) == 0 or leaf.shape[0] != jnp.shape(leaves[0])[0] or leaf.shape[0] == 0:
+      raise ValueError(
+        f"`{method}` needs leaves with the replicas along their first axis, as many in each;"
+        f" got shape {jnp.shape(leaf)} for the leaf '{_tree.leaf_name(path)}' and"
+        f" {jnp.shape(leaves[0])} for '{paths[0] or 'params'}'."
+      )
+  reduced = _reduce.reduce_stacked(leaves, _group_numbers(paths, patterns))
+  return jax.tree.unflatten(structure, reduced)
+
+
+def adasum(
+  axis_name: AxisName,
+  *,
+  local_axis_name: AxisName | None = None,
+  groups: str | Sequence[str] | None = None,
+  shard_axis_name: AxisName | None = None,
+  stacked_axes: _base.AxesByPattern | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces the mean over replicas by an adaptive sum.
+
+  .. math::
+    \mathrm{adasum}(a, b) = a \left(1 - \frac{\langle a, b \rangle}{2 |a|^2}\right) +
+    b \left(1 - \frac{\langle a, b \rangle}{2 |b|^2}\right)
+
+  over a binary tree of the N replicas, neighbours first: where their gradients agree it averages,
+  where they are orthogonal it sums. So the step grows as gradients decorrelate, and a learning rate
+  tuned for one replica stays usable with many. All replicas get the same bits.
+
+  It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
+  First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
+  The inner state then differs from replica to replica and must be kept so, as in
+  ``examples/adasum_processes.py``, which runs it over several processes or machines.
+
+  N need not be a power of two; N = 1 is the identity. The order of the replicas matters, beyond the
+  two of a pair. Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce,
+  and each group 2 N x N numbers in one all-reduce. Inner products cost 2 N multiplications per
+  entry and device; above some 64 replicas, use `local_axis_name`.
+
+  A group that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
+  untouched, and no state but `notfinite_count` remembers it.
+
+  Gradients of float32 and bfloat16 may have any magnitude: each replica's group is scaled by a
+  power of two. Denormal numbers, below 1.2e-38, are zero on backends that flush them, as XLA does
+  on CPUs; so is a replica's group more than 36 orders of magnitude below another's. Results beyond
+  the dtype's range are infinite. The mean over `local_axis_name` is summed in the gradients' dtype,
+  float16 included; float64 is good from 1e-180 to 1e180.
+
+  Args:
+    axis_name: the mesh axis, or axes, along which the replicas lie.
+    local_axis_name: further axes along which gradients are averaged first, as over the devices of
+      one node; the adaptive sum then runs over nodes. None: no such axis.
+    groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
+      Regular expressions, searched in the leaves' paths, make a group each (the first that matches
+      counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
+    shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
+      are summed over them. Replicated leaves count as often as they occur, which matters only in a
+      group with sharded ones. None: every device has whole leaves.
+    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as
+      :func:`stacked_axes` returns them. Each layer has coefficients of its own, but where `groups`
+      names its leaf. None: such a leaf counts as one layer.
+
+  Returns:
+    An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
+    the gradients' dtype, inner products are taken in two float32 words (float64 for float64).
+
+  Raises:
+    TypeError: an argument is of the wrong kind; a leaf is not of real floating-point numbers.
+    ValueError: an axis occurs twice; in ``update``: an axis is not bound, the gradients were
+      summed already, or their tree does not fit the params.
+
+  Examples:
+    On gradients. The params go in replicated; ``pcast`` makes them vary, or ``shard_map`` would
+    sum their gradients itself:
+
+    >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("replicas",))
+    >>> tx = optax.chain(optax_boost.adasum("replicas"), optax.sgd(0.1))
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((x @ params["w"] - 1.0) ** 2)
+    >>> @jax.jit
+    ... @functools.partial(
+    ...   jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("replicas")), out_specs=P()
+    ... )
+    ... def step(params, state, x):
+    ...   own = jax.lax.pcast(params, "replicas", to="varying")
+    ...   updates, state = tx.update(jax.grad(loss_fn)(own, x), state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> params = {"w": jnp.zeros(3)}
+    >>> x = jnp.ones((2 * jax.device_count(), 3))
+    >>> x = jax.device_put(x, jax.NamedSharding(mesh, P("replicas")))
+    >>> params, state = step(params, tx.init(params), x)
+    >>> [round(float(w), 6) for w in params["w"]]
+    [0.2, 0.2, 0.2]
+
+  References:
+    Maleki et al., `Scaling Distributed Training with Adaptive Summation
+    <https://arxiv.org/abs/2006.02924>`_, 2020.
+
+  .. note::
+    Horovod takes powers of two only and rounds each level to the gradients' dtype; this is rounded
+    once. The relative error in float32 is a few times 1e-7 times the factor by which gradients
+    cancel. A node that cancels to less than 1 part in 16,384 of its summands counts as zero: its
+    direction is a rounding error. No sure gain over the mean; see the method's card.
+  """
+  method = "adasum"
+  arguments = {
+    "axis_name": axis_name,
+    "local_axis_name": local_axis_name,
+    "shard_axis_name": shard_axis_name,
+  }
+  axes, local_axes, shard_axes = itertools.starmap(_axes, arguments.items())
+  if not axes:
+    raise TypeError(
+      f"`axis_name` must be the name of a mesh axis or a tuple of names; got {axis_name!r}."
+    )
+  every_axis = axes + local_axes + shard_axes
+  if len(set(every_axis)) < len(every_axis):
+    raise ValueError(
+      f"`{method}` needs an axis of its own for each purpose; got axis_name={axis_name!r},"
+      f" local_axis_name={local_axis_name!r}, shard_axis_name={shard_axis_name!r}."
+    )
+  patterns = _check_groups(groups)
+  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+
+  def init_fn(params: optax.Params) -> AdasumState:
+    _tree.check_floating(params, method)
+    _group_numbers(_tree.leaf_paths(params), patterns)
+    return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: AdasumState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, AdasumState]:
+    del extra_args
+    _tree.check_update(method, updates, state, AdasumState, params)
+    for argument, names in arguments.items():
+      _base.require_axis(argument, names, method, optional=argument != "axis_name")
+    paths, layers, join = _tree.split_layers(updates, stacked_axes)
+    if not layers:
+      return updates, state
+    check_not_summed(layers, axes + local_axes)
+
+    numbers = _group_numbers(paths, patterns)
+    if stacked_axes is None and not patterns:
+      _protocol.announce_layers(method, paths)
+    outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
+      layers, numbers, axes, local_axes, shard_axes
+    )
+    return join(outputs), AdasumState(
+      orthogonality=orthogonality,
+      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _axes(argument: str, names: Any) -> tuple[str, ...]:
+  _base.check_axis_name(argument, names)
+  return () if names is None else (names,) if isinstance(names, str) else names
+
+
+def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None:
+  """Refuses gradients that ``shard_map`` has summed already: those of replicated params."""
+  varying = frozenset[str]().union(*(_base.varying_axes(jax.typeof(leaf)) for leaf in leaves))
+  for name in axes:
+    # Where `shard_map` does not keep book of it, nothing varies.
+    of_axis = _base.varying_axes(jax.typeof(jax.lax.axis_index(name)))
+    if name in of_axis and name not in varying:
+      raise ValueError(
+        f"`adasum` needs gradients that differ along the axis '{name}'; these are the same"
+        " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"
+        " been summed already: take them with respect to"
+        f" `jax.lax.pcast(params, '{name}', to='varying')`, or `jax.lax.pvary(params, '{name}')`"
+        " where JAX is too old to have that."
+      )
+
+
+def _check_groups(groups: Any) -> tuple[str, ...]:
+  patterns = () if groups is None else (groups,) if isinstance(groups, str) else groups
+  if not isinstance(patterns, list | tuple):
+    raise TypeError(f"`groups` must be regular expressions or None; got {_base.shorten(groups)}.")
+  for pattern in patterns:
+    _base.compile_pattern("groups", pattern)
+  return tuple(patterns)
+
+
+def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
+  """The group of each leaf, numbered ``0, 1, ...``."""
+  matches = _tree.first_match("groups", patterns, paths, warn_shadowed=True)
+  keys = [("leaf", i) if match is None else ("group", match) for i, match in enumerate(matches)]
+  numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+  return tuple(numbers[key] for key in keys)
