@@ -11,6 +11,7 @@ arithmetic on them becomes a part of each leaf's work.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import math
 from typing import Any
 from typing import TypeAlias
 
@@ -149,16 +150,23 @@ def once_if(
   return (condition & ~going, *carried)
 
 
-def divide(x: jax.Array, by: jax.Array) -> jax.Array:
+def divide(x: jax.Array, by: jax.Array, largest: float = math.inf) -> jax.Array:
   """A quotient by a positive number, made by multiplying: XLA makes it anew for each of its uses.
 
   It would keep that of a division. To the last bit the same for powers of two.
+
+  Args:
+    x: the array.
+    by: scalar.
+    largest: a bound on `by`.
   """
   wide = _tree.widen(x)
   by = by.astype(wide.real.dtype)
   # The inverse of a larger number would not be a normal one.
-  shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
-  return ((wide * shift) * (1 / (by * shift))).astype(x.dtype)
+  if largest > 2.0**126:
+    shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
+    wide, by = wide * shift, by * shift
+  return (wide * (1 / by)).astype(x.dtype)
 
 
 def sum_squares(tree: Any) -> jax.Array:

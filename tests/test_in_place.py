@@ -128,6 +128,20 @@ def test_a_step_that_would_make_a_param_infinite_is_skipped_and_counted(name, pa
   assert after["conv"][0] < 1
 
 
+@pytest.mark.parametrize("scale", [3.0, 2.0**127])
+def test_scales_are_taken_off_alike(scale):
+  """Neither a power of two, nor one whose inverse is a normal number."""
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), scale, maximum=max(scale, 2.0**24))
+  unscaled = jnp.linspace(0.1, 1.9, 100)
+  params = {"dense": jnp.zeros(100)}
+  for wrapped in (jax.jit, lambda step: step):
+    ours, theirs = (
+      step({"dense": unscaled * scale}, tx.init(params), params) for step in both(tx, wrapped)
+    )
+    chex.assert_trees_all_equal(ours, theirs)
+    np.testing.assert_allclose(ours[0]["dense"], -unscaled, rtol=1e-6)
+
+
 def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
   tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
   params = jnp.zeros(2)

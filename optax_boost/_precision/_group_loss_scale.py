@@ -149,7 +149,7 @@ def group_loss_scale(
   num_groups = _groups.count_groups(groups)
   number = _groups.numbering(groups, _METHOD)
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
-  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, skip)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, maximum, skip)
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)

@@ -159,7 +159,7 @@ def dynamic_loss_scale(
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
-  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name)
+  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, maximum)
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)

@@ -6,6 +6,7 @@ were cast back once unscaled; so the inner optimizer works in at least float32, 
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -88,6 +89,7 @@ class UnscalingOptimizer:
     method: str,
     inner: optax.GradientTransformation,
     axis_name: str | tuple[str, ...] | None,
+    maximum: Any,
     skip: Literal["all", "group"] = "all",
   ):
     self._method = method
@@ -96,6 +98,7 @@ class UnscalingOptimizer:
     self._axis_name = axis_name
     _base.check_name("skip", skip, ("all", "group"))
     self._skip = skip
+    self._maximum = math.inf if _base.is_array(maximum) else float(maximum)
     # Shapes with the dtypes of the inner updates, for each kind of gradients and params.
     self._output_shapes: dict[Any, Any] = {}
 
@@ -119,9 +122,7 @@ class UnscalingOptimizer:
     def zero_unless(good: jax.Array, tree: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, x: jnp.where(good[n], x, jnp.zeros_like(x)), numbers, tree)
 
-    def unscale(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda n, g: _tree.widen(g) / scales[n], numbers, grads)
-
+    unscale = functools.partial(self._unscale, numbers, scales)
     gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
     finite = by_group(_tree.all_finite, gradients)
     if not whole:
@@ -175,11 +176,7 @@ class UnscalingOptimizer:
     by_group = functools.partial(self._by_group, numbers, len(scales))
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
-      def unscale(grads: optax.Updates) -> optax.Updates:
-        return jax.tree.map(
-          lambda n, g: _in_place.divide(_tree.widen(g), scales[n]), numbers, grads
-        )
-
+      unscale = functools.partial(self._unscale, numbers, scales)
       return _tree.map_gradients(unscale, *gradients())
 
     def inner_update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
@@ -216,6 +213,12 @@ class UnscalingOptimizer:
       state,
     )
     return Step(params, inner_state, finite, made)
+
+  def _unscale(self, numbers: Any, scales: jax.Array, grads: optax.Updates) -> optax.Updates:
+    """Gradients without the scales of their groups, in at least float32."""
+    return jax.tree.map(
+      lambda n, g: _in_place.divide(_tree.widen(g), scales[n], self._maximum), numbers, grads
+    )
 
   def _by_group(
     self,
