@@ -178,11 +178,24 @@ def check_type(name: str, value: Any, kind: Any, words: str) -> None:
 def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
   """Checks an argument that is a transformation, and lets it swallow extra arguments."""
   if not isinstance(value, optax.GradientTransformation):
+    hint = "Did you pass the factory instead of what it returns?"
+    if isinstance(value, optax.MultiSteps):
+      hint = "Pass its `.gradient_transformation()`."
     raise TypeError(
-      f"`{name}` must be an optax.GradientTransformation; got {shorten(value)}. Did you pass the"
-      " factory instead of what it returns?"
+      f"`{name}` must be an optax.GradientTransformation; got {shorten(value)}. {hint}"
     )
-  return optax.with_extra_args_support(value)
+  tx = optax.with_extra_args_support(value)
+  parameters = inspect.signature(tx.update).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return tx
+  names = {p.name for p in parameters}
+
+  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    accepted = {key: argument for key, argument in extra_args.items() if key in names}
+    return tx.update(updates, state, params, **accepted)
+
+  # Some of optax's methods refuse extra arguments that they don't name.
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def check_floating_dtype(name: str, value: Any) -> None:

@@ -400,6 +400,10 @@ def check_traceable(name: str, tree: Any) -> None:
       ) from error
 
 
+# The extra arguments that are functions of the params.
+CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
+
+
 def is_masked(value: Any) -> bool:
   """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
   return isinstance(value, optax.MaskedNode)
@@ -420,13 +424,17 @@ def map_gradients(
 ) -> tuple[Any, dict[str, Any]]:
   """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
   extra = dict(extra_args)
+
+  def of_some(gradients: Any) -> Any:
+    # A method further inside may see fewer leaves than the function.
+    seen = mask_like(gradients, updates)
+    return mask_like(function(fill_masked(seen, updates)), seen)
+
   if extra.get("grad") is not None:
-    extra["grad"] = function(mask_like(extra["grad"], updates))
+    extra["grad"] = of_some(extra["grad"])
   if extra.get("grad_fn") is not None:
     grad_fn = extra["grad_fn"]
-    extra["grad_fn"] = lambda *args, **kwargs: function(
-      mask_like(grad_fn(*args, **kwargs), updates)
-    )
+    extra["grad_fn"] = lambda *args, **kwargs: of_some(grad_fn(*args, **kwargs))
   return function(updates), extra
 
 

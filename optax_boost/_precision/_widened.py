@@ -29,7 +29,7 @@ def arguments(
     return widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # The closures take the wide params: the model computes in its params' dtype all the same.
-  closures = {name: extra_args.get(name) for name in ("value_fn", "grad_fn", "full_grad_fn")}
+  closures = {name: extra_args.get(name) for name in _tree.CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
   extra = extra_args | {
@@ -41,9 +41,18 @@ def arguments(
 def _at_rounded(function: Any, params: optax.Params) -> Any:
   """A function of wide params that hands their rounding to a function of the params."""
 
-  def call(wide: optax.Params, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None) -> Any:
-    del grad_fn, full_grad_fn  # named, so that optax's line searches let them pass
-    return function(jax.tree.map(lambda w, p: w.astype(p.dtype), wide, params), *args)
+  def rounded(w: Any, p: Any) -> Any:
+    return w if _tree.is_masked(w) else w.astype(p.dtype)
+
+  def call(
+    wide: optax.Params,
+    *args: Any,
+    grad_fn: Any = None,
+    full_grad_fn: Any = None,
+    obj_fn: Any = None,
+  ) -> Any:
+    del grad_fn, full_grad_fn, obj_fn  # named, so that optax's line searches let them pass
+    return function(jax.tree.map(rounded, wide, params, is_leaf=_tree.is_masked), *args)
 
   return call
 

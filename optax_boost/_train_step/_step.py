@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import inspect
 import re
 from typing import Any
 from typing import TypeAlias
@@ -245,8 +244,7 @@ def make_train_step(
     (True, 5)
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
-  # The user's own: the extra arguments that it accepts are looked up in its signature.
-  _base.check_transformation("tx", tx)
+  tx = _base.check_transformation("tx", tx)
   options: dict[str, Any] = {
     "has_aux": has_aux,
     "has_model_state": has_model_state,
@@ -351,9 +349,8 @@ class Program:
       extra["full_grad_fn"] = _of_masked(mean_gradient, state.params)
     with _protocol.collect_announcements() as announced:
       try:
-        accepted = accepted_extra_args(self.tx.update, extra)
         params, opt_state = _in_place.apply(
-          self.tx, lambda: (grad, dict(accepted)), request.opt_state, state.params
+          self.tx, lambda: (grad, dict(extra)), request.opt_state, state.params
         )
       except (AttributeError, TypeError, ValueError) as error:
         _state.explain_other_state(error, state, self.tx)
@@ -509,14 +506,6 @@ class _Requests:
       numbers = self._scaled.numbers(grad)
       wide = [g / self._group_scales[n] for g, n in zip(wide, numbers, strict=True)]
     return jax.tree.unflatten(structure, wide)
-
-
-def accepted_extra_args(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-  """The extra arguments that `update` accepts; some of optax's methods refuse others."""
-  parameters = inspect.signature(update).parameters.values()
-  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-    return extra
-  return {p.name: extra[p.name] for p in parameters if p.name in extra}
 
 
 def _learning_rate(opt_state: optax.OptState) -> Any:
