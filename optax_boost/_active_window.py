@@ -23,24 +23,31 @@ from optax_boost import _tree
 
 _METHOD = "active_window"
 _ORDERS = ("forward", "backward", "random")
-# Closures of the whole params, which the inner optimizer does not see.
-_CLOSURES = ("grad", "grad_fn", "value_fn", "obj_fn", "full_grad_fn")
+# Of the whole params, which the inner optimizer does not see.
+_OF_ALL_LAYERS = ("grad", *_tree.CLOSURES)
 
 
-@_protocol.declares(metrics=("active_window/first_layer",))
+@_protocol.declares(
+  metrics=("active_window/first_layer",),
+  steps=("made_count",),
+  parts=("active_state", "always_state"),
+)
 class ActiveWindowState(NamedTuple):
   """State of :func:`active_window`.
 
   Attributes:
     count: scalar int32, steps since the window moved.
     moves: scalar int32, how often it has moved.
+    made_count: scalar int32, calls of ``update`` in which the inner optimizer made a step.
     layers: int32 [window], the layers that train, ascending.
-    active_state: the inner optimizer's state for these, leaves as `[window, ...]` slices.
+    active_state: the inner optimizer's state for these: of stacked layers `window` slices, of
+      others in the places of the first `window` layers.
     always_state: its state for the leaves of no layer.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   moves: jax.Array
+  made_count: jax.Array
   layers: jax.Array
   active_state: optax.OptState
   always_state: optax.OptState
@@ -138,6 +145,7 @@ def active_window(
     return ActiveWindowState(
       count=jnp.zeros([], jnp.int32),
       moves=moves,
+      made_count=jnp.zeros([], jnp.int32),
       layers=first,
       active_state=inner.init(found.take(params, first)),
       always_state=always_state,
@@ -154,7 +162,7 @@ def active_window(
     if params is not None:
       _tree.check_same_tree(updates, params, _METHOD)
     found = find(updates)
-    extra = {name: value for name, value in extra_args.items() if name not in _CLOSURES}
+    extra = {name: value for name, value in extra_args.items() if name not in _OF_ALL_LAYERS}
     moving = state.count >= every
     moves = _tree.increment_if(moving, state.moves)
     active = jnp.where(moving, layers_at(moves, found.number), state.layers)
@@ -164,15 +172,17 @@ def active_window(
       like = found.take(updates, active) if of_layers is None else of_layers
       return _conditional.cast_like(inner.init(like), kept)
 
-    active_state = _conditional.cond(moving, begin, lambda kept: kept, state.active_state)
-    moved, active_state = inner.update(
-      found.take(updates, active), active_state, of_layers, **extra
-    )
+    begun = _conditional.cond(moving, begin, lambda kept: kept, state.active_state)
+    moved, active_state = inner.update(found.take(updates, active), begun, of_layers, **extra)
     others = None if params is None else found.rest(params)
     rest, always_state = inner.update(found.rest(updates), state.always_state, others, **extra)
+    made = _protocol.step_made(begun, active_state)
+    if jax.tree.leaves(rest):
+      made = made | _protocol.step_made(state.always_state, always_state)
     return found.put(updates, moved, active, rest), ActiveWindowState(
       count=jnp.where(moving, 1, state.count + 1).astype(jnp.int32),
       moves=moves,
+      made_count=_tree.increment_if(made, state.made_count),
       layers=active,
       active_state=_conditional.cast_like(active_state, state.active_state),
       always_state=_conditional.cast_like(always_state, state.always_state),
@@ -192,13 +202,13 @@ def _check_layers(layers: Any) -> None:
 class _Layers:
   """Where a tree has its layers: along an axis of each leaf, or in leaves of their own.
 
-  What the inner optimizer sees has the structure of the tree. Layers in leaves of their own are
-  stacked in the place of the first one's.
+  What the inner optimizer sees has the structure of the tree, and leaves of their rank. Layers in
+  leaves of their own are in the places of the first `window` layers.
   """
 
   def __init__(self, tree: Any, layers: Any, window: int):
     self._axes: dict[int, int] = {}  # by leaf
-    self._members: dict[int, list[int]] = {}  # the first layer's leaf to those of all layers
+    self._members: list[list[int]] = []  # leaves that correspond, one of each layer
     leaves = _tree.describe(tree)
     find = self._find_axes if isinstance(layers, Mapping) else self._find_members
     self.number = find(leaves, layers) or window
@@ -207,7 +217,7 @@ class _Layers:
         f"`active_window` has a window of {window} layers, but the params have {self.number}. Pass"
         f" window={self.number} or less."
       )
-    self._inside = {i for group in self._members.values() for i in group} | set(self._axes)
+    self._inside = {i for members in self._members for i in members} | set(self._axes)
 
   def _find_axes(self, leaves: list[_tree.Leaf], patterns: Any) -> int:
     paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
@@ -239,21 +249,20 @@ class _Layers:
           f" and {found} for {patterns[number]!r}. Leave out of `layers` what differs: it always"
           " trains."
         )
-    self._members = {i: [of_layer[n][j] for n in numbers] for j, i in enumerate(first)}
+    self._members = [[of_layer[n][j] for n in numbers] for j in range(len(first))]
     return len(numbers)
 
   def take(self, tree: Any, layers: jax.Array) -> Any:
     """The given layers of a tree, leaves of no layer hidden."""
     leaves, structure = jax.tree.flatten(tree)
-
-    def one(i: int) -> Any:
-      if i in self._axes:
-        return jnp.take(leaves[i], layers, self._axes[i])
-      if i in self._members:
-        return jnp.take(jnp.stack([leaves[member] for member in self._members[i]]), layers, 0)
-      return optax.MaskedNode()
-
-    return jax.tree.unflatten(structure, map(one, range(len(leaves))))
+    taken: list[Any] = [optax.MaskedNode()] * len(leaves)
+    for i, axis in self._axes.items():
+      taken[i] = jnp.take(leaves[i], layers, axis)
+    for members in self._members:
+      stack = jnp.take(jnp.stack([leaves[member] for member in members]), layers, 0)
+      for member, x in zip(members, stack, strict=False):
+        taken[member] = x
+    return jax.tree.unflatten(structure, taken)
 
   def rest(self, tree: Any) -> Any:
     """The leaves of no layer, the others hidden."""
@@ -270,13 +279,12 @@ class _Layers:
     def place(zeros: jax.Array, index: Any, x: jax.Array) -> jax.Array:
       return zeros.at[index].set(x, indices_are_sorted=True, unique_indices=True)
 
-    for i in range(len(leaves)):
-      if i in self._axes:
-        index = (*[slice(None)] * self._axes[i], layers)
-        others[i] = place(jnp.zeros_like(leaves[i], of_layers[i].dtype), index, of_layers[i])
-      elif i in self._members:
-        zeros = jnp.stack([jnp.zeros_like(leaves[i], of_layers[i].dtype)] * self.number)
-        stack = place(zeros, layers, of_layers[i])
-        for member, x in zip(self._members[i], stack, strict=True):
-          others[member] = x
+    for i, axis in self._axes.items():
+      index = (*[slice(None)] * axis, layers)
+      others[i] = place(jnp.zeros_like(leaves[i], of_layers[i].dtype), index, of_layers[i])
+    for members in self._members:
+      active = jnp.stack([of_layers[member] for member in members[: len(layers)]])
+      zeros = jnp.stack([jnp.zeros_like(active[0])] * self.number)
+      for member, x in zip(members, place(zeros, layers, active), strict=True):
+        others[member] = x
     return jax.tree.unflatten(structure, others)

@@ -7,6 +7,8 @@ The class of a method's state may declare tuples of names:
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
   steps     counters of the steps made: a step in which one stands still was not made
   skips     counters of the steps not made
+  parts     fields with the states of transformations that act in turn or side by side: their
+            counters don't count, as that in `steps` tells whether one of them made a step
   observes  fields that follow the params after each step, as ``("average_params/average",)``: a
             wrapper around it must not change its updates, nor take back parts of its state
 
@@ -30,6 +32,8 @@ from collections.abc import Sequence
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import operator
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -80,9 +84,11 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   names = _OPTAX.get((type(state), kind)) or getattr(type(state), kind, None)
   # A field may be called `metrics`, too: its descriptor is no tuple.
-  if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
-    return names
-  return ()
+  if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    return ()
+  # Nor is a model of a class with an attribute `metrics` a state: moments are trees of its class.
+  fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
+  return names if isinstance(state, tuple) or all(fields) else ()
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
@@ -113,15 +119,35 @@ def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
   return metrics
 
 
-def step_made(before: optax.OptState, after: optax.OptState) -> jax.Array:
+def step_made(before: optax.OptState, after: optax.OptState) -> Any:
   """Whether a step was made, from all counters of steps made and skipped in an optimizer state."""
+
+  def counts(node: Any) -> bool:
+    return isinstance(node, optax.PartitionState) or any(
+      declared(node, kind) for kind in ("steps", "skips")
+    )
+
   made: Any = np.bool_(True)
-  for kind, moves in (("steps", True), ("skips", False)):
-    pairs = zip(declaring_states(before, kind), declaring_states(after, kind), strict=True)
-    for old, new in pairs:
-      for name in declared(new, kind):
-        made = made & ((getattr(old, name) != getattr(new, name)) == moves)
+  olds, news = (jax.tree.leaves(state, is_leaf=counts) for state in (before, after))
+  for old, new in zip(olds, news, strict=True):
+    if isinstance(new, optax.PartitionState):
+      # Side by side: the params move where any of them does.
+      of_parts = [
+        step_made(old.inner_states[key], new.inner_states[key]) for key in new.inner_states
+      ]
+      made = made & functools.reduce(operator.or_, of_parts, np.bool_(False))
+    elif counts(new):
+      for kind, moves in (("steps", True), ("skips", False)):
+        for name in declared(new, kind):
+          made = made & ((getattr(old, name) != getattr(new, name)) == moves)
+      made = made & step_made(_inner(old), _inner(new))
   return made
+
+
+def _inner(state: Any) -> list[Any]:
+  """What stands in a state, without its parts."""
+  parts = [getattr(state, name) for name in declared(state, "parts")]
+  return [child for child in _children(state) if not any(child is part for part in parts)]
 
 
 def refuse_observers(method: str, opt_state: optax.OptState) -> None:

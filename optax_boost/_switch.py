@@ -21,16 +21,20 @@ _WRAPPERS = {
 }
 
 
+@_protocol.declares(steps=("made_count",), parts=("first_state", "second_state"))
 class SwitchAfterState(NamedTuple):
   """State of :func:`switch_after`.
 
   Attributes:
-    count: scalar int32, steps made.
+    count: scalar int32, calls of ``update``.
+    made_count: scalar int32, of these those in which the side that acts made a step: one of
+      :func:`accumulate` makes one at the end of a window.
     first_state: state of the first transformation; stands still after the switch.
     second_state: state of the second, which sees every step.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+  made_count: jax.Array
   first_state: optax.OptState
   second_state: optax.OptState
 
@@ -83,7 +87,8 @@ def switch_after(
     _refuse_requests("first", first_state)
     _refuse_requests("second", second_state)
     _protocol.refuse_observers(_METHOD, (first_state, second_state))
-    return SwitchAfterState(jnp.zeros([], jnp.int32), first_state, second_state)
+    count, made_count = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+    return SwitchAfterState(count, made_count, first_state, second_state)
 
   def update_fn(
     updates: optax.Updates,
@@ -102,11 +107,18 @@ def switch_after(
       out, first_state = first.update(updates, first_state, params, **extra_args)
       return jax.tree.map(widened, out, from_second), first_state
 
-    from_first, first_state = _conditional.update_if(state.count < step, act, state.first_state)
+    first_acts = state.count < step
+    from_first, first_state = _conditional.update_if(first_acts, act, state.first_state)
     from_second = jax.tree.map(widened, from_second, from_first)
-    out = _conditional.select(state.count < step, from_first, from_second)
+    out = _conditional.select(first_acts, from_first, from_second)
+    made = jnp.where(
+      first_acts,
+      _protocol.step_made(state.first_state, first_state),
+      _protocol.step_made(state.second_state, second_state),
+    )
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),
+      made_count=_tree.increment_if(made, state.made_count),
       first_state=first_state,
       second_state=_conditional.cast_like(second_state, state.second_state),
     )
@@ -117,10 +129,9 @@ def switch_after(
 def _refuse_requests(name: str, state: optax.OptState) -> None:
   """Refuses a side with a request: the loss of every step would follow it."""
   for node in _protocol.declaring_states(state, "requests"):
-    request = _protocol.declared(node, "requests")[0]
-    wrapper = _WRAPPERS.get(request, "wrapper")
-    raise ValueError(
-      f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
-      " acts on the loss of every step, before and after the switch. Put its wrapper around the"
-      f" whole: `{wrapper}(switch_after(...))`."
-    )
+    for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
+      raise ValueError(
+        f"`switch_after` can't hold a `{request}`, which `{name}` does ({type(node).__name__}): it"
+        " acts on the loss of every step, before and after the switch. Put its wrapper around the"
+        f" whole: `{_WRAPPERS[request]}(switch_after(...))`."
+      )

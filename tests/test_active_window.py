@@ -93,6 +93,27 @@ def test_each_window_trains_as_by_hand(form, order, windows):
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.contrib.muon(0.1),
+    optax.adamw(0.1, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    optax_boost.lars(0.1),
+    optax.chain(optax_boost.centralize(), optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
+  ],
+  ids=["muon", "decay of kernels", "lars", "centralize, clip"],
+)
+@pytest.mark.filterwarnings("ignore:`centralize` finds no kernel")  # the head has none
+def test_an_optimizer_sees_layers_in_leaves_of_their_own_as_they_are(inner):
+  params = unrolled(stacked())
+  for i in range(L):
+    params[f"block_{i}"]["kernel"] = params[f"block_{i}"]["kernel"].T
+  tx = optax_boost.active_window(inner, NAMES, L, every=3)
+  updates, _ = tx.update(gradients(params, 0), tx.init(params), params)
+  expected, _ = inner.update(gradients(params, 0), inner.init(params), params)
+  chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_random_windows_are_distinct_layers_and_all_come():
   tx = optax_boost.active_window(optax.sgd(0.1), AXES, 2, every=1, order="random", key=3)
   seen, _ = run(tx, stacked(), 20)

@@ -129,6 +129,33 @@ def test_skipped_steps_are_no_snapshots(name, outside, step):
   )
 
 
+SIDES = {"a": optax_boost.accumulate(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
+
+
+@pytest.mark.parametrize(
+  ("inner", "made"),
+  [
+    (optax_boost.switch_after(4, SIDES["a"], SIDES["b"]), (1, 3, 4, 5, 6, 7)),
+    (optax_boost.switch_after(4, SIDES["b"], SIDES["a"]), (0, 1, 2, 3, 5, 7)),
+    (
+      optax.partition(
+        {"a": SIDES["a"], "b": optax_boost.accumulate(optax.sgd(0.25), 3)}, {"a": "a", "b": "b"}
+      ),
+      (1, 2, 3, 5, 7),
+    ),
+    (optax_boost.active_window(SIDES["a"], ["a", "b"], 1, every=3), (1, 4, 7)),
+    (optax_boost.active_window(SIDES["b"], ["a", "b"], 1, every=1), range(8)),
+  ],
+  ids=["switch", "switch back", "partition", "window", "window of one step"],
+)
+def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
+  tx = optax_boost.average_params(inner, last=9)
+  state, after = trajectory(tx, {"a": jnp.zeros((2, 3)), "b": jnp.ones((2, 3))}, 8)
+  assert state.snapshot_count == len(made)
+  expected = jax.tree.map(lambda *x: np.mean([x[t] for t in made], 0), *after)
+  chex.assert_trees_all_close(optax_boost.averaged_params(state, after[-1]), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   "wrap",
   [

@@ -1,5 +1,7 @@
 """How methods, ours and a user's own, speak to the train step: by the types of their states."""
 
+import dataclasses
+import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -226,3 +228,83 @@ def test_sophia_trains():
     state, metrics = step(state, 1.0)
     losses.append(float(metrics["loss"]))
   assert losses[-1] < 0.6 * losses[0]
+
+
+WRAPPERS = {
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 1),
+  "average_params": lambda tx: optax_boost.average_params(tx, decay=0.9),
+  "dynamic_loss_scale": optax_boost.dynamic_loss_scale,
+  "group_loss_scale": lambda tx: optax_boost.group_loss_scale(tx, ["."]),
+  "master_weights": optax_boost.master_weights,
+  "stochastic_rounding": lambda tx: optax_boost.stochastic_rounding(tx, key=0),
+  "freeze_layers": lambda tx: optax_boost.freeze_layers(
+    tx, [r"a", "."], optax_boost.continuous_freezing(2, 0.0)
+  ),
+  "switch_after": lambda tx: optax_boost.switch_after(2, tx, optax.sgd(0.1)),
+}
+SVRG = optax.chain(optax_boost.svrg(refresh_every=2), optax.sgd(0.1))
+INSIDE = {
+  "lbfgs": optax.lbfgs(),
+  "backtracking": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
+  "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+  "sophia": optax.contrib.sophia(0.1),
+  "svrg of a part": optax.partition({"ours": SVRG, "other": optax.sgd(0.1)}, LABELS),
+  "svrg of others": optax.masked(SVRG, {"a": True, "b": False}),
+}
+
+
+# Freezing needs a state over which `optax.tree.map_params` can map.
+REFUSED = {("freeze_layers", "lbfgs"), ("freeze_layers", "backtracking")}
+
+
+@pytest.mark.parametrize(
+  ("wrapper", "name"), [pair for pair in itertools.product(WRAPPERS, INSIDE) if pair not in REFUSED]
+)
+def test_every_wrapper_hands_on_what_its_optimizer_asks_for(wrapper, name):
+  inner = INSIDE[name]
+  params = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+  found = []
+  for tx in (inner, WRAPPERS[wrapper](inner)):
+    step = optax_boost.make_train_step(bowl, tx, full_grad_fn=lambda grad, p: grad(p, 1.0))
+    state = step.init(params)
+    for _ in range(2):
+      state, _ = step(state, 2.0)
+    found.append(state.params)
+  chex.assert_trees_all_close(*found, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["value_fn", "obj_fn"])
+def test_closures_of_a_wrapper_in_float32_compute_in_the_params_dtype(name):
+  def update(updates, state, params=None, **extra):
+    extra[name](params)
+    return updates, state
+
+  dtypes = set()
+
+  def loss_fn(params, batch):
+    dtypes.add(params["w"].dtype)
+    return jnp.sum(params["w"] * batch)
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  step = optax_boost.make_train_step(loss_fn, optax_boost.master_weights(inner))
+  step(step.init({"w": jnp.ones(3, jnp.float16)}), jnp.float16(1))
+  assert dtypes == {jnp.dtype("float16")}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Network:
+  """A model as a tree, as Equinox has them, with attributes of its class."""
+
+  w: jax.Array
+  metrics = ("accuracy",)
+  requests = ("loss_scale",)
+  steps = ("down", "up")
+
+
+def test_a_class_of_the_params_may_have_attributes_of_any_name():
+  tx = optax_boost.average_params(optax.adam(0.1), decay=0.9)
+  step = optax_boost.make_train_step(bowl, tx)
+  state, metrics = step(step.init(Network(jnp.zeros(3))), 1.0)
+  assert set(metrics) == {"loss", "average_params/snapshot_count"}
+  assert np.all(state.params.w > 0)

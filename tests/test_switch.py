@@ -125,3 +125,21 @@ def test_refuses_the_state_of_another_optimizer():
   tx = optax_boost.switch_after(2, optax.sgd(0.1), optax.sgd(0.1))
   with pytest.raises(TypeError, match=r"needs the state that its own `init` made"):
     tx.update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)
+
+
+def test_variance_reduced_gradients_may_stand_on_one_side():
+  """They ask for the full gradient on the host; the loss of a step stays as it is."""
+
+  def loss_fn(params, batch):
+    return jnp.mean((batch - params) ** 2)
+
+  svrg = optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1))
+  batches = jnp.arange(6.0).reshape(3, 2)
+  states = []
+  for tx in (svrg, optax_boost.switch_after(2, svrg, optax.sgd(0.1))):
+    step = optax_boost.make_train_step(loss_fn, tx)
+    state = step.refresh(step.init(jnp.zeros([])), batches)
+    for batch in batches[:2]:
+      state, _ = step(state, batch)
+    states.append(state.params)
+  np.testing.assert_allclose(*states)
