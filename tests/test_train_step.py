@@ -271,6 +271,61 @@ def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
   np.testing.assert_allclose(state.params["w"], single.params["w"], rtol=1e-4)
 
 
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax_boost.lars(0.1)], ids=["adam", "lars"])
+def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
+  """Of the bias between them, XLA would have each device keep the part that it computes."""
+  spec = jax.sharding.PartitionSpec
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  specs = {"up": spec(None, "model"), "bias": spec(), "down": spec("model", None)}
+  params = {"up": jnp.ones((8, 16)) / 8, "bias": jnp.zeros(16), "down": jnp.ones((16, 4)) / 4}
+  params = {
+    name: jax.device_put(p, jax.sharding.NamedSharding(mesh, specs[name]))
+    for name, p in params.items()
+  }
+
+  def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - 1) ** 2)
+
+  step = optax_boost.make_train_step(loss, tx)
+  state = step.init(params)
+  batch = jax.device_put(jnp.eye(8), jax.sharding.NamedSharding(mesh, spec("data")))
+  for _ in range(2):
+    state, _ = step(state, batch)
+  assert step.cache_size() == 1
+  for name, p in state.params.items():
+    assert p.sharding.is_equivalent_to(params[name].sharding, p.ndim)
+
+
+def test_a_fresh_state_on_a_mesh_has_buffers_of_its_own():
+  """L-BFGS begins with one array in two places; donated twice, it would end the process."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  step = optax_boost.make_train_step(quadratic, optax.lbfgs())
+  leaves = jax.tree.leaves(step.init({"w": jax.device_put(jnp.ones(8), replicated)}))
+  pointers = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves]
+  assert len(set(pointers)) == len(pointers)
+
+
+@pytest.mark.parametrize("committed", ["params", "one of the params", "batch"])
+def test_arrays_that_are_committed_to_a_device_compile_one_program(committed):
+  def put(x):
+    return jax.device_put(x, jax.devices()[0])
+
+  params, batch = {"b": jnp.zeros(1), "w": jnp.ones(8)}, BATCH
+  if committed == "batch":
+    batch = put(batch)
+  else:
+    params["w"] = put(params["w"])
+    params["b"] = put(params["b"]) if committed == "params" else params["b"]
+  step = optax_boost.make_train_step(
+    lambda p, b: quadratic(p, b) + jnp.sum(p["b"] ** 2), optax.adam(0.1)
+  )
+  state = step.init(params)
+  for _ in range(2):
+    state, _ = step(state, batch)
+  assert step.cache_size() == 1
+
+
 @pytest.mark.parametrize(
   ("loss", "flags", "message"),
   [

@@ -1,5 +1,6 @@
 """The state that training carries from step to step."""
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -39,25 +40,94 @@ def canonicalize_state(state: TrainState) -> TrainState:
   """Makes a fresh state look like the one that a step returns, so that nothing recompiles.
 
   Weak types are removed, and the optimizer state's own arrays are replicated over the mesh of the
-  params. An array that occurs twice is copied, as donation demands.
+  params, or put on the one device to which an array of the state is committed. An array that occurs
+  twice is copied, as donation demands.
   """
-  arrays = [p for p in jax.tree.leaves(state.params) if isinstance(p, jax.Array)]
-  # Inside a trace there is no placement to ask for.
-  shardings = [p.sharding for p in arrays if not isinstance(p, jax.core.Tracer)]
-  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+  leaves = [drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
+  meshes = [s.mesh for s in _shardings(state.params) if isinstance(s, jax.sharding.NamedSharding)]
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   seen: set[int] = set()
 
-  def canonicalize(leaf: Any) -> jax.Array:
-    leaf = drop_weak_type(leaf)
-    if replicated and not isinstance(leaf.sharding, jax.sharding.NamedSharding):
-      leaf = jax.device_put(leaf, replicated)
-    if id(leaf) in seen:
-      leaf = jnp.array(leaf)
+  def canonicalize(leaf: jax.Array) -> jax.Array:
+    # Before it is moved: two objects may share one device's part.
+    repeated = id(leaf) in seen
     seen.add(id(leaf))
-    return leaf
+    if replicated:
+      sharding = _on_mesh(leaf)
+      if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        leaf = jax.device_put(leaf, replicated)
+      elif sharding is not None and sharding != leaf.sharding:
+        leaf = jax.device_put(leaf, sharding)
+    return jnp.array(leaf) if repeated else leaf
 
-  return jax.tree.map(canonicalize, state)
+  moved = jax.tree.unflatten(jax.tree.structure(state), map(canonicalize, leaves))
+  return moved if replicated else commit_like(moved, moved)
+
+
+def _shardings(tree: Any) -> list[jax.sharding.Sharding]:
+  """The shardings of a tree's arrays; inside a trace there is none to ask for."""
+  arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+  return [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+
+
+def commit_like(state: TrainState, arguments: Any) -> TrainState:
+  """Puts a state on the one device to which an argument is committed, as its step's result is."""
+  if isinstance(state.step, jax.core.Tracer) or _is_committed(state.step):
+    return state
+  for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
+    if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
+      (device,) = leaf.devices()
+      return jax.device_put(state, device)
+  return state
+
+
+def _is_committed(leaf: Any) -> bool:
+  concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+  return concrete and getattr(leaf, "committed", True)
+
+
+def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
+  """How each array of a state lies on a mesh, where XLA might place it elsewhere after the step."""
+  first = _shardings(jax.tree.leaves(state.params)[:1])
+  if not (first and isinstance(first[0], jax.sharding.NamedSharding) and first[0].mesh.size > 1):
+    return ()
+  return tuple(map(_on_mesh, jax.tree.leaves(state)))
+
+
+def _on_mesh(leaf: Any) -> jax.sharding.NamedSharding | None:
+  sharding = getattr(leaf, "sharding", None)
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return None
+  # A key has a layout of its own.
+  return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
+
+
+@functools.cache
+def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
+  """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
+  mesh, spec = sharding.mesh, list(sharding.spec)
+  # Explicit axes are part of the type, and so are places in the memory of the host.
+  explicit = set(mesh.axis_types) != {jax.sharding.AxisType.Auto}
+  if explicit or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
+    return None
+  while spec and spec[-1] is None:
+    spec.pop()
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+
+def keep_placement(
+  state: TrainState, before: TrainState, shardings: tuple[jax.sharding.NamedSharding | None, ...]
+) -> TrainState:
+  """Places each array of a step's result as :func:`placement` found it before the step."""
+  structure: Any
+  leaves, structure = jax.tree.flatten(state)
+  if not shardings or structure != jax.tree.structure(before):
+    return state
+  placed = [
+    leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+    for leaf, sharding in zip(leaves, shardings, strict=True)
+  ]
+  return jax.tree.unflatten(structure, placed)
 
 
 def check_shapes(before: optax.Params, after: optax.Params) -> None:

@@ -55,7 +55,7 @@ class TrainStep:
   def __init__(self, program: "Program", donate: bool = True):
     self.program = program
     donated = (0,) if donate else ()
-    self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=4)
+    self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
     self._depths = _depths.HostDepths()
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
@@ -105,7 +105,8 @@ class TrainStep:
       TypeError: `state` or `rng` is of the wrong kind.
     """
     place = self._place(state, rng)
-    state, metrics = self._step(state, batch, rng, self.program.data, place.depth)
+    state = _state.commit_like(state, (batch, rng))
+    state, metrics = self._step(*self._arguments(state, batch, rng, place))
     self._depths.made_step(place, state.opt_state)
     return state, metrics
 
@@ -150,15 +151,20 @@ class TrainStep:
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones."""
-    return self._step.lower(state, batch, rng, self.program.data, self._place(state, rng).depth)
+    return self._step.lower(*self._arguments(state, batch, rng, self._place(state, rng)))
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Traces the step, like ``jax.jit(...).trace``; `jaxpr` of the result is its program."""
-    return self._step.trace(state, batch, rng, self.program.data, self._place(state, rng).depth)
+    return self._step.trace(*self._arguments(state, batch, rng, self._place(state, rng)))
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen."""
     return self._step._cache_size()  # type: ignore[attr-defined]
+
+  def _arguments(
+    self, state: _state.TrainState, batch: Any, rng: Any, place: _depths.Place
+  ) -> tuple[Any, ...]:
+    return state, batch, rng, self.program.data, place.depth, _state.placement(state)
 
   def _place(self, state: _state.TrainState, rng: Any) -> _depths.Place:
     """How many groups a checked call freezes, where the host can know it: which program it runs."""
@@ -311,8 +317,13 @@ class Program:
     rng: jax.Array | None,
     data: dict[str, Any],
     depth: int | None = None,
+    placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
   ) -> tuple[_state.TrainState, Metrics]:
-    """One step; `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known."""
+    """One step.
+
+    `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
+    the state's.
+    """
     if rng is not None:
       _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
@@ -379,7 +390,8 @@ class Program:
     if self.has_aux:
       metrics["aux"] = aux
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
-    return jax.tree.map(_state.drop_weak_type, new_state), metrics
+    new_state = jax.tree.map(_state.drop_weak_type, new_state)
+    return _state.keep_placement(new_state, state, placement), metrics
 
   def _warn_of_stacked_layers(
     self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
