@@ -140,14 +140,18 @@ def active_window(
     found = find(params)
     moves = jnp.zeros([], jnp.int32)
     first = layers_at(moves, found.number)
-    always_state = inner.init(found.rest(params))
+    # Of patterns that match nothing anywhere it warns here.
+    jax.eval_shape(lambda tree: inner.init(tree), params)
+    with _tree.seeing_a_part():
+      always_state = inner.init(found.rest(params))
+      active_state = inner.init(found.take(params, first))
     _protocol.refuse_observers(_METHOD, always_state)
     return ActiveWindowState(
       count=jnp.zeros([], jnp.int32),
       moves=moves,
       made_count=jnp.zeros([], jnp.int32),
       layers=first,
-      active_state=inner.init(found.take(params, first)),
+      active_state=active_state,
       always_state=always_state,
     )
 
@@ -172,10 +176,11 @@ def active_window(
       like = found.take(updates, active) if of_layers is None else of_layers
       return _conditional.cast_like(inner.init(like), kept)
 
-    begun = _conditional.cond(moving, begin, lambda kept: kept, state.active_state)
-    moved, active_state = inner.update(found.take(updates, active), begun, of_layers, **extra)
     others = None if params is None else found.rest(params)
-    rest, always_state = inner.update(found.rest(updates), state.always_state, others, **extra)
+    with _tree.seeing_a_part():
+      begun = _conditional.cond(moving, begin, lambda kept: kept, state.active_state)
+      moved, active_state = inner.update(found.take(updates, active), begun, of_layers, **extra)
+      rest, always_state = inner.update(found.rest(updates), state.always_state, others, **extra)
     made = _protocol.step_made(begun, active_state)
     if jax.tree.leaves(rest):
       made = made | _protocol.step_made(state.always_state, always_state)

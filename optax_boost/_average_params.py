@@ -79,7 +79,8 @@ def average_params(
       older, worse params.
     decay: exponential weights, above 0 and below 1, in one copy, corrected for the start: after the
       first snapshot the average is that snapshot. Raising it smooths more and lags more; about
-      1 / (1 - decay) snapshots count.
+      1 / (1 - decay) snapshots count. Under ``optax.inject_hyperparams`` half-precision params need
+      ``hyperparam_dtype=jnp.float32``: in bfloat16 0.999 is 1.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
       snapshots over a longer part of the training.
 
@@ -141,6 +142,7 @@ class _Averaging(NamedTuple):
 
   def init(self, params: optax.Params) -> AverageParamsState:
     _tree.check_inexact(params, _METHOD)
+    _base.check_injected("decay", self.decay, positive=True, below=1.0)
 
     def copy(p: Any) -> jax.Array:
       dtype = _tree.accumulator_dtype(p.dtype)

@@ -115,6 +115,22 @@ def check_number(
     raise ValueError(f"`{name}` must be {required}; got {shorten(value)}.")
 
 
+def check_injected(name: str, value: Any, **bounds: Any) -> None:
+  """Checks, in ``init``, a number that ``optax.inject_hyperparams`` has made an array.
+
+  It casts to the dtype of the params: in float16 65,536 is infinite, in bfloat16 0.999 is 1.
+  """
+  if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    return
+  try:
+    check_number(name, np.asarray(value, np.float64), **bounds)
+  except ValueError as error:
+    raise ValueError(
+      f"{error} Under `optax.inject_hyperparams` numbers have the params' dtype, here"
+      f" {value.dtype}: pass `hyperparam_dtype=jnp.float32`."
+    ) from error
+
+
 def check_array(
   name: str, value: Any, shape: tuple[int, ...] | None = None, *, bools: bool = False
 ) -> None:

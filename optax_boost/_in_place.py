@@ -170,7 +170,7 @@ def divide(x: jax.Array, by: jax.Array, largest: float = math.inf) -> jax.Array:
 
 
 def sum_squares(tree: Any) -> jax.Array:
-  """The sum of the squares of all entries, in at least float32.
+  """The sum of the squared magnitudes of all entries, in at least float32.
 
   If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
   """
@@ -179,8 +179,8 @@ def sum_squares(tree: Any) -> jax.Array:
 
 
 def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
-  """The sum of the squares of all entries of leaves of one shape."""
-  return jnp.sum(functools.reduce(jnp.add, [x * x for x in leaves]))
+  """The sum of the squared magnitudes of all entries of leaves of one shape."""
+  return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
 
 
 def _alike(*trees: Any) -> list[list[list[Any]]]:

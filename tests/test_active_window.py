@@ -103,7 +103,6 @@ def test_each_window_trains_as_by_hand(form, order, windows):
   ],
   ids=["muon", "decay of kernels", "lars", "centralize, clip"],
 )
-@pytest.mark.filterwarnings("ignore:`centralize` finds no kernel")  # the head has none
 def test_an_optimizer_sees_layers_in_leaves_of_their_own_as_they_are(inner):
   params = unrolled(stacked())
   for i in range(L):
@@ -208,3 +207,13 @@ def test_layers_of_different_shapes_are_refused():
   tx = optax_boost.active_window(optax.sgd(0.1), ("a", "b"), 1, every=1)
   with pytest.raises(ValueError, match=r"layers of equal shapes; got \[\(3,\)\] for 'a' and"):
     tx.init(params)
+
+
+def test_a_pattern_is_idle_where_it_matches_neither_the_layers_nor_the_rest(recwarn):
+  stacks = {"^blocks/bias": 0, "^blocks/kernel": 1}
+  tx = optax_boost.active_window(optax_boost.lars(0.1, stacked_axes=stacks), AXES, 2, every=2)
+  run(tx, stacked(), 1)
+  assert not [w for w in recwarn if w.category is optax_boost.NoEffectWarning]
+  idle = optax_boost.lars(0.1, stacked_axes={**stacks, "^mlp/": 0})
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"match no leaf: \['\^mlp/'\]"):
+    optax_boost.active_window(idle, AXES, 2, every=2).init(stacked())

@@ -415,3 +415,10 @@ def test_an_averaged_nnx_model_with_new_statistics_predicts_as_numpy():
   mean, var = np.mean([b.mean(0) for b in hs], 0), np.mean([b.var(0) for b in hs], 0)
   z = (h - mean) / np.sqrt(var + 1e-5) * np.asarray(new.norm.scale[...])
   np.testing.assert_allclose(new.norm(new.dense(x)), z + np.asarray(new.norm.bias[...]), atol=1e-5)
+
+
+def test_a_decay_that_half_precision_rounds_to_one_is_refused():
+  factory = optax.inject_hyperparams(optax_boost.average_params, static_args=("inner", "last"))
+  params = jnp.ones(2, jnp.bfloat16)
+  with pytest.raises(ValueError, match=r"`decay` must be .* < 1; .*hyperparam_dtype=jnp.float32"):
+    factory(optax.sgd(0.1), decay=0.999).init(params)

@@ -353,3 +353,15 @@ def test_refuses_what_is_no_transformation_and_gradients_of_other_params():
   grads["dense"]["kernel"] = grads["dense"]["kernel"].T
   with pytest.raises(ValueError, match=r"got \(8, 16\) for the leaf 'dense/kernel' of shape"):
     optax_boost.apply_gradients(tx, grads, state, params)
+
+
+def test_complex_gradients_are_checked_by_their_magnitudes():
+  """The squares of 1e30 (1 + i) have a real part of zero."""
+  tx = optax_boost.accumulate(optax.sgd(0.5), every=1)
+  params = jnp.ones(2, jnp.complex64)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  after, state = step(jnp.full(2, 1e30 * (1 + 1j), jnp.complex64), tx.init(params), params)
+  assert state.notfinite_count == 0
+  np.testing.assert_allclose(after, -5e29 * (1 + 1j), rtol=1e-6)
+  after, state = step(jnp.array([jnp.nan, 1j]), state, params)
+  assert state.notfinite_count == 1

@@ -525,3 +525,14 @@ def test_eager_steps_compile_no_conditional(wrap):
     before = len(COMPILATIONS)
     _, state = tx.update({"w": jnp.full(2, value, jnp.bfloat16)}, state, params)
   assert len(COMPILATIONS) == before
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", ["dynamic_loss_scale", "group_loss_scale"])
+def test_a_scale_that_half_precision_makes_infinite_is_refused(name):
+  groups = {"groups": ("",)} if name == "group_loss_scale" else {}
+  static = ("inner", "axis_name", *(("groups", "skip") if groups else ()))
+  factory = optax.inject_hyperparams(getattr(optax_boost, name), static_args=static)
+  tx = factory(optax.sgd(0.1), **groups, initial_scale=2.0**16)
+  with pytest.raises(ValueError, match=r"`initial_scale` .*got inf.*hyperparam_dtype=jnp.float32"):
+    tx.init(jnp.ones(2, jnp.float16))

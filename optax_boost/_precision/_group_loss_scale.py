@@ -153,6 +153,7 @@ def group_loss_scale(
 
   def init_fn(params: optax.Params) -> GroupLossScaleState:
     _tree.check_floating(params, _METHOD)
+    _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
     inner_state = optimizer.init(params)

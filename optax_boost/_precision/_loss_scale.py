@@ -152,6 +152,10 @@ def dynamic_loss_scale(
     >>> updates.tolist(), float(state.loss_scale), int(state.notfinite_count)
     ([0.0, 0.0], 2.0, 1)
 
+  .. note::
+    ``optax.inject_hyperparams`` casts to the params' dtype, and in float16 a scale of 65,536 is
+    infinite: pass ``hyperparam_dtype=jnp.float32``.
+
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
@@ -163,6 +167,7 @@ def dynamic_loss_scale(
 
   def init_fn(params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
+    _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
     numbers = [0] * len(jax.tree.leaves(params))
     _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)

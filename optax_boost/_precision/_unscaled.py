@@ -51,6 +51,12 @@ def check_rule(
     )
 
 
+def check_injected_scales(**scales: Any) -> None:
+  """Checks, in ``init``, scales that may have become infinite or zero in half precision."""
+  for name, value in scales.items():
+    _base.check_injected(name, value, positive=True)
+
+
 def _is_wide(tree: Any) -> bool:
   return all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree))
 
