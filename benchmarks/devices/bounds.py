@@ -34,7 +34,10 @@ _KERNELS = {"sgperm pairs": 60, "sgperm rank": 75, "sgperm exact": 85, "laperm":
 BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
   ("h100", "replicated", "lars", "kernels / leaves", 2.5),
   ("h100", "replicated", "lars, 1,000 leaves", "kernels / leaves", 1.5),
-  ("h100", "replicated", "centralize, 1,000 leaves", "kernels / optax.sgd, 1,000 leaves", 1.5),
+  *(
+    ("h100", "replicated", f"{method}, 1,000 leaves", "kernels / optax.sgd, 1,000 leaves", 1.5)
+    for method in ("centralize", "accumulate", "dynamic_loss_scale")
+  ),
   *((c, "replicated", "adasum", f, n) for c in _SLICES for f, n in _ADASUM),
   *(("v5e-8", layout, "lars", f, n) for layout in _SHARDED for f, n in _LARS),
   *(

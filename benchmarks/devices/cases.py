@@ -154,7 +154,14 @@ CASES = {
   "laperm": Case("laperm", lambda: optax_boost.laperm(_adam(), 20)),
 }
 CASES |= {
-  f"{name}, 1,000 leaves": _thousand(CASES[name]) for name in ("optax.sgd", "lars", "centralize")
+  f"{name}, 1,000 leaves": _thousand(case)
+  for name, case in {
+    **{name: CASES[name] for name in ("optax.sgd", "lars", "centralize")},
+    "accumulate": Case("accumulate", lambda: optax_boost.accumulate(_sgd(), 4)),
+    "dynamic_loss_scale": Case(
+      "dynamic_loss_scale", lambda: optax_boost.dynamic_loss_scale(_sgd())
+    ),
+  }.items()
 }
 CASES["dim_reduce, 10 leaves"] = dataclasses.replace(
   CASES["dim_reduce"], leaves=10, chips=("v5e-8", "v5e-256")
