@@ -355,6 +355,39 @@ def test_all_uses_of_a_shared_batch_norm_count_alike(api):
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+class Around(nn.Module):
+  """Two layers of a module, checkpointed and scanned over."""
+
+  inner: nn.Module
+
+  @nn.compact
+  def __call__(self, x):
+    def body(inner, x, _):
+      return nn.remat(lambda inner, x: x + inner(x)[:, :3])(inner, x), None
+
+    axes = {"params": 0, "batch_stats": 0}
+    return nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)(
+      self.inner, x, None
+    )[0]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_batch_norms_that_less_bn_removed_have_no_statistics(inside):
+  (batch,) = batches_of([8])
+  less = optax_boost.linen.less_bn(Linen(), batch, predicate=lambda place: place.path == "norm")
+  assert less.plan.removed == ("norm",)
+  module = Around(less) if inside else less
+  variables = module.init(jax.random.key(0), batch)
+  new = optax_boost.linen.estimate_batch_stats(module, variables, [batch])
+  chex.assert_trees_all_equal_structs(new, variables)
+  params, statistics = new["params"], new["batch_stats"]
+  if inside:
+    params, statistics = jax.tree.map(lambda leaf: leaf[0], (params["inner"], statistics["inner"]))
+  out = np.maximum(batch @ params["dense"]["kernel"] + params["dense"]["bias"], 0)
+  np.testing.assert_allclose(statistics["out"]["mean"], out.mean(0), atol=1e-6)
+  np.testing.assert_allclose(statistics["out"]["var"], out.var(0), atol=1e-6)
+
+
 def test_a_second_estimate_compiles_nothing():
   batches, module = batches_of([8, 8]), Linen()
   variables = module.init(jax.random.key(0), batches[0])

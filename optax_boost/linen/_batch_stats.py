@@ -129,9 +129,11 @@ class _Statistics(NamedTuple):
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
       # A class of the user's may have a call of its own around this one.
-      if getattr(context.orig_method, "func", None) is not _CALL:
-        return next_fun(*args, **kwargs)
-      return _call_on_batch(context.module, next_fun, args, kwargs)
+      original = getattr(context.orig_method, "func", None) is _CALL
+      # One that `less_bn` removed is still called, but has no statistics.
+      if original and context.module.has_variable(_COLLECTION, "mean"):
+        return _call_on_batch(context.module, next_fun, args, kwargs)
+      return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
       if self.forward_fn is None:
