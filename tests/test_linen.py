@@ -92,6 +92,53 @@ def test_two_calls_in_one_loss_draw_different_masks_and_chain_their_statistics()
   )
 
 
+class Inner(nn.Module):
+  """Holds what is sown in the scan."""
+
+
+class Sowing(nn.Module):
+  """Sows into a tuple and into an array, in a scan, and keeps a tuple of its own."""
+
+  @nn.compact
+  def __call__(self, x):
+    def body(module, x, _):
+      module.sow("losses", "mean", x.mean())
+      return x + 1, None
+
+    last = self.variable("carry", "last", lambda: (x[0], x[1]))
+    last.value = last.value[1], x[0]
+    self.sow("calls", "count", 1, init_fn=lambda: 0, reduce_fn=jnp.add)
+    x = nn.Dense(1)(x)
+    return nn.scan(body, variable_axes={"losses": 0}, length=2)(Inner(), x, None)[0]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_step_sees_what_its_own_calls_have_sown(calls):
+  module, x = Sowing(), BATCH["x"]
+
+  def loss_fn(model, batch):
+    for _ in range(calls):
+      model(batch)
+    (sown,) = model.collections["losses"].values()
+    assert len(sown["mean"]) == calls
+    return sum(map(jnp.mean, sown["mean"]))
+
+  step = linen.make_train_step(module, loss_fn, optax.sgd(0.0))
+  variables = module.init(KEY, x)
+  state = step.init(variables)
+  structure = jax.tree.structure(state)
+  mean = module.apply(variables, x, mutable=True)[0].mean() - 1.5
+  for t in range(3):
+    state, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], calls * mean, rtol=1e-6)
+    assert state.model_state["calls"]["count"] == 1 + calls * (t + 1)
+    assert len(state.model_state["carry"]["last"]) == 2
+  if calls == 1:
+    assert step.cache_size() == 1
+    assert jax.tree.structure(state) == structure
+    jax.eval_shape(lambda s: jax.lax.scan(lambda s, _: step(s, x), s, None, length=2), state)
+
+
 def test_a_module_without_statistics_or_dropout_needs_no_key():
   step = linen.make_train_step(
     nn.Dense(1), lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), optax.lbfgs()

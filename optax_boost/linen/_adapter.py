@@ -20,6 +20,10 @@ class BoundModel:
 
   Calls are ``module.apply`` with the params, statistics and rngs of this step. Statistics that a
   call changes are seen by the next call.
+
+  Attributes:
+    collections: the variables other than params, after the calls so far. A tuple that ``sow``
+      extends holds the values of this step's calls alone.
   """
 
   def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
@@ -32,6 +36,12 @@ class BoundModel:
     self._rngs = rngs
     self._calls = 0
     self.collections = dict(collections)
+    # The lengths of tuples that no call has extended, by path.
+    self._lengths = {
+      path: len(value)
+      for path, value in jax.tree.leaves_with_path(self.collections, is_leaf=_is_tuple)
+      if _is_tuple(value)
+    }
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Applies the module to its own arguments; `method` among them names another method."""
@@ -45,8 +55,25 @@ class BoundModel:
       mutable=list(self.collections),
       **kwargs,
     )
+    if self._lengths:
+      changed = jax.tree.map_with_path(self._drop_sown_before, changed, is_leaf=_is_tuple)
     self.collections |= changed
     return output
+
+  def _drop_sown_before(self, path: Any, value: Any) -> Any:
+    """Drops the values of earlier steps from a tuple that ``sow`` has extended.
+
+    Other tuples, as the carry of a recurrent cell, keep their length and stay as they are.
+    """
+    length = self._lengths.get(path)
+    if length is None or not _is_tuple(value) or len(value) <= length:
+      return value
+    del self._lengths[path]
+    return value[length:]
+
+
+def _is_tuple(value: Any) -> bool:
+  return type(value) is tuple
 
 
 def pure_loss(

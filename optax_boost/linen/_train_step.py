@@ -69,6 +69,11 @@ def make_train_step(
   Statistics come from the one forward pass at the current params; trial points of a line search see
   the same dropout masks and change nothing.
 
+  A loss reads the module's other variables in ``model.collections``, after it has called the model:
+  ``sum(jax.tree.leaves(model.collections["losses"]))`` adds what ``self.sow("losses", ...)`` stored
+  in this step. Collections that ``module.init`` did not return are not kept. What ``sow`` combines
+  with a `reduce_fn` of its own goes on from step to step, as other variables do.
+
   Args:
     module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
