@@ -3,6 +3,7 @@
 import functools
 
 import chex
+from flax import core
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -296,6 +297,8 @@ def test_batch_statistics_are_numpys_means_over_all_batches(api):
     variables = module.init(jax.random.key(0), batches[0])
     new = optax_boost.linen.estimate_batch_stats(module, variables, iter(batches))
     chex.assert_trees_all_equal(new["params"], variables["params"])
+    of_frozen = optax_boost.linen.estimate_batch_stats(module, core.freeze(variables), batches)
+    chex.assert_trees_all_equal(of_frozen["batch_stats"], new["batch_stats"])
     kernel, bias = new["params"]["dense"]["kernel"], new["params"]["dense"]["bias"]
     found = [new["batch_stats"][n][s] for n in ("norm", "out") for s in ("mean", "var")]
   np.testing.assert_allclose(found, expected_statistics(kernel, bias, batches), atol=2e-6)

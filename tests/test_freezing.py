@@ -8,6 +8,7 @@ import re
 import weakref
 
 import chex
+from flax import core
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -1324,6 +1325,17 @@ def test_statistics_belong_to_the_params_of_their_path(params, statistics):
   (scale,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params))
   (mean,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(statistics))
   assert held(params, statistics, scale) == [mean]
+
+
+def test_statistics_stand_still_in_whatever_container_they_come_back():
+  groups = _protocol.GroupAssignment({"norm/scale": 0}, 2)
+  before = {"batch_stats": {"norm": {"mean": 0.0, "wider": jnp.zeros(1)}}}
+  after = {"norm": {"mean": 1.0, "new": 1.0, "wider": jnp.ones(2)}}
+  after = {"batch_stats": core.freeze(after)}
+  found = _frozen_backward.hold_statistics(before, after, NORM, groups, 1, dict)["batch_stats"]
+  assert isinstance(found, core.FrozenDict)
+  assert [found["norm"]["mean"], found["norm"]["new"]] == [0.0, 1.0]
+  np.testing.assert_array_equal(found["norm"]["wider"], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(

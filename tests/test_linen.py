@@ -3,6 +3,7 @@
 import itertools
 
 import chex
+from flax import core
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import optax_boost
 from optax_boost import linen
 from tests.test_train_step import BATCH
 from tests.test_train_step import CLOSURE_USERS
@@ -137,6 +139,28 @@ def test_a_step_sees_what_its_own_calls_have_sown(calls):
     assert step.cache_size() == 1
     assert jax.tree.structure(state) == structure
     jax.eval_shape(lambda s: jax.lax.scan(lambda s, _: step(s, x), s, None, length=2), state)
+
+
+def test_frozen_dicts_train_as_plain_ones():
+  variables = Network().init(jax.random.key(1), BATCH["x"], train=False)
+  groups = linen.layer_groups(
+    Network(), lambda *args: loss_fn(*args)[0], core.freeze(variables), BATCH, KEY, num_groups=2
+  )
+  assert "BatchNorm_0/scale" in groups.groups[0]
+  schedule = optax_boost.FreezeSchedule(2, lambda count, key: 1)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
+  ends = []
+  for wrap in (dict, core.freeze, core.FrozenDict):
+    step = linen.make_train_step(Network(), loss_fn, tx, has_aux=True)
+    state = step.init(wrap(variables))
+    structure = jax.tree.structure(state)
+    for _ in range(2):
+      state, _ = step(state, BATCH, KEY)
+    assert step.cache_size() == 1
+    assert jax.tree.structure(state) == structure
+    ends.append(core.unfreeze(linen.variables(state)))
+    chex.assert_trees_all_equal(ends[-1], ends[0])
+  chex.assert_trees_all_equal(ends[0]["batch_stats"], variables["batch_stats"])
 
 
 def test_a_module_without_statistics_or_dropout_needs_no_key():

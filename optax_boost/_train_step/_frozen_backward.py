@@ -119,11 +119,12 @@ def hold_statistics(
 
   A layer's statistics have the path of its params, but for a collection's name in front. Integers
   (counts of batches or draws) and statistics of layers without params go on. `find_axes` finds the
-  axes of layers of the statistics, by the number of the leaf.
+  axes of layers of the statistics `before`, by the number of the leaf.
   """
-  structure: Any
-  leaves, structure = jax.tree.flatten(after)
-  if not leaves or jax.tree.structure(before) != structure:
+  # By path: a loss may return other containers than it was given, or further statistics.
+  numbered = enumerate(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
+  old_leaves = {path: (number, leaf) for number, (path, leaf) in numbered}
+  if not old_leaves:
     return after
   modules: dict[str, Any] = {}
   members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
@@ -132,17 +133,21 @@ def hold_statistics(
   frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
-  def keep(module: str, axis: int | None, old: Any, new: Any) -> Any:
-    if module not in modules or not jnp.issubdtype(jnp.result_type(new), jnp.inexact):
+  def keep(path: str, module: str, new: Any) -> Any:
+    if module not in modules or path not in old_leaves:
       return new
-    group = modules[module]
+    number, old = old_leaves[path]
+    if not jnp.issubdtype(jnp.result_type(new), jnp.inexact) or jnp.shape(old) != jnp.shape(new):
+      return new
+    group, axis = modules[module], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
       return frozen.select(int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
     return frozen.select(group.reshape(along), old, new)
 
-  numbered = map(axes.get, range(len(leaves)))
-  kept = map(keep, _modules(_tree.leaf_paths(after)), numbered, jax.tree.leaves(before), leaves)
+  paths = _tree.leaf_paths(after)
+  leaves, structure = jax.tree.flatten(after)
+  kept = map(keep, paths, _modules(paths), leaves)
   return jax.tree.unflatten(structure, kept)
 
 

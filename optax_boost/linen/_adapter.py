@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from flax import core
 from flax import linen as nn
 import jax
 
@@ -55,6 +56,7 @@ class BoundModel:
       mutable=list(self.collections),
       **kwargs,
     )
+    changed = core.unfreeze(changed)
     if self._lengths:
       changed = jax.tree.map_with_path(self._drop_sown_before, changed, is_leaf=_is_tuple)
     self.collections |= changed
@@ -110,14 +112,15 @@ def adapt(
 
 
 def split_variables(variables: Any, name: str = "variables") -> tuple[Any, dict[str, Any]]:
-  """The params, and the other collections."""
+  """The params, and the other collections in plain dicts, as ``apply`` returns them."""
   check_collections(name, variables)
   if not are_variables(variables):
     raise ValueError(
       f"`{name}` must be what `module.init` returned, with a collection 'params'; got the keys"
       f" {sorted(map(str, variables))}."
     )
-  return variables["params"], {key: value for key, value in variables.items() if key != "params"}
+  collections = {key: value for key, value in variables.items() if key != "params"}
+  return variables["params"], core.unfreeze(collections)
 
 
 def are_variables(value: Any) -> bool:

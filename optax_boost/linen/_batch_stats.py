@@ -73,7 +73,8 @@ def estimate_batch_stats(
     {'mean': [3.5], 'var': [5.0]}
   """
   _adapter.check_module(module)
-  _, collections = _adapter.split_variables(variables)
+  params, collections = _adapter.split_variables(variables)
+  variables = {"params": params, **collections}
   if forward_fn is not None:
     _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)")
   if weight_fn is not None:
@@ -84,9 +85,9 @@ def estimate_batch_stats(
       f"`{_METHOD}` found no collection '{_COLLECTION}' in the variables.",
       _tree.leaf_paths(variables),
     )
-    return dict(variables)
+    return variables
   estimated = _full_gradient.mean_over_batches(
-    jax.tree_util.Partial(_Statistics(module, forward_fn), dict(variables)),
+    jax.tree_util.Partial(_Statistics(module, forward_fn), variables),
     given,
     batches,
     None,
