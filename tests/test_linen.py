@@ -163,6 +163,26 @@ def test_frozen_dicts_train_as_plain_ones():
   chex.assert_trees_all_equal(ends[0]["batch_stats"], variables["batch_stats"])
 
 
+class Noisy(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(4)(x)
+    return nn.Dense(1)(x + jax.random.normal(self.make_rng("noise"), x.shape))
+
+
+def test_a_level_takes_the_names_of_rng_streams():
+  module, loss_fn, x = Noisy(), lambda model, x: jnp.mean(model(x) ** 2), BATCH["x"]
+  boost = linen.auto_boost("O1", total_steps=10)
+  assert boost.is_on("grad_freeze")
+  variables = module.init({"params": KEY, "noise": KEY}, x)
+  tx = boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x, KEY, rngs=("noise",))
+  step = boost.train_step(module, loss_fn, tx, rngs=("noise",))
+  _, metrics = step(step.init(variables), x, KEY)
+  assert metrics["frozen_groups"] == 0
+  with pytest.raises(TypeError, match=r"`rngs` must be a sequence of names"):
+    boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x, KEY, rngs="noise")
+
+
 def test_a_module_without_statistics_or_dropout_needs_no_key():
   step = linen.make_train_step(
     nn.Dense(1), lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), optax.lbfgs()

@@ -1,6 +1,7 @@
 """Levels and configurations for Flax Linen modules."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -40,6 +41,7 @@ class AutoBoost(_build.ModelBoost):
     batch: Any = None,
     rng: jax.Array | None = None,
     *,
+    rngs: Sequence[str] = ("dropout",),
     groups: _groups.Groups | None = None,
     decay: optax.GradientTransformation | None = None,
   ) -> optax.GradientTransformationExtraArgs:
@@ -47,7 +49,7 @@ class AutoBoost(_build.ModelBoost):
 
     As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the arguments of :func:`layer_groups`:
     the `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init`` in
-    the place of params, a `batch` and, if the module draws, a key `rng`.
+    the place of params, a `batch` and, if the module draws, a key `rng` for the streams `rngs`.
     """
     if module is not None:
       _adapter.check_module(module)
@@ -57,8 +59,9 @@ class AutoBoost(_build.ModelBoost):
     if variables is not None:
       params, _ = _adapter.split_variables(variables)
       if module is not None and loss_fn is not None:
-        find_groups = functools.partial(layer_groups, module, loss_fn, variables, batch, rng)
-        find_axes = functools.partial(stacked_axes, module, loss_fn, variables, batch, rng)
+        args = (module, loss_fn, variables, batch, rng)
+        find_groups = functools.partial(layer_groups, *args, rngs=rngs)
+        find_axes = functools.partial(stacked_axes, *args, rngs=rngs)
     return self._wrap(tx, params, find_groups, find_axes, groups, decay)
 
   def train_step(  # type: ignore[override]
@@ -68,7 +71,10 @@ class AutoBoost(_build.ModelBoost):
     tx: optax.GradientTransformation,
     **options: Any,
   ) -> _train_step.TrainStep:
-    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`.
+
+    The `options` are those of :func:`make_train_step`, `rngs` among them.
+    """
     return _train_step.make_train_step(module, loss_fn, tx, **options)
 
 
