@@ -391,12 +391,31 @@ def test_batch_norms_that_less_bn_removed_have_no_statistics(inside):
   np.testing.assert_allclose(statistics["out"]["var"], out.var(0), atol=1e-6)
 
 
+class Scaled(nn.Module):
+  factor: np.ndarray
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.BatchNorm(use_running_average=True)(self.factor * x)
+
+
+def test_modules_that_hold_other_arrays_share_no_program():
+  batches = batches_of([8])
+  for factor in (np.full(3, 2.0), np.full(3, 3.0), np.ones(1)):
+    module = Scaled(factor)
+    variables = module.init(jax.random.key(0), batches[0])
+    for _ in range(2):
+      new = optax_boost.linen.estimate_batch_stats(module, variables, batches)
+      mean = new["batch_stats"]["BatchNorm_0"]["mean"]
+      np.testing.assert_allclose(mean, factor * batches[0].mean(0), atol=1e-6)
+
+
 def test_a_second_estimate_compiles_nothing():
-  batches, module = batches_of([8, 8]), Linen()
-  variables = module.init(jax.random.key(0), batches[0])
+  batches = batches_of([8, 8])
+  variables = Linen().init(jax.random.key(0), batches[0])
   model = Nnx(nnx.Rngs(0))
   for estimate in (
-    lambda: optax_boost.linen.estimate_batch_stats(module, variables, batches),
+    lambda: optax_boost.linen.estimate_batch_stats(Linen(), variables, batches),
     lambda: optax_boost.nnx.estimate_batch_stats(model, batches),
   ):
     estimate()

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+import dataclasses
 import inspect
 from typing import Any
-from typing import NamedTuple
 
 from flax import linen as nn
 import jax
@@ -115,11 +115,24 @@ def estimate_batch_stats(
   return {**variables, _COLLECTION: kept}
 
 
-class _Statistics(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Statistics:
   """Computes a batch's statistics; equal ones share a compiled program."""
 
   module: nn.Module
   forward_fn: Any
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, _Statistics):
+      return NotImplemented
+    try:
+      return bool(self.module == other.module and self.forward_fn == other.forward_fn)
+    except (TypeError, ValueError):
+      # Arrays in fields of the modules have no single truth value.
+      return self.module is other.module and self.forward_fn is other.forward_fn
+
+  def __hash__(self) -> int:
+    return hash(type(self.module))
 
   def __call__(self, variables: Any, unused: Any, batch: Any) -> Any:
     del unused
