@@ -282,6 +282,17 @@ def require_axis(
     ) from error
 
 
+def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+  """The mesh axes if they are bound here, or None."""
+  if not value:
+    return None
+  try:
+    jax.lax.axis_size(value)
+  except NameError:
+    return None
+  return value
+
+
 def varying_axes(kind: Any) -> frozenset[str]:
   """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
   # The second name is that of older versions of JAX.

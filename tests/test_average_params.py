@@ -391,6 +391,33 @@ def test_batch_norms_that_less_bn_removed_have_no_statistics(inside):
   np.testing.assert_allclose(statistics["out"]["var"], out.var(0), atol=1e-6)
 
 
+class LinenSynchronized(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.BatchNorm(axis_name="devices", use_running_average=True)(x)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_synchronized_norms_take_the_batch_and_a_bound_axis(api, bound):
+  (batch,) = batches_of([8])
+  parts = batch.reshape(2, 4, 3) if bound else batch
+  if api == "nnx":
+    each = nnx.vmap(lambda model, x: model(x), in_axes=(None, 0), axis_name="devices")
+    model = nnx.BatchNorm(3, axis_name="devices", rngs=nnx.Rngs(0))
+    new = optax_boost.nnx.estimate_batch_stats(model, [parts], forward_fn=each if bound else None)
+    assert new.axis_name == "devices"
+    found = [new.mean[...], new.var[...]]
+  else:
+    axes, split = {"params": None, "batch_stats": 0}, {"params": False}
+    each = nn.vmap(LinenSynchronized, variable_axes=axes, split_rngs=split, axis_name="devices")
+    module = each() if bound else LinenSynchronized()
+    variables = module.init(jax.random.key(0), parts)
+    new = optax_boost.linen.estimate_batch_stats(module, variables, [parts])
+    found = [leaf.reshape(-1, 3)[-1] for leaf in jax.tree.leaves(new["batch_stats"])]
+  np.testing.assert_allclose(found, [batch.mean(0), batch.var(0)], atol=1e-6)
+
+
 class Scaled(nn.Module):
   factor: np.ndarray
 

@@ -184,7 +184,8 @@ def _means(extended: Any, statistics: Any) -> dict[str, Any]:
 
 def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
   """Calls a BatchNorm that normalizes by the batch, and adds up its statistics."""
-  own = {"momentum": norm.momentum, "use_running_average": norm.use_running_average}
+  names = ("momentum", "use_running_average", "axis_name")
+  own = {name: getattr(norm, name) for name in names}
   old: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in ("mean", "var")}
   # Times a momentum of zero, old statistics that are not finite would be NaN.
   for name, value in old.items():
@@ -193,6 +194,8 @@ def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any
     # Linen's modules are frozen; this one is bound for this call.
     object.__setattr__(norm, "momentum", 0.0)
     object.__setattr__(norm, "use_running_average", None)
+    # Outside of the training's `shard_map` the batch is whole.
+    object.__setattr__(norm, "axis_name", _base.bound_axis(norm.axis_name))
     out = call(*args[:1], **{**kwargs, "use_running_average": False})
   finally:
     for name, value in own.items():

@@ -179,22 +179,25 @@ def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     """An instance of `kind` becomes one of this."""
 
     momentum: float
+    axis_name: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
       named = [*args[1:2], kwargs.get("use_running_average"), self.use_running_average]
       if next(mode for mode in named if mode is not None):
         return super().__call__(*args, **kwargs)
-      own = self.mean[...], self.var[...], self.momentum
+      own = self.mean[...], self.var[...], self.momentum, self.axis_name
       # Times a momentum of zero, old statistics that are not finite would be NaN. A class of the
       # user's may leave them alone: then the variance stays below zero.
       self.mean[...], self.var[...] = jnp.zeros_like(own[0]), jnp.full_like(own[1], -1)
       self.momentum = 0.0
+      # Outside of the training's `shard_map` the batch is whole.
+      self.axis_name = _base.bound_axis(self.axis_name)
       out = super().__call__(*args, **kwargs)
       reached = jnp.all(self.var[...] >= 0)
       for name, value in zip(_TOTALS, (self.mean[...], self.var[...], 1), strict=True):
         total = getattr(self, name)
         total[...] += jnp.where(reached, value, 0)
-      self.mean[...], self.var[...], self.momentum = own
+      self.mean[...], self.var[...], self.momentum, self.axis_name = own
       return out
 
   return Summing
