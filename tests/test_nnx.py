@@ -152,7 +152,7 @@ def test_refuses_a_loss_without_the_aux_it_promised():
   step = ob_nnx.make_train_step(lambda m, b: loss_fn(m, b)[0], has_aux=True)
   with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
     step(model, optimizer, BATCH)
-  with pytest.raises(TypeError, match=r"pass has_aux=True"):
+  with pytest.raises(TypeError, match=r"`make_train_step` takes has_aux=True"):
     ob_nnx.make_train_step(loss_fn)(model, optimizer, BATCH)
   with pytest.raises(TypeError, match=r"`loss_fn` must be callable, called as .*; got 3"):
     ob_nnx.make_train_step(3)

@@ -811,6 +811,7 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ({"data": lambda seed: 3}, TypeError, r"data\(0\) returned 3"),
     ({"has_model_state": True}, TypeError, r"must return \(params, model_state\)"),
     ({"loss_fn": lambda w, batch: batch["x"] @ w}, TypeError, "with a scalar loss"),
+    ({"loss_fn": lambda w, batch: (w.sum(), w)}, TypeError, "tuple .* `race` takes no aux"),
   ],
 )
 def test_bad_input_is_refused(changed, error, text):

@@ -22,10 +22,10 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
   if has_aux and has_model_state and not _is_pair(rest):
     raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(rest)}).")
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
-    hint = "" if has_aux else " If it returns aux as well, pass has_aux=True."
+    hint = " If it returns aux as well: `make_train_step` takes has_aux=True, `race` takes no aux."
     raise TypeError(
       f"`loss_fn` must return {expected} with a scalar loss; got {_kind(loss)} as the loss."
-      f" Take the mean over the batch.{hint}"
+      f" Take the mean over the batch.{'' if has_aux else hint}"
     )
   if not jnp.issubdtype(loss.dtype, jnp.floating):
     raise TypeError(
