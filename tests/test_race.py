@@ -499,8 +499,8 @@ def test_a_file_without_a_version_is_of_the_first(raced, tmp_path):
 
 
 def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_path):
-  figure = raced.plot(tmp_path / "race.png")
-  assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+  figure = raced.plot(tmp_path / "race.PNG")
+  assert (tmp_path / "race.PNG").read_bytes().startswith(b"\x89PNG")
   assert [axes.get_xlabel().split()[0] for axes in figure.axes] == [
     "training",
     "gradient",

@@ -311,7 +311,7 @@ class RaceResult:
     _check_names("against", against, list(BUDGETS))
     suffix = "png"
     if path is not None:
-      suffix = pathlib.Path(_files.check_path("path", path)).suffix.lstrip(".") or suffix
+      suffix = pathlib.Path(_files.check_path("path", path)).suffix.lstrip(".").lower() or suffix
     figure = _plot.draw(self, quantities, against)
     if path is not None:
       _base.check_name("path's suffix", suffix, list(figure.canvas.get_supported_filetypes()))
