@@ -265,6 +265,15 @@ def test_budgets_are_those_of_the_cheapest_and_curves_are_interpolated_there():
   )
 
 
+def test_names_do_not_break_the_cells_of_a_table():
+  plain, odd = curves_of([[9, 8, 7]]), curves_of([[9, 8, 7]], evaluations=(2, 4, 6))
+  table = result_of(**{"a|b": plain, "two\nlines": odd}).table()
+  header, rule, *rows = next(part for part in table.split("\n\n") if part[0] == "|").splitlines()
+  assert r" against a\|b " in header
+  assert [row[:13] for row in rows] == [r"| a\|b      |", "| two lines |"]
+  assert {row.replace(r"\|", "").count("|") for row in (header, rule, *rows)} == {5}
+
+
 def test_a_clear_difference_is_called_higher_or_lower():
   low, high = curves_of([[3, 2, 1], [3, 2, 1.1]]), curves_of([[4, 3, 2], [4, 3, 2.1]])
   assert result_of(high=high, low=low).verdict("high") == "high: the baseline."

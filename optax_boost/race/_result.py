@@ -392,6 +392,8 @@ def _finding(mean: float, half: float | None) -> str:
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
   """A Markdown table whose columns line up as plain text; the first line is the header."""
   columns = []
+  # A user's names may hold what ends a cell.
+  lines = [[" ".join(cell.replace("|", r"\|").splitlines()) for cell in line] for line in lines]
   for i, column in enumerate(zip(*lines, strict=True)):
     width = max(map(len, column))
     # The first column is the method's name; numbers are aligned to the right.
