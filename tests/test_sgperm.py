@@ -740,6 +740,25 @@ def test_gradients_of_another_dtype_permute_the_params_as_exactly(dtypes, kwargs
     assert jnp.any(params[name] != start[name])
 
 
+@both
+def test_the_state_of_a_population_is_mapped_over_or_refused(tx, tmp_path):
+  params = {"bias": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)}
+  updates, state = jax.vmap(tx.update)(
+    jax.tree.map(jnp.sin, params), jax.vmap(tx.init)(params), params
+  )
+  refused = pytest.raises(ValueError, match=r"needs the state of one run; .*`jax\.vmap`")
+  with refused:
+    optax_boost.permuted_params(state)
+  with refused:
+    optax_boost.apply_permuted_params(params, updates, state)
+  with refused:
+    optax_boost.save_permuted_params(tmp_path / "model.npz", state, 0)
+  exact = jax.vmap(optax_boost.permuted_params)(state)
+  restored = jax.vmap(optax_boost.apply_permutation)(params, optax_boost.permutation(state))
+  same_bits(exact["bias"], restored["bias"])
+  same_bits(np.sort(exact["bias"]), np.sort(params["bias"]))
+
+
 HOSTILE = ("count", "initial", "key", "loss_scale", "permutation", "synced")
 
 

@@ -73,6 +73,18 @@ class LapermState(NamedTuple):
 
 
 def find_state(opt_state: Any, function: str) -> SgpermState | LapermState:
+  """The only state of the two methods in an optimizer state; refuses that of a population."""
+  state = _only_state(opt_state, function)
+  if jnp.ndim(state.count):
+    raise ValueError(
+      f"`{function}` needs the state of one run; got that of a population of shape"
+      f" {jnp.shape(state.count)}. Take a member with `jax.tree.map(lambda x: x[i], state)`, or map"
+      " over them with `jax.vmap`."
+    )
+  return state
+
+
+def _only_state(opt_state: Any, function: str) -> SgpermState | LapermState:
   """The only state of the two methods in an optimizer state, found by its type."""
   kinds: tuple[Any, ...] = (SgpermState, LapermState)
   states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
@@ -180,7 +192,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
   """
-  return find_state(opt_state, "permutation").permutation
+  return _only_state(opt_state, "permutation").permutation
 
 
 def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
@@ -230,7 +242,8 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     The params; without `params`, masked leaves are ``optax.MaskedNode()``.
 
   Raises:
-    ValueError: the state holds no permutation, or several; or it is one of other params.
+    ValueError: the state holds no permutation, or several; or it is one of other params, or of a
+      population (map over it with ``jax.vmap``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -264,7 +277,8 @@ def apply_permuted_params(
     The params after.
 
   Raises:
-    ValueError: the state holds no permutation, or several; or it is one of other params.
+    ValueError: the state holds no permutation, or several; or it is one of other params, or of a
+      population (map over it with ``jax.vmap``).
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost

@@ -57,8 +57,8 @@ def save_permuted_params(
     Nothing.
 
   Raises:
-    ValueError: the state holds no permutation, or several; a leaf was masked out and `params` has
-      none for it; the seed is out of range.
+    ValueError: the state holds no permutation, or several, or is that of a population; a leaf was
+      masked out and `params` has none for it; the seed is out of range.
     TypeError: `path` is no path, or `seed` no whole number.
     OSError: the file can't be written; an old one is unchanged.
 
