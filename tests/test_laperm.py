@@ -81,6 +81,24 @@ def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
   np.testing.assert_array_equal(np.sort(now["bias"]), np.sort(start["bias"]))
 
 
+def test_a_leaf_that_is_frozen_during_a_synchronization_stands_still():
+  start = params()
+  tx = optax_boost.freeze_layers(
+    optax_boost.laperm(optax.sgd(0.5), sync_every=2),
+    ["kernel", "bias"],
+    optax_boost.continuous_freezing(2, 0.5),
+  )
+  history, state = [start], tx.init(start)
+  for t in range(2):
+    updates, state = tx.update(grads(t), state, history[-1])
+    history.append(optax_boost.apply_permuted_params(history[-1], updates, state))
+  _, free, now = history
+  assert np.any(free["kernel"] != start["kernel"])
+  np.testing.assert_array_equal(now["kernel"], free["kernel"])
+  np.testing.assert_array_equal(now["bias"], optax_boost.permuted_params(state)["bias"])
+  assert np.any(now["bias"] != start["bias"])
+
+
 def test_excluded_leaves_train_freely():
   start = params()
   tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias$")

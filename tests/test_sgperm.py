@@ -740,6 +740,43 @@ def test_gradients_of_another_dtype_permute_the_params_as_exactly(dtypes, kwargs
     assert jnp.any(params[name] != start[name])
 
 
+@pytest.mark.parametrize(
+  "first",
+  [optax_boost.sgperm(method="rank"), optax_boost.laperm(optax.sgd(0.5), sync_every=1)],
+  ids=["sgperm", "laperm"],
+)
+@pytest.mark.parametrize("rate", [0.1, 1e-6])
+def test_params_train_freely_after_a_switch(first, rate):
+  params, grads = problem()
+  tx = optax_boost.switch_after(2, first, optax.sgd(rate))
+  state = tx.init(params)
+  for t in range(4):
+    before = params
+    updates, state = tx.update(grads(t), state, params)
+    params = optax_boost.apply_permuted_params(params, updates, state)
+    exact = optax_boost.permuted_params(state)
+    expected = exact if t < 2 else optax.apply_updates(before, updates)
+    jax.tree.map(same_bits, params, expected)
+  assert np.any(params["kernel"] != exact["kernel"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_with_masters_outside_params_keep_their_dtype(dtype):
+  params, grads = problem()
+  params = start = jax.tree.map(lambda x: x.astype(dtype), params)
+  tx = optax_boost.master_weights(optax_boost.sgperm(method="rank"))
+  state, update = tx.init(params), jax.jit(tx.update)
+  for t in range(3):
+    gradient = jax.tree.map(lambda g: g.astype(dtype), grads(t))
+    updates, state = update(gradient, state, params)
+    params = optax_boost.apply_permuted_params(params, updates, state)
+  exact = optax_boost.permuted_params(state, params)
+  for name in params:
+    assert exact[name].dtype == jnp.float32
+    same_bits(params[name], exact[name].astype(dtype))
+    assert np.any(params[name] != start[name])
+
+
 @both
 def test_the_state_of_a_population_is_mapped_over_or_refused(tx, tmp_path):
   params = {"bias": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)}

@@ -239,7 +239,8 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
     params: the params to take masked leaves from.
 
   Returns:
-    The params; without `params`, masked leaves are ``optax.MaskedNode()``.
+    The params; without `params`, masked leaves are ``optax.MaskedNode()``. Permuted leaves have the
+    dtype that the method trained, with `params`, too: under ``master_weights`` that of the masters.
 
   Raises:
     ValueError: the state holds no permutation, or several; or it is one of other params, or of a
@@ -266,15 +267,16 @@ def apply_permuted_params(
   """Like ``optax.apply_updates``, but makes params exactly a permutation of the initial ones.
 
   ``optax.apply_updates`` may end one rounding beside a weight: ``p + (q - p)`` is not always ``q``.
-  Between two synchronizations of ``laperm``, the two functions are the same.
+  Updates that lead elsewhere are added: those between two synchronizations of ``laperm``, of a
+  frozen leaf, and of another optimizer after ``switch_after``.
 
   Args:
     params: the params before.
-    updates: from ``tx.update``; used for the leaves that are not permuted.
+    updates: from ``tx.update``.
     opt_state: the new state from ``tx.update``.
 
   Returns:
-    The params after.
+    The params after, in the dtypes of `params`.
 
   Raises:
     ValueError: the state holds no permutation, or several; or it is one of other params, or of a
@@ -294,7 +296,18 @@ def apply_permuted_params(
   _tree.check_same_tree(updates, params, "apply_permuted_params")
   state = find_state(opt_state, "apply_permuted_params")
   added = optax.apply_updates(params, updates)
-  exact = permuted_params(state, added)
-  if isinstance(state, SgpermState):
-    return exact
-  return jax.tree.map(lambda e, a: jnp.where(state.synced, e, a), exact, added)
+
+  def reached(param: Any, update: Any, total: jax.Array, exact: jax.Array) -> jax.Array:
+    if exact is total:
+      return total  # not permuted, and perhaps of integers
+    exact = exact.astype(total.dtype)
+    step = _layout.difference(param, exact, update.dtype)
+    # Relative to the step: an entry at its permuted weight takes any other update, however small.
+    rounding = jnp.finfo(update.dtype).eps
+    # A synchronization brings weights back that became NaN, by updates of NaN.
+    leads_there = jnp.isclose(update, step, rounding, 0, equal_nan=isinstance(state, LapermState))
+    if isinstance(state, LapermState):
+      leads_there = jnp.logical_and(leads_there, state.synced)
+    return jnp.where(leads_there, exact, total)
+
+  return jax.tree.map(reached, params, updates, added, permuted_params(state, added))
