@@ -437,6 +437,32 @@ def fill_masked(tree: Any, full: Any) -> Any:
   return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
 
 
+def leaves_like(tree: Any, like: Any) -> list[Any] | None:
+  """The leaves of `tree` in the order of those of `like`, or None if the trees don't match.
+
+  An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
+  structure: an NNX optimizer wraps the arrays of its state in other variables than a model does.
+  """
+  structures: list[Any] = [jax.tree.structure(x, is_leaf=is_masked) for x in (tree, like)]
+  if structures[0] == structures[1]:
+    return jax.tree.leaves(tree, is_leaf=is_masked)
+  nodes, like_nodes = (
+    jax.tree_util.tree_flatten_with_path(x, is_leaf=is_masked)[0] for x in (tree, like)
+  )
+  leaves, targets = ({path_string(path): leaf for path, leaf in x} for x in (nodes, like_nodes))
+
+  def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
+    hidden = tuple(f"{path}/" if path else "" for path, leaf in ones.items() if is_masked(leaf))
+    return all(
+      is_masked(leaf) or path in ones or path.startswith(hidden) for path, leaf in others.items()
+    )
+
+  unique = len(leaves) == len(nodes) and len(targets) == len(like_nodes)
+  if not (unique and covers(leaves, targets) and covers(targets, leaves)):
+    return None
+  return [leaves.get(path, optax.MaskedNode()) for path in targets]
+
+
 def map_gradients(
   function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -685,6 +686,47 @@ def test_leaves_that_were_masked_out_keep_out_of_the_permutation():
   restored = optax_boost.apply_permutation(params, optax_boost.permutation(state))
   same_bits(restored["kernel"], last["kernel"])
   same_bits(restored["bias"], params["bias"])
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_a_prefix_of_the_tree_can_mask_leaves_out(kind):
+  leaves, grads = problem()
+  params, gradient = ({"conv": x, "dense": x} for x in (leaves, grads(0)))
+  tx = optax_boost.sgperm(method="rank")
+  if kind == "masked":
+    tx = optax.masked(tx, {"conv": True, "dense": False})
+  else:
+    labels = {"conv": "permuted", "dense": "free"}
+    tx = optax.partition({"permuted": tx, "free": optax.sgd(0.1)}, labels)
+  updates, state = tx.update(gradient, tx.init(params), params)
+  last = optax_boost.apply_permuted_params(params, updates, state)
+  integers = optax_boost.permutation(state)
+  assert integers["dense"] == optax.MaskedNode()
+  restored = optax_boost.apply_permutation(params, integers)
+  exact = optax_boost.permuted_params(state, params)
+  expected = last["conv"]
+  assert np.any(expected["kernel"] != leaves["kernel"])
+  for found, free in ((restored, leaves), (exact, leaves), (last, last["dense"])):
+    jax.tree.map(same_bits, found, {"conv": expected, "dense": free})
+  jax.tree.map(same_bits, last["dense"], optax.apply_updates(params, updates)["dense"])
+  with pytest.raises(ValueError, match=r"a permutation of the tree structure of the params"):
+    optax_boost.permuted_params(state, {"conv": {"bias": leaves["bias"]}, "dense": leaves})
+
+
+def test_the_params_of_an_nnx_model_are_those_of_its_optimizers_state():
+  model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+  tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias")
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  start = nnx.state(model, nnx.Param)
+  updates = jax.tree.map(jnp.zeros_like, start)
+  state = optimizer.opt_state
+  for found in (
+    optax_boost.permuted_params(state, start),
+    optax_boost.apply_permuted_params(start, updates, state),
+    optax_boost.apply_permutation(start, optax_boost.permutation(state)),
+  ):
+    assert jax.tree.structure(found) == jax.tree.structure(start)
+    jax.tree.map(same_bits, found, start)
 
 
 def test_check_finds_params_that_something_else_changed():

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,3 +211,31 @@ def test_leaves_that_are_not_permuted_must_be_given(tmp_path):
   with pytest.raises(ValueError, match=r"needs `params` of the tree that the state was made for"):
     save(7, {"bias": params["bias"]})
   assert not list(pathlib.Path(tmp_path).iterdir())
+
+
+def test_leaves_that_a_prefix_of_the_tree_masks_out_are_stored(tmp_path):
+  def init(seed):
+    return {"conv": small(seed), "dense": small(seed + 1)}
+
+  tx = optax.masked(optax_boost.sgperm(method="rank"), {"conv": True, "dense": False})
+  params = init(7)
+  _, state = tx.update(jax.tree.map(lambda p: jnp.cos(9 * p), params), tx.init(params), params)
+  exact = optax_boost.permuted_params(state, params)
+  path = tmp_path / "model.npz"
+  optax_boost.save_permuted_params(path, state, 7, params)
+  assert_same_bits(optax_boost.load_permuted_params(path, init), exact)
+  assert np.any(exact["conv"]["bias"] != params["conv"]["bias"])
+
+
+def test_an_nnx_optimizers_state_is_saved_with_the_params_of_its_model(tmp_path):
+  def init(seed):
+    return nnx.state(nnx.Linear(6, 4, rngs=nnx.Rngs(seed)), nnx.Param)
+
+  model = nnx.Linear(6, 4, rngs=nnx.Rngs(7))
+  tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias")
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  path, params = tmp_path / "model.npz", nnx.state(model, nnx.Param)
+  optax_boost.save_permuted_params(path, optimizer.opt_state, 7, params)
+  loaded = optax_boost.load_permuted_params(path, init)
+  assert jax.tree.structure(loaded) == jax.tree.structure(params)
+  assert_same_bits(loaded, params)

@@ -94,31 +94,22 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
 
 
 def _rows_by_path(basis: Any, params: Any) -> Any:
-  """The leaves of a basis in the structure of the params.
-
-  By path, not by structure: the states of a Flax NNX optimizer, and the snapshots in them, wrap
-  their arrays in other variables than a model does.
-  """
-  nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
+  """The leaves of a basis in the structure of the params."""
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
   if not jax.tree.leaves(params):
     return params
-  rows = dict(zip(_tree.leaf_paths(basis), jax.tree.leaves(basis), strict=True))
-  wanted = {_tree.path_string(key_path): leaf for key_path, leaf in nodes}
-  masked = [path for path, leaf in wanted.items() if _tree.is_masked(leaf)]
-  unused = [
-    path
-    for path in rows.keys() - wanted.keys()
-    if not any(path.startswith(f"{hidden}/") for hidden in masked)
-  ]
-  if unused or wanted.keys() - rows.keys() - set(masked):
+  rows = _tree.leaves_like(basis, params)
+  if rows is None or any(
+    _tree.is_masked(row) and not _tree.is_masked(leaf)
+    for row, leaf in zip(rows, leaves, strict=True)
+  ):
     raise ValueError(
       f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
       f" {jax.tree.structure(basis)} for params {jax.tree.structure(params)}. Fit the subspace to"
       " snapshots of these params."
     )
-  return jax.tree.unflatten(
-    structure, [leaf if _tree.is_masked(leaf) else rows[path] for path, leaf in wanted.items()]
-  )
+  pairs = zip(rows, leaves, strict=True)
+  return jax.tree.unflatten(structure, [x if _tree.is_masked(x) else row for row, x in pairs])
 
 
 def identities(state: DimReduceState) -> jax.Array:

@@ -154,8 +154,8 @@ def _mapped(
   """Maps over params and a tree like them; leaves that are masked in either stay the params'."""
   structure: Any
   leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
-  others, other_structure = jax.tree.flatten(tree, is_leaf=_tree.is_masked)
-  if structure != other_structure:
+  others = _tree.leaves_like(tree, params)
+  if others is None:
     raise ValueError(
       f"`{function}` needs a permutation of the tree structure of the params; got"
       f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"

@@ -77,19 +77,18 @@ def save_permuted_params(
   _files.check_path("path", path)
   _base.check_whole_number("seed", seed, minimum=0, maximum=_LARGEST_SEED)
   state = _permutation.find_state(opt_state, name)
-  trees = [state.initial, state.permutation] + ([] if params is None else [params])
-  structures: list[Any] = [jax.tree.structure(tree, is_leaf=_tree.is_masked) for tree in trees]
-  if structures[-1] != structures[0]:
+  like = state.initial if params is None else params
+  starts, indices = (_tree.leaves_like(tree, like) for tree in (state.initial, state.permutation))
+  if starts is None or indices is None:
     raise ValueError(
-      f"`{name}` needs `params` of the tree that the state was made for, {structures[0]}; got"
-      f" {structures[-1]}."
+      f"`{name}` needs `params` of the tree that the state was made for,"
+      f" {jax.tree.structure(state.initial)}; got {jax.tree.structure(like)}."
     )
-  paths, _ = jax.tree_util.tree_flatten_with_path(trees[0], is_leaf=_tree.is_masked)
-  leaves = [jax.tree.leaves(tree, is_leaf=_tree.is_masked) for tree in (*trees[:2], trees[-1])]
+  nodes, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=_tree.is_masked)
   records, parts = [], []
-  for (leaf_path, _), *arrays in zip(paths, *leaves, strict=True):
+  for (leaf_path, given), start, index in zip(nodes, starts, indices, strict=True):
     text = _tree.path_string(leaf_path)
-    record, part = _encoded_leaf(text, *arrays)
+    record, part = _encoded_leaf(text, start, index, given)
     records.append({"path": text, **record, "bytes": len(part)})
     parts.append(part)
   meta = {"format": _FORMAT, "version": _VERSION, "seed": int(seed), "leaves": records}
