@@ -1044,6 +1044,10 @@ def test_four_lines_train_an_nnx_model_and_go_on_in_its_subspace():
   assert losses == sorted(losses, reverse=True)
   # More in eight steps than in the eight before.
   assert before[-1] - losses[-1] > before[-9] - before[-1]
+  renewed = optax_boost.refresh_subspace(optimizer.opt_state, subspace)
+  assert jax.tree.structure(renewed) == jax.tree.structure(optimizer.opt_state)
+  optimizer.opt_state = renewed
+  assert step(model, optimizer, batch)["loss"] < losses[-1]
 
 
 def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():

@@ -69,7 +69,9 @@ def refresh_subspace(
       raise ValueError(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
-    return _jitted_renew(node, basis, of_leaves, _tree.all_finite(basis))
+    new = _jitted_renew(node, basis, of_leaves, _tree.all_finite(basis))
+    # An NNX optimizer wraps each array in a variable.
+    return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
 
   if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(
