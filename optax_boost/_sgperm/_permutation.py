@@ -98,6 +98,8 @@ def _only_state(opt_state: Any, function: str) -> SgpermState | LapermState:
 
 def _take(initial: jax.Array, index: jax.Array) -> jax.Array:
   """A leaf after a permutation of its entries."""
+  if not jnp.size(initial):
+    return jnp.array(initial)  # on explicit axes of no set mesh, JAX fails to gather from it
   return _sharding.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
 
 
