@@ -52,7 +52,9 @@ class Schedules:
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = (jnp.asarray(x, float) for x in self._given)
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
-    return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, lamda_max)
+    # A lamda that falls does so from its bound, if the first step clips it.
+    bound = lamda_max * jnp.minimum(beta2 ** (steps - 1), 1)
+    return jnp.maximum(alpha, alpha_min), jnp.minimum(lamda, bound)
 
   def _at(self, count: jax.Array, table: np.ndarray, later: Callable[[], Any]) -> jax.Array:
     """A step's entry; past the table its last one, or `later` where the table was cut short."""

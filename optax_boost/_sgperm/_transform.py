@@ -88,7 +88,8 @@ def sgperm(
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
     rounds: of ``"pairs"``; raising it sorts better, in proportion to the cost. Static.
-    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"`` nor where `lamda` is 1.
+    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor where lamda is 1 in
+      every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
       not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
