@@ -610,6 +610,25 @@ def test_a_refresh_fits_the_newest_params_and_keeps_the_residual_momentum():
   np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
 
 
+@pytest.mark.parametrize(
+  ("every", "number", "expected"),
+  [(7, 3, [16, 18, 21]), (6, 3, [14, 16, 18]), (4, 3, [9, 10, 12]), (2, 4, [3, 4, 5, 6])],
+)
+def test_snapshots_of_a_refresh_are_evenly_spaced_since_the_last_one(every, number, expected):
+  params = {"w": jnp.zeros(3)}
+  tx = optax_boost.dim_reduce(
+    subspace_of(np.eye(3)[:1], params),
+    max_search=None,
+    refresh_every=every,
+    refresh_snapshots=number,
+  )
+  state, update = tx.init(params), jax.jit(tx.update)
+  for step in range(3 * every + 1):
+    _, state = update(params, state, {"w": jnp.full(3, step, jnp.float32)})
+  assert int(state.refresh_count) == 3
+  np.testing.assert_array_equal(np.sort(state.snapshots["w"][:, 0]), expected)
+
+
 @pytest.mark.parametrize("basis_dtype", ["float32", "bfloat16"])
 def test_training_goes_on_through_refreshes_with_donated_state(basis_dtype):
   tx = optax_boost.dim_reduce(

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _tree
@@ -88,8 +89,10 @@ def refresh_if_due(
   if not groups:
     return state
   number = jax.tree.leaves(state.snapshots)[0].shape[0]
-  slot = state.count // max(1, refresh_every // number) % number
-  # Of the params that share a slot the last stay: unconditional, the write is in place.
+  # Each share of the period has a slot, the last share the first one. Of the params that share a
+  # slot the last stay: unconditional, the write is in place.
+  period = max(refresh_every, number)
+  slot = jnp.sum(state.count % period > np.arange(number) * period // number) % number
   held = jax.tree.map(
     lambda kept, leaf: jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0),
     state.snapshots,

@@ -128,8 +128,8 @@ def dim_reduce(
       newest params; :math:`B` starts anew too. The compiled step sets aside some three bases of
       memory for it. None: never, or by :func:`refresh_subspace`.
     refresh_snapshots: the number of params that a refresh is fitted to, evenly spaced over the
-      steps since the last one; static, above the number of components, which is the default less
-      one. The state holds them.
+      steps since the last one, or the newest ones where these are fewer steps; static, above the
+      number of components, which is the default less one. The state holds them.
     min_curvature: :math:`B` is updated only where the change of the projected gradient times the
       step exceeds this. Raising it keeps :math:`B` from growing. Default: 0; with a number as
       `max_search` 1e-20, as in MindSpore.
