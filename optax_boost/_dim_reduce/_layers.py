@@ -69,7 +69,7 @@ def _of_number(number: _groups.GroupNumber) -> LeafGroups:
 def take(rows: Sequence[jax.Array], groups: Sequence[LeafGroups], group: int) -> list[Any]:
   """A group's parts of stacked leaves, ``[m, *shape]``, with the layers behind the rows."""
   return [
-    _by_layer(x, of_leaf)[:, _members(of_leaf, group)] if of_leaf.axes else x
+    _layers_of(x, of_leaf, group) if of_leaf.axes else x
     for x, of_leaf in zip(rows, groups, strict=True)
     if group in of_leaf.numbers
   ]
@@ -98,7 +98,15 @@ def _members(of_leaf: LeafGroups, group: int) -> np.ndarray:
   return np.flatnonzero(np.asarray(of_leaf.numbers) == group)
 
 
-def _by_layer(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
-  """A stacked leaf as ``[m, layers, *rest]``."""
-  front = jnp.moveaxis(x, [1 + axis for axis in of_leaf.axes], range(1, 1 + len(of_leaf.axes)))
-  return front.reshape(len(x), len(of_leaf.numbers), *front.shape[1 + len(of_leaf.axes) :])
+def _layers_of(x: jax.Array, of_leaf: LeafGroups, group: int) -> jax.Array:
+  """A group's layers of a stacked leaf, as ``[m, layers, *rest]``."""
+  number = len(of_leaf.axes)
+  front = jnp.moveaxis(x, [1 + axis for axis in of_leaf.axes], range(1, 1 + number))
+  layers = np.unravel_index(_members(of_leaf, group), front.shape[1 : 1 + number])
+  index = (slice(None), *layers)
+  mesh, spec = jax.typeof(front).sharding.mesh, jax.typeof(front).sharding.spec
+  if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    return front[index]
+  # The layers of one group may lie on a part of the devices, so their axis is not sharded.
+  spec = jax.sharding.PartitionSpec(spec[0], None, *spec[1 + number :])
+  return front.at[index].get(out_sharding=jax.sharding.NamedSharding(mesh, spec))

@@ -14,6 +14,7 @@ from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
 from optax_boost._dim_reduce._subspace import check_subspace
+from optax_boost._dim_reduce._subspace import placed
 
 
 def refresh_subspace(
@@ -109,7 +110,8 @@ def refresh_if_due(
       pca = _linalg.gram_pca(centred, state.projected_gradient.shape[-1])
       total += pca.total
       parts[group] = pca.components
-    basis = jax.tree.unflatten(structure, _layers.join(parts, rows, groups))
+    joined = zip(_layers.join(parts, rows, groups), rows, strict=True)
+    basis = jax.tree.unflatten(structure, [placed(x, row, like_stacked=True) for x, row in joined])
     return jnp.asarray(False), _renew(state, basis, groups, jnp.isfinite(total))
 
   # A loop of one turn or none: through a conditional the basis would be copied at every step, and

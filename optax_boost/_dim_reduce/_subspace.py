@@ -73,13 +73,13 @@ def check_subspace(argument: str, value: Any) -> None:
       )
 
 
-def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
-  """An array, or a stack of k of them, sharded as `like` is, as far as that is known."""
+def placed(array: Any, like: Any, stacked: bool = True, like_stacked: bool = False) -> jax.Array:
+  """An array, or a stack of k, sharded as `like` is, or its rows are, as far as that is known."""
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
   if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
     return jnp.asarray(array)
-  spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec)
+  spec = jax.sharding.PartitionSpec(*[None] * stacked, *sharding.spec[like_stacked:])
   sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   if not traced:
     # Before anything else, so that no device holds all of it.
@@ -220,7 +220,13 @@ def fit_subspace(
     )
   means = {group: [x[None] for x in fit.mean] for group, (fit, _) in fits.items()}
   bases = {group: fit.basis for group, (fit, _) in fits.items()}
-  mean, basis = (_layers.join(parts, leaves, of_leaves) for parts in (means, bases))
+  mean, basis = (
+    [
+      placed(joined, leaf, like_stacked=True)
+      for joined, leaf in zip(_layers.join(parts, leaves, of_leaves), leaves, strict=True)
+    ]
+    for parts in (means, bases)
+  )
   return whole._replace(
     mean=jax.tree.unflatten(structure, [x[0] for x in mean]),
     basis=jax.tree.unflatten(structure, basis),
