@@ -12,6 +12,7 @@ import pytest
 
 import optax_boost
 import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _adapter
 from tests.test_train_step import BATCH
 from tests.test_train_step import CLOSURE_USERS
 
@@ -87,6 +88,97 @@ def test_equals_the_loop_that_flax_documents():
     grads = nnx.grad(loss_fn, has_aux=True)(twin, BATCH)[0]
     twin_optimizer.update(twin, grads)
   chex.assert_trees_all_close(pure(model), pure(twin), rtol=1e-4, atol=1e-5)
+
+
+class Writer(nnx.Module):
+  """Writes something but statistics in its forward pass."""
+
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(8, 1, rngs=rngs)
+
+
+class Lazy(Writer):
+  def __call__(self, x):
+    if hasattr(self, "mean"):
+      self.mean[...] = 0.9 * self.mean[...] + 0.1 * jnp.mean(x, 0)
+    else:
+      self.mean = nnx.BatchStat(jnp.mean(x, 0), note="of the inputs")
+    return self.linear(x - self.mean[...])[:, 0]
+
+
+class Sowing(Writer):
+  def __call__(self, x):
+    self.inner = nnx.Intermediate((jnp.mean(x, 0), jnp.max(x)))
+    return self.linear(x)[:, 0]
+
+
+class Flagging(Writer):
+  def __call__(self, x):
+    x = x if hasattr(self, "seen") else 2 * x
+    self.seen = True
+    return self.linear(x)[:, 0]
+
+
+class Tying(Writer):
+  def __init__(self, rngs):
+    super().__init__(rngs)
+    self.cache = nnx.Cache(jnp.ones(8))
+
+  def __call__(self, x):
+    if not hasattr(self, "again"):
+      self.again = self.cache
+    self.again[...] *= 0.9
+    return self.linear(x * self.cache[...])[:, 0]
+
+
+WRITERS = {
+  "a variable is created": (Lazy, 2),
+  "a variable is created and popped": (Sowing, 2),
+  "attributes are set": (Flagging, 2),
+  "a variable is shared": (Tying, 2),
+}
+
+
+@pytest.mark.parametrize(("kind", "programs"), WRITERS.values(), ids=WRITERS)
+def test_writes_of_the_forward_pass_are_those_of_the_loop_that_flax_documents(kind, programs):
+  def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+  @nnx.jit
+  def by_hand(model, optimizer, batch):
+    value, grads = nnx.value_and_grad(loss)(model, batch)
+    optimizer.update(model, grads)
+    return value
+
+  model, twin = (kind(nnx.Rngs(0)) for _ in range(2))
+  tx = optax.adam(0.1)
+  optimizer, twin_optimizer = (nnx.Optimizer(m, tx, wrt=nnx.Param) for m in (model, twin))
+  kernel, step = model.linear.kernel, ob_nnx.make_train_step(loss)
+  for _ in range(4):
+    expected = by_hand(twin, twin_optimizer, BATCH)
+    np.testing.assert_allclose(step(model, optimizer, BATCH)["loss"], expected, rtol=1e-5)
+    graphdef, state = nnx.split(model)
+    twin_graphdef, twin_state = nnx.split(twin)
+    assert graphdef == twin_graphdef
+    chex.assert_trees_all_close(
+      _adapter.as_pure(state), _adapter.as_pure(twin_state), rtol=1e-5, atol=1e-6
+    )
+    if kind is Sowing:
+      nnx.pop((model, twin), nnx.Intermediate)
+  assert step.cache_size() <= programs
+  assert model.linear.kernel is kernel, "a variable that the user may hold was replaced"
+
+
+def test_trained_variables_that_appear_in_the_forward_pass_are_refused_before_the_donation():
+  def loss(model, batch):
+    model.scale = nnx.Param(jnp.ones(()))
+    return jnp.mean(model.scale[...] * model(batch["x"]))
+
+  model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  with pytest.raises(ValueError, match=r"creates, removes or reshapes \['scale'\]. Create trained"):
+    ob_nnx.make_train_step(loss)(model, optimizer, BATCH)
+  assert jnp.all(jnp.isfinite(model.kernel[...]))
 
 
 def test_old_arrays_are_donated():
@@ -288,6 +380,20 @@ def test_statistics_of_frozen_layers_stand_still_with_rngs_of_a_call():
   metrics = step(model, optimizer, BATCH, nnx.Rngs(0))
   assert metrics["frozen_groups"] == 1
   assert not jnp.any(model.norm.mean[...])
+
+
+def test_statistics_of_frozen_layers_stand_still_where_a_variable_appears():
+  def loss(model, batch):
+    model.hidden.sown = nnx.Intermediate(batch["x"][0])
+    return loss_fn(model, batch)[0]
+
+  model = Network(nnx.Rngs(0))
+  schedule = optax_boost.FreezeSchedule(2, lambda count, key: count * 0 + 1)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["hidden|norm", "out"], schedule)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  assert ob_nnx.make_train_step(loss)(model, optimizer, BATCH)["frozen_groups"] == 1
+  assert not jnp.any(model.norm.mean[...])
+  np.testing.assert_array_equal(model.hidden.sown[...], BATCH["x"][0])
 
 
 METHODS_WITH_OTHER_CLOSURES = {

@@ -720,6 +720,23 @@ def test_nnx_models_must_have_one_structure():
     )
 
 
+def test_nnx_models_must_create_their_variables_before_the_race():
+  class Lazy(Network):
+    def __call__(self, x):
+      self.mean = nnx.BatchStat(jnp.mean(x, 0))
+      return super().__call__(x)
+
+  with pytest.raises(ValueError, match=r"removes \['batch_stats/mean'\]. Create variables in"):
+    optax_boost.nnx.race(
+      lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+      lambda seed: Lazy(nnx.Rngs(seed)),
+      DATA,
+      {"sgd": optax.sgd(0.05)},
+      steps=1,
+      progress=False,
+    )
+
+
 class Module(nn.Module):
   @nn.compact
   def __call__(self, x, train):

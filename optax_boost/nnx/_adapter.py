@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from optax_boost import _base
 from optax_boost import _train_step
+from optax_boost import _tree
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -25,6 +27,11 @@ RNG_TYPES = (nnx.Rngs, nnx.RngStream)
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
 _COLLECTIONS = ("batch_stats", "rngs")
+# Beside them, the structure of the roots after a forward pass that has changed it: a tree without
+# leaves, so that each compiled program returns its own.
+_STRUCTURE = "structure"
+# Names the contexts in which Flax finds the roots' objects again after such a pass.
+_CONTEXT = "optax_boost"
 
 
 class Keyed(NamedTuple):
@@ -40,21 +47,39 @@ def pure_loss(
   *,
   has_aux: bool = False,
   has_key: bool = False,
+  may_change: bool = True,
 ) -> Callable[..., Any]:
-  """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too."""
+  """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too.
+
+  If the forward pass changes the structure, the state holds it for :func:`write_structure`; unless
+  it `may_change`, new and removed arrays are refused, and new static attributes dropped.
+  """
 
   def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    # A model of its own for every call: its changes in the forward pass (statistics, rng
-    # counts) are read off afterwards, and a trial point's changes are dropped with it.
-    roots = merge(graphdef, params, model_state)
-    if isinstance(batch, Keyed):
-      batch = batch.batch
-    elif rng is not None:
-      _advance(roots, jax.random.bits(rng))
-    _check_batch(batch)
-    key = (rng,) if has_key else ()
-    output = loss_fn(roots[0], batch, *roots[1:], *key)
-    return _train_step.with_model_state(output, split(wrt, *roots)[2], has_aux)
+    is_keyed = isinstance(batch, Keyed)
+    batch = batch.batch if isinstance(batch, Keyed) else batch
+
+    def forward(params: Any) -> tuple[Any, Any, Any, Any]:
+      # A model of its own for every call: its changes in the forward pass (statistics, rng
+      # counts) are read off afterwards, and a trial point's changes are dropped with it.
+      with nnx.update_context(_CONTEXT):
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+          roots = context.merge(graphdef, *_states(params, model_state))
+        if rng is not None and not is_keyed:
+          _advance(roots, jax.random.bits(rng))
+        _check_batch(batch)
+        key = (rng,) if has_key else ()
+        output = loss_fn(roots[0], batch, *roots[1:], *key)
+        with nnx.split_context(_CONTEXT) as context:
+          return output, *_split(context, wrt, roots)
+
+    output, structure, after, new_state = forward(params)
+    _check_trained(params, after)
+    if not may_change:
+      _check_others(model_state, new_state)
+    elif structure.with_no_outer_index() != graphdef:
+      new_state = {**new_state, _STRUCTURE: structure}
+    return _train_step.with_model_state(output, new_state, has_aux)
 
   return loss
 
@@ -86,8 +111,14 @@ def adapt(loss_fn: Any, model: Any, wrt: Any, args: tuple[Any, ...]) -> tuple[An
 
 def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
   """The structure, the trained arrays with their paths in the model, and all other arrays."""
+  # Unlike `nnx.split` in the graph mode, whatever mode is set.
+  with nnx.split_context() as context:
+    return _split(context, wrt, roots)
+
+
+def _split(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any, Any]:
   selects = nnx.filterlib.to_predicate(wrt)
-  graphdef, params, rest = nnx.split(  # type: ignore[misc]
+  graphdef, params, rest = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
   params, rest = as_pure(params), as_pure(rest)
@@ -105,6 +136,21 @@ def write(params: Any, collections: Any, *roots: Any) -> None:
   nnx.update(roots, *_states(params, collections))
 
 
+def write_structure(params: Any, collections: Any, *roots: Any) -> bool:
+  """Writes a structure that the forward pass has changed, with its arrays, as ``nnx.jit`` does.
+
+  Where it stayed as it was, writes nothing and says so.
+  """
+  if _STRUCTURE not in collections:
+    return False
+  with nnx.update_context(_CONTEXT):
+    with nnx.split_context(_CONTEXT) as context:
+      context.split(roots)
+    with nnx.merge_context(_CONTEXT, inner=False) as context:
+      context.merge(collections[_STRUCTURE], *_states(params, collections))
+  return True
+
+
 def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
   rest = {i: _dict(collections[n]) for i, n in enumerate(_COLLECTIONS) if n in collections}
   return nnx.State({0: _dict(params)}), nnx.State(rest)
@@ -119,6 +165,38 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
   """Moves all rng streams ahead, so that they draw other masks."""
   counts = nnx.state(roots, nnx.RngCount)
   nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
+
+
+def _check_trained(before: Any, after: Any) -> None:
+  """Refuses a forward pass that changes more of the trained variables than their values."""
+  changed = _symmetric_difference(*map(_shapes, (before, after)))
+  if changed:
+    raise ValueError(
+      "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"
+      f" made for; the forward pass creates, removes or reshapes {changed}. Create trained"
+      " variables in the model's `__init__`, before the optimizer."
+    )
+
+
+def _check_others(before: Any, after: Any) -> None:
+  """Refuses a forward pass that creates or removes variables."""
+  changed = _symmetric_difference(*(dict.fromkeys(_shapes(tree)) for tree in (before, after)))
+  if changed:
+    raise ValueError(
+      "A race needs models whose forward pass creates and removes no variables; this one's creates"
+      f" or removes {changed}. Create variables in the model's `__init__`, and pop intermediates in"
+      " the loss: nnx.pop(model, nnx.Intermediate)."
+    )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  return dict(zip(_tree.leaf_paths(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
+
+
+def _symmetric_difference(first: dict[str, Any], second: dict[str, Any]) -> str:
+  """The names that two dictionaries do not share with equal values."""
+  pairs = first.items() ^ second.items()
+  return _base.shorten(sorted({name for name, _ in pairs})) if pairs else ""
 
 
 def check_model(model: Any, *, tree: bool = False) -> None:

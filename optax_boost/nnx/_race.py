@@ -41,7 +41,8 @@ def race(
     **options: the other arguments of :func:`optax_boost.race`.
 
   Raises:
-    ValueError: as :func:`optax_boost.race`; or the model's structure depends on the seed.
+    ValueError: as :func:`optax_boost.race`; or the model's structure depends on the seed, or its
+      forward pass creates or removes variables.
 
   Examples:
     >>> from flax import nnx
@@ -83,7 +84,8 @@ def race(
 
   # Dropout draws from the model's own streams; only a full pass over the data has a key.
   def pure_loss(params: Any, model_state: Any, batch: Any, *rng: jax.Array) -> Any:
-    return _adapter.pure_loss(loss_fn, structures[0], wrt)(params, model_state, batch, *rng)
+    loss = _adapter.pure_loss(loss_fn, structures[0], wrt, may_change=False)
+    return loss(params, model_state, batch, *rng)
 
   def metrics(params: Any, model_state: Any) -> Any:
     assert evaluate is not None

@@ -68,9 +68,12 @@ class TrainStep:
       _explain(error, call.state, optimizer, batch)
       raise
     if call.binding is None or not call.binding.write(state):
-      _adapter.write(state.params, state.model_state, model, *call.rngs)
       nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
       nnx.update(optimizer, {"step": state.step})
+      if _adapter.write_structure(state.params, state.model_state, model, *call.rngs):
+        # The next step has another program.
+        return metrics
+      _adapter.write(state.params, state.model_state, model, *call.rngs)
       # Of the roots, the callback may hold the identities only.
       bound, place = self._bound, (id(model), id(optimizer), call.key is not None)
       binding = _binding.bind(model, optimizer, call.rngs, state, lambda _: bound.pop(place, None))
@@ -230,6 +233,10 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   Statistics and rng counts come from the one forward pass at the current params; trial points of a
   line search see the same dropout masks and change nothing.
 
+  As with ``nnx.jit``, the model keeps variables that the forward pass creates, such as those of
+  ``sow``, and attributes that it sets; the next step then compiles anew, so pop intermediates,
+  after the step or in the loss.
+
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
@@ -244,7 +251,8 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Raises:
     TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
-    ValueError: `freezing` is unknown.
+    ValueError: `freezing` is unknown; when traced: the loss creates, removes or reshapes trained
+      variables.
 
   Examples:
     >>> from flax import nnx
