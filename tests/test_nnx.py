@@ -131,11 +131,24 @@ class Tying(Writer):
     return self.linear(x * self.cache[...])[:, 0]
 
 
+class Clipping(Writer):
+  def __call__(self, x):
+    self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -0.1, 0.1)
+    return self.linear(x)[:, 0]
+
+
+class ClippingInRemat(Writer):
+  def __call__(self, x):
+    return nnx.remat(lambda model, x: Clipping.__call__(model, x))(self, x)
+
+
 WRITERS = {
   "a variable is created": (Lazy, 2),
   "a variable is created and popped": (Sowing, 2),
   "attributes are set": (Flagging, 2),
   "a variable is shared": (Tying, 2),
+  "params are written": (Clipping, 1),
+  "params are written in remat": (ClippingInRemat, 1),
 }
 
 
@@ -167,6 +180,38 @@ def test_writes_of_the_forward_pass_are_those_of_the_loop_that_flax_documents(ki
       nnx.pop((model, twin), nnx.Intermediate)
   assert step.cache_size() <= programs
   assert model.linear.kernel is kernel, "a variable that the user may hold was replaced"
+
+
+def test_params_that_go_through_transforms_are_not_taken_as_written():
+  class Block(nnx.Module):
+    def __init__(self, rngs):
+      self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+      return nnx.jit(lambda linear, x: jnp.tanh(linear(x)))(self.linear, x)
+
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+  @nnx.remat
+  def run(x, block):
+    return block(x)
+
+  blocks = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
+  optimizer = nnx.Optimizer(blocks, optax.sgd(0.0), wrt=nnx.Param)
+  graphdef, params, others = _adapter.split(nnx.Param, blocks)
+
+  def loss(model, batch):
+    output = run(batch["x"], model)
+    if "write" in batch:
+      model.linear.bias[...] += 1
+    return jnp.mean(output**2)
+
+  pure_loss = _adapter.pure_loss(loss, graphdef, nnx.Param)
+  for batch in (BATCH, BATCH | {"write": jnp.ones(())}):
+    _, after = jax.eval_shape(lambda *args: (None, pure_loss(*args)[1]), params, others, batch)
+    written = getattr(after, "leaves", [None, None])
+    assert [leaf is not None for leaf in written] == ["write" in batch, False]
+    ob_nnx.make_train_step(loss)(blocks, optimizer, batch)
+    assert jnp.all(blocks.linear.bias[...] == ("write" in batch))
 
 
 def test_trained_variables_that_appear_in_the_forward_pass_are_refused_before_the_donation():

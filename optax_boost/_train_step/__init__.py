@@ -10,6 +10,7 @@ from optax_boost._train_step._step import Metrics
 from optax_boost._train_step._step import TrainStep
 from optax_boost._train_step._step import check_options
 from optax_boost._train_step._step import make_train_step
+from optax_boost._train_step._written import with_written_params
 
 __all__ = [
   "Execution",
@@ -22,4 +23,5 @@ __all__ = [
   "make_train_step",
   "same_shapes",
   "with_model_state",
+  "with_written_params",
 ]

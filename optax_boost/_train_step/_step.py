@@ -42,6 +42,7 @@ from optax_boost._train_step import _depths
 from optax_boost._train_step import _frozen_backward
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _state
+from optax_boost._train_step import _written
 
 Metrics: TypeAlias = dict[str, Any]
 
@@ -337,31 +338,33 @@ class Program:
 
     differentiate = request.gradient_of(forward, self.freezing, warn)
     grad, (value, (model_state, aux)) = differentiate(state.params)
+    # An update starts from the params as the forward pass has left them, as in Flax's loop.
+    start, model_state = _written.take_written_params(state.params, model_state)
 
     # optax's line searches pass the other closures on to a `value_fn` that names them.
     def value_fn(
       params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
     ) -> jax.Array:
       del grad_fn, full_grad_fn, obj_fn
-      return forward(_tree.fill_masked(params, state.params))[0]
+      return forward(_tree.fill_masked(params, start))[0]
 
     extra = {
       "value": value,
       "grad": grad,
       "value_fn": value_fn,
       # Differentiated is the scaled loss, as at the current params.
-      "grad_fn": _of_masked(lambda params: differentiate(params)[0], state.params),
+      "grad_fn": _of_masked(lambda params: differentiate(params)[0], start),
       "obj_fn": value_fn,
     }
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
-      extra["full_grad_fn"] = _of_masked(mean_gradient, state.params)
+      extra["full_grad_fn"] = _of_masked(mean_gradient, start)
     with _protocol.collect_announcements() as announced:
       try:
         params, opt_state = _in_place.apply(
-          self.tx, lambda: (grad, dict(extra)), request.opt_state, state.params
+          self.tx, lambda: (grad, dict(extra)), request.opt_state, start
         )
       except (AttributeError, TypeError, ValueError) as error:
         _state.explain_other_state(error, state, self.tx)

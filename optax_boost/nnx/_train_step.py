@@ -233,9 +233,10 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   Statistics and rng counts come from the one forward pass at the current params; trial points of a
   line search see the same dropout masks and change nothing.
 
-  As with ``nnx.jit``, the model keeps variables that the forward pass creates, such as those of
-  ``sow``, and attributes that it sets; the next step then compiles anew, so pop intermediates,
-  after the step or in the loss.
+  Other writes of the forward pass take effect as with ``nnx.jit``. An update starts from trained
+  variables as the forward pass leaves them (``nnx.WeightNorm``, weight clipping). The model keeps
+  variables that the forward pass creates, such as those of ``sow``, and attributes that it sets;
+  the next step then compiles anew, so pop intermediates, after the step or in the loss.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
