@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import weakref
 
+import flax
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -331,6 +332,18 @@ def test_the_host_counts_along_with_a_freezing_schedule(monkeypatch):
   depths = [int(step(model, optimizer, jnp.ones((2, 3)))["frozen_groups"]) for _ in range(6)]
   assert depths == [0, 0, 0, 1, 1, 1]
   assert len(reads) == 2
+
+
+def test_attention_is_bound():
+  # Its layers hold empty FrozenDicts.
+  model = nnx.MultiHeadAttention(1, 2, decode=False, deterministic=True, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+  step = ob_nnx.make_train_step(loss_fn)
+  step(model, optimizer, X)
+  ((_, binding),) = step._bound.values()
+  assert binding.holds(model, optimizer, ())
+  model.query.kernel_metadata = flax.core.FrozenDict({"sharding": None})
+  assert not binding.holds(model, optimizer, ())
 
 
 def test_a_model_with_a_variable_that_the_state_lacks_is_not_bound():

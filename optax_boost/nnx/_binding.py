@@ -14,6 +14,7 @@ import operator
 from typing import Any
 import weakref
 
+import flax
 from flax import nnx
 import jax
 
@@ -141,8 +142,9 @@ def _reader(value: Any) -> Callable[[Any], list[Any]] | None:
     return lambda module: _entries(vars(module))
   if isinstance(value, nnx.State):
     return lambda state: _entries(state.raw_mapping)
-  # Subclasses of dict and list may hold more than their entries.
-  if type(value) is dict:
+  # Subclasses of dict and list may hold more than their entries. Flax's attention layers hold empty
+  # FrozenDicts. Nested ones never compare equal: each read makes new objects of the inner ones.
+  if type(value) in (dict, flax.core.FrozenDict):
     return _entries
   return list if type(value) is list or isinstance(value, tuple) else None
 
