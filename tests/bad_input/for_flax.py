@@ -322,6 +322,7 @@ def _of_linen() -> dict[str, shared.Entry]:
         "loss_fn": shared.OPTIONAL_FUNCTION,
         "variables": KINDS["variables"] | {"None": Bad(None, shared.EITHER, "model")},
         "rng": shared.RNG,
+        "rngs": KINDS["rngs"],
         "groups": kinds.groups(optional=True),
         "decay": kinds.without(shared.TX, "None"),
       },
