@@ -44,7 +44,8 @@ def canonicalize_state(state: TrainState) -> TrainState:
   twice is copied, as donation demands.
   """
   leaves = [drop_weak_type(leaf) for leaf in jax.tree.leaves(state)]
-  meshes = [s.mesh for s in _shardings(state.params) if isinstance(s, jax.sharding.NamedSharding)]
+  shardings = map(_sharding, jax.tree.leaves(state.params))
+  meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
   replicated = meshes and jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
   seen: set[int] = set()
 
@@ -64,15 +65,19 @@ def canonicalize_state(state: TrainState) -> TrainState:
   return moved if replicated else commit_like(moved, moved)
 
 
-def _shardings(tree: Any) -> list[jax.sharding.Sharding]:
-  """The shardings of a tree's arrays; inside a trace there is none to ask for."""
-  arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-  return [leaf.sharding for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+  """The sharding of an array, or of an abstract one; inside a trace there is none to ask for."""
+  return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+
+
+def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
+  return _sharding(next(iter(jax.tree.leaves(state.params)), None))
 
 
 def commit_like(state: TrainState, arguments: Any) -> TrainState:
   """Puts a state on the one device to which an argument is committed, as its step's result is."""
-  if isinstance(state.step, jax.core.Tracer) or _is_committed(state.step):
+  on_one = isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding)
+  if not on_one or _is_committed(state.step):
     return state
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
@@ -88,14 +93,14 @@ def _is_committed(leaf: Any) -> bool:
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
   """How each array of a state lies on a mesh, where XLA might place it elsewhere after the step."""
-  first = _shardings(jax.tree.leaves(state.params)[:1])
-  if not (first and isinstance(first[0], jax.sharding.NamedSharding) and first[0].mesh.size > 1):
+  first = _first_sharding(state)
+  if not isinstance(first, jax.sharding.NamedSharding) or first.mesh.size == 1:
     return ()
   return tuple(map(_on_mesh, jax.tree.leaves(state)))
 
 
 def _on_mesh(leaf: Any) -> jax.sharding.NamedSharding | None:
-  sharding = getattr(leaf, "sharding", None)
+  sharding = _sharding(leaf)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
   # A key has a layout of its own.
@@ -107,8 +112,10 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes are part of the type, and so are places in the memory of the host.
-  explicit = set(mesh.axis_types) != {jax.sharding.AxisType.Auto}
-  if explicit or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
+  free = isinstance(mesh, jax.sharding.Mesh) and set(mesh.axis_types) == {
+    jax.sharding.AxisType.Auto
+  }
+  if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
   while spec and spec[-1] is None:
     spec.pop()
