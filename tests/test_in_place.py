@@ -214,6 +214,11 @@ def compiled(tx: Any, leaves: int = 6) -> Any:
   return step.lower(params, tx.init(params), params).compile()
 
 
+# JAX knows `pcast` for about as long as XLA for CPUs leaves no copies here.
+newer_xla = pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="older XLA copies")
+
+
+@newer_xla
 @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, 0.9)], ids=["adam", "momentum"])
 @pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale"])
 def test_a_step_needs_no_more_memory_than_one_leaf(name, inner):
@@ -236,6 +241,7 @@ def test_params_and_inner_state_are_carried_through_a_loop(name):
   assert large.count(SIZE) == 4 if name != "dynamic_loss_scale" else 3
 
 
+@newer_xla
 def test_an_idle_step_makes_no_updates():
   text = compiled(optax_boost.accumulate(optax.adam(0.1), 4), 1).as_text()
   entry = text[text.index("\nENTRY") :]

@@ -249,13 +249,16 @@ def _from_columns(columns: np.ndarray, shape: tuple[int, ...], moving: tuple[int
 
 def _as_bits(x: np.ndarray) -> np.ndarray:
   """Floats as unsigned integers, the sign in the lowest bit: the two zeros are 0 and 1."""
-  x = np.ascontiguousarray(x).reshape(x.shape).view(np.dtype(f"u{x.dtype.itemsize}"))
-  return (x << 1) | (x >> (8 * x.dtype.itemsize - 1))
+  # As a vector: NumPy 1 shifts scalars in 64 bits.
+  bits = np.ravel(x).view(np.dtype(f"u{x.dtype.itemsize}"))
+  return ((bits << 1) | (bits >> (8 * x.dtype.itemsize - 1))).reshape(x.shape)
 
 
 def _as_floats(bits: np.ndarray, dtype: Any) -> np.ndarray:
   """The inverse of :func:`_as_bits`."""
-  return ((bits >> 1) | (bits << (8 * bits.dtype.itemsize - 1))).view(dtype)
+  vector = np.ravel(bits)
+  floats = ((vector >> 1) | (vector << (8 * bits.dtype.itemsize - 1))).view(dtype)
+  return floats.reshape(bits.shape)
 
 
 def _classes(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
