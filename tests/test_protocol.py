@@ -1,6 +1,7 @@
 """How methods, ours and a user's own, speak to the train step: by the types of their states."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
@@ -245,32 +246,35 @@ WRAPPERS = {
 SVRG = optax.chain(optax_boost.svrg(refresh_every=2), optax.sgd(0.1))
 INSIDE = {
   "lbfgs": optax.lbfgs(),
-  "backtracking": optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
   "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
   "sophia": optax.contrib.sophia(0.1),
   "svrg of a part": optax.partition({"ours": SVRG, "other": optax.sgd(0.1)}, LABELS),
-  "svrg of others": optax.masked(SVRG, {"a": True, "b": False}),
 }
 
 
 # Freezing needs a state over which `optax.tree.map_params` can map.
-REFUSED = {("freeze_layers", "lbfgs"), ("freeze_layers", "backtracking")}
+REFUSED = ("freeze_layers", "lbfgs")
+
+
+def after_two_steps(tx):
+  step = optax_boost.make_train_step(bowl, tx, full_grad_fn=lambda grad, p: grad(p, 1.0))
+  state = step.init({"a": jnp.arange(3.0), "b": jnp.ones(2)})
+  for _ in range(2):
+    state, _ = step(state, 2.0)
+  return state.params
+
+
+@functools.cache
+def alone(name):
+  return after_two_steps(INSIDE[name])
 
 
 @pytest.mark.parametrize(
-  ("wrapper", "name"), [pair for pair in itertools.product(WRAPPERS, INSIDE) if pair not in REFUSED]
+  ("wrapper", "name"), [pair for pair in itertools.product(WRAPPERS, INSIDE) if pair != REFUSED]
 )
 def test_every_wrapper_hands_on_what_its_optimizer_asks_for(wrapper, name):
-  inner = INSIDE[name]
-  params = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
-  found = []
-  for tx in (inner, WRAPPERS[wrapper](inner)):
-    step = optax_boost.make_train_step(bowl, tx, full_grad_fn=lambda grad, p: grad(p, 1.0))
-    state = step.init(params)
-    for _ in range(2):
-      state, _ = step(state, 2.0)
-    found.append(state.params)
-  chex.assert_trees_all_close(*found, rtol=1e-5)
+  found = after_two_steps(WRAPPERS[wrapper](INSIDE[name]))
+  chex.assert_trees_all_close(found, alone(name), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["value_fn", "obj_fn"])

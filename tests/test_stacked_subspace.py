@@ -56,29 +56,35 @@ def test_each_layer_is_fitted_for_itself():
   np.testing.assert_allclose(ours.explained_variance[0], variance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_layers_on_several_devices_are_fitted_and_refreshed_where_they_are(kind):
+SPECS = {"head": (None,), "nested": (None, "x"), "up": (None, "x")}
+
+
+def put(tree, kind, rows=0):
+  """A tree, or its rows, with the axis of the layers over two devices."""
   mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType[kind],))
-  specs = {"head": (None,), "nested": (None, "x"), "up": (None, "x")}
+  shardings = {
+    name: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * rows, *spec))
+    for name, spec in SPECS.items()
+  }
+  return jax.device_put(tree, shardings)
 
-  def put(tree, rows=0):
-    shardings = {
-      name: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * rows, *spec))
-      for name, spec in specs.items()
-    }
-    return jax.device_put(tree, shardings)
 
-  plain, params = random_tree(0, 8), random_tree(2)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_layers_on_several_devices_are_fitted_where_they_are(kind):
+  plain = random_tree(0, 8)
   expected = optax_boost.fit_subspace(plain, K, groups=AXES)
-  ours = optax_boost.fit_subspace(put(plain, 1), K, groups=AXES)
+  ours = optax_boost.fit_subspace(put(plain, kind, 1), K, groups=AXES)
   chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
   for found, rows in ((ours.mean, 0), (ours.basis, 1)):
-    for name in specs:
-      sharding = put(found, rows)[name].sharding
+    for name in SPECS:
+      sharding = put(found, kind, rows)[name].sharding
       assert found[name].sharding.is_equivalent_to(sharding, found[name].ndim)
 
-  tx = optax_boost.dim_reduce(ours, max_search=None, groups=AXES, refresh_every=3)
-  here = put(params)
+
+def test_layers_on_several_devices_are_refreshed_with_explicit_axes():
+  subspace = optax_boost.fit_subspace(random_tree(0, 8), K, groups=AXES)
+  tx = optax_boost.dim_reduce(subspace, max_search=None, groups=AXES, refresh_every=3)
+  here = put(random_tree(2), "Explicit")
   state, update = tx.init(here), jax.jit(tx.update)
   for step in range(4):
     _, state = update(here, state, jax.tree.map(lambda p, s=step: p + jnp.sin(s * p), here))
