@@ -140,6 +140,8 @@ UNSET_MESH = [row for row in ROWS if row.factory != "adasum"]
 
 @pytest.mark.parametrize("row", UNSET_MESH, ids=str)
 def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
+  if row.factory in ("sgperm", "laperm") and not hasattr(jax.lax, "pcast"):
+    pytest.skip("gathers there, unless jitted, need a newer JAX")
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
 
   def place(x: jax.Array) -> jax.Array:

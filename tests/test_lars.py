@@ -552,6 +552,8 @@ def test_on_gpus_a_thousand_small_leaves_need_one_reduction(monkeypatch):
   assert text.count("reduce_sum[") == 1
 
 
+# JAX knows `pcast` for about as long as XLA for CPUs joins all-reduces.
+@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="older XLA keeps all-reduces apart")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_gpus_small_sharded_leaves_are_not_gathered(monkeypatch, kind):
   monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
