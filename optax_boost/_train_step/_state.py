@@ -76,8 +76,10 @@ def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
 
 def commit_like(state: TrainState, arguments: Any) -> TrainState:
   """Puts a state on the one device to which an argument is committed, as its step's result is."""
-  on_one = isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding)
-  if not on_one or _is_committed(state.step):
+  # At every step: the cheap question first.
+  if _is_committed(state.step):
+    return state
+  if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
     return state
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
@@ -87,8 +89,7 @@ def commit_like(state: TrainState, arguments: Any) -> TrainState:
 
 
 def _is_committed(leaf: Any) -> bool:
-  concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-  return concrete and getattr(leaf, "committed", True)
+  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
