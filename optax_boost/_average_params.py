@@ -296,12 +296,8 @@ def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
 
 def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array | None]:
   """The average of each leaf of the params, or None where it is not averaged."""
-  if jnp.ndim(state.snapshot_count):
-    raise ValueError(
-      "`averaged_params` needs the state of one run; got that of a population of shape"
-      f" {jnp.shape(state.snapshot_count)}. Map over its members:"
-      " `jax.vmap(optax_boost.averaged_params)(opt_state, params)`."
-    )
+  advice = "Map over its members: `jax.vmap(optax_boost.averaged_params)(opt_state, params)`."
+  _base.require_one_run(state.snapshot_count, "averaged_params", advice)
   taken = state.snapshot_count
 
   def mean_of_ring(ring: jax.Array) -> jax.Array:

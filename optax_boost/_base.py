@@ -282,6 +282,20 @@ def require_axis(
     ) from error
 
 
+_TAKE_OR_MAP = (
+  "Take a member with `jax.tree.map(lambda x: x[i], state)`, or map over them with `jax.vmap`."
+)
+
+
+def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> None:
+  """Raises ValueError for the state of a population, whose `count` is no scalar."""
+  if jnp.ndim(count):
+    raise ValueError(
+      f"`{function}` needs the state of one run; got that of a population of shape"
+      f" {jnp.shape(count)}. {advice}"
+    )
+
+
 def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
   """The mesh axes if they are bound here, or None."""
   if not value:

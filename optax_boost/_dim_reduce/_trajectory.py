@@ -183,10 +183,5 @@ def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
       f"`{function}` needs an optimizer state with one TrajectoryState; got {len(states)} of"
       f" them in {structure[:200]}. Is `optax_boost.record_trajectory` part of the chain, once?"
     )
-  if jnp.ndim(states[0].snapshot_count):
-    raise ValueError(
-      f"`{function}` needs the state of one run; got that of a population of shape"
-      f" {jnp.shape(states[0].snapshot_count)}. Take a member with"
-      " `jax.tree.map(lambda x: x[i], state)`, or map over them with `jax.vmap`."
-    )
+  _base.require_one_run(states[0].snapshot_count, function)
   return states[0]

@@ -75,12 +75,7 @@ class LapermState(NamedTuple):
 def find_state(opt_state: Any, function: str) -> SgpermState | LapermState:
   """The only state of the two methods in an optimizer state; refuses that of a population."""
   state = _only_state(opt_state, function)
-  if jnp.ndim(state.count):
-    raise ValueError(
-      f"`{function}` needs the state of one run; got that of a population of shape"
-      f" {jnp.shape(state.count)}. Take a member with `jax.tree.map(lambda x: x[i], state)`, or map"
-      " over them with `jax.vmap`."
-    )
+  _base.require_one_run(state.count, function)
   return state
 
 
