@@ -207,8 +207,8 @@ def _check_layers(layers: Any) -> None:
 class _Layers:
   """Where a tree has its layers: along an axis of each leaf, or in leaves of their own.
 
-  What the inner optimizer sees has the structure of the tree, and leaves of their rank. Layers in
-  leaves of their own are in the places of the first `window` layers.
+  The inner optimizer sees a tree of the same structure, and leaves of their rank. Layers in leaves
+  of their own are in the places of the first `window` layers.
   """
 
   def __init__(self, tree: Any, layers: Any, window: int):

@@ -145,7 +145,7 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
 
 
 def _inner(state: Any) -> list[Any]:
-  """What stands in a state, without its parts."""
+  """The nodes in a state, without its parts."""
   parts = [getattr(state, name) for name in declared(state, "parts")]
   return [child for child in _children(state) if not any(child is part for part in parts)]
 

@@ -95,7 +95,7 @@ def test_two_calls_in_one_loss_draw_different_masks_and_chain_their_statistics()
 
 
 class Inner(nn.Module):
-  """Holds what is sown in the scan."""
+  """Holds the values that the scan sows."""
 
 
 class Sowing(nn.Module):

@@ -19,7 +19,7 @@ _MOST_BLOCKS = 256
 
 
 class Layout(NamedTuple):
-  """How the leaves of one dtype lie behind each other in one vector, and who owns what of it."""
+  """How the leaves of one dtype lie behind each other in a vector, and each device's part of it."""
 
   leaves: tuple[int, ...]  # positions among all leaves
   shapes: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Params that the forward pass of a stateful model writes: the update starts from what it wrote."""
+"""Params that the forward pass of a stateful model writes: the update starts from these."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
