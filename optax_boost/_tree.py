@@ -422,6 +422,21 @@ def check_traceable(name: str, tree: Any) -> None:
 CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 
 
+def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+  """A function of params that lets the other closures pass, as optax's line searches hand them on.
+
+  They look for their names in its signature.
+  """
+
+  def call(
+    params: Any, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+  ) -> Any:
+    del grad_fn, full_grad_fn, obj_fn
+    return function(params, *args)
+
+  return call
+
+
 def is_masked(value: Any) -> bool:
   """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
   return isinstance(value, optax.MaskedNode)

@@ -44,17 +44,10 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   def rounded(w: Any, p: Any) -> Any:
     return w if _tree.is_masked(w) else w.astype(p.dtype)
 
-  def call(
-    wide: optax.Params,
-    *args: Any,
-    grad_fn: Any = None,
-    full_grad_fn: Any = None,
-    obj_fn: Any = None,
-  ) -> Any:
-    del grad_fn, full_grad_fn, obj_fn  # named, so that optax's line searches let them pass
+  def call(wide: optax.Params, *args: Any) -> Any:
     return function(jax.tree.map(rounded, wide, params, is_leaf=_tree.is_masked), *args)
 
-  return call
+  return _tree.beside_closures(call)
 
 
 def step(

@@ -341,11 +341,8 @@ class Program:
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state)
 
-    # optax's line searches pass the other closures on to a `value_fn` that names them.
-    def value_fn(
-      params: optax.Params, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
-    ) -> jax.Array:
-      del grad_fn, full_grad_fn, obj_fn
+    @_tree.beside_closures
+    def value_fn(params: optax.Params) -> jax.Array:
       return forward(_tree.fill_masked(params, start))[0]
 
     extra = {
