@@ -575,6 +575,39 @@ def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_sta
   assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_small_leaves_of_one_shape_share_a_product(kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+  def step_of(number):
+    rng = np.random.default_rng(0)
+    like = {i: jnp.asarray(rng.normal(size=16), jnp.float32) for i in range(number)}
+    tx = optax_boost.dim_reduce(subspace_of(rng.normal(size=(3, 16 * number)), like))
+
+    def value_fn(params):
+      return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+    def step(params, grads):
+      state = tx.init(params)
+      return tx.update(grads, state, params, value=value_fn(params), value_fn=value_fn)[0]
+
+    return step, like
+
+  def products(number):
+    step, like = step_of(number)
+    lifted = number  # of each leaf, as it comes
+    return str(jax.make_jaxpr(step)(like, like)).count("dot_general") - lifted
+
+  assert products(20) == products(2)
+  step, params = step_of(5)
+  grads = jax.tree.map(jnp.sin, params)
+  with jax.set_mesh(mesh):
+    program = jax.jit(step).lower(sharded(params, mesh), sharded(grads, mesh)).compile()
+    found = program(sharded(params, mesh), sharded(grads, mesh))
+  assert {name for name, _ in exchanged(program)} == {"all-reduce"}
+  np.testing.assert_allclose(flat(found), flat(jax.jit(step)(params, grads)), rtol=0, atol=1e-5)
+
+
 # The subspace is replaced.
 
 

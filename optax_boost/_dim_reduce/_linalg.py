@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 
 # Full float32 on accelerators, whose default is fewer bits.
@@ -88,17 +89,27 @@ def project(
   basis: Any, tree: Any, groups: Sequence[_layers.LeafGroups], shape: tuple[int, ...]
 ) -> jax.Array:
   """Inner products [G, k] of a basis with a tree like the params, each group's for itself."""
-  dtype = inner_dtype(tree)
-  sums = [jnp.zeros(shape[1:], dtype)] * shape[0]
+  bases, leaves = ([x.astype(inner_dtype(tree)) for x in jax.tree.leaves(t)] for t in (basis, tree))
+  products: list[list[jax.Array]] = [[] for _ in range(shape[0])]
   by_layer = []
-  for of_leaf, rows, leaf in zip(groups, *map(jax.tree.leaves, (basis, tree)), strict=True):
-    rows, leaf = rows.astype(dtype), leaf.astype(dtype)
+  for same in _tree.alike(groups, bases, leaves):
+    of_leaf = groups[same[0]]
     if of_leaf.axes:
-      products = contract(rows, leaf, of_leaf.axes)
-      by_layer.append(jax.ops.segment_sum(products, np.array(of_leaf.numbers, int), shape[0]))
+      numbers = np.array(of_leaf.numbers, int)
+      each = [contract(bases[i], leaves[i], of_leaf.axes) for i in same]
+      by_layer += [jax.ops.segment_sum(x, numbers, shape[0]) for x in each]
     else:
-      sums[of_leaf.numbers[0]] += contract(rows, leaf)
+      # One product of all: XLA on CPUs compiles the code of each product by itself.
+      rows, leaf = (jnp.stack([xs[i] for i in same], a) for xs, a in ((bases, 1), (leaves, 0)))
+      products[of_leaf.numbers[0]].append(contract(rows, leaf))
+  sums = [_sum_arrays(x) if x else jnp.zeros(shape[1:], inner_dtype(tree)) for x in products]
   return sum(by_layer, start=jnp.stack(sums))
+
+
+def _sum_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
+  """The sum of vectors by a contraction, for the reason in :func:`finite_rows`."""
+  stacked = jnp.stack(arrays)
+  return jnp.matmul(jnp.ones(len(arrays), stacked.dtype), stacked, precision=PRECISION)
 
 
 def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> jax.Array:
