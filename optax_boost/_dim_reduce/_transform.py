@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
@@ -491,8 +492,8 @@ class _DimReduce:
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
     curvature = _ratio(jnp.sum(change * state.last_step), squared_step)
-    squares = [_tree.sum_squares(g) for g in jax.tree.leaves(updates)]
-    explained = _ratio(squared_gradient, sum(squares, jnp.zeros([])).astype(change.dtype))
+    squares = _in_place.sum_squares(updates)
+    explained = _ratio(squared_gradient, squares.astype(change.dtype))
     rejected, next_rho = quasi.finite & ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
