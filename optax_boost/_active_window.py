@@ -93,8 +93,9 @@ def active_window(
     extra arguments `inner` sees all but closures of the params and `grad`.
 
   Raises:
-    ValueError: a number is out of range, `order` unknown; in ``init``: there are fewer layers than
-      the window holds, they differ in shape, or `inner` holds an :func:`average_params`.
+    ValueError: a number is out of range, `order` unknown, `layers` empty; in ``init``: there are
+      fewer layers than the window holds, they differ in shape, or `inner` holds an
+      :func:`average_params`.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -199,6 +200,12 @@ def active_window(
 def _check_layers(layers: Any) -> None:
   if isinstance(layers, Mapping):
     _tree.check_axes_by_pattern("layers", layers)
+    if not jax.tree.leaves(dict(layers)):
+      raise ValueError(
+        f"`layers` must name at least one axis of layers; got {_base.shorten(dict(layers))}."
+        " `stacked_axes` returns {} where the loss scans over no layers: name the layers by regular"
+        ' expressions then, one for each, as ("block_0/", "block_1/").'
+      )
     return
   words = "what `stacked_axes` returned, or a sequence of regular expressions, one per layer"
   _base.check_patterns("layers", layers, words)

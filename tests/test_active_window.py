@@ -202,6 +202,14 @@ def test_a_window_larger_than_the_model_is_refused():
     tx.init(stacked())
 
 
+@pytest.mark.parametrize("layers", [{}, {"blocks": ()}])
+def test_no_layers_are_refused_with_advice(layers):
+  with pytest.raises(
+    ValueError, match=r"at least one axis .*scans over no layers: name the layers"
+  ):
+    optax_boost.active_window(optax.sgd(0.1), layers, 1, every=1)
+
+
 def test_layers_of_different_shapes_are_refused():
   params = {"a": jnp.ones(3), "b": jnp.ones(4)}
   tx = optax_boost.active_window(optax.sgd(0.1), ("a", "b"), 1, every=1)

@@ -56,6 +56,15 @@ def test_each_layer_is_fitted_for_itself():
   np.testing.assert_allclose(ours.explained_variance[0], variance, rtol=1e-4)
 
 
+def test_no_axes_are_one_group_with_a_warning():
+  snapshots = random_tree(0, 8)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group. `stacked_axes`"):
+    ours = optax_boost.fit_subspace(snapshots, K, groups={})
+  chex.assert_trees_all_equal(ours, optax_boost.fit_subspace(snapshots, K))
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group"):
+    optax_boost.dim_reduce(ours, groups={})
+
+
 SPECS = {"head": (None,), "nested": (None, "x"), "up": (None, "x")}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 from typing import TypeAlias
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,16 @@ class LeafGroups:
 
 
 def check_groups(groups: Any) -> None:
-  """Checks the argument `groups`."""
+  """Checks the argument `groups`; of no axes at all it warns."""
   if isinstance(groups, Mapping):
     _tree.check_axes_by_pattern("groups", groups)
+    if not groups:
+      warnings.warn(
+        "`groups` is {}, so all leaves are one group. `stacked_axes` returns {} where the loss"
+        " scans over no layers. Pass regular expressions, one per group, or None for one group.",
+        _base.NoEffectWarning,
+        stacklevel=3,
+      )
   else:
     _groups.count_groups(groups)
 
