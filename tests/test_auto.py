@@ -27,6 +27,7 @@ from tests.residual_models import LinenNet
 from tests.residual_models import X
 from tests.residual_models import filled_nnx_net
 
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = pathlib.Path(__file__).parent.parent / "examples" / "configs"
 # What the reference documents, with all of its defaults.
 DOCUMENTED = {
@@ -458,7 +459,7 @@ def test_contradictions_and_unknown_levels_are_errors(level, config, options, me
 def test_the_subspace_is_alone():
   boost = auto_boost("O2", {"boost": {"mode": "enable_all"}})
   assert on(boost) == ["dim_reduce"]
-  assert "32 dimensions, in the optimizer's place" in boost.explain()
+  assert "32 dimensions; the optimizer given is not used: steps in the" in boost.explain()
   assert "off  dim_reduce goes before it, as in MindSpore\n" in boost.explain()
   with pytest.raises(ValueError, match=r"contradicts `boost.dim_reduce` beside `boost.less_bn`"):
     auto_boost("O2", {"boost": {"mode": "enable_all"}}, compose=True)
@@ -639,7 +640,7 @@ def test_a_decay_is_centralized_with_the_gradients_as_in_mindspore():
   plain, _ = train(optax_boost.make_train_step(loss_fn, optax.chain(decay, optax.sgd(0.1))))
   tx = auto_boost("O0").optimizer(optax.sgd(0.1), decay=decay)
   chex.assert_trees_all_equal(train(optax_boost.make_train_step(loss_fn, tx))[0], plain)
-  with pytest.raises(ValueError, match=r"`dim_reduce` takes the optimizer's place .* `decay`"):
+  with pytest.raises(ValueError, match=r"`dim_reduce` runs alone, without weight decay.*`decay`"):
     auto_boost("O0", manual(dim_reduce=True)).optimizer(optax.sgd(0.1), params=PARAMS, decay=decay)
 
 
@@ -907,6 +908,40 @@ def test_the_subspace_is_fitted_to_checkpoints_saved_and_loaded_again(form, tmp_
   config["dim_reduce"] |= {"n_components": 3}
   with pytest.raises(ValueError, match=r"`dim_reduce.n_components` is 3, but .* has 2 dimensions"):
     make(config)
+
+
+def test_by_reference_the_subspace_takes_mindspores_steps_through_the_optimizer(tmp_path):
+  with np.load(GOLDEN / "dimreduce_linear.npz") as file:
+    trace = {key: file[key] for key in file.files}
+  hyper = json.loads(str(trace["meta_json"]))["hyper"]
+  params = [jnp.asarray(trace["init_w"]), jnp.asarray(trace["init_b"])]
+  k, size = hyper["n_components"], params[0].size
+  basis = [trace["P"][:, :size].reshape(k, *params[0].shape), trace["P"][:, size:]]
+  ones = np.ones(k, np.float32)
+  path = str(tmp_path / "pca.npz")
+  optax_boost.save_subspace(path, optax_boost.Subspace(params, basis, ones, ones / k))
+  block = {key: hyper[key] for key in ("rho", "gamma", "alpha", "sigma", "n_components")}
+  config = manual(dim_reduce=True) | {"dim_reduce": block | {"pca_mat_path": path}}
+  boost = auto_boost("O0", config, reference=True)
+  assert "MindSpore's two trials, its steps go through the optimizer given" in boost.explain()
+
+  def loss(params, batch):
+    return jnp.mean((batch[0] @ params[0] + params[1] - batch[1]) ** 2)
+
+  def run(tx, steps):
+    step = boost.train_step(loss, boost.optimizer(tx, params=params))
+    state = step.init(params)
+    for t in range(steps):
+      state, metrics = step(state, (trace["x"][t], trace["y"][t]))
+      yield state.params, metrics["accepted_rho"]
+
+  # The recorded optimizer is an SGD of rate 1.
+  for t, (found, rho) in enumerate(run(optax.sgd(1.0), hyper["steps"])):
+    np.testing.assert_allclose(rho, trace["rho"][t])
+    np.testing.assert_allclose(found[0], trace["weight_w"][t], atol=5e-6)
+    np.testing.assert_allclose(found[1], trace["weight_b"][t], atol=5e-6)
+  ((slower, _),) = run(optax.sgd(0.1), 1)
+  assert np.abs(slower[0] - trace["weight_w"][0]).max() > 1e-2
 
 
 @pytest.mark.parametrize("path", [None, "nowhere.npz"])

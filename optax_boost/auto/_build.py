@@ -38,6 +38,7 @@ class AutoBoost:
     key: the seed of the freezing schedule.
     local_axis_name: the named axis over the devices of one server, or None.
     adasum_on: ``"gradients"`` or ``"updates"``.
+    reference: whether `dim_reduce` takes MindSpore's steps, through the optimizer.
   """
 
   level: str
@@ -47,6 +48,7 @@ class AutoBoost:
   key: jax.Array | int = 0
   local_axis_name: Any = None
   adasum_on: str = "gradients"
+  reference: bool = False
 
   def is_on(self, method: str) -> bool:
     """Whether a method is on, by its key in the configuration, as ``"grad_freeze"``.
@@ -98,8 +100,10 @@ class AutoBoost:
     scales, the average of the params. Layers of a scan are found in the trace of the loss and count
     each for itself.
 
-    If `dim_reduce` is on, that in its place: in the subspace of the file ``pca_mat_path``, if there
-    is one, else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file).
+    If `dim_reduce` is on, it alone: in the subspace of the file ``pca_mat_path``, if there is one,
+    else fitted to the checkpoints in ``weight_load_dir`` (and saved to the file). It takes the
+    place of `tx`, which is not used, since its steps in the subspace need no learning rate. With
+    `reference` its steps go through `tx`, as in MindSpore.
 
     Args:
       tx: the optimizer.
@@ -142,10 +146,12 @@ class AutoBoost:
     if self.is_on("dim_reduce"):
       if decay is not None:
         raise ValueError(
-          "`dim_reduce` takes the optimizer's place and has no weight decay; got a `decay`. Leave"
-          " it out, or turn `dim_reduce` off."
+          "`dim_reduce` runs alone, without weight decay; got a `decay`. Leave it out, or turn"
+          " `dim_reduce` off."
         )
-      return _methods.subspace_optimizer(self.config.dim_reduce, params)
+      return _methods.subspace_optimizer(
+        self.config.dim_reduce, params, tx, reference=self.reference
+      )
     centralizes = self.is_on("less_bn") and self.config.less_bn.gc_flag
     layerwise = centralizes or self.is_on("adasum")
     stacked_axes = find_axes() if layerwise and find_axes is not None else None
@@ -285,12 +291,12 @@ def auto_boost(
       own, which must be kept apart; see :func:`adasum`. None: ``"updates"`` with `reference`, else
       ``"gradients"``.
     compose: whether methods are combined that MindSpore runs alone: its freezing turns adaptive
-      summation and accumulation off. (`dim_reduce` takes the optimizer's place and is always
-      alone.)
+      summation and accumulation off. (`dim_reduce` is always alone.)
     key: the seed of the freezing schedule, or a key.
     reference: whether keys that are left out have MindSpore's defaults (a normalized head; the
       interval schedule with 10 groups, in 30 % of the steps) instead of the level's settings.
-      Freezing then turns adaptive summation off unless `compose` is True.
+      Freezing then turns adaptive summation off unless `compose` is True, and `dim_reduce` searches
+      as MindSpore does, its steps through the optimizer.
     total_steps: the length of the training in steps of the optimizer, for freezing and averaging at
       its end; None: ``grad_freeze.total_steps`` and ``average.total_steps`` of the configuration.
 
@@ -346,7 +352,7 @@ def auto_boost(
   decisions = _levels.decide(
     level, config, axis_name, local_axis_name, place, compose=compose, reference=reference
   )
-  boost = AutoBoost(level, config, decisions, axis_name, key, local_axis_name, place)
+  boost = AutoBoost(level, config, decisions, axis_name, key, local_axis_name, place, reference)
   if axis_name is None and boost.is_on("adasum"):
     raise ValueError(
       f"level {level!r} with this configuration has `adasum` on, which runs over a named axis;"

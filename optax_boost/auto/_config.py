@@ -178,8 +178,12 @@ class AverageConfig(_Block):
 class DimReduceConfig(_Block):
   """The block ``dim_reduce``.
 
+  The method takes the optimizer's place, and searches as :func:`dim_reduce` does by default. With
+  ``auto_boost(..., reference=True)`` it tries two step lengths, and its steps go through the
+  optimizer, as in MindSpore.
+
   Attributes:
-    rho: factor of the line search's second candidate.
+    rho: factor of the line search from one trial to the next.
     gamma: momentum of the residual.
     alpha: learning rate of the residual.
     sigma: sufficient decrease in the line search.

@@ -51,7 +51,7 @@ _RULED_OUT_BY: dict[str, tuple[str, ...]] = {
   "average": (),
 }
 METHODS = tuple(_RULED_OUT_BY)
-# This one takes the optimizer's place and can't be combined.
+# This one makes steps of its own and can't be combined.
 _ALONE = "dim_reduce"
 
 
@@ -128,7 +128,7 @@ def decide(
       _base.NoEffectWarning,
       stacklevel=3,
     )
-  words = _describe(config, axis_name, local_axis_name, adasum_on)
+  words = _describe(config, axis_name, local_axis_name, adasum_on, reference=reference)
   return tuple(
     Decision(name, name in on, reasons[name], *(words[name] if name in on else ()))
     for name in METHODS
@@ -164,7 +164,12 @@ def _requests(
 
 
 def _describe(
-  config: _config.BoostConfig, axis_name: Any, local_axis_name: Any, adasum_on: str
+  config: _config.BoostConfig,
+  axis_name: Any,
+  local_axis_name: Any,
+  adasum_on: str,
+  *,
+  reference: bool,
 ) -> dict[str, tuple[str, str]]:
   """For each method its settings and the savings to expect, in words."""
   freezing, devices = config.grad_freeze, config.common.device_number
@@ -179,9 +184,12 @@ def _describe(
     axes += f" (device_number {devices} needs local_axis_name=...)"
   micro_batches = config.grad_accumulation.grad_accumulation_step
   average = config.average
+  subspace = "MindSpore's two trials, its steps go through the optimizer given"
+  if not reference:
+    subspace = "the optimizer given is not used: steps in the subspace need no learning rate"
   return {
     "dim_reduce": (
-      f"{config.dim_reduce.n_components} dimensions, in the optimizer's place",
+      f"{config.dim_reduce.n_components} dimensions; {subspace}",
       "steps, not time per step",
     ),
     "less_bn": (

@@ -93,16 +93,24 @@ def with_adasum(
 
 
 def subspace_optimizer(
-  block: _config.DimReduceConfig, params: Any
+  block: _config.DimReduceConfig,
+  params: Any,
+  tx: optax.GradientTransformation,
+  *,
+  reference: bool,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes :func:`dim_reduce` of a block; `params` may be abstract."""
+  """Makes :func:`dim_reduce` of a block, around `tx` if `reference`; `params` may be abstract."""
   if not jax.tree.leaves(params):
     raise ValueError(
       "`dim_reduce` is on, so the optimizer must know the tree of the subspace: pass the"
       " params; for a Flax model, the model (NNX) or its variables (Linen)."
     )
   subspace = _load_or_fit(block, params)
-  return _dim_reduce.dim_reduce(subspace, block.rho, block.sigma, block.gamma, block.alpha)
+  # MindSpore's two trials, and its steps go through the optimizer.
+  options: dict[str, Any] = {"max_search": 2, "inner": tx} if reference else {}
+  return _dim_reduce.dim_reduce(
+    subspace, block.rho, block.sigma, block.gamma, block.alpha, **options
+  )
 
 
 def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Subspace:
