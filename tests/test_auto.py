@@ -142,7 +142,8 @@ def test_the_levels_freeze_at_the_end_of_the_training_level_two_sooner():
   assert frozen("O1") == 14 * [0] + 10 * [1]
   assert frozen("O2") == 11 * [0] + 13 * [1]
   assert frozen("O2", param_groups=3, freeze_p=0.5) == 10 * [0] + 5 * [1] + 9 * [2]
-  assert frozen("O1", freeze_p=1.0) == 24 * [0]
+  with pytest.warns(optax_boost.NoEffectWarning):
+    assert frozen("O1", freeze_p=1.0) == 24 * [0]
 
 
 def test_freezing_at_the_end_needs_to_know_when_that_is():
@@ -461,14 +462,44 @@ def test_the_subspace_is_alone():
   assert on(boost) == ["dim_reduce"]
   assert "32 dimensions; the optimizer given is not used: steps in the" in boost.explain()
   assert "off  dim_reduce goes before it, as in MindSpore\n" in boost.explain()
-  with pytest.raises(ValueError, match=r"contradicts `boost.dim_reduce` beside `boost.less_bn`"):
-    auto_boost("O2", {"boost": {"mode": "enable_all"}}, compose=True)
 
 
-def test_accumulating_one_micro_batch_warns():
-  config = {"boost": {"mode": "manual", "grad_accumulation": True}}
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"accumulates nothing"):
-    auto_boost("O0", config)
+def test_the_advice_against_a_subspace_beside_other_methods_works():
+  everything = {"mode": "enable_all", "dim_reduce": False}
+  message = r"beside `boost.less_bn`, .*Pass mode 'manual' with `boost.dim_reduce` false, or leave"
+  with pytest.raises(ValueError, match=message):
+    auto_boost("O1", {"boost": everything}, compose=True, axis_name="x")
+  advised = {"boost": everything | {"mode": "manual"}}
+  assert on(auto_boost("O1", advised, compose=True, axis_name="x")) == ["less_bn", "grad_freeze"]
+  assert on(auto_boost("O1", {"boost": everything})) == ["dim_reduce"]
+
+
+def test_it_explains_which_switches_a_mode_ignores():
+  ignored = "boost.{} false is ignored: only mode 'manual' reads it"
+  explained = auto_boost("O1", {"boost": {"mode": "enable_all", "dim_reduce": False}}).explain()
+  assert f"mode 'enable_all'; {ignored.format('dim_reduce')}" in explained
+  switches = {"grad_freeze": False, "adasum": False}
+  explained = auto_boost("O1", {"boost": switches}).explain()
+  assert f"in level O1; {ignored.format('grad_freeze')}" in explained
+  assert "boost.adasum" not in explained
+  assert "ignored" not in auto_boost("O1", manual(**switches)).explain()
+
+
+@pytest.mark.parametrize(
+  ("method", "block"),
+  [
+    ("grad_accumulation", {"grad_accumulation_step": 1}),
+    ("grad_freeze", {"param_groups": 1}),
+    ("grad_freeze", {"freeze_p": 1}),
+  ],
+)
+def test_settings_that_leave_nothing_of_a_method_warn(method, block):
+  config = {"boost": {"mode": "manual", method: True}, method: block}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"is on with .* 1, which \w+ nothing\."):
+    boost = ob_nnx.auto_boost("O1" if method == "grad_freeze" else "O0", config)
+  row = next(line for line in boost.explain().splitlines() if line.startswith(method))
+  assert re.search(rf"nothing: `{method}\.{next(iter(block))}` 1, which", row)
+  assert "only grad_freeze saves time" not in boost.explain()
 
 
 def test_it_explains_itself():

@@ -222,7 +222,8 @@ class ModelBoost(AutoBoost):
       return []
     parts = {"centralized gradients": "gc_flag", "a normalized head": "fn_flag"}
     left = [words for words, flag in parts.items() if getattr(self.config.less_bn, flag)]
-    saves = "only grad_freeze" if self.is_on("grad_freeze") else "no method"
+    freezes = self.is_on("grad_freeze") and "grad_freeze" not in _levels.without_effect(self.config)
+    saves = "only grad_freeze" if freezes else "no method"
     return [
       "in a model without BatchNorms (a transformer), less_bn is"
       f" {' and '.join(left) or 'without effect'}, and {saves} saves time per step"

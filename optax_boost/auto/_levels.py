@@ -111,9 +111,10 @@ def decide(
   for name, others in _RULED_OUT_BY.items():
     lost = [other for other in others if name in on and other in on]
     if name == _ALONE and compose and lost:
+      beside = ", ".join(f"`boost.{other}`" for other in lost)
       raise ValueError(
-        f"compose=True contradicts `boost.{name}` beside `boost.{lost[0]}`: {name} takes the"
-        " optimizer's place. Turn one of them off."
+        f"compose=True contradicts `boost.{name}` beside {beside}: {name} runs alone. Pass mode"
+        f" 'manual' with `boost.{name}` false, or leave out compose=True."
       )
     for other in lost:
       keeps_adasum = other == "adasum" and axis_name is not None and not reference
@@ -121,13 +122,9 @@ def decide(
         on.remove(other)
         hint = "" if name == _ALONE else f"; {hints[other]} them"
         reasons[other] = f"{name} goes before it, as in MindSpore{hint}"
-  if "grad_accumulation" in on and config.grad_accumulation.grad_accumulation_step == 1:
-    warnings.warn(
-      "`boost.grad_accumulation` is on with `grad_accumulation.grad_accumulation_step` 1, which"
-      " accumulates nothing.",
-      _base.NoEffectWarning,
-      stacklevel=3,
-    )
+  for name, setting in without_effect(config).items():
+    if name in on:
+      warnings.warn(f"`boost.{name}` is on with {setting}.", _base.NoEffectWarning, stacklevel=3)
   words = _describe(config, axis_name, local_axis_name, adasum_on, reference=reference)
   return tuple(
     Decision(name, name in on, reasons[name], *(words[name] if name in on else ()))
@@ -160,7 +157,24 @@ def _requests(
         f"`boost.mode` {mode!r} contradicts `boost.{name}` true: the mode takes no switches"
         f"{f', and level {level} leaves it off' if mode == 'auto' else ''}. Pass mode 'manual'."
       )
+    requested, why = requests[name]
+    if switch is False and requested:
+      requests[name] = (True, f"{why}; boost.{name} false is ignored: only mode 'manual' reads it")
   return requests
+
+
+def without_effect(config: _config.BoostConfig) -> dict[str, str]:
+  """For each method whose settings leave nothing of it, these settings, in words."""
+  freezing, settings = config.grad_freeze, {}
+  if freezing.param_groups == 1:
+    settings["grad_freeze"] = "`grad_freeze.param_groups` 1, which freezes nothing"
+  elif freezing.freeze_p == 1:
+    settings["grad_freeze"] = "`grad_freeze.freeze_p` 1, which freezes nothing"
+  if config.grad_accumulation.grad_accumulation_step == 1:
+    settings["grad_accumulation"] = (
+      "`grad_accumulation.grad_accumulation_step` 1, which accumulates nothing"
+    )
+  return settings
 
 
 def _describe(
@@ -187,7 +201,7 @@ def _describe(
   subspace = "MindSpore's two trials, its steps go through the optimizer given"
   if not reference:
     subspace = "the optimizer given is not used: steps in the subspace need no learning rate"
-  return {
+  words = {
     "dim_reduce": (
       f"{config.dim_reduce.n_components} dimensions; {subspace}",
       "steps, not time per step",
@@ -211,6 +225,9 @@ def _describe(
       "no time: gains accuracy, if the averages are evaluated; costs a copy of the params",
     ),
   }
+  for name, setting in without_effect(config).items():
+    words[name] = (words[name][0], f"nothing: {setting}")
+  return words
 
 
 def gradients_of(config: _config.BoostConfig) -> str:
