@@ -81,8 +81,9 @@ def accumulate(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
-    the number of examples or tokens in the micro-batch, 1 unless given. Of other extra arguments,
-    `inner` sees those of the window's last micro-step, and as `grad` the mean gradient.
+    the number of examples or tokens in the micro-batch, 1 unless given; ``make_train_step`` gives
+    none. Of other extra arguments, `inner` sees those of the window's last micro-step, and as
+    `grad` the mean gradient.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.
