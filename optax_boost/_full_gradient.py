@@ -246,7 +246,7 @@ def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, rng: Any, method: str
   _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
   if weight_fn is not None:
     _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
-  _tree.check_floating(params, method)
+  _tree.check_floating(params, method, _tree.CLOSE_OVER)
   # A key of `jax.random.PRNGKey` stays as it is.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
   return rng if rng is None or raw else _base.as_key("rng", rng)
@@ -276,7 +276,7 @@ def check_gradients(gradients: Any, params: Any, source: str) -> None:
   got: Any = jax.tree.structure(gradients)
   want: Any = jax.tree.structure(params)
   if got == want:
-    _tree.check_floating(gradients, source)
+    _tree.check_floating(gradients, source, "Give gradients as `jax.grad` does.")
   shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
   if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
     raise ValueError(

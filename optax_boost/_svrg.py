@@ -370,8 +370,7 @@ def refresh_svrg(
     ([0.5, 0.5], Array(1, dtype=int32))
   """
   _base.require_params(params, "refresh_svrg")
-  _tree.check_floating(params, "refresh_svrg")
-  _tree.check_floating(full_gradient, "refresh_svrg")
+  _tree.check_floating(params, "refresh_svrg", _tree.CLOSE_OVER)
   _full_gradient.check_gradients(full_gradient, params, "full_gradient")
   if not _tree.find_states(opt_state, SvrgState):
     raise ValueError(

@@ -381,17 +381,29 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
       )
 
 
-def check_floating(tree: Any, method: str) -> None:
-  """Raises TypeError for leaves that are not real floating-point arrays."""
-  _check_dtype(tree, method, jnp.floating, "real floating-point")
+# The advice where all params are differentiated, whatever a mask hides from the optimizer, without
+# and with statistics beside them.
+CLOSE_OVER = "Keep it out of the params: close over it."
+KEEP_OUT = (
+  "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
+  " collection or type of variable)."
+)
 
 
-def check_inexact(tree: Any, method: str) -> None:
-  """Raises TypeError for leaves that are neither real nor complex floating-point arrays."""
-  _check_dtype(tree, method, jnp.inexact, "floating-point")
+def check_floating(tree: Any, method: str, advice: str | None = None) -> None:
+  """Raises TypeError for leaves that are not real floating-point arrays.
+
+  `advice` is where such a leaf belongs; None: behind a mask around the transformation `method`.
+  """
+  _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
-def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
+def check_inexact(tree: Any, method: str, advice: str | None = None) -> None:
+  """Like :func:`check_floating`, but complex leaves may pass, too."""
+  _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
+
+
+def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required: str) -> None:
   for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
     if not hasattr(leaf, "dtype"):
@@ -401,8 +413,8 @@ def _check_dtype(tree: Any, method: str, kind: Any, required: str) -> None:
       )
     if not jnp.issubdtype(leaf.dtype, kind):
       raise TypeError(
-        f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is"
-        f" {leaf.dtype}. Leave it out with `optax.masked` or `optax.partition`."
+        f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is {leaf.dtype}. "
+        + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
       )
 
 

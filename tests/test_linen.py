@@ -217,6 +217,7 @@ STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
   ("call", "message"),
   [
     (lambda: STEP.init(3), r"`variables` must be a dict of collections; got 3"),
+    (lambda: STEP.init({"params": {"n": jnp.arange(3)}}), r"'n' is int32. .* another collection"),
     (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
     (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
     (lambda: STEP.refresh(STATE, None), r"`batches` must be"),

@@ -487,6 +487,16 @@ def _optimizer_of_a_factory():
   return optimizer
 
 
+def _model_with_integer():
+  model = _model()
+  model.n = nnx.Param(jnp.arange(3))
+  return model
+
+
+def _optimizer_with_integer():
+  return nnx.Optimizer(_model_with_integer(), optax.sgd(0.1), wrt=nnx.Param)
+
+
 def _optimizer_of_nothing():
   return nnx.Optimizer(_model(), optax.adam(0.1), wrt=nnx.Cache)
 
@@ -516,6 +526,11 @@ REFUSED = {
     r"`optimizer` must be made for this model",
   ),
   "an optimizer of nothing": ({"optimizer": _optimizer_of_nothing}, ValueError, r"selects none"),
+  "an integer that is trained": (
+    {"model": _model_with_integer, "optimizer": _optimizer_with_integer},
+    TypeError,
+    r"the leaf 'n' is int32. Keep it out of the params: .* type of variable",
+  ),
   "text": (
     {"batch": {"x": "text"}},
     TypeError,

@@ -362,6 +362,41 @@ def test_refuses_arguments_of_the_wrong_kind(args, message):
     optax_boost.make_train_step(*args)
 
 
+WITH_COUNT = {"w": jnp.ones(8), "n": jnp.arange(3)}
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [optax.sgd(0.1), optax_boost.lars(0.1), optax.masked(optax.sgd(0.1), {"w": True, "n": False})],
+)
+def test_an_integer_among_the_params_is_named_before_the_step(tx):
+  step = optax_boost.make_train_step(quadratic, tx)
+  message = r"the leaf 'n' is int32. Keep it out of the params: close over it, or .*`model_state`"
+  with pytest.raises(TypeError, match=message):
+    step.init(WITH_COUNT)
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: optax_boost.race(
+      quadratic, lambda key: WITH_COUNT, jnp.ones((4, 8)), {"sgd": optax.sgd(0.1)}, steps=1
+    ),
+    lambda: optax_boost.auto_boost("O0").optimizer(optax.sgd(0.1), quadratic, WITH_COUNT, BATCH),
+    lambda: optax_boost.full_gradient(jax.grad(quadratic), WITH_COUNT, [BATCH]),
+    lambda: optax_boost.scan_full_gradient(jax.grad(quadratic), WITH_COUNT, jnp.ones((1, 8))),
+    lambda: optax_boost.cache_prefix(
+      quadratic, WITH_COUNT, BATCH, ["w"], 1, num_examples=1, max_bytes=9
+    ),
+    lambda: optax_boost.refresh_svrg(optax_boost.svrg(None).init(BATCH), WITH_COUNT, WITH_COUNT),
+  ],
+  ids=["race", "auto_boost", "full_gradient", "scan", "cache_prefix", "refresh_svrg"],
+)
+def test_no_mask_is_advised_where_it_would_not_help(call):
+  with pytest.raises(TypeError, match=r"'n' is int32. Keep it out of the params: close over it"):
+    call()
+
+
 def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
   step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), optax.adam(0.1))
   state = step.init({"w": jnp.ones((3, 1))})

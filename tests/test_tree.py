@@ -101,7 +101,9 @@ def test_complex_leaves_are_inexact_and_not_floating():
   _tree.check_inexact(tree, "method")
   with pytest.raises(TypeError, match=r"`method` needs real floating-point leaves; the leaf 'w'"):
     _tree.check_floating(tree, "method")
-  with pytest.raises(TypeError, match=r"needs floating-point leaves; the leaf 'n' is int32. Leave"):
+  with pytest.raises(TypeError, match=r"leaf 'n' is int32. Leave it out .* around `method`"):
     _tree.check_inexact({"n": jnp.ones(2, jnp.int32)}, "method")
+  with pytest.raises(TypeError, match=r"needs floating-point leaves; the leaf 'n' is int32. Stop"):
+    _tree.check_inexact({"n": jnp.ones(2, jnp.int32)}, "method", "Stop.")
   with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'params' is 1.0 of type"):
     _tree.check_inexact(1.0, "method")

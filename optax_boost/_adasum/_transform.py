@@ -61,7 +61,7 @@ def adasum_pair(a: jax.Array, b: jax.Array) -> jax.Array:
     >>> optax_boost.adasum_pair(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])).tolist()
     [1.0, 2.0]
   """
-  _tree.check_floating({"a": a, "b": b}, "adasum_pair")
+  _tree.check_floating({"a": a, "b": b}, "adasum_pair", "Convert it.")
   if jnp.shape(a) != jnp.shape(b):
     raise ValueError(
       f"`adasum_pair` needs two arrays of one shape; got {jnp.shape(a)} and {jnp.shape(b)}."
@@ -94,7 +94,7 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   """
   method = "adasum_reduce"
   patterns = _check_groups(groups)
-  _tree.check_floating(stacked, method)
+  _tree.check_floating(stacked, method, "Leave it out of the tree.")
   leaves, structure = jax.tree.flatten(stacked)
   paths = _tree.leaf_paths(stacked)
   if not leaves:

@@ -300,7 +300,7 @@ def cache_prefix(
     Liu, Agarwal, Venkataraman, `AutoFreeze <https://arxiv.org/abs/2102.01386>`_, 2021.
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
-  _tree.check_floating(params, _METHOD)
+  _tree.check_floating(params, _METHOD, _tree.CLOSE_OVER)
   _tree.check_traceable("batch", batch)
   number = _groups.count_groups(groups)
   _base.check_whole_number("frozen_groups", frozen_groups, maximum=number - 1, static=True)

@@ -70,7 +70,8 @@ class TrainStep:
       A :class:`TrainState`.
 
     Raises:
-      TypeError: a leaf is no array, or the params are a pair for ``optax.lookahead``.
+      TypeError: a leaf is no array, one of the params is no floating-point array, or the params are
+        a pair for ``optax.lookahead``.
     """
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -81,6 +82,7 @@ class TrainStep:
     _tree.check_traceable("params", params)
     _tree.check_traceable("model_state", model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
+    _tree.check_inexact(params, "make_train_step", _tree.KEEP_OUT)
     state = _state.TrainState(
       params, self.program.tx.init(params), model_state, jnp.zeros([], jnp.int32)
     )

@@ -138,7 +138,7 @@ class AutoBoost:
     """:meth:`optimizer` for all forms; the functions read groups and stacked axes from a trace."""
     tx = _base.check_transformation("tx", tx)
     if params is not None:
-      _tree.check_inexact(params, "auto_boost")
+      _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if groups is None:
       groups = self._read_groups(find_groups)
     if decay is not None:

@@ -155,6 +155,7 @@ class TrainStep:
         "`optimizer.wrt` must select variables of the model; got"
         f" {_base.shorten(optimizer.wrt)}, which selects none."
       )
+    _tree.check_inexact(params, "make_train_step", _tree.KEEP_OUT)
     state = _train_step.TrainState(
       params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
     )

@@ -150,7 +150,7 @@ def race(
     if not jax.tree.leaves(params):
       raise ValueError(f"`race` needs params to train; there are none for seed {seed}.")
     arrays = jax.tree.map(lambda p: np.asarray(p) if isinstance(p, float) else p, params)
-    _tree.check_inexact(arrays, "race")
+    _tree.check_inexact(arrays, "race", _tree.KEEP_OUT)
     return params, model_state
 
   def measure(params: Any, model_state: Any) -> dict[str, Any]:
