@@ -367,6 +367,8 @@ def test_a_trajectory_with_too_few_snapshots_is_refused():
   _, state = tx.update(jnp.ones(3), state, jnp.ones(3))
   with pytest.raises(ValueError, match=r"2 components need at least 3 snapshots, .* got 1"):
     optax_boost.fit_subspace(state, 2)
+  with pytest.raises(ValueError, match=r"got 1. Record more of them; two are the least\.$"):
+    optax_boost.fit_subspace(state, 2)
   with pytest.raises(ValueError, match=r"9 components need at least 10 snapshots, .* got 9"):
     jax.jit(lambda state: optax_boost.fit_subspace(state, 9))(state)
 
@@ -390,6 +392,8 @@ def test_snapshots_that_are_not_finite_are_refused(fit, bad, shown):
 def test_snapshots_that_differ_in_too_few_directions_are_refused(fit):
   with pytest.raises(ValueError, match=r"3 components .* differ in 2, .* Ask for at most 2"):
     fit(repeated(0, 4, 9), 3)
+  with pytest.raises(ValueError, match=r"differ in 0, .* rounding. Take snapshots further apart"):
+    fit(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), walk()), 3)
 
 
 def test_snapshots_whose_variance_overflows_are_refused():
@@ -421,6 +425,24 @@ def test_empty_input_is_refused():
     optax_boost.fit_subspace([], 1)
   with pytest.raises(ValueError, match=r"at least one leaf; got an empty tree"):
     optax_boost.fit_subspace({}, 1)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])
+def test_an_optimizer_state_without_a_trajectory_is_no_stacked_tree(tx):
+  step = optax_boost.make_train_step(lambda p, b: jnp.sum(p), tx)
+  state = step.init(jnp.ones((3, 2)))
+  for source in (state, state.opt_state):
+    with pytest.raises(ValueError, match=r"`snapshots` must be .* Add `optax_boost.record_traj"):
+      optax_boost.fit_subspace(source, 1)
+
+
+def test_a_leaf_that_is_left_out_of_the_snapshots_is_masked_in_the_optimizer():
+  rows = {"w": walk()["bias"], "n": jnp.zeros((14, 3), jnp.int32)}
+  with pytest.raises(TypeError, match=r"'n' is int32. Leave it out of the snapshots, and put"):
+    optax_boost.fit_subspace(rows, 2)
+  subspace = optax_boost.fit_subspace({"w": rows["w"]}, 2)
+  tx = optax.masked(optax_boost.dim_reduce(subspace), {"w": True, "n": False})
+  tx.init(jax.tree.map(lambda x: x[0], rows))
 
 
 def test_arguments_of_the_wrong_kind_are_refused():

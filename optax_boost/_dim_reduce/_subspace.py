@@ -21,6 +21,8 @@ from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _trajectory
 
+_KEEP_OUT = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
+
 
 class Subspace(NamedTuple):
   """A subspace of the params, as :func:`fit_subspace` finds it.
@@ -291,10 +293,10 @@ def fit_subspace_streamed(
 
 def _check_enough(count: int, components: int) -> None:
   if count <= components:
+    fewer = f", or ask for at most {count - 1} components" if count > 1 else "; two are the least"
     raise ValueError(
       f"{components} components need at least {components + 1} snapshots, since their mean takes"
-      f" one direction away; got {count}. Record more of them, or ask for at most"
-      f" {max(count - 1, 0)} components."
+      f" one direction away; got {count}. Record more of them{fewer}."
     )
 
 
@@ -320,10 +322,10 @@ def _check_rank(subspace: Subspace, components: int) -> None:
   variances = np.asarray(subspace.explained_variance)
   rank = int(np.sum(variances > 0))
   if rank < components:
+    fewer = f"Ask for at most {rank} components, or take" if rank else "Take"
     raise ValueError(
       f"{components} components need snapshots that differ in as many directions; these differ in"
-      f" {rank}, the rest is rounding. Ask for at most {rank} components, or take snapshots"
-      " further apart."
+      f" {rank}, the rest is rounding. {fewer} snapshots further apart."
     )
 
 
@@ -335,9 +337,15 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
+  if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
+    raise ValueError(
+      "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
+      f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
+      " `optax_boost.record_trajectory` to its chain before training."
+    )
   if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
     return _stack_trees(list(snapshots))
-  _tree.check_floating(snapshots, "fit_subspace")
+  _tree.check_floating(snapshots, "fit_subspace", _KEEP_OUT)
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
   if len(sizes) > 1 or sizes == {()}:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
@@ -350,11 +358,18 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
   return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
 
 
+def _is_state(node: Any) -> bool:
+  """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
+  package = type(node).__module__.partition(".")[0]
+  state = isinstance(node, tuple) and package in ("optax", "optax_boost")
+  return state and not _tree.is_masked(node)
+
+
 def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
   if not trees:
     raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
   for index, tree in enumerate(trees):
-    _tree.check_floating(tree, "fit_subspace")
+    _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
     _check_like(tree, trees[0], index)
   return _checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
 
@@ -369,7 +384,7 @@ def _stack_leaf(*leaves: Any) -> jax.Array:
 def _checked(rows: Any) -> Any:
   if not jax.tree.leaves(rows):
     raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
-  _tree.check_floating(rows, "fit_subspace")
+  _tree.check_floating(rows, "fit_subspace", _KEEP_OUT)
   return rows
 
 
@@ -478,7 +493,7 @@ def _fit_streamed(
 
 
 def _as_arrays(tree: Any) -> Any:
-  _tree.check_floating(tree, "fit_subspace_streamed")
+  _tree.check_floating(tree, "fit_subspace_streamed", _KEEP_OUT)
   return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
 
 
