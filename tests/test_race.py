@@ -854,6 +854,31 @@ def test_bad_input_is_refused(changed, error, text):
     optax_boost.race(**arguments | changed)
 
 
+def test_an_error_tells_the_method_that_was_trained():
+  def update(updates, state, params=None):
+    raise RuntimeError("inside bad")
+
+  bad = optax.GradientTransformation(lambda params: (), update)
+  with pytest.raises(RuntimeError, match="inside bad") as raised:
+    small({"sgd": optax.sgd(0.1), "bad": bad})
+  assert "`race` was training with the method 'bad'." in raised.value.__notes__
+
+  def data(seed):
+    yield from [DATA] * 4
+    raise RuntimeError("the fifth batch")
+
+  with pytest.raises(RuntimeError, match="the fifth batch") as raised:
+    optax_boost.race(loss_fn, init_fn, data, {"sgd": optax.sgd(0.1)}, steps=6, progress=False)
+  assert raised.value.__notes__ == ["`race` was training with the method 'sgd'."]
+
+
+def test_seeds_may_be_an_array_of_either_kind():
+  for seeds in (np.array([5, 3]), jnp.array([5, 3])):
+    assert small({"sgd": optax.sgd(0.1)}, seeds=seeds).seeds == (5, 3)
+  with pytest.raises(TypeError, match=r"`seeds` must be a whole number; got 0.5"):
+    small({"sgd": optax.sgd(0.1)}, seeds=jnp.array([0.5]))
+
+
 def test_the_forms_for_flax_refuse_bad_input_by_its_name():
   sgd = {"sgd": optax.sgd(0.1)}
   for make_model, message in (

@@ -244,7 +244,9 @@ def _check_transformations(transformations: Any, baseline: str | None) -> str:
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-  if not isinstance(seeds, Sequence | np.ndarray) or isinstance(seeds, str):
+  if _base.is_any_array(seeds) and np.ndim(seeds):
+    seeds = np.asarray(seeds).tolist()
+  if not isinstance(seeds, Sequence) or isinstance(seeds, str):
     _base.check_whole_number("seeds", seeds, static=True)
     return list(range(seeds))  # type: ignore[arg-type]
   chosen = list(seeds)

@@ -9,10 +9,10 @@ where that is faster, compiling included.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import itertools
 import math
 import random
@@ -280,7 +280,8 @@ def train(
   """Trains every method with every seed; yields the activity and the steps just made."""
   for name, method in methods.items():
     yield f"compiling {name}", 0
-    method.compile(seeds[0])
+    with _note_method(name):
+      method.compile(seeds[0])
   alone = {
     name
     for name, method in methods.items()
@@ -288,19 +289,19 @@ def train(
   }
   shuffle = random.Random(0).shuffle
   begin = time.perf_counter()
-  first = [method.run(seeds[:1]) for method in methods.values()]
+  first = {name: method.run(seeds[:1]) for name, method in methods.items()}
   yield from _interleave(f"seed {seeds[0]}", first, shuffle)
   timed = min(_MOST_TIMED, math.ceil(_TIMED_SECONDS / (time.perf_counter() - begin)))
   if any(method.badly_timed for method in methods.values()):
     timed = max(2, timed)
 
   for number in range(1, max(timed, len(seeds) if alone else 1)):
-    trainings = []
+    trainings = {}
     for name, method in methods.items():
       if name in alone and number < len(seeds):
-        trainings.append(method.run([seeds[number]]))
+        trainings[name] = method.run([seeds[number]])
       elif number < timed:
-        trainings.append(method.run(seeds[:1], records=False))
+        trainings[name] = method.run(seeds[:1], records=False)
     activity = f"seed {seeds[number]}" if alone and number < len(seeds) else "timing"
     yield from _interleave(activity, trainings, shuffle)
 
@@ -309,7 +310,8 @@ def train(
     if others and name not in alone:
       yield f"trying {name} with several seeds", 0
       if seeds_at_once is None:
-        sizes[name] = len(others) if method.faster_at_once(others) else 1
+        with _note_method(name):
+          sizes[name] = len(others) if method.faster_at_once(others) else 1
       else:
         sizes[name] = min(seeds_at_once, len(others))
   for start in range(len(others)):
@@ -317,21 +319,32 @@ def train(
       if start % size == 0:
         group = others[start : start + size]
         training = methods[name].run(group, clocked=False)
-        yield from _interleave(f"{name}, {len(group)} seeds", [training], shuffle)
+        yield from _interleave(f"{name}, {len(group)} seeds", {name: training}, shuffle)
+
+
+@contextlib.contextmanager
+def _note_method(name: str) -> Iterator[None]:
+  """Adds to an error the method that raised it: nothing else in the traceback tells."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(f"`race` was training with the method {name!r}.")
+    raise
 
 
 def _interleave(
-  activity: str, trainings: Iterable[Iterator[int]], shuffle: Callable[[Any], None]
+  activity: str, trainings: Mapping[str, Iterator[int]], shuffle: Callable[[Any], None]
 ) -> Iterator[tuple[str, int]]:
-  """Takes all trainings from point to point, in random order each time."""
+  """Takes the trainings of some methods from point to point, in random order each time."""
   yield activity, 0
   running = list(trainings)
   while running:
     order = running.copy()
     shuffle(order)
-    for training in order:
-      steps = next(training, None)
+    for name in order:
+      with _note_method(name):
+        steps = next(trainings[name], None)
       if steps is None:
-        running.remove(training)
+        running.remove(name)
       else:
         yield activity, steps
