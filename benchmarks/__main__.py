@@ -1,5 +1,7 @@
 """All benchmarks, one after the other: ``python -m benchmarks``."""
 
+import argparse
+import pathlib
 import subprocess
 import sys
 
@@ -25,10 +27,15 @@ NAMES = (
 )
 
 
-def main() -> None:
-  """Runs each benchmark in a process of its own, with the arguments given."""
+def main(arguments: list[str] | None = None) -> None:
+  """Runs each benchmark in a process of its own, with the options given."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--rounds", type=int, help="to collect, of each; default: its own")
+  parser.add_argument("--out", type=pathlib.Path, help="a folder for the results")
+  given = vars(parser.parse_args(arguments))
+  options = [f"--{name}={value}" for name, value in given.items() if value is not None]
   for name in NAMES:
-    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]], check=True)
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options], check=True)
 
 
 if __name__ == "__main__":

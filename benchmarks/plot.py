@@ -3,6 +3,7 @@
 What the docs show of them goes to ``docs/figures``; the pictures of races come from `races`.
 """
 
+import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
 import io
@@ -184,8 +185,9 @@ def _mean_losses(runs: Sequence[Sequence[Mapping[str, float]]]) -> tuple[Any, ..
   return tuple(np.mean([[point[key] for point in run] for run in runs], 0) for key in keys)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
   """Redraws all results, and what the docs show of them."""
+  argparse.ArgumentParser(description=__doc__).parse_args(arguments)
   results = pathlib.Path(__file__).parent / "results"
   figures = results.parent.parent / "docs" / "figures"
   for path in sorted(results.glob("*.json")):

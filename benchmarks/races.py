@@ -4,6 +4,7 @@ Each trains on scikit-learn's digits. The tables go to ``results/races.md``, the
 docs include, to ``docs/figures``.
 """
 
+import argparse
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
@@ -20,6 +21,7 @@ import numpy as np
 import optax
 import scipy.optimize
 
+from benchmarks import _harness
 from benchmarks import plot
 import optax_boost
 import optax_boost.nnx
@@ -361,12 +363,22 @@ RACES = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
   """Runs the races named on the command line, or all."""
-  # All benchmarks are called with the same options, such as --rounds 20, which races have not.
-  wanted = [name for name in sys.argv[1:] if name in RACES] or list(RACES)
-  FIGURES.mkdir(exist_ok=True)
-  path = pathlib.Path(__file__).parent / "results" / "races.md"
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument(
+    "names", nargs="*", metavar="name", help=f"of {', '.join(RACES)}; default: all"
+  )
+  parser.add_argument("--rounds", type=int, help="ignored: races repeat by seeds")
+  parser.add_argument("--out", type=pathlib.Path, help="a folder for tables and pictures")
+  options = parser.parse_args(arguments)
+  for name in options.names:
+    if name not in RACES:
+      parser.error(f"unknown race '{name}'; choose from {', '.join(RACES)}")
+  wanted = options.names or list(RACES)
+  figures = options.out or FIGURES
+  figures.mkdir(parents=True, exist_ok=True)
+  path = (options.out or _harness.HERE / "results") / "races.md"
   text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks.races`.\n"
   for name in wanted:
     results = RACES[name].run()
@@ -382,7 +394,7 @@ def main() -> None:
     temporary.write_text(text)
     temporary.replace(path)
     if (draw := RACES[name].draw) is not None:
-      plot.small(draw(results), FIGURES / f"{name}.png")
+      plot.small(draw(results), figures / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def launch(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
   """Parses the command line and runs what it says."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,9 +184,20 @@ def main() -> int:
   parser.add_argument("--checkpoints", type=pathlib.Path, default=pathlib.Path("out/adasum"))
   parser.add_argument("--die-after", type=int, default=0, help="the last process dies then")
   parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step")
-  options = parser.parse_args()
+  options = parser.parse_args(arguments)
+  for name in ("launch", "devices", "processes", "steps", "every"):
+    value = getattr(options, name)
+    if value is not None and value < 1:
+      parser.error(f"--{name} must be at least 1; got {value}")
+  if options.die_after < 0 or options.pause < 0:
+    parser.error("--die-after and --pause must be at least 0")
   if options.launch:
     return launch(options)
+  if not options.devices:
+    if None in (options.coordinator, options.processes, options.process):
+      parser.error("--launch, --devices, or --coordinator, --processes and --process are needed")
+    if not 0 <= options.process < options.processes:
+      parser.error(f"--process must be from 0 to {options.processes - 1}; got {options.process}")
   jax.config.update("jax_platforms", "cpu")
   if options.devices:
     jax.config.update("jax_num_cpu_devices", options.devices)

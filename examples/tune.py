@@ -4,8 +4,8 @@ Each point of a method's grid is trained on the digits' training part and measur
 validation part, with seeds of its own; the test part is never looked at.
 """
 
+import argparse
 import itertools
-import sys
 
 from _data import digits
 from _methods import METHODS
@@ -19,10 +19,14 @@ import numpy as np
 SEEDS = range(1000, 1005)
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str] | None = None) -> None:
   """Prints each point of the grids, and the best of each method."""
-  if unknown := set(names) - METHODS.keys():
-    sys.exit(f"tune: error: unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
+  parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+  parser.add_argument("methods", nargs="*", metavar="method", help="default: all of them")
+  names = parser.parse_args(arguments).methods or list(METHODS)
+  for name in names:
+    if name not in METHODS:
+      parser.error(f"unknown method '{name}'; choose from {', '.join(METHODS)}")
   data = digits(test_on="validation")
   epochs = default_epochs(data, BATCH_SIZE)
   steps = epochs * steps_per_epoch(data, BATCH_SIZE)
@@ -48,4 +52,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:] or list(METHODS))
+  main()
