@@ -364,6 +364,11 @@ def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., 
   return checked
 
 
+def install_advice(extra: str) -> str:
+  """The advice where a package of one of our extras is not installed."""
+  return f'Install it, or run `pip install ".[{extra}]"` in a clone of optax_boost.'
+
+
 def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
   """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
   check_bool("progress", progress)

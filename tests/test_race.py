@@ -529,7 +529,7 @@ def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_pat
 
 def test_without_matplotlib_it_says_what_to_install(raced, monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(ImportError, match=r'needs matplotlib; .* pip install "optax-boost\[race\]"'):
+  with pytest.raises(ImportError, match=r'needs matplotlib. .*`pip install "\.\[race\]"` in a'):
     raced.plot()
 
 

@@ -136,7 +136,7 @@ def _orbax() -> Any:
     import orbax.checkpoint as ocp
   except ImportError as error:
     raise ImportError(
-      "`checkpoint_snapshots` needs Orbax: pip install 'optax-boost[checkpoints]'."
+      f"`checkpoint_snapshots` needs Orbax. {_base.install_advice('checkpoints')}"
     ) from error
   return ocp
 

@@ -56,7 +56,7 @@ def sgperm(
   :func:`permutation`. Three methods of permuting:
 
   - ``"exact"``: the published algorithm, weight for weight, alike to the bit on the device and on
-    the host, which on a CPU is faster if numba is installed (``pip install "optax-boost[host]"``).
+    the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
   - ``"pairs"``: not the paper's. Drawn pairs of weights swap where that brings them into the order
     of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort, no gather: made for
     accelerators, and many times faster.

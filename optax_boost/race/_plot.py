@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from optax_boost import _base
+
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
@@ -32,8 +34,7 @@ def draw(
     from matplotlib.ticker import MaxNLocator
   except ImportError as error:
     raise ImportError(
-      "`RaceResult.plot` needs matplotlib; install it, or optax-boost with the extra:"
-      ' pip install "optax-boost[race]".'
+      f"`RaceResult.plot` needs matplotlib. {_base.install_advice('race')}"
     ) from error
   # A single column is laid on its side.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
