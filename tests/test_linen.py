@@ -210,6 +210,7 @@ def test_refuses_arguments_of_the_wrong_kind(args, message):
 
 
 STEP = linen.make_train_step(nn.Dense(1), loss_fn, optax.sgd(0.1), has_aux=True)
+PLAIN = optax_boost.make_train_step(lambda p, b: p, optax.sgd(0.1)).init(jnp.ones(1))
 STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
 
 
@@ -220,6 +221,14 @@ STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
     (lambda: STEP.init({"params": {"n": jnp.arange(3)}}), r"'n' is int32. .* another collection"),
     (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
     (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
+    (
+      lambda: STEP(PLAIN, BATCH),
+      r"`state` must have .* got None. Make it with the `init` of Linen",
+    ),
+    (
+      lambda: linen.variables(PLAIN),
+      r"`state` must have .* got None. Make it with the `init` of L",
+    ),
     (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
     (lambda: STEP(STATE, BATCH, 3), r"`rng` must be one key of `jax.random.key`; got 3"),
     (lambda: STEP(STATE, BATCH, jax.random.split(KEY)), r"`rng` must be one key"),

@@ -92,6 +92,7 @@ def pure_loss(
     )
 
   def loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    check_model_state(collections)
     keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
     model = BoundModel(module, params, collections, keys)
     output = loss_fn(model, batch)
@@ -134,6 +135,16 @@ def check_collections(name: str, value: Any) -> None:
     raise TypeError(
       f"`{name}` must be a dict of collections; got {_base.shorten(value)}. Pass the variables that"
       " `module.init` returned."
+    )
+
+
+def check_model_state(model_state: Any) -> None:
+  """Refuses the statistics of a state that another train step's ``init`` made."""
+  if not isinstance(model_state, Mapping):
+    raise TypeError(
+      "`state` must have the module's collections in its `model_state`; got"
+      f" {_base.shorten(model_state)}. Make it with the `init` of Linen's train step, from the"
+      " variables that `module.init` returned."
     )
 
 

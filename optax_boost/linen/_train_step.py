@@ -49,9 +49,10 @@ def variables(state: _train_step.TrainState) -> dict[str, Any]:
     The params and the other collections.
 
   Raises:
-    TypeError: `state` is no state of a train step.
+    TypeError: `state` is no state of a train step for Linen.
   """
   _train_step.check_state(state)
+  _adapter.check_model_state(state.model_state)
   return {"params": state.params, **state.model_state}
 
 
