@@ -527,6 +527,13 @@ def test_the_picture_has_three_panels_with_a_line_for_each_method(raced, tmp_pat
     raced.plot(quantities=["x"])
 
 
+def test_names_are_shown_as_they_are(raced, tmp_path):
+  odd = dict(zip(["$\\frac$", "a$b", "_c"], raced.curves.values(), strict=True))
+  figure = dataclasses.replace(raced, curves=odd, baseline="a$b").plot(tmp_path / "race.png")
+  shown = [text.get_text().split()[0] for text in figure.axes[0].texts]
+  assert sorted(shown) == sorted(odd)
+
+
 def test_without_matplotlib_it_says_what_to_install(raced, monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(ImportError, match=r'needs matplotlib. .*`pip install "\.\[race\]"` in a'):

@@ -62,7 +62,7 @@ def draw(
         dotted = (0, (2, 3))
         axes.axvline(result.budget(of), color=_BASELINE_COLOUR, linewidth=1.2, linestyle=dotted)
     title = quantity + (" (logarithmic)" if logarithmic else "")
-    line[0].set_title(title, fontsize=_FONT + 1, loc="left")
+    line[0].set_title(title, fontsize=_FONT + 1, loc="left", parse_math=False)
   _name_lines(panels[0, 0], colours)
   return figure
 
@@ -127,4 +127,5 @@ def _name_lines(axes: Any, colours: dict[str, str]) -> None:
       fontweight="bold",
       va="center",
       annotation_clip=False,
+      parse_math=False,
     )
