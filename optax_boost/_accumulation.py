@@ -82,8 +82,8 @@ def accumulate(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens in the micro-batch, 1 unless given; ``make_train_step`` gives
-    none. Of other extra arguments, `inner` sees those of the window's last micro-step, and as
-    `grad` the mean gradient.
+    none. Of other extra arguments, `inner` sees those of the window's last micro-step, as `grad`
+    the mean gradient, and as `weight` the window's.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.
@@ -201,11 +201,13 @@ class _Accumulation(NamedTuple):
     like: optax.Updates,
     extra_args: dict[str, Any],
   ) -> tuple[optax.Updates, dict[str, Any]]:
-    """The mean gradient of a window, also as the extra argument `grad`."""
+    """The mean gradient of a window, also as the extra argument `grad`, and its weight."""
     weight = micro.weight_sum
     mean = jax.tree.map(lambda t: divide(t, weight), total)
     mean = _conditional.cast_like(mean, like)
-    return mean, extra_args | ({"grad": mean} if "grad" in extra_args else {})
+    # The weight is for an accumulation inside.
+    grad = {"grad": mean} if "grad" in extra_args else {}
+    return mean, extra_args | grad | {"weight": weight}
 
   def update(
     self,

@@ -88,6 +88,23 @@ def test_weights_of_unequal_micro_batches_give_the_mean_over_all_examples():
   np.testing.assert_allclose(updates, -jax.grad(loss)(w, slice(0, 10)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_nested_windows_weigh_as_one(in_place):
+  tx = optax_boost.accumulate(optax_boost.accumulate(optax.sgd(1.0), every=2), every=2)
+  params = jnp.zeros([])
+  state = tx.init(params)
+  grads, weights = np.array([1.0, 5.0, 2.0, 4.0]), np.array([3.0, 1.0, 4.0, 8.0])
+  for grad, weight in zip(grads, weights, strict=True):
+    if in_place:
+      params, state = optax_boost.apply_gradients(
+        tx, jnp.float32(grad), state, params, weight=weight
+      )
+    else:
+      updates, state = tx.update(jnp.float32(grad), state, params, weight=weight)
+      params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(params, -np.average(grads, weights=weights), rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_micro_batch_is_dropped(bad):
   tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
