@@ -23,6 +23,8 @@ import optax
 LeafSelector: TypeAlias = Any
 # Axes of a leaf, by regular expression.
 AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
+# Axes of a mesh by name, of all leaves alike or by regular expression.
+AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

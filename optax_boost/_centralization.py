@@ -51,7 +51,7 @@ def centralize(
   layout: _Layout = "flax",
   fan_in_axes: _base.AxesByPattern | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Subtracts from each kernel's gradient its mean over the fan-in.
 
@@ -78,7 +78,9 @@ def centralize(
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as in
       ``{"layers/": 0}``; each layer is centralized on its own.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
-      sharded into equal parts: means are taken across them. Not needed under ``jit``.
+      sharded into equal parts: means are taken across them. Where an output axis or a stacked one
+      is sharded, too, name them by regular expression, as in ``{"down/": "model"}``: means of
+      leaves that no pattern matches are taken on each device. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'
@@ -109,7 +111,7 @@ def centralize(
   _tree.check_selector("exclude", exclude)
   _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
   _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
-  _base.check_axis_name("axis_name", axis_name)
+  _tree.check_axis_names("axis_name", axis_name)
 
   @_tree.once_per_tree
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
@@ -140,15 +142,15 @@ def centralize(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params, extra_args
     _tree.check_floating(updates, "centralize")
-    _base.require_axis("axis_name", axis_name, "centralize")
-    axes_of_leaves = plan(updates)
+    axes_of_leaves, paths = plan(updates), _tree.leaf_paths(updates)
+    names = _tree.axis_names(paths, axis_name, "axis_name", "centralize")
     if stacked_axes is None:
-      paths = zip(_tree.leaf_paths(updates), axes_of_leaves, strict=True)
-      _protocol.announce_layers("centralize", [path for path, axes in paths if axes])
+      pairs = zip(paths, axes_of_leaves, strict=True)
+      _protocol.announce_layers("centralize", [path for path, axes in pairs if axes])
     leaves, structure = jax.tree.flatten(updates)
     centred = [
-      subtract_mean(g, axes, axis_name) if axes and g.size else g
-      for g, axes in zip(leaves, axes_of_leaves, strict=True)
+      subtract_mean(g, axes, of_leaf) if axes and g.size else g
+      for g, axes, of_leaf in zip(leaves, axes_of_leaves, names, strict=True)
     ]
     return jax.tree.unflatten(structure, centred), state
 

@@ -94,7 +94,7 @@ def scale_by_lars_trust_ratio(
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Adds weight decay and scales each layer by its LARS trust ratio.
 
@@ -120,7 +120,9 @@ def scale_by_lars_trust_ratio(
     stacked_axes: for leaves that hold many layers (``nn.scan``, ``nnx.vmap``), the stacked axes
       by regular expression, as in ``{"layers/": 0}``; each layer gets a ratio of its own.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
-      summed over them. Not needed under ``jit``.
+      summed over them. Where a stacked axis is sharded, whose layers have norms of their own, name
+      them by regular expression, as in ``{"head/": "model"}``: norms of leaves that no pattern
+      matches are taken on each device. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -188,7 +190,7 @@ def _scale_by_trust_ratio(
   _tree.check_selector("exclude", exclude)
   _tree.check_selector("weight_decay_mask", weight_decay_mask)
   _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
-  _base.check_axis_name("axis_name", axis_name)
+  _tree.check_axis_names("axis_name", axis_name)
 
   @_tree.once_per_tree
   def plan(params: optax.Params) -> list[tuple[_tree.Leaf, bool, bool]]:
@@ -223,7 +225,8 @@ def _scale_by_trust_ratio(
     plans, weights, grads = plan(params), jax.tree.leaves(params), jax.tree.leaves(updates)
     if stacked_axes is None:
       _protocol.announce_layers(method, [leaf.path for leaf, skip, _ in plans if not skip])
-    _base.require_axis("axis_name", axis_name, method)
+    paths = [leaf.path for leaf, _, _ in plans]
+    names = _tree.axis_names(paths, axis_name, "axis_name", method)
     if not grads:
       return updates, state
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
@@ -233,11 +236,15 @@ def _scale_by_trust_ratio(
       scale = _scale(w2, g2, trust_coefficient, decay, eps, rate)
       return scale.astype(state.trust_ratio.dtype)
 
-    columns = [x for x in zip(plans, weights, grads, strict=True) if not x[0][1]]
-    scales = iter(_scales(columns, scale_of, axis_name))
+    columns = list(zip(plans, weights, grads, strict=True))
+    scales: dict[int, jax.Array] = {}
+    # In the order of the leaves, so that all processes compile the same program.
+    for name in dict.fromkeys(names):
+      own = [i for i, (_, skip, _) in enumerate(plans) if names[i] == name and not skip]
+      scales |= zip(own, _scales([columns[i] for i in own], scale_of, name), strict=True)
     outputs, ratios = [], []
-    for (leaf, skip, decays), w, g in zip(plans, weights, grads, strict=True):
-      scale = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype) if skip else next(scales)
+    for i, ((leaf, skip, decays), w, g) in enumerate(columns):
+      scale = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype) if skip else scales[i]
       factor = None if skip else _tree.keep_dims(scale, leaf)
       direction = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
       outputs.append(direction.astype(w.dtype if like_params else g.dtype))
@@ -401,7 +408,7 @@ def lars(
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
-  axis_name: str | tuple[str, ...] | None = None,
+  axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
 
@@ -428,7 +435,8 @@ def lars(
     exclude: leaves that keep ratio 1; see :func:`scale_by_lars_trust_ratio`.
     weight_decay_mask: leaves that are decayed; None: all, as in MXNet 2.
     stacked_axes: stacked axes by regular expression, one ratio per layer.
-    axis_name: inside ``shard_map``, the axes over which the params are sharded.
+    axis_name: inside ``shard_map``, the axes over which the params are sharded; see
+      :func:`scale_by_lars_trust_ratio`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum

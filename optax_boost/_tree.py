@@ -180,6 +180,34 @@ def _as_axes(axes: Any) -> tuple[Any, ...]:
   return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
+def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
+  """Checks names of mesh axes, of all leaves alike or by regular expression, or None."""
+  if not isinstance(names, Mapping):
+    return _base.check_axis_name(argument, names)
+  for pattern, of_pattern in names.items():
+    _base.compile_pattern(argument, pattern)
+    if of_pattern != ():
+      _base.check_axis_name(f"{argument}[{pattern!r}]", of_pattern)
+  return None
+
+
+def axis_names(
+  paths: Sequence[str], names: _base.AxisNames | None, argument: str, method: str
+) -> list[Any]:
+  """The names of each leaf's mesh axes, by the first pattern that matches; None where it has none.
+
+  All of them must be bound.
+  """
+  found: list[Any] = [names] * len(paths)
+  if isinstance(names, Mapping):
+    keys = list(names)
+    first = first_match(argument, keys, paths)
+    found = [None if index is None else names[keys[index]] or None for index in first]
+  for of_leaf in dict.fromkeys(found):
+    _base.require_axis(argument, of_leaf, method)
+  return found
+
+
 def first_match(
   argument: str, patterns: Sequence[str], paths: Sequence[str], *, warn_shadowed: bool = False
 ) -> list[int | None]:

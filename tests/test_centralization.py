@@ -183,6 +183,20 @@ def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
   np.testing.assert_allclose(found["kernel"], centralized(grads)["kernel"], rtol=1e-5, atol=1e-6)
 
 
+def test_axes_by_pattern_keep_outputs_on_other_devices_apart():
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  grads = {"up": {"kernel": gradient(3, 4)}, "down": {"kernel": gradient(4, 3)}}
+  columns, rows = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec("x")
+  specs = {"up": {"kernel": columns}, "down": {"kernel": rows}}
+  tx = optax_boost.centralize(axis_name={"^down/": ("x",)})
+  step = jax.shard_map(
+    lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh, in_specs=(specs,), out_specs=specs
+  )
+  chex.assert_trees_all_close(jax.jit(step)(grads), centralized(grads), rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match=r"given axis_name=.*'x'.*, but no such axis is bound"):
+    tx.update(grads, optax.EmptyState())
+
+
 def test_nothing_to_centralize_warns():
   with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: bias"):
     optax_boost.centralize().init({"bias": jnp.ones(3)})
@@ -233,6 +247,7 @@ def test_grouped_kernels_are_centralized_over_their_own_group_unless_named():
     ({"stacked_axes": 0}, TypeError, "`stacked_axes` must map regular expressions to axes"),
     ({"fan_in_axes": {"a": 1.5}}, TypeError, "`fan_in_axes` must name axes by integers"),
     ({"axis_name": 3}, TypeError, "`axis_name` must be the name of a mesh axis"),
+    ({"axis_name": {"a": 3}}, TypeError, r"`axis_name\['a'\]` must be the name of a mesh axis"),
   ],
 )
 def test_refuses_arguments_that_make_no_sense(kwargs, error, message):

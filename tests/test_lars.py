@@ -275,6 +275,28 @@ def test_inside_shard_map_norms_run_over_all_shards(axis):
   assert "all-gather" not in text
 
 
+@pytest.mark.parametrize("platform", ["CPU", "GPU"])
+def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platform):
+  if platform == "GPU":
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  rng = np.random.default_rng(0)
+  shapes = {"layers": (4, 3, 2), "head": (8, 3), "tail": (8, 3)}
+  params, grads = (
+    {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    for _ in range(2)
+  )
+  options = {"weight_decay": 0.01, "stacked_axes": {"layers": 0}}
+  whole = optax_boost.lars(0.1, **options)
+  expected, _ = whole.update(grads, whole.init(params), params)
+  tx = optax_boost.lars(0.1, axis_name={"head|tail": "x", "layers": ()}, **options)
+  spec = jax.sharding.PartitionSpec("x")
+  step = jax.shard_map(
+    lambda g, p: tx.update(g, tx.init(p), p)[0], mesh=mesh, in_specs=(spec, spec), out_specs=spec
+  )
+  chex.assert_trees_all_close(jax.jit(step)(grads, params), expected, rtol=1e-5)
+
+
 def test_there_is_no_buffer_beyond_the_norms():
   shapes = [(256, 256), (512, 128), (3, 3, 64, 64)]
   params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
