@@ -19,10 +19,10 @@ demo-finetune: $(READY)
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py).
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
+WITH_OPTIMIZED = $(shell grep -l pytest.mark.optimized tests/*.py)
 test: $(READY) lint type
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not optimized"
-	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized \
-	  $$(grep -l pytest.mark.optimized tests/*.py)
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
@@ -33,8 +33,11 @@ test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet -c tests/oldest.txt -e ".[test]"
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" $(NEWER:%=--ignore=%) \
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not optimized" \
+	  $(NEWER:%=--ignore=%) \
 	  $(NEWER_PAGES:%="--deselect=tests/test_docs.py::test_the_code_of_a_page_runs[%]")
+	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
+	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
 lint: $(READY)
 	$(BIN)/ruff check .
