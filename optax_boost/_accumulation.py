@@ -82,8 +82,8 @@ def accumulate(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens in the micro-batch, 1 unless given; ``make_train_step`` gives
-    none. Of other extra arguments, `inner` sees those of the window's last micro-step, as `grad`
-    the mean gradient, and as `weight` the window's.
+    none. Of other extra arguments, `inner` sees those of the window's last micro-step, and as
+    `grad` the mean gradient; an :func:`accumulate` in it gets the window's weight.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.
@@ -205,9 +205,11 @@ class _Accumulation(NamedTuple):
     weight = micro.weight_sum
     mean = jax.tree.map(lambda t: divide(t, weight), total)
     mean = _conditional.cast_like(mean, like)
-    # The weight is for an accumulation inside.
-    grad = {"grad": mean} if "grad" in extra_args else {}
-    return mean, extra_args | grad | {"weight": weight}
+    of_window = {"grad": mean} if "grad" in extra_args else {}
+    # Not for all: optax's line searches refuse what their closures do not take.
+    if _tree.find_states(micro.state.inner_state, AccumulateState):
+      of_window["weight"] = weight
+    return mean, extra_args | of_window
 
   def update(
     self,
