@@ -259,10 +259,10 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
   array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)
   dtype = np.asarray(array).dtype
   if dtype.kind in "OSUMm":
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
     raise TypeError(
-      "`batches` must hold trees of numbers; the leaf"
-      f" '{_tree.path_string(path) or 'batch'}' of batch {index} is {_base.shorten(leaf)} of dtype"
-      f" {dtype}. Leave it out of the batches."
+      f"`batches` must hold trees of numbers; the leaf '{name or 'batch'}' of batch {index} is"
+      f" {_base.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
     )
   return array
 

@@ -25,6 +25,8 @@ from optax_boost import _base
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 # Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
 _SMALL = 8192
+# The key paths from an NNX variable to its value.
+_BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
@@ -59,26 +61,30 @@ class Leaf(NamedTuple):
     return math.prod(self.stacked_shape)
 
 
-def path_string(key_path: Sequence[Any]) -> str:
-  """Joins a JAX key path with ``/``; ``""`` for a tree that is a single leaf.
-
-  A trailing ``.value``, the inside of an NNX variable, is dropped: patterns need not know of it.
-  """
-  keys = list(key_path)
-  last = keys[-1] if keys else None
-  if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
-    keys.pop()
-  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
-
-
 def leaf_name(path: str) -> str:
   """A leaf's path for a message; the only leaf of a bare array is called "params"."""
   return path or "params"
 
 
-def leaf_paths(tree: Any) -> list[str]:
-  """The path of every leaf, in the order of ``jax.tree.leaves``."""
-  return [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+  """The path of every leaf, in the order of ``jax.tree.leaves``; ``""`` for a single leaf.
+
+  A trailing ``.value`` inside an NNX variable is dropped: patterns need not know of it.
+  """
+  flatten = jax.tree_util.tree_flatten_with_path
+  paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
+  boxes = set()
+  if any(path[-1:] in _BOXED for path in paths):
+    boxes = {path for path, node in flatten(tree, is_leaf=_is_box)[0] if _is_box(node)}
+  kept = [path[:-1] if path[:-1] in boxes else path for path in paths]
+  return [jax.tree_util.keystr(path, simple=True, separator="/") for path in kept]
+
+
+def _is_box(node: Any) -> bool:
+  """Whether a node wraps one value, as variables of NNX and Linen's partitioning metadata do."""
+  # By its children, of which a mask hides none; named tuples are the user's own containers.
+  children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+  return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
 
 
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
@@ -501,10 +507,11 @@ def leaves_like(tree: Any, like: Any) -> list[Any] | None:
   structures: list[Any] = [jax.tree.structure(x, is_leaf=is_masked) for x in (tree, like)]
   if structures[0] == structures[1]:
     return jax.tree.leaves(tree, is_leaf=is_masked)
-  nodes, like_nodes = (
-    jax.tree_util.tree_flatten_with_path(x, is_leaf=is_masked)[0] for x in (tree, like)
-  )
-  leaves, targets = ({path_string(path): leaf for path, leaf in x} for x in (nodes, like_nodes))
+  pairs = [
+    list(zip(leaf_paths(x, is_masked), jax.tree.leaves(x, is_leaf=is_masked), strict=True))
+    for x in (tree, like)
+  ]
+  leaves, targets = map(dict, pairs)
 
   def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
     hidden = tuple(f"{path}/" if path else "" for path, leaf in ones.items() if is_masked(leaf))
@@ -512,7 +519,7 @@ def leaves_like(tree: Any, like: Any) -> list[Any] | None:
       is_masked(leaf) or path in ones or path.startswith(hidden) for path, leaf in others.items()
     )
 
-  unique = len(leaves) == len(nodes) and len(targets) == len(like_nodes)
+  unique = list(map(len, (leaves, targets))) == list(map(len, pairs))
   if not (unique and covers(leaves, targets) and covers(targets, leaves)):
     return None
   return [leaves.get(path, optax.MaskedNode()) for path in targets]

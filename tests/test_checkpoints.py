@@ -73,6 +73,20 @@ def test_a_flax_state_is_read_back_as_one(tmp_path):
   chex.assert_trees_all_equal(found, state)
 
 
+class Attention(NamedTuple):
+  query: jax.Array
+  value: jax.Array
+
+
+@pytest.mark.parametrize("make", [Attention, lambda q, v: {"query": q, "value": v}])
+def test_a_leaf_that_is_called_value_is_read_back_beside_others(tmp_path, make):
+  state = {"attention": make(jnp.zeros(2), jnp.ones(3)), "critic": {"value": jnp.ones(1)}}
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "1", state)
+  (found,) = optax_boost.checkpoint_snapshots(tmp_path, like=state)
+  chex.assert_trees_all_equal(found, state)
+
+
 def test_folders_named_by_step_and_nothing_else_are_read(tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     for step in (9, 10):

@@ -1,7 +1,11 @@
 """Leaf paths, patterns and masks."""
 
+import dataclasses
+from typing import Any
+from typing import NamedTuple
 import warnings
 
+from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,43 @@ def test_paths_of_nnx_variables_and_of_their_arrays_are_the_same():
 
 def test_a_key_that_is_called_value_stays():
   assert _tree.leaf_paths({"value": jnp.ones(1)}) == ["value"]
+
+
+class Attention(NamedTuple):
+  query: Any
+  value: Any
+
+
+class ValueHead(NamedTuple):
+  value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Gated:
+  gate: Any
+  value: Any
+
+
+@pytest.mark.parametrize("node", [Attention, Gated])
+def test_a_field_that_is_called_value_stays_whatever_a_mask_hides(node):
+  first, *_ = (field for field in ("query", "gate") if field in node.__annotations__)
+  for other in (jnp.ones(1), None, optax.MaskedNode()):
+    tree = {"block": node(other, jnp.ones(2))}
+    assert _tree.leaf_paths(tree)[-1] == "block/value"
+  masked = {"block": node(optax.MaskedNode(), jnp.ones(2))}
+  assert _tree.leaf_paths(masked, _tree.is_masked) == [f"block/{first}", "block/value"]
+  mask = optax_boost.path_mask("value$")({"block": node(jnp.ones(1), jnp.ones(2))})
+  assert jax.tree.leaves(mask) == [False, True]
+
+
+def test_the_only_field_of_a_named_tuple_keeps_its_name():
+  assert _tree.leaf_paths({"critic": ValueHead(jnp.ones(1))}) == ["critic/value"]
+
+
+def test_a_partitioned_param_of_linen_has_the_path_of_its_array():
+  box = nn.Partitioned(jnp.ones(2), names=(None,))
+  assert _tree.leaf_paths({"dense": {"bias": box}}) == ["dense/bias"]
 
 
 def test_path_mask_selects_by_regular_expression_inside_optax_masked():

@@ -1,8 +1,11 @@
 """Snapshots of the params from a directory of Orbax checkpoints, read one at a time."""
 
+import collections
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -174,18 +177,21 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
           f" {path} has no {key!r}, but {has}. Pass the `subtree` that leads to the params."
         )
       part = part[key]
-    targets = _subspace.leaves_like(like)
+    wanted = _subspace.leaves_like(like)
+    targets = dict(zip(_names(wanted), wanted.values(), strict=True))
+    leaves, structure = jax.tree.flatten(part)
+    names = _names(_tree.leaf_paths(part))
     if like is not None:
       _subspace.check_shapes(
-        {_key(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(part)[0]},
+        {name: tuple(x.shape) for name, x in zip(names, leaves, strict=True)},
         targets,
         "`checkpoint_snapshots` needs checkpoints of the tree and the shapes of `like`",
         str(path),
         "Pass the params of the model that was saved, and the `subtree` under which they were.",
       )
 
-    def how(key_path: Any, _: Any) -> Any:
-      target: Any = targets.get(_key(key_path))
+    def how(name: str) -> Any:
+      target: Any = targets.get(name)
       sharding = getattr(target, "sharding", None)
       if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
@@ -193,7 +199,7 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
 
     # Structures of their own: leaves that are not named in them are not read.
     item = jax.tree.map(lambda _: 0, part)
-    arguments = jax.tree_util.tree_map_with_path(how, part)
+    arguments = jax.tree.unflatten(structure, map(how, names))
     for key in reversed(subtree):
       item, arguments = {key: item}, {key: arguments}
     read = checkpointer.restore(
@@ -203,11 +209,17 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
     read = read[key]
   if like is None:
     return read
-  leaves = {_key(p): x for p, x in jax.tree_util.tree_flatten_with_path(read)[0]}
-  ordered = [leaves[p].astype(x.dtype) for p, x in targets.items()]
+  arrays = dict(zip(_names(_tree.leaf_paths(read)), jax.tree.leaves(read), strict=True))
+  ordered = [arrays[name].astype(x.dtype) for name, x in targets.items()]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
 
-def _key(key_path: Any) -> str:
-  """A leaf's path; Orbax saves a Flax variable as a dict with its value in it."""
-  return re.sub(r"/(raw_)?value$", "", _tree.path_string(key_path))
+def _names(paths: Iterable[str]) -> list[str]:
+  """Paths without the name of a value alone in its dict, as Orbax saves a Flax variable."""
+  paths = list(paths)
+  below = collections.Counter(
+    module for path in paths for module in itertools.accumulate(path.split("/"), "{}/{}".format)
+  )
+  boxes = (re.fullmatch(r"(.+)/(?:raw_)?value", path, re.DOTALL) for path in paths)
+  pairs = zip(paths, boxes, strict=True)
+  return [box[1] if box and below[box[1]] == 1 else path for path, box in pairs]

@@ -79,18 +79,20 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
   """
   rows, k = _rows_by_path(subspace.basis, params), subspace.components
 
-  def stored(key_path: Any, leaf: Any, r: Any) -> jax.Array:
+  def stored(path: str, leaf: Any, r: Any) -> jax.Array:
     if jnp.shape(r) != (k, *jnp.shape(leaf)):
       raise ValueError(
         f"`{METHOD}` needs a basis of {k} rows of the params' shapes; got {jnp.shape(r)} for the"
-        f" leaf '{_tree.leaf_name(_tree.path_string(key_path))}' of shape {jnp.shape(leaf)}. Fit"
-        " the subspace to snapshots of these params."
+        f" leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(leaf)}. Fit the subspace to snapshots"
+        " of these params."
       )
     narrow = jnp.result_type(r) == jnp.bfloat16
     default = jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
     return jnp.array(_subspace.placed(r, leaf).astype(default if dtype is None else dtype))
 
-  return jax.tree_util.tree_map_with_path(stored, params, rows)
+  leaves, structure = jax.tree.flatten(params)
+  triples = zip(_tree.leaf_paths(params), leaves, jax.tree.leaves(rows), strict=True)
+  return jax.tree.unflatten(structure, [stored(*triple) for triple in triples])
 
 
 def _rows_by_path(basis: Any, params: Any) -> Any:

@@ -146,11 +146,11 @@ def check_indices(index: Any, size: int, argument: str, name: str) -> None:
 
 
 def _mapped(
-  one: Callable[[Any, jax.Array, Any], Any], params: Any, tree: Any, function: str
+  one: Callable[[str, jax.Array, Any], Any], params: Any, tree: Any, function: str
 ) -> Any:
   """Maps over params and a tree like them; leaves that are masked in either stay the params'."""
   structure: Any
-  leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_masked)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
   others = _tree.leaves_like(tree, params)
   if others is None:
     raise ValueError(
@@ -158,9 +158,10 @@ def _mapped(
       f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"
       " `permutation` returned for these params."
     )
+  paths = _tree.leaf_paths(params, _tree.is_masked)
   results = [
     p if _tree.is_masked(p) or _tree.is_masked(x) else one(path, p, x)
-    for (path, p), x in zip(leaves, others, strict=True)
+    for path, p, x in zip(paths, leaves, others, strict=True)
   ]
   return jax.tree.unflatten(structure, results)
 
@@ -213,8 +214,8 @@ def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:
     [0.125, 0.5, 0.25]
   """
 
-  def checked(path: Any, start: jax.Array, index: Any) -> jax.Array:
-    name = _tree.leaf_name(_tree.path_string(path))
+  def checked(path: str, start: jax.Array, index: Any) -> jax.Array:
+    name = _tree.leaf_name(path)
     integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
     if not integers or jnp.shape(index) != jnp.shape(start):
       raise ValueError(

@@ -84,10 +84,9 @@ def save_permuted_params(
       f"`{name}` needs `params` of the tree that the state was made for,"
       f" {jax.tree.structure(state.initial)}; got {jax.tree.structure(like)}."
     )
-  nodes, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=_tree.is_masked)
+  paths, own = _tree.leaf_paths(like, _tree.is_masked), jax.tree.leaves(like, _tree.is_masked)
   records, parts = [], []
-  for (leaf_path, given), start, index in zip(nodes, starts, indices, strict=True):
-    text = _tree.path_string(leaf_path)
+  for text, given, start, index in zip(paths, own, starts, indices, strict=True):
     record, part = _encoded_leaf(text, start, index, given)
     records.append({"path": text, **record, "bytes": len(part)})
     parts.append(part)

@@ -107,12 +107,9 @@ def estimate_batch_stats(
       f"`{_METHOD}` has reached no BatchNorm with the statistics {idle}: the call leaves it out.",
       paths,
     )
-  kept = jax.tree.map_with_path(
-    lambda path, new, old: old if _tree.path_string(path) in idle else new.astype(old.dtype),
-    estimated,
-    given,
-  )
-  return {**variables, _COLLECTION: kept}
+  triples = zip(paths, jax.tree.leaves(estimated), jax.tree.leaves(given), strict=True)
+  kept = [old if path in idle else new.astype(old.dtype) for path, new, old in triples]
+  return {**variables, _COLLECTION: jax.tree.unflatten(jax.tree.structure(given), kept)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
