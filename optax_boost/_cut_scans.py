@@ -19,6 +19,7 @@ import optax
 
 from optax_boost import _jaxpr
 from optax_boost import _stacked
+from optax_boost import _tree
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +71,7 @@ def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
 
 def run(program: Any, arguments: Sequence[Any], *, inline: bool = False) -> list[Any]:
   """The results of a program some of whose arguments are in parts; `inline` enters all calls."""
-  return list(map(_whole, _CutScans(inline).run(program, arguments)))
+  return _whole(_CutScans(inline).run(program, arguments), program.jaxpr.outvars)
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
@@ -82,14 +83,40 @@ def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
       for array, (first, end) in own
       for part in _split(array, axis, [b - first for b in bounds if first <= b <= end])
     )
-  array = _whole(value)
+  array = _joined(value)
   if len(bounds) == 2:
     return (array,)
+  array = _tree.gather_axes(array, (axis,))
   return tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds))
 
 
-def _whole(value: Any) -> Any:
+def _joined(value: Any) -> Any:
   return jnp.concatenate(value.arrays, value.axis) if isinstance(value, _Parts) else value
+
+
+def _whole(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+  """The values of variables, none in parts and all sharded as the variables are."""
+  return [
+    _tree.place_by(_joined(value), variable.aval.sharding) if isinstance(value, _Parts) else value
+    for value, variable in zip(values, variables, strict=True)
+  ]
+
+
+def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
+  """A part of an equation's result, with `size` entries along `axis`."""
+  name, settings = equation.primitive.name, dict(equation.params)
+  for key, value in equation.params.items():
+    if isinstance(value, jax.sharding.NamedSharding):
+      # A part may be too short for the devices: under `jit` the compiler chooses its place.
+      instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
+      settings[key] = _tree.without_axes(value, (axis,), instead)
+  if name == "sharding_constraint":
+    return jax.lax.with_sharding_constraint(values[0], settings["sharding"])
+  if name == "reshape":
+    sizes = settings["new_sizes"]
+    settings["new_sizes"] = (*sizes[:axis], size, *sizes[axis + 1 :])
+  (result,) = jax.tree.leaves(equation.primitive.bind(*values, **settings))
+  return result
 
 
 class _CutScans(_jaxpr.Evaluator[Any]):
@@ -103,46 +130,55 @@ class _CutScans(_jaxpr.Evaluator[Any]):
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
     enters = self._inline and equation.primitive.name in _jaxpr.PLAIN_CALLS
-    if enters or any(isinstance(value, _Parts) for value in inputs):
+    in_parts = any(isinstance(value, _Parts) for value in inputs)
+    if enters or in_parts or _stacked.passes_each(equation):
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)
 
   def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
-    name = equation.primitive.name
-    if name == "scan":
+    if equation.primitive.name == "scan":
       return self._scan(equation, inputs)
-    if name == "transpose":
-      order = equation.params["permutation"]
-      parts = [jax.lax.transpose(part, order) for part in inputs[0].arrays]
-      return [_Parts(tuple(parts), order.index(inputs[0].axis))]
-    if name in _stacked.ENTRYWISE:
-      return [self._entrywise(equation, inputs)]
-    return self.bind(equation, list(map(_whole, inputs)))
+    operands = range(len(inputs))
+    if _stacked.passes_each(equation):
+      # Each alone: of a barrier, JAX gives all results a derivative if one operand has one.
+      return [self._result(equation, {i: inputs[i]}) for i in operands]
+    if any(_stacked.operand_axes(equation, i) for i in operands if isinstance(inputs[i], _Parts)):
+      return [self._result(equation, dict(enumerate(inputs)))]
+    return self.bind(equation, _whole(inputs, equation.invars))
 
-  def _entrywise(self, equation: Any, inputs: list[Any]) -> _Parts:
-    in_parts = [value for value in inputs if isinstance(value, _Parts)]
-    axis = in_parts[0].axis
-    bounds = sorted({b for value in in_parts if value.axis == axis for b in value.bounds})
+  def _result(self, equation: Any, operands: dict[int, Any]) -> Any:
+    """The result of an equation that :func:`_stacked.operand_axes` follows, in parts if it can."""
+    cut = {i: value for i, value in operands.items() if isinstance(value, _Parts)}
+    orders = [(_stacked.operand_axes(equation, i), value.axis) for i, value in cut.items()]
+    if not orders or orders[0][1] not in orders[0][0]:
+      values = _whole(list(operands.values()), [equation.invars[i] for i in operands])
+      (result,) = jax.tree.leaves(equation.primitive.bind(*values, **equation.params))
+      return result
+    order, axis = orders[0]
+    bounds = sorted({b for value in cut.values() if value.axis == axis for b in value.bounds})
     split = [
-      _split(value, axis, bounds) if variable.aval.shape else (value,) * (len(bounds) - 1)
-      for value, variable in zip(inputs, equation.invars, strict=True)
+      _split(value, axis, bounds) if equation.invars[i].aval.shape else (value,) * (len(bounds) - 1)
+      for i, value in operands.items()
     ]
-    bind = equation.primitive.bind
-    parts = [bind(*values, **equation.params) for values in zip(*split, strict=True)]
-    return _Parts(tuple(parts), axis)
+    place = order.index(axis)
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    parts = [_part(equation, own, place, size) for *own, size in zip(*split, sizes, strict=True)]
+    return _Parts(tuple(parts), place)
 
   def _scan(self, equation: Any, inputs: list[Any]) -> list[Any]:
     """The results of a scan, part by part."""
     settings = equation.params
     consts, carries = settings["num_consts"], settings["num_carry"]
-    shared, carry = inputs[:consts], list(map(_whole, inputs[consts : consts + carries]))
+    shared, between = inputs[:consts], slice(consts, consts + carries)
+    carry = _whole(inputs[between], equation.invars[between])
     slices = inputs[consts + carries :]
     in_parts = [value for value in slices if isinstance(value, _Parts) and value.axis == 0]
     bounds = sorted({0, settings["length"]}.union(*(value.bounds for value in in_parts)))
     split = [_split(value, 0, bounds) for value in slices]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-      results = list(map(_whole, self.run(settings["jaxpr"], [*shared, *carry, *slices])))
+      program = settings["jaxpr"]
+      results = _whole(self.run(program, [*shared, *carry, *slices]), program.jaxpr.outvars)
       return results[:carries], results[carries:]
 
     stacked = []

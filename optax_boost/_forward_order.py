@@ -98,6 +98,8 @@ class _ForwardOrder(_jaxpr.Interpreter[_Value]):
     if equation.primitive.name == "random_wrap":
       # A key that was passed as integers.
       return inputs if self._noise_is_data else [_NEUTRAL]
+    if equation.primitive.name == "optimization_barrier":
+      return inputs
     joined = self.join(inputs)
     if joined.data and joined.params:
       # Where a penalty meets the data is not where its params are used.

@@ -7,6 +7,7 @@ of the leaf a transpose put first.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -18,11 +19,39 @@ from optax_boost import _base
 from optax_boost import _jaxpr
 from optax_boost import _tree
 
+# Primitives that change where entries lie or when they are computed.
+_PLACING = ("optimization_barrier", "pvary", "reshard", "sharding_constraint")
 # Primitives that treat each entry alone.
-_ARITHMETIC = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
-ENTRYWISE = (*_ARITHMETIC, "convert_element_type", "copy", "reduce_precision")
-# Primitives that change a leaf's values or dtype but no axis.
-_SAME_AXES = (*ENTRYWISE, "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient")
+_SAME_AXES = (
+  *_PLACING,
+  *("abs", "add", "add_any", "cbrt", "clamp", "convert_element_type", "copy", "cos", "div", "erf"),
+  *(
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "integer_pow",
+    "log",
+    "log1p",
+    "logistic",
+    "max",
+    "min",
+    "mul",
+  ),
+  *(
+    "neg",
+    "pow",
+    "reduce_precision",
+    "round",
+    "rsqrt",
+    "select_n",
+    "sign",
+    "sin",
+    "sqrt",
+    "square",
+  ),
+  *("stop_gradient", "sub", "tan", "tanh"),
+)
 
 
 class Stack(NamedTuple):
@@ -38,7 +67,8 @@ class View(NamedTuple):
   """A value made of one leaf, whose axes it has in another order."""
 
   leaf: int
-  axes: tuple[int, ...]  # for each axis of the value, the leaf's
+  axes: tuple[int | None, ...]  # for each axis of the value the leaf's, None for any other
+  is_whole: bool = True  # whether it holds all slices of the leaf
 
 
 Views = frozenset[View]
@@ -106,7 +136,7 @@ def _follow(loss_fn: Callable[..., Any], params: Any, *args: Any) -> "_SlicedAxe
   ranks = [len(variable.aval.shape) for variable in closed.jaxpr.invars]
   leaves = len(jax.tree.leaves(params))
   views = [view_leaf(i, rank) for i, rank in enumerate(ranks[:leaves])]
-  scans = _SlicedAxes(ranks)
+  scans = _SlicedAxes()
   scans.run(closed, views + [NO_VIEWS] * (len(ranks) - leaves))
   return scans
 
@@ -116,26 +146,47 @@ def view_leaf(leaf: int, rank: int) -> Views:
   return frozenset([View(leaf, tuple(range(rank)))])
 
 
+def operand_axes(equation: Any, operand: int = 0) -> tuple[int | None, ...]:
+  """For each axis of a result that of an operand along which entries stay where they are, or None.
+
+  Of several results each is that of one operand. Scans are found, and cut, behind such equations.
+  """
+  name, shape = equation.primitive.name, equation.invars[operand].aval.shape
+  if name == "transpose":
+    return tuple(equation.params["permutation"])
+  if name == "reshape":
+    places = {(math.prod(shape[:axis]), size): axis for axis, size in enumerate(shape)}
+    new = equation.outvars[0].aval.shape
+    return tuple(places.get((math.prod(new[:axis]), size)) for axis, size in enumerate(new))
+  return tuple(range(len(shape))) if name in _SAME_AXES else ()
+
+
+def passes_each(equation: Any) -> bool:
+  """Whether each result of an equation is that of the operand in its place."""
+  return equation.primitive.name in _PLACING
+
+
 def follow_views(equation: Any, inputs: Sequence[Views]) -> list[Views]:
   """The leaves that the results of an equation are, with their axes in another order."""
-  outputs = [NO_VIEWS] * len(equation.outvars)
-  if equation.primitive.name == "transpose":
-    order = equation.params["permutation"]
-    outputs = [frozenset(View(v.leaf, tuple(v.axes[a] for a in order)) for v in inputs[0])]
-  elif equation.primitive.name in _SAME_AXES:
-    rank = len(equation.outvars[0].aval.shape)
-    views = frozenset(v for v in NO_VIEWS.union(*inputs) if len(v.axes) == rank)
-    outputs = [views] * len(outputs)
-  return outputs
+  moved = []
+  for operand, views in enumerate(inputs):
+    order = operand_axes(equation, operand)
+    axes = {view: tuple(None if a is None else view.axes[a] for a in order) for view in views}
+    moved.append(frozenset(view._replace(axes=axes[view]) for view in views))
+  results = moved if passes_each(equation) else [NO_VIEWS.union(*moved)] * len(equation.outvars)
+  ranks = [len(variable.aval.shape) for variable in equation.outvars]
+  return [
+    frozenset(v for v in views if len(v.axes) == rank and {*v.axes} != {None})
+    for views, rank in zip(results, ranks, strict=True)
+  ]
 
 
 class _SlicedAxes(_jaxpr.Interpreter[Views]):
   """Follows the leaves through a program; notes the axes along which scans slice them."""
 
-  def __init__(self, ranks: Sequence[int]) -> None:
+  def __init__(self) -> None:
     self.sliced: set[tuple[int, int]] = set()  # leaf and axis
     self.stacks: list[Stack] = []
-    self._ranks = ranks
 
   def constant(self, value: Any) -> Views:
     return NO_VIEWS
@@ -148,21 +199,18 @@ class _SlicedAxes(_jaxpr.Interpreter[Views]):
 
   def loop(self, equation: Any, body: Any, inputs: list[Views], carry: slice) -> list[Views]:
     slices = []
-    whole = {v.leaf: v.axes[0] for v in NO_VIEWS.union(*inputs[carry.stop :]) if self._is_whole(v)}
+    of_stacks = {leaf for stack in self.stacks for leaf in stack.axes}
     axes = {
-      leaf: axis for leaf, axis in whole.items() if not any(leaf in s.axes for s in self.stacks)
+      view.leaf: view.axes[0]
+      for view in NO_VIEWS.union(*inputs[carry.stop :])
+      if view.is_whole and view.axes[0] is not None and view.leaf not in of_stacks
     }
     # Without a carry, layers are side by side.
     if axes and carry.stop > carry.start and equation.params["length"]:
-      shared = frozenset(
-        v.leaf for v in NO_VIEWS.union(*inputs[: carry.start]) if self._is_whole(v)
-      )
+      shared = frozenset(v.leaf for v in NO_VIEWS.union(*inputs[: carry.start]) if v.is_whole)
       self.stacks.append(Stack(axes, shared, equation.params["length"], equation.params["reverse"]))
     for views in inputs[carry.stop :]:
-      self.sliced |= {(v.leaf, v.axes[0]) for v in views}
-      slices.append(frozenset(View(v.leaf, v.axes[1:]) for v in views))
+      self.sliced |= {(v.leaf, v.axes[0]) for v in views if v.axes[0] is not None}
+      slices.append(frozenset(View(v.leaf, v.axes[1:], is_whole=False) for v in views))
     self.run(body, [*inputs[: carry.stop], *slices])
     return [NO_VIEWS] * len(equation.outvars)
-
-  def _is_whole(self, view: View) -> bool:
-    return len(view.axes) == self._ranks[view.leaf]

@@ -544,6 +544,33 @@ def map_gradients(
   return function(updates), extra
 
 
+def without_axes(
+  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
+) -> jax.sharding.NamedSharding:
+  """A sharding with another entry for some axes that are sharded; None: whole on each device."""
+  spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
+  return jax.sharding.NamedSharding(
+    sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
+  )
+
+
+def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+  """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
+
+  On other meshes the compiler cares for slices.
+  """
+  sharding = jax.typeof(x).sharding
+  if all(sharding.spec[axis] is None for axis in axes):
+    return x
+  return place_by(x, without_axes(sharding, axes))
+
+
+def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+  """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
+  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  return jax.sharding.reshard(x, sharding) if explicit else x
+
+
 def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 

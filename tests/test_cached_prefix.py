@@ -112,6 +112,24 @@ def test_the_prefix_is_not_computed_for_what_is_cached():
   chex.assert_trees_all_equal(cache(nowhere, range(B), given[0])[1], given[1])
 
 
+@pytest.mark.parametrize("move", ["constraint", "barrier"])
+def test_a_scan_over_layers_that_are_moved_before_is_cut(move):
+  sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+
+  def moved(params, batch):
+    if move == "constraint":
+      return scanned_loss(jax.lax.with_sharding_constraint(params, sharding), batch)
+    return scanned_loss(jax.lax.optimization_barrier(params), batch)
+
+  lengths = []
+  for loss_fn in (scanned_loss, moved):
+    cache = make(loss_fn, scanned(), groups=scanned_groups())
+    batch = cache(scanned(), range(B), take(range(B)))
+    program = jax.make_jaxpr(cache.loss_fn)(scanned(), batch)
+    lengths.append([e.params["length"] for e in program.eqns if e.primitive.name == "scan"])
+  assert lengths[0] == lengths[1] != [L]
+
+
 def test_what_is_trained_stays_checkpointed():
   cache = make(checkpointed)
   batch = cache(model(), [3, 1, 0, 6], take([3, 1, 0, 6]))

@@ -41,11 +41,13 @@ BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
     jax.jit(plain),
     functools.partial(plain, body=jax.checkpoint(layer)),
     functools.partial(plain, move=lambda w: jax.tree.map(lambda a: 0.5 * a.astype("bfloat16"), w)),
+    functools.partial(plain, move=lambda w: jax.tree.map(lambda a: jnp.tanh(a) ** 2, w)),
+    functools.partial(plain, move=jax.lax.optimization_barrier),
     lambda p, x: jax.checkpoint(plain)(p, x),
     lambda p, x: jax.lax.cond(x[0, 0] > 0, plain, plain, p, x),
     lambda p, x: jax.lax.fori_loop(0, 2, lambda _, total: total + plain(p, x), 0.0),
   ],
-  ids=["plain", "jit", "remat body", "cast", "remat", "cond", "while"],
+  ids=["plain", "jit", "remat body", "cast", "functions", "barrier", "remat", "cond", "while"],
 )
 def test_scans_are_found_wherever_they_stand(loss_fn):
   assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
@@ -58,6 +60,27 @@ def test_a_transposed_leaf_is_stacked_along_its_own_axis():
 
   found = optax_boost.stacked_axes(loss_fn, {"blocks": jnp.ones((8, 3, 8))}, X)
   assert found == {"^blocks$": (1,)}
+
+
+def test_a_reshaped_leaf_is_stacked_where_its_layers_stay_together():
+  def loss_fn(p, x):
+    kernels = p["blocks"].reshape(-1, 8, 8)
+    return jnp.sum(jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)[0])
+
+  heads = {"blocks": jnp.ones((3, 8, 2, 4))}
+  assert optax_boost.stacked_axes(loss_fn, heads, X) == {"^blocks$": (0,)}
+  joined = {"blocks": jnp.ones((3, 2, 8, 8))}
+  assert optax_boost.stacked_axes(loss_fn, joined, X) == {}
+
+
+def test_a_barrier_around_all_params_stacks_the_scanned_ones_alone():
+  def loss_fn(p, x):
+    p = jax.lax.optimization_barrier(p)
+    x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, p["blocks"])
+    return jnp.sum(jnp.einsum("bi,ijk->bjk", x, p["head"]))
+
+  cubes = {"blocks": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 2, 2))}
+  assert optax_boost.stacked_axes(loss_fn, cubes, X) == {"^blocks$": (0,)}
 
 
 def test_scans_in_scans_stack_along_both_axes():

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost._train_step import _frozen_backward
 import optax_boost.linen as ob_linen
@@ -273,6 +274,72 @@ def test_the_gradient_is_cut_to_the_bit(name):
   assert held_by(loss, make_params(), groups_of(loss), 3, uncut=uncut)
 
 
+def dots(program):
+  """How many products of matrices a program computes."""
+  found = 0
+  for equation in program.eqns:
+    runs = equation.params["length"] if equation.primitive.name == "scan" else 1
+    inner = [getattr(p, "jaxpr", p) for p in _jaxpr.sub_jaxprs(equation)]
+    found += (equation.primitive.name == "dot_general") + runs * sum(map(dots, inner))
+  return found
+
+
+def dots_of_a_step(loss, params=None, x=X):
+  params = make_params() if params is None else params
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups_of(loss, params, x=x), fixed(3))
+  step = optax_boost.make_train_step(loss, tx)
+  return dots(step.trace(step.init(params), x).jaxpr.jaxpr)
+
+
+def constrained(*spec):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+  return lambda w: jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, sharding), w)
+
+
+def in_heads(w):
+  kernels = {name: w[name].reshape(LAYERS, WIDTH, 2, 4) for name in ("up", "down")}
+  return w | {name: jnp.tanh(a).reshape(LAYERS, WIDTH, WIDTH) for name, a in kernels.items()}
+
+
+PREPARED = {
+  "constraint": constrained(),
+  "constraint of the layers": constrained("x"),
+  "barrier": jax.lax.optimization_barrier,
+  "reshape": in_heads,
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_scan_is_cut_behind_what_moves_or_reshapes_its_layers(name):
+  loss = functools.partial(loss_fn, prepare=PREPARED[name])
+  assert held_by(loss, make_params(), groups_of(loss), 3)
+  assert dots_of_a_step(loss) == dots_of_a_step(loss_fn)
+
+
+def test_a_barrier_around_all_params_keeps_frozen_ones_apart():
+  def loss(params, x):
+    return loss_fn(jax.lax.optimization_barrier(params), x)
+
+  assert dots_of_a_step(loss) == dots_of_a_step(loss_fn)
+
+
+def test_a_scan_over_resharded_layers_is_cut_on_an_explicit_mesh():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  replicated = jax.sharding.PartitionSpec()
+
+  def loss(params, x):
+    return loss_fn(params, x, prepare=lambda w: jax.sharding.reshard(w, replicated))
+
+  with jax.set_mesh(mesh):
+    params = jax.device_put(make_params(), replicated)
+    sharded = jax.sharding.PartitionSpec(None, "x")
+    params["blocks"] = jax.device_put(params["blocks"], sharded)
+    x = jax.device_put(X, jax.sharding.PartitionSpec("x"))
+    assert held_by(loss, params, groups_of(loss, params, x=x), 3, x)
+    assert dots_of_a_step(loss, params, x) == dots_of_a_step(loss_fn)
+
+
 def test_scans_in_scans_are_cut_at_the_outer_one():
   def loss(params, x):
     def outer(h, w):
@@ -346,6 +413,12 @@ UNCUT = {
 def test_a_scan_that_cannot_be_cut_is_only_masked(name):
   uncut = rf"layers of 'blocks/bias' and 2 more: the loss scans over them inside `{name}`"
   assert not held_by(UNCUT[name], make_params(), groups_of(UNCUT[name]), 3, uncut=uncut)
+
+
+def test_layers_that_pass_through_a_derivative_of_its_own_are_only_masked():
+  loss = functools.partial(loss_fn, prepare=lambda w: jax.tree.map(jax.nn.relu, w))
+  uncut = "layers of 'blocks/bias' and 2 more: they pass through `custom_jvp` before"
+  assert not held_by(loss, make_params(), groups_of(loss), 3, uncut=uncut)
 
 
 @pytest.mark.parametrize("freezing", ["per_depth", "switch"])

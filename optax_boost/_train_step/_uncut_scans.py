@@ -24,8 +24,9 @@ _CONSTRUCTS = {
 class _Value(NamedTuple):
   """A value of the program."""
 
-  views: _stacked.Views  # the leaves that it is
-  trained: _Leaves  # the trained leaves with respect to which it has a derivative
+  views: _stacked.Views  # the partly frozen leaves that it is
+  parts: _stacked.Views  # of these, the leaves that the train step has in parts
+  trained: _Leaves  # the leaves with respect to which all of its layers have a derivative
 
 
 def explain_uncut_scans(
@@ -45,6 +46,13 @@ def explain_uncut_scans(
       f" them inside `{construct}`, where the train step cuts no scan. Frozen layers stand still"
       f" all the same. Take the scan out of `{construct}`, or use `{construct}` in the scan's body."
     )
+  if scans.joined is not None:
+    construct, leaves = scans.joined
+    return (
+      f"`freeze_layers` saves no time on the layers of {_names(leaves, paths)}: they pass through"
+      f" `{construct}` before the loss scans over them, and there the train step takes them as a"
+      f" whole. Frozen layers stand still all the same. Move `{construct}` into the scan's body."
+    )
   if scans.fed is not None:
     trained, leaves = scans.fed
     verb = "train" if len(trained) > 1 else "trains"
@@ -62,11 +70,25 @@ def _names(leaves: _Leaves, paths: Sequence[str]) -> str:
   return f"'{first}'" + (f" and {len(others)} more" if others else "")
 
 
+def _leaves(views: _stacked.Views) -> _Leaves:
+  return frozenset(view.leaf for view in views)
+
+
+def _whole(value: _Value, cut: _Leaves = _NONE) -> _Value:
+  """A value as it is where its parts are joined, but for those of the leaves `cut`."""
+  trained = value.trained | (_leaves(value.parts) - cut)
+  return value._replace(parts=_stacked.NO_VIEWS, trained=trained)
+
+
 class _UncutScans(_jaxpr.Interpreter[_Value]):
-  """Finds the scans over partly frozen leaves of which no backward pass is skipped."""
+  """Finds the scans over partly frozen leaves of which no backward pass is skipped.
+
+  It follows parts as :func:`_cut_scans.run` does.
+  """
 
   def __init__(self, frozen: Sequence[bool | np.ndarray], ranks: Sequence[int]) -> None:
     self.enclosed: tuple[str, _Leaves] | None = None  # a construct, and the leaves sliced in it
+    self.joined: tuple[str, _Leaves] | None = None  # a construct, and leaves that come out of it
     self.fed: tuple[_Leaves, _Leaves] | None = None  # trained leaves, and those that they feed
     self._frozen = frozen
     self._ranks = ranks
@@ -74,65 +96,83 @@ class _UncutScans(_jaxpr.Interpreter[_Value]):
       i: int(np.argmax(np.shape(f))) for i, f in enumerate(frozen) if np.any(f) and not np.all(f)
     }
     self._constructs: list[str] = []
+    self._joined_by: dict[int, str] = {}
 
   def arguments(self) -> list[_Value]:
     """The leaves."""
-    return [
-      _Value(_stacked.view_leaf(i, rank), _NONE if np.all(f) else frozenset([i]))
-      for i, (rank, f) in enumerate(zip(self._ranks, self._frozen, strict=True))
-    ]
+    values = []
+    for i, (rank, frozen) in enumerate(zip(self._ranks, self._frozen, strict=True)):
+      views = _stacked.view_leaf(i, rank) if i in self._layer_axes else _stacked.NO_VIEWS
+      values.append(_Value(views, views, _NONE if np.any(frozen) else frozenset([i])))
+    return values
 
   def constant(self, value: Any) -> _Value:
-    return _Value(_stacked.NO_VIEWS, _NONE)
+    return _Value(_stacked.NO_VIEWS, _stacked.NO_VIEWS, _NONE)
 
   def join(self, values: Sequence[_Value]) -> _Value:
     return _Value(
-      _stacked.NO_VIEWS.union(*(v.views for v in values)), _NONE.union(*(v.trained for v in values))
+      _stacked.NO_VIEWS.union(*(v.views for v in values)),
+      _stacked.NO_VIEWS.union(*(v.parts for v in values)),
+      _NONE.union(*(v.trained for v in values)),
     )
 
   def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
     name = equation.primitive.name
     if name == "scan" or name in _jaxpr.PLAIN_CALLS:
       return super().visit(equation, inputs)
-    self._constructs.append(_CONSTRUCTS.get(name, name))
-    outputs = super().visit(equation, inputs)
+    if not any(True for _ in _jaxpr.sub_jaxprs(equation)):
+      return self.operation(equation, inputs)
+    construct = _CONSTRUCTS.get(name, name)
+    self._joined_by |= dict.fromkeys(_leaves(self.join(inputs).parts), construct)
+    self._constructs.append(construct)
+    outputs = super().visit(equation, list(map(_whole, inputs)))
     self._constructs.pop()
     return outputs
 
   def operation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
     views = _stacked.follow_views(equation, [v.views for v in inputs])
+    parts = _stacked.follow_views(equation, [v.parts for v in inputs])
     stops = equation.primitive.name == "stop_gradient"
-    trained = _NONE if stops else _NONE.union(*(v.trained for v in inputs))
-    return [
-      _Value(own, trained if jnp.issubdtype(variable.aval.dtype, jnp.inexact) else _NONE)
-      for own, variable in zip(views, equation.outvars, strict=True)
-    ]
+    outputs = []
+    for i, variable in enumerate(equation.outvars):
+      operands = [inputs[i]] if _stacked.passes_each(equation) else inputs
+      trained = _NONE.union(*(_whole(v, _leaves(parts[i])).trained for v in operands))
+      if stops or not jnp.issubdtype(variable.aval.dtype, jnp.inexact):
+        trained = _NONE
+      outputs.append(_Value(views[i], parts[i], trained))
+    return outputs
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> list[_Value]:
-    inputs = list(inputs)
     if equation.primitive.name == "scan":
       self._check(inputs[: carry.stop], inputs[carry.stop :])
-      inputs[carry.stop :] = [v._replace(views=_stacked.NO_VIEWS) for v in inputs[carry.stop :]]
+      slices = [_whole(v)._replace(views=_stacked.NO_VIEWS) for v in inputs[carry.stop :]]
+      inputs = [*inputs[: carry.start], *map(_whole, inputs[carry]), *slices]
     while True:
-      outputs = self.run(body, inputs)
+      outputs = list(map(_whole, self.run(body, inputs)))
       # From the second round on the carry is a result of the body.
       merged = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
       if merged == inputs[carry]:
         return [v._replace(views=_stacked.NO_VIEWS) for v in outputs]
-      inputs[carry] = merged
+      inputs = [*inputs[: carry.start], *merged, *inputs[carry.stop :]]
 
-  def _check(self, whole: list[_Value], slices: list[_Value]) -> None:
+  def _check(self, others: list[_Value], slices: list[_Value]) -> None:
     """Notes a scan over partly frozen leaves, if something keeps their backward pass."""
-    leaves = frozenset(
-      view.leaf
-      for view in self.join(slices).views
-      if view.leaf in self._layer_axes
-      and len(view.axes) == self._ranks[view.leaf]
-      and view.axes[0] == self._layer_axes[view.leaf]
-    )
-    # Of partly frozen leaves, the frozen layers' slices are constants.
-    feeding = self.join(whole).trained | (self.join(slices).trained - set(self._layer_axes))
+    leaves, cut = _NONE, _NONE
+    # Of leaves in parts, the slices of frozen layers are constants.
+    feeding = _NONE.union(*(_whole(v).trained for v in others))
+    for value in slices:
+      own = self._sliced(value.parts)
+      leaves, cut = leaves | self._sliced(value.views), cut | own
+      feeding |= _whole(value, own).trained
     if leaves and self._constructs:
       self.enclosed = self._constructs[-1], leaves
+    elif leaves - cut:
+      self.joined = self._joined_by[min(leaves - cut)], leaves - cut
     elif leaves and feeding:
       self.fed = feeding, leaves
+
+  def _sliced(self, views: _stacked.Views) -> _Leaves:
+    """The leaves whose layers a scan over a value slices."""
+    return _leaves(
+      frozenset(v for v in views if v.is_whole and v.axes[0] == self._layer_axes[v.leaf])
+    )
