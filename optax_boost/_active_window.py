@@ -269,10 +269,10 @@ class _Layers:
     leaves, structure = jax.tree.flatten(tree)
     taken: list[Any] = [optax.MaskedNode()] * len(leaves)
     for i, axis in self._axes.items():
-      taken[i] = jnp.take(leaves[i], layers, axis)
+      taken[i] = jnp.take(_tree.gather_axes(leaves[i], (axis,)), layers, axis)
     for members in self._members:
       stack = jnp.take(jnp.stack([leaves[member] for member in members]), layers, 0)
-      for member, x in zip(members, stack, strict=False):
+      for member, x in zip(members, jnp.unstack(stack), strict=False):
         taken[member] = x
     return jax.tree.unflatten(structure, taken)
 
@@ -293,10 +293,12 @@ class _Layers:
 
     for i, axis in self._axes.items():
       index = (*[slice(None)] * axis, layers)
-      others[i] = place(jnp.zeros_like(leaves[i], of_layers[i].dtype), index, of_layers[i])
+      zeros = jnp.zeros_like(_tree.gather_axes(leaves[i], (axis,)), of_layers[i].dtype)
+      placed = place(zeros, index, of_layers[i])
+      others[i] = _tree.place_by(placed, jax.typeof(leaves[i]).sharding)
     for members in self._members:
       active = jnp.stack([of_layers[member] for member in members[: len(layers)]])
       zeros = jnp.stack([jnp.zeros_like(active[0])] * self.number)
-      for member, x in zip(members, place(zeros, layers, active), strict=True):
+      for member, x in zip(members, jnp.unstack(place(zeros, layers, active)), strict=True):
         others[member] = x
     return jax.tree.unflatten(structure, others)

@@ -314,7 +314,7 @@ def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
       # Of both in one reduction: for a large one XLA makes two kernels.
       both = _tree.stack([x[i] for x in (weights, grads) for i in group], copy=len(group) > 1)
       squares = _tree.sum_squares(both, tuple(axis + 1 for axis in plans[group[0]][0].layer_axes))
-      sums.append(squares.reshape(2, -1))
+      sums.append(_tree.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]
     layers = [plans[i][0].layers for i in places]
     w2, g2 = total(jnp.concatenate(sums, axis=1))
@@ -332,7 +332,8 @@ def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
-  return [_tree.sum_squares(x, axes) for x in pair]
+  sums = (_tree.sum_squares(x, axes) for x in pair)
+  return [_tree.gather_axes(squares, range(squares.ndim)) for squares in sums]
 
 
 @jax.jit

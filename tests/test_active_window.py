@@ -133,6 +133,29 @@ def test_inactive_layers_keep_their_bits():
 
 
 @pytest.mark.parametrize("form", ["stacked", "unrolled"])
+def test_layers_may_lie_on_other_devices_of_an_explicit_mesh(form):
+  mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  kernels = jnp.sin(jnp.arange(32.0)).reshape(2, 4, 4)
+  params = {"a": kernels, "b": kernels} if form == "unrolled" else {"a": kernels}
+  layers = ("a", "b") if form == "unrolled" else {"a": 1}
+  tx = optax_boost.active_window(optax.adam(0.1), layers, 1, every=1)
+
+  def two_steps(params):
+    update, state, seen = jax.jit(tx.update), tx.init(params), []
+    for _ in range(2):
+      updates, state = update(params, state, params)
+      seen.append(updates)
+    return seen
+
+  expected = two_steps(params)
+  with jax.set_mesh(mesh):
+    sharded = jax.device_put(params, jax.sharding.PartitionSpec(None, "x", "y"))
+    ours = two_steps(sharded)
+  chex.assert_trees_all_close(jax.device_get(ours), jax.device_get(expected), rtol=1e-5)
+  assert all(x.sharding == sharded["a"].sharding for x in jax.tree.leaves(ours))
+
+
+@pytest.mark.parametrize("form", ["stacked", "unrolled"])
 def test_moments_exist_for_the_window_alone(form):
   layers, to_tree = (AXES, lambda t: t) if form == "stacked" else (NAMES, unrolled)
   tx = optax_boost.active_window(optax.adam(0.1), layers, 2, every=1)

@@ -596,3 +596,22 @@ def test_on_gpus_small_sharded_leaves_are_not_gathered(monkeypatch, kind):
   text = compiled.as_text()
   assert "all-gather" not in text
   assert text.count(" all-reduce(") == 1
+
+
+@pytest.mark.parametrize("platform", ["CPU", "GPU"])
+def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch, platform):
+  if platform == "GPU":
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  kernels = jnp.sin(jnp.arange(4.0 * 2 * 3 * 4)).reshape(4, 2, 3, 4)
+  params, grads = {"a": kernels, "b": kernels + 1}, {"a": kernels - 1, "b": kernels}
+  tx = optax_boost.lars(0.1, stacked_axes={"": (0, 1)})
+  expected, state = tx.update(grads, tx.init(params), params)
+  with jax.set_mesh(mesh):
+    spec = jax.sharding.PartitionSpec("x", "y")
+    params, grads = jax.device_put(params, spec), jax.device_put(grads, spec)
+    updates, after = jax.jit(tx.update)(grads, tx.init(params), params)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, after)), jax.device_get((expected, state)), rtol=1e-5
+  )
+  assert updates["a"].sharding.is_equivalent_to(params["a"].sharding, 4)

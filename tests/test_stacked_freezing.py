@@ -324,20 +324,21 @@ def test_a_barrier_around_all_params_keeps_frozen_ones_apart():
   assert dots_of_a_step(loss) == dots_of_a_step(loss_fn)
 
 
-def test_a_scan_over_resharded_layers_is_cut_on_an_explicit_mesh():
+@pytest.mark.parametrize("spec", [(None, "x"), ("x",)], ids=["columns", "layers"])
+def test_a_scan_over_resharded_layers_is_cut_on_an_explicit_mesh(spec):
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-  replicated = jax.sharding.PartitionSpec()
+  replicated, sharded = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(*spec)
 
   def loss(params, x):
-    return loss_fn(params, x, prepare=lambda w: jax.sharding.reshard(w, replicated))
+    decay = 0.1 * jnp.sum(params["blocks"]["up"] ** 2)
+    return decay + loss_fn(params, x, prepare=lambda w: jax.sharding.reshard(w, replicated))
 
   with jax.set_mesh(mesh):
-    params = jax.device_put(make_params(), replicated)
-    sharded = jax.sharding.PartitionSpec(None, "x")
+    params = jax.device_put(make_params(8), replicated)
     params["blocks"] = jax.device_put(params["blocks"], sharded)
     x = jax.device_put(X, jax.sharding.PartitionSpec("x"))
     assert held_by(loss, params, groups_of(loss, params, x=x), 3, x)
-    assert dots_of_a_step(loss, params, x) == dots_of_a_step(loss_fn)
+    assert dots_of_a_step(loss, params, x) == dots_of_a_step(loss_fn, make_params(8))
 
 
 def test_scans_in_scans_are_cut_at_the_outer_one():
