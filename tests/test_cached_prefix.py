@@ -281,6 +281,38 @@ def test_examples_that_depend_on_their_batch_are_refused(mixing):
   assert cache.num_cached == 0
 
 
+@pytest.mark.parametrize("first", [[0], [0, 0, 0, 0]], ids=["one", "equal ones"])
+def test_examples_are_checked_in_the_first_batch_of_different_ones(first):
+  def loss_fn(params, batch):
+    x = params["embed"][batch["tokens"]].mean(1)
+    x = (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+    return jnp.mean(jnp.tanh(x @ params["blocks_0"]) @ params["head"])
+
+  cache = make(loss_fn)
+  cache(model(), first, take(first))
+  with pytest.raises(ValueError, match="activations that depend on their example alone"):
+    cache(model(), range(B, N), take(range(B, N)))
+
+
+def test_batches_of_another_length_are_refused():
+  def loss_fn(params, batch):
+    x = jnp.tanh(params["embed"][batch["tokens"]] @ params["blocks_0"])
+    return jnp.mean(x @ params["head"])
+
+  cache = make(loss_fn)
+  cache(model(), range(B), take(range(B)))
+  shorter = jax.tree.map(lambda x: x[:, :3] if x.ndim > 1 else x, take(range(B, N)))
+  with pytest.raises(ValueError, match=r"for all examples, \['\(5, 3\) float32'\]; .*'\(3, 3\) f"):
+    cache(model(), range(B, N), shorter)
+
+
+def test_frozen_leaves_without_entries_are_welcome():
+  params = model() | {"embed_of_none": jnp.zeros((0, D))}
+  cache = make(params=params)
+  cache(params, range(B), take(range(B)))
+  assert cache.num_cached == B
+
+
 def test_activations_without_an_axis_of_examples_are_refused():
   def loss_fn(params, batch):
     mean = params["embed"][batch["tokens"]].mean((0, 1))

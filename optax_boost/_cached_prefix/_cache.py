@@ -89,15 +89,17 @@ class PrefixCache:
 
     Raises:
       ValueError: an index is out of range, there is not one for each example, the frozen params
-        have changed, or an example's activations depend on the others in its batch.
+        have changed, an example's activations depend on the others in its batch, or have other
+        shapes than those of the batch that the cache was made with.
       TypeError: `indices` are no integers.
     """
     examples = self._check_indices(indices, batch)
     if self._rows.has(examples):
       return batch, self._unpack(self._rows.read(examples))
     activations = self._compute(params, batch)
+    self._check_shapes(activations)
     if not self._checked:
-      self._check_examples_apart(params, batch, activations)
+      self._checked = self._check_examples_apart(params, batch, activations)
     if self._rows.has_room_for(examples):
       sums = self._sums_of(params)
       if self._sums is None:
@@ -183,12 +185,38 @@ class PrefixCache:
       )
     return examples
 
-  def _check_examples_apart(self, params: Any, batch: Any, activations: Any) -> None:
-    """Refuses a prefix that gives an example other activations in another batch."""
-    first = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[:1], len(x), 0), batch)
+  def _check_shapes(self, activations: list[jax.Array]) -> None:
+    """Refuses activations for which the rows have no place."""
+    shapes = [(x.shape, x.dtype) for x in activations]
+    wanted, got = (
+      [
+        f"{(*shape[:axis], *shape[axis + 1 :])} {dtype}"
+        for (shape, dtype), axis in zip(of_batch, self._axes, strict=False)
+      ]
+      for of_batch in (self._shapes, shapes)
+    )
+    if got != wanted or len(shapes) != len(self._shapes):
+      raise ValueError(
+        f"`{_METHOD}` keeps activations of the same shapes for all examples, {wanted}; those of"
+        f" this batch have {got}. Pad all batches to the lengths of the batch that the cache was"
+        " made with."
+      )
+
+  def _check_examples_apart(self, params: Any, batch: Any, activations: Any) -> bool:
+    """Refuses a prefix that gives an example other activations in another batch.
+
+    Returns whether the batch could show it, by examples that differ in what the prefix computes.
+    """
+    examples = jax.tree.map(jnp.asarray, batch)
+    if all(jnp.all(x == x[:1]) for x in jax.tree.leaves(examples)):
+      return False
+    first = jax.tree.map(lambda x: jnp.repeat(x[:1], len(x), 0), examples)
+    differ = False
     pairs = zip(activations, self._compute(params, first), self._axes, strict=True)
     for own, repeated, axis in pairs:
-      expected = np.take(np.asarray(own, np.float64), [0], axis)
+      values = np.asarray(own, np.float64)
+      expected = np.take(values, [0], axis)
+      differ |= bool(np.any(values != expected))
       difference = np.max(np.abs(np.asarray(repeated, np.float64) - expected), initial=0.0)
       if not difference <= _TOLERANCE * np.max(np.abs(expected), initial=0.0):
         raise ValueError(
@@ -196,7 +224,7 @@ class PrefixCache:
           " differ where others stand beside it. The frozen groups use statistics of the batch"
           " (BatchNorm in training mode) or draw random numbers: evaluate them as in inference."
         )
-    self._checked = True
+    return differ
 
   def _sums_of(self, params: Any) -> list[int]:
     return np.asarray(self._checksum(params)).tolist()
@@ -205,12 +233,12 @@ class PrefixCache:
     """For each frozen leaf a sum of its bits that depends on their places."""
     sums = []
     for leaf, frozen in zip(jax.tree.leaves(params), self._frozen, strict=True):
-      if np.any(frozen):
+      if np.any(frozen) and leaf.size:
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint8).reshape(*leaf.shape, -1)
         bits = bits * jnp.asarray(frozen, jnp.uint8)[..., None]
         weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
         sums.append(jnp.sum(bits.ravel().astype(jnp.uint32) * weights))
-    return jnp.stack(sums)
+    return jnp.array(sums, jnp.uint32)
 
   def _pack(self, activations: list[jax.Array]) -> np.ndarray:
     parts = []
