@@ -82,10 +82,11 @@ def layer_groups(
 
   A leaf's place is where it first meets the data; casts and reshapes of params do not count. Blocks
   are shared out evenly: modules with numbers in their names of which two or more are alike
-  (``layers/0``, ``Block_3``), wherever their kernels are used one after the other; a kernel outside
-  them is a block of its own, and a bias or a normalization stays with the kernel before it. A block
-  is cut inside, into the numbered modules in it and at last into kernels, only where more groups
-  are asked for than there are blocks. Nothing is computed; arrays may be abstract.
+  (``layers/0``, ``Block_3``; ``block`` before ``block_1`` counts, too), wherever their kernels are
+  used one after the other; a kernel outside them is a block of its own, and a bias or a
+  normalization stays with the kernel before it. A block is cut inside, into the numbered modules in
+  it and at last into kernels, only where more groups are asked for than there are blocks. Nothing
+  is computed; arrays may be abstract.
 
   Of a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the
   outermost scan is a block, with its slices of all leaves that the scan slices; in a reverse scan

@@ -65,18 +65,23 @@ def _modules(
   """For each leaf the repeated modules that it is in, from the outermost in.
 
   A module is repeated if its name is numbered and two of its kind hold the same leaves. It counts
-  where its kernels come one after the other and no scan runs over them.
+  where its kernels come one after the other and no scan runs over them. Haiku gives the first of a
+  kind no number, as in `block`, `block_1`, `block_2`.
   """
+  all_modules = {parent for leaf in leaves for parent in _parents(leaf.path)}
   contents: dict[str, set[str]] = {}
   members: dict[str, set[int]] = {}
   kinds: dict[tuple[str, str], list[str]] = {}
   for i, leaf in enumerate(leaves):
     names = leaf.path.split("/")
     for end in range(1, len(names)):
-      if match := _NUMBERED.fullmatch(names[end - 1]):
-        module = "/".join(names[:end])
+      module = "/".join(names[:end])
+      match = _NUMBERED.fullmatch(names[end - 1])
+      is_first = f"{module}_1" in all_modules and f"{module}_0" not in all_modules
+      if match or is_first:
+        kind = match[1] if match else f"{names[end - 1]}_"
         if module not in contents:
-          kinds.setdefault(("/".join(names[: end - 1]), match[1]), []).append(module)
+          kinds.setdefault(("/".join(names[: end - 1]), kind), []).append(module)
         contents.setdefault(module, set()).add("/".join(names[end:]))
         members.setdefault(module, set()).add(i)
   scanned = {i for stack in stacks for i in stack.axes}

@@ -247,3 +247,18 @@ def test_a_vector_of_the_root_stays_where_it_is_used(scanned):
   assert plan.groups[0] == ("embed", "position")
   last = f"layers/w[{LAYERS - 1}:{LAYERS}]" if scanned else f"layers/{LAYERS - 1}/w"
   assert plan.groups[-1] == (last, "final")
+
+
+def test_the_first_of_haikus_blocks_has_no_number():
+  names = ["block", "block_1", "block_2"]
+  kernel = jnp.eye(WIDTH)
+  params = {f"net/~/{name}/~/mlp": {"up": kernel, "down": kernel} for name in names}
+
+  def loss_fn(params, x):
+    for name in names:
+      p = params[f"net/~/{name}/~/mlp"]
+      x += jax.nn.relu(x @ p["up"]) @ p["down"]
+    return jnp.mean(x)
+
+  plan = optax_boost.layer_groups(loss_fn, params, X)
+  assert [{path.split("/")[2] for path in group} for group in plan.groups] == [{n} for n in names]
