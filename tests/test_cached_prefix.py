@@ -336,6 +336,15 @@ def test_a_prefix_that_is_trained_is_refused():
     make(groups=("head", "."), frozen=1)
 
 
+def test_a_loss_that_scans_over_micro_batches_is_refused_by_this_name():
+  def micro_batches(params, batch):
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    return jax.lax.scan(lambda total, part: (total + loss(params, part), None), 0.0, parts)[0]
+
+  with pytest.raises(ValueError, match=r"scans over parts of the batch \(micro-batches\)"):
+    make(micro_batches)
+
+
 @pytest.mark.parametrize(
   ("indices", "error", "text"),
   [

@@ -8,6 +8,7 @@ the rest, and so is what depends on data alone (a mask, targets).
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import operator
 import re
 from typing import Any
 from typing import NamedTuple
@@ -78,7 +79,8 @@ def split(
   ]
   jaxpr = _hoisted(whole, kinds, inputs)
   kind, border, before, after = _cut(jaxpr.jaxpr, kinds)
-  _check_border([kind[variable] for variable in border])
+  loops = _loops_over_data(jaxpr.jaxpr, kind)
+  _check_border([kind[variable] for variable in border], loops)
   border, again = _without_cheap(jaxpr.jaxpr, kind, border)
   again |= set(map(id, after))
   after = [equation for equation in jaxpr.eqns if id(equation) in again]
@@ -202,7 +204,25 @@ def _is_activation(kind: int) -> bool:
   return not kind & _TRAINED and bool(kind & _FROZEN) and bool(kind & (_DATA | _RANDOM))
 
 
-def _check_border(kinds: list[int]) -> None:
+def _loops_over_data(jaxpr: Any, kind: dict[Any, int]) -> bool:
+  """Whether a scan slices data and works on them with frozen params and with trained ones."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "scan":
+      kinds = [0 if isinstance(atom, jax_core.Literal) else kind[atom] for atom in equation.invars]
+      before = equation.params["num_consts"] + equation.params["num_carry"]
+      constants = functools.reduce(operator.or_, kinds[: equation.params["num_consts"]], 0)
+      if constants & _FROZEN and constants & _TRAINED and _DATA in kinds[before:]:
+        return True
+  return False
+
+
+def _check_border(kinds: list[int], loops_over_data: bool) -> None:
+  if not kinds and loops_over_data:
+    raise ValueError(
+      f"`{_METHOD}` found no activations: the loss scans over parts of the batch (micro-batches),"
+      " and a scan's body is not split. Take the scan out of the loss: `accumulate` sums up"
+      " gradients of micro-batches, each of which is a batch of the cache."
+    )
   if not kinds:
     raise ValueError(
       f"`{_METHOD}` found no activations: nothing is computed from the data and the frozen groups"
