@@ -1,5 +1,10 @@
 """`cache_prefix`: losses and gradients as without it, nothing computed twice or kept wrongly."""
 
+import errno
+import os
+import subprocess
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +13,8 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _files
+from optax_boost._cached_prefix import _rows
 
 N, B, D, L = 8, 4, 3, 4
 GROUPS = ("embed", "blocks_0", ".")
@@ -186,6 +193,7 @@ def test_repeated_examples_take_one_place():
 def test_a_folder_keeps_activations_for_the_next_run(tmp_path):
   first = make(path=tmp_path / "cache")
   given = first(model(), range(B), take(range(B)))
+  del first
   again = make(path=tmp_path / "cache")
   assert again.num_cached == B
   nowhere = jax.tree.map(lambda x: x * jnp.nan, model())
@@ -195,6 +203,7 @@ def test_a_folder_keeps_activations_for_the_next_run(tmp_path):
 def test_a_folder_of_another_prefix_is_refused_and_left_alone(tmp_path):
   first = make(path=tmp_path)
   first(model(), range(B), take(range(B)))
+  del first
   other = model() | {"embed": model()["embed"] + 1}
   with pytest.raises(ValueError, match="of another prefix: checksums differ"):
     make(params=other, path=tmp_path)
@@ -207,6 +216,99 @@ def test_a_folder_without_its_header_begins_anew(tmp_path):
   make(path=tmp_path)(model(), range(B), take(range(B)))
   (tmp_path / "prefix.json").unlink()
   assert make(path=tmp_path).num_cached == 0
+
+
+def test_a_folder_is_of_one_cache_at_a_time(tmp_path):
+  first = make(path=tmp_path)
+  step = optax_boost.make_train_step(first.loss_fn, optax.sgd(0.1))
+  given = first(model(), range(B), take(range(B)))
+  step(step.init(model()), given)
+  with pytest.raises(ValueError, match="in use by another run, or by a cache of this process"):
+    make(path=tmp_path)
+  del first, step
+  second = make(path=tmp_path)
+  chex.assert_trees_all_equal(second(model(), range(B), given[0])[1], given[1])
+
+
+def test_a_folder_is_of_one_process_until_it_ends(tmp_path):
+  program = "import sys; from optax_boost._cached_prefix import _rows;" + (
+    "rows = _rows.Rows(8, 8, 4, sys.argv[1], {}); print('ready', flush=True); input()"
+  )
+  other = subprocess.Popen(
+    [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+  )
+  with other:
+    assert other.stdout.readline() == b"ready\n"
+    with pytest.raises(ValueError, match="is in use by another run"):
+      _rows.Rows(8, 8, 4, str(tmp_path), {})
+    other.kill()
+  assert _rows.Rows(8, 8, 4, str(tmp_path), {}).used == 0
+
+
+@pytest.mark.parametrize("missing", ["fcntl", "locks"])
+def test_a_folder_that_cannot_be_locked_warns(tmp_path, monkeypatch, missing):
+  def refuse(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  if missing == "fcntl":
+    monkeypatch.setattr(_files, "fcntl", None)
+  else:
+    monkeypatch.setattr(_files.fcntl, "flock", refuse)
+  with pytest.warns(UserWarning, match=r"prefix\.lock' can't be locked: let no other run"):
+    assert _files.lock(tmp_path / "prefix.lock") is not None
+
+
+@pytest.mark.parametrize(
+  ("name", "change", "text"),
+  [
+    ("rows.bin", lambda data: None, r"No such file .*rows\.bin"),
+    ("examples.bin", lambda data: None, r"No such file .*examples\.bin"),
+    ("rows.bin", lambda data: data[:-1], r"'rows\.bin' has 31 bytes instead of 32"),
+    ("rows.bin", lambda data: data + b"0", r"'rows\.bin' has 33 bytes instead of 32"),
+    ("examples.bin", lambda data: data[:8] * 2, r"'examples\.bin' holds array\(\[2, 2\]\)"),
+    ("examples.bin", lambda data: b"\x08" + data[1:], r"holds array\(\[8, 5\]\)"),
+    ("examples.bin", lambda data: b"\xff" * 8 + data[8:], r"holds array\(\[-1,  5\]\)"),
+  ],
+)
+def test_damaged_files_are_refused(tmp_path, name, change, text):
+  rows = np.arange(8, dtype=np.uint8).reshape(2, 4)
+  _rows.Rows(8, 8, 4, str(tmp_path), {}).add(np.array([2, 5]), rows)
+  changed = change((tmp_path / name).read_bytes())
+  (tmp_path / name).unlink()
+  if changed is not None:
+    (tmp_path / name).write_bytes(changed)
+  with pytest.raises(ValueError, match=rf"is truncated, damaged or of another kind: .*{text}"):
+    _rows.Rows(8, 8, 4, str(tmp_path), {})
+
+
+def test_a_full_disk_raises_and_leaves_whole_rows(tmp_path, monkeypatch):
+  data = np.arange(32, dtype=np.uint8).reshape(8, 4)
+  rows = _rows.Rows(8, 8, 4, str(tmp_path), {})
+  rows.add(np.array([2, 5]), data[[2, 5]])
+  write, room = os.write, 2 * 4 + 3
+
+  def write_to_full_disk(file, content):
+    nonlocal room
+    if not room:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    written = write(file, content[:room])
+    room -= written
+    return written
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "write", write_to_full_disk)
+    with pytest.raises(OSError, match=r"No space .*: `cache_prefix` needs 24 bytes for 2") as info:
+      rows.add(np.array([7, 1]), data[[7, 1]])
+  assert (info.value.errno, info.value.filename) == (errno.ENOSPC, str(tmp_path))
+  assert rows.used == 2
+  del rows, info  # its traceback holds the rows
+  rows = _rows.Rows(8, 8, 4, str(tmp_path), {})
+  assert rows.used == 2
+  rows.add(np.array([5, 0]), data[[5, 0]])
+  np.testing.assert_array_equal(rows.read(np.array([5, 2, 0])), data[[5, 2, 0]])
+  del rows
+  rows = _rows.Rows(8, 8, 4, str(tmp_path), {})
+  np.testing.assert_array_equal(rows.read(np.array([5, 2, 0])), data[[5, 2, 0]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -296,7 +296,8 @@ def cache_prefix(
     frozen_groups: how many groups from the first are frozen in every step.
     num_examples: how many examples the data has.
     max_bytes: the most that activations may take; further examples are computed each time.
-    path: a folder for the activations, which a later run finds again; None: in memory.
+    path: a folder for the activations, which a later run finds again; None: in memory. One cache
+      at a time may use it, from its making until it is deleted or its process ends.
     rng: a key, if the loss takes one.
 
   Returns:
@@ -305,7 +306,9 @@ def cache_prefix(
 
   Raises:
     ValueError: the frozen groups make no activations, draw random numbers, or mix the examples of
-      a batch; `max_bytes` holds no example; `path` holds activations of another prefix.
+      a batch; `max_bytes` holds no example; `path` holds activations of another prefix or damaged
+      files, or is in use.
+    OSError: the files can't be written; when called: the disk is full.
     TypeError: an argument is of the wrong kind.
 
   Examples:

@@ -1,14 +1,22 @@
-"""Rows of bytes by the number of an example, in memory or in a folder of memory-mapped files."""
+"""Rows of bytes by the number of an example, in memory or in a folder of files."""
 
+from collections.abc import Iterator
+import contextlib
+import gc
 import json
+import os
 import pathlib
 from typing import Any
+import weakref
 
 import numpy as np
 
+from optax_boost import _base
 from optax_boost import _files
 
-_HEADER, _ROWS, _SLOTS = "prefix.json", "rows.bin", "slots.bin"
+_METHOD = "cache_prefix"
+# The lock, what the rows depend on, the rows, and the number of each row's example.
+_LOCK, _HEADER, _ROWS, _EXAMPLES = "prefix.lock", "prefix.json", "rows.bin", "examples.bin"
 
 
 class Rows:
@@ -25,21 +33,16 @@ class Rows:
   def __init__(
     self, examples: int, capacity: int, row_bytes: int, folder: str | None, facts: dict[str, Any]
   ):
+    self.used = 0
+    self._slots = np.full(examples, -1, np.int32)
+    self._folder = None
     if folder is None:
       self._rows = np.empty((capacity, row_bytes), np.uint8)
-      self._slots = np.full(examples, -1, np.int32)
     else:
       header = {"examples": examples, "capacity": capacity, "row_bytes": row_bytes, **facts}
-      mode = _open(pathlib.Path(folder), header)
-      self._rows = np.memmap(f"{folder}/{_ROWS}", np.uint8, mode, shape=(capacity, row_bytes))
-      self._slots = np.memmap(f"{folder}/{_SLOTS}", np.int32, mode, shape=(examples,))
-      if mode == "w+":
-        self._slots[:] = -1
-        self._slots.flush()
-        # Last, so that a folder without it is one that was never finished.
-        text = json.dumps(header).encode()
-        _files.write_atomically(f"{folder}/{_HEADER}", lambda file: file.write(text))
-    self.used = int(np.sum(self._slots >= 0))
+      self._folder = _Folder(pathlib.Path(folder), header)
+      self._rows = self._folder.rows
+      self._name(self._folder.examples)
 
   def has(self, examples: np.ndarray) -> bool:
     """Whether all of some examples have rows."""
@@ -57,32 +60,120 @@ class Rows:
     """Gives rows to the examples that have none, while there is room."""
     numbers, places = np.unique(examples, return_index=True)
     new = np.flatnonzero(self._slots[numbers] < 0)[: len(self._rows) - self.used]
-    slots = np.arange(self.used, self.used + len(new))
-    self._rows[slots] = rows[places[new]]
-    self._flush(self._rows)
-    # Only now: a process that ends in between leaves rows that nothing names.
-    self._slots[numbers[new]] = slots
-    self._flush(self._slots)
-    self.used += len(new)
+    if self._folder is None:
+      self._rows[self.used : self.used + len(new)] = rows[places[new]]
+    else:
+      self._folder.write(self.used, numbers[new], rows[places[new]])
+    self._name(numbers[new])
 
-  def _flush(self, array: np.ndarray) -> None:
-    if isinstance(array, np.memmap):
-      array.flush()
+  def _name(self, examples: np.ndarray) -> None:
+    """Makes the next rows those of some examples."""
+    self._slots[examples] = np.arange(self.used, self.used + len(examples))
+    self.used += len(examples)
 
 
-def _open(folder: pathlib.Path, header: dict[str, Any]) -> Any:
-  """The mode to open the files of a folder with: new ones, or those that are there."""
-  folder.mkdir(parents=True, exist_ok=True)
-  path = folder / _HEADER
-  if not path.exists():
-    return "w+"
-  found = _files.read_json("path", path)
+class _Folder:
+  """The files of a folder, locked until this object is gone.
+
+  Rows are written by calls, and only read through a memory map: where the disk is full a call
+  raises an error, and a write to a map ends the process.
+
+  Attributes:
+    rows: [capacity, row_bytes], a memory map.
+    examples: the numbers of the examples that the first rows are of.
+  """
+
+  def __init__(self, path: pathlib.Path, header: dict[str, Any]):
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as opened:
+      # First, so that no other run writes the files while they are checked.
+      opened.callback(os.close, _locked(path))
+      if not (path / _HEADER).exists():
+        _create(path, header)
+      self.examples = _read_examples(path, header)
+      shape = header["capacity"], header["row_bytes"]
+      self.rows = np.memmap(path / _ROWS, np.uint8, "r", shape=shape)
+      flags = os.O_WRONLY | getattr(os, "O_BINARY", 0)
+      files = []
+      for name in (_ROWS, _EXAMPLES):
+        files.append(os.open(path / name, flags))
+        opened.callback(os.close, files[-1])
+      self._path, self._files = path, files
+      weakref.finalize(self, opened.pop_all().close)
+
+  def write(self, used: int, examples: np.ndarray, rows: np.ndarray) -> None:
+    """Writes rows behind those that are used, then the numbers of their examples."""
+    numbers = examples.astype(np.int64)
+    with _naming(self._path, f"{rows.nbytes + numbers.nbytes} bytes for {len(rows)} examples"):
+      # In this order: a process that ends in between leaves rows that no number names.
+      for file, array in zip(self._files, (rows, numbers), strict=True):
+        os.lseek(file, used * array[:1].nbytes, os.SEEK_SET)
+        rest = np.ascontiguousarray(array).data.cast("B")
+        while rest:
+          rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+
+
+def _locked(path: pathlib.Path) -> int:
+  """The descriptor of a folder's lock, which is held until it is closed."""
+  file = _files.lock(path / _LOCK)
+  if file is None:
+    # Of a cache that nothing refers to any more, but that is part of a cycle.
+    gc.collect()
+    file = _files.lock(path / _LOCK)
+  if file is None:
+    raise ValueError(
+      f"`path` must be a folder of its own for each cache; '{path}' is in use by another run, or by"
+      " a cache of this process. Wait for that run or delete that cache with its train step"
+      " (`del cache, step`), or pass another `path`."
+    )
+  return file
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path, needed: str) -> Iterator[None]:
+  """Errors of the block name the folder and the room that was needed."""
+  try:
+    yield
+  except OSError as error:
+    text = f"{error.strerror}: `{_METHOD}` needs {needed}; make room or pass another `path`"
+    raise OSError(error.errno, text, str(path)) from error
+
+
+def _create(path: pathlib.Path, header: dict[str, Any]) -> None:
+  size = header["capacity"] * header["row_bytes"]
+  with _naming(path, f"a file of {size} bytes"), open(path / _ROWS, "wb") as file:
+    file.truncate(size)
+  (path / _EXAMPLES).write_bytes(b"")
+  # Last, so that a folder without it is one that was never finished.
+  text = json.dumps(header).encode()
+  _files.write_atomically(path / _HEADER, lambda file: file.write(text))
+
+
+def _read_examples(path: pathlib.Path, header: dict[str, Any]) -> np.ndarray:
+  """The numbers of the examples in a folder; refuses that of another prefix, or a damaged one."""
+  found = _files.read_json("path", path / _HEADER)
   different = [
     key for key in header if not isinstance(found, dict) or found.get(key) != header[key]
   ]
   if different:
     raise ValueError(
-      f"'{folder}' holds activations of another prefix: {', '.join(different)} differ. Delete it,"
+      f"'{path}' holds activations of another prefix: {', '.join(different)} differ. Delete it,"
       " or pass another `path`."
     )
-  return "r+"
+  try:
+    size, expected = (path / _ROWS).stat().st_size, header["capacity"] * header["row_bytes"]
+    if size != expected:
+      raise ValueError(f"{_ROWS!r} has {size} bytes instead of {expected}")
+    data = (path / _EXAMPLES).read_bytes()
+    # A process that ended while it wrote may have left a part of a number.
+    examples = np.frombuffer(data, np.int64, len(data) // 8)
+    inside = np.all((examples >= 0) & (examples < header["examples"]))
+    if not inside or not len(np.unique(examples)) == len(examples) <= header["capacity"]:
+      raise ValueError(f"{_EXAMPLES!r} holds {_base.shorten(examples)}")
+  except (FileNotFoundError, ValueError) as error:
+    raise ValueError(
+      f"`{_METHOD}` needs the whole files that it wrote; '{path}' is truncated, damaged or of"
+      f" another kind: {error}. Delete it, or pass another `path`."
+    ) from error
+  return examples
