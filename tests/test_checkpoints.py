@@ -52,6 +52,15 @@ def test_a_slice_is_a_sequence_of_snapshots(managed):
   assert [float(snapshot[0][2]) for snapshot in found] == [-5, -10]
 
 
+def test_numbers_in_a_subtree_count_the_entries_of_lists(managed):
+  found = optax_boost.checkpoint_snapshots(managed, subtree="params/bias/0")
+  assert found[1].tolist() == [-5, -5, -5]
+  momentum = optax_boost.checkpoint_snapshots(managed, state(0)["params"], subtree="opt_state/0/mu")
+  assert isinstance(momentum[0], Weights)
+  with pytest.raises(ValueError, match=r"has no '7', but \['0', '1'\]"):
+    optax_boost.checkpoint_snapshots(managed, subtree="opt_state/7")[0]
+
+
 def test_snapshots_take_the_tree_and_the_devices_of_the_params(managed):
   mesh = jax.make_mesh((8,), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -85,6 +94,26 @@ def test_a_leaf_that_is_called_value_is_read_back_beside_others(tmp_path, make):
     checkpointer.save(tmp_path / "1", state)
   (found,) = optax_boost.checkpoint_snapshots(tmp_path, like=state)
   chex.assert_trees_all_equal(found, state)
+
+
+def test_the_params_are_read_out_of_a_whole_flax_state(tmp_path):
+  rngs = nnx.Rngs(0)
+  layers = [nnx.Linear(3, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)]
+  model = nnx.Sequential(*layers)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "1", {"model": nnx.state(model)})
+  params = nnx.state(model, nnx.Param)
+  (found,) = optax_boost.checkpoint_snapshots(tmp_path, like=params, subtree="model")
+  chex.assert_trees_all_equal(found, params)
+
+
+def test_leaves_that_the_params_lack_are_not_read(tmp_path):
+  saved = {"attention": {"value": jnp.ones(2), "key": jnp.ones(3)}, "layers": [jnp.ones(4)]}
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "1", saved)
+  like = {"attention": {"value": jnp.zeros(2)}}
+  (found,) = optax_boost.checkpoint_snapshots(tmp_path, like=like)
+  chex.assert_trees_all_equal(found, {"attention": {"value": np.ones(2, np.float32)}})
 
 
 def test_folders_named_by_step_and_nothing_else_are_read(tmp_path):
@@ -148,6 +177,17 @@ def test_a_folder_beside_the_steps_may_end_with_a_number(managed, tmp_path):
   assert optax_boost.checkpoint_snapshots(folder).steps == [0, 5, 10, 100]
 
 
+def test_one_series_of_checkpoints_is_read(tmp_path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    for name in ("best_2", "last_2", "9", "10"):
+      checkpointer.save(tmp_path / name, {"w": jnp.ones(2)})
+  assert optax_boost.checkpoint_snapshots(tmp_path).steps == [9, 10]
+  for name in ("9", "10"):
+    shutil.rmtree(tmp_path / name)
+  with pytest.raises(ValueError, match=r"one series of .* those of \['best_', 'last_'\]"):
+    optax_boost.checkpoint_snapshots(tmp_path)
+
+
 @pytest.mark.parametrize(
   "bad",
   [{"directory": 3}, {"subtree": 3}, {"item": 3}, {"progress": "yes"}, {"like": {"w": "x"}}],
@@ -169,9 +209,9 @@ def test_params_of_another_model_are_refused(managed):
   found = optax_boost.checkpoint_snapshots(managed, like, subtree="params")
   with pytest.raises(ValueError, match=r"at 'bias/0' .* has \(3,\) and `like` has \(4,\)"):
     found[0]
-  like = {"kernel": jnp.zeros((8, 2))}
+  like = {"kernel": jnp.zeros((8, 2)), "bias": [jnp.zeros(3)], "scale": jnp.zeros(2)}
   found = optax_boost.checkpoint_snapshots(managed, like, subtree="params")
-  with pytest.raises(ValueError, match=r"at 'bias/0' .* has \(3,\) and `like` has nothing"):
+  with pytest.raises(ValueError, match=r"at 'scale' .* has nothing and `like` has \(2,\)"):
     found[0]
 
 

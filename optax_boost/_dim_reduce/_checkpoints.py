@@ -1,11 +1,9 @@
 """Snapshots of the params from a directory of Orbax checkpoints, read one at a time."""
 
-import collections
-from collections.abc import Iterable
+from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import os
 import pathlib
 import re
@@ -73,11 +71,14 @@ def checkpoint_snapshots(
   Args:
     directory: that of a ``CheckpointManager``, or one that holds a folder per checkpoint whose
       name ends with the step (``step_100``). Unfinished checkpoints and other entries are passed
-      over: folders are steps if one of the same name, but for the number, is a checkpoint.
+      over: folders are steps if one of the same name, but for the number, is a checkpoint. Those
+      that are numbers alone go before others, such as ``best_100``.
     like: a tree of arrays or of ``jax.ShapeDtypeStruct`` that gives snapshots their structure,
-      dtypes and sharding. None: nested dicts and lists of NumPy arrays.
+      dtypes and sharding; saved leaves that it lacks are not read, such as the BatchNorm statistics
+      of a whole NNX state. None: nested dicts and lists of NumPy arrays.
     subtree: the keys that lead from the checkpoint's root to the params, joined by ``/``:
-      ``"params"`` if a train state was saved. ``""``: the checkpoint is the params.
+      ``"params"`` if a train state was saved, ``"opt_state/0/mu"`` where numbers count the entries
+      of a list or tuple. ``""``: the checkpoint is the params.
     item: the name of the item that was saved with ``ocp.args.Composite``. None: the only tree.
     progress: whether iterating shows a progress bar; needs ``tqdm``, and is nothing without it.
 
@@ -88,8 +89,8 @@ def checkpoint_snapshots(
     ImportError: ``orbax-checkpoint`` is not installed.
     FileNotFoundError: there is no such directory.
     TypeError: an argument is of the wrong kind.
-    ValueError: the directory holds no checkpoint, or not such an item; when read: there is no
-      such subtree, or it does not fit `like`.
+    ValueError: the directory holds no checkpoint, several series of them, or not such an item;
+      when read: there is no such subtree, or it lacks leaves of `like` or has them in other shapes.
 
   Examples:
     >>> import tempfile, jax.numpy as jnp, optax_boost, orbax.checkpoint as ocp
@@ -118,12 +119,19 @@ def checkpoint_snapshots(
       alike = numbered.setdefault(entry.name[: number.start()], [])
       alike.append((int(number.group()), folder / entry.name))
   # Other folders may end with a number, too: `logs2024`.
-  steps = [
-    step
-    for alike in numbered.values()
+  series = {
+    prefix: alike
+    for prefix, alike in numbered.items()
     if any(_holds_tree(path) for _, path in alike)
-    for step in alike
-  ]
+  }
+  if "" in series:
+    series = {"": series[""]}
+  if len(series) > 1:
+    raise ValueError(
+      "`checkpoint_snapshots` needs one series of checkpoints, whose folders have the same name but"
+      f" for the step; {folder} holds those of {sorted(series)}. Move others elsewhere."
+    )
+  steps = [step for alike in series.values() for step in alike]
   if not steps:
     raise ValueError(
       "`checkpoint_snapshots` needs a directory with a folder per checkpoint whose name ends with"
@@ -167,23 +175,26 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
   ocp = _orbax()
   with ocp.PyTreeCheckpointer() as checkpointer:
     metadata = checkpointer.metadata(path)
-    part = getattr(metadata, "item_metadata", metadata)
-    part = getattr(part, "tree", part)
-    for key in subtree:
-      if not isinstance(part, dict) or key not in part:
-        has = sorted(part) if isinstance(part, dict) else type(part).__name__
+    tree = getattr(metadata, "item_metadata", metadata)
+    part = tree = getattr(tree, "tree", tree)
+    keys: list[Any] = []
+    for name in subtree:
+      children = dict(enumerate(part)) if isinstance(part, list | tuple) else part
+      by_name = {str(key): key for key in children} if isinstance(children, dict) else {}
+      if name not in by_name:
         raise ValueError(
           f"`checkpoint_snapshots` needs the subtree {'/'.join(subtree)!r} in each checkpoint;"
-          f" {path} has no {key!r}, but {has}. Pass the `subtree` that leads to the params."
+          f" {path} has no {name!r}, but {sorted(by_name) or type(part).__name__}. Pass the"
+          " `subtree` that leads to the params."
         )
-      part = part[key]
-    wanted = _subspace.leaves_like(like)
-    targets = dict(zip(_names(wanted), wanted.values(), strict=True))
-    leaves, structure = jax.tree.flatten(part)
-    names = _names(_tree.leaf_paths(part))
+      keys.append(by_name[name])
+      part = part[keys[-1]]
+    targets = _subspace.leaves_like(like)
+    saved, structure = jax.tree.flatten(part)
+    names = _names(part, targets)
     if like is not None:
       _subspace.check_shapes(
-        {name: tuple(x.shape) for name, x in zip(names, leaves, strict=True)},
+        {n: tuple(x.shape) for n, x in zip(names, saved, strict=True) if n in targets},
         targets,
         "`checkpoint_snapshots` needs checkpoints of the tree and the shapes of `like`",
         str(path),
@@ -197,29 +208,32 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
         return ocp.RestoreArgs(restore_type=np.ndarray)
       return ocp.ArrayRestoreArgs(sharding=sharding, dtype=target.dtype)
 
-    # Structures of their own: leaves that are not named in them are not read.
-    item = jax.tree.map(lambda _: 0, part)
-    arguments = jax.tree.unflatten(structure, map(how, names))
-    for key in reversed(subtree):
-      item, arguments = {key: item}, {key: arguments}
-    read = checkpointer.restore(
-      path, args=ocp.args.PyTreeRestore(item, arguments, partial_restore=True)
-    )
-  for key in subtree:
+    # Leaves with a placeholder are not read.
+    unread = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+    marks = [0 if like is None or name in targets else ocp.PLACEHOLDER for name in names]
+    item = _with_part(unread, keys, jax.tree.unflatten(structure, marks))
+    unread = jax.tree.map(lambda _: ocp.RestoreArgs(), tree)
+    arguments = _with_part(unread, keys, jax.tree.unflatten(structure, map(how, names)))
+    read = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item, arguments))
+  for key in keys:
     read = read[key]
   if like is None:
     return read
-  arrays = dict(zip(_names(_tree.leaf_paths(read)), jax.tree.leaves(read), strict=True))
+  arrays = dict(zip(_names(read, targets), jax.tree.leaves(read), strict=True))
   ordered = [arrays[name].astype(x.dtype) for name, x in targets.items()]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
 
-def _names(paths: Iterable[str]) -> list[str]:
-  """Paths without the name of a value alone in its dict, as Orbax saves a Flax variable."""
-  paths = list(paths)
-  below = collections.Counter(
-    module for path in paths for module in itertools.accumulate(path.split("/"), "{}/{}".format)
-  )
-  boxes = (re.fullmatch(r"(.+)/(?:raw_)?value", path, re.DOTALL) for path in paths)
-  pairs = zip(paths, boxes, strict=True)
-  return [box[1] if box and below[box[1]] == 1 else path for path, box in pairs]
+def _with_part(tree: Any, keys: Sequence[Any], part: Any) -> Any:
+  """A copy of nested dicts and lists with another part under some keys."""
+  if not keys:
+    return part
+  copy = dict(tree) if isinstance(tree, dict) else list(tree)
+  copy[keys[0]] = _with_part(tree[keys[0]], keys[1:], part)
+  return copy
+
+
+def _names(tree: Any, targets: Container[str]) -> list[str]:
+  """The leaves' paths; Orbax saves a Flax variable as a dict with its value in it."""
+  paths = _tree.leaf_paths(tree)
+  return [p if p in targets else re.sub(r"(^|/)(raw_)?value$", "", p) for p in paths]
