@@ -76,6 +76,16 @@ def test_refuses_the_state_of_another_optimizer_and_leaves_of_another_kind():
     jax.jit(optax_boost.snapshots)(tx.init(params))
 
 
+@pytest.mark.parametrize("capacity", [2, 4])
+def test_refuses_a_state_of_another_capacity(capacity):
+  state = record(optax_boost.record_trajectory(1, 3), numbered(4))
+  other = optax_boost.record_trajectory(1, capacity)
+  with pytest.raises(
+    ValueError, match=rf"room for `capacity` snapshots, {capacity}; got one for 3"
+  ):
+    other.update(numbered(1)[0], state, numbered(1)[0])
+
+
 def test_it_records_eagerly_on_a_mesh_with_explicit_axes():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -60,7 +60,8 @@ def record_trajectory(
     :class:`TrajectoryState`, its snapshots sharded as the params are.
 
   Raises:
-    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
+    ValueError: a number is out of range; in ``update``: no params, a tree that does not fit, or a
+      state of another `capacity`.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -107,6 +108,12 @@ def record_trajectory(
     _base.require_params(params, _METHOD)
     _base.require_state(state, TrajectoryState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
+    lengths = {len(ring) for ring in jax.tree.leaves(state.snapshots)}
+    if lengths - {capacity}:
+      raise ValueError(
+        f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
+        f" {lengths.pop()}. Pass the `capacity` of the run that made it."
+      )
 
     def taken() -> TrajectoryState:
       good = _tree.all_finite(params)
