@@ -1,6 +1,7 @@
 """Leaf paths, selecting leaves by pattern, and norms in full precision."""
 
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -85,6 +86,18 @@ def _is_box(node: Any) -> bool:
   # By its children, of which a mask hides none; named tuples are the user's own containers.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
+
+
+def paths_among(expected: Container[str], tree: Any) -> list[str]:
+  """The path of every leaf of a restored checkpoint, as the tree that it was saved from has them.
+
+  Orbax restores an NNX variable as a dict with its value in it.
+  """
+  paths = []
+  for path in leaf_paths(tree):
+    variable = re.sub(r"(^|/)(raw_)?value$", "", path)
+    paths.append(variable if path not in expected and variable in expected else path)
+  return paths
 
 
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:

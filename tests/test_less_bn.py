@@ -419,6 +419,19 @@ def test_a_checkpoint_of_the_original_loads_with_a_report():
   assert len(report.left_over) == 16
 
 
+def test_a_state_that_orbax_restored_without_a_target_loads():
+  model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+  kernel = np.arange(6, dtype=np.float32).reshape(2, 3)
+  restored = {name: {"value": value} for name, value in {"kernel": kernel, "scale": 1.0}.items()}
+  report = ob_nnx.load_original(model, restored)
+  np.testing.assert_array_equal(model.kernel[...], kernel)
+  assert (report.loaded, report.left_over, report.fresh) == (
+    ("kernel",),
+    ("scale/value",),
+    ("bias",),
+  )
+
+
 def test_rng_streams_are_loaded_and_never_missed():
   model = NnxNet(block=Stochastic)
   less = ob_nnx.less_bn(NnxNet(block=Stochastic, rngs=nnx.Rngs(3)), X)

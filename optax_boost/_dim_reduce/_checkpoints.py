@@ -1,6 +1,5 @@
 """Snapshots of the params from a directory of Orbax checkpoints, read one at a time."""
 
-from collections.abc import Container
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -191,7 +190,7 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
       part = part[keys[-1]]
     targets = _subspace.leaves_like(like)
     saved, structure = jax.tree.flatten(part)
-    names = _names(part, targets)
+    names = _tree.paths_among(targets, part)
     if like is not None:
       _subspace.check_shapes(
         {n: tuple(x.shape) for n, x in zip(names, saved, strict=True) if n in targets},
@@ -219,7 +218,7 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
     read = read[key]
   if like is None:
     return read
-  arrays = dict(zip(_names(read, targets), jax.tree.leaves(read), strict=True))
+  arrays = dict(zip(_tree.paths_among(targets, read), jax.tree.leaves(read), strict=True))
   ordered = [arrays[name].astype(x.dtype) for name, x in targets.items()]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
@@ -231,9 +230,3 @@ def _with_part(tree: Any, keys: Sequence[Any], part: Any) -> Any:
   copy = dict(tree) if isinstance(tree, dict) else list(tree)
   copy[keys[0]] = _with_part(tree[keys[0]], keys[1:], part)
   return copy
-
-
-def _names(tree: Any, targets: Container[str]) -> list[str]:
-  """The leaves' paths; Orbax saves a Flax variable as a dict with its value in it."""
-  paths = _tree.leaf_paths(tree)
-  return [p if p in targets else re.sub(r"(^|/)(raw_)?value$", "", p) for p in paths]

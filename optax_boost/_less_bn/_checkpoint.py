@@ -43,14 +43,15 @@ def load_tree(target: Any, checkpoint: Any, ignore: Collection[str] = ()) -> tup
 
   The report leaves out fresh paths that are in `ignore`.
   """
+  paths = _tree.leaf_paths(target)
   try:
-    values = dict(zip(_tree.leaf_paths(checkpoint), jax.tree.leaves(checkpoint), strict=True))
+    names = _tree.paths_among(set(paths), checkpoint)
+    values = dict(zip(names, jax.tree.leaves(checkpoint), strict=True))
   except (TypeError, ValueError) as error:
     raise ValueError(
       "`checkpoint` must be a tree whose dicts have keys of one kind each, as strings; got"
       f" {_base.shorten(checkpoint)}."
     ) from error
-  paths = _tree.leaf_paths(target)
   loaded = tuple(path for path in paths if path in values)
   if paths and not loaded:
     raise ValueError(

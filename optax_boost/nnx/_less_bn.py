@@ -164,8 +164,9 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
 
   Args:
     model: the model after :func:`less_bn`.
-    checkpoint: the original model, its ``nnx.state``, or a nested dict of its arrays. That of a
-      model after :func:`less_bn` loads too, with nothing left over.
+    checkpoint: the original model, its ``nnx.state``, or a nested dict of its arrays, such as
+      Orbax restores without a target. That of a model after :func:`less_bn` loads too, with nothing
+      left over.
 
   Returns:
     A report that prints: the arrays loaded, left over, and missing in the checkpoint.
