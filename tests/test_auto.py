@@ -988,6 +988,13 @@ def test_a_subspace_needs_a_file_or_checkpoints_and_the_params(path):
       make("O0", config).optimizer(optax.sgd(0.1))
 
 
+def test_a_subspace_is_not_fitted_for_a_folder_that_is_missing(tmp_path):
+  paths = {"pca_mat_path": str(tmp_path / "missing" / "pca.npz"), "weight_load_dir": str(tmp_path)}
+  config = manual(dim_reduce=True) | {"dim_reduce": paths}
+  with pytest.raises(ValueError, match=r"a file in a folder that exists; got '.*pca\.npz'"):
+    plain_form(config)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
 def test_the_example_configurations_train(path):
   boost = auto_boost("O1", path)

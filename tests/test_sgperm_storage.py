@@ -152,7 +152,11 @@ def saved(tmp_path_factory):
     (lambda seed: {**initial(seed), "more": jnp.ones(2)}, r"with the leaves \['bias'.*'more'"),
     (
       lambda seed: {**initial(seed), "signs": jnp.ones((32, 64))},
-      r"float32 of shape \(64, 32\) in the leaf 'signs'; got",
+      r"float32 of shape \(64, 32\) in the leaf 'signs'; got float32 of shape \(32, 64\)\.",
+    ),
+    (
+      lambda seed: {**initial(seed), "signs": initial(seed)["signs"].astype(jnp.bfloat16)},
+      r"float32 of shape \(64, 32\) in the leaf 'signs'; got bfloat16 of shape \(64, 32\)\.",
     ),
     (
       lambda seed: {**initial(seed), "signs": jax.random.normal(jax.random.key(0), (64, 32))},

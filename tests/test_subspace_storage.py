@@ -44,6 +44,19 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, dtype):
   assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
+def test_float64_that_is_rounded_to_float32_warns(tmp_path):
+  saved = optax_boost.Subspace(np.ones(5), np.eye(2, 5), np.ones(2), np.full(2, 0.5))
+  optax_boost.save_subspace(tmp_path / "a.npz", saved)
+  with pytest.warns(
+    UserWarning, match=r"rounds the float64 arrays in .*a\.npz to float32: `jax_en"
+  ):
+    loaded = optax_boost.load_subspace(tmp_path / "a.npz", like=jnp.ones(5))
+  assert loaded.mean.dtype == jnp.float32
+  with jax.enable_x64(True):
+    loaded = optax_boost.load_subspace(tmp_path / "a.npz", like=jnp.ones(5))
+    assert loaded.mean.dtype == jnp.float64
+
+
 def test_params_that_are_a_single_leaf(tmp_path):
   saved = optax_boost.Subspace(jnp.ones(5), jnp.eye(2, 5), jnp.ones(2), jnp.full(2, 0.5))
   optax_boost.save_subspace(str(tmp_path / "a"), saved)

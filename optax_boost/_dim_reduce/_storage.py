@@ -3,6 +3,7 @@
 import json
 import os
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,8 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
       they have a ``NamedSharding``, the devices.
 
   Returns:
-    The subspace, equal to the saved one.
+    The subspace, equal to the saved one; float64 is rounded to float32, with a warning, where
+    ``jax_enable_x64`` is off.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -112,6 +114,12 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
     f"the file {path}",
     "Pass the params of that model, or fit a subspace to this one's snapshots.",
   )
+  if any(jnp.result_type(x) != x.dtype for x in arrays.values()):
+    warnings.warn(
+      f"`load_subspace` rounds the float64 arrays in {path} to float32: `jax_enable_x64` is off."
+      " Turn it on to load what was saved.",
+      stacklevel=2,
+    )
 
   def tree(field: str, stacked: bool) -> Any:
     named = [(arrays[f"{field}/{path}"], leaf) for path, leaf in leaves.items()]

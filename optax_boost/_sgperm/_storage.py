@@ -188,10 +188,12 @@ def _decoded_leaf(file: str, seed: int, record: dict[str, Any], part: Any, leaf:
   """The leaf as it was saved, from its initial values."""
   leaf_name = _tree.leaf_name(record["path"])
   shape, dtype = tuple(record["shape"]), record["dtype"]
-  if not _base.is_any_array(leaf) or (leaf.shape, leaf.dtype.name) != (shape, dtype):
+  is_array = _base.is_any_array(leaf)
+  if not is_array or (leaf.shape, leaf.dtype.name) != (shape, dtype):
+    got = f"{leaf.dtype} of shape {leaf.shape}" if is_array else _base.shorten(leaf)
     raise ValueError(
       f"`init_fn` must return the params that {file} was saved from, with {dtype} of shape {shape}"
-      f" in the leaf '{leaf_name}'; got {_base.shorten(leaf)}."
+      f" in the leaf '{leaf_name}'; got {got}."
     )
   leaf = jnp.asarray(leaf)
   values = _values(record, part, np.asarray(leaf))

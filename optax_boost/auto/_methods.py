@@ -132,6 +132,11 @@ def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Sub
       " wrote, or `dim_reduce.weight_load_dir` a directory of checkpoints of the params; got"
       f" {missing}, and None."
     )
+  # Before the fit, which takes long.
+  if path is not None and not path.parent.is_dir():
+    raise ValueError(
+      f"`dim_reduce.pca_mat_path` must name a file in a folder that exists; got {str(path)!r}."
+    )
   snapshots = _dim_reduce.checkpoint_snapshots(block.weight_load_dir, like=params)
   # At most so many snapshots beside the basis: as much memory again.
   chunk = max(2, block.n_components)
