@@ -196,8 +196,14 @@ def test_a_folder_keeps_activations_for_the_next_run(tmp_path):
   del first
   again = make(path=tmp_path / "cache")
   assert again.num_cached == B
+  # The first batch is computed and compared, later ones are only read; none is added before.
+  again(model(), range(B, N), take(range(B, N)))
+  assert again.num_cached == B
+  chex.assert_trees_all_equal(again(model(), range(B), given[0])[1], given[1])
   nowhere = jax.tree.map(lambda x: x * jnp.nan, model())
   chex.assert_trees_all_equal(again(nowhere, range(B), given[0])[1], given[1])
+  again(model(), range(B, N), take(range(B, N)))
+  assert again.num_cached == N
 
 
 def test_a_folder_of_another_prefix_is_refused_and_left_alone(tmp_path):
@@ -210,6 +216,33 @@ def test_a_folder_of_another_prefix_is_refused_and_left_alone(tmp_path):
   assert make(path=tmp_path).num_cached == B
   # Trained params may differ.
   assert make(params=model() | {"head": normal(D, 2) + 1}, path=tmp_path).num_cached == B
+
+
+@pytest.mark.parametrize("change", ["loss", "data", "params"])
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [7, 6, 5, 3]])
+def test_a_folder_is_refused_where_its_activations_are_not_those_of_the_batch(
+  tmp_path, change, indices
+):
+  def edited(params, batch):
+    return loss(params | {"blocks_0": 1.1 * params["blocks_0"]}, batch)
+
+  first = make(path=tmp_path)
+  first(model(), range(B), take(range(B)))
+  del first
+  cache = make(edited if change == "loss" else loss, path=tmp_path)
+  batch, params = take(indices), model()
+  if change == "data":
+    batch["tokens"] = (batch["tokens"] + 1) % 7
+  elif change == "params":
+    params["embed"] *= 1.1
+  cache(model(), [4, 5, 6, 7], take([4, 5, 6, 7]))  # not of the first run
+  for _ in range(2):
+    with pytest.raises(
+      ValueError, match="not those that this prefix makes of this batch: the loss"
+    ):
+      cache(params, indices, batch)
+  # Nor was anything added to it.
+  assert cache.num_cached == B
 
 
 def test_a_folder_without_its_header_begins_anew(tmp_path):

@@ -68,6 +68,8 @@ class PrefixCache:
     facts = {"shapes": [str(shape) for shape in self._shapes], "checksums": self._sums}
     self._rows = _rows.Rows(num_examples, self.capacity, self.bytes_per_example, path, facts)
     self._checked = False
+    # Rows of an earlier run that no batch of this one was compared with.
+    self._unconfirmed = self._rows.used > 0
 
   @property
   def num_cached(self) -> int:
@@ -90,17 +92,25 @@ class PrefixCache:
     Raises:
       ValueError: an index is out of range, there is not one for each example, the frozen params
         have changed, an example's activations depend on the others in its batch, or have other
-        shapes than those of the batch that the cache was made with.
+        shapes than those of the batch that the cache was made with; those in `path` are of another
+        prefix or other data, checked for the first batch that an earlier run kept.
       TypeError: `indices` are no integers.
     """
     examples = self._check_indices(indices, batch)
-    if self._rows.has(examples):
+    found = self._rows.has_found(examples)
+    check_found = self._unconfirmed and bool(np.any(found))
+    cached = self._rows.has(examples)
+    if check_found or not cached:
+      activations = self._compute(params, batch)
+      self._check_shapes(activations)
+    if check_found:
+      self._check_found(activations, examples, found)
+    if cached:
       return batch, self._unpack(self._rows.read(examples))
-    activations = self._compute(params, batch)
-    self._check_shapes(activations)
     if not self._checked:
       self._checked = self._check_examples_apart(params, batch, activations)
-    if self._rows.has_room_for(examples):
+    # Before that, rows of this run might not be of the prefix that made the others.
+    if not self._unconfirmed and self._rows.has_room_for(examples):
       sums = self._sums_of(params)
       if self._sums is None:
         self._sums = sums
@@ -214,17 +224,27 @@ class PrefixCache:
     differ = False
     pairs = zip(activations, self._compute(params, first), self._axes, strict=True)
     for own, repeated, axis in pairs:
-      values = np.asarray(own, np.float64)
-      expected = np.take(values, [0], axis)
-      differ |= bool(np.any(values != expected))
-      difference = np.max(np.abs(np.asarray(repeated, np.float64) - expected), initial=0.0)
-      if not difference <= _TOLERANCE * np.max(np.abs(expected), initial=0.0):
+      expected = np.take(own, [0], axis)
+      differ |= bool(np.any(own != expected))
+      if not _close(repeated, expected):
         raise ValueError(
           f"`{_METHOD}` needs activations that depend on their example alone; the first example's"
           " differ where others stand beside it. The frozen groups use statistics of the batch"
           " (BatchNorm in training mode) or draw random numbers: evaluate them as in inference."
         )
     return differ
+
+  def _check_found(self, activations: Any, examples: np.ndarray, found: np.ndarray) -> None:
+    """Refuses a folder whose activations are not those of this prefix and this batch."""
+    kept = self._unpack(self._rows.read(examples[found]))
+    for own, expected, axis in zip(activations, kept, self._axes, strict=True):
+      if not _close(np.compress(found, own, axis), expected):
+        raise ValueError(
+          "The activations in `path` are not those that this prefix makes of this batch: the loss,"
+          " the data or their numbers have changed since, or the frozen params. Delete the folder,"
+          " or pass another `path`."
+        )
+    self._unconfirmed = False
 
   def _sums_of(self, params: Any) -> list[int]:
     return np.asarray(self._checksum(params)).tolist()
@@ -256,6 +276,13 @@ class PrefixCache:
       values = np.ascontiguousarray(part).view(dtype).reshape(own)
       activations.append(jnp.asarray(np.moveaxis(values, 0, axis)))
     return activations
+
+
+def _close(activations: Any, expected: Any) -> bool:
+  """Whether activations differ by rounding alone."""
+  exact = np.asarray(expected, np.float64)
+  difference = np.max(np.abs(np.asarray(activations, np.float64) - exact), initial=0.0)
+  return bool(difference <= _TOLERANCE * np.max(np.abs(exact), initial=0.0))
 
 
 def _count(batch: Any) -> int:
@@ -297,7 +324,8 @@ def cache_prefix(
     num_examples: how many examples the data has.
     max_bytes: the most that activations may take; further examples are computed each time.
     path: a folder for the activations, which a later run finds again; None: in memory. One cache
-      at a time may use it, from its making until it is deleted or its process ends.
+      at a time may use it, from its making until it is deleted or its process ends. Each run
+      computes the first batch that it finds once more, and refuses a folder with other activations.
     rng: a key, if the loss takes one.
 
   Returns:

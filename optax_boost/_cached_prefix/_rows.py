@@ -35,6 +35,7 @@ class Rows:
   ):
     self.used = 0
     self._slots = np.full(examples, -1, np.int32)
+    self._found = 0
     self._folder = None
     if folder is None:
       self._rows = np.empty((capacity, row_bytes), np.uint8)
@@ -43,10 +44,16 @@ class Rows:
       self._folder = _Folder(pathlib.Path(folder), header)
       self._rows = self._folder.rows
       self._name(self._folder.examples)
+      self._found = self.used
 
   def has(self, examples: np.ndarray) -> bool:
     """Whether all of some examples have rows."""
     return bool(np.all(self._slots[examples] >= 0))
+
+  def has_found(self, examples: np.ndarray) -> np.ndarray:
+    """For each of some examples whether its row was in the folder when it was opened."""
+    slots = self._slots[examples]
+    return (slots >= 0) & (slots < self._found)
 
   def read(self, examples: np.ndarray) -> np.ndarray:
     """The rows of examples that have some."""
