@@ -52,9 +52,12 @@ def test_float64_that_is_rounded_to_float32_warns(tmp_path):
   ):
     loaded = optax_boost.load_subspace(tmp_path / "a.npz", like=jnp.ones(5))
   assert loaded.mean.dtype == jnp.float32
-  with jax.enable_x64(True):
+  jax.config.update("jax_enable_x64", True)
+  try:
     loaded = optax_boost.load_subspace(tmp_path / "a.npz", like=jnp.ones(5))
-    assert loaded.mean.dtype == jnp.float64
+  finally:
+    jax.config.update("jax_enable_x64", False)
+  assert loaded.mean.dtype == jnp.float64
 
 
 def test_params_that_are_a_single_leaf(tmp_path):
