@@ -217,11 +217,12 @@ def axis_names(
 
   All of them must be bound.
   """
-  found: list[Any] = [names] * len(paths)
-  if isinstance(names, Mapping):
-    keys = list(names)
-    first = first_match(argument, keys, paths)
-    found = [None if index is None else names[keys[index]] or None for index in first]
+  if not isinstance(names, Mapping):
+    _base.require_axis(argument, names, method)
+    return [names] * len(paths)
+  keys = list(names)
+  first = first_match(argument, keys, paths)
+  found = [None if index is None else names[keys[index]] or None for index in first]
   for of_leaf in dict.fromkeys(found):
     _base.require_axis(argument, of_leaf, method)
   return found
