@@ -22,36 +22,12 @@ from optax_boost import _tree
 # Primitives that change where entries lie or when they are computed.
 _PLACING = ("optimization_barrier", "pvary", "reshard", "sharding_constraint")
 # Primitives that treat each entry alone.
-_SAME_AXES = (
-  *_PLACING,
-  *("abs", "add", "add_any", "cbrt", "clamp", "convert_element_type", "copy", "cos", "div", "erf"),
-  *(
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "integer_pow",
-    "log",
-    "log1p",
-    "logistic",
-    "max",
-    "min",
-    "mul",
-  ),
-  *(
-    "neg",
-    "pow",
-    "reduce_precision",
-    "round",
-    "rsqrt",
-    "select_n",
-    "sign",
-    "sin",
-    "sqrt",
-    "square",
-  ),
-  *("stop_gradient", "sub", "tan", "tanh"),
-)
+_CASTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
+_SUMS = ("add", "add_any", "clamp", "div", "max", "min", "mul", "neg", "select_n", "sub")
+_POWERS = ("cbrt", "integer_pow", "pow", "rsqrt", "sqrt", "square")
+_EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh")
+_OTHERS = ("abs", "cos", "erf", "floor", "round", "sign", "sin", "tan")
+_SAME_AXES = (*_PLACING, *_CASTS, *_SUMS, *_POWERS, *_EXPONENTIALS, *_OTHERS)
 
 
 class Stack(NamedTuple):

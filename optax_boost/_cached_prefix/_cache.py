@@ -215,7 +215,7 @@ class PrefixCache:
   def _check_examples_apart(self, params: Any, batch: Any, activations: Any) -> bool:
     """Refuses a prefix that gives an example other activations in another batch.
 
-    Returns whether the batch could show it, by examples that differ in what the prefix computes.
+    Returns whether its examples have different activations: equal ones prove nothing.
     """
     examples = jax.tree.map(jnp.asarray, batch)
     if all(jnp.all(x == x[:1]) for x in jax.tree.leaves(examples)):

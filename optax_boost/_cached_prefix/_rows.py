@@ -15,7 +15,7 @@ from optax_boost import _base
 from optax_boost import _files
 
 _METHOD = "cache_prefix"
-# The lock, what the rows depend on, the rows, and the number of each row's example.
+# The lock, the facts that the rows depend on, the rows, and the number of each row's example.
 _LOCK, _HEADER, _ROWS, _EXAMPLES = "prefix.lock", "prefix.json", "rows.bin", "examples.bin"
 
 

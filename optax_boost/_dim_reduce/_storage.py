@@ -117,7 +117,7 @@ def load_subspace(path: str | os.PathLike[str], like: optax.Params) -> _subspace
   if any(jnp.result_type(x) != x.dtype for x in arrays.values()):
     warnings.warn(
       f"`load_subspace` rounds the float64 arrays in {path} to float32: `jax_enable_x64` is off."
-      " Turn it on to load what was saved.",
+      " Turn it on to load the saved numbers.",
       stacklevel=2,
     )
 
