@@ -92,7 +92,8 @@ def average_params(
 
   Raises:
     ValueError: not exactly one of `last`, `start` and `decay` is given, or a number is out of
-      range; in ``update``: no params, or gradients that do not fit.
+      range; in ``update``: no params, gradients that do not fit, or the state of another kind of
+      average or another `last`.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -169,7 +170,7 @@ class _Averaging(NamedTuple):
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AverageParamsState]:
-    _check(updates, state, params)
+    self._check(updates, state, params)
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
     return updates, self._observe(state, inner_state, lambda: optax.apply_updates(params, updates))
 
@@ -180,9 +181,24 @@ class _Averaging(NamedTuple):
     params: optax.Params,
     guard: bool,
   ) -> tuple[optax.Params, AverageParamsState]:
-    _check(gradients()[0], state, params)
+    self._check(gradients()[0], state, params)
     params, inner_state = _in_place.apply(self.inner, gradients, state.inner_state, params, guard)
     return params, self._observe(state, inner_state, lambda: params)
+
+  def _check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
+    """Checks the arguments of a step."""
+    _base.require_params(params, _METHOD)
+    _base.require_state(state, AverageParamsState, _METHOD)
+    _tree.check_same_tree(updates, params, _METHOD)
+    _tree.check_inexact(updates, _METHOD)
+    if (self.last is None) != (state.snapshots is None):
+      made, ours = ("`last`", "without") if self.last is None else ("`start` or `decay`", "with")
+      raise ValueError(
+        f"`{_METHOD}` needs a state of the same kind of average; got one made with {made} for one"
+        f" {ours} `last`. Pass the argument of the run that made it, or take a new state."
+      )
+    if self.last is not None:
+      _tree.check_ring(state.snapshots, "last", self.last, _METHOD)
 
   def _observe(
     self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any
@@ -235,14 +251,6 @@ class _Averaging(NamedTuple):
 def _is(value: Any, number: int) -> bool:
   """Whether a value is a Python number, and this one."""
   return _base.is_integer(value) and value == number
-
-
-def _check(updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
-  """Checks the arguments of a step."""
-  _base.require_params(params, _METHOD)
-  _base.require_state(state, AverageParamsState, _METHOD)
-  _tree.check_same_tree(updates, params, _METHOD)
-  _tree.check_inexact(updates, _METHOD)
 
 
 def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

@@ -191,6 +191,29 @@ def test_leaves_that_are_not_averaged_are_the_params_own():
   assert averaged["none"] is None
 
 
+@pytest.mark.parametrize(
+  ("ours", "words"),
+  [
+    ({"last": 2}, r"room for `last` snapshots, 2; got one for 3"),
+    ({"decay": 0.9}, r"got one made with `last` for one without `last`"),
+  ],
+)
+def test_refuses_a_state_of_another_kind_of_average(ours, words):
+  state = optax_boost.average_params(optax.sgd(0.1), last=3).init(jnp.ones(2))
+  tx = optax_boost.average_params(optax.sgd(0.1), **ours)
+  with pytest.raises(ValueError, match=words):
+    tx.update(jnp.ones(2), state, jnp.ones(2))
+  with pytest.raises(ValueError, match=words):
+    optax_boost.apply_gradients(tx, jnp.ones(2), state, jnp.ones(2))
+
+
+def test_a_state_with_one_average_is_refused_by_last():
+  state = optax_boost.average_params(optax.sgd(0.1), decay=0.9).init(jnp.ones(2))
+  tx = optax_boost.average_params(optax.sgd(0.1), last=2)
+  with pytest.raises(ValueError, match=r"made with `start` or `decay` for one with `last`"):
+    tx.update(jnp.ones(2), state, jnp.ones(2))
+
+
 def test_averages_of_two_parts_are_put_together():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   parts = {

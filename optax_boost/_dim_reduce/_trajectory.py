@@ -108,12 +108,7 @@ def record_trajectory(
     _base.require_params(params, _METHOD)
     _base.require_state(state, TrajectoryState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
-    lengths = {len(ring) for ring in jax.tree.leaves(state.snapshots)}
-    if lengths - {capacity}:
-      raise ValueError(
-        f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
-        f" {lengths.pop()}. Pass the `capacity` of the run that made it."
-      )
+    _tree.check_ring(state.snapshots, "capacity", capacity, _METHOD)
 
     def taken() -> TrajectoryState:
       good = _tree.all_finite(params)
