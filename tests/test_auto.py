@@ -175,6 +175,13 @@ def test_a_configuration_survives_dict_json_and_file(tmp_path):
   assert hash(config) == hash(BoostConfig.from_dict(config.to_dict()))
 
 
+def test_numbers_of_numpy_are_read_and_written_as_pythons():
+  freezing = auto.GradFreezeConfig(freeze_p=np.float32(0.5), total_steps=np.int64(70))
+  config = BoostConfig(grad_freeze=freezing, boost=auto.BoostSwitches(adasum=np.bool_(False)))
+  assert config.grad_freeze == auto.GradFreezeConfig(freeze_p=0.5, total_steps=70)
+  assert BoostConfig.from_json(config.to_json()) == config
+
+
 def test_what_is_left_out_comes_from_the_base():
   base = BoostConfig.from_dict({"grad_freeze": {"freeze_p": 0.5, "param_groups": 4}})
   config = BoostConfig.from_dict({"grad_freeze": {"param_groups": 6}}, base)

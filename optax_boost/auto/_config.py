@@ -13,6 +13,8 @@ from typing import NamedTuple
 from typing import TypeAlias
 from typing import TypeVar
 
+import numpy as np
+
 from optax_boost import _base
 from optax_boost import _files
 
@@ -68,6 +70,9 @@ class _Block:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):  # type: ignore[arg-type]
       value, rule = getattr(self, field.name), field.metadata["rule"]
+      if isinstance(value, np.generic):  # JSON knows Python's numbers only
+        value = value.item()
+        object.__setattr__(self, field.name, value)
       if not rule.allows(value):
         block = next(name for name, kind in _BLOCKS.items() if kind is type(self))
         hint = nearest(value, MODES) if field.name == "mode" and isinstance(value, str) else ""
