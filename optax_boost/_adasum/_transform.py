@@ -156,7 +156,8 @@ def adasum(
       counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
       are summed over them. Replicated leaves count as often as they occur, which matters only in a
-      group with sharded ones. None: every device has whole leaves.
+      group with sharded ones. Not an axis along which devices hold different layers: their inner
+      products do not belong together. None: every device has whole leaves, or whole layers.
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as
       :func:`stacked_axes` returns them. Each layer has coefficients of its own, but where `groups`
       names its leaf. None: such a leaf counts as one layer.
