@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _in_place
@@ -143,7 +144,7 @@ class _Accumulation(NamedTuple):
 
   def _sum_dtype(self, x: Any) -> Any:
     if self.accumulator_dtype is None:
-      return _tree.accumulator_dtype(x.dtype)
+      return _arrays.accumulator_dtype(x.dtype)
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return (
       jnp.promote_types(x.dtype, self.accumulator_dtype) if is_complex else self.accumulator_dtype
@@ -186,10 +187,10 @@ class _Accumulation(NamedTuple):
     stepping = full & (weight_sum > 0)
     after = state._replace(
       count=jnp.where(full, 0, state.count + 1),
-      inner_count=_tree.increment_if(stepping, state.inner_count),
+      inner_count=_arrays.increment_if(stepping, state.inner_count),
       weight_sum=jnp.where(full, 0.0, weight_sum),
-      notfinite_count=_tree.increment_if(~(finite & weighted), state.notfinite_count),
-      skipped_count=_tree.increment_if(finite & weighted & ~accepted, state.skipped_count),
+      notfinite_count=_arrays.increment_if(~(finite & weighted), state.notfinite_count),
+      skipped_count=_arrays.increment_if(finite & weighted & ~accepted, state.skipped_count),
     )
     return _MicroStep(used, weight_sum, full, stepping, after)
 
@@ -224,7 +225,7 @@ class _Accumulation(NamedTuple):
     added = jax.tree.map(functools.partial(_plus, weight), state.accumulator, updates)
     finite = jnp.asarray(True)
     if self.not_finite is not None:
-      finite = _tree.all_finite(updates if self._keeps(state) else added)
+      finite = _arrays.all_finite(updates if self._keeps(state) else added)
     micro = self._decide(updates, state, weight, extra_args, finite)
     total = _conditional.select(micro.used, added, state.accumulator)
 

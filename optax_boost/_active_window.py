@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "active_window"
 _ORDERS = ("forward", "backward", "random")
 # Of the whole params, which the inner optimizer does not see.
-_OF_ALL_LAYERS = ("grad", *_tree.CLOSURES)
+_OF_ALL_LAYERS = ("grad", *_masking.CLOSURES)
 
 
 @_protocol.declares(
@@ -169,7 +171,7 @@ def active_window(
     found = find(updates)
     extra = {name: value for name, value in extra_args.items() if name not in _OF_ALL_LAYERS}
     moving = state.count >= every
-    moves = _tree.increment_if(moving, state.moves)
+    moves = _arrays.increment_if(moving, state.moves)
     active = jnp.where(moving, layers_at(moves, found.number), state.layers)
     of_layers = None if params is None else found.take(params, active)
 
@@ -188,7 +190,7 @@ def active_window(
     return found.put(updates, moved, active, rest), ActiveWindowState(
       count=jnp.where(moving, 1, state.count + 1).astype(jnp.int32),
       moves=moves,
-      made_count=_tree.increment_if(made, state.made_count),
+      made_count=_arrays.increment_if(made, state.made_count),
       layers=active,
       active_state=_conditional.cast_like(active_state, state.active_state),
       always_state=_conditional.cast_like(always_state, state.always_state),
@@ -269,7 +271,7 @@ class _Layers:
     leaves, structure = jax.tree.flatten(tree)
     taken: list[Any] = [optax.MaskedNode()] * len(leaves)
     for i, axis in self._axes.items():
-      taken[i] = jnp.take(_tree.gather_axes(leaves[i], (axis,)), layers, axis)
+      taken[i] = jnp.take(_arrays.gather_axes(leaves[i], (axis,)), layers, axis)
     for members in self._members:
       stack = jnp.take(jnp.stack([leaves[member] for member in members]), layers, 0)
       for member, x in zip(members, jnp.unstack(stack), strict=False):
@@ -293,9 +295,9 @@ class _Layers:
 
     for i, axis in self._axes.items():
       index = (*[slice(None)] * axis, layers)
-      zeros = jnp.zeros_like(_tree.gather_axes(leaves[i], (axis,)), of_layers[i].dtype)
+      zeros = jnp.zeros_like(_arrays.gather_axes(leaves[i], (axis,)), of_layers[i].dtype)
       placed = place(zeros, index, of_layers[i])
-      others[i] = _tree.place_by(placed, jax.typeof(leaves[i]).sharding)
+      others[i] = _arrays.place_by(placed, jax.typeof(leaves[i]).sharding)
     for members in self._members:
       active = jnp.stack([of_layers[member] for member in members[: len(layers)]])
       zeros = jnp.stack([jnp.zeros_like(active[0])] * self.number)

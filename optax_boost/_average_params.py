@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -146,7 +148,7 @@ class _Averaging(NamedTuple):
     _base.check_injected("decay", self.decay, positive=True, below=1.0)
 
     def copy(p: Any) -> jax.Array:
-      dtype = _tree.accumulator_dtype(p.dtype)
+      dtype = _arrays.accumulator_dtype(p.dtype)
       # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
       abstract = isinstance(p, jax.ShapeDtypeStruct)
       return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
@@ -318,10 +320,10 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   try:
     pairs = jax.tree.map(
       # A tuple of no leaves for each hidden one, however many it stands for.
-      lambda a, p: jax.tree.map(lambda _: (None,), p) if _tree.is_masked(a) else (a,),
+      lambda a, p: jax.tree.map(lambda _: (None,), p) if _masking.is_masked(a) else (a,),
       kept,
       params,
-      is_leaf=_tree.is_masked,
+      is_leaf=_masking.is_masked,
     )
     structure: Any = jax.tree.structure(params)
     boxes = structure.flatten_up_to(pairs)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -38,7 +39,7 @@ def subtract_mean(
   x: jax.Array, axes: tuple[int, ...], axis_name: str | tuple[str, ...] | None = None
 ) -> jax.Array:
   """`x` minus its mean over `axes` and the mesh axes, the mean taken in at least float32."""
-  wide = _tree.widen(x)
+  wide = _arrays.widen(x)
   mean = jnp.mean(wide, axes, keepdims=True)
   if axis_name is not None:
     mean = jax.lax.pmean(mean, axis_name)

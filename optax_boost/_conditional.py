@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
-from optax_boost import _tree
 
 _SCALES = frozenset({_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE})
 
@@ -106,7 +106,7 @@ def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str
 def no_entry_lost(new: Any, old: Any) -> jax.Array:
   """Whether no finite entry has become NaN or infinite; infinities in `old` may be meant."""
   pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  return _tree.all_true(
+  return _arrays.all_true(
     [
       jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
       for after, before in pairs

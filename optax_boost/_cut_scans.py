@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _jaxpr
 from optax_boost import _stacked
-from optax_boost import _tree
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
   array = _joined(value)
   if len(bounds) == 2:
     return (array,)
-  array = _tree.gather_axes(array, (axis,))
+  array = _arrays.gather_axes(array, (axis,))
   return tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds))
 
 
@@ -97,7 +97,7 @@ def _joined(value: Any) -> Any:
 def _whole(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
   """The values of variables, none in parts and all sharded as the variables are."""
   return [
-    _tree.place_by(_joined(value), variable.aval.sharding) if isinstance(value, _Parts) else value
+    _arrays.place_by(_joined(value), variable.aval.sharding) if isinstance(value, _Parts) else value
     for value, variable in zip(values, variables, strict=True)
   ]
 
@@ -109,7 +109,7 @@ def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
     if isinstance(value, jax.sharding.NamedSharding):
       # A part may be too short for the devices: under `jit` the compiler chooses its place.
       instead = jax.sharding.PartitionSpec.UNCONSTRAINED if name == "sharding_constraint" else None
-      settings[key] = _tree.without_axes(value, (axis,), instead)
+      settings[key] = _arrays.without_axes(value, (axis,), instead)
   if name == "sharding_constraint":
     return jax.lax.with_sharding_constraint(values[0], settings["sharding"])
   if name == "reshape":

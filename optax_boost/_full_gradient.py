@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
 
@@ -268,7 +269,7 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
 
 
 def zeros_like_wide(params: Any) -> Any:
-  return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)), params)
+  return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_arrays.accumulator_dtype(p.dtype)), params)
 
 
 def check_gradients(gradients: Any, params: Any, source: str) -> None:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _tree
@@ -160,7 +161,7 @@ def divide(x: jax.Array, by: jax.Array, largest: float = math.inf) -> jax.Array:
     by: scalar.
     largest: a bound on `by`.
   """
-  wide = _tree.widen(x)
+  wide = _arrays.widen(x)
   by = by.astype(wide.real.dtype)
   # The inverse of a larger number would not be a normal one.
   if largest > 2.0**126:
@@ -174,7 +175,7 @@ def sum_squares(tree: Any) -> jax.Array:
 
   If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
   """
-  sums = [_sum_squares(list(map(_tree.widen, leaves))) for (leaves,) in _alike(tree)]
+  sums = [_sum_squares(list(map(_arrays.widen, leaves))) for (leaves,) in _alike(tree)]
   return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
@@ -186,7 +187,7 @@ def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
 def _alike(*trees: Any) -> list[list[list[Any]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
-  groups = _tree.alike([None] * len(columns[0]), *columns)
+  groups = _arrays.alike([None] * len(columns[0]), *columns)
   return [[[leaves[i] for i in group] for leaves in columns] for group in groups]
 
 
@@ -210,7 +211,7 @@ def largest(tree: Any) -> jax.Array:
   total = jnp.zeros([], jnp.float32)
   for (leaves,) in _alike(tree):
     most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
-    total = jnp.maximum(total, _tree.widen(jnp.max(most, initial=0)))
+    total = jnp.maximum(total, _arrays.widen(jnp.max(most, initial=0)))
   return total
 
 
@@ -223,7 +224,7 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
   def small(n: jax.Array, o: jax.Array) -> jax.Array:
     # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
-    wide = _tree.widen(n + (0 * total).astype(n.dtype))
+    wide = _arrays.widen(n + (0 * total).astype(n.dtype))
     # Squares of such small numbers overflow for no finite entry.
     shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
     return jnp.where(jnp.isfinite(o), shrunk, 0)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -253,7 +254,7 @@ def _scale_by_trust_ratio(
     bad = jnp.isnan(all_ratios)
     return jax.tree.unflatten(jax.tree.structure(updates), outputs), ScaleByLarsTrustRatioState(
       trust_ratio=jnp.where(bad, 1, all_ratios),
-      notfinite_count=_tree.increment_if(jnp.any(bad), state.notfinite_count),
+      notfinite_count=_arrays.increment_if(jnp.any(bad), state.notfinite_count),
       count=None if state.count is None else optax.safe_increment(state.count),
     )
 
@@ -308,13 +309,13 @@ def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
     return [scale_of(*pair, d) for pair, d in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
-    groups = _tree.alike([leaf.stacked for leaf, _, _ in plans], weights, grads)
+    groups = _arrays.alike([leaf.stacked for leaf, _, _ in plans], weights, grads)
     sums = []
     for group in groups:
       # Of both in one reduction: for a large one XLA makes two kernels.
-      both = _tree.stack([x[i] for x in (weights, grads) for i in group], copy=len(group) > 1)
-      squares = _tree.sum_squares(both, tuple(axis + 1 for axis in plans[group[0]][0].layer_axes))
-      sums.append(_tree.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
+      both = _arrays.stack([x[i] for x in (weights, grads) for i in group], copy=len(group) > 1)
+      squares = _arrays.sum_squares(both, tuple(axis + 1 for axis in plans[group[0]][0].layer_axes))
+      sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]
     layers = [plans[i][0].layers for i in places]
     w2, g2 = total(jnp.concatenate(sums, axis=1))
@@ -332,8 +333,8 @@ def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_squares(pair: Any, axes: tuple[int, ...]) -> Any:
-  sums = (_tree.sum_squares(x, axes) for x in pair)
-  return [_tree.gather_axes(squares, range(squares.ndim)) for squares in sums]
+  sums = (_arrays.sum_squares(x, axes) for x in pair)
+  return [_arrays.gather_axes(squares, range(squares.ndim)) for squares in sums]
 
 
 @jax.jit
@@ -342,7 +343,7 @@ def _direction(g: jax.Array, w: jax.Array, factor: Any, clip: Any, weight_decay:
 
   Without a factor, 0 where an entry is not finite.
   """
-  wide = _tree.widen(g)
+  wide = _arrays.widen(g)
   if clip is not None:
     wide = jnp.clip(wide, -jnp.asarray(clip), clip)
   wide += weight_decay * w.astype(wide.dtype)

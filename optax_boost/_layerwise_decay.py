@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
@@ -72,7 +73,7 @@ def layerwise_decay(
     _tree.check_inexact(updates, _METHOD)
 
     def scale(group: Any, update: jax.Array) -> jax.Array:
-      return (_tree.widen(update) * decay ** (last - group)).astype(update.dtype)
+      return (_arrays.widen(update) * decay ** (last - group)).astype(update.dtype)
 
     return jax.tree.map(scale, number(updates), updates), state
 

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _tree
 
 # MindSpore's, on the squared norm.
 EPS = 1e-4
@@ -54,7 +54,7 @@ def check_inputs(x: Any, features: int | None = None) -> None:
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:
   """Scales vectors to length one, those shorter than sqrt(eps) by 1 / sqrt(eps)."""
-  wide = _tree.widen(x)
+  wide = _arrays.widen(x)
   square = jnp.sum(wide * wide, axis, keepdims=True)
   return (wide * jax.lax.rsqrt(jnp.maximum(square, eps))).astype(x.dtype)
 

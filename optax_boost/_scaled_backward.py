@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _jaxpr
-from optax_boost import _tree
 
 
 @jax.custom_vjp
@@ -36,7 +36,7 @@ def group_boundary(x: jax.Array, ratio: jax.Array) -> jax.Array:
 
 
 def _boundary_backward(ratio: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return (_tree.widen(g) * ratio).astype(g.dtype), jnp.zeros_like(ratio)
+  return (_arrays.widen(g) * ratio).astype(g.dtype), jnp.zeros_like(ratio)
 
 
 group_boundary.defvjp(lambda x, ratio: (x, ratio), _boundary_backward)

@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _full_gradient
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -192,10 +194,10 @@ def svrg(
 
   def init_fn(params: optax.Params) -> SvrgState:
     _tree.check_floating(params, _METHOD)
-    dtypes = [_tree.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
+    dtypes = [_arrays.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
     dtype = jnp.result_type(jnp.float32, *dtypes)
     return SvrgState(
-      snapshot=_tree.copy_arrays(params),
+      snapshot=_arrays.copy_arrays(params),
       full_gradient=_full_gradient.zeros_like_wide(params),
       count=jnp.zeros([], jnp.int32),
       refresh_count=jnp.zeros([], jnp.int32),
@@ -251,7 +253,7 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
 
 def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
   """Calls `grad_fn` or `full_grad_fn` with params of which ``optax.masked`` may hide leaves."""
-  masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
+  masked = any(map(_masking.is_masked, jax.tree.leaves(params, is_leaf=_masking.is_masked)))
   try:
     gradients = function(params)
   except Exception as error:
@@ -271,7 +273,7 @@ def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any
 
 def _masked_like(masked: Any, tree: Any, name: str) -> Any:
   try:
-    return _tree.mask_like(tree, masked)
+    return _masking.mask_like(tree, masked)
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"`{name}` must give a tree of the params' structure, with `optax.MaskedNode()` for hidden"
@@ -293,7 +295,7 @@ def _check_state(state: SvrgState, params: Any, method: str) -> None:
 @jax.jit
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   """The state after a refresh, or as it was, with a count, where a number is not finite."""
-  good = _tree.all_finite((params, full))
+  good = _arrays.all_finite((params, full))
 
   def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(good, new.astype(old.dtype), old)
@@ -301,9 +303,9 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   return state._replace(
     snapshot=jax.tree.map(chosen, params, state.snapshot),
     full_gradient=jax.tree.map(chosen, full, state.full_gradient),
-    refresh_count=_tree.increment_if(good, state.refresh_count),
+    refresh_count=_arrays.increment_if(good, state.refresh_count),
     squared_deviations=jnp.where(good, 0, state.squared_deviations),
-    notfinite_count=_tree.increment_if(~good, state.notfinite_count),
+    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
   )
 
 
@@ -320,7 +322,7 @@ def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: Svrg
   def deviations() -> jax.Array:
     total = nothing
     for g, h, mu in parts:
-      sums = (_tree.sum_squares(raw(g, h, mu) - mu), _tree.sum_squares(g.astype(mu.dtype) - mu))
+      sums = (_arrays.sum_squares(raw(g, h, mu) - mu), _arrays.sum_squares(g.astype(mu.dtype) - mu))
       total += jnp.stack(sums).astype(total.dtype)
     return total
 
@@ -340,7 +342,7 @@ def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: Svrg
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,
-    notfinite_count=_tree.increment_if(finite[1] & ~finite[0], state.notfinite_count),
+    notfinite_count=_arrays.increment_if(finite[1] & ~finite[0], state.notfinite_count),
   )
 
 

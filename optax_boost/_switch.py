@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _protocol
@@ -118,7 +119,7 @@ def switch_after(
     )
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),
-      made_count=_tree.increment_if(made, state.made_count),
+      made_count=_arrays.increment_if(made, state.made_count),
       first_state=first_state,
       second_state=_conditional.cast_like(second_state, state.second_state),
     )

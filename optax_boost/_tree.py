@@ -1,8 +1,7 @@
-"""Leaf paths, selecting leaves by pattern, and norms in full precision."""
+"""Leaf paths, selecting leaves by pattern, and checks of trees."""
 
 from collections.abc import Callable
 from collections.abc import Container
-from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,15 +16,12 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_boost import _base
 
 # The projections of Flax's attention layers: (features, heads, head features), of which only the
 # first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
-# Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
-_SMALL = 8192
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
@@ -326,11 +322,6 @@ def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
   return cached
 
 
-def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
-  """A saturating counter after a step in which its event may have happened."""
-  return jnp.where(flag, optax.safe_increment(count), count)
-
-
 def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
   """All states of a type in an optimizer state, wherever they stand in it."""
 
@@ -488,180 +479,6 @@ def check_traceable(name: str, tree: Any) -> None:
       ) from error
 
 
-# The extra arguments that are functions of the params.
-CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
-
-
-def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
-  """A function of params that lets the other closures pass, as optax's line searches hand them on.
-
-  They look for their names in its signature.
-  """
-
-  def call(
-    params: Any, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
-  ) -> Any:
-    del grad_fn, full_grad_fn, obj_fn
-    return function(params, *args)
-
-  return call
-
-
-def is_masked(value: Any) -> bool:
-  """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
-  return isinstance(value, optax.MaskedNode)
-
-
-def mask_like(tree: Any, masked: Any) -> Any:
-  """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
-  return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
-
-
-def fill_masked(tree: Any, full: Any) -> Any:
-  """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
-  return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
-
-
-def leaves_like(tree: Any, like: Any) -> list[Any] | None:
-  """The leaves of `tree` in the order of those of `like`, or None if the trees don't match.
-
-  An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
-  structure: an NNX optimizer wraps the arrays of its state in other variables than a model does.
-  """
-  structures: list[Any] = [jax.tree.structure(x, is_leaf=is_masked) for x in (tree, like)]
-  if structures[0] == structures[1]:
-    return jax.tree.leaves(tree, is_leaf=is_masked)
-  pairs = [
-    list(zip(leaf_paths(x, is_masked), jax.tree.leaves(x, is_leaf=is_masked), strict=True))
-    for x in (tree, like)
-  ]
-  leaves, targets = map(dict, pairs)
-
-  def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
-    hidden = tuple(f"{path}/" if path else "" for path, leaf in ones.items() if is_masked(leaf))
-    return all(
-      is_masked(leaf) or path in ones or path.startswith(hidden) for path, leaf in others.items()
-    )
-
-  unique = list(map(len, (leaves, targets))) == list(map(len, pairs))
-  if not (unique and covers(leaves, targets) and covers(targets, leaves)):
-    return None
-  return [leaves.get(path, optax.MaskedNode()) for path in targets]
-
-
-def map_gradients(
-  function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-  """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
-  extra = dict(extra_args)
-
-  def of_some(gradients: Any) -> Any:
-    # A method further inside may see fewer leaves than the function.
-    seen = mask_like(gradients, updates)
-    return mask_like(function(fill_masked(seen, updates)), seen)
-
-  if extra.get("grad") is not None:
-    extra["grad"] = of_some(extra["grad"])
-  if extra.get("grad_fn") is not None:
-    grad_fn = extra["grad_fn"]
-    extra["grad_fn"] = lambda *args, **kwargs: of_some(grad_fn(*args, **kwargs))
-  return function(updates), extra
-
-
-def without_axes(
-  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
-) -> jax.sharding.NamedSharding:
-  """A sharding with another entry for some axes that are sharded; None: whole on each device."""
-  spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
-  return jax.sharding.NamedSharding(
-    sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
-  )
-
-
-def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-  """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
-
-  On other meshes the compiler cares for slices.
-  """
-  sharding = jax.typeof(x).sharding
-  if all(sharding.spec[axis] is None for axis in axes):
-    return x
-  return place_by(x, without_axes(sharding, axes))
-
-
-def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
-  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-  return jax.sharding.reshard(x, sharding) if explicit else x
-
-
-def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
-  """Copies arrays into buffers of their own, so that params and state can both be donated.
-
-  Abstract leaves stay abstract: zeros in their place would train from zero without an error.
-  """
-
-  def copy(leaf: Any) -> Any:
-    dtype = dtype_of(leaf.dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      return leaf.update(dtype=dtype)
-    # Given its own dtype, a weakly typed leaf would lose its weak type.
-    return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
-
-  return jax.tree.map(copy, tree)
-
-
-def accumulator_dtype(dtype: Any) -> Any:
-  """The dtype for reductions over values of `dtype`: at least float32."""
-  return jnp.promote_types(dtype, jnp.float32)
-
-
-def widen(x: jax.Array) -> jax.Array:
-  """An array in :func:`accumulator_dtype`."""
-  return x.astype(accumulator_dtype(x.dtype))
-
-
-def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-  """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
-  wide = widen(x)
-  return jnp.sum(wide * wide, axis=axes)
-
-
-def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
-  """Groups leaves to be stacked: small ones of one type and key together, others alone.
-
-  Only equal shapes are stacked, along a new axis: sharded leaves stay on their devices.
-  """
-  groups: dict[Hashable, list[int]] = {}
-  for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
-    small = leaves[0].size < _SMALL
-    types = tuple(jax.typeof(leaf) for leaf in leaves)
-    groups.setdefault((key, types) if small else i, []).append(i)
-  return list(groups.values())
-
-
-def stack(leaves: Sequence[jax.Array], copy: bool) -> jax.Array:
-  """Leaves of one shape along a new first axis, fused into what reads them or copied before."""
-  stacked = jnp.stack(leaves)
-  # XLA would compile for minutes where a thousand leaves are fused into one loop.
-  return jax.lax.optimization_barrier(stacked) if copy else stacked
-
-
 def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
   """Gives per-layer values of a leaf the leaf's rank, so that they broadcast against it."""
   return jnp.expand_dims(x, leaf.layer_axes)
-
-
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite; a scalar bool."""
-  return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
-
-
-def all_true(flags: Sequence[jax.Array]) -> jax.Array:
-  """Whether all of a list of scalar flags hold."""
-  if not flags:
-    return jnp.asarray(True)
-  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
-  # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
-  # program, and the time to compile it, would grow with the square of the number of leaves.
-  return jnp.dot(bad, bad) == 0

@@ -18,9 +18,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # In this order: each may import those before it.
 FOUNDATION = [
   "_base",
+  "_arrays",
   "_files",
   "_jaxpr",
   "_tree",
+  "_masking",
   "_protocol",
   "_conditional",
   "_in_place",

@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _arrays
+from optax_boost import _masking
 from optax_boost import _tree
 
 PARAMS = {"block": [{"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, {"scale": jnp.ones(3)}]}
@@ -58,7 +60,7 @@ def test_a_field_that_is_called_value_stays_whatever_a_mask_hides(node):
     tree = {"block": node(other, jnp.ones(2))}
     assert _tree.leaf_paths(tree)[-1] == "block/value"
   masked = {"block": node(optax.MaskedNode(), jnp.ones(2))}
-  assert _tree.leaf_paths(masked, _tree.is_masked) == [f"block/{first}", "block/value"]
+  assert _tree.leaf_paths(masked, _masking.is_masked) == [f"block/{first}", "block/value"]
   mask = optax_boost.path_mask("value$")({"block": node(jnp.ones(1), jnp.ones(2))})
   assert jax.tree.leaves(mask) == [False, True]
 
@@ -122,18 +124,18 @@ def test_stacked_axes_are_counted_from_the_front_and_sorted():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_sums_of_squares_do_not_overflow(dtype):
   x = jnp.full((100,), 300.0, dtype)
-  total = _tree.sum_squares(x)
+  total = _arrays.sum_squares(x)
   assert total.dtype == jnp.float32
   np.testing.assert_allclose(total, 9e6, rtol=1e-2)
 
 
 def test_copies_are_buffers_of_their_own_and_abstract_leaves_stay_abstract():
   array, abstract = jnp.ones(3, jnp.float16), jax.ShapeDtypeStruct((2,), jnp.float16)
-  copies = _tree.copy_arrays({"a": array, "b": abstract})
+  copies = _arrays.copy_arrays({"a": array, "b": abstract})
   assert copies["a"].unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
   np.testing.assert_array_equal(copies["a"], array)
   assert copies["b"] == abstract
-  wide = _tree.copy_arrays({"a": array, "b": abstract}, _tree.accumulator_dtype)
+  wide = _arrays.copy_arrays({"a": array, "b": abstract}, _arrays.accumulator_dtype)
   assert wide["a"].dtype == wide["b"].dtype == jnp.float32
 
 

@@ -7,8 +7,8 @@ import inspect
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _tree
 from optax_boost._adasum import _coefficients
 from optax_boost._adasum import _double
 from optax_boost._adasum import _layout
@@ -98,7 +98,7 @@ def _reduce_chunks(
 
 def _gram(chunk: _layout.Chunk, steps: jax.Array) -> jax.Array:
   """A chunk's part of the groups' Gram matrices, ``(2, G, N, N)``, two words per entry."""
-  wide = _tree.accumulator_dtype(chunk.layout.dtype)
+  wide = _arrays.accumulator_dtype(chunk.layout.dtype)
   scales = _scales.power(-steps, wide)
   replicas, groups = steps.shape
 
@@ -140,7 +140,7 @@ def _cut(x: jax.Array, axis: int, bits: int) -> jax.Array:
 def _combine(chunk: _layout.Chunk, steps: jax.Array, weights: _coefficients.Weights) -> jax.Array:
   """The chunk ``(M,)`` of the result."""
   layout = chunk.layout
-  wide = _tree.accumulator_dtype(layout.dtype)
+  wide = _arrays.accumulator_dtype(layout.dtype)
   coefficients = weights.coefficients.astype(wide)
   # Gradients are brought to the largest scale, never down: no entry becomes a denormal number.
   lifts = weights.steps[:, None] - steps.T

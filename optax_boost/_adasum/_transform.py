@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -254,7 +255,7 @@ def adasum(
     )
     return join(outputs), AdasumState(
       orthogonality=orthogonality,
-      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+      notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

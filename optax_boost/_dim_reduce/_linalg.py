@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_boost import _tree
+from optax_boost import _arrays
 from optax_boost._dim_reduce import _layers
 
 # Full float32 on accelerators, whose default is fewer bits.
@@ -92,7 +92,7 @@ def project(
   bases, leaves = ([x.astype(inner_dtype(tree)) for x in jax.tree.leaves(t)] for t in (basis, tree))
   products: list[list[jax.Array]] = [[] for _ in range(shape[0])]
   by_layer = []
-  for same in _tree.alike(groups, bases, leaves):
+  for same in _arrays.alike(groups, bases, leaves):
     of_leaf = groups[same[0]]
     if of_leaf.axes:
       numbers = np.array(of_leaf.numbers, int)

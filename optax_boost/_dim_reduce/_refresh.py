@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
@@ -71,7 +72,7 @@ def refresh_subspace(
       raise ValueError(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
-    new = _jitted_renew(node, basis, of_leaves, _tree.all_finite(basis))
+    new = _jitted_renew(node, basis, of_leaves, _arrays.all_finite(basis))
     # An NNX optimizer wraps each array in a variable.
     return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _subspace
@@ -87,7 +89,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
         " of these params."
       )
     narrow = jnp.result_type(r) == jnp.bfloat16
-    default = jnp.bfloat16 if narrow else _tree.accumulator_dtype(jnp.result_type(leaf))
+    default = jnp.bfloat16 if narrow else _arrays.accumulator_dtype(jnp.result_type(leaf))
     return jnp.array(_subspace.placed(r, leaf).astype(default if dtype is None else dtype))
 
   leaves, structure = jax.tree.flatten(params)
@@ -97,12 +99,12 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
 
 def _rows_by_path(basis: Any, params: Any) -> Any:
   """The leaves of a basis in the structure of the params."""
-  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_masking.is_masked)
   if not jax.tree.leaves(params):
     return params
-  rows = _tree.leaves_like(basis, params)
+  rows = _masking.leaves_like(basis, params)
   if rows is None or any(
-    _tree.is_masked(row) and not _tree.is_masked(leaf)
+    _masking.is_masked(row) and not _masking.is_masked(leaf)
     for row, leaf in zip(rows, leaves, strict=True)
   ):
     raise ValueError(
@@ -111,7 +113,7 @@ def _rows_by_path(basis: Any, params: Any) -> Any:
       " snapshots of these params."
     )
   pairs = zip(rows, leaves, strict=True)
-  return jax.tree.unflatten(structure, [x if _tree.is_masked(x) else row for row, x in pairs])
+  return jax.tree.unflatten(structure, [x if _masking.is_masked(x) else row for row, x in pairs])
 
 
 def identities(state: DimReduceState) -> jax.Array:

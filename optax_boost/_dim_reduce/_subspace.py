@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _masking
 from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
@@ -362,7 +364,7 @@ def _is_state(node: Any) -> bool:
   """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
-  return state and not _tree.is_masked(node)
+  return state and not _masking.is_masked(node)
 
 
 def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
@@ -500,7 +502,7 @@ def _as_arrays(tree: Any) -> Any:
 def _empty_rows(like: Any, count: int) -> Any:
   def empty(x: Any) -> jax.Array:
     # A broadcast keeps the sharding of the leaf.
-    zero = jnp.zeros_like(x, dtype=_tree.accumulator_dtype(x.dtype))
+    zero = jnp.zeros_like(x, dtype=_arrays.accumulator_dtype(x.dtype))
     return jnp.broadcast_to(zero, (count, *zero.shape))
 
   return jax.tree.map(empty, like)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _protocol
@@ -111,7 +112,7 @@ def record_trajectory(
     _tree.check_ring(state.snapshots, "capacity", capacity, _METHOD)
 
     def taken() -> TrajectoryState:
-      good = _tree.all_finite(params)
+      good = _arrays.all_finite(params)
       slot = state.snapshot_count % capacity
 
       def write(p: jax.Array, ring: jax.Array) -> jax.Array:

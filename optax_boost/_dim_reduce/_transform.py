@@ -31,8 +31,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
@@ -271,7 +273,7 @@ class _DimReduce:
     return DimReduceState(
       basis=_state.basis_like(subspace, params, self.basis_dtype),
       momentum=jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=_tree.accumulator_dtype(p.dtype)), params
+        lambda p: jnp.zeros_like(p, dtype=_arrays.accumulator_dtype(p.dtype)), params
       ),
       projected_momentum=jnp.zeros(vectors, dtype),
       inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (number, 1, 1)),
@@ -351,7 +353,7 @@ class _DimReduce:
     )
 
     # Extra arguments are not masked where `updates` are.
-    _, extra = _tree.map_gradients(lambda g: g, updates, extra_args)
+    _, extra = _masking.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
 

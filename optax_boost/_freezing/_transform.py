@@ -13,6 +13,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
@@ -145,7 +146,7 @@ def freeze_layers(
     def zero_frozen(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, g: frozen.select(n, jnp.zeros_like(g), g), numbers, grads)
 
-    grads, extra = _tree.map_gradients(zero_frozen, updates, extra_args)
+    grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
     out, moved = inner.update(grads, state.inner_state, params, **extra)
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
@@ -177,8 +178,8 @@ def group_loss_scale(
       group_loss_scale=next_group_loss_scale(
         state.group_loss_scale, step.finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=_tree.increment_if(~step.finite, state.overflow_count),
-      notfinite_count=_tree.increment_if(~jnp.all(step.made), state.notfinite_count),
+      overflow_count=_arrays.increment_if(~step.finite, state.overflow_count),
+      notfinite_count=_arrays.increment_if(~jnp.all(step.made), state.notfinite_count),
       inner_state=step.inner_state,
     )
 

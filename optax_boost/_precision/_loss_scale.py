@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
 from optax_boost import _protocol
@@ -186,7 +187,7 @@ def dynamic_loss_scale(
     scale, count, overflows = state.loss_scale, state.growth_count, state.hysteresis_count
     if growth_interval is None:
       return scale, count, overflows
-    overflows = _tree.increment_if(~finite, overflows)
+    overflows = _arrays.increment_if(~finite, overflows)
     rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
     moved, count = next_loss_scale(scale, count, finite, *rule)
     tolerated = ~finite & (overflows < hysteresis)
@@ -200,7 +201,7 @@ def dynamic_loss_scale(
       loss_scale=scale,
       growth_count=growth_count,
       hysteresis_count=hysteresis_count,
-      notfinite_count=_tree.increment_if(~step.made[0], state.notfinite_count),
+      notfinite_count=_arrays.increment_if(~step.made[0], state.notfinite_count),
       inner_state=step.inner_state,
     )
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
 from optax_boost import _protocol
@@ -101,10 +102,10 @@ class _Masters(NamedTuple):
 
   def init(self, params: optax.Params) -> MasterWeightsState:
     _tree.check_floating(params, _METHOD)
-    masters = _tree.copy_arrays(params, _tree.accumulator_dtype)
+    masters = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
     return MasterWeightsState(
       # Copies: an inner state may hold its params, and all of it is donated together.
-      master_params=_tree.copy_arrays(masters),
+      master_params=_arrays.copy_arrays(masters),
       count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
       # A copy: the state is donated, the caller's key is not.
@@ -182,7 +183,7 @@ def _next_state(
   return MasterWeightsState(
     master_params=masters,
     count=optax.safe_increment(state.count),
-    notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
     key=state.key,
     inner_state=inner_state,
   )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
 from optax_boost import _protocol
@@ -112,7 +113,7 @@ class _Rounding(NamedTuple):
       notfinite_count=jnp.zeros([], jnp.int32),
       # A copy: the state is donated, the caller's key is not.
       key=jnp.array(jax.random.key_data(self.key)),
-      inner_state=self.inner.init(_tree.copy_arrays(params, _tree.accumulator_dtype)),
+      inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
     )
 
   def update(
@@ -171,7 +172,7 @@ def _next_state(
 ) -> StochasticRoundingState:
   return StochasticRoundingState(
     count=optax.safe_increment(state.count),
-    notfinite_count=_tree.increment_if(bad, state.notfinite_count),
+    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
     key=state.key,
     inner_state=inner_state,
   )

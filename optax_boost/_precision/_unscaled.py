@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
 from optax_boost import _in_place
-from optax_boost import _tree
+from optax_boost import _masking
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -58,7 +59,7 @@ def check_injected_scales(**scales: Any) -> None:
 
 
 def _is_wide(tree: Any) -> bool:
-  return all(leaf.dtype == _tree.accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree))
+  return all(leaf.dtype == _arrays.accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def next_scales(
@@ -110,7 +111,7 @@ class UnscalingOptimizer:
 
   def init(self, params: optax.Params) -> optax.OptState:
     """The inner optimizer's state, of the params in at least float32."""
-    return self._inner.init(_tree.copy_arrays(params, _tree.accumulator_dtype))
+    return self._inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype))
 
   def update(
     self,
@@ -129,11 +130,11 @@ class UnscalingOptimizer:
       return jax.tree.map(lambda n, x: jnp.where(good[n], x, jnp.zeros_like(x)), numbers, tree)
 
     unscale = functools.partial(self._unscale, numbers, scales)
-    gradients, extra = _tree.map_gradients(unscale, updates, extra_args)
-    finite = by_group(_tree.all_finite, gradients)
+    gradients, extra = _masking.map_gradients(unscale, updates, extra_args)
+    finite = by_group(_arrays.all_finite, gradients)
     if not whole:
       zero_bad = functools.partial(zero_unless, finite)
-      gradients, extra = _tree.map_gradients(zero_bad, gradients, extra)
+      gradients, extra = _masking.map_gradients(zero_bad, gradients, extra)
     shapes = self._updates_like(updates, params, extra_args)
 
     def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -147,7 +148,7 @@ class UnscalingOptimizer:
     else:
       out, moved = step(state)
     if params is None:
-      landed = by_group(_tree.all_finite, out)
+      landed = by_group(_arrays.all_finite, out)
     else:
       landed = by_group(_conditional.no_entry_lost, optax.apply_updates(params, out), params)
     if whole:
@@ -183,7 +184,7 @@ class UnscalingOptimizer:
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
       unscale = functools.partial(self._unscale, numbers, scales)
-      return _tree.map_gradients(unscale, *gradients())
+      return _masking.map_gradients(unscale, *gradients())
 
     def inner_update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
       out, moved = self._inner.update(updates, state, params, **extra)
@@ -223,7 +224,7 @@ class UnscalingOptimizer:
   def _unscale(self, numbers: Any, scales: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scales of their groups, in at least float32."""
     return jax.tree.map(
-      lambda n, g: _in_place.divide(_tree.widen(g), scales[n], self._maximum), numbers, grads
+      lambda n, g: _in_place.divide(_arrays.widen(g), scales[n], self._maximum), numbers, grads
     )
 
   def _by_group(

@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _conditional
 from optax_boost import _in_place
-from optax_boost import _tree
+from optax_boost import _masking
 
 Arguments: TypeAlias = tuple[optax.Updates, dict[str, Any]]
 
 
 def widen(tree: Any) -> Any:
   """A tree in at least float32."""
-  return jax.tree.map(_tree.widen, tree)
+  return jax.tree.map(_arrays.widen, tree)
 
 
 def arguments(
@@ -26,28 +27,28 @@ def arguments(
   """The gradients and extra arguments of an inner optimizer whose params are in float32."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
-    return widen(_tree.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+    return widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # The closures take the wide params: the model computes in its params' dtype all the same.
-  closures = {name: extra_args.get(name) for name in _tree.CLOSURES}
+  closures = {name: extra_args.get(name) for name in _masking.CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
   extra = extra_args | {
     name: _at_rounded(function, params) for name, function in closures.items() if function
   }
-  return _tree.map_gradients(widen, updates, extra)
+  return _masking.map_gradients(widen, updates, extra)
 
 
 def _at_rounded(function: Any, params: optax.Params) -> Any:
   """A function of wide params that hands their rounding to a function of the params."""
 
   def rounded(w: Any, p: Any) -> Any:
-    return w if _tree.is_masked(w) else w.astype(p.dtype)
+    return w if _masking.is_masked(w) else w.astype(p.dtype)
 
   def call(wide: optax.Params, *args: Any) -> Any:
-    return function(jax.tree.map(rounded, wide, params, is_leaf=_tree.is_masked), *args)
+    return function(jax.tree.map(rounded, wide, params, is_leaf=_masking.is_masked), *args)
 
-  return _tree.beside_closures(call)
+  return _masking.beside_closures(call)
 
 
 def step(
@@ -83,14 +84,14 @@ def _spoilt(
   updates: optax.Updates, moves: optax.Updates, moved: optax.OptState, state: optax.OptState
 ) -> jax.Array:
   """Whether the inner optimizer could not cope with its gradients."""
-  bad_moves = ~_tree.all_finite(moves)
+  bad_moves = ~_arrays.all_finite(moves)
   if _conditional.scales_loss(state):
     # It copes with overflows, and must keep its record of them: inside an accumulation they wait
     # in the sum for the end of the window.
     return bad_moves
   # The state is looked through only where something is wrong already.
   return _conditional.cond(
-    bad_moves | ~_tree.all_finite(updates),
+    bad_moves | ~_arrays.all_finite(updates),
     lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
     lambda: bad_moves,
   )
@@ -186,6 +187,6 @@ def difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
 
   def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
     # Infinite params stay: their difference is NaN.
-    return jnp.where(r == p, 0, _tree.widen(r) - _tree.widen(p))
+    return jnp.where(r == p, 0, _arrays.widen(r) - _arrays.widen(p))
 
   return jax.tree.map(subtract, rounded, params)

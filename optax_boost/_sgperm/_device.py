@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _tree
+from optax_boost import _arrays
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 
@@ -226,7 +226,7 @@ class _Search:
 
   def _epsilon(self, ranges: jax.Array, brackets: jax.Array, count: jax.Array) -> jax.Array:
     """Rounded to the dtype of the weights, here and not in a sum that a compiler may fuse."""
-    dtype = _tree.accumulator_dtype(self.dtype)
+    dtype = _arrays.accumulator_dtype(self.dtype)
     product = ranges.astype(dtype) * brackets.astype(dtype)[count]
     if self.dtype != dtype:
       info: Any = jnp.finfo(self.dtype)

@@ -17,7 +17,7 @@ Each swap, and so each round, lowers sum |w - t|^2: by -2 (w_j - w_i) (t_j - t_i
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _tree
+from optax_boost import _arrays
 from optax_boost._sgperm import _sorting
 
 # With fewer bits of a weight, too many of a vector would look the same.
@@ -29,7 +29,7 @@ def targets(
   weights: jax.Array, momentum: jax.Array, ranges: jax.Array, bracket: jax.Array
 ) -> jax.Array:
   """The targets t in at least float32; `bracket` is ``alpha + 1 / n``, NaN counts as zero."""
-  dtype = _tree.accumulator_dtype(weights.dtype)
+  dtype = _arrays.accumulator_dtype(weights.dtype)
   momentum = jnp.where(jnp.isnan(momentum), 0, momentum).astype(dtype)
   largest = jnp.max(jnp.abs(momentum), axis=0, keepdims=True)
   # The inner `where` keeps vectors without momentum from dividing by zero.
@@ -72,7 +72,7 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
   # Counted in floats, where all of them are exact.
   bits = min(bits, 24)
   low, high = (f(weights, axis=0, keepdims=True) for f in (jnp.min, jnp.max))
-  dtype = _tree.accumulator_dtype(weights.dtype)
+  dtype = _arrays.accumulator_dtype(weights.dtype)
   low, high = low.astype(dtype), high.astype(dtype)
   share = (weights.astype(dtype) - low) / jnp.where(high > low, high - low, 1)
   level = jnp.nan_to_num(share * (2**bits - 1))

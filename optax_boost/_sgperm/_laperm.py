@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _protocol
-from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
@@ -132,7 +132,7 @@ def laperm(
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      initial=held(_tree.copy_arrays(params)),
+      initial=held(_arrays.copy_arrays(params)),
       permutation=held(_layout.identity(params)),
       ranks=held(list(map(_layout.ranks, layouts, leaves))),
       inner_state=inner_state,

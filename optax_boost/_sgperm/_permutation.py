@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _layout
@@ -150,17 +151,17 @@ def _mapped(
 ) -> Any:
   """Maps over params and a tree like them; leaves that are masked in either stay the params'."""
   structure: Any
-  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
-  others = _tree.leaves_like(tree, params)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_masking.is_masked)
+  others = _masking.leaves_like(tree, params)
   if others is None:
     raise ValueError(
       f"`{function}` needs a permutation of the tree structure of the params; got"
       f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"
       " `permutation` returned for these params."
     )
-  paths = _tree.leaf_paths(params, _tree.is_masked)
+  paths = _tree.leaf_paths(params, _masking.is_masked)
   results = [
-    p if _tree.is_masked(p) or _tree.is_masked(x) else one(path, p, x)
+    p if _masking.is_masked(p) or _masking.is_masked(x) else one(path, p, x)
     for path, p, x in zip(paths, leaves, others, strict=True)
   ]
   return jax.tree.unflatten(structure, results)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _tree
+from optax_boost import _arrays
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -58,7 +58,7 @@ class Transform:
     leaves, structure = jax.tree.flatten(params)
 
     def zero_momentum(leaf: jax.Array) -> jax.Array:
-      default = _tree.accumulator_dtype(leaf.dtype)
+      default = _arrays.accumulator_dtype(leaf.dtype)
       dtype = default if self.accumulator_dtype is None else self.accumulator_dtype
       return jnp.zeros_like(leaf, dtype=dtype)
 
@@ -72,7 +72,7 @@ class Transform:
       lamda=self.schedules.lamda(count),
       key=jnp.array(jax.random.key_data(self.key)),
       momentum=jax.tree.map(zero_momentum, params),
-      initial=_tree.copy_arrays(params),
+      initial=_arrays.copy_arrays(params),
       permutation=_layout.identity(params),
       ranks=() if self.method == "pairs" else of_each(_layout.ranks),
       ranges=of_each(_layout.ranges),
@@ -93,7 +93,7 @@ class Transform:
     layouts = self.cutter.for_update(updates, state, SgpermState, params)
     if self.check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
-      state = state._replace(mismatch_count=_tree.increment_if(mismatch, state.mismatch_count))
+      state = state._replace(mismatch_count=_arrays.increment_if(mismatch, state.mismatch_count))
     orders = _given_orders(partitions, updates, layouts)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
     trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
@@ -114,7 +114,7 @@ class Transform:
       lamda=self.schedules.lamda(state.count),
       momentum=momentum,
       permutation=jax.tree.unflatten(structure, permutation),
-      notfinite_count=_tree.increment_if(notfinite, state.notfinite_count),
+      notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
   def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
@@ -125,7 +125,7 @@ class Transform:
 
     new = jax.tree.map(one, updates, momentum)
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-    return kept, jnp.logical_not(_tree.all_finite(new))
+    return kept, jnp.logical_not(_arrays.all_finite(new))
 
   def _moved(
     self, state: SgpermState, layouts: list[_layout.Layout], leaves: list[Leaf]

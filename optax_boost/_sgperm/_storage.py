@@ -19,6 +19,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _files
+from optax_boost import _masking
 from optax_boost import _tree
 from optax_boost._sgperm import _permutation
 
@@ -78,13 +79,15 @@ def save_permuted_params(
   _base.check_whole_number("seed", seed, minimum=0, maximum=_LARGEST_SEED)
   state = _permutation.find_state(opt_state, name)
   like = state.initial if params is None else params
-  starts, indices = (_tree.leaves_like(tree, like) for tree in (state.initial, state.permutation))
+  starts, indices = (
+    _masking.leaves_like(tree, like) for tree in (state.initial, state.permutation)
+  )
   if starts is None or indices is None:
     raise ValueError(
       f"`{name}` needs `params` of the tree that the state was made for,"
       f" {jax.tree.structure(state.initial)}; got {jax.tree.structure(like)}."
     )
-  paths, own = _tree.leaf_paths(like, _tree.is_masked), jax.tree.leaves(like, _tree.is_masked)
+  paths, own = _tree.leaf_paths(like, _masking.is_masked), jax.tree.leaves(like, _masking.is_masked)
   records, parts = [], []
   for text, given, start, index in zip(paths, own, starts, indices, strict=True):
     record, part = _encoded_leaf(text, start, index, given)
@@ -150,8 +153,8 @@ def load_permuted_params(
 def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict[str, Any], bytes]:
   """A leaf's record in the file, and its bytes."""
   leaf_name = _tree.leaf_name(path)
-  if _tree.is_masked(initial):
-    if _tree.is_masked(given):
+  if _masking.is_masked(initial):
+    if _masking.is_masked(given):
       raise ValueError(
         "`save_permuted_params` needs the values of leaves that were not permuted; got none for"
         f" the leaf '{leaf_name}'. Pass them as `params`."

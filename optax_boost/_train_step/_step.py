@@ -31,9 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _full_gradient
 from optax_boost import _in_place
+from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _scaled_backward
 from optax_boost import _stacked
@@ -343,9 +345,9 @@ class Program:
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state)
 
-    @_tree.beside_closures
+    @_masking.beside_closures
     def value_fn(params: optax.Params) -> jax.Array:
-      return forward(_tree.fill_masked(params, start))[0]
+      return forward(_masking.fill_masked(params, start))[0]
 
     extra = {
       "value": value,
@@ -431,7 +433,7 @@ def _of_masked(
 
   # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
   def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-    return _tree.mask_like(gradient(_tree.fill_masked(params, current)), params)
+    return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
 
   return grad_fn
 
@@ -512,7 +514,7 @@ class _Requests:
   def unscaled(self, grad: optax.Updates) -> optax.Updates:
     """A gradient without its scales, in at least float32."""
     leaves, structure = jax.tree.flatten(grad)
-    wide = list(map(_tree.widen, leaves))
+    wide = list(map(_arrays.widen, leaves))
     if self._loss_scale is not None:
       pairs = zip(wide, self._leaves_that_ask(grad), strict=True)
       wide = [g / self._loss_scale if asks else g for g, asks in pairs]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _adasum
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _dim_reduce
 from optax_boost import _freezing
-from optax_boost import _tree
 from optax_boost.auto import _config
 
 # Where adaptive summation runs: before the optimizer, or after it as in MindSpore and Horovod.
@@ -75,7 +75,7 @@ def with_adasum(
     del params
     if leaves := jax.tree.leaves(updates):
       _adasum.check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
-    wide = jax.tree.map(_tree.widen, updates)
+    wide = jax.tree.map(_arrays.widen, updates)
     return _conditional.cast_like(jax.lax.pmean(wide, local_axis_name), updates)
 
   # `adasum` shares its work among devices that hold the same updates, if they seem to vary. Under

@@ -1,0 +1,112 @@
+"""Arrays of leaves: dtypes, sums, counters, places on devices, stacks of small ones."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+# Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
+_SMALL = 8192
+
+
+def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
+  """A saturating counter after a step in which its event may have happened."""
+  return jnp.where(flag, optax.safe_increment(count), count)
+
+
+def without_axes(
+  sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
+) -> jax.sharding.NamedSharding:
+  """A sharding with another entry for some axes that are sharded; None: whole on each device."""
+  spec = [instead if axis in axes and x is not None else x for axis, x in enumerate(sharding.spec)]
+  return jax.sharding.NamedSharding(
+    sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
+  )
+
+
+def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+  """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
+
+  On other meshes the compiler cares for slices.
+  """
+  sharding = jax.typeof(x).sharding
+  if all(sharding.spec[axis] is None for axis in axes):
+    return x
+  return place_by(x, without_axes(sharding, axes))
+
+
+def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+  """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
+  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  return jax.sharding.reshard(x, sharding) if explicit else x
+
+
+def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
+  """Copies arrays into buffers of their own, so that params and state can both be donated.
+
+  Abstract leaves stay abstract: zeros in their place would train from zero without an error.
+  """
+
+  def copy(leaf: Any) -> Any:
+    dtype = dtype_of(leaf.dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf.update(dtype=dtype)
+    # Given its own dtype, a weakly typed leaf would lose its weak type.
+    return jnp.array(leaf) if dtype == leaf.dtype else jnp.array(leaf, dtype)
+
+  return jax.tree.map(copy, tree)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+  """The dtype for reductions over values of `dtype`: at least float32."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(x: jax.Array) -> jax.Array:
+  """An array in :func:`accumulator_dtype`."""
+  return x.astype(accumulator_dtype(x.dtype))
+
+
+def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+  """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
+  wide = widen(x)
+  return jnp.sum(wide * wide, axis=axes)
+
+
+def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
+  """Groups leaves to be stacked: small ones of one type and key together, others alone.
+
+  Only equal shapes are stacked, along a new axis: sharded leaves stay on their devices.
+  """
+  groups: dict[Hashable, list[int]] = {}
+  for i, (key, *leaves) in enumerate(zip(keys, *columns, strict=True)):
+    small = leaves[0].size < _SMALL
+    types = tuple(jax.typeof(leaf) for leaf in leaves)
+    groups.setdefault((key, types) if small else i, []).append(i)
+  return list(groups.values())
+
+
+def stack(leaves: Sequence[jax.Array], copy: bool) -> jax.Array:
+  """Leaves of one shape along a new first axis, fused into what reads them or copied before."""
+  stacked = jnp.stack(leaves)
+  # XLA would compile for minutes where a thousand leaves are fused into one loop.
+  return jax.lax.optimization_barrier(stacked) if copy else stacked
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every entry of every leaf is finite; a scalar bool."""
+  return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def all_true(flags: Sequence[jax.Array]) -> jax.Array:
+  """Whether all of a list of scalar flags hold."""
+  if not flags:
+    return jnp.asarray(True)
+  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
+  # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
+  # program, and the time to compile it, would grow with the square of the number of leaves.
+  return jnp.dot(bad, bad) == 0

@@ -1,0 +1,90 @@
+"""Leaves that optax hides behind masks, and gradients among extra arguments."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from optax_boost import _tree
+
+
+def is_masked(value: Any) -> bool:
+  """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
+  return isinstance(value, optax.MaskedNode)
+
+
+def mask_like(tree: Any, masked: Any) -> Any:
+  """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
+  return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
+
+
+def fill_masked(tree: Any, full: Any) -> Any:
+  """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
+  return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
+
+
+def leaves_like(tree: Any, like: Any) -> list[Any] | None:
+  """The leaves of `tree` in the order of those of `like`, or None if the trees don't match.
+
+  An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
+  structure: an NNX optimizer wraps the arrays of its state in other variables than a model does.
+  """
+  structures: list[Any] = [jax.tree.structure(x, is_leaf=is_masked) for x in (tree, like)]
+  if structures[0] == structures[1]:
+    return jax.tree.leaves(tree, is_leaf=is_masked)
+  pairs = [
+    list(zip(_tree.leaf_paths(x, is_masked), jax.tree.leaves(x, is_leaf=is_masked), strict=True))
+    for x in (tree, like)
+  ]
+  leaves, targets = map(dict, pairs)
+
+  def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
+    hidden = tuple(f"{path}/" if path else "" for path, leaf in ones.items() if is_masked(leaf))
+    return all(
+      is_masked(leaf) or path in ones or path.startswith(hidden) for path, leaf in others.items()
+    )
+
+  unique = list(map(len, (leaves, targets))) == list(map(len, pairs))
+  if not (unique and covers(leaves, targets) and covers(targets, leaves)):
+    return None
+  return [leaves.get(path, optax.MaskedNode()) for path in targets]
+
+
+def map_gradients(
+  function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+  """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
+  extra = dict(extra_args)
+
+  def of_some(gradients: Any) -> Any:
+    # A method further inside may see fewer leaves than the function.
+    seen = mask_like(gradients, updates)
+    return mask_like(function(fill_masked(seen, updates)), seen)
+
+  if extra.get("grad") is not None:
+    extra["grad"] = of_some(extra["grad"])
+  if extra.get("grad_fn") is not None:
+    grad_fn = extra["grad_fn"]
+    extra["grad_fn"] = lambda *args, **kwargs: of_some(grad_fn(*args, **kwargs))
+  return function(updates), extra
+
+
+# The extra arguments that are functions of the params.
+CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
+
+
+def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+  """A function of params that lets the other closures pass, as optax's line searches hand them on.
+
+  They look for their names in its signature.
+  """
+
+  def call(
+    params: Any, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+  ) -> Any:
+    del grad_fn, full_grad_fn, obj_fn
+    return function(params, *args)
+
+  return call
