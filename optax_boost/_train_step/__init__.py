@@ -2,11 +2,11 @@
 
 from optax_boost._train_step._frozen_backward import Execution
 from optax_boost._train_step._loss import with_model_state
+from optax_boost._train_step._program import Metrics
 from optax_boost._train_step._state import TrainState
 from optax_boost._train_step._state import canonicalize_state
 from optax_boost._train_step._state import check_state
 from optax_boost._train_step._state import same_shapes
-from optax_boost._train_step._step import Metrics
 from optax_boost._train_step._step import TrainStep
 from optax_boost._train_step._step import check_options
 from optax_boost._train_step._step import make_train_step

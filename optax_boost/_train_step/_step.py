@@ -1,52 +1,23 @@
-"""A train step that feeds any optax transformation.
-
-Line searches, variance reduction and freezing need more than a gradient. optax passes that as
-extra arguments of ``update``; this module makes them, once, for any chain:
-
-  value, grad        the loss at the current params, and its gradient
-  value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
-  grad_fn(params)    the gradient elsewhere, likewise
-  obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
-  full_grad_fn(params)
-                     the mean gradient over all of the data, where the caller says how
-
-The optimizer state may ask for scaled gradients or for a shorter backward pass
-(:mod:`optax_boost._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the loss
-itself. Closures that no transformation calls cost nothing; their aux and statistics are dropped.
-Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
-"""
+"""The jitted train step: its state, its calls, its options."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-import dataclasses
-import functools
-import re
 from typing import Any
-from typing import TypeAlias
-import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _full_gradient
-from optax_boost import _in_place
-from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _scaled_backward
-from optax_boost import _stacked
 from optax_boost import _tree
 from optax_boost._train_step import _depths
 from optax_boost._train_step import _frozen_backward
 from optax_boost._train_step import _loss
+from optax_boost._train_step import _program
 from optax_boost._train_step import _state
-from optax_boost._train_step import _written
-
-Metrics: TypeAlias = dict[str, Any]
 
 # Metrics that cost something or need a wrapper, so they are made on request only.
 EXTRA_METRICS = ("grad_norm", "learning_rate")
@@ -55,7 +26,7 @@ EXTRA_METRICS = ("grad_norm", "learning_rate")
 class TrainStep:
   """A jitted train step; made by :func:`make_train_step`."""
 
-  def __init__(self, program: "Program", donate: bool = True):
+  def __init__(self, program: _program.Program, donate: bool = True):
     self.program = program
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
@@ -92,7 +63,7 @@ class TrainStep:
 
   def __call__(
     self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
-  ) -> tuple[_state.TrainState, Metrics]:
+  ) -> tuple[_state.TrainState, _program.Metrics]:
     """Makes one step; `state` is donated and must not be used afterwards.
 
     Args:
@@ -265,7 +236,7 @@ def make_train_step(
   }
   check_options(full_grad_fn, "full_grad_fn(grad_fn, params)", donate=donate, **options)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
-  return TrainStep(Program(loss_fn, tx, full_grad_fn, data, **options), donate)
+  return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
 
 
 def check_options(
@@ -283,259 +254,3 @@ def check_options(
     )
   for name in extra_metrics:
     _base.check_name("extra_metrics", name, EXTRA_METRICS)
-
-
-# Compared and hashed by identity: jit keeps its programs by the bound methods.
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-  """The computation of a train step, from the arguments of :func:`make_train_step`."""
-
-  loss_fn: Callable[..., Any]
-  tx: optax.GradientTransformation
-  full_grad_fn: Callable[..., Any] | None
-  data: dict[str, Any]
-  _: dataclasses.KW_ONLY
-  has_aux: bool
-  has_model_state: bool
-  freezing: _frozen_backward.Execution
-  hold_frozen_statistics: bool
-  extra_metrics: Sequence[str]
-  # The kinds of warnings that were given, each once.
-  warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
-
-  def loss(
-    self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array
-  ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """The loss, and the new statistics with aux."""
-    statistics = (model_state,) if self.has_model_state else ()
-    output = self.loss_fn(params, *statistics, batch, *rngs)
-    return _loss.split_output(output, self.has_aux, self.has_model_state)
-
-  def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
-    """The gradient of the loss alone, on any batch."""
-    return jax.grad(lambda params: self.loss(model_state, params, batch, *rngs)[0])(params)
-
-  def step(
-    self,
-    state: _state.TrainState,
-    batch: Any,
-    rng: jax.Array | None,
-    data: dict[str, Any],
-    depth: int | None = None,
-    placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
-  ) -> tuple[_state.TrainState, Metrics]:
-    """One step.
-
-    `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
-    the state's.
-    """
-    if rng is not None:
-      _base.check_key("rng", rng)
-    rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    request = _Requests(self.tx, state.opt_state, state.params, depth)
-
-    def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
-      return self.loss(state.model_state, params, batch, *rngs)
-
-    def warn(message: str) -> None:
-      self._warn_once(message, _base.NoEffectWarning)
-
-    differentiate = request.gradient_of(forward, self.freezing, warn)
-    grad, (value, (model_state, aux)) = differentiate(state.params)
-    # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state)
-
-    @_masking.beside_closures
-    def value_fn(params: optax.Params) -> jax.Array:
-      return forward(_masking.fill_masked(params, start))[0]
-
-    extra = {
-      "value": value,
-      "grad": grad,
-      "value_fn": value_fn,
-      # Differentiated is the scaled loss, as at the current params.
-      "grad_fn": _of_masked(lambda params: differentiate(params)[0], start),
-      "obj_fn": value_fn,
-    }
-    if self.full_grad_fn is not None:
-      gradient = functools.partial(self.gradient, state.model_state)
-      rng_args = {"rng": rngs[0]} if rngs else {}
-      mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
-      extra["full_grad_fn"] = _of_masked(mean_gradient, start)
-    with _protocol.collect_announcements() as announced:
-      try:
-        params, opt_state = _in_place.apply(
-          self.tx, lambda: (grad, dict(extra)), request.opt_state, start
-        )
-      except (AttributeError, TypeError, ValueError) as error:
-        _state.explain_other_state(error, state, self.tx)
-        raise
-    self._warn_of_stacked_layers(announced.layers, lambda p: forward(p)[0], state.params)
-    _state.check_shapes(state.params, params)
-    metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    if request.frozen is not None:
-      # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
-      if self.hold_frozen_statistics:
-        model_state = _frozen_backward.hold_statistics(
-          state.model_state,
-          model_state,
-          state.params,
-          request.frozen,
-          request.frozen_groups,
-          lambda: _stacked.layer_axes(
-            lambda statistics: self.loss(statistics, state.params, batch, *rngs), state.model_state
-          ),
-        )
-    if "grad_norm" in self.extra_metrics:
-      metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
-    if "learning_rate" in self.extra_metrics:
-      metrics["learning_rate"] = _learning_rate(opt_state)
-    if self.has_aux:
-      metrics["aux"] = aux
-    new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
-    new_state = jax.tree.map(_state.drop_weak_type, new_state)
-    return _state.keep_placement(new_state, state, placement), metrics
-
-  def _warn_of_stacked_layers(
-    self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
-  ) -> None:
-    """Warns once of leaves that hold many layers but are taken as one."""
-    if not layerwise or _base.StackedLayersWarning in self.warnings_given:
-      return
-    found = _stacked.stacked_axes(loss_fn, params)
-    methods = {
-      pattern: method
-      for pattern in found
-      for path, method in layerwise.items()
-      if re.search(pattern, path)
-    }
-    if methods:
-      axes = {pattern: found[pattern] for pattern in methods}
-      self._warn_once(
-        f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
-        f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
-        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is.",
-        _base.StackedLayersWarning,
-      )
-
-  def _warn_once(self, message: str, kind: type[Warning]) -> None:
-    """Warns, once of each kind: a step is traced anew for each depth and shape of a batch."""
-    if kind not in self.warnings_given:
-      self.warnings_given.add(kind)
-      warnings.warn(message, kind, stacklevel=3)
-
-
-def _of_masked(
-  gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
-) -> Callable[..., optax.Updates]:
-  """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
-
-  # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
-  def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-    return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
-
-  return grad_fn
-
-
-class _Requests:
-  """The requests of an optimizer state, and their answer: a gradient."""
-
-  def __init__(
-    self,
-    tx: optax.GradientTransformation,
-    opt_state: optax.OptState,
-    params: optax.Params,
-    depth: int | None,
-  ):
-    self.opt_state = opt_state
-    self._loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
-    group_scales = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
-    self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
-    groups: dict[str, _protocol.GroupAssignment] = {}
-    if any(x is not None for x in (self._loss_scale, group_scales, self.frozen_groups)):
-      groups = _protocol.collect_groups(tx, params)
-    self.frozen = groups.get(_protocol.FROZEN_GROUPS)
-    # Who asks for one scale need not announce its leaves; all have it then.
-    self._has_scale = groups.get(_protocol.LOSS_SCALE)
-    self._scaled = None if group_scales is None else groups.get(_protocol.GROUP_LOSS_SCALE)
-    if self._scaled is not None:
-      # And 1 for leaves that the method has not seen.
-      self._group_scales = jnp.append(group_scales, jnp.float32(1))
-    if self.frozen is not None and depth is not None:
-      # A constant in the state: nothing is computed for frozen leaves in `update` either.
-      self.frozen_groups = depth
-      self.opt_state = _protocol.map_request(
-        opt_state,
-        _protocol.FROZEN_GROUPS,
-        lambda state: state._replace(frozen_groups=np.int32(depth)),
-      )
-
-  def gradient_of(
-    self,
-    forward: Callable[[optax.Params], tuple[jax.Array, Any]],
-    execution: _frozen_backward.Execution,
-    warn: Callable[[str], None],
-  ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
-    """From params to the scaled gradient, zero for frozen leaves, and the output of `forward`."""
-
-    def objective(params: optax.Params) -> tuple[jax.Array, Any]:
-      value, rest = forward(params)
-      return value, (value, rest)
-
-    def scaled(params: optax.Params, cut: Any = lambda loss: loss) -> tuple[jax.Array, Any]:
-      if self._loss_scale is not None:
-        leaves, structure = jax.tree.flatten(params)
-        leaves = [
-          p if asks else _scaled_backward.group_boundary(p, 1 / self._loss_scale)
-          for p, asks in zip(leaves, self._leaves_that_ask(params), strict=True)
-        ]
-        params = jax.tree.unflatten(structure, leaves)
-      if self._scaled is None:
-        value, rest = cut(objective)(params)
-      else:
-        value, rest = _scaled_backward.scaled_objective(
-          cut(objective), params, self._scaled.numbers(params), self._group_scales
-        )
-      # In float32: a float16 loss times its scale would overflow.
-      scale = self._loss_scale
-      return value if scale is None else value.astype(jnp.float32) * scale, rest
-
-    if self.frozen is None:
-      return jax.grad(scaled, has_aux=True)
-    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution, warn)
-
-  def _leaves_that_ask(self, tree: Any) -> list[bool]:
-    """Whether each leaf's method asks for the loss scale."""
-    if self._has_scale is None:
-      return [True] * len(jax.tree.leaves(tree))
-    return [number == 0 for number in self._has_scale.numbers(tree)]
-
-  def unscaled(self, grad: optax.Updates) -> optax.Updates:
-    """A gradient without its scales, in at least float32."""
-    leaves, structure = jax.tree.flatten(grad)
-    wide = list(map(_arrays.widen, leaves))
-    if self._loss_scale is not None:
-      pairs = zip(wide, self._leaves_that_ask(grad), strict=True)
-      wide = [g / self._loss_scale if asks else g for g, asks in pairs]
-    if self._scaled is not None:
-      numbers = self._scaled.numbers(grad)
-      wide = [g / self._group_scales[n] for g, n in zip(wide, numbers, strict=True)]
-    return jax.tree.unflatten(structure, wide)
-
-
-def _learning_rate(opt_state: optax.OptState) -> Any:
-  """The learning rate that ``optax.inject_hyperparams`` keeps."""
-  injected = (optax.InjectHyperparamsState, optax.schedules.InjectStatefulHyperparamsState)
-
-  def has_rate(node: Any) -> bool:
-    return isinstance(node, injected) and "learning_rate" in node.hyperparams
-
-  states = [s for s in jax.tree.leaves(opt_state, is_leaf=has_rate) if has_rate(s)]
-  if len(states) != 1:
-    raise ValueError(
-      "The metric `learning_rate` needs one optimizer of `optax.inject_hyperparams` with a"
-      f" `learning_rate`, as in `optax.inject_hyperparams(optax.adam)(learning_rate=schedule)`;"
-      f" the optimizer state holds {len(states)}."
-    )
-  return states[0].hyperparams["learning_rate"]

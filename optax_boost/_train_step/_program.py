@@ -1,0 +1,213 @@
+"""The computation of a train step, which feeds any optax transformation.
+
+Line searches, variance reduction and freezing need more than a gradient. optax passes that as
+extra arguments of ``update``; this module makes them, once, for any chain:
+
+  value, grad        the loss at the current params, and its gradient
+  value_fn(params)   the loss elsewhere, on the same batch, rng and mutable statistics
+  grad_fn(params)    the gradient elsewhere, likewise
+  obj_fn             `value_fn` under the name that ``optax.contrib.sophia`` knows
+  full_grad_fn(params)
+                     the mean gradient over all of the data, where the caller says how
+
+The optimizer state may ask for scaled gradients or for a shorter backward pass
+(:mod:`optax_boost._protocol`): `grad` and `grad_fn` are of the scaled loss, the values of the loss
+itself. Closures that no transformation calls cost nothing; their aux and statistics are dropped.
+Leaves that ``optax.masked`` and ``optax.partition`` hide have their current values.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import functools
+import re
+from typing import Any
+from typing import TypeAlias
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _in_place
+from optax_boost import _masking
+from optax_boost import _protocol
+from optax_boost import _stacked
+from optax_boost._train_step import _frozen_backward
+from optax_boost._train_step import _loss
+from optax_boost._train_step import _requests
+from optax_boost._train_step import _state
+from optax_boost._train_step import _written
+
+Metrics: TypeAlias = dict[str, Any]
+
+
+# Compared and hashed by identity: jit keeps its programs by the bound methods.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """The computation of a train step, from the arguments of :func:`make_train_step`."""
+
+  loss_fn: Callable[..., Any]
+  tx: optax.GradientTransformation
+  full_grad_fn: Callable[..., Any] | None
+  data: dict[str, Any]
+  _: dataclasses.KW_ONLY
+  has_aux: bool
+  has_model_state: bool
+  freezing: _frozen_backward.Execution
+  hold_frozen_statistics: bool
+  extra_metrics: Sequence[str]
+  # The kinds of warnings that were given, each once.
+  warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
+
+  def loss(
+    self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array
+  ) -> tuple[jax.Array, tuple[Any, Any]]:
+    """The loss, and the new statistics with aux."""
+    statistics = (model_state,) if self.has_model_state else ()
+    output = self.loss_fn(params, *statistics, batch, *rngs)
+    return _loss.split_output(output, self.has_aux, self.has_model_state)
+
+  def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+    """The gradient of the loss alone, on any batch."""
+    return jax.grad(lambda params: self.loss(model_state, params, batch, *rngs)[0])(params)
+
+  def step(
+    self,
+    state: _state.TrainState,
+    batch: Any,
+    rng: jax.Array | None,
+    data: dict[str, Any],
+    depth: int | None = None,
+    placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
+  ) -> tuple[_state.TrainState, Metrics]:
+    """One step.
+
+    `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
+    the state's.
+    """
+    if rng is not None:
+      _base.check_key("rng", rng)
+    rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
+    request = _requests.Requests(self.tx, state.opt_state, state.params, depth)
+
+    def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
+      return self.loss(state.model_state, params, batch, *rngs)
+
+    def warn(message: str) -> None:
+      self._warn_once(message, _base.NoEffectWarning)
+
+    differentiate = request.gradient_of(forward, self.freezing, warn)
+    grad, (value, (model_state, aux)) = differentiate(state.params)
+    # An update starts from the params as the forward pass has left them, as in Flax's loop.
+    start, model_state = _written.take_written_params(state.params, model_state)
+
+    @_masking.beside_closures
+    def value_fn(params: optax.Params) -> jax.Array:
+      return forward(_masking.fill_masked(params, start))[0]
+
+    extra = {
+      "value": value,
+      "grad": grad,
+      "value_fn": value_fn,
+      # Differentiated is the scaled loss, as at the current params.
+      "grad_fn": _of_masked(lambda params: differentiate(params)[0], start),
+      "obj_fn": value_fn,
+    }
+    if self.full_grad_fn is not None:
+      gradient = functools.partial(self.gradient, state.model_state)
+      rng_args = {"rng": rngs[0]} if rngs else {}
+      mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
+      extra["full_grad_fn"] = _of_masked(mean_gradient, start)
+    with _protocol.collect_announcements() as announced:
+      try:
+        params, opt_state = _in_place.apply(
+          self.tx, lambda: (grad, dict(extra)), request.opt_state, start
+        )
+      except (AttributeError, TypeError, ValueError) as error:
+        _state.explain_other_state(error, state, self.tx)
+        raise
+    self._warn_of_stacked_layers(announced.layers, lambda p: forward(p)[0], state.params)
+    _state.check_shapes(state.params, params)
+    metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
+    if request.frozen is not None:
+      # Of this step; the new state holds the next one's.
+      metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
+      if self.hold_frozen_statistics:
+        model_state = _frozen_backward.hold_statistics(
+          state.model_state,
+          model_state,
+          state.params,
+          request.frozen,
+          request.frozen_groups,
+          lambda: _stacked.layer_axes(
+            lambda statistics: self.loss(statistics, state.params, batch, *rngs), state.model_state
+          ),
+        )
+    if "grad_norm" in self.extra_metrics:
+      metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
+    if "learning_rate" in self.extra_metrics:
+      metrics["learning_rate"] = _learning_rate(opt_state)
+    if self.has_aux:
+      metrics["aux"] = aux
+    new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
+    new_state = jax.tree.map(_state.drop_weak_type, new_state)
+    return _state.keep_placement(new_state, state, placement), metrics
+
+  def _warn_of_stacked_layers(
+    self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
+  ) -> None:
+    """Warns once of leaves that hold many layers but are taken as one."""
+    if not layerwise or _base.StackedLayersWarning in self.warnings_given:
+      return
+    found = _stacked.stacked_axes(loss_fn, params)
+    methods = {
+      pattern: method
+      for pattern in found
+      for path, method in layerwise.items()
+      if re.search(pattern, path)
+    }
+    if methods:
+      axes = {pattern: found[pattern] for pattern in methods}
+      self._warn_once(
+        f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
+        f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
+        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is.",
+        _base.StackedLayersWarning,
+      )
+
+  def _warn_once(self, message: str, kind: type[Warning]) -> None:
+    """Warns, once of each kind: a step is traced anew for each depth and shape of a batch."""
+    if kind not in self.warnings_given:
+      self.warnings_given.add(kind)
+      warnings.warn(message, kind, stacklevel=3)
+
+
+def _of_masked(
+  gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
+) -> Callable[..., optax.Updates]:
+  """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
+
+  # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
+  def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
+    return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
+
+  return grad_fn
+
+
+def _learning_rate(opt_state: optax.OptState) -> Any:
+  """The learning rate that ``optax.inject_hyperparams`` keeps."""
+  injected = (optax.InjectHyperparamsState, optax.schedules.InjectStatefulHyperparamsState)
+
+  def has_rate(node: Any) -> bool:
+    return isinstance(node, injected) and "learning_rate" in node.hyperparams
+
+  states = [s for s in jax.tree.leaves(opt_state, is_leaf=has_rate) if has_rate(s)]
+  if len(states) != 1:
+    raise ValueError(
+      "The metric `learning_rate` needs one optimizer of `optax.inject_hyperparams` with a"
+      f" `learning_rate`, as in `optax.inject_hyperparams(optax.adam)(learning_rate=schedule)`;"
+      f" the optimizer state holds {len(states)}."
+    )
+  return states[0].hyperparams["learning_rate"]

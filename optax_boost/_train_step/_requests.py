@@ -1,0 +1,100 @@
+"""The answer to what an optimizer state asks of the loss: scales, a shorter backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _arrays
+from optax_boost import _protocol
+from optax_boost import _scaled_backward
+from optax_boost._train_step import _frozen_backward
+
+
+class Requests:
+  """The requests of an optimizer state, and their answer: a gradient."""
+
+  def __init__(
+    self,
+    tx: optax.GradientTransformation,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    depth: int | None,
+  ):
+    self.opt_state = opt_state
+    self._loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
+    group_scales = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
+    self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+    groups: dict[str, _protocol.GroupAssignment] = {}
+    if any(x is not None for x in (self._loss_scale, group_scales, self.frozen_groups)):
+      groups = _protocol.collect_groups(tx, params)
+    self.frozen = groups.get(_protocol.FROZEN_GROUPS)
+    # Who asks for one scale need not announce its leaves; all have it then.
+    self._has_scale = groups.get(_protocol.LOSS_SCALE)
+    self._scaled = None if group_scales is None else groups.get(_protocol.GROUP_LOSS_SCALE)
+    if self._scaled is not None:
+      # And 1 for leaves that the method has not seen.
+      self._group_scales = jnp.append(group_scales, jnp.float32(1))
+    if self.frozen is not None and depth is not None:
+      # A constant in the state: nothing is computed for frozen leaves in `update` either.
+      self.frozen_groups = depth
+      self.opt_state = _protocol.map_request(
+        opt_state,
+        _protocol.FROZEN_GROUPS,
+        lambda state: state._replace(frozen_groups=np.int32(depth)),
+      )
+
+  def gradient_of(
+    self,
+    forward: Callable[[optax.Params], tuple[jax.Array, Any]],
+    execution: _frozen_backward.Execution,
+    warn: Callable[[str], None],
+  ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
+    """From params to the scaled gradient, zero for frozen leaves, and the output of `forward`."""
+
+    def objective(params: optax.Params) -> tuple[jax.Array, Any]:
+      value, rest = forward(params)
+      return value, (value, rest)
+
+    def scaled(params: optax.Params, cut: Any = lambda loss: loss) -> tuple[jax.Array, Any]:
+      if self._loss_scale is not None:
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [
+          p if asks else _scaled_backward.group_boundary(p, 1 / self._loss_scale)
+          for p, asks in zip(leaves, self._leaves_that_ask(params), strict=True)
+        ]
+        params = jax.tree.unflatten(structure, leaves)
+      if self._scaled is None:
+        value, rest = cut(objective)(params)
+      else:
+        value, rest = _scaled_backward.scaled_objective(
+          cut(objective), params, self._scaled.numbers(params), self._group_scales
+        )
+      # In float32: a float16 loss times its scale would overflow.
+      scale = self._loss_scale
+      return value if scale is None else value.astype(jnp.float32) * scale, rest
+
+    if self.frozen is None:
+      return jax.grad(scaled, has_aux=True)
+    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution, warn)
+
+  def _leaves_that_ask(self, tree: Any) -> list[bool]:
+    """Whether each leaf's method asks for the loss scale."""
+    if self._has_scale is None:
+      return [True] * len(jax.tree.leaves(tree))
+    return [number == 0 for number in self._has_scale.numbers(tree)]
+
+  def unscaled(self, grad: optax.Updates) -> optax.Updates:
+    """A gradient without its scales, in at least float32."""
+    leaves, structure = jax.tree.flatten(grad)
+    wide = list(map(_arrays.widen, leaves))
+    if self._loss_scale is not None:
+      pairs = zip(wide, self._leaves_that_ask(grad), strict=True)
+      wide = [g / self._loss_scale if asks else g for g, asks in pairs]
+    if self._scaled is not None:
+      numbers = self._scaled.numbers(grad)
+      wide = [g / self._group_scales[n] for g, n in zip(wide, numbers, strict=True)]
+    return jax.tree.unflatten(structure, wide)
