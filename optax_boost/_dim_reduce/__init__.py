@@ -2,13 +2,13 @@
 
 from optax_boost._dim_reduce._checkpoints import CheckpointSnapshots
 from optax_boost._dim_reduce._checkpoints import checkpoint_snapshots
+from optax_boost._dim_reduce._fit import fit_subspace
+from optax_boost._dim_reduce._fit_streamed import fit_subspace_streamed
 from optax_boost._dim_reduce._refresh import refresh_subspace
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._storage import load_subspace
 from optax_boost._dim_reduce._storage import save_subspace
 from optax_boost._dim_reduce._subspace import Subspace
-from optax_boost._dim_reduce._subspace import fit_subspace
-from optax_boost._dim_reduce._subspace import fit_subspace_streamed
 from optax_boost._dim_reduce._trajectory import TrajectoryState
 from optax_boost._dim_reduce._trajectory import record_trajectory
 from optax_boost._dim_reduce._trajectory import snapshots

@@ -1,0 +1,292 @@
+"""Subspaces in which the weights moved: principal components of snapshots of the params.
+
+``_linalg.py`` has the mathematics.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost import _base
+from optax_boost import _masking
+from optax_boost import _tree
+from optax_boost._dim_reduce import _layers
+from optax_boost._dim_reduce import _linalg
+from optax_boost._dim_reduce import _subspace
+from optax_boost._dim_reduce import _trajectory
+
+KEEP_OUT = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
+
+
+def fit_subspace(
+  snapshots: Any,
+  components: int,
+  *,
+  method: str = "exact",
+  key: jax.Array | int | None = None,
+  oversample: int = 10,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  groups: _layers.Groups | None = None,
+) -> _subspace.Subspace:
+  r"""Fits the subspace that holds most of the variance of snapshots of the params.
+
+  .. math::
+    C = X - \bar{x}, \qquad C C^\top = U \Sigma^2 U^\top, \qquad B = \Sigma_k^{-1} U_k^\top C
+
+  The eigenvectors of the snapshots' m x m Gram matrix give the components; one Rayleigh-Ritz step
+  then restores the digits that squaring lost. In float32, components with less than 1e-7 of the
+  first one's variance are less exact, those with less than 1e-10 are rounding errors and are
+  refused. Sharded params are not gathered: only matrices of m or k rows and columns cross devices.
+
+  Inside ``jit``, snapshots that are not finite are left out instead of refused, and where there are
+  fewer directions than `components`, the last rows of the basis are zero.
+
+  Args:
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a list, another sequence or
+      an iterator of trees, such as :func:`checkpoint_snapshots`; or a stacked tree, whose leaves
+      have the snapshots along their first axis.
+    components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
+      it explains more of the gradient, and takes more memory and time.
+    method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
+      snapshots and one power iteration. It saves the m x m matrix, which is the cost of the exact
+      one for m in the hundreds, and is as good where variances decay.
+    key: a key or an integer seed, for the randomized method only.
+    oversample: raising it makes the randomized method more exact.
+    dtype: a floating dtype to store the basis in; computed in float32 or wider. With bfloat16 its
+      rows are orthonormal to 3 digits only.
+    groups: as in :func:`dim_reduce`: each group of leaves and layers is fitted for itself, as the
+      same layers in leaves of their own. None: one group.
+
+  Returns:
+    A :class:`Subspace`, sharded as the snapshots are. ``None`` leaves stay ``None``.
+
+  Raises:
+    ValueError: there are too few snapshots, or they span too few directions; some are not finite,
+      or their trees differ; an argument is out of range.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_boost
+    >>> t = jnp.linspace(-1.0, 1.0, 9)
+    >>> path = {"a": jnp.stack([3 * t, 1 + 4 * t], axis=1), "b": t**2}
+    >>> subspace = optax_boost.fit_subspace(path, components=2)
+    >>> [round(float(x), 3) for x in subspace.basis["a"][0]]
+    [0.6, 0.8]
+    >>> [round(float(x), 3) for x in subspace.explained_variance_ratio]
+    [0.987, 0.013]
+
+  References:
+    Li, Tan, Huang, Tao, Liu, Huang, `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be
+    Trained in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2022.
+    Halko, Martinsson, Tropp, `Finding Structure with Randomness
+    <https://arxiv.org/abs/0909.4061>`_, 2011.
+  """
+  _base.check_whole_number("components", components, static=True)
+  _base.check_floating_dtype("dtype", dtype)
+  _base.check_whole_number("oversample", oversample, static=True)
+  _base.check_name("method", method, ("exact", "randomized"))
+  if groups is not None:
+    _layers.check_groups(groups)
+  key = None if key is None else _base.as_key("key", key)
+  if method == "randomized" and key is None:
+    raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
+  rows, used = _stack(snapshots)
+  count = len(used)
+  sketch = None
+  if method == "randomized" and key is not None:
+    width = min(count, components + oversample)
+    sketch = jax.random.normal(key, (count, width), _linalg.inner_dtype(rows))
+  check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
+  leaves, structure = jax.tree.flatten(rows)
+  one_row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
+  of_leaves, _ = _layers.find_groups(one_row, ("",) if groups is None else groups, "fit_subspace")
+  fits = {}
+  for group in sorted({number for of_leaf in of_leaves for number in of_leaf.numbers}):
+    members = _layers.take(leaves, of_leaves, group)
+    check_entries([x.shape[1:] for x in members], components)
+    fitted, finite, total = _jitted_fit(
+      members, used, sketch, components=components, dtype=jnp.dtype(dtype)
+    )
+    if not isinstance(finite, jax.core.Tracer):
+      check_finite(np.flatnonzero(np.asarray(used & ~finite)))
+      if not jnp.isfinite(total):
+        raise ValueError(
+          f"The variance of the snapshots overflows; got a sum of squares of {total} in"
+          f" {total.dtype}. Leave out the snapshots after the training diverged."
+        )
+      check_rank(fitted, components)
+    fits[group] = fitted, total
+  # One group's own numbers, to the bit.
+  whole = next(iter(fits.values()))[0]
+  if len(fits) > 1:
+    totals = [total for _, total in fits.values()]
+    explained = sum(fit.explained_variance_ratio * total for fit, total in fits.values())
+    whole = whole._replace(
+      explained_variance=sum(fit.explained_variance for fit, _ in fits.values()),
+      explained_variance_ratio=explained / jnp.maximum(sum(totals), jnp.finfo(jnp.float32).tiny),
+    )
+  means = {group: [x[None] for x in fit.mean] for group, (fit, _) in fits.items()}
+  bases = {group: fit.basis for group, (fit, _) in fits.items()}
+  mean, basis = (
+    [
+      _subspace.placed(joined, leaf, like_stacked=True)
+      for joined, leaf in zip(_layers.join(parts, leaves, of_leaves), leaves, strict=True)
+    ]
+    for parts in (means, bases)
+  )
+  return whole._replace(
+    mean=jax.tree.unflatten(structure, [x[0] for x in mean]),
+    basis=jax.tree.unflatten(structure, basis),
+  )
+
+
+def check_enough(count: int, components: int) -> None:
+  """Refuses too few snapshots."""
+  if count <= components:
+    fewer = f", or ask for at most {count - 1} components" if count > 1 else "; two are the least"
+    raise ValueError(
+      f"{components} components need at least {components + 1} snapshots, since their mean takes"
+      f" one direction away; got {count}. Record more of them{fewer}."
+    )
+
+
+def check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
+  """Refuses params with fewer entries than dimensions."""
+  entries = sum(map(math.prod, shapes))
+  if entries < components:
+    raise ValueError(
+      f"A subspace of {components} dimensions needs params with at least as many entries; got"
+      f" {entries}."
+    )
+
+
+def check_finite(bad: Any) -> None:
+  """Refuses snapshots that are not finite, by their indices."""
+  if len(bad):
+    shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+    raise ValueError(
+      f"A subspace can't be fitted to snapshots that are not finite; those with index {shown}"
+      " are not. Leave them out."
+    )
+
+
+def check_rank(subspace: _subspace.Subspace, components: int) -> None:
+  """Refuses snapshots that differ in too few directions."""
+  variances = np.asarray(subspace.explained_variance)
+  rank = int(np.sum(variances > 0))
+  if rank < components:
+    fewer = f"Ask for at most {rank} components, or take" if rank else "Take"
+    raise ValueError(
+      f"{components} components need snapshots that differ in as many directions; these differ in"
+      f" {rank}, the rest is rounding. {fewer} snapshots further apart."
+    )
+
+
+def _stack(snapshots: Any) -> tuple[Any, Any]:
+  """The snapshots as a stacked tree, and which of its rows hold one."""
+  if isinstance(snapshots, Iterator):
+    snapshots = list(snapshots)
+  if _tree.find_states(snapshots, _trajectory.TrajectoryState):
+    state = _trajectory.one_trajectory(snapshots, "fit_subspace")
+    (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
+    return checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
+  if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
+    raise ValueError(
+      "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
+      f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
+      " `optax_boost.record_trajectory` to its chain before training."
+    )
+  if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
+    return _stack_trees(list(snapshots))
+  _tree.check_floating(snapshots, "fit_subspace", KEEP_OUT)
+  sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
+  if len(sizes) > 1 or sizes == {()}:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
+    raise ValueError(
+      "`fit_subspace` needs a stacked tree whose leaves all have the snapshots along their first"
+      f" axis; got shapes {shapes}. Pass a list of trees, or an optimizer state that holds a"
+      " TrajectoryState."
+    )
+  rows = jax.tree.map(jnp.asarray, snapshots)
+  return checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+
+
+def _is_state(node: Any) -> bool:
+  """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
+  package = type(node).__module__.partition(".")[0]
+  state = isinstance(node, tuple) and package in ("optax", "optax_boost")
+  return state and not _masking.is_masked(node)
+
+
+def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
+  if not trees:
+    raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
+  for index, tree in enumerate(trees):
+    _tree.check_floating(tree, "fit_subspace", KEEP_OUT)
+    check_like(tree, trees[0], index)
+  return checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
+
+
+def _stack_leaf(*leaves: Any) -> jax.Array:
+  # NumPy's are joined on the host, and moved once.
+  if all(isinstance(x, np.ndarray) for x in leaves):
+    return jnp.asarray(np.stack(leaves))
+  return jnp.stack(leaves)
+
+
+def checked(rows: Any) -> Any:
+  """Snapshots with at least one leaf, all of real floating-point numbers."""
+  if not jax.tree.leaves(rows):
+    raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
+  _tree.check_floating(rows, "fit_subspace", KEEP_OUT)
+  return rows
+
+
+def check_like(tree: Any, first: Any, index: int) -> None:
+  """Refuses a snapshot of another structure or other shapes than the first."""
+  got: Any = jax.tree.structure(tree)
+  want: Any = jax.tree.structure(first)
+  if got != want:
+    raise ValueError(
+      f"Snapshots must have one tree structure; number {index} has {got}, the first one {want}."
+    )
+  leaves = zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), jax.tree.leaves(first), strict=True)
+  for path, a, b in leaves:
+    if jnp.shape(a) != jnp.shape(b):
+      raise ValueError(
+        f"Snapshots must have leaves of the same shapes; at '{path}' number {index} has"
+        f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list is taken for a list of snapshots:"
+        " cut a stacked tree that is a list into one tree per snapshot."
+      )
+
+
+@functools.partial(jax.jit, static_argnames=("components", "dtype"))
+def _jitted_fit(
+  rows: Any, used: jax.Array, sketch: jax.Array | None, *, components: int, dtype: Any
+) -> tuple[_subspace.Subspace, jax.Array, jax.Array]:
+  finite = _linalg.finite_rows(rows)
+  used &= finite
+  mean, centred = _linalg.centre(rows, used)
+  if sketch is None:
+    pca = _linalg.gram_pca(centred, components)
+  else:
+    pca = _linalg.randomized_pca(centred, components, sketch)
+  return as_subspace(mean, pca, jnp.sum(used), dtype), finite, pca.total
+
+
+def as_subspace(
+  mean: Any, pca: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
+) -> _subspace.Subspace:
+  """Principal components of so many snapshots as a :class:`Subspace`."""
+  return _subspace.Subspace(
+    mean=mean,
+    basis=jax.tree.map(lambda x: x.astype(dtype), pca.components),
+    explained_variance=pca.variances / jnp.maximum(count - 1, 1),
+    explained_variance_ratio=pca.variances / jnp.where(pca.total > 0, pca.total, 1),
+  )
