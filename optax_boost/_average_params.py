@@ -74,7 +74,8 @@ def average_params(
       wrapper around everything that changes updates: ``average_params(optax.chain(...), ...)``. A
       step that a wrapper inside skips (:func:`accumulate`, loss scales, :func:`master_weights`,
       ``optax.MultiSteps``, ``optax.apply_if_finite``) is not counted, nor one that a wrapper
-      around it skips.
+      around it skips. Around ``optax.lookahead`` the average is a pair, too; inside, it would be of
+      params that a synchronization changes afterwards.
     last: the mean of so many snapshots, each kept in a copy of its own; of fewer until so many were
       taken. Raising it smooths more, lags more, and costs memory. Static.
     start: the mean of all snapshots after so many steps, in one copy: SWA. Lowering it takes in
@@ -191,7 +192,7 @@ class _Averaging(NamedTuple):
     """Checks the arguments of a step."""
     _base.require_params(params, _METHOD)
     _base.require_state(state, AverageParamsState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
+    _tree.check_same_tree(updates, _tree.differentiated(params), _METHOD)
     _tree.check_inexact(updates, _METHOD)
     if (self.last is None) != (state.snapshots is None):
       made, ours = ("`last`", "without") if self.last is None else ("`start` or `decay`", "with")

@@ -37,7 +37,8 @@ def full_gradient(
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted here; another function is compiled anew.
+      ``jax.grad(loss_fn)``. It is jitted here, and as with ``jax.jit`` another function is compiled
+      anew, one whose inner functions were redefined is not.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.

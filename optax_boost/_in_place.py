@@ -102,9 +102,7 @@ def apply_gradients(
     or masters keep the entries concerned and do not count the step, which ``tx.update`` skips.
   """
   tx = _base.check_transformation("tx", tx)
-  # Of its pair of params, `optax.lookahead` takes the gradients of the fast ones.
-  trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-  _tree.check_same_tree(grads, trained, "apply_gradients")
+  _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
   return apply(tx, lambda: (grads, dict(extra_args)), opt_state, params)
 
 

@@ -25,6 +25,15 @@ _Value = TypeVar("_Value")
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
+def anew(function: Callable[..., Any]) -> Callable[..., Any]:
+  """A user's function under a new identity, so that it is traced as it is now.
+
+  JAX would hand out an earlier trace, whatever the function calls was redefined since, as in a
+  notebook.
+  """
+  return lambda *args: function(*args)
+
+
 class Interpreter(Generic[_Value]):
   """Follows a program, equation by equation; subclasses are the analyses."""
 

@@ -87,7 +87,7 @@ def stacked_axes(
   _tree.check_traceable("args", args)
   paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
-  found = _follow(loss_fn, params, *args)
+  found = _follow(_jaxpr.anew(loss_fn), params, *args)
   outermost = {place for stack in found.stacks for place in stack.axes.items()}
   for leaf, axis in sorted(
     found.sliced, key=lambda place: (place[0], place not in outermost, place)

@@ -16,6 +16,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_boost import _base
 
@@ -322,6 +323,11 @@ def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
   return cached
 
 
+def differentiated(params: Any) -> Any:
+  """The params that gradients are of: of the pair for ``optax.lookahead``, the fast ones."""
+  return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
 def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
   """All states of a type in an optimizer state, wherever they stand in it."""
 
@@ -414,6 +420,11 @@ def check_ring(snapshots: Any, argument: str, length: int, method: str) -> None:
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:
   """Raises ValueError for gradients whose structure or shapes differ from the params'."""
+  if isinstance(params, optax.LookaheadParams) and not isinstance(updates, optax.LookaheadParams):
+    raise ValueError(
+      f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
+      f" `optax.lookahead`. Put `{method}` inside: `optax.lookahead(optax.chain(...), ...)`."
+    )
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:

@@ -214,6 +214,18 @@ def test_a_state_with_one_average_is_refused_by_last():
     tx.update(jnp.ones(2), state, jnp.ones(2))
 
 
+def test_around_lookahead_the_pair_is_averaged():
+  tx = optax_boost.average_params(optax.lookahead(optax.sgd(0.1), 2, 0.5), last=3)
+  params = optax.LookaheadParams.init_synced(jnp.ones(2))
+  state, path = tx.init(params), []
+  for _ in range(5):
+    updates, state = tx.update(params.fast, state, params)
+    params = optax.apply_updates(params, updates)
+    path.append(params)
+  mean = jax.tree.map(lambda *xs: sum(xs) / 3, *path[-3:])
+  chex.assert_trees_all_close(optax_boost.averaged_params(state, params), mean, rtol=1e-6)
+
+
 def test_averages_of_two_parts_are_put_together():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   parts = {

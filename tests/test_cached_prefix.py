@@ -103,6 +103,20 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(loss_fn):
     assert not np.any(gradient["blocks_0"])
 
 
+def test_a_new_cache_is_of_the_loss_as_it_is_now():
+  """As in a notebook, where a function that the loss calls is defined anew."""
+  factor = [1.0]
+
+  def loss_fn(params, batch):
+    return factor[0] * loss(params, batch)
+
+  params, batch = model(), take(range(B))
+  for factor[0] in (1.0, 2.0):
+    cache = make(loss_fn)
+    ours = cache.loss_fn(params, cache(params, range(B), batch))
+    np.testing.assert_allclose(ours, factor[0] * loss(params, batch), rtol=1e-6)
+
+
 def products(function, *arguments):
   """How many matrix products a program holds once unused ones are dropped."""
   text = jax.jit(function).lower(*arguments).compile().as_text()

@@ -636,6 +636,9 @@ def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers()
     ("layers/bias", (4, 3), {"stacked_axes": {"layers": 0}}, 3, 4),
     ("kernel", (5, 2, 3), {"fan_in_axes": {"kernel": 0}}, 5, 6),
     ("weight", (3, 5, 2), {"layout": "torch"}, 10, 3),
+    ("weight", (3, 1, 1), {"layout": "torch"}, 1, 3),
+    ("conv/bias", (3, 1, 1), {"layout": "torch"}, 3, 1),  # Equinox's
+    ("layers/bias", (4, 3, 1), {"layout": "torch", "stacked_axes": {"layers": 0}}, 3, 4),
   ],
 )
 def test_leaves_of_any_rank_are_cut_into_vectors_and_put_together(

@@ -53,6 +53,18 @@ def test_scans_are_found_wherever_they_stand(loss_fn):
   assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
 
 
+def test_a_loss_is_traced_as_it_is_now():
+  """As in a notebook, where the model is defined anew and the loss that calls it is not."""
+  models = [lambda p, x: jnp.sum(p["blocks"]["kernel"]), plain]
+
+  def loss_fn(p, x):
+    return models[0](p, x)
+
+  assert not optax_boost.stacked_axes(loss_fn, params(), X)
+  models.pop(0)
+  assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
+
+
 def test_a_transposed_leaf_is_stacked_along_its_own_axis():
   def loss_fn(p, x):
     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["blocks"], 1, 0))

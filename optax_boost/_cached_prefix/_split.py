@@ -59,7 +59,7 @@ def split(
   `frozen` tells for each leaf whether it is frozen, or which of its layers are.
   """
   arguments = (params, batch) if rng is None else (params, batch, rng)
-  closed, results = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
+  closed, results = jax.make_jaxpr(_jaxpr.anew(loss_fn), return_shape=True)(*arguments)
   leaves = jax.tree.leaves(params)
   others = jax.tree.leaves(arguments[1:])
 
