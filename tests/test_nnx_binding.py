@@ -88,8 +88,20 @@ def expect_right_steps(step, model, optimizer):
   assert losses[0] != losses[1]
 
 
-def test_takes_a_model_apart_once(taken_apart):
-  model, optimizer = make(optax.sgd(0.01, momentum=0.9))
+def by_rank(tree):
+  return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", tree)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.sgd(0.01, momentum=0.9),
+    optax.partition({"matrix": optax.adam(0.01), "rest": optax.adam(0.02)}, by_rank),
+  ],
+  ids=["sgd", "partition"],
+)
+def test_takes_a_model_apart_once(taken_apart, tx):
+  model, optimizer = make(tx)
   step = ob_nnx.make_train_step(loss_fn)
   step(model, optimizer, X)
   first = len(taken_apart)
@@ -97,6 +109,24 @@ def test_takes_a_model_apart_once(taken_apart):
     expect_right_steps(step, model, optimizer)
   assert len(taken_apart) == first
   assert optimizer.step[...] == 7
+
+
+def test_a_variable_that_held_nothing_is_seen_when_it_holds_an_array():
+  class Shifted(Net):
+    def __init__(self, rngs):
+      super().__init__(rngs)
+      self.shift = nnx.BatchStat(None)
+
+    def __call__(self, x):
+      shift = self.shift.get_value()
+      return super().__call__(x) + (0 if shift is None else shift)
+
+  model = Shifted(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+  step = ob_nnx.make_train_step(loss_fn)
+  expect_right_steps(step, model, optimizer)
+  model.shift.set_value(jnp.ones(2))
+  expect_right_steps(step, model, optimizer)
 
 
 def _replace_layer(model):

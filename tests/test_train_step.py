@@ -306,6 +306,18 @@ def test_a_fresh_state_on_a_mesh_has_buffers_of_its_own():
   assert len(set(pointers)) == len(pointers)
 
 
+def test_a_batch_on_a_mesh_takes_a_state_along_and_compiles_one_program():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  batch = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+  step = optax_boost.make_train_step(quadratic, optax.adam(0.1))
+  state = step.init({"w": jnp.ones(8)})
+  for _ in range(3):
+    state, _ = step(state, batch)
+  assert step.cache_size() == 1
+  assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+  assert len(state.params["w"].sharding.device_set) == 8
+
+
 @pytest.mark.parametrize("committed", ["params", "one of the params", "batch"])
 def test_arrays_that_are_committed_to_a_device_compile_one_program(committed):
   def put(x):

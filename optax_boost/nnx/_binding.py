@@ -60,11 +60,17 @@ class Binding:
     self._rngs = rngs
     self._containers: list[tuple[Any, type, Callable[[Any], list[Any]], list[Any]]] = []
     self._hashes: list[tuple[Any, int]] = []
+    # Without an array: the state of a leaf that `optax.masked` or `optax.partition` hides.
+    self._empty: list[tuple[Any, Any]] = []
     variables = []
     start = [value for _, _, contents in self._roots for value in contents]
     for value, read, contents in _reachable([*start, *rngs], (model, optimizer)):
       if isinstance(value, nnx.Variable):
-        variables.append(value)
+        content = value.get_raw_value()
+        if jax.tree.leaves(content):
+          variables.append(value)
+        else:
+          self._empty.append((value, content))
       if read is not None:
         self._containers.append((value, type(value), read, contents))
       elif not jax.tree_util.all_leaves([value]):
@@ -91,6 +97,8 @@ class Binding:
     for container, kind, read, contents in self._containers:
       if type(container) is not kind or not _same(read(container), contents):
         return False
+    if not all(variable.get_raw_value() is content for variable, content in self._empty):
+      return False
     return _same(rngs, self._rngs) and all(hash(value) == known for value, known in self._hashes)
 
   def read(self) -> Any:
