@@ -158,6 +158,41 @@ def test_all_devices_agree_on_an_overflow_of_one(kind):
   assert after.loss_scale == 4.0
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("wrapper", ["master_weights", "stochastic_rounding"])
+def test_all_devices_skip_a_step_that_is_bad_on_one(wrapper, in_place):
+  """The inner optimizer has collectives, which all devices must take part in."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def by_largest(updates, _):
+    return jax.tree.map(lambda u: -u / jax.lax.pmax(jnp.nanmax(jnp.abs(u)), "x"), updates)
+
+  inner = optax.chain(optax.scale_by_adam(), optax.stateless(by_largest))
+  key = () if wrapper == "master_weights" else (0,)
+  tx = getattr(optax_boost, wrapper)(inner, *key, axis_name="x")
+  params = {"kernel": jnp.full((16, 4), 0.5, jnp.bfloat16)}
+  state = tx.init(params)
+  rows, whole = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+  specs = rows, jax.tree.map(lambda x: rows if x.ndim == 2 else whole, state)
+
+  def step(params, state, grads):
+    if in_place:
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*specs, rows), out_specs=specs))
+  good = {"kernel": jnp.ones((16, 4), jnp.bfloat16)}
+  bad = {"kernel": good["kernel"].at[6, 1].set(jnp.nan)}
+  stood, state = step(params, state, bad)
+  np.testing.assert_array_equal(stood["kernel"], params["kernel"])
+  assert state.notfinite_count == 1
+  assert state.inner_state[0].count == 0
+  moved, state = step(stood, state, good)
+  assert jnp.all(moved["kernel"] != params["kernel"])
+  assert state.notfinite_count == 1
+
+
 def test_a_thousand_steps_too_small_for_half_precision_arrive():
   for dtype in ("float16", "bfloat16"):
     params = jnp.ones(1, dtype)

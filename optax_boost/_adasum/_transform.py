@@ -278,7 +278,8 @@ def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None
         " everywhere. Inside `jax.shard_map`, gradients with respect to replicated params have"
         " been summed already: take them with respect to"
         f" `jax.lax.pcast(params, '{name}', to='varying')`, or `jax.lax.pvary(params, '{name}')`"
-        " where JAX is too old to have that."
+        " where JAX is too old to have that. A step of `make_train_step` takes them itself: pass"
+        " `check_vma=False` to `jax.shard_map`."
       )
 
 

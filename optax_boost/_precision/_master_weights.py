@@ -15,6 +15,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -44,7 +45,10 @@ class MasterWeightsState(NamedTuple):
 
 
 def master_weights(
-  inner: optax.GradientTransformation, *, key: jax.Array | int | None = None
+  inner: optax.GradientTransformation,
+  *,
+  key: jax.Array | int | None = None,
+  axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 masters of half-precision params; the params are always their rounding.
 
@@ -60,6 +64,9 @@ def master_weights(
     inner: the optimizer of the masters.
     key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
       average; None: round to nearest. The masters are exact either way.
+    axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
+      all devices make a step or none does. Without it, a bad gradient on one device stops a program
+      whose inner optimizer has collectives. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
@@ -69,8 +76,8 @@ def master_weights(
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 
   Raises:
-    ValueError: in ``update``: no params, or gradients that do not fit.
-    TypeError: a leaf is not floating-point, or `key` is no key.
+    ValueError: in ``update``: no params, gradients that do not fit, or an axis that is not bound.
+    TypeError: a leaf is not floating-point, or an argument is of the wrong kind.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -90,7 +97,9 @@ def master_weights(
   inner = _base.check_transformation("inner", inner)
   key = None if key is None else _base.as_key("key", key)
 
-  method = _Masters(inner, key)
+  _base.check_axis_name("axis_name", axis_name)
+
+  method = _Masters(inner, key, axis_name)
   return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
 
 
@@ -99,6 +108,7 @@ class _Masters(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   key: jax.Array | None
+  axis_name: str | tuple[str, ...] | None
 
   def init(self, params: optax.Params) -> MasterWeightsState:
     _tree.check_floating(params, _METHOD)
@@ -120,6 +130,9 @@ class _Masters(NamedTuple):
     last, this = (_widened.step_key(self.key, state.key, state.count - i) for i in (1, 0))
     return last, this
 
+  def _agree(self, flag: jax.Array) -> jax.Array:
+    return _conditional.agree(flag, self.axis_name, _METHOD)
+
   def update(
     self,
     updates: optax.Updates,
@@ -131,7 +144,7 @@ class _Masters(NamedTuple):
     last_key, this_key = self._keys(state)
     masters = _follow(params, state.master_params, last_key)
     masters, bad, inner_state = _widened.step(
-      self.inner, updates, extra_args, state.inner_state, masters, params
+      self.inner, updates, extra_args, state.inner_state, masters, params, self._agree
     )
     rounded = _widened.round_like(masters, params, this_key)
     return _widened.difference(rounded, params), _next_state(state, masters, bad, inner_state)
@@ -171,6 +184,7 @@ class _Masters(NamedTuple):
       state.inner_state,
       lambda: _follow(params, state.master_params, last_key),
       params,
+      self._agree,
     )
     made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
     _, params, masters = _in_place.once_if(~made, skip, params, masters)

@@ -16,6 +16,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -43,7 +44,10 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(
-  inner: optax.GradientTransformation, key: jax.Array | int
+  inner: optax.GradientTransformation,
+  key: jax.Array | int,
+  *,
+  axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains half-precision params without float32 masters, rounded right on average.
 
@@ -65,6 +69,9 @@ def stochastic_rounding(
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
     key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round alike, on one
       device and sharded.
+    axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
+      all devices make a step or none does. Without it, a bad gradient on one device stops a program
+      whose inner optimizer has collectives. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
@@ -75,8 +82,8 @@ def stochastic_rounding(
     in ``stochastic_rounding(optax.apply_if_finite(inner, 5), key)``.
 
   Raises:
-    ValueError: in ``update``: no params, or gradients that do not fit.
-    TypeError: a leaf is not floating-point, or `key` is no key.
+    ValueError: in ``update``: no params, gradients that do not fit, or an axis that is not bound.
+    TypeError: a leaf is not floating-point, or an argument is of the wrong kind.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -96,7 +103,8 @@ def stochastic_rounding(
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
   inner = _base.check_transformation("inner", inner)
-  method = _Rounding(inner, _base.as_key("key", key))
+  _base.check_axis_name("axis_name", axis_name)
+  method = _Rounding(inner, _base.as_key("key", key), axis_name)
   return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
 
 
@@ -105,6 +113,7 @@ class _Rounding(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   key: jax.Array
+  axis_name: str | tuple[str, ...] | None
 
   def init(self, params: optax.Params) -> StochasticRoundingState:
     _tree.check_floating(params, _METHOD)
@@ -116,6 +125,9 @@ class _Rounding(NamedTuple):
       inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
     )
 
+  def _agree(self, flag: jax.Array) -> jax.Array:
+    return _conditional.agree(flag, self.axis_name, _METHOD)
+
   def update(
     self,
     updates: optax.Updates,
@@ -125,7 +137,13 @@ class _Rounding(NamedTuple):
   ) -> tuple[optax.Updates, StochasticRoundingState]:
     _tree.check_update(_METHOD, updates, state, StochasticRoundingState, params, needs_params=True)
     wide, bad, inner_state = _widened.step(
-      self.inner, updates, extra_args, state.inner_state, _widened.widen(params), params
+      self.inner,
+      updates,
+      extra_args,
+      state.inner_state,
+      _widened.widen(params),
+      params,
+      self._agree,
     )
     rounded = self._round(wide, params, state)
     return _widened.difference(rounded, params), _next_state(state, bad, inner_state)
@@ -155,7 +173,12 @@ class _Rounding(NamedTuple):
       params, inner_state = step(*carry)
       return params, _next_state(state, jnp.asarray(False), inner_state)
     skipped, bad = _widened.skipped_in_place(
-      self.inner, gradients, state.inner_state, lambda: _widened.widen(params), params
+      self.inner,
+      gradients,
+      state.inner_state,
+      lambda: _widened.widen(params),
+      params,
+      self._agree,
     )
     _, params, inner_state = _in_place.once_if(~skipped, step, *carry)
     return params, _next_state(state, bad, inner_state)

@@ -14,6 +14,8 @@ from optax_boost import _in_place
 from optax_boost import _masking
 
 Arguments: TypeAlias = tuple[optax.Updates, dict[str, Any]]
+# Whether a flag holds on all devices: each runs the inner optimizer, with its collectives, or none.
+Agree: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 def widen(tree: Any) -> Any:
@@ -58,12 +60,13 @@ def step(
   inner_state: optax.OptState,
   wide: optax.Params,
   params: optax.Params,
+  agree: Agree,
 ) -> tuple[optax.Params, jax.Array, optax.OptState]:
   """The wide params after a step, whether it is counted as bad, and the next inner state."""
   moves, moved = _inner_step(inner, arguments(updates, extra_args, params), inner_state, wide)
-  skipped = _spoilt(updates, moves, moved, inner_state)
+  skipped = ~agree(~_spoilt(updates, moves, moved, inner_state))
   stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
-  bad = skipped | ~_conditional.no_entry_lost(stepped, wide)
+  bad = skipped | ~agree(_conditional.no_entry_lost(stepped, wide))
   inner_state = _conditional.select(skipped, inner_state, moved)
   return _in_place.keep_finite(stepped, wide), bad, inner_state
 
@@ -108,6 +111,7 @@ def skipped_in_place(
   inner_state: optax.OptState,
   make_wide: Callable[[], optax.Params],
   params: optax.Params,
+  agree: Agree,
 ) -> tuple[jax.Array, jax.Array]:
   """Whether a step in place is not made, and whether it is counted."""
   updates, extra_args = gradients()
@@ -118,20 +122,20 @@ def skipped_in_place(
 
   def check() -> tuple[jax.Array, jax.Array]:
     wide, moves, _ = inner_step()
-    landed = _in_place.none_lost(optax.apply_updates(wide, moves), wide)
+    landed = agree(_in_place.none_lost(optax.apply_updates(wide, moves), wide))
     # One thing after the other, so that nothing is kept for the next.
     (sound,) = _in_place.checked_unless(
       landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
     )
     nested = _conditional.scales_loss(inner_state)
-    finite = jnp.isfinite(_in_place.largest(updates)) | nested
+    finite = agree(jnp.isfinite(_in_place.largest(updates))) | nested
     (kept,) = _in_place.checked_unless(
       finite, lambda: (_in_place.none_lost(inner_step()[2], inner_state),), finite
     )
-    skipped = ~(sound & kept)
+    skipped = ~agree(sound & kept)
     return skipped, skipped | ~landed
 
-  usual = _in_place.ordinary(_in_place.sum_squares(updates), jnp.float32(1), extra_args)
+  usual = agree(_in_place.ordinary(_in_place.sum_squares(updates), jnp.float32(1), extra_args))
   skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
   return skipped, bad
 

@@ -125,8 +125,10 @@ def entries() -> list[tuple[str, shared.Entry]]:
       **lars,
     ),
     shared.factory("layerwise_decay", groups=shared.GROUPS, decay=kinds.number(0, -1, 1.5)),
-    shared.factory("master_weights", inner=shared.TX, key=kinds.key(optional=True)),
-    shared.factory("stochastic_rounding", inner=shared.TX, key=kinds.key()),
+    shared.factory(
+      "master_weights", inner=shared.TX, key=kinds.key(optional=True), axis_name=axis_name
+    ),
+    shared.factory("stochastic_rounding", inner=shared.TX, key=kinds.key(), axis_name=axis_name),
     shared.factory(
       "record_trajectory",
       every=shared.COUNT,
