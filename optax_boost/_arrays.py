@@ -63,7 +63,15 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
 
 def accumulator_dtype(dtype: Any) -> Any:
   """The dtype for reductions over values of `dtype`: at least float32."""
-  return jnp.promote_types(dtype, jnp.float32)
+  # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
+  wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
+  return jnp.dtype(dtype if wide else jnp.float32)
+
+
+def widest_dtype(tree: Any) -> Any:
+  """The dtype for reductions over real leaves: float32, or float64 where a leaf has it."""
+  dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+  return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
 
 
 def widen(x: jax.Array) -> jax.Array:

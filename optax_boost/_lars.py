@@ -206,9 +206,8 @@ def _scale_by_trust_ratio(
   def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
     _tree.check_floating(params, method)
     layers = sum(leaf.layers for leaf, _, _ in plan(params))
-    dtype = jnp.result_type(jnp.float32, *(p.dtype for p in jax.tree.leaves(params)))
     return ScaleByLarsTrustRatioState(
-      trust_ratio=jnp.ones(layers, dtype),
+      trust_ratio=jnp.ones(layers, _arrays.widest_dtype(params)),
       notfinite_count=jnp.zeros([], jnp.int32),
       count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
     )

@@ -123,7 +123,10 @@ def _on_two_replicas(
 
     def one_replica(weight: jax.Array, updates: Any, state: Any, params: Any) -> Any:
       # One replica sees most of what is positive, the other most of what is negative.
-      own = jax.tree.map(lambda g: g * (1 + weight * jnp.sign(g)).astype(g.dtype), updates)
+      def part(g: jax.Array) -> jax.Array:
+        return g * (1 + weight * jnp.sign(g).astype(weight.dtype)).astype(g.dtype)
+
+      own = jax.tree.map(part, updates)
       return tx.update(own, state, params, **extra)
 
     def both(*given: Any) -> Any:
@@ -161,8 +164,9 @@ def _loss_nearby(updates: Any, params: Any) -> dict[str, Any]:
 
   def value_fn(point: Any) -> jax.Array:
     def part(g: Any, p: Any, q: Any) -> jax.Array:
-      moved = (q - p).astype(jnp.promote_types(p.dtype, jnp.float32))
-      return jnp.sum(g * moved + 0.5 * moved**2)
+      wide = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
+      g, p, q = (x.astype(wide) for x in (g, p, q))
+      return jnp.sum(g * (q - p) + 0.5 * (q - p) ** 2)
 
     parts = jax.tree.map(part, updates, params, point)
     return sum(jax.tree.leaves(parts), start=jnp.zeros([]))

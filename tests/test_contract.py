@@ -234,6 +234,16 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
 
 
 @every_row
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_dtype_is_promoted_by_itself(row, dtype):
+  """What a user forbids by `jax.numpy_dtype_promotion`, to find mixed precision."""
+  params = problems.params(dtype)
+  grads, tx = problems.grads(params), transformation(row)
+  with jax.numpy_dtype_promotion("strict"):
+    jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), grads, params)
+
+
+@every_row
 def test_injected_hyperparams_change_nothing(row):
   params = problems.params()
   tx = transformation(row)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _tree
@@ -101,7 +102,7 @@ def fit_subspace(
   sketch = None
   if method == "randomized" and key is not None:
     width = min(count, components + oversample)
-    sketch = jax.random.normal(key, (count, width), _linalg.inner_dtype(rows))
+    sketch = jax.random.normal(key, (count, width), _arrays.widest_dtype(rows))
   check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
   leaves, structure = jax.tree.flatten(rows)
   one_row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))

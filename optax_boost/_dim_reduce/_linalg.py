@@ -89,7 +89,8 @@ def project(
   basis: Any, tree: Any, groups: Sequence[_layers.LeafGroups], shape: tuple[int, ...]
 ) -> jax.Array:
   """Inner products [G, k] of a basis with a tree like the params, each group's for itself."""
-  bases, leaves = ([x.astype(inner_dtype(tree)) for x in jax.tree.leaves(t)] for t in (basis, tree))
+  dtype = _arrays.widest_dtype(tree)
+  bases, leaves = ([x.astype(dtype) for x in jax.tree.leaves(t)] for t in (basis, tree))
   products: list[list[jax.Array]] = [[] for _ in range(shape[0])]
   by_layer = []
   for same in _arrays.alike(groups, bases, leaves):
@@ -102,7 +103,7 @@ def project(
       # One product of all: XLA on CPUs compiles the code of each product by itself.
       rows, leaf = (jnp.stack([xs[i] for i in same], a) for xs, a in ((bases, 1), (leaves, 0)))
       products[of_leaf.numbers[0]].append(contract(rows, leaf))
-  sums = [_sum_arrays(x) if x else jnp.zeros(shape[1:], inner_dtype(tree)) for x in products]
+  sums = [_sum_arrays(x) if x else jnp.zeros(shape[1:], dtype) for x in products]
   return sum(by_layer, start=jnp.stack(sums))
 
 
@@ -131,11 +132,6 @@ def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> ja
   )
   several = columns.ndim - 2
   return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
-
-
-def inner_dtype(tree: Any) -> Any:
-  """The dtype of inner products over a tree: float32, or float64 where a leaf has it."""
-  return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree)))
 
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:

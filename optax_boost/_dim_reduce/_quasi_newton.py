@@ -131,7 +131,7 @@ def backtrack(
     return Search(
       accepted=jnp.where(enough, search.step, 0),
       tried=search.tried + 1,
-      notfinite=search.notfinite + ~good,
+      notfinite=search.notfinite + (~good).astype(jnp.int32),
       step=search.step * jnp.asarray(rho, value.dtype),
       hidden=hidden,
       short=jnp.asarray((change < 0) & (hidden | near_linear)),

@@ -268,7 +268,7 @@ class _DimReduce:
       check_subspace("subspace", subspace)
     _, number = _layers.find_groups(params, self.groups, _METHOD)
     k = subspace.components
-    dtype = _linalg.inner_dtype(params)
+    dtype = _arrays.widest_dtype(params)
     scalar, vectors = functools.partial(jnp.zeros, ()), (number, k)
     return DimReduceState(
       basis=_state.basis_like(subspace, params, self.basis_dtype),
@@ -418,7 +418,7 @@ class _DimReduce:
       momentum=momentum,
       count=optax.safe_increment(state.count),
       line_search_steps=search.tried,
-      notfinite_count=state.notfinite_count + ~quasi.finite + search.notfinite,
+      notfinite_count=state.notfinite_count + (~quasi.finite).astype(jnp.int32) + search.notfinite,
     )
 
   def _direction(
@@ -473,7 +473,7 @@ class _DimReduce:
       possible=possible & jnp.isfinite(start),
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
-    search = search._replace(notfinite=search.notfinite + ~jnp.isfinite(start))
+    search = search._replace(notfinite=search.notfinite + (~jnp.isfinite(start)).astype(jnp.int32))
     # The inner learning rate bounds the steps; Adam's do not grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
@@ -512,7 +512,7 @@ class _DimReduce:
       inner_scale=jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
       curvature=jnp.where(quasi.finite, curvature, state.curvature),
       explained_gradient=jnp.where(quasi.finite, explained, state.explained_gradient),
-      rejected_count=state.rejected_count + rejected,
+      rejected_count=state.rejected_count + rejected.astype(jnp.int32),
     )
 
 
@@ -530,7 +530,7 @@ def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
 
 def _inner_product(a: Any, b: Any) -> jax.Array:
   """The inner product of two trees, in at least float32."""
-  dtype = jnp.result_type(_linalg.inner_dtype(a), _linalg.inner_dtype(b))
+  dtype = _arrays.widest_dtype((a, b))
   parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
   return jax.tree.reduce(jnp.add, parts, jnp.zeros([], dtype))
 

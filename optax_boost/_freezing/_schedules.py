@@ -230,7 +230,7 @@ def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> 
   def frozen_before(n: jax.Array) -> jax.Array:
     product = n * near.numerator
     whole = product // near.denominator
-    return whole + 1 if ties_freeze else whole + (product % near.denominator > 0)
+    return whole + (1 if ties_freeze else jnp.sign(product % near.denominator))
 
   first = share > 0
   return jnp.where(count > 1, frozen_before(n) > frozen_before(n - 1), first & (count == 1))
@@ -317,7 +317,7 @@ def progressive_freezing(
     return jnp.sum(count >= ends[:-1], dtype=jnp.int32)
 
   def learning_rate_scale(count: jax.Array) -> jax.Array:
-    passed = jnp.minimum(count / jnp.asarray(times, jnp.float32), 1.0)
+    passed = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
     return 0.5 * (1 + jnp.cos(jnp.pi * passed))
 
   return FreezeSchedule(num_groups, frozen_groups, learning_rate_scale if anneal else None)

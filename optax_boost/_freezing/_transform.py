@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _masking
@@ -150,7 +151,7 @@ def freeze_layers(
     out, moved = inner.update(grads, state.inner_state, params, **extra)
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
-      out = jax.tree.map(lambda n, u: (u * scale[n]).astype(u.dtype), numbers, out)
+      out = jax.tree.map(lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, out)
     count = optax.safe_increment(state.count)
     return zero_frozen(out), FreezeLayersState(
       count=count,

@@ -164,7 +164,7 @@ def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
   distance = jnp.maximum(power, info.smallest_normal.astype(jnp.float32)) * scale * float(info.eps)
   steps = magnitude * scale / distance
   below = jnp.floor(steps)
-  up = jax.random.uniform(key, x.shape, jnp.float32) < steps - below
+  up = (jax.random.uniform(key, x.shape, jnp.float32) < steps - below).astype(jnp.float32)
   rounded = jnp.minimum((below + up) * distance / scale, info.max.astype(jnp.float32))
   return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
