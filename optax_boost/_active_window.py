@@ -19,6 +19,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _jaxpr
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -144,7 +145,7 @@ def active_window(
     moves = jnp.zeros([], jnp.int32)
     first = layers_at(moves, found.number)
     # Of patterns that match nothing anywhere it warns here.
-    jax.eval_shape(lambda tree: inner.init(tree), params)
+    jax.eval_shape(_jaxpr.anew(inner.init), params)
     with _tree.seeing_a_part():
       always_state = inner.init(found.rest(params))
       active_state = inner.init(found.take(params, first))

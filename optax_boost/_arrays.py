@@ -18,6 +18,11 @@ def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
+def is_auto(mesh: Any) -> bool:
+  """Whether the compiler places arrays along all axes of a mesh."""
+  return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
 def without_axes(
   sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
 ) -> jax.sharding.NamedSharding:

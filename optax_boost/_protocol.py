@@ -44,6 +44,7 @@ import numpy as np
 import optax
 
 from optax_boost import _base
+from optax_boost import _jaxpr
 from optax_boost import _tree
 
 LOSS_SCALE = "loss_scale"
@@ -288,6 +289,5 @@ def collect_groups(
 ) -> dict[str, GroupAssignment]:
   """The groups that the methods in a transformation announce, by request."""
   with collect_announcements() as announced:
-    # A function of its own, so that no cached trace is taken instead.
-    jax.eval_shape(lambda p: tx.init(p), params)
+    jax.eval_shape(_jaxpr.anew(tx.init), params)
   return announced.groups

@@ -1,4 +1,4 @@
-"""The same subspaces, with few of the snapshots in memory at a time."""
+"""The subspaces of ``_fit.py``, with few of the snapshots in memory at a time."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence

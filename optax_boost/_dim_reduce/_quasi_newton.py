@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_boost import _arrays
+
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -131,7 +133,7 @@ def backtrack(
     return Search(
       accepted=jnp.where(enough, search.step, 0),
       tried=search.tried + 1,
-      notfinite=search.notfinite + (~good).astype(jnp.int32),
+      notfinite=_arrays.increment_if(~good, search.notfinite),
       step=search.step * jnp.asarray(rho, value.dtype),
       hidden=hidden,
       short=jnp.asarray((change < 0) & (hidden | near_linear)),

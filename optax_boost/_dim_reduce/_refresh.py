@@ -148,8 +148,8 @@ def _renew(
     last_step=fresh(0, state.last_step),
     next_rho=fresh(1, state.next_rho),
     inner_scale=fresh(1, state.inner_scale),
-    refresh_count=state.refresh_count + good,
-    notfinite_count=state.notfinite_count + ~good,
+    refresh_count=_arrays.increment_if(good, state.refresh_count),
+    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
   )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
 
@@ -74,8 +75,7 @@ def placed(array: Any, like: Any, stacked: bool = True, like_stacked: bool = Fal
   if not traced:
     # Before anything else, so that no device holds all of it.
     return jax.device_put(array, sharding)
-  explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-  return jax.sharding.reshard(array, sharding) if explicit else jnp.asarray(array)
+  return _arrays.place_by(jnp.asarray(array), sharding)
 
 
 def leaves_like(like: Any) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def record_trajectory(
 
       return state._replace(
         snapshots=jax.tree.map(write, params, state.snapshots),
-        snapshot_count=state.snapshot_count + good.astype(jnp.int32),
-        notfinite_count=state.notfinite_count + (~good).astype(jnp.int32),
+        snapshot_count=_arrays.increment_if(good, state.snapshot_count),
+        notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )
 
     # Only the rings pass through the branches, written in place where they are donated.

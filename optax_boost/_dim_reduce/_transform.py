@@ -418,7 +418,7 @@ class _DimReduce:
       momentum=momentum,
       count=optax.safe_increment(state.count),
       line_search_steps=search.tried,
-      notfinite_count=state.notfinite_count + (~quasi.finite).astype(jnp.int32) + search.notfinite,
+      notfinite_count=_arrays.increment_if(~quasi.finite, state.notfinite_count) + search.notfinite,
     )
 
   def _direction(
@@ -473,7 +473,7 @@ class _DimReduce:
       possible=possible & jnp.isfinite(start),
       resolution=float(jnp.finfo(value.dtype).eps) if self.adaptive else None,
     )
-    search = search._replace(notfinite=search.notfinite + (~jnp.isfinite(start)).astype(jnp.int32))
+    search = search._replace(notfinite=_arrays.increment_if(~jnp.isfinite(start), search.notfinite))
     # The inner learning rate bounds the steps; Adam's do not grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
@@ -512,7 +512,7 @@ class _DimReduce:
       inner_scale=jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
       curvature=jnp.where(quasi.finite, curvature, state.curvature),
       explained_gradient=jnp.where(quasi.finite, explained, state.explained_gradient),
-      rejected_count=state.rejected_count + rejected.astype(jnp.int32),
+      rejected_count=_arrays.increment_if(rejected, state.rejected_count),
     )
 
 

@@ -6,6 +6,7 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet
 `multi_precision`.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -98,8 +99,9 @@ def master_weights(
   key = None if key is None else _base.as_key("key", key)
 
   _base.check_axis_name("axis_name", axis_name)
+  agree = functools.partial(_conditional.agree, axis_name=axis_name, method=_METHOD)
 
-  method = _Masters(inner, key, axis_name)
+  method = _Masters(inner, key, agree)
   return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
 
 
@@ -108,7 +110,7 @@ class _Masters(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   key: jax.Array | None
-  axis_name: str | tuple[str, ...] | None
+  agree: _widened.Agree
 
   def init(self, params: optax.Params) -> MasterWeightsState:
     _tree.check_floating(params, _METHOD)
@@ -130,9 +132,6 @@ class _Masters(NamedTuple):
     last, this = (_widened.step_key(self.key, state.key, state.count - i) for i in (1, 0))
     return last, this
 
-  def _agree(self, flag: jax.Array) -> jax.Array:
-    return _conditional.agree(flag, self.axis_name, _METHOD)
-
   def update(
     self,
     updates: optax.Updates,
@@ -144,7 +143,7 @@ class _Masters(NamedTuple):
     last_key, this_key = self._keys(state)
     masters = _follow(params, state.master_params, last_key)
     masters, bad, inner_state = _widened.step(
-      self.inner, updates, extra_args, state.inner_state, masters, params, self._agree
+      self.inner, updates, extra_args, state.inner_state, masters, params, self.agree
     )
     rounded = _widened.round_like(masters, params, this_key)
     return _widened.difference(rounded, params), _next_state(state, masters, bad, inner_state)
@@ -184,7 +183,7 @@ class _Masters(NamedTuple):
       state.inner_state,
       lambda: _follow(params, state.master_params, last_key),
       params,
-      self._agree,
+      self.agree,
     )
     made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
     _, params, masters = _in_place.once_if(~made, skip, params, masters)

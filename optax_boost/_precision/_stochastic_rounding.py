@@ -7,6 +7,7 @@ Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:15
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -104,7 +105,8 @@ def stochastic_rounding(
   """
   inner = _base.check_transformation("inner", inner)
   _base.check_axis_name("axis_name", axis_name)
-  method = _Rounding(inner, _base.as_key("key", key), axis_name)
+  agree = functools.partial(_conditional.agree, axis_name=axis_name, method=_METHOD)
+  method = _Rounding(inner, _base.as_key("key", key), agree)
   return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
 
 
@@ -113,7 +115,7 @@ class _Rounding(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   key: jax.Array
-  axis_name: str | tuple[str, ...] | None
+  agree: _widened.Agree
 
   def init(self, params: optax.Params) -> StochasticRoundingState:
     _tree.check_floating(params, _METHOD)
@@ -124,9 +126,6 @@ class _Rounding(NamedTuple):
       key=jnp.array(jax.random.key_data(self.key)),
       inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
     )
-
-  def _agree(self, flag: jax.Array) -> jax.Array:
-    return _conditional.agree(flag, self.axis_name, _METHOD)
 
   def update(
     self,
@@ -143,7 +142,7 @@ class _Rounding(NamedTuple):
       state.inner_state,
       _widened.widen(params),
       params,
-      self._agree,
+      self.agree,
     )
     rounded = self._round(wide, params, state)
     return _widened.difference(rounded, params), _next_state(state, bad, inner_state)
@@ -178,7 +177,7 @@ class _Rounding(NamedTuple):
       state.inner_state,
       lambda: _widened.widen(params),
       params,
-      self._agree,
+      self.agree,
     )
     _, params, inner_state = _in_place.once_if(~skipped, step, *carry)
     return params, _next_state(state, bad, inner_state)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _arrays
 from optax_boost._sgperm import _sorting
 
 
 def mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
   """The mesh of several devices that arrays lie on, where its shardings are the compiler's."""
-  auto = jax.sharding.AxisType.Auto
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
-  return next((m for m in meshes if m.size > 1 and set(m.axis_types) == {auto}), None)
+  return next((m for m in meshes if m.size > 1 and _arrays.is_auto(m)), None)
 
 
 def on_stacks(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 
 
@@ -86,7 +87,9 @@ def commit_like(state: TrainState, arguments: Any) -> TrainState:
       (device,) = leaf.devices()
       return jax.device_put(state, device)
     # Axes that are Explicit are part of the arrays' types.
-    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _is_auto(leaf.sharding.mesh):
+    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.is_auto(
+      leaf.sharding.mesh
+    ):
       everywhere = jax.sharding.PartitionSpec()
       return jax.device_put(state, jax.sharding.NamedSharding(leaf.sharding.mesh, everywhere))
   return state
@@ -112,18 +115,13 @@ def _on_mesh(leaf: Any) -> jax.sharding.NamedSharding | None:
   return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _constraint(sharding)
 
 
-def _is_auto(mesh: Any) -> bool:
-  """Whether XLA places arrays along all axes of a mesh of devices."""
-  auto = jax.sharding.AxisType.Auto
-  return isinstance(mesh, jax.sharding.Mesh) and set(mesh.axis_types) == {auto}
-
-
 @functools.cache
 def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
   """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes are part of the type, and so are places in the memory of the host.
-  if not _is_auto(mesh) or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
+  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.is_auto(mesh)
+  if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
   while spec and spec[-1] is None:
     spec.pop()
