@@ -11,8 +11,8 @@ def params(dtype: Any = jnp.float32) -> dict[str, Any]:
   """Kernels, biases and a normalization, with sizes that eight devices can share."""
   rng = np.random.default_rng(0)
   tree = {
-    "conv": {"kernel": rng.normal(size=(3, 3, 2, 8)), "bias": np.zeros(8)},
-    "dense": {"kernel": rng.normal(size=(16, 8)), "bias": np.ones(8)},
+    "conv": {"kernel": rng.normal(size=(3, 3, 2, 8))},
+    "dense": {"kernel": rng.normal(size=(16, 8)), "bias": np.zeros(8)},
     "norm": {"scale": rng.normal(1, 0.1, size=8)},
   }
   return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
@@ -35,13 +35,15 @@ def distance(tree: Any, goal: Any) -> jax.Array:
 
 def grads(tree: Any, step: jax.typing.ArrayLike = 0) -> Any:
   """Gradients of the distance to the target, with disturbances that depend on the step."""
+  return jax.tree.map(lambda x: _gradient(x, step), tree)
 
-  def gradient(x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    disturbed = wide - _wave(x.shape, 0.0) + 0.1 * _wave(x.shape, 1.0 + jnp.asarray(step))
-    return disturbed.astype(x.dtype)
 
-  return jax.tree.map(gradient, tree)
+# A function of its own to JAX: traced once for each shape, whatever program calls it.
+@jax.jit
+def _gradient(x: jax.Array, step: jax.typing.ArrayLike) -> jax.Array:
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  disturbed = wide - _wave(x.shape, 0.0) + 0.1 * _wave(x.shape, 1.0 + jnp.asarray(step))
+  return disturbed.astype(x.dtype)
 
 
 def _wave(shape: tuple[int, ...], phase: jax.typing.ArrayLike) -> jax.Array:

@@ -27,7 +27,7 @@ STEPS = 4
 
 # The problem's leaves under names of state fields. Sorted as before, and groups by layer still fit.
 HOSTILE = {
-  "conv": {"kernel": "curvature", "bias": "count"},
+  "conv": {"kernel": "curvature"},
   "dense": {"kernel": "loss_scale", "bias": "frozen_groups"},
   "norm": {"scale": "group_loss_scale"},
 }
@@ -107,7 +107,7 @@ def test_gradients_of_another_dtype_than_the_params_train(row, params_dtype, gra
 
 
 LABELS = {
-  "conv": {"kernel": "ours", "bias": "other"},
+  "conv": {"kernel": "ours"},
   "dense": {"kernel": "ours", "bias": "other"},
   "norm": {"scale": "other"},
 }
