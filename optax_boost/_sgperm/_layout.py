@@ -17,7 +17,6 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 
@@ -174,7 +173,8 @@ class Cutter:
 
 @jax.jit
 def _finite(x: jax.Array) -> jax.Array:
-  return jnp.all(jnp.isfinite(x))
+  # On a CPU this compiles three times as fast as the conjunction of all entries.
+  return jnp.isfinite(jnp.max(jnp.abs(x), initial=0))
 
 
 def ranks(layout: Layout, x: Any) -> Any:
@@ -188,8 +188,12 @@ def _ranks(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.zeros(layout.shape, jnp.int32)
 
   def sort(x: jax.Array) -> jax.Array:
-    columns = _execution.in_blocks(_sorting.ranks, [layout.columns(x)[None]])
-    return _sharding.sharded_like(jnp.zeros_like(x, jnp.int32), layout.leaf(columns), x)
+    columns = layout.columns(x)
+    rows = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    # Once in a training: XLA's own sort compiles four times as fast as `_sorting.argsort`.
+    _, order = jax.lax.sort((columns, rows), dimension=0, num_keys=1)
+    ranks = layout.leaf(_sorting.inverse(order))
+    return _sharding.sharded_like(jnp.zeros_like(x, jnp.int32), ranks, x)
 
   return _sharding.auto_sharded(sort, x)(x)
 
@@ -212,14 +216,23 @@ def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
 def identity(params: Any) -> Any:
   """The permutation that changes nothing, a tree of int32."""
 
-  def one(p: jax.Array) -> jax.Array:
-    if p.size > np.iinfo(np.int32).max:
-      raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {p.shape}.")
-    entries = jnp.arange(p.size, dtype=jnp.int32).reshape(p.shape)
-    # Sharded like the param, where that is known.
-    return entries + jnp.zeros_like(p, dtype=jnp.int32)
+  def one(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x.update(dtype=jnp.int32)
+    # A jit drops an argument without entries, and with it its mesh.
+    return _entries(x) if x.size else jnp.zeros_like(x, dtype=jnp.int32)
 
   return jax.tree.map(one, params)
+
+
+@jax.jit
+def _entries(x: jax.Array) -> jax.Array:
+  """The entries of a raveled leaf, in its shape."""
+  if x.size > np.iinfo(np.int32).max:
+    raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
+  entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
+  # No weight is above infinity: zeros that lie where the leaf lies.
+  return entries + (x > jnp.inf).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
