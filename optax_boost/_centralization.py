@@ -1,6 +1,7 @@
 """Gradient centralization: arXiv:2004.01461."""
 
 import functools
+import math
 import re
 from typing import Any
 from typing import Literal
@@ -63,6 +64,9 @@ def centralize(
   the hyperplane orthogonal to the vector of ones. It goes before the optimizer in a chain; after
   ``optax.add_decayed_weights``, as in MindSpore, it centralizes the decay too. A gradient that is
   not finite stays so, within the output it belongs to.
+
+  Kernels with one weight per output, as of a dense layer with one input, are left alone: their mean
+  is all of them.
 
   Kernels of grouped convolutions are centralized over the inputs of their own group. MindSpore
   leaves them out; name them in `exclude` for that, since shapes don't tell them apart.
@@ -149,10 +153,14 @@ def centralize(
       pairs = zip(paths, axes_of_leaves, strict=True)
       _protocol.announce_layers("centralize", [path for path, axes in pairs if axes])
     leaves, structure = jax.tree.flatten(updates)
-    centred = [
-      subtract_mean(g, axes, of_leaf) if axes and g.size else g
-      for g, axes, of_leaf in zip(leaves, axes_of_leaves, names, strict=True)
-    ]
-    return jax.tree.unflatten(structure, centred), state
+
+    def centred(
+      g: jax.Array, axes: tuple[int, ...] | None, of_leaf: str | tuple[str, ...] | None
+    ) -> jax.Array:
+      # A mean of one entry is that entry, and would stop the leaf.
+      one = of_leaf is None and math.prod(g.shape[axis] for axis in axes or ()) == 1
+      return g if one or not axes or not g.size else subtract_mean(g, axes, of_leaf)
+
+    return jax.tree.unflatten(structure, list(map(centred, leaves, axes_of_leaves, names))), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -123,6 +123,9 @@ def test_selects_what_the_reference_selects():
     ("attention/query/bias", (2, 3), None),
     ("norm/scale", (4,), None),
     ("temperature", (), None),
+    ("one_input/kernel", (1, 4), None),
+    ("one_entry/kernel", (1, 1), None),
+    ("pointwise/kernel", (1, 1, 5, 4), (0, 1, 2)),
   ],
 )
 def test_averages_over_the_fan_in_of_flax_layers(path, shape, axes):
