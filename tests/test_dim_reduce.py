@@ -19,6 +19,8 @@ from optax_boost._dim_reduce import _quasi_newton
 import optax_boost.nnx
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+# Of "rawproj", whose rows MindSpore takes as they are.
+LONG_ROWS = pytest.mark.filterwarnings("ignore:`dim_reduce` needs a basis of rows:UserWarning")
 TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
 
 
@@ -118,6 +120,7 @@ def assert_same_decisions(trace, t, before, state):
     assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
 
 
+@LONG_ROWS
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_agrees_with_mindspore(name):
   trace = trace_of(name)
@@ -134,6 +137,7 @@ def test_every_step_agrees_with_mindspore(name):
     assert_close(state.last_step[0], trace["sk"][t], 1e-4)
 
 
+@LONG_ROWS
 @pytest.mark.parametrize("name", TRACES)
 def test_a_whole_run_takes_the_branches_of_mindspore(name):
   trace = trace_of(name)
@@ -321,6 +325,22 @@ def test_each_group_has_a_subspace_of_its_own():
   expected = numpy_run([ROWS * mask, ROWS * ~mask], 6, 0.5, 0.1)
   np.testing.assert_allclose(flat(state.params), expected, rtol=0, atol=2e-5)
   assert state.opt_state.inverse_hessian.shape == (2, K, K)
+
+
+def test_rows_that_are_longer_than_1_within_a_group_get_a_warning():
+  groups = ("conv", "dense|head")
+  parts = [np.where((np.arange(SIZE) < 48) == (group == 0), ROWS, 0) for group in range(2)]
+  joined = sum(part / np.linalg.norm(part, axis=1, keepdims=True) for part in parts)
+  subspace = subspace_of(np.float32(joined), PARAMS)
+  state = optax_boost.dim_reduce(subspace, groups=groups).init(PARAMS)
+  with pytest.warns(
+    UserWarning, match=r"rows of length 1\.41, .* needs the same ones here"
+  ) as caught:
+    alone = optax_boost.dim_reduce(subspace).init(PARAMS)
+  assert caught[0].filename == __file__
+  with pytest.warns(UserWarning, match=r"rows of length 1\.41"):
+    optax_boost.refresh_subspace(alone, subspace)
+  optax_boost.refresh_subspace(state, subspace, groups=groups)
 
 
 def test_the_residual_momentum_in_two_parts_does_not_drift():
@@ -556,7 +576,7 @@ def test_a_population_can_share_one_basis():
 def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_state(max_search):
   like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
   size, k = sum(x.size for x in like.values()), 8
-  subspace = subspace_of(np.ones((k, size), np.float32), like)
+  subspace = subspace_of(np.full((k, size), size**-0.5, np.float32), like)
   tx = optax_boost.dim_reduce(subspace, max_search=max_search)
 
   def value_fn(params):

@@ -1,16 +1,20 @@
 """The state of :func:`dim_reduce`, and the storage of a basis in it."""
 
+import functools
 from typing import Any
 from typing import NamedTuple
+import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _arrays
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _subspace
 
 METHOD = "dim_reduce"
@@ -95,6 +99,43 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
   leaves, structure = jax.tree.flatten(params)
   triples = zip(_tree.leaf_paths(params), leaves, jax.tree.leaves(rows), strict=True)
   return jax.tree.unflatten(structure, [stored(*triple) for triple in triples])
+
+
+def warn_of_long_rows(
+  basis: Any, groups: tuple[_layers.LeafGroups, ...], number: int, stacklevel: int
+) -> None:
+  """Warns of rows that are known, and longer than 1 within a group.
+
+  So are those that were fitted with other groups: a projection counts twice what they share.
+  """
+  squares = _squares(jax.tree.leaves(basis), tuple(of_leaf.axes for of_leaf in groups))
+  if any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in squares):
+    return
+  total = np.zeros((number, len(squares[0]) if squares else 0))
+  for x, of_leaf in zip(squares, groups, strict=True):
+    of_layers = np.asarray(x).reshape(len(x), -1)
+    np.add.at(total, list(of_leaf.numbers), of_layers.T)
+  longest = np.sqrt(np.max(total, initial=0))
+  # Rounded to bfloat16 they may be longer than 1.
+  if longest > 1.05:
+    warnings.warn(
+      f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
+      f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
+      " needs the same ones here.",
+      UserWarning,
+      stacklevel=stacklevel + 1,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _squares(rows: list[jax.Array], axes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+  """The sums of squares of each leaf's rows, by layer."""
+
+  def one(x: jax.Array, layers: tuple[int, ...]) -> jax.Array:
+    summed = set(range(1, x.ndim)) - {1 + axis for axis in layers}
+    return jnp.sum(jnp.square(_arrays.widen(x)), tuple(summed))
+
+  return list(map(one, rows, axes))
 
 
 def _rows_by_path(basis: Any, params: Any) -> Any:

@@ -233,7 +233,10 @@ class _DimReduce:
     _base.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
     _base.check_learning_rate(self.alpha, "alpha")
     if isinstance(self.max_search, str):
-      _base.check_name("max_search", self.max_search, ("auto",))
+      if self.max_search != "auto":
+        raise ValueError(
+          f"`max_search` must be 'auto', a whole number or None; got {self.max_search!r}."
+        )
     elif self.max_search is not None:
       _base.check_whole_number("max_search", self.max_search, static=True)
     for name in ("refresh_every", "refresh_snapshots"):
@@ -266,12 +269,14 @@ class _DimReduce:
     if not isinstance(subspace, Subspace):
       subspace = subspace(params)
       check_subspace("subspace", subspace)
-    _, number = _layers.find_groups(params, self.groups, _METHOD)
+    of_leaves, number = _layers.find_groups(params, self.groups, _METHOD)
+    basis = _state.basis_like(subspace, params, self.basis_dtype)
+    _state.warn_of_long_rows(basis, of_leaves, number, stacklevel=2)
     k = subspace.components
     dtype = _arrays.widest_dtype(params)
     scalar, vectors = functools.partial(jnp.zeros, ()), (number, k)
     return DimReduceState(
-      basis=_state.basis_like(subspace, params, self.basis_dtype),
+      basis=basis,
       momentum=jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=_arrays.accumulator_dtype(p.dtype)), params
       ),
