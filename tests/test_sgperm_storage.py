@@ -244,3 +244,16 @@ def test_an_nnx_optimizers_state_is_saved_with_the_params_of_its_model(tmp_path)
   loaded = optax_boost.load_permuted_params(path, init)
   assert jax.tree.structure(loaded) == jax.tree.structure(params)
   assert_same_bits(loaded, params)
+
+
+def test_half_precision_trained_in_master_weights_is_loaded_in_half_precision(tmp_path):
+  def init(seed):
+    return {"dense": small(seed)["dense"].astype(jnp.bfloat16)}
+
+  tx = optax_boost.master_weights(optax_boost.laperm(optax.sgd(3.0), sync_every=1))
+  _, state = trained(tx, init=init)
+  optax_boost.save_permuted_params(tmp_path / "model.npz", state, seed=7)
+  loaded = optax_boost.load_permuted_params(tmp_path / "model.npz", init)["dense"]
+  assert loaded.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(loaded, optax_boost.permuted_params(state)["dense"])
+  assert np.any(loaded != init(7)["dense"])

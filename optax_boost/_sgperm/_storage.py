@@ -10,6 +10,7 @@ import json
 import math
 import os
 from typing import Any
+from typing import NoReturn
 import zlib
 
 import jax
@@ -112,7 +113,8 @@ def load_permuted_params(
       numbers may differ between versions and implementations: that is found by a checksum.
 
   Returns:
-    The params, equal to the saved ones to the last bit, on the devices of the initial ones.
+    The params, equal to the saved ones to the last bit, on the devices of the initial ones and in
+    their dtypes: those of half precision that were trained in ``master_weights`` are so again.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -189,24 +191,37 @@ def _checksum(values: np.ndarray) -> int:
 
 def _decoded_leaf(file: str, seed: int, record: dict[str, Any], part: Any, leaf: Any) -> Any:
   """The leaf as it was saved, from its initial values."""
-  leaf_name = _tree.leaf_name(record["path"])
   shape, dtype = tuple(record["shape"]), record["dtype"]
-  is_array = _base.is_any_array(leaf)
+  # `master_weights` permutes what it widened: values of the narrow dtype, in another order.
+  fits = _base.is_any_array(leaf) and leaf.shape == shape and _widens_to(leaf.dtype, dtype)
+  values = _values(record, part, np.asarray(leaf).astype(dtype)) if fits else None
+  if values is None or _checksum(values) != record["checksum"]:
+    _refuse(file, seed, record, leaf)
+  return jax.device_put(values.astype(leaf.dtype), jnp.asarray(leaf).sharding)
+
+
+def _refuse(file: str, seed: int, record: dict[str, Any], leaf: Any) -> NoReturn:
+  """Says in what an initial leaf differs from the one that a file was saved from."""
+  name, is_array = _tree.leaf_name(record["path"]), _base.is_any_array(leaf)
+  shape, dtype = tuple(record["shape"]), record["dtype"]
   if not is_array or (leaf.shape, leaf.dtype.name) != (shape, dtype):
     got = f"{leaf.dtype} of shape {leaf.shape}" if is_array else _base.shorten(leaf)
     raise ValueError(
       f"`init_fn` must return the params that {file} was saved from, with {dtype} of shape {shape}"
-      f" in the leaf '{leaf_name}'; got {got}."
+      f" in the leaf '{name}'; got {got}."
     )
-  leaf = jnp.asarray(leaf)
-  values = _values(record, part, np.asarray(leaf))
-  if values is None or _checksum(values) != record["checksum"]:
-    raise ValueError(
-      f"`init_fn` must return the params that the training started from; from the seed {seed} it"
-      f" gave other values of the leaf '{leaf_name}' than those that {file} was saved with. Use the"
-      " same function, and the same version and implementation of the random numbers."
-    )
-  return jax.device_put(values, leaf.sharding)
+  raise ValueError(
+    f"`init_fn` must return the params that the training started from; from the seed {seed} it gave"
+    f" other values of the leaf '{name}' than those that {file} was saved with. Use the same"
+    " function, and the same version and implementation of the random numbers."
+  )
+
+
+def _widens_to(narrow: Any, wide: str) -> bool:
+  """Whether a dtype is another one, or is widened to it without loss."""
+  return narrow.name == wide or (
+    jnp.issubdtype(narrow, jnp.floating) and jnp.promote_types(narrow, wide).name == wide
+  )
 
 
 def _values(record: dict[str, Any], part: Any, start: np.ndarray) -> np.ndarray | None:
