@@ -309,7 +309,8 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   """The average of each leaf of the params, or None where it is not averaged."""
   advice = "Map over its members: `jax.vmap(optax_boost.averaged_params)(opt_state, params)`."
   _base.require_one_run(state.snapshot_count, "averaged_params", advice)
-  taken = state.snapshot_count
+  # An NNX optimizer holds each array in a variable.
+  (taken,) = jax.tree.leaves(state.snapshot_count)
 
   def mean_of_ring(ring: jax.Array) -> jax.Array:
     used = jnp.expand_dims(jnp.arange(len(ring)) < taken, tuple(range(1, ring.ndim)))
@@ -318,27 +319,20 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
 
   kept = state.average if state.snapshots is None else state.snapshots
   ring_axes = 0 if state.snapshots is None else 1
-  try:
-    pairs = jax.tree.map(
-      # A tuple of no leaves for each hidden one, however many it stands for.
-      lambda a, p: jax.tree.map(lambda _: (None,), p) if _masking.is_masked(a) else (a,),
-      kept,
-      params,
-      is_leaf=_masking.is_masked,
-    )
-    structure: Any = jax.tree.structure(params)
-    boxes = structure.flatten_up_to(pairs)
-  except ValueError as error:
+  leaves = _masking.leaves_like(kept, params)
+  if leaves is None:
     raise ValueError(
       "`averaged_params` needs the params that the state is of; got"
       f" {_base.shorten(jax.tree.structure(params), 200)} for averages of"
       f" {_base.shorten(jax.tree.structure(kept), 200)}."
-    ) from error
+    )
+  targets = jax.tree.leaves(params, is_leaf=_masking.is_masked)
+  averages = [a for a, p in zip(leaves, targets, strict=True) if not _masking.is_masked(p)]
   found: list[jax.Array | None] = []
-  for (average,), param, path in zip(
-    boxes, jax.tree.leaves(params), _tree.leaf_paths(params), strict=True
+  for average, param, path in zip(
+    averages, jax.tree.leaves(params), _tree.leaf_paths(params), strict=True
   ):
-    if average is None:
+    if _masking.is_masked(average):
       found.append(None)
       continue
     if jnp.shape(average)[ring_axes:] != jnp.shape(param):

@@ -1002,6 +1002,18 @@ def test_a_subspace_is_not_fitted_for_a_folder_that_is_missing(tmp_path):
     plain_form(config)
 
 
+def test_checkpoints_of_whole_states_are_refused_with_what_to_do(tmp_path):
+  with ocp.StandardCheckpointer() as checkpointer:
+    for step in range(3):
+      checkpointer.save(tmp_path / str(step), {"params": PARAMS, "step": np.array(step)})
+  config = manual(dim_reduce=True)
+  config |= {"dim_reduce": {"n_components": 2, "weight_load_dir": str(tmp_path)}}
+  with pytest.raises(
+    ValueError, match=r"the params alone\. .*subtree=\.\.\..* `dim_reduce.pca_mat"
+  ):
+    plain_form(config)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
 def test_the_example_configurations_train(path):
   boost = auto_boost("O1", path)

@@ -523,6 +523,8 @@ def test_an_averaged_nnx_model_with_new_statistics_predicts_as_numpy():
   assert metrics["average_params/snapshot_count"] == 4
   averaged = optax_boost.nnx.averaged_model(optimizer, model)
   np.testing.assert_allclose(averaged.dense.kernel[...], np.mean(kernels, 0), rtol=1e-5)
+  params = optax_boost.averaged_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+  np.testing.assert_array_equal(params["dense"]["kernel"][...], averaged.dense.kernel[...])
   # The copy stays when the model is trained on, and its arrays are donated.
   step(model, optimizer, batches[0])
   new = optax_boost.nnx.estimate_batch_stats(averaged, batches)

@@ -891,6 +891,7 @@ def test_the_forms_for_flax_refuse_bad_input_by_its_name():
   for make_model, message in (
     (None, "`make_model` must be callable, called as"),
     (lambda seed: 3, r"make_model\(0\) returned 3"),
+    (nnx.Linear(3, 1, rngs=nnx.Rngs(0)), r"a function from the seed .*; got a model, Linear"),
   ):
     with pytest.raises(TypeError, match=message):
       optax_boost.nnx.race(loss_fn, make_model, DATA, sgd, steps=1, progress=False)

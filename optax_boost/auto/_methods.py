@@ -140,9 +140,16 @@ def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Sub
   snapshots = _dim_reduce.checkpoint_snapshots(block.weight_load_dir, like=params)
   # At most so many snapshots beside the basis: as much memory again.
   chunk = max(2, block.n_components)
-  fitted = _dim_reduce.fit_subspace_streamed(
-    snapshots, block.n_components, chunk=chunk, progress=True
-  )
+  try:
+    fitted = _dim_reduce.fit_subspace_streamed(
+      snapshots, block.n_components, chunk=chunk, progress=True
+    )
+  except ValueError as error:
+    raise ValueError(
+      "`dim_reduce.weight_load_dir` must hold checkpoints of the params alone. Of whole states, fit"
+      " the subspace to `checkpoint_snapshots(folder, like=params, subtree=...)`, save it by"
+      f" `save_subspace` and name the file as `dim_reduce.pca_mat_path`. {error}"
+    ) from error
   if path is not None:
     _dim_reduce.save_subspace(path, fitted)
   return fitted

@@ -60,6 +60,12 @@ def race(
     True
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  # A model is callable, too.
+  if isinstance(make_model, nnx.Module):
+    raise TypeError(
+      "`make_model` must be a function from the seed to a new model, as `lambda seed:"
+      f" Model(rngs=nnx.Rngs(seed))`; got a model, {_base.shorten(make_model)}."
+    )
   _base.check_callable("make_model", make_model, "make_model(seed)")
   _adapter.check_filter("wrt", wrt)
   if evaluate is not None:
