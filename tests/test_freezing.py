@@ -1156,6 +1156,15 @@ def test_a_state_with_known_values_inside_a_trace_takes_its_depth():
   assert int(depth) == DEPTHS[3]
 
 
+def test_steps_without_jit_take_the_depths_of_jitted_ones():
+  """As one looks for errors; JAX then can't call what it has compiled."""
+  step = chain_step(donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  with jax.disable_jit():
+    _, history = train(chain_step(donate=False), state, 2)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:5])
+
+
 def test_the_step_keeps_no_optimizer_state():
   step = chain_step()
   state, _ = train(step, step.init(chain_params()), 3)

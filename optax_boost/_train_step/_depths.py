@@ -136,8 +136,9 @@ class HostDepths:
       # JAX can't trace a loop while it evaluates at compile time.
       many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
       self._many = many.lower(*arguments).compile()
-    # Someone's trace may be under way around a state whose values are known.
-    with jax.ensure_compile_time_eval():
+    # Someone's trace may be under way around a state whose values are known, or a search for errors
+    # by `jax.disable_jit`, under which nothing that is compiled can be called.
+    with jax.disable_jit(False), jax.ensure_compile_time_eval():
       return np.asarray(self._many(*arguments)).tolist()
 
   def _locate_inside(self, opt_state: optax.OptState) -> Place:
