@@ -132,6 +132,29 @@ def test_snapshots_needs_a_state_with_one_trajectory(count):
     optax_boost.snapshots(tx.init(jnp.ones(2)))
 
 
+def test_all_devices_take_a_snapshot_or_none_does():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  tx = optax_boost.record_trajectory(1, 4, axis_name="x")
+  points = [jnp.arange(16.0) + i for i in range(4)]
+  points[1] = points[1].at[3].set(jnp.nan)
+  state = tx.init(points[0])
+  part, whole = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+  ring = jax.sharding.PartitionSpec(None, "x")
+  specs = jax.tree.map(lambda x: ring if x.ndim == 2 else whole, state)
+  update = jax.jit(
+    jax.shard_map(
+      lambda state, params: tx.update(params, state, params)[1],
+      mesh=mesh,
+      in_specs=(specs, part),
+      out_specs=specs,
+    )
+  )
+  for params in points:
+    state = update(state, params)
+  assert optax_boost.snapshots(state).tolist() == [points[i].tolist() for i in (0, 2, 3)]
+  assert state.notfinite_count == 1
+
+
 def test_snapshots_needs_a_state_that_has_seen_params():
   tx = optax_boost.record_trajectory(1, 2)
   with pytest.raises(ValueError, match=r"after 0 steps .* Make a step first"):

@@ -38,6 +38,8 @@ def record_trajectory(
   every: int,
   capacity: int,
   dtype: jax.typing.DTypeLike | None = None,
+  *,
+  axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps every n-th snapshot of the params and leaves the updates as they are.
 
@@ -55,14 +57,16 @@ def record_trajectory(
       the subspace. Static.
     dtype: a floating dtype to store snapshots in. bfloat16 halves the memory, and loses changes of
       a weight beyond its first 3 digits. None: the params' own.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded, so that all
+      devices take a snapshot or none does. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. The state is a
     :class:`TrajectoryState`, its snapshots sharded as the params are.
 
   Raises:
-    ValueError: a number is out of range; in ``update``: no params, a tree that does not fit, or a
-      state of another `capacity`.
+    ValueError: a number is out of range; in ``update``: no params, a tree that does not fit, a
+      state of another `capacity`, or an axis that is not bound.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -84,6 +88,7 @@ def record_trajectory(
   _base.check_whole_number("capacity", capacity, static=True)
   if dtype is not None:
     _base.check_floating_dtype("dtype", dtype)
+  _base.check_axis_name("axis_name", axis_name)
 
   def init_fn(params: optax.Params) -> TrajectoryState:
     _tree.check_floating(params, _METHOD)
@@ -112,7 +117,7 @@ def record_trajectory(
     _tree.check_ring(state.snapshots, "capacity", capacity, _METHOD)
 
     def taken() -> TrajectoryState:
-      good = _arrays.all_finite(params)
+      good = _conditional.agree(_arrays.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
       def write(p: jax.Array, ring: jax.Array) -> jax.Array:

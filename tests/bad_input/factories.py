@@ -134,6 +134,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       every=shared.COUNT,
       capacity=kinds.count(static=True),
       dtype=shared.FLOAT_DTYPE,
+      axis_name=axis_name,
     ),
     shared.factory(
       "scale_by_lars_trust_ratio",
