@@ -277,7 +277,7 @@ class _Layers:
       stack = jnp.take(jnp.stack([leaves[member] for member in members]), layers, 0)
       for member, x in zip(members, jnp.unstack(stack), strict=False):
         taken[member] = x
-    return jax.tree.unflatten(structure, taken)
+    return _tree.unboxed(jax.tree.unflatten(structure, taken))
 
   def rest(self, tree: Any) -> Any:
     """The leaves of no layer, the others hidden."""
@@ -287,9 +287,8 @@ class _Layers:
 
   def put(self, like: Any, moved: Any, layers: jax.Array, rest: Any) -> Any:
     """Updates of the whole tree, zero where a layer is not among the given ones."""
-    structure: Any
     leaves, structure = jax.tree.flatten(like)
-    of_layers, others = structure.flatten_up_to(moved), structure.flatten_up_to(rest)
+    of_layers, others = (jax.tree.leaves(x, is_leaf=_masking.is_masked) for x in (moved, rest))
 
     def place(zeros: jax.Array, index: Any, x: jax.Array) -> jax.Array:
       return zeros.at[index].set(x, indices_are_sorted=True, unique_indices=True)

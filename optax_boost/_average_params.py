@@ -160,7 +160,7 @@ class _Averaging(NamedTuple):
 
     return AverageParamsState(
       average=jax.tree.map(copy, params) if self.last is None else None,
-      snapshots=None if self.last is None else jax.tree.map(ring, params),
+      snapshots=None if self.last is None else _tree.unboxed(jax.tree.map(ring, params)),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       inner_state=self.inner.init(params),
@@ -219,7 +219,7 @@ class _Averaging(NamedTuple):
     def snapshot(kept: optax.Params) -> tuple[optax.Params]:
       # Nothing that is trained follows from the average.
       now = jax.lax.stop_gradient(stepped())
-      return (jax.tree.map(lambda a, p: take(number, a, p.astype(a.dtype)), kept, now),)
+      return (_tree.map_leaves(lambda a, p: take(number, a, p.astype(a.dtype)), kept, now),)
 
     kept = jax.lax.stop_gradient(state.average if self.last is None else state.snapshots)
     # Without a leaf there is nothing to carry.

@@ -85,6 +85,27 @@ def _is_box(node: Any) -> bool:
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
 
 
+def unboxed(tree: Any) -> Any:
+  """A tree with the values of its boxes in their place.
+
+  For a state's arrays of other shapes than the params: Flax shards an array as its box says, and
+  the box of a param means the param's shape.
+  """
+
+  def value(node: Any) -> Any:
+    # A mask, of which there are no leaves, may be in a box, too.
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _is_box(node) else node
+
+  return jax.tree.map(value, tree, is_leaf=_is_box)
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+  """``jax.tree.map`` over trees of the same leaves, of which some may be in boxes."""
+  structure: Any
+  leaves, structure = jax.tree.flatten(tree)
+  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, rest))))
+
+
 def paths_among(expected: Container[str], tree: Any) -> list[str]:
   """The path of every leaf of a restored checkpoint, as the tree that it was saved from has them.
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import chex
+from flax import nnx
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -331,6 +332,20 @@ def test_init_works_on_abstract_values(row):
   tx, params = row.make(), problems.params()
   abstract = jax.eval_shape(lambda: params)
   assert spec(jax.eval_shape(tx.init, abstract)) == spec(tx.init(params))
+
+
+@every_row
+def test_boxes_in_the_state_hold_arrays_of_their_params_shapes(row):
+  """Flax shards an array as its box says, by the names of the param's axes."""
+  params = jax.tree.map(lambda x: nnx.Param(x, of_shape=x.shape), problems.params())
+  tx, grads = row.make(), problems.grads(params)
+  state = jax.eval_shape(tx.init, params)
+  is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+  for variable in filter(is_variable, jax.tree.leaves(state, is_leaf=is_variable)):
+    assert jax.tree.leaves(variable)[0].shape == variable.of_shape
+  # In a loop of one's own they may stay in their boxes.
+  updates, after = jax.eval_shape(tx.update, grads, state, params)
+  assert jax.tree.structure((updates, after)) == jax.tree.structure((grads, state))
 
 
 @every_row

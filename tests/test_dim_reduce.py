@@ -1128,8 +1128,8 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
   rows = [jax.tree.map(lambda p, t=t: p + jnp.sin(7.0 * t + p), pure) for t in range(4)]
   tx = optax_boost.dim_reduce(optax_boost.fit_subspace(rows, 2))
   found = tx.init(state).basis
-  assert jax.tree.structure(found) == jax.tree.structure(state)
-  chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(tx.init(pure).basis))
+  # Variables tell of the params' shapes.
+  chex.assert_trees_all_equal(found, tx.init(pure).basis)
   part = optax.masked(tx, optax_boost.path_mask("0/kernel")).init(state).inner_state.basis
   assert [leaf.shape for leaf in jax.tree.leaves(part)] == [(2, 6, 4)]
   # Neither less nor more than the params have.
@@ -1159,7 +1159,7 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
     ({"refresh_snapshots": 4}, ValueError, r"is for refreshes: give `refresh_every`, too"),
     ({"basis_dtype": "int8"}, TypeError, r"`basis_dtype` must be a floating dtype, as jnp.fl"),
     ({"basis_dtype": "uint16"}, TypeError, r"must be a floating dtype, .*; got 'uint16'"),
-    ({"max_search": "all"}, ValueError, r"`max_search` must be one of 'auto'; got 'all'"),
+    ({"max_search": "all"}, ValueError, r"`max_search` must be 'auto', .* or None; got 'all'"),
     ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation; got"),
     ({"alpha": "fast"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'fast'"),
     ({"groups": ("(",)}, ValueError, r"`groups` has '\(', which is no regular expression"),

@@ -573,3 +573,29 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message)
 def test_refuses_options_of_the_wrong_kind(call, message):
   with pytest.raises(TypeError, match=message):
     call()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+  ("tx", "number"),
+  [
+    (optax_boost.sgperm(method="rank"), 0),
+    (optax_boost.average_params(optax.sgd(0.1), last=3), 1),
+    (optax_boost.record_trajectory(1, 3), 1),
+  ],
+  ids=["sgperm", "average_params", "record_trajectory"],
+)
+def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
+  """The state's arrays of other shapes lie as the params do, not as the names of their axes say."""
+  kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+  mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+  init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+  with jax.set_mesh(mesh):
+    model = nnx.Linear(8, 16, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    rings = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 3]
+    expected = jax.sharding.PartitionSpec(None, "data", "model")
+    assert [x.sharding.spec for x in rings] == [expected] * number
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(model, optimizer, grads)
+  assert model.kernel[...].sharding.spec == jax.sharding.PartitionSpec("data", "model")

@@ -96,7 +96,7 @@ def refresh_if_due(
   # slot the last stay: unconditional, the write is in place.
   period = max(refresh_every, number)
   slot = jnp.sum(state.count % period > np.arange(number) * period // number) % number
-  held = jax.tree.map(
+  held = _tree.map_leaves(
     lambda kept, leaf: jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0),
     state.snapshots,
     params,
@@ -128,21 +128,18 @@ def _renew(
   state: DimReduceState, basis: Any, groups: tuple[_layers.LeafGroups, ...], good: jax.Array
 ) -> DimReduceState:
   """The state with another basis, if it is `good`; the residual momentum is unchanged."""
-  of_leaves = jax.tree.unflatten(jax.tree.structure(basis), groups)
   # M - P' q must not change, and q starts at 0.
   taken = jnp.where(good, state.projected_momentum, 0)
 
   def fresh(new: Any, old: Any) -> Any:
     return jnp.where(good, new, old).astype(old.dtype)
 
+  def unchanged(m: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> jax.Array:
+    return m - _linalg.lift(taken.astype(m.dtype), rows, of_leaf)
+
   return state._replace(
-    basis=jax.tree.map(fresh, basis, state.basis),
-    momentum=jax.tree.map(
-      lambda of_leaf, m, rows: m - _linalg.lift(taken.astype(m.dtype), rows, of_leaf),
-      of_leaves,
-      state.momentum,
-      state.basis,
-    ),
+    basis=_tree.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
+    momentum=_tree.map_leaves(unchanged, state.momentum, state.basis, groups),
     projected_momentum=fresh(0, state.projected_momentum),
     inverse_hessian=fresh(_state.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),

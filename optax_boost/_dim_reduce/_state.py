@@ -98,7 +98,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
 
   leaves, structure = jax.tree.flatten(params)
   triples = zip(_tree.leaf_paths(params), leaves, jax.tree.leaves(rows), strict=True)
-  return jax.tree.unflatten(structure, [stored(*triple) for triple in triples])
+  return _tree.unboxed(jax.tree.unflatten(structure, [stored(*triple) for triple in triples]))
 
 
 def warn_of_long_rows(

@@ -98,7 +98,7 @@ def record_trajectory(
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
 
     return TrajectoryState(
-      snapshots=jax.tree.map(ring, params),
+      snapshots=_tree.unboxed(jax.tree.map(ring, params)),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
@@ -120,13 +120,13 @@ def record_trajectory(
       good = _conditional.agree(_arrays.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
-      def write(p: jax.Array, ring: jax.Array) -> jax.Array:
+      def write(ring: jax.Array, p: jax.Array) -> jax.Array:
         old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
         row = jnp.where(good, p.astype(ring.dtype), old)
         return jax.lax.dynamic_update_index_in_dim(ring, row, slot, 0)
 
       return state._replace(
-        snapshots=jax.tree.map(write, params, state.snapshots),
+        snapshots=_tree.map_leaves(write, state.snapshots, params),
         snapshot_count=_arrays.increment_if(good, state.snapshot_count),
         notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
       )

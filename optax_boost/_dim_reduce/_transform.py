@@ -319,8 +319,8 @@ class _DimReduce:
         f"`refresh_snapshots` must exceed the number of components, {k}; got {held}. Of m"
         " snapshots, the deviations from their mean span m - 1 dimensions."
       )
-    return jax.tree.map(
-      lambda p: jnp.array(placed(jnp.broadcast_to(p, (held, *p.shape)), p)), params
+    return _tree.unboxed(
+      jax.tree.map(lambda p: jnp.array(placed(jnp.broadcast_to(p, (held, *p.shape)), p)), params)
     )
 
   def update(
@@ -345,7 +345,6 @@ class _DimReduce:
       assert value_fn is not None
       value_fn = _base.scalar_value_fn(value_fn, _METHOD)
     groups, _ = _layers.find_groups(params, self.groups, _METHOD)
-    of_leaves = jax.tree.unflatten(jax.tree.structure(params), groups)
     if self.refresh_every is not None:
       state = _refresh.refresh_if_due(state, params, self.refresh_every, groups)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
@@ -371,9 +370,9 @@ class _DimReduce:
       return self.inner.update(pseudo_gradient, state.inner_state, params, **extra)
 
     def lift(columns: jax.Array) -> Any:
-      return jax.tree.map(
-        lambda of_leaf, rows, m: _linalg.lift(columns.astype(m.dtype), rows, of_leaf),
-        *(of_leaves, state.basis, momentum),
+      return _tree.map_leaves(
+        lambda m, rows, of_leaf: _linalg.lift(columns.astype(m.dtype), rows, of_leaf),
+        *(momentum, state.basis, groups),
       )
 
     # Of the step in the subspace, and of P' q, by which M exceeds the residual momentum.

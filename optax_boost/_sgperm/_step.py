@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _tree
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -75,7 +76,7 @@ class Transform:
       initial=_arrays.copy_arrays(params),
       permutation=_layout.identity(params),
       ranks=() if self.method == "pairs" else of_each(_layout.ranks),
-      ranges=of_each(_layout.ranges),
+      ranges=_tree.unboxed(of_each(_layout.ranges)),
       notfinite_count=jnp.zeros([], jnp.int32),
       mismatch_count=jnp.zeros([], jnp.int32),
     )
