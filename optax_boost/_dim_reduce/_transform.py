@@ -99,7 +99,8 @@ def dim_reduce(
 
   Sharded params keep the basis sharded as they are, and only the projected gradient, the
   gradient's norm and the losses cross devices in a step. For that, ``init`` must see the params
-  as they are placed: outside of ``jit``, or on a mesh with Explicit axes.
+  as they are placed: outside of ``jit``, or on a mesh with Explicit axes. Inside ``shard_map``
+  params must be whole: nothing is summed over devices there.
 
   Args:
     subspace: a :class:`Subspace` whose basis fits the params, or a callable from params to one.

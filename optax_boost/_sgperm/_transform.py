@@ -132,7 +132,8 @@ def sgperm(
   .. note::
     SGPerm.py orders equal recommendations by an unstable sort, and draws subsets for each vector;
     this function reverses a stable sort, and vectors of the same length share one draw by the order
-    of their weights, equal ones in natural order. Leaves of any rank are permuted.
+    of their weights, equal ones in natural order. Leaves of any rank are permuted. Inside
+    ``shard_map`` they must be whole: a permutation counts the entries of the whole leaf.
   """
   bounds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("alpha", alpha, {"minimum": 0.0}),
