@@ -235,11 +235,11 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
 
 
 @every_row
-def test_no_dtype_is_promoted_by_itself(row):
-  """What a user forbids by `jax.numpy_dtype_promotion`, to find mixed precision."""
+def test_no_dtype_and_no_rank_is_promoted_by_itself(row):
+  """What a user forbids to find mixed precision, and arrays of wrong shapes."""
   params = problems.params("bfloat16")
   grads, tx = problems.grads(params), transformation(row)
-  with jax.numpy_dtype_promotion("strict"):
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), grads, params)
 
 

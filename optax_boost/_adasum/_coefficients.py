@@ -76,7 +76,8 @@ def _pair_factors(
   own = _scales.power(steps - largest, products.dtype)
   usable = jnp.all(square[0] > least.reshape(own.shape) ** 2, axis=-1, keepdims=True)
   ratio = _double.divide(
-    jnp.where(usable, product * own[..., ::-1], 0), jnp.where(usable, 2 * square, 1)
+    jnp.where(usable[None], product * own[None, ..., ::-1], 0),
+    jnp.where(usable[None], 2 * square, 1),
   )
   factors = _double.add(_double.words(own), -ratio)
   return factors.reshape(*factors.shape[:2], -1), largest[..., 0]
