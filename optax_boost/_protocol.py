@@ -209,6 +209,30 @@ def renew_full_gradients(
   )
 
 
+def check_full_gradients(opt_state: optax.OptState) -> None:
+  """Refuses a state that asks for the full gradient in front of a scale of the loss.
+
+  It would compare gradients of the scaled loss with one of the loss itself.
+  """
+  scales = (LOSS_SCALE, GROUP_LOSS_SCALE)
+  # The state of `optax.chain`.
+  if type(opt_state) is tuple:
+    in_front: list[Any] = []
+    for state in opt_state:
+      if any(_asking(state, scale) for scale in scales):
+        for asking in in_front:
+          raise ValueError(
+            f"`make_train_step` needs a method with a {type(asking).__name__} inside a loss scale,"
+            " for the full gradient is not scaled; got it in front of one. Put the scale around the"
+            " chain: dynamic_loss_scale(optax.chain(svrg(...), ...))."
+          )
+      else:
+        in_front += _asking(state, FULL_GRADIENT)
+  for child in _children(opt_state):
+    if child is not opt_state:
+      check_full_gradients(child)
+
+
 def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
   states = declaring_states(opt_state, "requests")
   return [state for state in states if request in declared(state, "requests")]

@@ -1090,3 +1090,29 @@ def test_closures_that_return_other_trees_are_named(name):
 def test_a_full_grad_fn_that_cannot_be_called_is_refused():
   with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable.*; got 3"):
     optax_boost.make_train_step(loss_fn, optax_boost.svrg(3), full_grad_fn=3)
+
+
+@pytest.mark.parametrize("scale", ["dynamic_loss_scale", "group_loss_scale"])
+def test_in_front_of_a_loss_scale_it_is_refused(scale):
+  """The full gradient is not scaled, the gradients of a batch would be."""
+
+  def scaled(inner):
+    groups = ((".*",),) if scale == "group_loss_scale" else ()
+    return getattr(optax_boost, scale)(inner, *groups)
+
+  def trained(tx):
+    step = optax_boost.make_train_step(
+      lambda w, batch: jnp.sum((w - batch) ** 2),
+      tx,
+      full_grad_fn=lambda grad_fn, params: grad_fn(params, jnp.ones(3)),
+    )
+    return step(step.init(jnp.zeros(3)), jnp.arange(3.0))[0].params
+
+  svrg = optax_boost.svrg(refresh_every=1)
+  with pytest.raises(ValueError, match=r"with a SvrgState inside a loss scale, .* Put the scale"):
+    trained(optax.chain(svrg, optax.chain(scaled(optax.sgd(0.1)))))
+  for tx in (
+    scaled(optax.chain(svrg, optax.sgd(0.1))),
+    optax.chain(optax.identity(), scaled(optax.chain(svrg, optax.sgd(0.1)))),
+  ):
+    np.testing.assert_allclose(trained(tx), trained(optax.chain(svrg, optax.sgd(0.1))), rtol=1e-6)

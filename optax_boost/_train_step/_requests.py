@@ -28,6 +28,8 @@ class Requests:
     self._loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
     group_scales = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
     self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+    if self._loss_scale is not None or group_scales is not None:
+      _protocol.check_full_gradients(opt_state)
     groups: dict[str, _protocol.GroupAssignment] = {}
     if any(x is not None for x in (self._loss_scale, group_scales, self.frozen_groups)):
       groups = _protocol.collect_groups(tx, params)
