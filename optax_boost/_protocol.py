@@ -132,10 +132,10 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
   olds, news = (jax.tree.leaves(state, is_leaf=counts) for state in (before, after))
   for old, new in zip(olds, news, strict=True):
     if isinstance(new, optax.PartitionState):
-      # Side by side: the params move where any of them does.
-      of_parts = [
-        step_made(old.inner_states[key], new.inner_states[key]) for key in new.inner_states
-      ]
+      # Side by side: the params move where any of them does, but not by `optax.set_to_zero`.
+      states = new.inner_states
+      moving = [key for key in states if not _has_no_state(states[key])] or list(states)
+      of_parts = [step_made(old.inner_states[key], states[key]) for key in moving]
       made = made & functools.reduce(operator.or_, of_parts, np.bool_(False))
     elif counts(new):
       for kind, moves in (("steps", True), ("skips", False)):
@@ -143,6 +143,11 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
           made = made & ((getattr(old, name) != getattr(new, name)) == moves)
       made = made & step_made(_inner(old), _inner(new))
   return made
+
+
+def _has_no_state(part: Any) -> bool:
+  """Whether a part of ``optax.partition`` keeps nothing, not even as a chain of such."""
+  return isinstance(getattr(part, "inner_state", part), optax.EmptyState)
 
 
 def _inner(state: Any) -> list[Any]:

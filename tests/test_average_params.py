@@ -144,10 +144,17 @@ SIDES = {"a": optax_boost.accumulate(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
       ),
       (1, 2, 3, 5, 7),
     ),
+    (
+      optax.partition(
+        {"a": optax.set_to_zero(), "b": optax_boost.accumulate(optax.sgd(0.25), 3)},
+        {"a": "a", "b": "b"},
+      ),
+      (2, 5),
+    ),
     (optax_boost.active_window(SIDES["a"], ["a", "b"], 1, every=3), (1, 4, 7)),
     (optax_boost.active_window(SIDES["b"], ["a", "b"], 1, every=1), range(8)),
   ],
-  ids=["switch", "switch back", "partition", "window", "window of one step"],
+  ids=["switch", "switch back", "partition", "frozen part", "window", "window of one step"],
 )
 def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
   tx = optax_boost.average_params(inner, last=9)

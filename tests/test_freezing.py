@@ -1156,6 +1156,17 @@ def test_a_state_with_known_values_inside_a_trace_takes_its_depth():
   assert int(depth) == DEPTHS[3]
 
 
+def test_a_program_compiled_ahead_of_time_serves_all_depths():
+  step = chain_step(donate=False)
+  state = step.init(chain_params())
+  compiled = jax.jit(step).lower(state, BATCH).compile()
+  depths = []
+  for _ in range(len(DEPTHS)):
+    state, metrics = compiled(state, BATCH)
+    depths.append(int(metrics["frozen_groups"]))
+  assert depths == list(DEPTHS)
+
+
 def test_steps_without_jit_take_the_depths_of_jitted_ones():
   """As one looks for errors; JAX then can't call what it has compiled."""
   step = chain_step(donate=False)

@@ -126,7 +126,12 @@ class TrainStep:
     )
 
   def lower(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
-    """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones."""
+    """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones.
+
+    For inspection. To compile ahead of time: ``jax.jit(step).lower(state, batch)``, whose program
+    takes these arguments alone, and serves all depths of frozen layers; this one serves that of
+    the given state.
+    """
     return self._step.lower(*self._arguments(state, batch, rng, self._place(state, rng)))
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
