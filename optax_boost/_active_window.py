@@ -287,8 +287,9 @@ class _Layers:
 
   def put(self, like: Any, moved: Any, layers: jax.Array, rest: Any) -> Any:
     """Updates of the whole tree, zero where a layer is not among the given ones."""
-    leaves, structure = jax.tree.flatten(like)
-    of_layers, others = (jax.tree.leaves(x, is_leaf=_masking.is_masked) for x in (moved, rest))
+    structure: Any
+    leaves, structure = jax.tree.flatten(_tree.unboxed(like))
+    of_layers, others = (structure.flatten_up_to(_tree.unboxed(x)) for x in (moved, rest))
 
     def place(zeros: jax.Array, index: Any, x: jax.Array) -> jax.Array:
       return zeros.at[index].set(x, indices_are_sorted=True, unique_indices=True)
@@ -303,4 +304,4 @@ class _Layers:
       zeros = jnp.stack([jnp.zeros_like(active[0])] * self.number)
       for member, x in zip(members, jnp.unstack(place(zeros, layers, active)), strict=True):
         others[member] = x
-    return jax.tree.unflatten(structure, others)
+    return jax.tree.unflatten(jax.tree.structure(like), others)
