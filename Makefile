@@ -86,14 +86,13 @@ dist: $(READY)
 	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
 	  --ignore tests/test_architecture.py
 
-# compileall, because pip compiles packages on one core.
+# Not compiled: pip does it on one core for all packages, the first import for what it needs.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	touch $(READY)
 
 clean:
