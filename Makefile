@@ -86,7 +86,9 @@ dist: $(READY)
 	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
 	  --ignore tests/test_architecture.py
 
-# Not compiled: pip does it on one core for all packages, the first import for what it needs.
+# Not compiled: pip does it on one core for all packages, the first import for what it needs. Images
+# for containers often forbid that to Python; then every process would compile for itself.
+unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_boost needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=..."; exit 1; }
