@@ -332,7 +332,8 @@ def select_state(
     raise TypeError(
       f"`{method}` needs an inner optimizer over whose state `optax.tree.map_params` can map; it"
       f" failed: {error}. Masks and labels that are callables must take any tree: use"
-      " `jax.tree.map_with_path` or `optax_boost.path_mask`, or pass them as trees."
+      " `jax.tree.map_with_path` or `optax_boost.path_mask`, or pass them as trees. An `init` that"
+      " computes with the params, as that of `optax.lbfgs`, can't be used here."
     ) from error
   return jax.tree.map(
     lambda group, old, new: new if group is None else select(group, old, new),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +102,29 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(loss_fn):
     np.testing.assert_allclose(own[first:], expected["blocks"][first:], rtol=1e-5, atol=1e-7)
   else:
     assert not np.any(gradient["blocks_0"])
+
+
+def test_an_nnx_model_takes_part_by_its_params():
+  """As the card says."""
+  rngs = nnx.Rngs(0)
+  body, head = nnx.Linear(D, D, rngs=rngs), nnx.Linear(D, 1, rngs=rngs)
+  graphdef, params = nnx.split(nnx.Sequential(body, jnp.tanh, head))
+
+  def loss_fn(params, x):
+    return jnp.mean(nnx.merge(graphdef, params)(x) ** 2)
+
+  x = normal(B, D)
+  groups = optax_boost.layer_groups(loss_fn, params, x, num_groups=2)
+  cache = optax_boost.cache_prefix(loss_fn, params, x, groups, 1, num_examples=B, max_bytes=2**20)
+  expected, whole = jax.value_and_grad(loss_fn)(params, x)
+  for _ in range(2):  # computed, then read
+    given = cache(params, range(B), x)
+    ours, gradient = jax.value_and_grad(cache.loss_fn)(params, given)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    gradient, whole_gradient = gradient["layers"], whole["layers"]
+    chex.assert_trees_all_close(gradient[2], whole_gradient[2], rtol=1e-5)
+    assert not any(map(np.any, jax.tree.leaves(gradient[0])))
+  assert cache.num_cached == B
 
 
 def test_a_new_cache_is_of_the_loss_as_it_is_now():

@@ -840,13 +840,14 @@ def test_refuses_arguments_of_the_wrong_kind(wrong, error, message):
   [
     optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x")),
     optax.scale_by_zoom_linesearch(3),
+    optax.lbfgs(),
   ],
-  ids=["partition", "line search"],
+  ids=["partition", "line search", "lbfgs"],
 )
 def test_refuses_an_inner_optimizer_whose_state_it_cannot_read(inner):
   tx = optax_boost.freeze_layers(inner, ("a", "b"), fixed_schedule([0], 2))
   params = {"a": jnp.ones(()), "b": jnp.ones(())}
-  with pytest.raises(TypeError, match=r"`optax.tree.map_params` can map.*pass them as trees"):
+  with pytest.raises(TypeError, match=r"map_params` can map.*pass them as trees.*`optax.lbfgs`"):
     tx.update(
       params, tx.init(params), params, value=0.0, grad=params, value_fn=lambda p: p["a"] + p["b"]
     )
