@@ -145,7 +145,7 @@ def test_trains_as_horovods_optimizer_with_a_momentum_per_replica(ranks):
   assert not np.allclose(velocity[0], velocity[1])
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("replicas", [1, 3, 7, 8])
 def test_any_number_of_replicas_is_the_tree_of_pairs_and_all_get_the_same_bits(replicas):
   stacked = gradients(replicas)
   stacked["same"] = np.repeat(gradients(1)["dense"], replicas, axis=0)

@@ -150,7 +150,7 @@ def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
 
   params, tx = problems.params(), row.make()
   grads = problems.grads(params)
-  expected = tx.update(grads, tx.init(params), params)
+  expected = jax.jit(tx.update)(grads, tx.init(params), params)
   sharded, grads = jax.tree.map(place, params), jax.tree.map(place, grads)
   updates, state = tx.update(grads, tx.init(sharded), sharded)
   chex.assert_trees_all_close(

@@ -90,11 +90,9 @@ def test_eagerly_it_is_the_same_to_the_bit(row):
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
-@pytest.mark.parametrize(
-  ("bad", "dtype"), [(np.nan, "float32"), (1e30, "float32"), (1e30, "float16")]
-)
+@pytest.mark.parametrize(("bad", "dtype"), [(1e30, "float32"), (np.nan, "float16")])
 def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
-  """1e30, whose square overflows in float32, is infinite in float16."""
+  """1e30 is finite and its square is not; infinity is in the next test."""
   tx = wrap(names, optax.adam(0.1, eps=1e-3))
   ours, theirs = (train(step, tx, problems.params(dtype), bad) for step in both(tx))
   chex.assert_trees_all_equal(ours, theirs)

@@ -71,7 +71,8 @@ TRIPLES = [
     ("accumulate", "dynamic_loss_scale", "freeze_layers"),
     ("accumulate", "dynamic_loss_scale", "group_loss_scale"),
   )
-  for order in itertools.permutations(names)
+  # Each wrapper once outermost, and once innermost.
+  for order in (names, names[1:] + names[:1], names[2:] + names[:2])
 ]
 
 
@@ -159,5 +160,5 @@ def test_bfloat16_is_rounded_stochastically_inside_and_around_other_wrappers(ord
 
 
 @pytest.mark.parametrize("order", TRIPLES, ids="-".join)
-def test_three_wrappers_train_in_any_order(order):
+def test_three_wrappers_train_together(order):
   check(order, "float16")
