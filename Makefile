@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-most test-optimized test-oldest lint type bench evidence docs dist clean
+.PHONY: demo demo-auto demo-finetune devices test test-oldest lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -18,17 +18,12 @@ demo-finetune: $(READY)
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
-# less to compute. Types and the few last bits fill the pauses of the others.
+# less to compute.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -l pytest.mark.optimized tests/*.py)
-test: $(READY) lint
-	@$(MAKE) --no-print-directory --jobs 3 test-most test-optimized type
-
-test-most: $(READY)
+test: $(READY) lint type
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
-
-test-optimized: $(READY)
-	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
