@@ -478,6 +478,7 @@ def test_arguments_of_the_wrong_kind_are_refused():
   with pytest.raises(TypeError, match=r"`progress` must be True or False; got 'yes'"):
     optax_boost.fit_subspace_streamed(listed(rows), 2, chunk=2, progress="yes")
   recording = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(1, 4))
-  recorded = recording.init({"w": jnp.ones(3)})
-  with pytest.raises(TypeError, match=r"got an optimizer state, .* Call `fit_subspace\(state, com"):
-    optax_boost.fit_subspace_streamed(recorded, 2, chunk=2)
+  for transformation in (recording, optax.adam(0.1)):
+    state = transformation.init({"w": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"`snapshots` .* got an optimizer state\. .* call `fit_su"):
+      optax_boost.fit_subspace_streamed(state, 2, chunk=2)

@@ -197,7 +197,7 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
-  if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
+  if holds_state(snapshots):
     raise ValueError(
       "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
       f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
@@ -216,6 +216,10 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     )
   rows = jax.tree.map(jnp.asarray, snapshots)
   return checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+
+
+def holds_state(tree: Any) -> bool:
+  return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
 def _is_state(node: Any) -> bool:

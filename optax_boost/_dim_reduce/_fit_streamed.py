@@ -15,7 +15,6 @@ from optax_boost import _tree
 from optax_boost._dim_reduce import _fit
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _subspace
-from optax_boost._dim_reduce import _trajectory
 
 
 def fit_subspace_streamed(
@@ -67,10 +66,10 @@ def fit_subspace_streamed(
       "`fit_subspace_streamed` needs snapshots that can be read again by index, with `len` and"
       f" `[i]`; got {type(snapshots).__name__}. Of an iterator, make a list or use fit_subspace."
     )
-  if _tree.find_states(snapshots, _trajectory.TrajectoryState):
+  if _fit.holds_state(snapshots):
     raise TypeError(
-      "`fit_subspace_streamed` needs a sequence of snapshots; got an optimizer state, whose"
-      " snapshots are in memory already. Call `fit_subspace(state, components)`."
+      "`snapshots` must be a sequence of trees of params; got an optimizer state. One that has"
+      " recorded snapshots holds them in memory: call `fit_subspace(state, components)`."
     )
   count = len(snapshots)
   _fit.check_enough(count, components)
