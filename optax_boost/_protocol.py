@@ -146,7 +146,10 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
 
 
 def _has_no_state(part: Any) -> bool:
-  """Whether a part of ``optax.partition`` keeps nothing, not even as a chain of such."""
+  """Whether a part is one transformation that keeps nothing, as ``optax.set_to_zero``.
+
+  A chain of such, as ``optax.sgd``, moves its params.
+  """
   return isinstance(getattr(part, "inner_state", part), optax.EmptyState)
 
 
@@ -224,15 +227,14 @@ def check_full_gradients(opt_state: optax.OptState) -> None:
   if type(opt_state) is tuple:
     in_front: list[Any] = []
     for state in opt_state:
-      if any(_asking(state, scale) for scale in scales):
-        for asking in in_front:
-          raise ValueError(
-            f"`make_train_step` needs a method with a {type(asking).__name__} inside a loss scale,"
-            " for the full gradient is not scaled; got it in front of one. Put the scale around the"
-            " chain: dynamic_loss_scale(optax.chain(svrg(...), ...))."
-          )
-      else:
+      if not any(_asking(state, scale) for scale in scales):
         in_front += _asking(state, FULL_GRADIENT)
+      elif in_front:
+        raise ValueError(
+          f"`make_train_step` needs a method with a {type(in_front[0]).__name__} inside a loss"
+          " scale, for the full gradient is not scaled; got it in front of one. Put the scale"
+          " around the chain: dynamic_loss_scale(optax.chain(svrg(...), ...))."
+        )
   for child in _children(opt_state):
     if child is not opt_state:
       check_full_gradients(child)
