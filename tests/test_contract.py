@@ -23,7 +23,7 @@ from tests import problems
 from tests import registry
 
 every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
-DTYPES = ("bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 # Columns share a row's transformation and its compiled steps: a transformation is pure.
