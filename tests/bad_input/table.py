@@ -1,5 +1,7 @@
 """Every public callable with the kind of each of its arguments."""
 
+import functools
+
 import optax_boost
 from tests.bad_input import classes
 from tests.bad_input import factories
@@ -8,6 +10,7 @@ from tests.bad_input import functions
 from tests.bad_input import shared
 
 
+@functools.cache
 def entries() -> dict[str, shared.Entry]:
   """The table, by public name; of methods, the class's and the method's name."""
   return {
