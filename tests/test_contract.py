@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -63,6 +64,11 @@ def run(row: registry.Row, params: Any, steps: range, state: Any = None) -> Any:
   return params, state
 
 
+def program(function: Any, *args: Any) -> str:
+  """What the function computes, without the addresses of Python's functions."""
+  return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
+
+
 def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
   return tx.update(problems.grads(params, step), state, params, **more)
 
@@ -105,9 +111,10 @@ def test_solves_its_problem(row):
 @every_row
 def test_takes_extra_arguments_it_does_not_know(row):
   params, tx = problems.params(), transformation(row)
+  arguments = problems.grads(params), tx.init(params), params
   more = functools.partial(tx.update, unheard_of=1)
-  ours = jax.jit(more)(problems.grads(params), tx.init(params), params)
-  chex.assert_trees_all_equal(ours, first_update(row))
+  ours, expected = (program(update, *arguments) for update in (more, tx.update))
+  assert ours == expected
 
 
 @every_row
@@ -157,12 +164,12 @@ def test_vmap_over_a_population_equals_the_plain_loop(row):
 
 @every_row
 def test_compiles_once(row):
-  tx, params = row.make(), problems.params()
-  step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
-  state = tx.init(params)
+  params, sizes = problems.params(), []
+  state = transformation(row).init(params)
   for t in range(3):
-    _, state = step(problems.grads(params, t), state, params)
-  assert step._cache_size() == 1
+    _, state = jitted_update(row)(problems.grads(params, t), state, params)
+    sizes.append(jitted_update(row)._cache_size())
+  assert sizes[-1] == sizes[0]
 
 
 @every_row
@@ -225,13 +232,15 @@ def dtype(request):
 @every_row
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
-  params = problems.params(dtype)
-  state = transformation(row).init(params)
-  updates, after = jitted_update(row)(problems.grads(params), state, params)
+  params, tx = problems.params(dtype), transformation(row)
+  grads, state = problems.grads(params), tx.init(params)
+  updates, after = jax.eval_shape(tx.update, grads, state, params)
   wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
   assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
   assert spec(after) == spec(state)
-  chex.assert_tree_all_finite(updates)
+  # The range of the others holds whatever float32's does.
+  if dtype == "float16":
+    chex.assert_tree_all_finite(jitted_update(row)(grads, state, params)[0])
 
 
 @every_row
