@@ -1,6 +1,7 @@
 """Settings of the whole suite, made before JAX starts."""
 
 import atexit
+import functools
 import gc
 import importlib
 import importlib.util
@@ -64,8 +65,17 @@ def import_example():
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_programs():
-  """Keeps a worker from holding the programs of all modules, which are gigabytes."""
-  yield
-  import jax
+  """Keeps a worker from holding the programs of all modules, which are gigabytes.
 
+  JAX makes an MLIR context for each program, fills it with all operations that there are, and keeps
+  it as long as the program. One for a module's programs saves a tenth of the time and, where there
+  are most, 1.8 of 3 GB. There is no option for it; a JAX without the function makes its own.
+  """
+  import jax
+  from jax._src.interpreters import mlir
+
+  with pytest.MonkeyPatch.context() as patch:
+    if hasattr(mlir, "make_ir_context"):
+      patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
+    yield
   jax.clear_caches()
