@@ -175,7 +175,7 @@ def _temporary(target: pathlib.Path) -> Any:
     # Not `tempfile.mkstemp`, whose files only their owner may read.
     path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     with open(path, "xb") as file:
-      if not _lock(file):
+      if not _lock_temporary(file):
         # Another process took it for a stale one before it was locked.
         continue
       try:
@@ -187,7 +187,7 @@ def _temporary(target: pathlib.Path) -> Any:
       return
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock_temporary(file: BinaryIO) -> bool:
   """Locks a temporary file; False where it was removed before that."""
   if fcntl is None:
     return True
