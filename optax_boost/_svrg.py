@@ -284,8 +284,13 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
   """Refuses params that are not those of the state."""
-  got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
-  if got != want:
+
+  def spec(tree: Any) -> Any:
+    # Variables of Flax below 0.12 are never equal, their structures are.
+    return jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))
+
+  if spec(params) != spec(state.snapshot):
+    got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
     raise ValueError(
       f"`{method}` needs the params that its state was made for; got the shapes"
       f" {_base.shorten(got)} for {_base.shorten(want)}. Start from `tx.init(params)`."

@@ -592,6 +592,9 @@ def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
   init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
   with jax.set_mesh(mesh):
     model = nnx.Linear(8, 16, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+    # As Flax itself does from 0.12 on.
+    placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model"))
+    nnx.update(model, jax.tree.map(lambda x: jax.device_put(x, placed), nnx.state(model)))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     rings = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 3]
     expected = jax.sharding.PartitionSpec(None, "data", "model")
