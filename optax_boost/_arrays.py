@@ -23,6 +23,11 @@ def is_auto(mesh: Any) -> bool:
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
+def is_committed(leaf: Any) -> bool:
+  """Whether an array was put on its devices, not left where it was made."""
+  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
+
+
 def without_axes(
   sharding: jax.sharding.NamedSharding, axes: Sequence[int], instead: Any = None
 ) -> jax.sharding.NamedSharding:

@@ -199,6 +199,71 @@ def test_training_with_the_cache_equals_training_without_it():
   chex.assert_trees_all_equal(b.params["embed"], model()["embed"])
 
 
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_on_a_mesh_activations_from_the_cache_are_sharded_as_computed_ones(axis_type):
+  axis_types = (getattr(jax.sharding.AxisType, axis_type),)
+  mesh = jax.make_mesh((4,), ("x",), axis_types=axis_types, devices=jax.devices()[:4])
+
+  def place(x, *spec):
+    spec = jax.sharding.PartitionSpec(*spec)
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+  def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - y) ** 2)
+
+  groups = ("body", "head")
+  params = {"body": normal(D, 8), "head": normal(8, 2)}
+  x, y = normal(N, D), normal(N, 2)
+  with jax.set_mesh(mesh):
+    params = jax.tree.map(place, params)
+    batches = [(i, (place(x[i], "x"), place(y[i], "x"))) for i in np.split(np.arange(N), 2)]
+    cache = optax_boost.cache_prefix(
+      loss_fn, params, batches[0][1], groups, 1, num_examples=N, max_bytes=2**20
+    )
+    tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, optax_boost.fixed_freezing(2, 1))
+    step = optax_boost.make_train_step(cache.loss_fn, tx)
+    state = step.init(params)
+    shardings = []
+    for indices, batch in 2 * batches:
+      cached = cache(state.params, indices, batch)
+      state, _ = step(state, cached)
+      shardings.append([h.sharding for h in cached[1]])
+    assert cache.num_cached == N
+    assert shardings[2:] == shardings[:2]
+    assert all(s.shard_shape((B, 8))[0] == 1 for s in jax.tree.leaves(shardings))
+    assert step.cache_size() == 1
+
+
+def test_arrays_of_several_processes_are_refused(monkeypatch):
+  cache = make()
+  monkeypatch.setattr(type(normal(1)), "is_fully_addressable", False)
+  with pytest.raises(ValueError, match=r"on the devices of several.*`freeze_layers`"):
+    cache(model(), range(B), take(range(B)))
+
+
+def test_the_checksum_of_a_sharded_leaf_is_that_of_a_whole_one(tmp_path):
+  axis_types = (jax.sharding.AxisType.Explicit,)
+  mesh = jax.make_mesh((2,), ("x",), axis_types=axis_types, devices=jax.devices()[:2])
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+
+  def loss_fn(params, batch):
+    body = jax.sharding.reshard(params["body"], jax.sharding.PartitionSpec())
+    return jnp.mean(jnp.tanh(batch @ body) @ params["head"])
+
+  def of(params, batch):
+    groups = ("body", "head")
+    options = {"num_examples": N, "max_bytes": 2**20, "path": str(tmp_path)}
+    return optax_boost.cache_prefix(loss_fn, params, batch, groups, 1, **options)
+
+  params, x = {"body": normal(D, 8), "head": normal(8, 2)}, normal(B, D)
+  with jax.set_mesh(mesh):
+    replicated = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.P()))
+    of(replicated, x)(replicated, range(B), x)
+    sharded = replicated | {"body": jax.device_put(params["body"], sharding)}
+    assert of(sharded, x).num_cached == B
+
+
 def test_what_has_no_room_is_computed_each_time():
   size = make().bytes_per_example
   assert size == 4 * D

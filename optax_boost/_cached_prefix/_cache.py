@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _files
 from optax_boost import _groups
@@ -68,6 +69,8 @@ class PrefixCache:
     facts = {"shapes": [str(shape) for shape in self._shapes], "checksums": self._sums}
     self._rows = _rows.Rows(num_examples, self.capacity, self.bytes_per_example, path, facts)
     self._checked = False
+    # Where activations of so many examples were left by the program that computed them.
+    self._shardings: dict[int, list[jax.sharding.Sharding | None]] = {}
     # Rows of an earlier run that no batch of this one was compared with.
     self._unconfirmed = self._rows.used > 0
 
@@ -92,21 +95,29 @@ class PrefixCache:
     Raises:
       ValueError: an index is out of range, there is not one for each example, the frozen params
         have changed, an example's activations depend on the others in its batch, or have other
-        shapes than those of the batch that the cache was made with; those in `path` are of another
-        prefix or other data, checked for the first batch that an earlier run kept.
+        shapes than those of the batch that the cache was made with; params or batch lie on the
+        devices of several processes; activations in `path` are of another prefix or other data,
+        checked for the first batch that an earlier run kept.
       TypeError: `indices` are no integers.
     """
     examples = self._check_indices(indices, batch)
+    _check_addressable((params, batch))
     found = self._rows.has_found(examples)
     check_found = self._unconfirmed and bool(np.any(found))
     cached = self._rows.has(examples)
     if check_found or not cached:
       activations = self._compute(params, batch)
       self._check_shapes(activations)
+      self._shardings[len(examples)] = [
+        x.sharding if _arrays.is_committed(x) else None for x in activations
+      ]
     if check_found:
       self._check_found(activations, examples, found)
     if cached:
-      return batch, self._unpack(self._rows.read(examples))
+      kept = self._unpack(self._rows.read(examples))
+      # Where computed ones lay, so that a step takes both: sharded, and compiled once.
+      shardings = self._shardings.get(len(examples), [None] * len(kept))
+      return batch, list(map(jax.device_put, kept, shardings))
     if not self._checked:
       self._checked = self._check_examples_apart(params, batch, activations)
     # Before that, rows of this run might not be of the prefix that made the others.
@@ -217,15 +228,21 @@ class PrefixCache:
 
     Returns whether its examples have different activations: equal ones prove nothing.
     """
-    examples = jax.tree.map(jnp.asarray, batch)
-    if all(jnp.all(x == x[:1]) for x in jax.tree.leaves(examples)):
+    # On the host: JAX can't cut one example out of a batch that an Explicit mesh shards.
+    examples = jax.tree.map(_on_host, batch)
+    if all(np.all(x == x[:1]) for x in jax.tree.leaves(examples)):
       return False
-    first = jax.tree.map(lambda x: jnp.repeat(x[:1], len(x), 0), examples)
+
+    def first_of(x: Any, example: np.ndarray) -> Any:
+      repeated = example[np.zeros(len(example), int)]
+      return jax.device_put(repeated, x.sharding) if _arrays.is_committed(x) else repeated
+
+    first = jax.tree.map(first_of, batch, examples)
     differ = False
     pairs = zip(activations, self._compute(params, first), self._axes, strict=True)
     for own, repeated, axis in pairs:
       expected = np.take(own, [0], axis)
-      differ |= bool(np.any(own != expected))
+      differ |= bool(np.any(np.asarray(own) != expected))
       if not _close(repeated, expected):
         raise ValueError(
           f"`{_METHOD}` needs activations that depend on their example alone; the first example's"
@@ -256,8 +273,7 @@ class PrefixCache:
       if np.any(frozen) and leaf.size:
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint8).reshape(*leaf.shape, -1)
         bits = bits * jnp.asarray(frozen, jnp.uint8)[..., None]
-        weights = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-        sums.append(jnp.sum(bits.ravel().astype(jnp.uint32) * weights))
+        sums.append(jnp.sum(bits.astype(jnp.uint32) * (2 * _places(bits.shape) + 1)))
     return jnp.array(sums, jnp.uint32)
 
   def _pack(self, activations: list[jax.Array]) -> np.ndarray:
@@ -267,15 +283,38 @@ class PrefixCache:
       parts.append(rows.reshape(len(rows), -1).view(np.uint8))
     return np.concatenate(parts, axis=1)
 
-  def _unpack(self, rows: np.ndarray) -> list[jax.Array]:
+  def _unpack(self, rows: np.ndarray) -> list[np.ndarray]:
     ends = np.cumsum(self._sizes)[:-1]
     activations = []
     parts = zip(np.split(rows, ends, axis=1), self._shapes, self._axes, strict=True)
     for part, (shape, dtype), axis in parts:
       own = (len(rows), *shape[:axis], *shape[axis + 1 :])
       values = np.ascontiguousarray(part).view(dtype).reshape(own)
-      activations.append(jnp.asarray(np.moveaxis(values, 0, axis)))
+      activations.append(np.moveaxis(values, 0, axis))
     return activations
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+  """The place of each entry in the raveled array, modulo 2^32; raveling would undo its sharding."""
+  places = jnp.zeros(shape, jnp.uint32)
+  for axis, length in enumerate(shape):
+    places = places * length + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+  return places
+
+
+def _on_host(x: Any) -> Any:
+  # Keys have no form in NumPy; it can compare and repeat them.
+  return x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else np.asarray(x)
+
+
+def _check_addressable(arrays: Any) -> None:
+  for x in jax.tree.leaves(arrays):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      raise ValueError(
+        f"`{_METHOD}` keeps activations on the host of one process; got an array of shape {x.shape}"
+        " that lies on the devices of several. Train without the cache: `freeze_layers` with"
+        " `fixed_freezing` still skips the backward pass of the prefix."
+      )
 
 
 def _close(activations: Any, expected: Any) -> bool:

@@ -78,11 +78,11 @@ def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
 def commit_like(state: TrainState, arguments: Any) -> TrainState:
   """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
   # At every step: the cheap question first.
-  if _is_committed(state.step):
+  if _arrays.is_committed(state.step):
     return state
   if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
     return state
-  for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
+  for leaf in filter(_arrays.is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       (device,) = leaf.devices()
       return jax.device_put(state, device)
@@ -93,10 +93,6 @@ def commit_like(state: TrainState, arguments: Any) -> TrainState:
       everywhere = jax.sharding.PartitionSpec()
       return jax.device_put(state, jax.sharding.NamedSharding(leaf.sharding.mesh, everywhere))
   return state
-
-
-def _is_committed(leaf: Any) -> bool:
-  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
