@@ -25,8 +25,10 @@ from optax_boost.race import RaceCurves
 from optax_boost.race import RaceResult
 from optax_boost.race import _api
 from optax_boost.race import _cost
+from optax_boost.race import _curves
 from optax_boost.race import _result
 from optax_boost.race import _run
+from optax_boost.race import _text
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 3)).astype(np.float32)
@@ -248,7 +250,7 @@ def test_budgets_are_those_of_the_cheapest_and_curves_are_interpolated_there():
     dear=curves_of([[6, 4, 2], [4, 3, 1]], evaluations=(2, 4, 6), seconds=(1.5, 3.5, 5.0)),
   )
   assert [result.budget(of) for of in _result.BUDGETS] == [3, 3, 3.0]
-  loss = _result.LOSS
+  loss = _curves.LOSS
   np.testing.assert_allclose(result.values("cheap", loss, "seconds"), [7, 5])
   np.testing.assert_allclose(result.values("dear", loss, "steps"), [2, 1])
   # 3 evaluations lie midway between the points at 2 and 4; 3 s three quarters from 1.5 to 3.5.
@@ -287,7 +289,7 @@ def test_a_budget_spent_before_the_first_point_is_no_value():
   result = result_of(
     cheap=curves_of([[9, 8, 7]]), dear=curves_of([[1, 1, 1]], evaluations=(10, 20, 30))
   )
-  assert np.isnan(result.values("dear", _result.LOSS, "gradient_evaluations")).all()
+  assert np.isnan(result.values("dear", _curves.LOSS, "gradient_evaluations")).all()
   line = result.table().partition("gradient evaluations")[2].partition("| dear")[2].splitlines()[0]
   assert line.split() == ["|", "-", "|", "-", "|", "1", "|"]
   assert "not known at equal gradient evaluations" in result.verdict("dear")
@@ -314,7 +316,7 @@ def test_some_diverged_seeds_are_left_out_of_pairs():
   result = result_of(a=curves_of([gap, [9, 8, 6], [9, 8, 5]]), b=curves_of([[8, 7, 6]] * 2 + [bad]))
   assert result.curves["a"].diverged.tolist() == [False] * 3
   assert result.curves["b"].diverged.tolist() == [False, False, True]
-  assert result.difference("b", _result.LOSS)[0] == -0.5
+  assert result.difference("b", _curves.LOSS)[0] == -0.5
   assert "diverged: 1 of 3" in result.table()
   assert result.verdict("b").endswith("diverged on 1 of 3 seeds.")
 
@@ -325,7 +327,7 @@ def test_a_seed_that_diverged_has_no_values_even_where_its_curve_is_finite():
     b=curves_of([[3, 2, np.nan], [3, 2, 1]], seconds=(2, 4, 6)),
   )
   # At 2.5 s the first seed's loss was still finite.
-  np.testing.assert_allclose(result.values("b", _result.LOSS, "seconds"), [np.nan, 2.75])
+  np.testing.assert_allclose(result.values("b", _curves.LOSS, "seconds"), [np.nan, 2.75])
   # A bounded metric stays finite where the loss does not.
   bounded = {"accuracy": np.array([[0.1, 0.2, 0.1], [0.1, 0.5, 0.9]])}
   curves = dataclasses.replace(curves_of([[3, 2, np.inf], [3, 2, 1]]), metrics=bounded)
@@ -364,12 +366,12 @@ def test_a_method_that_always_diverged_sets_no_budget():
 
 
 def test_spreads_are_written_to_their_second_digit():
-  assert _result._plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
-  assert _result._plus_minus(97.123, 1.23) == "97.1 ± 1.2"
-  assert _result._plus_minus(1234.5, 67.8, sign="+") == "+1234 ± 68"
-  assert _result._plus_minus(2.5e-9, 1.1e-10) == "2.500e-09 ± 1.1e-10"
-  assert _result._plus_minus(0.5, None) == "0.5"
-  assert _result._plus_minus(3.0, 0.0) == "3 ± 0"
+  assert _text.plus_minus(1.23456, 0.0345) == "1.235 ± 0.035"
+  assert _text.plus_minus(97.123, 1.23) == "97.1 ± 1.2"
+  assert _text.plus_minus(1234.5, 67.8, sign="+") == "+1234 ± 68"
+  assert _text.plus_minus(2.5e-9, 1.1e-10) == "2.500e-09 ± 1.1e-10"
+  assert _text.plus_minus(0.5, None) == "0.5"
+  assert _text.plus_minus(3.0, 0.0) == "3 ± 0"
 
 
 def equal(one, other):

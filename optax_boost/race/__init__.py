@@ -5,7 +5,7 @@ classes are imported by name.
 """
 
 from optax_boost.race._api import race
-from optax_boost.race._result import RaceCurves
+from optax_boost.race._curves import RaceCurves
 from optax_boost.race._result import RaceResult
 
 __all__ = ["RaceCurves", "RaceResult", "race"]

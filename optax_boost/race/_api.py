@@ -16,6 +16,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost.race import _curves
 from optax_boost.race import _data
 from optax_boost.race import _result
 from optax_boost.race import _run
@@ -183,7 +184,7 @@ def race(
       raise
   finished, reached = _common(methods, eval_steps, chosen)
   return _result.RaceResult(
-    {name: _curves(method, finished, eval_steps[:reached]) for name, method in methods.items()},
+    {name: _curves_of(method, finished, eval_steps[:reached]) for name, method in methods.items()},
     tuple(finished),
     baseline,
     complete,
@@ -212,12 +213,12 @@ def _common(
   return finished, reached(finished[0])
 
 
-def _curves(
+def _curves_of(
   method: _run.Method, seeds: Sequence[int], eval_steps: Sequence[int]
-) -> _result.RaceCurves:
+) -> _curves.RaceCurves:
   count = len(eval_steps)
   rows = [method.metrics[seed][:count] for seed in seeds]
-  return _result.RaceCurves(
+  return _curves.RaceCurves(
     steps=np.array(eval_steps),
     loss=np.array([method.loss[seed][:count] for seed in seeds]),
     metrics={name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]},
@@ -292,7 +293,7 @@ def _named(output: Any) -> dict[str, Any]:
       )
     if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
       raise TypeError(f"`evaluate` must return real numbers; got a complex one for {name!r}.")
-    if name == _result.LOSS:
+    if name == _curves.LOSS:
       raise ValueError(
         f"`evaluate` must not call a metric {name!r}: the race measures that itself."
       )
