@@ -61,8 +61,16 @@ def test_no_axes_are_one_group_with_a_warning():
   with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group. `stacked_axes`"):
     ours = optax_boost.fit_subspace(snapshots, K, groups={})
   chex.assert_trees_all_equal(ours, optax_boost.fit_subspace(snapshots, K))
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group"):
-    optax_boost.dim_reduce(ours, groups={})
+  state = optax_boost.dim_reduce(ours).init(ours.mean)
+  for call in (
+    lambda: optax_boost.fit_subspace(snapshots, K, groups={}),
+    lambda: optax_boost.dim_reduce(ours, groups={}),
+    lambda: optax_boost.refresh_subspace(state, ours, groups={}),
+  ):
+    with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group") as warned:
+      call()
+    # Of the line that has the argument.
+    assert warned[0].filename == __file__
 
 
 SPECS = {"head": (None,), "nested": (None, "x"), "up": (None, "x")}
