@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _train_step
 from optax_boost._train_step import _depths
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _adapter
@@ -252,6 +253,24 @@ def test_values_may_be_set_from_anywhere():
   expect_right_steps(step, model, optimizer)
   (compiled,) = step._compiled.values()
   assert compiled.cache_size() == 1
+
+
+def test_arrays_of_the_last_step_are_not_looked_at_again(monkeypatch):
+  model, optimizer = make()
+  step = ob_nnx.make_train_step(loss_fn)
+  step(model, optimizer, X)
+  states = []
+
+  def counted(state, real=_train_step.canonicalize_state):
+    states.append(state)
+    return real(state)
+
+  monkeypatch.setattr(_train_step, "canonicalize_state", counted)
+  expect_right_steps(step, model, optimizer)
+  assert not states
+  model.layers[0].bias.set_value(jnp.ones(2))
+  expect_right_steps(step, model, optimizer)
+  assert len(states) == 1
 
 
 def test_a_model_is_freed_while_the_step_lives():

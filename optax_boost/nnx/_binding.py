@@ -88,6 +88,7 @@ class Binding:
     ):
       raise _CannotBindError
     self._variables = [by_array[id(leaf)] for leaf in leaves]
+    self._written = list(map(id, leaves))
 
   def holds(self, model: Any, optimizer: Any, rngs: tuple[Any, ...]) -> bool:
     """Whether these are the bound ones, with the contents that they had."""
@@ -101,9 +102,10 @@ class Binding:
       return False
     return _same(rngs, self._rngs) and all(hash(value) == known for value, known in self._hashes)
 
-  def read(self) -> Any:
-    """The bound state with its present arrays."""
-    return jax.tree.unflatten(self._structure, [v.get_raw_value() for v in self._variables])
+  def read(self) -> tuple[Any, bool]:
+    """The bound state with its present arrays, and whether they are those of the last step."""
+    leaves = [variable.get_raw_value() for variable in self._variables]
+    return jax.tree.unflatten(self._structure, leaves), list(map(id, leaves)) == self._written
 
   def write(self, state: Any) -> bool:
     """Puts arrays into their places; if the state has another structure, none, and says so."""
@@ -112,6 +114,8 @@ class Binding:
       return False
     for variable, leaf in zip(self._variables, leaves, strict=True):
       variable.set_raw_value(leaf)
+    # Not the arrays, which would live on after the model has others.
+    self._written = list(map(id, leaves))
     return True
 
 

@@ -145,7 +145,9 @@ class TrainStep:
     step, binding = self._bound.get(place, (None, None))
     if step is not None and binding is not None:
       if binding.holds(model, optimizer, rngs):
-        return _Call(step, _train_step.canonicalize_state(binding.read()), rngs, key, binding)
+        state, own = binding.read()
+        state = state if own else _train_step.canonicalize_state(state)
+        return _Call(step, state, rngs, key, binding)
       self._bound.pop(place, None)
     _adapter.check_model(model, tree=True)
     _check_optimizer(optimizer)
