@@ -65,7 +65,7 @@ def measure(rounds: int) -> dict[str, float]:
 def main() -> None:
   """Measures and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--rounds", type=int, default=7, help="measurements of each train step")
+  parser.add_argument("--rounds", type=int, default=30, help="measurements of each train step")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   machine = _harness.machine(["jax", "jaxlib", "flax"])
