@@ -160,10 +160,11 @@ def check_whole_number(
   static: bool = False,
 ) -> None:
   """Checks a count; arrays pass, unless it is `static`, as one that sets a shape."""
-  array = is_array(value) and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+  array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
-  if is_integer(value) and not minimum <= int(value) <= maximum:
+  known = is_integer(value) or (isinstance(value, np.ndarray) and value.ndim == 0)
+  if known and not minimum <= int(value) <= maximum:
     bound = f">= {minimum}" if int(value) < minimum else f"<= {maximum}"
     raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
   check_number(name, value)

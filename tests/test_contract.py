@@ -134,6 +134,8 @@ def test_jit_equals_the_plain_loop(row):
   after = params, tx.init(params)
   for t in range(3):
     after = step(tx, *after, t)
+    # As restored from a file.
+    after = jax.tree.map(np.asarray, after)
   chex.assert_trees_all_close(run(row, params, range(3)), after, rtol=1e-5, atol=1e-6)
 
 
@@ -341,6 +343,15 @@ def test_init_works_on_abstract_values(row):
   tx, params = row.make(), problems.params()
   abstract = jax.eval_shape(lambda: params)
   assert spec(jax.eval_shape(tx.init, abstract)) == spec(tx.init(params))
+
+
+@every_row
+def test_known_arrays_inside_of_a_trace(row):
+  tx, params = row.optimizer(), problems.params()
+  traced = jax.eval_shape(lambda: step(tx, params, tx.init(params), 0))
+  assert spec(traced) == spec(run(row, params, range(1)))
+  state = tx.init(params)
+  assert spec(jax.eval_shape(lambda: step(tx, params, state, 0))) == spec(traced)
 
 
 @every_row
