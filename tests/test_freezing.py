@@ -1170,11 +1170,19 @@ def test_a_program_compiled_ahead_of_time_serves_all_depths():
 
 def test_steps_without_jit_take_the_depths_of_jitted_ones():
   """As one looks for errors; JAX then can't call what it has compiled."""
+  fixed, asked = fixed_schedule(), []
+
+  def counted(count, key):
+    asked.append(count)
+    return fixed.frozen_groups(count, key)
+
+  schedule = optax_boost.FreezeSchedule(fixed.num_groups, counted)
   step = chain_step(donate=False)
   state, _ = train(step, step.init(chain_params()), 3)
   with jax.disable_jit():
-    _, history = train(chain_step(donate=False), state, 2)
+    _, history = train(chain_step(schedule=schedule, donate=False), state, 2)
   assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:5])
+  assert len(asked) < 20, "the depths ahead are worked out in a loop that is written out"
 
 
 def test_the_step_keeps_no_optimizer_state():

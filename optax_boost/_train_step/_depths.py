@@ -130,16 +130,18 @@ class HostDepths:
     counts = np.minimum(np.arange(count, count + _CHUNK), _base.LARGEST_COUNT).astype(np.int32)
     # On values of the host: over many processes, each works them out for itself.
     arguments = jax.device_put((counts, np.asarray(key)))
-    if self._many is None:
-      depth_at = find_depth_at()
-      # One after the other, since a schedule need not understand `vmap`. Compiled here, since older
-      # JAX can't trace a loop while it evaluates at compile time.
-      many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
-      self._many = many.lower(*arguments).compile()
-    # Someone's trace may be under way around a state whose values are known, or a search for errors
-    # by `jax.disable_jit`, under which nothing that is compiled can be called.
-    with jax.disable_jit(False), jax.ensure_compile_time_eval():
-      return np.asarray(self._many(*arguments)).tolist()
+    # A search for errors by `jax.disable_jit` may be under way, under which loops are written out
+    # and nothing that is compiled can be called.
+    with jax.disable_jit(False):
+      if self._many is None:
+        depth_at = find_depth_at()
+        # One after the other, since a schedule need not understand `vmap`. Compiled here, since
+        # older JAX can't trace a loop while it evaluates at compile time.
+        many = jax.jit(lambda counts, key: jax.lax.map(lambda c: depth_at(c, key), counts))
+        self._many = many.lower(*arguments).compile()
+      # Someone's trace may be under way, too, around a state whose values are known.
+      with jax.ensure_compile_time_eval():
+        return np.asarray(self._many(*arguments)).tolist()
 
   def _locate_inside(self, opt_state: optax.OptState) -> Place:
     """The place of a state whose wrapper may skip steps: its number is read at each of them."""

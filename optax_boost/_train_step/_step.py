@@ -139,7 +139,10 @@ class TrainStep:
     return self._step.trace(*self._arguments(state, batch, rng, self._place(state, rng)))
 
   def cache_size(self) -> int:
-    """The number of programs that were compiled: one, or one per depth where groups are frozen."""
+    """The number of programs that were compiled: one, or one per depth where groups are frozen.
+
+    As JAX counts them: a program that is called with NumPy's arrays in place of JAX's counts twice.
+    """
     return self._step._cache_size()  # type: ignore[attr-defined]
 
   def _arguments(
