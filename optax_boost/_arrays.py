@@ -55,6 +55,12 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
+def on_device(x: jax.Array) -> jax.Array:
+  """An array in the devices' own memory; a state may be kept in that of their host."""
+  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Device) if on_host else x
+
+
 def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 

@@ -229,6 +229,7 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
   for news, olds in _alike(new, old):
     if jnp.issubdtype(news[0].dtype, jnp.inexact):
+      news, olds = (list(map(_arrays.on_device, leaves)) for leaves in (news, olds))
       total = total + _sum_squares(list(map(small, news, olds)))
   return jnp.isfinite(total)
 

@@ -319,6 +319,7 @@ def collect_groups(
   tx: optax.GradientTransformation, params: optax.Params
 ) -> dict[str, GroupAssignment]:
   """The groups that the methods in a transformation announce, by request."""
-  with collect_announcements() as announced:
+  # Where `init` is jitted an earlier trace of it would be used, which announces nothing.
+  with collect_announcements() as announced, jax.disable_jit():
     jax.eval_shape(_jaxpr.anew(tx.init), params)
   return announced.groups

@@ -205,6 +205,70 @@ def test_complex_leaves_are_trained_or_refused_by_name(row):
   assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("complex64")}
 
 
+def in_host_memory(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Keeps a state in the host's memory between steps, as docs/devices.md shows."""
+  inner = optax.with_extra_args_support(inner)
+
+  def move(state: Any, space: jax.memory.Space) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, space), state)
+
+  def init(params: Any) -> Any:
+    return move(inner.init(params), jax.memory.Space.Host)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    state = move(state, jax.memory.Space.Device)
+    updates, state = inner.update(updates, state, params, **extra)
+    return updates, move(state, jax.memory.Space.Host)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@every_row
+def test_a_jitted_init_changes_nothing(row):
+  """Nor does it hide what a method says in it, of which JAX remembers but the program."""
+  tx = row.optimizer()
+  _, metrics = train(train_step(tx._replace(init=jax.jit(tx.init))), problems.params())
+  _, expected = trained(row)
+  chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
+
+
+def memory_spaces(tx: optax.GradientTransformation) -> set[jax.memory.Space]:
+  """Where the arrays of the optimizer state lie after a step from its init; traced alone."""
+  step = train_step(tx)
+
+  def one_step(params: Any) -> Any:
+    return step(step.init(params), 0.0)[0].opt_state
+
+  return {aval.memory_space for aval in jax.make_jaxpr(one_step)(problems.params()).out_avals}
+
+
+@every_row
+def test_a_state_may_lie_in_the_memory_of_the_host(row):
+  assert memory_spaces(in_host_memory(row.optimizer())) <= {jax.memory.Space.Host}
+  if {"inner", "first"} & row.kwargs.keys():
+    inner = around(row, in_host_memory(optax.adam(0.05)))
+    tx = row.feed(getattr(optax_boost, row.factory)(**inner))
+    assert jax.memory.Space.Host in memory_spaces(tx)
+
+
+@pytest.mark.parametrize("spec", [None, (), ("x",)], ids=["one device", "replicated", "sharded"])
+def test_a_state_in_the_memory_of_the_host_stays_there(spec):
+  params = {"kernel": jnp.ones((4, 2))}
+  if spec is not None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P(*spec)))
+  finals = []
+  for tx in (optax.adam(0.1), in_host_memory(optax.adam(0.1))):
+    step = train_step(optax_boost.dynamic_loss_scale(tx))
+    state, _ = train(step, params)
+    assert step.cache_size() == 1
+    finals.append(state)
+  chex.assert_trees_all_close(finals[0].params, finals[1].params, rtol=1e-6)
+  host = jax.device_put(jnp.ones(1), jax.memory.Space.Host).sharding.memory_kind
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(finals[1].opt_state.inner_state)}
+  assert kinds == {host}
+
+
 # Two kinds for either dtype.
 INNER_OF = {"bfloat16": ("sgd", "adam"), "float16": ("momentum", "lars")}
 INNER = {

@@ -39,7 +39,7 @@ class Requests:
     self._scaled = None if group_scales is None else groups.get(_protocol.GROUP_LOSS_SCALE)
     if self._scaled is not None:
       # And 1 for leaves that the method has not seen.
-      self._group_scales = jnp.append(group_scales, jnp.float32(1))
+      self._group_scales = jnp.append(_arrays.on_device(group_scales), jnp.float32(1))
     if self.frozen is not None and depth is not None:
       # A constant in the state: nothing is computed for frozen leaves in `update` either.
       self.frozen_groups = depth

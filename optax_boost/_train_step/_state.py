@@ -57,7 +57,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
     if replicated:
       sharding = _on_mesh(leaf)
       if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        leaf = jax.device_put(leaf, replicated)
+        leaf = _put(leaf, replicated)
       elif sharding is not None and sharding != leaf.sharding:
         leaf = jax.device_put(leaf, sharding)
     return jnp.array(leaf) if repeated else leaf
@@ -84,15 +84,20 @@ def commit_like(state: TrainState, arguments: Any) -> TrainState:
     return state
   for leaf in filter(_arrays.is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
-      (device,) = leaf.devices()
-      return jax.device_put(state, device)
+      return jax.tree.map(functools.partial(_put, sharding=leaf.sharding), state)
     # Axes that are Explicit are part of the arrays' types.
     if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.is_auto(
       leaf.sharding.mesh
     ):
-      everywhere = jax.sharding.PartitionSpec()
-      return jax.device_put(state, jax.sharding.NamedSharding(leaf.sharding.mesh, everywhere))
+      everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
+      return jax.tree.map(functools.partial(_put, sharding=everywhere), state)
   return state
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Puts a leaf on devices, in the memory that it lies in: a state may be kept on the host."""
+  kind = getattr(_sharding(leaf), "memory_kind", None)
+  return jax.device_put(leaf, sharding.with_memory_kind(kind) if kind else sharding)
 
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
