@@ -253,6 +253,9 @@ def test_a_state_may_lie_in_the_memory_of_the_host(row):
 
 @pytest.mark.parametrize("spec", [None, (), ("x",)], ids=["one device", "replicated", "sharded"])
 def test_a_state_in_the_memory_of_the_host_stays_there(spec):
+  host = jax.device_put(jnp.ones(1), jax.memory.Space.Host).sharding.memory_kind
+  if host == jax.devices()[0].default_memory().kind:
+    pytest.skip("older JAX has one memory on a CPU")
   params = {"kernel": jnp.ones((4, 2))}
   if spec is not None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -264,7 +267,6 @@ def test_a_state_in_the_memory_of_the_host_stays_there(spec):
     assert step.cache_size() == 1
     finals.append(state)
   chex.assert_trees_all_close(finals[0].params, finals[1].params, rtol=1e-6)
-  host = jax.device_put(jnp.ones(1), jax.memory.Space.Host).sharding.memory_kind
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(finals[1].opt_state.inner_state)}
   assert kinds == {host}
 
