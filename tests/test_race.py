@@ -838,6 +838,7 @@ def test_linen_modules_train_as_with_the_linen_train_step():
     ({"seeds": [0.5]}, TypeError, "`seeds` must be a whole number; got 0.5"),
     ({"baseline": []}, TypeError, "`baseline` must be one of 'sgd'; got"),
     ({"data": "train.npz"}, TypeError, "arrays of numbers; got 'train.npz' at ''"),
+    ({"data": iter([DATA])}, TypeError, "function from the seed to an iterable of batches.* Pass"),
     (
       {"data": {"x": X, "y": np.array(["a"] * 24)}},
       TypeError,

@@ -39,7 +39,19 @@ def batches_of(data: Any, batch_size: int | None) -> Batches:
   return lambda seed: _shuffled(data, examples, size, seed)
 
 
+def _is_no_tree(data: Any) -> bool:
+  # JAX warns of iterators in a tree.
+  return isinstance(data, Iterator) or jax.tree_util.all_leaves([data])
+
+
 def _count_examples(data: Any) -> int:
+  arrays_or_text = isinstance(data, str) or hasattr(data, "__array__")
+  if isinstance(data, Iterable) and not arrays_or_text and _is_no_tree(data):
+    raise TypeError(
+      "`data` must be a tree of arrays, or a function from the seed to an iterable of batches,"
+      f" which every method goes through from its start; got {_base.shorten(data)}. Pass"
+      " `lambda seed: loader` for a loader, a generator's function for a generator."
+    )
   leaves = dict(zip(_tree.leaf_paths(data), jax.tree.leaves(data), strict=True))
   if not leaves:
     raise ValueError(
