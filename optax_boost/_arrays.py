@@ -133,4 +133,4 @@ def all_true(flags: Sequence[jax.Array]) -> jax.Array:
   bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
   # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
   # program, and the time to compile it, would grow with the square of the number of leaves.
-  return jnp.dot(bad, bad) == 0
+  return jnp.dot(bad, bad, precision=jax.lax.Precision.HIGHEST) == 0

@@ -144,7 +144,8 @@ def finite_rows(rows: Any) -> jax.Array:
   parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
   # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
   # compile for long where there are hundreds.
-  return jnp.ones(len(parts)) @ jnp.stack(parts).astype(jnp.float32) == len(parts)
+  flags = jnp.stack(parts).astype(jnp.float32)
+  return jnp.matmul(jnp.ones(len(parts)), flags, precision=PRECISION) == len(parts)
 
 
 def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def bfgs_update(
   Not where ``y's`` is at most `min_curvature` or the result would not be finite: B stays positive
   definite.
   """
-  curvature = gradient_change @ step
+  curvature = _matmul(gradient_change, step)
   enough = curvature > min_curvature
   # The inner `where` keeps the untaken case from dividing by zero.
   p = 1 / jnp.where(enough, curvature, 1)
