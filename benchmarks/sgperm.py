@@ -22,6 +22,7 @@ from sklearn import datasets
 from benchmarks import _harness
 from benchmarks.peers import sgperm_reference
 import optax_boost
+from optax_boost._sgperm import _device
 from optax_boost._sgperm import _host
 
 _REFERENCE = "as published"
@@ -52,7 +53,8 @@ it is measured at more than a quarter and up to half a vector, and `programs` co
 compiled on the way. `pairs` and `rank` are the faster methods; `laperm` synchronizes every 20
 steps, over which it is measured. `state` and `temp` are in copies of the params; `temp` is what XLA
 takes beside arguments and results. The CNN has few rounds: one step of SGPerm.py takes
-seconds."""
+seconds. The last two tables have the exact kernel alone, over nine sizes of subsets from lamda 0.1
+to 0.5."""
 
 
 class Perceptron(nn.Module):
@@ -253,8 +255,57 @@ def compare(
   return record
 
 
+def growth(length: int, vectors: int, rounds: int) -> dict[str, Any]:
+  """The exact step on the device, in a program for growing subsets beside one for each size.
+
+  Args:
+    length: entries of a weight vector.
+    vectors: their number.
+    rounds: quiet rounds to collect.
+  """
+  rng = np.random.default_rng(0)
+  weights, momentum = rng.normal(size=(2, length, vectors)).astype(np.float32)
+  brackets = _HYPER["alpha"] + 1 / np.maximum(np.arange(length + 1), 1)
+  least, most = (round(_HYPER[name] * length) for name in ("lamda", "lamda_max"))
+  sizes = [round(least * (most / least) ** (k / 8)) for k in range(9)]
+  work = _host.Work(
+    weights=jnp.asarray(weights),
+    momentum=jnp.asarray(momentum),
+    ranks=jnp.asarray(weights.argsort(axis=0).argsort(axis=0), jnp.int32),
+    ranges=jnp.asarray(np.ptp(weights, axis=0)),
+    order=jnp.asarray(rng.permuted(np.indices(weights.shape)[0], axis=0), jnp.int32),
+    size=jnp.int32(least),
+    brackets=jnp.asarray(brackets, jnp.float32),
+  )
+
+  def contender(name: str, bounds: Any) -> _harness.Contender:
+    works = [work._replace(size=jnp.int32(size)) for size in sizes]
+    start = time.perf_counter()
+    programs = {
+      bound: _device.permute.lower(work, sizes=bound, remainder=True).compile()
+      for bound in map(bounds, sizes)
+    }
+    facts = {"trace and compile, s": time.perf_counter() - start, "programs": len(programs)}
+
+    def run() -> float:
+      start = time.process_time()
+      for size, one in zip(sizes, works, strict=True):
+        programs[bounds(size)](one).block_until_ready()
+      return (time.process_time() - start) / len(sizes)
+
+    run()
+    return _harness.Contender(name, run, facts)
+
+  contenders = [
+    contender("a program for each size", lambda size: (size, size)),
+    contender("one program for growing subsets", lambda size: (least, most)),
+  ]
+  title = f"Growing subsets, {vectors} vectors of {length}"
+  return _harness.compare(contenders, [contenders[0].name], rounds, title, patience=2)
+
+
 def main() -> None:
-  """Measures both models and writes the table."""
+  """Measures both models and the growth of subsets, and writes the tables."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rounds", type=int, default=10, help="quiet rounds to collect")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
@@ -267,6 +318,8 @@ def main() -> None:
   comparisons = [
     compare("MLP: 784-100-10", Perceptron(), mlp, options.rounds, patience=2),
     compare("CNN: 3x3x1x32, 3x3x32x64, 1600x128, 128x10", ConvNet(), cnn, few, patience=1),
+    growth(784, 100, options.rounds),
+    growth(1600, 128, options.rounds),
   ]
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy", "numba"])
   about = _ABOUT.format(data=images_and_labels()[0])
