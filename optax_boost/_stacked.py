@@ -109,7 +109,8 @@ def layer_axes(loss_fn: Callable[..., Any], tree: Any) -> dict[int, int]:
 
 def _follow(loss_fn: Callable[..., Any], params: Any, *args: Any) -> "_SlicedAxes":
   closed = jax.make_jaxpr(loss_fn)(params, *args)
-  ranks = [len(variable.aval.shape) for variable in closed.jaxpr.invars]
+  avals: Any = closed.in_avals
+  ranks = [len(aval.shape) for aval in avals]
   leaves = len(jax.tree.leaves(params))
   views = [view_leaf(i, rank) for i, rank in enumerate(ranks[:leaves])]
   scans = _SlicedAxes()

@@ -25,8 +25,6 @@ GROUPS = ("body", "head")
 # Times the loss of Adam alone in float32. Frozen steps and skipped ones cost some training; laperm
 # is a method of its own, which returns to a permutation of the initial weights every ten steps.
 FACTOR, LAPERM_FACTOR = 3, 20
-# These tests compile much and run little.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def laperm(tx, micro_steps):
@@ -111,7 +109,7 @@ def loss_after_training(tx, dtype, steps):
     return jax.lax.scan(lambda state, _: (step(state, batch)[0], None), state, length=steps)[0]
 
   state = step.init(params)
-  trained = jax.jit(train).lower(state).compile(QUICK)(state).params
+  trained = jax.jit(train)(state).params
   wide = jax.tree.map(lambda a: a.astype(jnp.float32), trained)
   return float(loss_fn(wide, network("float32")[1]))
 

@@ -238,7 +238,7 @@ class Method:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       return False
-    return together * sum(self._lengths) < len(seeds) * alone
+    return bool(together * sum(self._lengths) < len(seeds) * alone)
 
   def _begin(self, seeds: Sequence[int], step: _train_step.TrainStep | None = None) -> _Training:
     problem, step = self._problem, step or self._plain
