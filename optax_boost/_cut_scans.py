@@ -168,7 +168,7 @@ class _CutScans(_jaxpr.Evaluator[Any]):
   def _scan(self, equation: Any, inputs: list[Any]) -> list[Any]:
     """The results of a scan, part by part."""
     settings = equation.params
-    consts, carries = settings["num_consts"], settings["num_carry"]
+    consts, carries = _jaxpr.scan_operands(equation)
     shared, between = inputs[:consts], slice(consts, consts + carries)
     carry = _whole(inputs[between], equation.invars[between])
     slices = inputs[consts + carries :]

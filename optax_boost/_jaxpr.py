@@ -67,7 +67,7 @@ class Interpreter(Generic[_Value]):
     """The results of an equation: those of the program in it, or of :meth:`operation`."""
     name, settings = equation.primitive.name, equation.params
     if name == "scan":
-      consts, carries = settings["num_consts"], settings["num_carry"]
+      consts, carries = scan_operands(equation)
       return self.loop(equation, settings["jaxpr"], inputs, slice(consts, consts + carries))
     if name == "while":
       inputs = inputs[settings["cond_nconsts"] :]
@@ -124,6 +124,22 @@ class Evaluator(Interpreter[_Value]):
     inputs = {atom: value for atom, value in atoms if not isinstance(atom, jax_core.Literal)}
     program = part(self._template, list(inputs), equation.outvars, [equation])
     return compute(program, inputs.values())
+
+
+def scan_operands(equation: Any) -> tuple[int, int]:
+  """How many operands of a scan are constants, and how many are carried; slices come behind.
+
+  By their ranks, for JAX's settings that tell have other names in each version.
+  """
+  body = equation.params["jaxpr"]
+  body = getattr(body, "jaxpr", body)
+
+  def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+
+  carries = whole(equation.outvars, body.outvars)
+  return whole(equation.invars, body.invars) - carries, carries
 
 
 def is_checkpoint(equation: Any) -> bool:

@@ -209,9 +209,9 @@ def _loops_over_data(jaxpr: Any, kind: dict[Any, int]) -> bool:
   for equation in jaxpr.eqns:
     if equation.primitive.name == "scan":
       kinds = [0 if isinstance(atom, jax_core.Literal) else kind[atom] for atom in equation.invars]
-      before = equation.params["num_consts"] + equation.params["num_carry"]
-      constants = functools.reduce(operator.or_, kinds[: equation.params["num_consts"]], 0)
-      if constants & _FROZEN and constants & _TRAINED and _DATA in kinds[before:]:
+      consts, carries = _jaxpr.scan_operands(equation)
+      constants = functools.reduce(operator.or_, kinds[:consts], 0)
+      if constants & _FROZEN and constants & _TRAINED and _DATA in kinds[consts + carries :]:
         return True
   return False
 
