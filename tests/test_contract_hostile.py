@@ -324,4 +324,4 @@ def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
     assert spec(after) == spec(before), name
     chex.assert_tree_all_finite(after.params)
     # LaPerm's projections, every 20 steps, raise the loss for a while.
-    assert jnp.min(losses) < 0.7 * losses[0], (name, losses)
+    assert jnp.min(losses) < 0.75 * losses[0], (name, losses)

@@ -218,7 +218,7 @@ def test_the_step_recovers_from_what_overflows_from_the_first_step_on():
   params, x = network()
   params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
   tx = optax_boost.master_weights(
-    optax_boost.group_loss_scale(optax.sgd(0.5), GROUPS, 2.0**20, backoff_factor=0.5)
+    optax_boost.group_loss_scale(optax.sgd(0.02), GROUPS, 2.0**20, backoff_factor=0.5)
   )
   step = optax_boost.make_train_step(lambda p, b: 10 * chain(p, b), tx)
   state, losses = step.init(params), []

@@ -203,7 +203,9 @@ def _orthonormalizer(gram: jax.Array) -> jax.Array:
     row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
     return jax.lax.dynamic_update_index_in_dim(done, row, j, 0)
 
-  return jax.lax.fori_loop(0, size, add, jnp.zeros_like(gram))
+  # On the mesh of `gram`, where Explicit axes are part of types; `zeros_like` need not be.
+  nothing = jnp.where(jnp.isnan(gram), 0, 0).astype(gram.dtype)
+  return jax.lax.fori_loop(0, size, add, nothing)
 
 
 def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
