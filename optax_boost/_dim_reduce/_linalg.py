@@ -122,6 +122,11 @@ def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> ja
     return combine_rows(columns[of_leaf.numbers[0]], rows)
   layers = [rows.shape[1 + axis] for axis in of_leaf.axes]
   by_layer = columns[np.array(of_leaf.numbers, int)].reshape(*layers, *columns.shape[1:])
+  # On a mesh of Explicit axes layers must be sharded alike.
+  sharding = jax.typeof(rows).sharding
+  spec = [sharding.spec[1 + axis] for axis in of_leaf.axes] + [None] * (columns.ndim - 1)
+  alike = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+  by_layer = _arrays.place_by(by_layer, alike)
   batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
   combined = jax.lax.dot_general(
     by_layer,
@@ -203,9 +208,8 @@ def _orthonormalizer(gram: jax.Array) -> jax.Array:
     row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
     return jax.lax.dynamic_update_index_in_dim(done, row, j, 0)
 
-  # On the mesh of `gram`, where Explicit axes are part of types; `zeros_like` need not be.
-  nothing = jnp.where(jnp.isnan(gram), 0, 0).astype(gram.dtype)
-  return jax.lax.fori_loop(0, size, add, nothing)
+  # On the mesh of `gram`, where Explicit axes are part of types: `zeros_like` need not be.
+  return jax.lax.fori_loop(0, size, add, jnp.where(False, gram, 0))
 
 
 def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
