@@ -4,11 +4,13 @@ import concurrent.futures
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
 import sys
 import threading
+import types
 
 from flax import linen as nn
 from flax import nnx
@@ -655,6 +657,97 @@ def test_data_may_be_a_function_from_the_seed_to_batches():
     w = init_fn(jax.random.key(seed))
     expected = [float(loss_fn(w, batches[i % 2])) for i in range(4)]
     np.testing.assert_allclose(result.curves["sgd"].loss[row], expected, rtol=1e-5)
+
+
+def test_an_iterator_that_methods_would_share_is_refused():
+  endless = itertools.repeat(DATA)
+  with pytest.raises(ValueError, match="returned the same iterator twice"):
+    optax_boost.race(
+      loss_fn, init_fn, lambda seed: endless, {"sgd": optax.sgd(0.1)}, steps=2, progress=False
+    )
+
+
+def test_keys_may_be_among_the_data():
+  def noisy(w, batch):
+    noise = jax.vmap(jax.random.normal)(batch["key"])
+    return loss_fn(w, batch) + 0 * jnp.sum(noise)
+
+  keys = jax.random.split(jax.random.key(0), len(X))
+  result = optax_boost.race(
+    *(noisy, init_fn, DATA | {"key": keys}, {"sgd": optax.sgd(0.1)}),
+    **{"steps": 2, "batch_size": 4, "seeds": 3, "seeds_at_once": 2, "progress": False},
+  )
+  assert np.all(np.isfinite(result.curves["sgd"].loss))
+
+
+def test_metrics_that_come_and_go_are_refused_when_they_do():
+  turns = itertools.count()
+
+  def evaluate(w):
+    return {"error": 0.0, "precision": 0.0} if next(turns) else {"error": 0.0}
+
+  with pytest.raises(ValueError, match=r"same metrics each time; got \['error', 'precision'\]"):
+    optax_boost.race(
+      *(loss_fn, init_fn, DATA, {"sgd": optax.sgd(0.1)}),
+      **{"steps": 3, "seeds": 1, "evaluate": evaluate, "jit_evaluate": False, "progress": False},
+    )
+
+
+def test_a_metric_that_is_not_finite_on_some_seeds_is_said():
+  def evaluate(w):
+    return jnp.where(jnp.sum(w) < middle, jnp.nan, 1.0)
+
+  middle = np.median([jnp.sum(init_fn(jax.random.key(seed))) for seed in range(4)])
+  result = optax_boost.race(
+    *(loss_fn, init_fn, DATA, {"still": optax.sgd(0.0), "sgd": optax.sgd(0.0)}),
+    **{"steps": 2, "seeds": 4, "evaluate": evaluate, "progress": False},
+  )
+  lost = int(np.isnan(result.values("sgd", "evaluation", "steps")).sum())
+  assert 0 < lost < 4
+  assert f"not finite on {lost} of 4 seeds" in result.verdict("sgd", "evaluation")
+  assert f"not finite: {lost} |" in result.table()
+  assert "not finite" not in result.verdict("sgd", result.quantities[-1])
+
+
+def shapes_by_seed(seed):
+  for _ in range(4):
+    yield jax.tree.map(lambda leaf: leaf[: 4 + seed], DATA)
+
+
+def never_vectorized(w, batch):
+  kept = jax.ShapeDtypeStruct((), jnp.float32)
+  return loss_fn(w, batch) + jax.pure_callback(np.sum, kept, jax.lax.stop_gradient(w))
+
+
+@pytest.mark.parametrize(
+  ("loss", "data"),
+  [(loss_fn, shapes_by_seed), (never_vectorized, DATA)],
+  ids=["shapes", "callback"],
+)
+def test_seeds_that_cannot_be_trained_at_once_are_trained_one_at_a_time(monkeypatch, loss, data):
+  monkeypatch.setattr(_run.Method, "_time_to_compile", lambda *_: 0.0)
+  result = optax_boost.race(
+    loss, init_fn, data, {"sgd": optax.sgd(0.1)}, steps=3, seeds=4, progress=False
+  )
+  assert result.curves["sgd"].seeds_at_once == 1
+  assert np.all(np.isfinite(result.curves["sgd"].loss))
+
+
+def test_shapes_of_seeds_are_compared_where_they_are_to_be_trained_at_once():
+  with pytest.raises(ValueError, match=r"the same shapes; got arrays of .* Pass seeds_at_once=1"):
+    optax_boost.race(
+      *(loss_fn, init_fn, shapes_by_seed, {"sgd": optax.sgd(0.1)}),
+      **{"steps": 3, "seeds": 3, "seeds_at_once": 2, "progress": False},
+    )
+
+
+def test_the_time_to_compile_is_that_of_all_first_programs(monkeypatch):
+  times = iter([5.0, 4.0, 1.0, 1.0])
+  monkeypatch.setattr(_run._Training, "advance", lambda *_: (np.zeros(1), next(times)))
+  sizes = iter([0, 1, 1, 2, 2, 2])
+  method = types.SimpleNamespace(_plain=types.SimpleNamespace(cache_size=lambda: next(sizes)))
+  training = _run._Training(None, None, None, None)
+  assert _run.Method._time_to_compile(method, training) == 7.0
 
 
 def test_statistics_are_carried_and_evaluated():

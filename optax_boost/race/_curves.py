@@ -24,7 +24,8 @@ class RaceCurves:
       the loss without its gradient counts a third. Where it varies, that of the first seed.
     seconds: ``(m,)``, the time that the steps took so far, for one seed alone, without compiling
       and evaluating; nan if unknown.
-    compile_seconds: the time to compile the step; nan if unknown.
+    compile_seconds: the time to compile the step, without programs for depths of frozen layers that
+      come later; nan if unknown.
     seeds_at_once: how many seeds were trained at once.
   """
 

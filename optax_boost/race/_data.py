@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+import functools
 from typing import Any
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _base
@@ -25,7 +27,7 @@ def batches_of(data: Any, batch_size: int | None) -> Batches:
         f" batch_size={_base.shorten(batch_size)} for a function, whose batches are taken as they"
         " come. Let it make them of that size."
       )
-    return lambda seed: _repeated(data, seed)
+    return functools.partial(_repeated, data, [None])
   examples = _count_examples(data)
   size = examples if batch_size is None else batch_size
   _base.check_whole_number("batch_size", size, static=True)
@@ -34,9 +36,13 @@ def batches_of(data: Any, batch_size: int | None) -> Batches:
       f"`batch_size` must be at most the number of examples, {examples}; got {size}."
     )
   if jax.default_backend() == "cpu":
-    # NumPy picks examples some ten times faster than JAX does outside of jit.
-    data = jax.tree.map(np.asarray, data)
+    # NumPy picks examples some ten times faster than JAX does outside of jit. It knows no keys.
+    data = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), data)
   return lambda seed: _shuffled(data, examples, size, seed)
+
+
+def _is_key(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_no_tree(data: Any) -> bool:
@@ -96,9 +102,17 @@ def _shuffled(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
       yield _pick(data, order[start : start + size])
 
 
-def _repeated(data: Callable[[int], Iterable[Any]], seed: int) -> Iterator[Any]:
+def _repeated(data: Callable[[int], Iterable[Any]], latest: list[Any], seed: int) -> Iterator[Any]:
+  """The batches of a seed without end; `latest` holds what `data` returned last, for any seed."""
   while True:
     batches = data(seed)
+    if isinstance(batches, Iterator) and batches is latest[0]:
+      raise ValueError(
+        "`data` must return batches from their start at each call; data(seed) returned the same"
+        f" iterator twice, {_base.shorten(batches)}, of which every method would get a part. Make"
+        " it inside of the function."
+      )
+    latest[0] = batches
     if not isinstance(batches, Iterable):
       raise TypeError(
         "`data` must be a function from the seed to an iterable of batches;"

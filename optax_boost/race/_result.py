@@ -174,9 +174,11 @@ class RaceResult:
       cells = [name]
       for quantity in self.quantities:
         values = self.values(name, quantity, of)
-        values = values[np.isfinite(values)]
-        spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        cells.append(_text.plus_minus(values.mean(), spread) if values.size else "-")
+        counted = values[np.isfinite(values)]
+        spread = float(np.std(counted, ddof=1)) if len(counted) > 1 else None
+        cell = _text.plus_minus(counted.mean(), spread) if counted.size else "-"
+        without = np.sum(~np.isfinite(values) & ~curves.diverged)
+        cells.append(f"{cell}, not finite: {without}" if counted.size and without else cell)
         mean, half = self.difference(name, quantity, of)
         known = name != self.baseline and not math.isnan(mean)
         cells.append(_text.plus_minus(mean, half, sign="+") if known else "-")
@@ -192,6 +194,9 @@ class RaceResult:
     if lost == seeds:
       return f"{name}: diverged."
     notes = [f"diverged on {lost} of {seeds} seeds"] if lost else []
+    finite = np.isfinite(self.values(name, quantity, "steps"))
+    if without := np.sum(~finite & ~self.curves[name].diverged):
+      notes.append(f"not finite on {without} of {seeds} seeds")
     if name == self.baseline:
       return f"{name}: {'; '.join(['the baseline', *notes])}."
     findings: dict[str, list[str]] = {}

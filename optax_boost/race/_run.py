@@ -150,9 +150,10 @@ class Method:
     self.passes: list[list[float]] = []
     # The same of a pass that counted gradients, which takes longer.
     self._rough: list[float] = []
-    # The time of the first step minus that of the second.
     self.compile_seconds = math.nan
     self.seeds_at_once = 1
+    # Of the metrics.
+    self._names: list[str] = []
 
   def compile(self, seed: int) -> None:
     """Compiles the step and counts its gradients, as far as its program tells."""
@@ -173,12 +174,21 @@ class Method:
       # Weights of their own for each seed make it a slow grouped convolution.
       or (jax.default_backend() == "cpu" and _jaxpr.has_convolution(jaxpr))
     )
-    first, second = (training.advance(1)[1] for _ in range(2))
-    self.compile_seconds = max(0.0, first - second)
+    self.compile_seconds = self._time_to_compile(training)
     self._evaluate(training.state.params, training.state.model_state)
     if self._per_step is None:
       self._begin([seed], self._marked).advance(1)
       self._counter.take()
+
+  def _time_to_compile(self, training: _Training) -> float:
+    """The time of the first steps, each of which compiled a program, beyond that of the next."""
+    times: list[float] = []
+    compiled = True
+    while compiled and len(times) < _TRIAL_STEPS + 1:
+      before = self._plain.cache_size()
+      times.append(training.advance(1)[1])
+      compiled = self._plain.cache_size() > before
+    return max(0.0, sum(times) - len(times) * times[-1])
 
   @property
   def badly_timed(self) -> bool:
@@ -226,7 +236,7 @@ class Method:
       yield length * len(seeds) if records else 0
 
   def faster_at_once(self, seeds: Sequence[int]) -> bool:
-    """Whether the seeds fit into memory at once and train faster that way, by a few steps."""
+    """Whether the seeds can be trained at once and are faster that way, by a few steps."""
     alone = self.seconds(len(self._lengths)).sum()
     # Compiling the step for several seeds takes at least as long as the one for one seed.
     if len(seeds) < 2 or len(seeds) * alone < self.compile_seconds:
@@ -234,9 +244,9 @@ class Method:
     try:
       training = self._begin(seeds)
       together = min(training.advance(1)[1] for _ in range(_TRIAL_STEPS))
-    except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
+    except Exception:
+      # One seed has been trained: it is because of the others beside it. They don't fit into
+      # memory, their shapes differ, or the loss holds what JAX can't vectorize.
       return False
     return bool(together * sum(self._lengths) < len(seeds) * alone)
 
@@ -252,6 +262,12 @@ class Method:
 
   def _evaluate(self, params: Any, model_state: Any) -> dict[str, float]:
     metrics = jax.device_get(self._problem.evaluate(params, model_state))
+    self._names = self._names or sorted(metrics)
+    if sorted(metrics) != self._names:
+      raise ValueError(
+        f"`evaluate` must return the same metrics each time; got {sorted(metrics)} after"
+        f" {self._names}. Return nan for one that has no value."
+      )
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -264,6 +280,11 @@ def _stack(trees: Sequence[Any]) -> Any:
   def stack(*leaves: Any) -> Any:
     # NumPy is faster for batches that are still on the host.
     on_host = all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves)
+    if len(shapes := {np.shape(leaf) for leaf in leaves}) > 1:
+      raise ValueError(
+        "Seeds that are trained at once need batches and params of the same shapes; got arrays of"
+        f" {sorted(shapes)}. Pass seeds_at_once=1."
+      )
     return np.stack(leaves) if on_host else jnp.stack(leaves)
 
   return jax.tree.map(stack, *trees)
