@@ -112,10 +112,8 @@ def accumulate(
     _base.check_whole_number("every", every)
   if not_finite is not None:
     _base.check_name("not_finite", not_finite, ("drop", "keep"))
-  if accept_fn is not None:
-    _base.check_callable("accept_fn", accept_fn, "accept_fn(updates, **extra_args)")
-  if accumulator_dtype is not None:
-    _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
+  _base.check_callable("accept_fn", accept_fn, "accept_fn(updates, **extra_args)", optional=True)
+  _base.check_floating_dtype("accumulator_dtype", accumulator_dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   method = _Accumulation(inner, every, not_finite, accept_fn, accumulator_dtype, axis_name)
@@ -286,23 +284,10 @@ class _Accumulation(NamedTuple):
 
 
 def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
-  """Checks the arguments of a micro-step; returns its weight in float32."""
+  """Checks the arguments of a micro-step; returns its weight in float32, a known one checked."""
   _base.require_state(state, AccumulateState, _METHOD)
   _tree.check_inexact(updates, _METHOD)
   _tree.check_same_tree(updates, state.accumulator, _METHOD)
-  return _checked_weight(weight)
-
-
-def _plus(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
-  return total + (weight * g.astype(total.dtype)).astype(total.dtype)
-
-
-def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-  return total / weight.astype(total.dtype)
-
-
-def _checked_weight(weight: Any) -> jax.Array:
-  """The weight of a micro-batch in float32; a concrete one is checked."""
   if jnp.ndim(weight) != 0:
     raise ValueError(
       "`weight` must be a scalar, the number of examples or tokens in the micro-batch; got an"
@@ -313,6 +298,14 @@ def _checked_weight(weight: Any) -> jax.Array:
   number = np.asarray(weight) if concrete else weight
   _base.check_number("weight", number, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, jnp.float32)
+
+
+def _plus(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
+  return total + (weight * g.astype(total.dtype)).astype(total.dtype)
+
+
+def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+  return total / weight.astype(total.dtype)
 
 
 def _accepted(accept_fn: Any, updates: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:

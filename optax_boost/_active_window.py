@@ -235,8 +235,7 @@ class _Layers:
     self._inside = {i for members in self._members for i in members} | set(self._axes)
 
   def _find_axes(self, leaves: list[_tree.Leaf], patterns: Any) -> int:
-    paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
-    found = _tree.axes_by_pattern(paths, shapes, patterns, "layers", ascending=False)
+    found = _tree.axes_by_pattern(leaves, patterns, "layers", ascending=False)
     self._axes = {i: axes[0] for i, axes in enumerate(found) if axes}
     sizes = {leaves[i].shape[axis]: leaves[i].path for i, axis in self._axes.items()}
     if len(sizes) > 1:

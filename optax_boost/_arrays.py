@@ -95,6 +95,11 @@ def widen(x: jax.Array) -> jax.Array:
   return x.astype(accumulator_dtype(x.dtype))
 
 
+def zeros_like_wide(tree: Any) -> Any:
+  """Zeros in :func:`accumulator_dtype`, sharded as the leaves are."""
+  return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
+
+
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
   wide = widen(x)

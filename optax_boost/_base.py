@@ -177,13 +177,12 @@ def check_whole_number(
 
 def check_bool(name: str, value: Any) -> None:
   """Raises TypeError unless an argument is True or False."""
-  if not isinstance(value, bool | np.bool_):
-    raise TypeError(f"`{name}` must be True or False; got {shorten(value)}.")
+  check_type(name, value, bool | np.bool_, "True or False")
 
 
-def check_callable(name: str, value: Any, form: str = "") -> None:
+def check_callable(name: str, value: Any, form: str = "", *, optional: bool = False) -> None:
   """Raises TypeError unless an argument is callable; `form` shows the call in the message."""
-  if not callable(value):
+  if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
@@ -217,7 +216,7 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def check_floating_dtype(name: str, value: Any) -> None:
+def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
   """Raises TypeError unless an argument names a floating dtype."""
   try:
     # NumPy takes None for float64 and an array for its dtype.
@@ -225,7 +224,7 @@ def check_floating_dtype(name: str, value: Any) -> None:
     floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
   except (TypeError, ValueError):
     floating = False
-  if not floating:
+  if not (floating or (optional and value is None)):
     raise TypeError(
       f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."
     )
@@ -400,7 +399,7 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 def check_key(name: str, key: Any) -> None:
   """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
-  one, got = False, shorten(key)
+  one, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     one = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32

@@ -36,17 +36,6 @@ def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
   return [alone(leaf, module) for leaf, (module, _, _) in zip(leaves, places, strict=True)]
 
 
-def subtract_mean(
-  x: jax.Array, axes: tuple[int, ...], axis_name: str | tuple[str, ...] | None = None
-) -> jax.Array:
-  """`x` minus its mean over `axes` and the mesh axes, the mean taken in at least float32."""
-  wide = _arrays.widen(x)
-  mean = jnp.mean(wide, axes, keepdims=True)
-  if axis_name is not None:
-    mean = jax.lax.pmean(mean, axis_name)
-  return (wide - mean).astype(x.dtype)
-
-
 def centralize(
   *,
   exclude: _base.LeafSelector = "auto",
@@ -122,8 +111,7 @@ def centralize(
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
     leaves = _tree.describe(tree, stacked_axes)
-    paths, shapes = [leaf.path for leaf in leaves], [leaf.shape for leaf in leaves]
-    named = _tree.axes_by_pattern(paths, shapes, fan_in_axes, "fan_in_axes")
+    named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes")
     auto = functools.partial(_left_alone, layout=layout)
     skipped = _tree.select(tree, exclude, "exclude", auto, stacked_axes)
     # Axes named for a leaf take precedence over its exclusion.
@@ -145,7 +133,6 @@ def centralize(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params, extra_args
     _tree.check_floating(updates, "centralize")
     axes_of_leaves, paths = plan(updates), _tree.leaf_paths(updates)
     names = _tree.axis_names(paths, axis_name, "axis_name", "centralize")
@@ -159,7 +146,13 @@ def centralize(
     ) -> jax.Array:
       # A mean of one entry is that entry, and would stop the leaf.
       one = of_leaf is None and math.prod(g.shape[axis] for axis in axes or ()) == 1
-      return g if one or not axes or not g.size else subtract_mean(g, axes, of_leaf)
+      if one or not axes or not g.size:
+        return g
+      wide = _arrays.widen(g)
+      mean = jnp.mean(wide, axes, keepdims=True)
+      if of_leaf is not None:
+        mean = jax.lax.pmean(mean, of_leaf)
+      return (wide - mean).astype(g.dtype)
 
     return jax.tree.unflatten(structure, list(map(centred, leaves, axes_of_leaves, names))), state
 

@@ -26,7 +26,9 @@ def update_if(
     return updates, cast_like(moved, state)
 
   def skip(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-    return jax.tree.map(_zeros, shapes), state
+    # With the sharding of the type, which meshes with explicit axes ask of both branches.
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+    return jax.tree.map(vary, zeros, shapes), state
 
   if is_concrete(condition) and condition:
     return step(state)
@@ -62,17 +64,8 @@ def _dtype(x: Any) -> Any:
   return jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
 
 
-def _zeros(shape: Any) -> jax.Array:
-  # With the sharding of the type, which meshes with explicit axes ask of both branches.
-  return _vary(jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shape)
-
-
-def vary_like(tree: Any, shapes: Any) -> Any:
-  """Makes arrays vary over the mesh axes over which their counterparts do in ``shard_map``."""
-  return jax.tree.map(_vary, tree, shapes)
-
-
-def _vary(x: Any, shape: Any) -> jax.Array:
+def vary(x: Any, shape: Any) -> jax.Array:
+  """Makes an array vary over the mesh axes over which another does in ``shard_map``."""
   varying = tuple(_base.varying_axes(shape) - _base.varying_axes(jax.typeof(x)))
   if not varying:
     return x

@@ -100,7 +100,7 @@ def mean_over_batches(
   # A Partial goes into jit as an argument: its bound arrays may change without a recompilation.
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
-  carry, structure = (zeros_like_wide(params), jnp.zeros([])), None
+  carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
   shown = _base.with_progress(batches, progress, shown_as, "batch")
   for index, batch in enumerate(shown):
     arrays = jax.tree_util.tree_map_with_path(functools.partial(_as_array, index), batch)
@@ -181,7 +181,7 @@ def scan_full_gradient(
     weight = 1.0 if weight_fn is None else _check_weight(weight_fn(batch))
     return _add(carry, grad_fn, params, batch, weight, rng, index), None
 
-  start = (zeros_like_wide(params), jnp.zeros([]))
+  start = (_arrays.zeros_like_wide(params), jnp.zeros([]))
   carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
   return _mean(carry)
 
@@ -246,8 +246,7 @@ def _check_weight(weight: Any) -> Any:
 def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, rng: Any, method: str) -> Any:
   """Checks the arguments that both passes have; returns the key, also of a seed."""
   _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
-  if weight_fn is not None:
-    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   _tree.check_floating(params, method, _tree.CLOSE_OVER)
   # A key of `jax.random.PRNGKey` stays as it is.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
@@ -267,10 +266,6 @@ def _as_array(index: int, path: Any, leaf: Any) -> Any:
       f" {_base.shorten(leaf)} of dtype {dtype}. Leave it out of the batches."
     )
   return array
-
-
-def zeros_like_wide(params: Any) -> Any:
-  return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_arrays.accumulator_dtype(p.dtype)), params)
 
 
 def check_gradients(gradients: Any, params: Any, source: str) -> None:

@@ -1,7 +1,6 @@
 """Groups of layers along the forward pass."""
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -196,7 +195,9 @@ def group_by_use(
   axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes.items()}
   for i in [*order, *unused]:
     size = math.prod(leaves[i].shape) // len(group[i])
-    for number, first, end in _runs(group[i]):
+    end = 0
+    for number, run in itertools.groupby(group[i]):
+      first, end = end, end + len(list(run))
       whole = end - first == len(group[i])
       layers = "" if whole else f"[{':, ' * axes[i]}{first}:{end}]"
       members[number].append(leaves[i].path + layers)
@@ -207,15 +208,6 @@ def group_by_use(
     unused=tuple(leaves[i].path for i in unused),
     reused=tuple(leaves[i].path for i in order if i in reused),
   )
-
-
-def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-  """The runs of equal values in a sequence: value, start, end."""
-  start = 0
-  for value, run in itertools.groupby(values):
-    end = start + len(list(run))
-    yield value, start, end
-    start = end
 
 
 def _overridden(
@@ -344,28 +336,20 @@ def select_state(
   )
 
 
-class FrozenDepth:
-  """Which groups are frozen; decided while tracing where the depth is a NumPy integer.
+def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
+  """One of two values, or parts of both, by which groups are frozen.
 
-  Such is the depth for which a train step is compiled: nothing is computed for frozen leaves.
+  Decided while tracing where the depth is a NumPy integer, as that for which a train step is
+  compiled: nothing is computed for frozen leaves. A value without the leaf's axes (a factored
+  moment) is frozen with the last of its layers.
   """
-
-  def __init__(self, depth: Any):
-    self._depth = depth
-    self._static = isinstance(depth, np.integer | np.ndarray)
-
-  def select(self, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
-    """One of two values, or parts of both, by which groups are frozen.
-
-    A value without the leaf's axes (a factored moment) is frozen with the last of its layers.
-    """
-    if isinstance(group, np.ndarray):
-      shape = jnp.shape(otherwise)
-      if len(shape) != group.ndim or any(
-        n not in (1, m) for n, m in zip(group.shape, shape, strict=True)
-      ):
-        group = int(np.max(group))
-    frozen = group < self._depth
-    if self._static and np.all(frozen) == np.any(frozen):
-      return if_frozen if np.all(frozen) else otherwise
-    return jnp.where(frozen, if_frozen, otherwise)
+  if isinstance(group, np.ndarray):
+    shape = jnp.shape(otherwise)
+    if len(shape) != group.ndim or any(
+      n not in (1, m) for n, m in zip(group.shape, shape, strict=True)
+    ):
+      group = int(np.max(group))
+  frozen = group < depth
+  if isinstance(depth, np.integer | np.ndarray) and np.all(frozen) == np.any(frozen):
+    return if_frozen if np.all(frozen) else otherwise
+  return jnp.where(frozen, if_frozen, otherwise)

@@ -141,7 +141,7 @@ def once_if(
   if _conditional.is_concrete(condition):
     return (condition, *(made(carry) if condition else carry))
   if jax.sharding.get_abstract_mesh().manual_axes:
-    carry = _conditional.vary_like(carry, jax.eval_shape(made, carry))
+    carry = jax.tree.map(_conditional.vary, carry, jax.eval_shape(made, carry))
   # A loop rather than `lax.cond`, for which XLA copies what one branch returns as it came.
   going, *carried = jax.lax.while_loop(
     lambda loop: loop[0], lambda loop: (loop[0] & False, *made(loop[1:])), (condition, *carry)
@@ -150,14 +150,10 @@ def once_if(
 
 
 def divide(x: jax.Array, by: jax.Array, largest: float = math.inf) -> jax.Array:
-  """A quotient by a positive number, made by multiplying: XLA makes it anew for each of its uses.
+  """A quotient by a positive number, at most `largest`, made by multiplying.
 
-  It would keep that of a division. To the last bit the same for powers of two.
-
-  Args:
-    x: the array.
-    by: scalar.
-    largest: a bound on `by`.
+  XLA makes it anew for each of its uses; it would keep that of a division. To the last bit the same
+  for powers of two.
   """
   wide = _arrays.widen(x)
   by = by.astype(wide.real.dtype)

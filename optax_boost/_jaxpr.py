@@ -82,12 +82,10 @@ class Interpreter(Generic[_Value]):
 
   def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
     """The results of a call."""
-    del equation
     return self.run(program, inputs)
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
     """The results of a loop, whose `inputs` at `carry` come from the round before: of one round."""
-    del equation, carry
     return self.run(body, inputs)
 
   def branches(self, branches: Sequence[Any], inputs: list[_Value]) -> Sequence[_Value]:

@@ -218,7 +218,6 @@ def _scale_by_trust_ratio(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
-    del extra_args
     _tree.check_update(
       method, updates, state, ScaleByLarsTrustRatioState, params, needs_params=True
     )
@@ -245,7 +244,7 @@ def _scale_by_trust_ratio(
     outputs, ratios = [], []
     for i, ((leaf, skip, decays), w, g) in enumerate(columns):
       scale = jnp.ones(leaf.stacked_shape, state.trust_ratio.dtype) if skip else scales[i]
-      factor = None if skip else _tree.keep_dims(scale, leaf)
+      factor = None if skip else jnp.expand_dims(scale, leaf.layer_axes)
       direction = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
       outputs.append(direction.astype(w.dtype if like_params else g.dtype))
       ratios.append(jnp.ravel(scale))

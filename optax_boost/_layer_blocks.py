@@ -14,16 +14,9 @@ _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 def find(
   leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack], wanted: int
 ) -> tuple[dict[int, list[int]], int]:
-  """The largest blocks of which there are `wanted`, else the smallest.
+  """For each leaf in `order` its block, or those of its layers; and the number of blocks.
 
-  Args:
-    leaves: of the params.
-    order: the leaves that the loss uses, in the order of their first use.
-    stacks: layers that scans run through, each a block.
-    wanted: a number of blocks.
-
-  Returns:
-    For each leaf in `order` its block, or those of its layers; and the number of blocks.
+  The largest blocks of which there are `wanted`, else the smallest; `order` is that of first use.
   """
   kernels = [i for i in order if not _is_attached(leaves[i])]
   modules = _modules(leaves, kernels, stacks)

@@ -69,7 +69,6 @@ def layerwise_decay(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params, extra_args
     _tree.check_inexact(updates, _METHOD)
 
     def scale(group: Any, update: jax.Array) -> jax.Array:

@@ -84,7 +84,6 @@ def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
   def call(
     params: Any, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
   ) -> Any:
-    del grad_fn, full_grad_fn, obj_fn
     return function(params, *args)
 
   return call

@@ -34,8 +34,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
       _base.check_whole_number(name, value, static=True)
     elif name.endswith("_init"):
       _base.check_callable(name, value, f"{name}(key, shape, dtype)")
-  if settings["dtype"] is not None:
-    _base.check_floating_dtype("dtype", settings["dtype"])
+  _base.check_floating_dtype("dtype", settings["dtype"], optional=True)
   _base.check_floating_dtype("param_dtype", settings["param_dtype"])
   _base.check_bool("use_bias", settings["use_bias"])
   _base.check_number("eps", settings["eps"], positive=True)

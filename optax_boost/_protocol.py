@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import operator
 from typing import Any
@@ -133,9 +132,11 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
   for old, new in zip(olds, news, strict=True):
     if isinstance(new, optax.PartitionState):
       # Side by side: the params move where any of them does, but not by `optax.set_to_zero`.
+      # That is one transformation without a state; a chain of such, as `optax.sgd`, moves params.
       states = new.inner_states
-      moving = [key for key in states if not _has_no_state(states[key])] or list(states)
-      of_parts = [step_made(old.inner_states[key], states[key]) for key in moving]
+      inner = {key: getattr(part, "inner_state", part) for key, part in states.items()}
+      moving = [key for key in states if not isinstance(inner[key], optax.EmptyState)]
+      of_parts = [step_made(old.inner_states[key], states[key]) for key in moving or states]
       made = made & functools.reduce(operator.or_, of_parts, np.bool_(False))
     elif counts(new):
       for kind, moves in (("steps", True), ("skips", False)):
@@ -143,14 +144,6 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
           made = made & ((getattr(old, name) != getattr(new, name)) == moves)
       made = made & step_made(_inner(old), _inner(new))
   return made
-
-
-def _has_no_state(part: Any) -> bool:
-  """Whether a part is one transformation that keeps nothing, as ``optax.set_to_zero``.
-
-  A chain of such, as ``optax.sgd``, moves its params.
-  """
-  return isinstance(getattr(part, "inner_state", part), optax.EmptyState)
 
 
 def _inner(state: Any) -> list[Any]:
@@ -170,8 +163,8 @@ def refuse_observers(method: str, opt_state: optax.OptState) -> None:
     )
 
 
-def find_request(opt_state: optax.OptState, request: str) -> Any:
-  """The one state that makes a request, or None; ValueError where several do."""
+def requested(opt_state: optax.OptState, request: str) -> Any:
+  """The value of a request, None where no state makes it; ValueError where several do."""
   states = _asking(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -179,15 +172,7 @@ def find_request(opt_state: optax.OptState, request: str) -> Any:
       f"`make_train_step` needs at most one state with a `{request}`; the optimizer state holds"
       f" {len(states)} ({types}). Put one such wrapper around the whole optimizer."
     )
-  if states:
-    _field(states[0], type(states[0]), request, "requests")
-  return states[0] if states else None
-
-
-def requested(opt_state: optax.OptState, request: str) -> Any:
-  """The value of a request, or None where no state makes it."""
-  state = find_request(opt_state, request)
-  return None if state is None else getattr(state, request)
+  return _field(states[0], type(states[0]), request, "requests") if states else None
 
 
 def map_request(
@@ -267,12 +252,11 @@ class GroupAssignment(NamedTuple):
     return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Announcements:
+class Announcements(NamedTuple):
   """What methods have told about the leaves."""
 
-  groups: dict[str, GroupAssignment] = dataclasses.field(default_factory=dict)  # by request
-  layers: dict[str, str] = dataclasses.field(default_factory=dict)  # methods by path
+  groups: dict[str, GroupAssignment]  # by request
+  layers: dict[str, str]  # methods by path
 
 
 _LISTENER: contextvars.ContextVar[Announcements | None] = contextvars.ContextVar(
@@ -283,7 +267,7 @@ _LISTENER: contextvars.ContextVar[Announcements | None] = contextvars.ContextVar
 @contextlib.contextmanager
 def collect_announcements() -> Iterator[Announcements]:
   """Collects the announcements that methods make inside the context."""
-  collected = Announcements()
+  collected = Announcements({}, {})
   token = _LISTENER.set(collected)
   try:
     yield collected

@@ -194,11 +194,10 @@ def svrg(
 
   def init_fn(params: optax.Params) -> SvrgState:
     _tree.check_floating(params, _METHOD)
-    dtypes = [_arrays.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
-    dtype = jnp.result_type(jnp.float32, *dtypes)
+    dtype = _arrays.widest_dtype(params)
     return SvrgState(
       snapshot=_arrays.copy_arrays(params),
-      full_gradient=_full_gradient.zeros_like_wide(params),
+      full_gradient=_arrays.zeros_like_wide(params),
       count=jnp.zeros([], jnp.int32),
       refresh_count=jnp.zeros([], jnp.int32),
       squared_deviations=jnp.zeros(2, dtype),
@@ -215,7 +214,6 @@ def svrg(
     full_grad_fn: Any = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SvrgState]:
-    del extra_args
     _tree.check_update(_METHOD, updates, state, SvrgState, params, needs_params=True)
     _check_state(state, params, _METHOD)
     _base.require_extra(grad_fn, "grad_fn", _METHOD, _GRAD_FN)
@@ -284,12 +282,7 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
   """Refuses params that are not those of the state."""
-
-  def spec(tree: Any) -> Any:
-    # Variables of Flax below 0.12 are never equal, their structures are.
-    return jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))
-
-  if spec(params) != spec(state.snapshot):
+  if not _tree.same_shapes(params, state.snapshot):
     got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
     raise ValueError(
       f"`{method}` needs the params that its state was made for; got the shapes"

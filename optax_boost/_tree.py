@@ -120,10 +120,10 @@ def paths_among(expected: Container[str], tree: Any) -> list[str]:
 
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
   """Describes every leaf, in the order of ``jax.tree.leaves``."""
-  paths = leaf_paths(tree)
-  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
-  axes = axes_by_pattern(paths, shapes, stacked_axes, "stacked_axes")
-  return [Leaf(*leaf) for leaf in zip(paths, shapes, (a or () for a in axes), strict=True)]
+  shapes = map(jnp.shape, jax.tree.leaves(tree))
+  leaves = [Leaf(path, shape, ()) for path, shape in zip(leaf_paths(tree), shapes, strict=True)]
+  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes")
+  return [leaf._replace(stacked=a or ()) for leaf, a in zip(leaves, axes, strict=True)]
 
 
 def split_layers(
@@ -172,8 +172,7 @@ def is_bias_or_norm(path: str) -> bool:
 
 
 def axes_by_pattern(
-  paths: Sequence[str],
-  shapes: Sequence[tuple[int, ...]],
+  leaves: Sequence[Leaf],
   patterns: _base.AxesByPattern | None,
   argument: str,
   *,
@@ -183,7 +182,8 @@ def axes_by_pattern(
   check_axes_by_pattern(argument, patterns)
   keys = list(patterns or {})
   found: list[tuple[int, ...] | None] = []
-  for path, shape, index in zip(paths, shapes, first_match(argument, keys, paths), strict=True):
+  matches = first_match(argument, keys, [leaf.path for leaf in leaves])
+  for (path, shape, _), index in zip(leaves, matches, strict=True):
     axes = None if index is None else _as_axes((patterns or {})[keys[index]])
     if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
       raise ValueError(
@@ -462,6 +462,13 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
       )
 
 
+def same_shapes(first: Any, second: Any) -> bool:
+  """Whether two trees have the same structure and shapes."""
+  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
+  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
+  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
+
+
 # The advice where all params are differentiated, whatever a mask hides from the optimizer, without
 # and with statistics beside them.
 CLOSE_OVER = "Keep it out of the params: close over it."
@@ -509,8 +516,3 @@ def check_traceable(name: str, tree: Any) -> None:
         f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{leaf_name(path)}' is"
         f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
       ) from error
-
-
-def keep_dims(x: jax.Array, leaf: Leaf) -> jax.Array:
-  """Gives per-layer values of a leaf the leaf's rank, so that they broadcast against it."""
-  return jnp.expand_dims(x, leaf.layer_axes)

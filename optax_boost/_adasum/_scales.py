@@ -23,12 +23,7 @@ def largest(leaf: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 def scale_steps(bounds: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """For each group the largest s with 2**(12 s) at most its largest entry.
-
-  Args:
-    bounds: array [..., leaves], the leaves' largest magnitudes.
-    groups: the leaves' groups.
-  """
+  """For each group the largest s with 2**(12 s) at most the largest of its leaves' `bounds`."""
   members = np.arange(max(groups) + 1)[:, None] == np.array(groups)
   of_groups = jnp.max(jnp.where(members, bounds[..., None, :], 0), axis=-1)
   steps = jnp.floor(jnp.log2(of_groups) / _SCALE_STEP)

@@ -238,7 +238,6 @@ def adasum(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AdasumState]:
-    del extra_args
     _tree.check_update(method, updates, state, AdasumState, params)
     for argument, names in arguments.items():
       _base.require_axis(argument, names, method, optional=argument != "axis_name")
@@ -285,8 +284,7 @@ def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None
 
 def _check_groups(groups: Any) -> tuple[str, ...]:
   patterns = () if groups is None else (groups,) if isinstance(groups, str) else groups
-  if not isinstance(patterns, list | tuple):
-    raise TypeError(f"`groups` must be regular expressions or None; got {_base.shorten(groups)}.")
+  _base.check_type("groups", patterns, list | tuple, "regular expressions or None")
   for pattern in patterns:
     _base.compile_pattern("groups", pattern)
   return tuple(patterns)

@@ -405,8 +405,7 @@ def cache_prefix(
   _base.check_whole_number("num_examples", num_examples, static=True)
   if not _base.is_integer(max_bytes):
     raise TypeError(f"`max_bytes` must be a whole number; got {_base.shorten(max_bytes)}.")
-  if rng is not None:
-    _base.check_key("rng", rng)
+  _base.check_key("rng", rng)
   folder = None if path is None else _files.check_path("path", path)
   examples, most = int(num_examples), int(max_bytes)
   return PrefixCache(

@@ -22,12 +22,7 @@ _LOCK, _HEADER, _ROWS, _EXAMPLES = "prefix.lock", "prefix.json", "rows.bin", "ex
 class Rows:
   """So many rows as there is room for; the first to come stay.
 
-  Args:
-    examples: how many there are.
-    capacity: for how many of them there is room.
-    row_bytes: the size of a row.
-    folder: of the files, or None.
-    facts: what the rows depend on; those of a folder must be the same.
+  `facts` are what the rows depend on; those of a folder must be the same.
   """
 
   def __init__(
@@ -84,10 +79,6 @@ class _Folder:
 
   Rows are written by calls, and only read through a memory map: where the disk is full a call
   raises an error, and a write to a map ends the process.
-
-  Attributes:
-    rows: [capacity, row_bytes], a memory map.
-    examples: the numbers of the examples that the first rows are of.
   """
 
   def __init__(self, path: pathlib.Path, header: dict[str, Any]):

@@ -34,17 +34,11 @@ _CHEAP = re.compile(
 
 
 class Split(NamedTuple):
-  """The two programs of a loss.
+  """The two programs of a loss."""
 
-  Attributes:
-    activations: from the leaves of params, batch and key to the activations.
-    rest: from these leaves and the activations to the leaves of the loss's results.
-    shapes: of the activations.
-  """
-
-  activations: Callable[..., Any]
-  rest: Callable[..., Any]
-  shapes: list[jax.ShapeDtypeStruct]
+  activations: Callable[..., Any]  # from params, batch and key
+  rest: Callable[..., Any]  # from params, batch with key, and the activations to the results
+  shapes: list[jax.ShapeDtypeStruct]  # of the activations
 
 
 def split(

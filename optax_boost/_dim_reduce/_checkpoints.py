@@ -105,8 +105,7 @@ def checkpoint_snapshots(
   _orbax()
   name = _files.check_path("directory", directory)
   for argument, value in {"subtree": subtree, "item": "" if item is None else item}.items():
-    if not isinstance(value, str):
-      raise TypeError(f"`{argument}` must be a string; got {_base.shorten(value)}.")
+    _base.check_type(argument, value, str, "a string")
   _base.check_bool("progress", progress)
   _subspace.leaves_like(like)
   folder = pathlib.Path(name).absolute()

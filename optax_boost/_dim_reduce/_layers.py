@@ -52,11 +52,10 @@ def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroup
     numbers = _groups.layer_numbers(tree, groups, method)
     return tuple(map(_of_number, numbers)), _groups.count_groups(groups)
   leaves = _tree.describe(tree)
-  shapes = [leaf.shape for leaf in leaves]
-  axes = _tree.axes_by_pattern([leaf.path for leaf in leaves], shapes, groups, "groups")
+  axes = _tree.axes_by_pattern(leaves, groups, "groups")
   layers = [
-    math.prod(shape[axis] for axis in of_leaf or ()) if of_leaf else 0
-    for shape, of_leaf in zip(shapes, axes, strict=True)
+    math.prod(leaf.shape[axis] for axis in of_leaf) if of_leaf else 0
+    for leaf, of_leaf in zip(leaves, axes, strict=True)
   ]
   last = max(layers, default=0)
   of_leaves = tuple(

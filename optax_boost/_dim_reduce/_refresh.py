@@ -72,7 +72,7 @@ def refresh_subspace(
       raise ValueError(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
-    _state.warn_of_long_rows(basis, of_leaves, number, stacklevel=2)
+    _state.warn_of_long_rows(basis, of_leaves, number)
     new = _jitted_renew(node, basis, of_leaves, _arrays.all_finite(basis))
     # An NNX optimizer wraps each array in a variable.
     return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))

@@ -101,9 +101,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
   return _tree.unboxed(jax.tree.unflatten(structure, [stored(*triple) for triple in triples]))
 
 
-def warn_of_long_rows(
-  basis: Any, groups: tuple[_layers.LeafGroups, ...], number: int, stacklevel: int
-) -> None:
+def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number: int) -> None:
   """Warns of rows that are known, and longer than 1 within a group.
 
   So are those that were fitted with other groups: a projection counts twice what they share.
@@ -123,7 +121,7 @@ def warn_of_long_rows(
       f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
       " needs the same ones here.",
       UserWarning,
-      stacklevel=stacklevel + 1,
+      stacklevel=3,
     )
 
 

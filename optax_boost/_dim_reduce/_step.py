@@ -90,8 +90,7 @@ class Transform:
     if self.min_curvature is None:
       self.min_curvature = 0.0 if self.adaptive else 1e-20
     _base.check_number("min_curvature", self.min_curvature, minimum=0.0)
-    if self.basis_dtype is not None:
-      _base.check_floating_dtype("basis_dtype", self.basis_dtype)
+    _base.check_floating_dtype("basis_dtype", self.basis_dtype, optional=True)
 
   @property
   def adaptive(self) -> bool:
@@ -111,15 +110,13 @@ class Transform:
       check_subspace("subspace", subspace)
     of_leaves, number = _layers.find_groups(params, self.groups, _METHOD)
     basis = _state.basis_like(subspace, params, self.basis_dtype)
-    _state.warn_of_long_rows(basis, of_leaves, number, stacklevel=2)
+    _state.warn_of_long_rows(basis, of_leaves, number)
     k = subspace.components
     dtype = _arrays.widest_dtype(params)
     scalar, vectors = functools.partial(jnp.zeros, ()), (number, k)
     return DimReduceState(
       basis=basis,
-      momentum=jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=_arrays.accumulator_dtype(p.dtype)), params
-      ),
+      momentum=_arrays.zeros_like_wide(params),
       projected_momentum=jnp.zeros(vectors, dtype),
       inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (number, 1, 1)),
       projected_gradient=jnp.zeros(vectors, dtype),
@@ -143,7 +140,7 @@ class Transform:
       return None
     state = self.inner.init(params)
     for request in (_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE):
-      if _protocol.find_request(state, request) is not None:
+      if _protocol.requested(state, request) is not None:
         raise ValueError(
           f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
           f" with a `{request}`. Put the loss scale around `{_METHOD}` instead."

@@ -38,10 +38,7 @@ class Subspace(NamedTuple):
 
 def check_subspace(argument: str, value: Any) -> None:
   """Checks an argument that is a subspace: its type, dtypes, and one number of components."""
-  if not isinstance(value, Subspace):
-    raise TypeError(
-      f"`{argument}` must be a Subspace, as `fit_subspace` returns it; got {_base.shorten(value)}."
-    )
+  _base.check_type(argument, value, Subspace, "a Subspace, as `fit_subspace` returns it")
   for field, tree in value._asdict().items():
     for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
       name = f"{field}/{path}".removesuffix("/")

@@ -86,8 +86,7 @@ def record_trajectory(
   """
   _base.check_whole_number("every", every)
   _base.check_whole_number("capacity", capacity, static=True)
-  if dtype is not None:
-    _base.check_floating_dtype("dtype", dtype)
+  _base.check_floating_dtype("dtype", dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   def init_fn(params: optax.Params) -> TrajectoryState:
@@ -110,7 +109,6 @@ def record_trajectory(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, TrajectoryState]:
-    del extra_args
     _base.require_params(params, _METHOD)
     _base.require_state(state, TrajectoryState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)

@@ -52,10 +52,9 @@ class FreezeSchedule:
   def __post_init__(self) -> None:
     object.__setattr__(self, "num_groups", _check_num_groups(self.num_groups))
     _base.check_callable("frozen_groups", self.frozen_groups, "frozen_groups(step, key)")
-    if self.learning_rate_scale is not None:
-      _base.check_callable(
-        "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)"
-      )
+    _base.check_callable(
+      "learning_rate_scale", self.learning_rate_scale, "learning_rate_scale(step)", optional=True
+    )
 
 
 def scalar_depth(depth: Any) -> jax.Array:
@@ -117,11 +116,6 @@ def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, fractions.
   return num_groups, fractions.Fraction(0) if nothing else share
 
 
-def _freeze_nothing(count: jax.Array, key: jax.Array) -> jax.Array:
-  del key
-  return jnp.zeros_like(count)
-
-
 def _until_the_count_stops(count: jax.typing.ArrayLike, depth: jax.Array) -> jax.Array:
   """Freezes nothing at the largest count, at which all later steps stay."""
   return jnp.where(jnp.asarray(count) == _base.LARGEST_COUNT, 0, depth)
@@ -155,7 +149,7 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
   if not share:
-    return FreezeSchedule(num_groups, _freeze_nothing)
+    return fixed_freezing(num_groups, 0)
   # MindSpore's number of steps with nothing frozen, in its floats.
   near = share.limit_denominator(_LARGEST_PERIOD)
   freeze_p = float(1 - (near if _is_rounded(share, near) else share))
@@ -173,7 +167,6 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   turn = full + num_groups - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    del key
     return _until_the_count_stops(count, jnp.maximum(count % turn - full + 1, 0))
 
   return FreezeSchedule(num_groups, frozen_groups)
@@ -205,7 +198,7 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
   if not share:
-    return FreezeSchedule(num_groups, _freeze_nothing)
+    return fixed_freezing(num_groups, 0)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
@@ -313,7 +306,6 @@ def progressive_freezing(
   ends = times.astype(np.int32)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    del key
     return jnp.sum(count >= ends[:-1], dtype=jnp.int32)
 
   def learning_rate_scale(count: jax.Array) -> jax.Array:
@@ -380,7 +372,6 @@ def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
   _base.check_whole_number("every", every, static=True)
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    del key
     return jnp.maximum(num_groups - 1 - count // every, 0)
 
   return FreezeSchedule(num_groups, frozen_groups)

@@ -4,6 +4,7 @@ The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i fr
 the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -142,10 +143,10 @@ def freeze_layers(
     if params is not None:
       _tree.check_same_tree(updates, params, "freeze_layers")
     numbers = number(updates)
-    frozen = _groups.FrozenDepth(state.frozen_groups)
+    frozen = functools.partial(_groups.select_frozen, state.frozen_groups)
 
     def zero_frozen(grads: optax.Updates) -> optax.Updates:
-      return jax.tree.map(lambda n, g: frozen.select(n, jnp.zeros_like(g), g), numbers, grads)
+      return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
     out, moved = inner.update(grads, state.inner_state, params, **extra)
@@ -158,7 +159,7 @@ def freeze_layers(
       frozen_groups=depth_at(count, state.key),
       key=state.key,
       inner_state=_groups.select_state(
-        "freeze_layers", inner, frozen.select, numbers, state.inner_state, moved
+        "freeze_layers", inner, frozen, numbers, state.inner_state, moved
       ),
     )
 

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 from typing import TypeAlias
 from typing import get_args
 import warnings
@@ -43,13 +42,15 @@ class NormPlace:
   layers: int = 0
 
   def __post_init__(self) -> None:
-    if not isinstance(self.path, str):
-      raise TypeError(f"`path` must be a string; got {_base.shorten(self.path)}.")
+    _base.check_type("path", self.path, str, "a string")
     _base.check_name("role", self.role, get_args(Role))
     _base.check_whole_number("layers", self.layers, minimum=0, static=True)
 
 
 Predicate: TypeAlias = Callable[[NormPlace], bool]
+# A traced model: the flow of each of its inputs, and the paths of its BatchNorms, of its
+# convolutions and dense layers without bias, and of its dense layers.
+Trace: TypeAlias = tuple[list[_flow.Flow], list[str], list[str], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,7 @@ class LessBNPlan:
       value = getattr(self, name)
       if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
         raise TypeError(f"`{name}` must be a tuple of {noun}s; got {_base.shorten(value)}.")
-    if not isinstance(self.head, str | None):
-      raise TypeError(f"`head` must be a path or None; got {_base.shorten(self.head)}.")
+    _base.check_type("head", self.head, str | None, "a path or None")
     _base.check_number("multiplier", self.multiplier, positive=True)
 
   def __str__(self) -> str:
@@ -96,15 +96,6 @@ class LessBNPlan:
     return "\n".join(f"{words}: {', '.join(paths)}" for words, paths in rows if paths)
 
 
-class Trace(NamedTuple):
-  """A traced model: the flow of each of its inputs, and the paths of its layers."""
-
-  flows: Sequence[_flow.Flow]
-  norms: Sequence[str]
-  without_bias: Collection[str]  # convolutions and dense layers
-  dense: Collection[str]
-
-
 def make_plan(
   trace: Callable[[tuple[Any, ...], dict[str, Any]], Trace],
   args: tuple[Any, ...],
@@ -117,13 +108,11 @@ def make_plan(
 ) -> LessBNPlan:
   """Plans by the trace of a model's call, unless there is a plan; called by a public function."""
   if plan is not None:
-    if not isinstance(plan, LessBNPlan):
-      raise TypeError(f"`plan` must be what `plan_less_bn` returned; got {_base.shorten(plan)}.")
+    _base.check_type("plan", plan, LessBNPlan, "what `plan_less_bn` returned")
     return plan
   _base.check_bool("fn_flag", fn_flag)
   _base.check_bool("bias", bias)
-  if predicate is not None:
-    _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool")
+  _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
   _base.check_number("multiplier", multiplier, positive=True)
   if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
     got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"

@@ -7,7 +7,6 @@ r"""Loss scaling by group, for layers whose gradients differ by orders of magnit
 Source: MindSpore Boost's ``GroupLossScaleManager`` and ``BoostTrainOneStepWithLossScaleCell``.
 """
 
-from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
-from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -183,24 +181,6 @@ def group_loss_scale(
       inner_state=step.inner_state,
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: GroupLossScaleState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, GroupLossScaleState]:
-    _tree.check_update(_METHOD, updates, state, GroupLossScaleState, params)
-    scales, numbers = state.group_loss_scale, number(updates)
-    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
-    return step.out, next_state(state, step)
-
-  def apply_fn(
-    gradients: _in_place.Gradients, state: GroupLossScaleState, params: optax.Params, guard: bool
-  ) -> tuple[optax.Params, GroupLossScaleState]:
-    del guard  # its own steps leave params finite
-    _tree.check_update(_METHOD, gradients()[0], state, GroupLossScaleState, params)
-    scales, numbers = state.group_loss_scale, number(params)
-    step = optimizer.apply(scales, numbers, gradients, state.inner_state, params)
-    return step.out, next_state(state, step)
-
-  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
+  return optimizer.transformation(
+    GroupLossScaleState, init_fn, lambda state: state.group_loss_scale, number, next_state
+  )

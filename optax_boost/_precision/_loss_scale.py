@@ -11,7 +11,6 @@ Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of
 ``DynamicGradScaler``.
 """
 
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -20,7 +19,6 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _in_place
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._precision import _unscaled
@@ -205,29 +203,10 @@ def dynamic_loss_scale(
       inner_state=step.inner_state,
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: DynamicLossScaleState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, DynamicLossScaleState]:
-    _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
-    numbers = jax.tree.map(lambda _: 0, updates)
-    scales = state.loss_scale[None]
-    step = optimizer.update(scales, numbers, updates, state.inner_state, params, extra_args)
-    return step.out, next_state(state, step)
-
-  def apply_fn(
-    gradients: _in_place.Gradients,
-    state: DynamicLossScaleState,
-    params: optax.Params,
-    guard: bool,
-  ) -> tuple[optax.Params, DynamicLossScaleState]:
-    del guard  # its own steps leave params finite
-    _tree.check_update(_METHOD, gradients()[0], state, DynamicLossScaleState, params)
-    numbers = jax.tree.map(lambda _: 0, params)
-    scales = state.loss_scale[None]
-    step = optimizer.apply(scales, numbers, gradients, state.inner_state, params)
-    return step.out, next_state(state, step)
-
-  return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
+  return optimizer.transformation(
+    DynamicLossScaleState,
+    init_fn,
+    lambda state: state.loss_scale[None],
+    lambda tree: jax.tree.map(lambda _: 0, tree),
+    next_state,
+  )

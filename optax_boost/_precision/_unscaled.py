@@ -22,6 +22,7 @@ from optax_boost import _conditional
 from optax_boost import _groups
 from optax_boost import _in_place
 from optax_boost import _masking
+from optax_boost import _tree
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
@@ -73,19 +74,12 @@ def next_scales(
 
 
 class Step(NamedTuple):
-  """The outcome of a step.
+  """The outcome of a step."""
 
-  Attributes:
-    out: the updates, zero where the step was skipped; of a step in place the params.
-    inner_state: the inner optimizer's next state.
-    finite: array [groups], whether the unscaled gradients were finite.
-    made: array [groups], whether the params, or without them the updates, are finite as well.
-  """
-
-  out: optax.Params
+  out: optax.Params  # the updates, zero where the step was skipped; of a step in place the params
   inner_state: optax.OptState
-  finite: jax.Array
-  made: jax.Array
+  finite: jax.Array  # [groups], whether the unscaled gradients were finite
+  made: jax.Array  # [groups], whether the params, or without them the updates, are so as well
 
 
 class UnscalingOptimizer:
@@ -112,6 +106,35 @@ class UnscalingOptimizer:
   def init(self, params: optax.Params) -> optax.OptState:
     """The inner optimizer's state, of the params in at least float32."""
     return self._inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype))
+
+  def transformation(
+    self,
+    state_type: type[Any],
+    init_fn: Callable[[optax.Params], Any],
+    scales_of: Callable[[Any], jax.Array],
+    number: Callable[[Any], Any],
+    next_state: Callable[[Any, Step], Any],
+  ) -> _in_place.InPlaceTransformation:
+    """The transformation with states of a type; `number` finds the groups of a tree's leaves."""
+
+    def update_fn(
+      updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+      _tree.check_update(self._method, updates, state, state_type, params)
+      scales, numbers = scales_of(state), number(updates)
+      step = self.update(scales, numbers, updates, state.inner_state, params, extra_args)
+      return step.out, next_state(state, step)
+
+    def apply_fn(
+      gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
+    ) -> tuple[optax.Params, Any]:
+      del guard  # its own steps leave params finite
+      _tree.check_update(self._method, gradients()[0], state, state_type, params)
+      scales, numbers = scales_of(state), number(params)
+      step = self.apply(scales, numbers, gradients, state.inner_state, params)
+      return step.out, next_state(state, step)
+
+    return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
 
   def update(
     self,

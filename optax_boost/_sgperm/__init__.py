@@ -1,25 +1,12 @@
 """SGPerm and LaPerm: training by permuting weights."""
 
-from optax_boost._sgperm._laperm import laperm
-from optax_boost._sgperm._permutation import LapermState
-from optax_boost._sgperm._permutation import SgpermState
-from optax_boost._sgperm._permutation import apply_permutation
-from optax_boost._sgperm._permutation import apply_permuted_params
-from optax_boost._sgperm._permutation import permutation
-from optax_boost._sgperm._permutation import permuted_params
-from optax_boost._sgperm._storage import load_permuted_params
-from optax_boost._sgperm._storage import save_permuted_params
-from optax_boost._sgperm._transform import sgperm
-
-__all__ = [
-  "LapermState",
-  "SgpermState",
-  "apply_permutation",
-  "apply_permuted_params",
-  "laperm",
-  "load_permuted_params",
-  "permutation",
-  "permuted_params",
-  "save_permuted_params",
-  "sgperm",
-]
+from optax_boost._sgperm._laperm import laperm as laperm
+from optax_boost._sgperm._permutation import LapermState as LapermState
+from optax_boost._sgperm._permutation import SgpermState as SgpermState
+from optax_boost._sgperm._permutation import apply_permutation as apply_permutation
+from optax_boost._sgperm._permutation import apply_permuted_params as apply_permuted_params
+from optax_boost._sgperm._permutation import permutation as permutation
+from optax_boost._sgperm._permutation import permuted_params as permuted_params
+from optax_boost._sgperm._storage import load_permuted_params as load_permuted_params
+from optax_boost._sgperm._storage import save_permuted_params as save_permuted_params
+from optax_boost._sgperm._transform import sgperm as sgperm

@@ -82,4 +82,4 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 @jax.jit
 def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
   """Gives the r-th of `ordered`, values by rising weight, to the r-th smallest target (no NaN)."""
-  return _sorting.gather(ordered, _sorting.ranks(target))
+  return _sorting.gather(ordered, _sorting.inverse(_sorting.argsort(target)))

@@ -14,27 +14,19 @@ import numpy as np
 
 
 class Work(NamedTuple):
-  """The inputs of a leaf's exact step: arrays of JAX or, in a callback, of NumPy.
+  """The inputs of a leaf's exact step: arrays of JAX or, in a callback, of NumPy."""
 
-  Attributes:
-    weights: (n, vectors), before the step.
-    momentum: (n, vectors), the recommendations.
-    ranks: (n, vectors) int32, the weights' ranks in their vectors, ties in any order; unused by the
-      host, which sorts faster than they would travel.
-    ranges: (vectors,), in the dtype of the weights.
-    order: int32. Of shape (n, vectors), each vector's positions after its shuffle; of shape (n,),
-      the ranks (by weight, then position) after a shuffle that all vectors share.
-    size: scalar int32, how many entries make a subset.
-    brackets: (n + 1,), in the dtype of the weights: ``alpha + 1 / k`` by the size k of a subset.
-  """
-
-  weights: Any
-  momentum: Any
+  weights: Any  # (n, vectors), before the step
+  momentum: Any  # (n, vectors), the recommendations
+  # (n, vectors) int32, the weights' ranks in their vectors, ties in any order; unused by the
+  # host, which sorts faster than they would travel.
   ranks: Any
-  ranges: Any
+  ranges: Any  # (vectors,), in the dtype of the weights
+  # int32. Of shape (n, vectors), each vector's positions after its shuffle; of shape (n,), the
+  # ranks (by weight, then position) after a shuffle that all vectors share.
   order: Any
-  size: Any
-  brackets: Any
+  size: Any  # scalar int32, how many entries make a subset
+  brackets: Any  # (n + 1,), in the dtype of the weights: `alpha + 1 / k` by the size k of a subset
 
 
 def have_numba() -> bool:

@@ -34,7 +34,6 @@ _METHOD = "laperm"
 
 def _synchronized(initial: jax.Array, trained: jax.Array, ranks: jax.Array) -> jax.Array:
   """The places of the initial weights in the order of the trained; NaN are the largest."""
-  del initial
   return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), _sorting.inverse(ranks))
 
 

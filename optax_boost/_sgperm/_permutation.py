@@ -73,15 +73,10 @@ class LapermState(NamedTuple):
   inner_state: optax.OptState
 
 
-def find_state(opt_state: Any, function: str) -> SgpermState | LapermState:
-  """The only state of the two methods in an optimizer state; refuses that of a population."""
-  state = _only_state(opt_state, function)
-  _base.require_one_run(state.count, function)
-  return state
-
-
-def _only_state(opt_state: Any, function: str) -> SgpermState | LapermState:
-  """The only state of the two methods in an optimizer state, found by its type."""
+def find_state(
+  opt_state: Any, function: str, *, of_one_run: bool = True
+) -> SgpermState | LapermState:
+  """The only state of the two methods in an optimizer state, by default of no population."""
   kinds: tuple[Any, ...] = (SgpermState, LapermState)
   states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
   if len(states) != 1:
@@ -89,6 +84,8 @@ def _only_state(opt_state: Any, function: str) -> SgpermState | LapermState:
       f"`{function}` needs a state with exactly one of `sgperm` and `laperm` in it; got"
       f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
     )
+  if of_one_run:
+    _base.require_one_run(states[0].count, function)
   return states[0]
 
 
@@ -191,7 +188,7 @@ def permutation(opt_state: optax.OptState) -> Any:
     >>> bool(jnp.all(trained["kernel"] == optax_boost.permuted_params(state)["kernel"]))
     True
   """
-  return _only_state(opt_state, "permutation").permutation
+  return find_state(opt_state, "permutation", of_one_run=False).permutation
 
 
 def apply_permutation(initial: optax.Params, permutation: Any) -> optax.Params:

@@ -122,8 +122,3 @@ def inverse(index: jax.Array) -> jax.Array:
   """The inverses of the permutations in the columns."""
   rows = jax.lax.broadcasted_iota(jnp.int32, index.shape, 0)
   return scatter(jnp.zeros_like(rows), index, rows)
-
-
-def ranks(x: jax.Array) -> jax.Array:
-  """The ranks of entries along axis 0, equal ones in natural order; without NaN."""
-  return inverse(argsort(x))

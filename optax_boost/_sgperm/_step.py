@@ -90,7 +90,6 @@ class Transform:
     partitions: Any = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, SgpermState]:
-    del extra_args
     layouts = self.cutter.for_update(updates, state, SgpermState, params)
     if self.check:
       mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
@@ -191,32 +190,21 @@ class Transform:
       ranges = leaf.ranges.reshape([1] * len(lay.fan_in) + outputs)
       return lay, [*map(lay.fan_in_first, found), ranges]
 
-    kernels = {"exact": self._exact_kernel, "pairs": self._pairs_kernel, "rank": self._rank_kernel}
-    kernel = functools.partial(kernels[self.method], count, bits)
+    kernel = self._exact_kernel if self.method == "exact" else self._fast_kernel
+    kernel = functools.partial(kernel, count, bits)
     return _execution.over_leaves(kernel, list(map(arrays, layouts, leaves)))
 
-  def _pairs_kernel(
+  def _fast_kernel(
     self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
   ) -> _execution.Kernel:
+    """That of "pairs", which gets the permutation, or of "rank", which gets the ranks."""
     bracket = self.schedules.brackets(count, layout.length)[-1]
 
     def kernel(initial: Any, momentum: Any, params: Any, held: Any, ranges: Any) -> jax.Array:
-      del initial
       target = _fast.targets(params, momentum, ranges, bracket)
-      return _fast.pairs(params, layout.position(held), target, bits)
-
-    return kernel
-
-  def _rank_kernel(
-    self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
-  ) -> _execution.Kernel:
-    del bits
-    bracket = self.schedules.brackets(count, layout.length)[-1]
-
-    def kernel(initial: Any, momentum: Any, params: Any, ranks: Any, ranges: Any) -> jax.Array:
-      del initial
-      target = _fast.targets(params, momentum, ranges, bracket)
-      return _fast.by_rank(target, _sorting.inverse(ranks))
+      if self.method == "pairs":
+        return _fast.pairs(params, layout.position(held), target, bits)
+      return _fast.by_rank(target, _sorting.inverse(held))
 
     return kernel
 

@@ -292,17 +292,13 @@ def _classes(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _encode(values: np.ndarray, bits: int) -> tuple[str, bytes]:
   """Integers in the smaller of two codings: packed into so many bits, or deflated bytes."""
   packed = b"".join(
-    np.packbits(_bits_of(values[i : i + _BLOCK], bits)).tobytes()
+    np.packbits((values[i : i + _BLOCK, None] >> np.arange(bits)) & 1).tobytes()
     for i in range(0, len(values), _BLOCK)
   )
   # Low bytes first, then the next: deflate codes each by how frequent it is.
   planes = np.ascontiguousarray(values.astype("<u4").view(np.uint8).reshape(-1, 4).T)
   deflated = zlib.compress(planes[: -(-bits // 8)].tobytes(), 9)
   return ("deflated", deflated) if len(deflated) < len(packed) else ("packed", packed)
-
-
-def _bits_of(values: np.ndarray, bits: int) -> np.ndarray:
-  return (values[:, None] >> np.arange(bits)) & 1
 
 
 def _decode(part: bytes, coding: str, bits: int, size: int) -> np.ndarray:

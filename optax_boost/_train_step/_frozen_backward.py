@@ -130,7 +130,7 @@ def hold_statistics(
   members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
   for module, group in members:
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
-  frozen = _groups.FrozenDepth(np.int32(depth) if isinstance(depth, int) else depth)
+  known = np.int32(depth) if isinstance(depth, int) else depth
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
   def keep(path: str, module: str, new: Any) -> Any:
@@ -141,9 +141,9 @@ def hold_statistics(
       return new
     group, axis = modules[module], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
-      return frozen.select(int(np.max(group)), old, new)
+      return _groups.select_frozen(known, int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
-    return frozen.select(group.reshape(along), old, new)
+    return _groups.select_frozen(known, group.reshape(along), old, new)
 
   paths = _tree.leaf_paths(after)
   leaves, structure = jax.tree.flatten(after)

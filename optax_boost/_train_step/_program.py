@@ -87,8 +87,7 @@ class Program:
     `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
     the state's.
     """
-    if rng is not None:
-      _base.check_key("rng", rng)
+    _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     request = _requests.Requests(self.tx, state.opt_state, state.params, depth)
 

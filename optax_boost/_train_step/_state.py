@@ -10,6 +10,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _tree
 
 
 class TrainState(NamedTuple):
@@ -30,11 +31,8 @@ class TrainState(NamedTuple):
 
 def check_state(state: Any) -> None:
   """Refuses all but states of a train step."""
-  if not isinstance(state, TrainState):
-    raise TypeError(
-      "`state` must be a TrainState: what `step.init` or the step before returned; got"
-      f" {_base.shorten(state)}."
-    )
+  words = "a TrainState: what `step.init` or the step before returned"
+  _base.check_type("state", state, TrainState, words)
 
 
 def canonicalize_state(state: TrainState) -> TrainState:
@@ -174,17 +172,10 @@ def explain_other_state(
   except Exception:
     # The params do not fit either: the update's error says more.
     return
-  if not same_shapes(expected, state.opt_state):
+  if not _tree.same_shapes(expected, state.opt_state):
     raise TypeError(
       "`state` must hold the optimizer state that `step.init(params)` made, of the same"
       f" transformation and params: {_base.shorten(expected, 400)}; got"
       f" {_base.shorten(state.opt_state, 400)}. A checkpoint must be restored into the structure"
       " of `step.init(params)`."
     ) from error
-
-
-def same_shapes(first: Any, second: Any) -> bool:
-  """Whether two trees have the same structure and shapes."""
-  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
-  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
-  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]

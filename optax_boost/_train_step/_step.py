@@ -242,19 +242,10 @@ def make_train_step(
     "hold_frozen_statistics": hold_frozen_statistics,
     "extra_metrics": extra_metrics,
   }
-  check_options(full_grad_fn, "full_grad_fn(grad_fn, params)", donate=donate, **options)
-  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
-  return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)
-
-
-def check_options(
-  full_grad_fn: Any, form: str, freezing: Any, extra_metrics: Any, **flags: Any
-) -> None:
-  """Checks the options of a train step; `form` is the form of `full_grad_fn`."""
-  if full_grad_fn is not None:
-    _base.check_callable("full_grad_fn", full_grad_fn, form)
-  for name, flag in flags.items():
-    _base.check_bool(name, flag)
+  for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
+    _base.check_bool(name, options[name])
+  _base.check_bool("donate", donate)
+  _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)", optional=True)
   _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
   if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
     raise TypeError(
@@ -262,3 +253,5 @@ def check_options(
     )
   for name in extra_metrics:
     _base.check_name("extra_metrics", name, EXTRA_METRICS)
+  full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
+  return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)

@@ -16,15 +16,10 @@ _Leaf: TypeAlias = int | None
 
 
 class WrittenParams(NamedTuple):
-  """New statistics, and the params that the forward pass has written.
-
-  Attributes:
-    model_state: the new statistics.
-    leaves: the written value of each leaf of the params, or None.
-  """
+  """New statistics, and the params that the forward pass has written."""
 
   model_state: Any
-  leaves: Sequence[Any]
+  leaves: Sequence[Any]  # the written value of each leaf of the params, or None
 
 
 def with_written_params(
@@ -66,11 +61,9 @@ class _Copies(_jaxpr.Interpreter[_Leaf]):
   """Finds the leaves that a program returns as they are."""
 
   def constant(self, value: Any) -> _Leaf:
-    del value
     return None
 
   def operation(self, equation: Any, inputs: list[_Leaf]) -> list[_Leaf]:
-    del inputs
     return [None] * len(equation.outvars)
 
   def join(self, values: Sequence[_Leaf]) -> _Leaf:

@@ -46,13 +46,12 @@ def _is_number(value: Any) -> bool:
   return number and abs(value) <= sys.float_info.max
 
 
-def _is_count(value: Any) -> bool:
-  return type(value) is int and 1 <= value <= _base.LARGEST_COUNT
-
-
 _FLAG = _Rule(lambda v: isinstance(v, bool), "true or false")
 _SWITCH = _Rule(lambda v: v is None or isinstance(v, bool), "true or false")
-_COUNT = _Rule(_is_count, f"an integer >= 1 and <= {_base.LARGEST_COUNT}")
+_COUNT = _Rule(
+  lambda v: type(v) is int and 1 <= v <= _base.LARGEST_COUNT,
+  f"an integer >= 1 and <= {_base.LARGEST_COUNT}",
+)
 _SHARE = _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1")
 _INSIDE = _Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1")
 _DECAY = _Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number >= 0 and < 1")

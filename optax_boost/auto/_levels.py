@@ -76,9 +76,7 @@ class Decision:
 
 def check_level(level: Any) -> None:
   """Checks a level's name."""
-  if not isinstance(level, str):
-    names = ", ".join(map(repr, LEVELS))
-    raise TypeError(f"`level` must be one of {names}; got {_base.shorten(level)}.")
+  _base.check_type("level", level, str, f"one of {', '.join(map(repr, LEVELS))}")
   if level not in LEVELS:
     hint = _config.nearest(level.upper(), LEVELS)
     raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")

@@ -61,7 +61,6 @@ def with_adasum(
     return optax.chain(adasum, tx) if before else optax.chain(tx, adasum)
 
   def check_size(updates: Any, params: Any) -> Any:
-    del params
     size = _base.require_axis("local_axis_name", local_axis_name, "auto_boost")
     if device_number is not None and size != device_number:
       raise ValueError(
@@ -72,7 +71,6 @@ def with_adasum(
     return updates
 
   def average(updates: Any, params: Any) -> Any:
-    del params
     if leaves := jax.tree.leaves(updates):
       _adasum.check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
     wide = jax.tree.map(_arrays.widen, updates)
@@ -81,7 +79,6 @@ def with_adasum(
   # `adasum` shares its work among devices that hold the same updates, if they seem to vary. Under
   # `shard_map` and `vmap` alike: `jax.lax.pcast` is for the former, and new.
   def vary(updates: Any, params: Any) -> Any:
-    del params
     never = jax.lax.axis_index(local_axis_name) < 0
     return jax.tree.map(lambda u: jnp.where(never, jnp.zeros_like(u), u), updates)
 

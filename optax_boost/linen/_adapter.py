@@ -30,8 +30,7 @@ class BoundModel:
   def __init__(self, module: nn.Module, params: Any, collections: Any, rngs: dict[str, jax.Array]):
     check_module(module)
     for name, value in (("collections", collections), ("rngs", rngs)):
-      if not isinstance(value, Mapping):
-        raise TypeError(f"`{name}` must be a dict by name; got {_base.shorten(value)}.")
+      _base.check_type(name, value, Mapping, "a dict by name")
     self._module = module
     self._params = params
     self._rngs = rngs
@@ -107,8 +106,7 @@ def adapt(
   """The pure loss, the params and the other collections, after checks of the arguments."""
   loss = pure_loss(module, loss_fn, rngs)
   params, collections = split_variables(variables)
-  if rng is not None:
-    _base.check_key("rng", rng)
+  _base.check_key("rng", rng)
   return loss, params, collections
 
 

@@ -53,8 +53,7 @@ class AutoBoost(_build.ModelBoost):
     """
     if module is not None:
       _adapter.check_module(module)
-    if rng is not None:
-      _base.check_key("rng", rng)
+    _base.check_key("rng", rng)
     params = find_groups = find_axes = None
     if variables is not None:
       params, _ = _adapter.split_variables(variables)

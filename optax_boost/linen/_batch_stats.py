@@ -75,10 +75,8 @@ def estimate_batch_stats(
   _adapter.check_module(module)
   params, collections = _adapter.split_variables(variables)
   variables = {"params": params, **collections}
-  if forward_fn is not None:
-    _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)")
-  if weight_fn is not None:
-    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
+  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   given = collections.get(_COLLECTION)
   if not jax.tree.leaves(given):
     _tree.warn_no_effect(
@@ -132,7 +130,6 @@ class _Statistics:
     return hash(type(self.module))
 
   def __call__(self, variables: Any, unused: Any, batch: Any) -> Any:
-    del unused
     params, collections = _adapter.split_variables(variables)
     # In the same collection, so that scans handle them as they do the statistics.
     collections = {**collections, _COLLECTION: _with_sums(collections[_COLLECTION])}

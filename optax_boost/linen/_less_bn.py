@@ -104,7 +104,6 @@ class LessBN(nn.Module):
 
 
 def _input_of(norm: nn.BatchNorm, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-  del args, kwargs
   return x if norm.dtype is None else x.astype(norm.dtype)
 
 
@@ -221,7 +220,6 @@ def _trace(
     return next_fun(*args, **kwargs)
 
   def init(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    del params, state
     return module.init(key, *args, **kwargs)
 
   def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +231,7 @@ def _trace(
       variables = _less_bn.abstract(init, {}, {}, args, kwargs)
     state = {name: value for name, value in variables.items() if name != "params"}
     flows = _less_bn.trace(apply, variables.get("params", {}), state, args, kwargs)
-  return _less_bn.Trace(
+  return (
     flows,
     list(norms),
     [path for path, layer in layers.items() if not layer.use_bias],

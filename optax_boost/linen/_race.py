@@ -59,8 +59,7 @@ def race(
   """
   pure_loss = _adapter.pure_loss(module, loss_fn, rngs)
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  if evaluate is not None:
-    _base.check_callable("evaluate", evaluate, "evaluate(model)")
+  _base.check_callable("evaluate", evaluate, "evaluate(model)", optional=True)
 
   def init(key: jax.Array) -> tuple[Any, Any]:
     return _adapter.split_variables(init_fn(key), "init_fn(key)")

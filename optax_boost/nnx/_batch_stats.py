@@ -110,12 +110,10 @@ def estimate_batch_stats(
     ([3.5], [5.0])
   """
   _adapter.check_model(model)
-  if forward_fn is not None:
-    _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)")
-  if weight_fn is not None:
-    _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)")
+  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   copy = _less_bn.copy_model(model)
-  norms = _norms(copy)
+  norms = _less_bn.modules(copy, nnx.BatchNorm)
   if not norms:
     _tree.warn_no_effect(
       f"`{_METHOD}` found no `nnx.BatchNorm` in the model.",
@@ -124,7 +122,8 @@ def estimate_batch_stats(
     return copy
   working = nnx.clone(copy)
   working.eval()
-  for norm in _norms(working).values():
+  found: dict[str, nnx.BatchNorm] = _less_bn.modules(working, nnx.BatchNorm)
+  for norm in found.values():
     norm.use_running_average = False
     norm.__class__ = _summing(type(norm))
     for name in _TOTALS:
@@ -162,13 +161,13 @@ class _Statistics(NamedTuple):
   forward_fn: Any
 
   def __call__(self, state: Any, unused: Any, batch: Any) -> Any:
-    del unused
     model = nnx.merge(self.graphdef, state)
     if self.forward_fn is None:
       model(batch)
     else:
       self.forward_fn(model, batch)
-    return {path: _means(norm) for path, norm in _norms(model).items()}
+    norms = _less_bn.modules(model, nnx.BatchNorm)
+    return {path: _means(norm) for path, norm in norms.items()}
 
 
 @functools.cache
@@ -208,9 +207,3 @@ def _means(norm: nnx.BatchNorm) -> tuple[jax.Array, jax.Array]:
   mean, var, uses = (getattr(norm, name)[...] for name in _TOTALS)
   some = jnp.maximum(uses, 1)
   return mean / some, jnp.where(uses > 0, var / some, -1)
-
-
-def _norms(model: Any) -> dict[str, nnx.BatchNorm]:
-  """The BatchNorms of a model, by path."""
-  graph = nnx.iter_graph(model)
-  return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, nnx.BatchNorm)}

@@ -64,8 +64,7 @@ class NormalizedDense(nnx.Module):
     rngs: nnx.Rngs,
   ):
     _normalized_dense.check_settings(locals())
-    if not isinstance(rngs, nnx.Rngs):
-      raise TypeError(f"`rngs` must be nnx.Rngs; got {_base.shorten(rngs)}.")
+    _base.check_type("rngs", rngs, nnx.Rngs, "nnx.Rngs")
     self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
     bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
     self.bias = None if bias is None else nnx.Param(bias)

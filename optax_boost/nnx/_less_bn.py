@@ -26,7 +26,6 @@ class RemovedBatchNorm(nnx.Module):
 
   def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
     """Returns the input; the other arguments are a BatchNorm's and not used."""
-    del use_running_average, mask
     x = x if self.dtype is None else x.astype(self.dtype)
     return x if self.marked is None else _less_bn.mark_norm(x, self.marked)
 
@@ -136,15 +135,15 @@ def less_bn(
   trace = functools.partial(_trace, model)
   plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier, plan)
   copy = copy_model(model)
-  modules = _modules(copy)
+  by_path = modules(copy)
 
   def layer(path: str, *kinds: type) -> Any:
-    if not isinstance(modules.get(path), kinds):
+    if not isinstance(by_path.get(path), kinds):
       raise ValueError(
         f"The plan is for another architecture: at '{path}' it expects a {kinds[0].__name__}, the"
-        f" model has {type(modules[path]).__name__ if path in modules else 'nothing'}."
+        f" model has {type(by_path[path]).__name__ if path in by_path else 'nothing'}."
       )
-    return modules[path]
+    return by_path[path]
 
   norms = [layer(path, nnx.BatchNorm) for path in plan.removed]
   replacements: dict[int, Any] = {id(norm): RemovedBatchNorm(norm.dtype) for norm in norms}
@@ -189,11 +188,8 @@ def load_original(model: nnx.Module, checkpoint: Any) -> _less_bn.LoadReport:
     checkpoint = nnx.state(checkpoint)
   if isinstance(checkpoint, nnx.State):
     checkpoint = _adapter.as_pure(checkpoint)
-  if not isinstance(checkpoint, Mapping):
-    raise TypeError(
-      "`checkpoint` must be a model, an nnx.State or a nested dict of arrays; got"
-      f" {_base.shorten(checkpoint)}."
-    )
+  words = "a model, an nnx.State or a nested dict of arrays"
+  _base.check_type("checkpoint", checkpoint, Mapping, words)
   state, rngs = (_adapter.as_pure(nnx.state(model, kind)) for kind in (..., nnx.RngState))
   new, report = _less_bn.load_tree(state, checkpoint, ignore=_tree.leaf_paths(rngs))
   nnx.update(model, new)
@@ -209,19 +205,19 @@ def copy_model(model: nnx.Module) -> Any:
 
 def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
   copy = nnx.clone(model)
-  modules = _modules(copy)
-  norms = {path: m for path, m in modules.items() if isinstance(m, nnx.BatchNorm)}
+  by_path = modules(copy)
+  norms = {path: m for path, m in by_path.items() if isinstance(m, nnx.BatchNorm)}
   _replace(copy, {id(norm): RemovedBatchNorm(norm.dtype, path) for path, norm in norms.items()})
   graphdef, params, state = _adapter.split(nnx.Param, copy)
 
   def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
 
-  return _less_bn.Trace(
+  return (
     _less_bn.trace(apply, params, state, args, kwargs),
     list(norms),
-    [p for p, m in modules.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None],
-    [p for p, m in modules.items() if isinstance(m, nnx.Linear)],
+    [p for p, m in by_path.items() if isinstance(m, _KERNEL_LAYERS) and m.bias is None],
+    [p for p, m in by_path.items() if isinstance(m, nnx.Linear)],
   )
 
 
@@ -240,9 +236,10 @@ def _normalized(dense: nnx.Linear, multiplier: float) -> _head.NormalizedDense:
   return head
 
 
-def _modules(model: nnx.Module) -> dict[str, nnx.Module]:
+def modules(model: nnx.Module, kind: type = nnx.Module) -> dict[str, Any]:
+  """The modules of a kind in a model, by path."""
   graph = nnx.iter_graph(model)
-  return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, nnx.Module)}
+  return {"/".join(map(str, path)): node for path, node in graph if isinstance(node, kind)}
 
 
 def _replace(model: nnx.Module, replacements: dict[int, Any]) -> None:
@@ -254,7 +251,7 @@ def _replace(model: nnx.Module, replacements: dict[int, Any]) -> None:
   def swap(value: Any) -> Any:
     return replacements.get(id(value), value)
 
-  for node in _modules(model).values():
+  for node in modules(model).values():
     for name, value in list(vars(node).items()):
       if any(id(leaf) in replacements for leaf in jax.tree.leaves(value, is_leaf=is_node)):
         new = jax.tree.map(swap, value, is_leaf=is_node)

@@ -68,8 +68,7 @@ def race(
     )
   _base.check_callable("make_model", make_model, "make_model(seed)")
   _adapter.check_filter("wrt", wrt)
-  if evaluate is not None:
-    _base.check_callable("evaluate", evaluate, "evaluate(model)")
+  _base.check_callable("evaluate", evaluate, "evaluate(model)", optional=True)
   structures: list[Any] = []
 
   def init(seed: int) -> tuple[Any, Any]:

@@ -150,7 +150,9 @@ class TrainStep:
         return _Call(step, state, rngs, key, binding)
       self._bound.pop(place, None)
     _adapter.check_model(model, tree=True)
-    _check_optimizer(optimizer)
+    words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
+    _base.check_type("optimizer", optimizer, nnx.Optimizer, words)
+    _base.check_transformation("optimizer.tx", optimizer.tx)
     graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
     if not jax.tree.leaves(params):
       raise ValueError(
@@ -202,15 +204,6 @@ def _hashable(wrt: Any) -> Any:
   return tuple(map(_hashable, wrt)) if isinstance(wrt, list | tuple) else wrt
 
 
-def _check_optimizer(optimizer: Any) -> None:
-  if not isinstance(optimizer, nnx.Optimizer):
-    raise TypeError(
-      "`optimizer` must be what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns; got"
-      f" {_base.shorten(optimizer)}."
-    )
-  _base.check_transformation("optimizer.tx", optimizer.tx)
-
-
 def _explain(
   error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: Any
 ) -> None:
@@ -221,7 +214,7 @@ def _explain(
   except Exception:
     # Then the step's own error says more.
     return
-  if not _train_step.same_shapes(state.opt_state, made):
+  if not _tree.same_shapes(state.opt_state, made):
     raise ValueError(
       "`optimizer` must be made for this model; its state is of other params, or of another"
       " transformation than `optimizer.tx`. Make a new one:"

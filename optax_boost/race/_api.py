@@ -123,10 +123,8 @@ def race(
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, batch)")
   _base.check_callable("init_fn", init_fn, "init_fn(key)")
-  if evaluate is not None:
-    _base.check_callable("evaluate", evaluate, "evaluate(params)")
-  if full_grad_fn is not None:
-    _base.check_callable("full_grad_fn", full_grad_fn)
+  _base.check_callable("evaluate", evaluate, "evaluate(params)", optional=True)
+  _base.check_callable("full_grad_fn", full_grad_fn, optional=True)
   _base.check_bool("has_model_state", has_model_state)
   _base.check_bool("jit_evaluate", jit_evaluate)
   _base.check_bool("progress", progress)
