@@ -804,7 +804,7 @@ def test_the_default_minimizes_a_quadratic_of_any_scale(scale):
     np.ones(12),
     60,
   )
-  assert losses[-1] < 1e-4 * losses[0]
+  assert losses[-1] < 1e-3 * losses[0]
   # Not a search from the full step each time.
   assert metrics["trials"] < 2.5 * 60
 
