@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 # Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
@@ -53,6 +55,27 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   """An array with a sharding by the type of an array, which tells of Explicit meshes alone."""
   explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   return jax.sharding.reshard(x, sharding) if explicit else x
+
+
+def is_whole_here(x: Any) -> bool:
+  """Whether this process has all of an array: it has no other process's, or each has a copy."""
+  return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def whole(x: Any) -> np.ndarray:
+  """An array on this host; where processes have parts of it, all must call this."""
+  if is_whole_here(x):
+    return np.asarray(x)
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  """An array on the devices of a sharding; with several processes each has all of it, or a part."""
+  if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+    return jax.device_put(x, sharding)
+  # `device_put` would send all of it to all devices, to compare what the processes have.
+  host = np.asarray(x)
+  return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def on_device(x: jax.Array) -> jax.Array:

@@ -107,7 +107,7 @@ def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number
   So are those that were fitted with other groups: a projection counts twice what they share.
   """
   squares = _squares(jax.tree.leaves(basis), tuple(of_leaf.axes for of_leaf in groups))
-  if any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in squares):
+  if any(isinstance(x, jax.core.Tracer) or not _arrays.is_whole_here(x) for x in squares):
     return
   total = np.zeros((number, len(squares[0]) if squares else 0))
   for x, of_leaf in zip(squares, groups, strict=True):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _files
 from optax_boost import _tree
@@ -59,7 +60,7 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
           f"`save_subspace` needs leaves of different paths without null characters; got {name!r}"
           " more than once or with one. Rename keys."
         )
-      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+      if not _arrays.is_whole_here(leaf):
         raise ValueError(
           f"`save_subspace` needs arrays that this process holds in whole; {name!r} is on other"
           " machines, too. Gather it with `jax.experimental.multihost_utils.process_allgather`."

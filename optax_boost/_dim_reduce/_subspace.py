@@ -71,7 +71,7 @@ def placed(array: Any, like: Any, stacked: bool = True, like_stacked: bool = Fal
   sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   if not traced:
     # Before anything else, so that no device holds all of it.
-    return jax.device_put(array, sharding)
+    return _arrays.put(array, sharding)
   return _arrays.place_by(jnp.asarray(array), sharding)
 
 

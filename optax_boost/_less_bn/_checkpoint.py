@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
 
@@ -82,8 +83,7 @@ def _load(path: str, new: Any, old: Any) -> jax.Array:
     )
   copy = jnp.array(new, None if dtype == old.dtype else old.dtype)
   sharding = getattr(old, "sharding", None)
-  sharded = isinstance(sharding, jax.sharding.NamedSharding)
-  return jax.device_put(copy, sharding) if sharded else copy
+  return _arrays.put(copy, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else copy
 
 
 def _dtype(path: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
@@ -125,7 +126,7 @@ def check_indices(index: Any, size: int, argument: str, name: str) -> None:
   if isinstance(index, jax.core.Tracer) or not size:
     return
   # Shards on other processes are theirs to check.
-  if isinstance(index, jax.Array) and not index.is_fully_addressable:
+  if not _arrays.is_whole_here(index):
     return
   values = np.asarray(index).reshape(size, -1)
   outside = values[(values < 0) | (values >= size)]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _files
 from optax_boost import _masking
@@ -194,10 +195,10 @@ def _decoded_leaf(file: str, seed: int, record: dict[str, Any], part: Any, leaf:
   shape, dtype = tuple(record["shape"]), record["dtype"]
   # `master_weights` permutes what it widened: values of the narrow dtype, in another order.
   fits = _base.is_any_array(leaf) and leaf.shape == shape and _widens_to(leaf.dtype, dtype)
-  values = _values(record, part, np.asarray(leaf).astype(dtype)) if fits else None
+  values = _values(record, part, _arrays.whole(leaf).astype(dtype)) if fits else None
   if values is None or _checksum(values) != record["checksum"]:
     _refuse(file, seed, record, leaf)
-  return jax.device_put(values.astype(leaf.dtype), jnp.asarray(leaf).sharding)
+  return _arrays.put(values.astype(leaf.dtype), jnp.asarray(leaf).sharding)
 
 
 def _refuse(file: str, seed: int, record: dict[str, Any], leaf: Any) -> NoReturn:
@@ -375,7 +376,7 @@ def _checked_part(record: dict[str, Any], part: bytes) -> Any:
 
 def _whole(x: Any, leaf_name: str) -> np.ndarray:
   """An array of a leaf that this process holds in whole."""
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+  if not _arrays.is_whole_here(x):
     raise ValueError(
       f"`save_permuted_params` needs arrays that this process holds in whole; the leaf"
       f" '{leaf_name}' is on other machines, too. Gather it with"
