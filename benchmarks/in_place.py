@@ -19,7 +19,11 @@ One step in one jit, params and state donated, 1e7 float32 entries. Ours is `app
 optax's is `update` and `optax.apply_updates`. An idle micro-step is one that ends no window, and
 `a += g` the pass that it can't do without; `unchecked` is `not_finite=None`. A window is four
 micro-steps, and its time that of one of them. Temporary memory is that of the compiled program, in
-leaves. Ratios are medians of the ratios within a round."""
+leaves. Ratios are medians of the ratios within a round.
+
+What such a step can't go below: `carried` takes params and state through the call untouched, as a
+call takes its time for each array; `read twice` reads the gradients once more, for their sum, as a
+check of them must before anything is written."""
 
 ENTRIES = 10_000_000
 LEAVES = (40, 161)
@@ -68,6 +72,24 @@ def add(grads: Any, state: Any, params: Any) -> Any:
   return jax.tree.map(jnp.add, params, grads), state
 
 
+def add_beside(grads: Any, state: Any, params: Any) -> Any:
+  """The pass of an accumulation beside params and an optimizer's state."""
+  accumulator, inner_state = state
+  return params, (jax.tree.map(jnp.add, accumulator, grads), inner_state)
+
+
+def reading_twice(step: Step) -> Step:
+  """A step that reads the gradients once more; its state has their sum first."""
+
+  def with_sum(grads: Any, state: Any, params: Any) -> Any:
+    total, inner_state = state
+    params, inner_state = step(grads, inner_state, params)
+    # Not of squares: XLA would keep those for Adam, as arrays.
+    return params, (total + jnp.sum(jnp.stack([jnp.sum(g) for g in grads])), inner_state)
+
+  return with_sum
+
+
 def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: int) -> list[Any]:
   """Idle micro-steps, windows and loss scales around an optimizer."""
   # XLA's code for CPUs vectorises rows of 256, as layers have them, but none of ten.
@@ -82,12 +104,16 @@ def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: in
     return contender(title, two_calls(tx), tx.init(params), params, calls)
 
   accumulate = optax_boost.accumulate
+  idle = (params, tx.init(params))
+  total = jnp.zeros([])
   of = f"{name}, {leaves} leaves"
   steps = optax.MultiSteps(tx, WINDOW).gradient_transformation()
   return [
     _harness.compare(
       [
         contender("a += g", add, (), params),
+        contender("a += g, carried", add_beside, idle, params),
+        contender("a += g, carried, read twice", reading_twice(add_beside), (total, idle), params),
         ours("accumulate, unchecked", accumulate(tx, IDLE, not_finite=None)),
         ours("accumulate", accumulate(tx, IDLE)),
       ],
@@ -108,6 +134,7 @@ def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: in
     _harness.compare(
       [
         optaxes(name, tx),
+        contender(f"{name}, read twice", reading_twice(two_calls(tx)), (total, idle[1]), params),
         ours("dynamic_loss_scale", optax_boost.dynamic_loss_scale(tx)),
         optaxes("optax.apply_if_finite", optax.apply_if_finite(tx, 5)),
       ],
