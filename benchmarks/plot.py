@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pathlib
+import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     able = [row for row in comparison["rows"] if "ratios" in row][::-1]
     low, median, high = zip(*(row["ratios"][reference] for row in able), strict=True)
     names = [row["name"] for row in able]
-    others = {*comparison["references"]}
+    others = tuple(f"{name}," for name in comparison["references"])  # "Adam", "Adam, read twice"
     whiskers = [
       [m - q for m, q in zip(median, low, strict=True)],
       [q - m for m, q in zip(median, high, strict=True)],
@@ -53,7 +54,7 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     for place, name in enumerate(names):
       axes.errorbar(
         median[place], place, xerr=[[whiskers[0][place]], [whiskers[1][place]]], fmt="o",
-        color=OTHERS if name in others else OURS, markersize=7, lw=2,
+        color=OTHERS if f"{name},".startswith(others) else OURS, markersize=7, lw=2,
       )  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     # Positions, not bars: a logarithmic axis has no zero for them to start from.
@@ -66,7 +67,8 @@ def draw(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
       axes.annotate(
         f"  {short(value)}", (high[place], place), va="center", fontsize=9, annotation_clip=False
       )
-    axes.set_title(f"{comparison['title']}: time / {reference}", fontsize=10, loc="left")
+    title = textwrap.fill(f"{comparison['title']}: time / {reference}", 64)
+    axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
     axes.margins(x=0.15)
