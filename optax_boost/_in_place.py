@@ -26,6 +26,8 @@ from optax_boost import _tree
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
+# Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
+_TOGETHER = 16
 
 
 class InPlaceTransformation(optax.GradientTransformationExtraArgs):
@@ -182,7 +184,8 @@ def _alike(*trees: Any) -> list[list[list[Any]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = _arrays.alike([None] * len(columns[0]), *columns)
-  return [[[leaves[i] for i in group] for leaves in columns] for group in groups]
+  parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
+  return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 
 
 def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
@@ -214,11 +217,12 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
   Infinities in `old` may be meant.
   """
-  total = jnp.zeros([], jnp.float32)
+  sums = [jnp.zeros([], jnp.float32)]
 
   def small(n: jax.Array, o: jax.Array) -> jax.Array:
-    # Adds nothing, or NaN, but lets a leaf be worked out only after the one before.
-    wide = _arrays.widen(n + (0 * total).astype(n.dtype))
+    # Adds nothing, or NaN, but lets a leaf be worked out only after the one before. Of all before
+    # it XLA would add up the sums anew for each leaf.
+    wide = _arrays.widen(n + (0 * sums[-1]).astype(n.dtype))
     # Squares of such small numbers overflow for no finite entry.
     shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
     return jnp.where(jnp.isfinite(o), shrunk, 0)
@@ -226,8 +230,8 @@ def none_lost(new: Any, old: Any) -> jax.Array:
   for news, olds in _alike(new, old):
     if jnp.issubdtype(news[0].dtype, jnp.inexact):
       news, olds = (list(map(_arrays.on_device, leaves)) for leaves in (news, olds))
-      total = total + _sum_squares(list(map(small, news, olds)))
-  return jnp.isfinite(total)
+      sums.append(_sum_squares(list(map(small, news, olds))))
+  return jnp.isfinite(jnp.sum(jnp.stack(sums)))
 
 
 def all_finite(tree: Any) -> jax.Array:

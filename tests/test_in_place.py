@@ -205,9 +205,9 @@ def in_order(tx: Any) -> Any:
   return lambda params, state, grads: optax_boost.apply_gradients(tx, grads, state, params)
 
 
-def compiled(tx: Any, leaves: int = 6) -> Any:
+def compiled(tx: Any, leaves: int = 6, size: int = SIZE, dtype: Any = jnp.float32) -> Any:
   # Six leaves, so that one is far less than all.
-  params = {f"w{i}": jnp.ones(SIZE) for i in range(leaves)}
+  params = {f"w{i}": jnp.ones(size, dtype) for i in range(leaves)}
   step = jax.jit(in_order(tx), donate_argnums=(0, 1))
   return step.lower(params, tx.init(params), params).compile()
 
@@ -237,6 +237,24 @@ def test_params_and_inner_state_are_carried_through_a_loop(name):
   # Params, and Adam's two moments; masters have params besides.
   assert max(carried) == (4 if name == "master_weights" else 3)
   assert large.count(SIZE) == 4 if name != "dynamic_loss_scale" else 3
+
+
+def fusions(program: Any) -> list[int]:
+  """The lines of each fused loop."""
+  computations = re.split(r"\n(?=\S)", program.as_text())
+  return [text.count("\n") for text in computations if text.startswith("%fused")]
+
+
+def test_loops_over_small_leaves_do_not_grow_with_their_number():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
+  some, many = (max(fusions(compiled(tx, leaves, 100))) for leaves in (32, 64))
+  assert many < 1.2 * some
+
+
+def test_small_leaves_are_rounded_by_numbers_of_one_kernel():
+  tx = optax_boost.stochastic_rounding(optax.sgd(0.1), key=0)
+  some, many = (compiled(tx, leaves, 100, jnp.bfloat16).as_text() for leaves in (4, 16))
+  assert many.count("shift-left(") == some.count("shift-left(") > 0
 
 
 @newer_xla

@@ -18,7 +18,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def rounded(key, x, dtype):
-  return _widened.round_stochastically(key, x, jnp.dtype(dtype))
+  return _widened.round_stochastically(jax.random.uniform(key, x.shape), x, jnp.dtype(dtype))
 
 
 def all_numbers(dtype):

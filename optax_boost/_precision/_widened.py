@@ -1,11 +1,14 @@
 """Steps in float32 of half-precision params: their gradients, their checks and their rounding."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _arrays
@@ -145,7 +148,7 @@ def step_key(key: jax.Array, data: jax.Array, count: jax.Array) -> jax.Array:
   return jax.random.fold_in(jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)), count)
 
 
-def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+def round_stochastically(u: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
   r"""Rounds float32 to a 16-bit dtype, up with the probability that makes the mean `x`.
 
   .. math::
@@ -164,7 +167,7 @@ def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
   distance = jnp.maximum(power, info.smallest_normal.astype(jnp.float32)) * scale * float(info.eps)
   steps = magnitude * scale / distance
   below = jnp.floor(steps)
-  up = (jax.random.uniform(key, x.shape, jnp.float32) < steps - below).astype(jnp.float32)
+  up = (u < steps - below).astype(jnp.float32)
   rounded = jnp.minimum((below + up) * distance / scale, info.max.astype(jnp.float32))
   return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
@@ -172,18 +175,38 @@ def round_stochastically(key: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
 def round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
   """Wide params, rounded to the params' dtypes and to the ends of their ranges."""
   leaves, structure = jax.tree.flatten(wide)
-  keys = [None] * len(leaves) if key is None else jax.random.split(key, max(len(leaves), 1))
+  like = jax.tree.leaves(params)
+  draws = [None] * len(leaves) if key is None else _draws(key, leaves, like)
 
-  def round_one(w: jax.Array, p: jax.Array, key: jax.Array | None) -> jax.Array:
+  def round_one(w: jax.Array, p: jax.Array, u: jax.Array | None) -> jax.Array:
     if w.dtype == p.dtype:
       return w
-    if key is not None:
-      return round_stochastically(key, w, p.dtype)
+    if u is not None:
+      return round_stochastically(u, w, p.dtype)
     limit = jnp.finfo(p.dtype).max.astype(w.dtype)
     return jnp.where(jnp.isfinite(w), jnp.clip(w, -limit, limit), w).astype(p.dtype)
 
-  rounded = map(round_one, leaves, jax.tree.leaves(params), keys)
+  rounded = map(round_one, leaves, like, draws)
   return jax.tree.unflatten(structure, rounded)
+
+
+def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[Any]:
+  """Random numbers in [0, 1) for leaves of another dtype; small leaves' are drawn in one kernel."""
+  keys = jax.random.split(key, max(len(wide), 1))
+  draws: list[Any] = [None] * len(wide)
+  for same in _arrays.alike([None] * len(wide), wide, like):
+    first = same[0]
+    if wide[first].dtype == like[first].dtype:
+      continue
+    draw = functools.partial(jax.random.uniform, shape=wide[first].shape, dtype=jnp.float32)
+    if len(same) == 1:
+      draws[first] = draw(keys[first])
+      continue
+    # Behind the barrier, or XLA would compile a kernel that draws for each leaf.
+    together = jax.lax.optimization_barrier(jax.vmap(draw)(keys[np.array(same)]))
+    for i, u in zip(same, together, strict=True):
+      draws[i] = u
+  return draws
 
 
 def difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
