@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from tests import compilations
 from tests import problems
 from tests import registry
 
@@ -172,6 +173,20 @@ def test_compiles_once(row):
     _, state = jitted_update(row)(problems.grads(params, t), state, params)
     sizes.append(jitted_update(row)._cache_size())
   assert sizes[-1] == sizes[0]
+
+
+@every_row
+def test_init_compiles_no_program_for_each_leaf(row):
+  # Of shapes that no other test has compiled for.
+  number = registry.ROWS.index(row)
+
+  def programs(more, shape):
+    params = problems.params() | {"dense": {"kernel": 0, "bias": 0, "more": [0] * more}}
+    params = jax.tree.map(lambda _: jnp.ones(shape), params)
+    return compilations.count(lambda: transformation(row).init(params))
+
+  few = programs(1, (17, number + 3))
+  assert programs(9, (19, number + 3)) <= few
 
 
 @every_row

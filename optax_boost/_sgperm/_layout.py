@@ -4,11 +4,11 @@ Functions here and in the kernels are jitted each for itself: outside of a user'
 where ``init`` runs, their many small operations would be compiled one by one.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 
 
-class Layout(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Layout:
   """How a leaf is cut into weight vectors."""
 
-  path: str
+  path: str = dataclasses.field(compare=False)  # leaves that differ in it alone share programs
   shape: tuple[int, ...]
   fan_in: tuple[int, ...]  # the axes that run along a weight vector, ascending
   excluded: bool = False  # not permuted

@@ -1,0 +1,25 @@
+"""What XLA compiles: how many programs, and loops of which length."""
+
+from collections.abc import Callable
+import re
+from typing import Any
+
+import jax
+
+_SEEN: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+  lambda event, *_, **__: _SEEN.append(event) if "backend_compile" in event else None
+)
+
+
+def count(function: Callable[[], Any]) -> int:
+  """The programs compiled during a call."""
+  before = len(_SEEN)
+  function()
+  return len(_SEEN) - before
+
+
+def loops(program: jax.stages.Compiled) -> list[int]:
+  """The lines of each fused loop of a program for CPUs."""
+  computations = re.split(r"\n(?=\S)", program.as_text() or "")
+  return [text.count("\n") for text in computations if text.startswith("%fused")]
