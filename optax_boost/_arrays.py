@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import optax
 
 # Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
 _SMALL = 8192
+# Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
+_TOGETHER = 16
 
 
 def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
@@ -129,6 +132,11 @@ def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   return jnp.sum(wide * wide, axis=axes)
 
 
+def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
+  """The sum of the squared magnitudes of all entries of leaves of one shape."""
+  return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
+
+
 def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
   """Groups leaves to be stacked: small ones of one type and key together, others alone.
 
@@ -140,6 +148,14 @@ def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[
     types = tuple(jax.typeof(leaf) for leaf in leaves)
     groups.setdefault((key, types) if small else i, []).append(i)
   return list(groups.values())
+
+
+def alike_parts(*trees: Any) -> list[list[list[jax.Array]]]:
+  """Small leaves of one type together, so that one reduction does for them; of each tree."""
+  columns = list(map(jax.tree.leaves, trees))
+  groups = alike([None] * len(columns[0]), *columns)
+  parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
+  return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 
 
 def stack(leaves: Sequence[jax.Array], copy: bool) -> jax.Array:

@@ -26,8 +26,6 @@ from optax_boost import _tree
 
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
-# Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
-_TOGETHER = 16
 
 
 class InPlaceTransformation(optax.GradientTransformationExtraArgs):
@@ -171,21 +169,11 @@ def sum_squares(tree: Any) -> jax.Array:
 
   If it is finite, no entry is larger than 2e19: one pass proves that all are finite.
   """
-  sums = [_sum_squares(list(map(_arrays.widen, leaves))) for (leaves,) in _alike(tree)]
+  sums = [
+    _arrays.sum_squares_together(list(map(_arrays.widen, leaves)))
+    for (leaves,) in _arrays.alike_parts(tree)
+  ]
   return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
-
-
-def _sum_squares(leaves: Sequence[jax.Array]) -> jax.Array:
-  """The sum of the squared magnitudes of all entries of leaves of one shape."""
-  return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
-
-
-def _alike(*trees: Any) -> list[list[list[Any]]]:
-  """Small leaves of one type together, so that one reduction does for them; of each tree."""
-  columns = list(map(jax.tree.leaves, trees))
-  groups = _arrays.alike([None] * len(columns[0]), *columns)
-  parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
-  return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 
 
 def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
@@ -206,7 +194,7 @@ def has_wide_range(tree: Any) -> bool:
 def largest(tree: Any) -> jax.Array:
   """The largest absolute value, in at least float32; NaN if there is one."""
   total = jnp.zeros([], jnp.float32)
-  for (leaves,) in _alike(tree):
+  for (leaves,) in _arrays.alike_parts(tree):
     most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
     total = jnp.maximum(total, _arrays.widen(jnp.max(most, initial=0)))
   return total
@@ -227,10 +215,10 @@ def none_lost(new: Any, old: Any) -> jax.Array:
     shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
     return jnp.where(jnp.isfinite(o), shrunk, 0)
 
-  for news, olds in _alike(new, old):
+  for news, olds in _arrays.alike_parts(new, old):
     if jnp.issubdtype(news[0].dtype, jnp.inexact):
       news, olds = (list(map(_arrays.on_device, leaves)) for leaves in (news, olds))
-      sums.append(_sum_squares(list(map(small, news, olds))))
+      sums.append(_arrays.sum_squares_together(list(map(small, news, olds))))
   return jnp.isfinite(jnp.sum(jnp.stack(sums)))
 
 

@@ -318,11 +318,13 @@ def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: Svrg
   nothing = jnp.zeros_like(state.squared_deviations)
 
   def deviations() -> jax.Array:
-    total = nothing
-    for g, h, mu in parts:
-      sums = (_arrays.sum_squares(raw(g, h, mu) - mu), _arrays.sum_squares(g.astype(mu.dtype) - mu))
-      total += jnp.stack(sums).astype(total.dtype)
-    return total
+    sums = [nothing]
+    for gs, hs, mus in _arrays.alike_parts(*trees):
+      corrected = [raw(g, h, mu) - mu for g, h, mu in zip(gs, hs, mus, strict=True)]
+      plain = [g.astype(mu.dtype) - mu for g, mu in zip(gs, mus, strict=True)]
+      both = jnp.stack([*map(_arrays.sum_squares_together, (corrected, plain))])
+      sums.append(both.astype(nothing.dtype))
+    return jnp.sum(jnp.stack(sums), axis=0)
 
   small = sum(g.size for g, _, _ in parts) <= _SMALL
   measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2

@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 from optax_boost import _in_place
+from tests import compilations
 from tests import problems
 from tests import registry
 
@@ -239,15 +240,9 @@ def test_params_and_inner_state_are_carried_through_a_loop(name):
   assert large.count(SIZE) == 4 if name != "dynamic_loss_scale" else 3
 
 
-def fusions(program: Any) -> list[int]:
-  """The lines of each fused loop."""
-  computations = re.split(r"\n(?=\S)", program.as_text())
-  return [text.count("\n") for text in computations if text.startswith("%fused")]
-
-
 def test_loops_over_small_leaves_do_not_grow_with_their_number():
   tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
-  some, many = (max(fusions(compiled(tx, leaves, 100))) for leaves in (32, 64))
+  some, many = (max(compilations.loops(compiled(tx, leaves, 100))) for leaves in (32, 64))
   assert many < 1.2 * some
 
 

@@ -18,6 +18,7 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
+from tests import compilations
 from tests import test_linen
 from tests import test_nnx
 from tests import test_train_step
@@ -354,6 +355,15 @@ def test_of_many_params_the_variance_ratio_is_measured_at_every_16th_step(kind):
   np.testing.assert_allclose(measured, [0.0] * 8 + [4.0] * 16 + [8.0])
   np.testing.assert_allclose(state.variance_ratio, 0.25)
   assert step._cache_size() == 1
+
+
+def test_loops_over_small_leaves_do_not_grow_with_their_number():
+  def longest(leaves):
+    tx, params = optax_boost.svrg(refresh_every=None), [jnp.ones(100)] * leaves
+    step = jax.jit(lambda p, s: tx.update(p, s, p, grad_fn=lambda at: at))
+    return max(compilations.loops(step.lower(params, tx.init(params)).compile()))
+
+  assert longest(64) < 1.2 * longest(32)
 
 
 # Refreshing.
