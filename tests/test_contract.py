@@ -186,7 +186,8 @@ def test_init_compiles_no_program_for_each_leaf(row):
     return compilations.count(lambda: transformation(row).init(params))
 
   few = programs(1, (17, number + 3))
-  assert programs(9, (19, number + 3)) <= few
+  # A state of one array for all leaves has another shape.
+  assert programs(9, (19, number + 3)) < few + 4
 
 
 @every_row
