@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,14 +14,18 @@ from tests.test_contract import run
 
 
 def main(folder: pathlib.Path) -> None:
-  for index, row in enumerate(registry.ROWS):
+  def start(row: registry.Row) -> Any:
     params = problems.params()
-    like = jax.eval_shape(lambda params, row=row: (params, row.optimizer().init(params)), params)
-    with ocp.StandardCheckpointer() as checkpointer:
-      params, state = checkpointer.restore(folder / str(index), like)
+    return params, row.optimizer().init(params)
+
+  like = jax.eval_shape(lambda: {str(row): start(row) for row in registry.ROWS})
+  with ocp.StandardCheckpointer() as checkpointer:
+    halfway = checkpointer.restore(folder / "halfway", like)
+  for row in registry.ROWS:
+    params, state = halfway[str(row)]
     last = run(row, params, range(2, 4), state)
     leaves = [np.asarray(x) for x in jax.tree.leaves(last)]
-    np.savez(folder / f"{index}.npz", *leaves)
+    np.savez(folder / f"{row}.npz", *leaves)
 
 
 if __name__ == "__main__":
