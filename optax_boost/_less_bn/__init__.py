@@ -2,8 +2,8 @@
 
 from optax_boost._less_bn._checkpoint import LoadReport as LoadReport
 from optax_boost._less_bn._checkpoint import load_tree as load_tree
-from optax_boost._less_bn._flow import abstract as abstract
 from optax_boost._less_bn._flow import mark_norm as mark_norm
+from optax_boost._less_bn._flow import on_arrays as on_arrays
 from optax_boost._less_bn._flow import trace as trace
 from optax_boost._less_bn._plan import LessBNPlan as LessBNPlan
 from optax_boost._less_bn._plan import NormPlace as NormPlace

@@ -13,7 +13,6 @@ Nodes are numbered in the order of the program, so every node's inputs have smal
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -48,24 +47,17 @@ class Flow:
   def __init__(self, nodes: Sequence[Node], outputs: frozenset[int]):
     self.nodes = nodes
     self.outputs = outputs
+    self.norms = [n for n, node in enumerate(nodes) if node.kind == "norm"]
     self.ancestors = [0] * len(nodes)
     self.gate = [0] * len(nodes)
-    depth = [0] * len(nodes)
     for n, node in enumerate(nodes[1:], 1):
-      self.ancestors[n] = functools.reduce(
-        lambda bits, i: bits | self.ancestors[i] | 1 << i, node.inputs, 0
-      )
       gate = node.inputs[0]
-      for other in node.inputs[1:]:
+      for other in node.inputs:
+        self.ancestors[n] |= self.ancestors[other] | 1 << other
+        # A node's gate has a smaller number than the node.
         while gate != other:
-          deeper = gate if depth[gate] >= depth[other] else other
-          gate, other = (self.gate[deeper], other) if deeper == gate else (gate, self.gate[deeper])
+          gate, other = self.gate[max(gate, other)], min(gate, other)
       self.gate[n] = gate
-      depth[n] = depth[gate] + 1
-
-  def of_kind(self, kind: str) -> list[int]:
-    """The nodes of a kind."""
-    return [n for n, node in enumerate(self.nodes) if node.kind == kind]
 
   def has_weights(self, n: int) -> bool:
     """Whether a node brings data and weights together: a convolution or a matrix product."""
@@ -104,19 +96,11 @@ def trace(
 
   Everything may be abstract; inputs that are no arrays (flags, strings) are passed on as they are.
   """
-  on_arrays, arrays = _on_arrays(apply, args, kwargs)
-  closed = jax.make_jaxpr(on_arrays)(params, state, *arrays)
+  of_arrays, arrays = on_arrays(apply, args, kwargs)
+  closed = jax.make_jaxpr(of_arrays)((params, state), *arrays)
   paths = _tree.leaf_paths(params)
   first = len(closed.jaxpr.invars) - len(arrays)
   return [_follow(closed, paths, first + i) for i in range(len(arrays))]
-
-
-def abstract(
-  apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
-) -> Any:
-  """The abstract result of ``apply``, with the arguments of :func:`trace`."""
-  on_arrays, arrays = _on_arrays(apply, args, kwargs)
-  return jax.eval_shape(on_arrays, params, state, *arrays)
 
 
 def is_abstract(leaf: Any) -> bool:
@@ -124,19 +108,19 @@ def is_abstract(leaf: Any) -> bool:
   return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _on_arrays(
-  apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+def on_arrays(
+  function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """A function of the arrays among the arguments alone, and these."""
+  """``function(*first, *args, **kwargs)`` of `first` and the arrays among the rest; and these."""
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
-  def on_arrays(params: Any, state: Any, *values: Any) -> Any:
+  def of_arrays(first: tuple[Any, ...], *values: Any) -> Any:
     full = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
     args, kwargs = jax.tree.unflatten(structure, full.values())
-    return apply(params, state, *args, **kwargs)
+    return function(*first, *args, **kwargs)
 
-  return on_arrays, list(arrays.values())
+  return of_arrays, list(arrays.values())
 
 
 class _Value(NamedTuple):

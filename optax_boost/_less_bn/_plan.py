@@ -176,7 +176,7 @@ def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
 
 def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
   """The place of each BatchNorm, by its node, in the innermost block around it."""
-  outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.of_kind("norm")}
+  outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(flow.nodes):
     if node.kind not in ("add", "add_any") or len(node.inputs) != 2:
@@ -206,7 +206,7 @@ def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> lis
   sources = [
     flow.nodes[flow.source(n)].path
     for flow in flows
-    for n in flow.of_kind("norm")
+    for n in flow.norms
     if flow.nodes[n].path in removed and flow.has_weights(flow.source(n))
   ]
   return list(dict.fromkeys(map(_module, sources)))

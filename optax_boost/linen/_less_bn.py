@@ -219,16 +219,14 @@ def _trace(
       layers[path] = context.module
     return next_fun(*args, **kwargs)
 
-  def init(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    return module.init(key, *args, **kwargs)
-
   def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     variables = {"params": params, **state}
     return module.apply(variables, *args, rngs=key, mutable=list(state), **kwargs)[0]
 
   with nn.intercept_methods(intercept):
     if variables is None:
-      variables = _less_bn.abstract(init, {}, {}, args, kwargs)
+      init, arrays = _less_bn.on_arrays(functools.partial(module.init, key), args, kwargs)
+      variables = jax.eval_shape(init, (), *arrays)
     state = {name: value for name, value in variables.items() if name != "params"}
     flows = _less_bn.trace(apply, variables.get("params", {}), state, args, kwargs)
   return (
