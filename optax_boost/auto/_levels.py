@@ -1,4 +1,4 @@
-"""The levels, which method rules out which, and the decision that follows, as data."""
+"""The levels, as data, and the decision that follows."""
 
 import dataclasses
 from typing import Any
@@ -33,26 +33,15 @@ SETTINGS: dict[str, _config.BoostConfig] = {
   "O2": _config.BoostConfig.from_dict({"grad_freeze": {"freeze_p": 0.55}}, _SETTINGS),
 }
 
-# The methods in the order of their precedence, each with those that it turns off in MindSpore.
-_RULED_OUT_BY: dict[str, tuple[str, ...]] = {
-  "dim_reduce": (
-    "less_bn",
-    "grad_freeze",
-    "adasum",
-    "grad_accumulation",
-    "loss_scale_group",
-    "average",
-  ),
-  "less_bn": (),
-  "grad_freeze": ("adasum", "grad_accumulation"),
-  "adasum": (),
-  "grad_accumulation": (),
-  "loss_scale_group": (),
-  "average": (),
-}
-METHODS = tuple(_RULED_OUT_BY)
-# This one makes steps of its own and can't be combined.
-_ALONE = "dim_reduce"
+METHODS = (
+  "dim_reduce",
+  "less_bn",
+  "grad_freeze",
+  "adasum",
+  "grad_accumulation",
+  "loss_scale_group",
+  "average",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,26 +89,29 @@ def decide(
   requests = _requests(level, config, reference)
   on = {name for name, (requested, _) in requests.items() if requested}
   reasons = {name: why for name, (_, why) in requests.items()}
-  # Without an axis, compose=True alone is an error.
-  missing = [] if axis_name is not None else ["axis_name=..."]
-  missing += ["compose=True"] if reference or axis_name is not None else []
-  hints = dict.fromkeys(METHODS, "compose=True combines") | {
-    "adasum": f"{' and '.join(missing)} combine{'s' if len(missing) == 1 else ''}"
-  }
-  for name, others in _RULED_OUT_BY.items():
-    lost = [other for other in others if name in on and other in on]
-    if name == _ALONE and compose and lost:
-      beside = ", ".join(f"`boost.{other}`" for other in lost)
+  # It makes steps of its own.
+  if "dim_reduce" in on:
+    others = [name for name in METHODS[1:] if name in on]
+    if compose and others:
+      beside = ", ".join(f"`boost.{other}`" for other in others)
       raise ValueError(
-        f"compose=True contradicts `boost.{name}` beside {beside}: {name} runs alone. Pass mode"
-        f" 'manual' with `boost.{name}` false, or leave out compose=True."
+        f"compose=True contradicts `boost.dim_reduce` beside {beside}: dim_reduce runs alone. Pass"
+        " mode 'manual' with `boost.dim_reduce` false, or leave out compose=True."
       )
-    for other in lost:
-      keeps_adasum = other == "adasum" and axis_name is not None and not reference
-      if name == _ALONE or not (compose or keeps_adasum):
+    on = {"dim_reduce"}
+    reasons |= dict.fromkeys(others, "dim_reduce goes before it, as in MindSpore")
+  if "grad_freeze" in on and not compose:
+    # The arguments that combine a method with freezing, as far as they are missing.
+    missing: dict[str, list[str]] = {"adasum": [], "grad_accumulation": ["compose=True"]}
+    if axis_name is None:
+      missing["adasum"].append("axis_name=...")
+    if reference:
+      missing["adasum"].append("compose=True")
+    for other, arguments in missing.items():
+      if other in on and arguments:
         on.remove(other)
-        hint = "" if name == _ALONE else f"; {hints[other]} them"
-        reasons[other] = f"{name} goes before it, as in MindSpore{hint}"
+        combine = f"{' and '.join(arguments)} combine{'s' if len(arguments) == 1 else ''}"
+        reasons[other] = f"grad_freeze goes before it, as in MindSpore; {combine} them"
   for name, setting in without_effect(config).items():
     if name in on:
       warnings.warn(f"`boost.{name}` is on with {setting}.", _base.NoEffectWarning, stacklevel=3)
