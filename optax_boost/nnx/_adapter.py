@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 
 from optax_boost import _base
 from optax_boost import _train_step
@@ -172,34 +171,24 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
 
 def _check_trained(before: Any, after: Any) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
-  changed = _symmetric_difference(*map(_shapes, (before, after)))
+  changed = {leaf.path for leaf in {*_tree.describe(before)} ^ {*_tree.describe(after)}}
   if changed:
     raise ValueError(
       "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"
-      f" made for; the forward pass creates, removes or reshapes {changed}. Create trained"
-      " variables in the model's `__init__`, before the optimizer."
+      f" made for; the forward pass creates, removes or reshapes {_base.shorten(sorted(changed))}."
+      " Create trained variables in the model's `__init__`, before the optimizer."
     )
 
 
 def _check_others(before: Any, after: Any) -> None:
   """Refuses a forward pass that creates or removes variables."""
-  changed = _symmetric_difference(*(dict.fromkeys(_shapes(tree)) for tree in (before, after)))
+  changed = {*_tree.leaf_paths(before)} ^ {*_tree.leaf_paths(after)}
   if changed:
     raise ValueError(
       "A race needs models whose forward pass creates and removes no variables; this one's creates"
-      f" or removes {changed}. Create variables in the model's `__init__`, and pop intermediates in"
-      " the loss: nnx.pop(model, nnx.Intermediate)."
+      f" or removes {_base.shorten(sorted(changed))}. Create variables in the model's `__init__`,"
+      " and pop intermediates in the loss: nnx.pop(model, nnx.Intermediate)."
     )
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  return dict(zip(_tree.leaf_paths(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
-
-
-def _symmetric_difference(first: dict[str, Any], second: dict[str, Any]) -> str:
-  """The names that two dictionaries do not share with equal values."""
-  pairs = first.items() ^ second.items()
-  return _base.shorten(sorted({name for name, _ in pairs})) if pairs else ""
 
 
 def check_model(model: Any, *, tree: bool = False) -> None:
