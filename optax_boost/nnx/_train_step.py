@@ -169,7 +169,7 @@ class TrainStep:
   def _step_for(
     self, graphdef: Any, optimizer: nnx.Optimizer, has_key: bool
   ) -> _train_step.TrainStep:
-    cached = (graphdef, optimizer.tx, _hashable(optimizer.wrt), has_key)
+    cached = (graphdef, optimizer.tx, nnx.filterlib.to_predicate(optimizer.wrt), has_key)
     # Hashing the structure of a large model takes a while: once per step is enough.
     step = self._compiled.get(cached)
     if step is not None:
@@ -197,11 +197,6 @@ class _Call(NamedTuple):
 
   def arguments(self, batch: Any) -> tuple[Any, Any, Any]:
     return self.state, batch if self.key is None else _adapter.Keyed(batch), self.key
-
-
-def _hashable(wrt: Any) -> Any:
-  """An NNX filter, with tuples for lists."""
-  return tuple(map(_hashable, wrt)) if isinstance(wrt, list | tuple) else wrt
 
 
 def _explain(
