@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import inspect
+import operator
 from typing import Any
 
 from flax import linen as nn
@@ -34,12 +35,7 @@ def estimate_batch_stats(
   weight_fn: Callable[[Any], Any] | None = None,
   progress: bool = False,
 ) -> dict[str, Any]:
-  """Estimates the statistics of a module's BatchNorms anew, in one pass over batches.
-
-  Needed where params did not come from training alone, as averages: the running statistics are then
-  those of other params. The new statistics are the exact means, over all batches, of the batches'
-  means and variances, and not exponential averages, in which the last batches count most. Of a
-  BatchNorm that a forward pass uses several times, all uses count alike.
+  """Estimates BatchNorm statistics anew: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
   BatchNorms normalize by the batch whatever the call says. All other layers are as the call sets
   them: call the module in its evaluation mode, and there is no dropout.
@@ -47,12 +43,11 @@ def estimate_batch_stats(
   Args:
     module: the module.
     variables: its params, as averaged ones, and its other collections, ``batch_stats`` among them.
-    batches: any iterable of trees of arrays, of the training data, in the size of training batches.
+    batches: see :func:`optax_boost.nnx.estimate_batch_stats`, as for the rest.
     forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module; its result
       is not used. None: ``model(batch)``.
-    weight_fn: from a batch to its weight in the means. None: the number of its examples, which is
-      the length of the leaves' first axis.
-    progress: whether to show a progress bar, if ``tqdm`` is installed.
+    weight_fn: from a batch to its weight in the means.
+    progress: whether to show a progress bar.
 
   Returns:
     The variables with the new statistics; params and the other collections are those given.
@@ -85,7 +80,7 @@ def estimate_batch_stats(
     )
     return variables
   estimated = _full_gradient.mean_over_batches(
-    jax.tree_util.Partial(_Statistics(module, forward_fn), variables),
+    jax.tree_util.Partial(_Statistics(module, forward_fn or operator.call), variables),
     given,
     batches,
     None,
@@ -144,10 +139,7 @@ class _Statistics:
       return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
-      if self.forward_fn is None:
-        model(batch)
-      else:
-        self.forward_fn(model, batch)
+      self.forward_fn(model, batch)
     return _means(model.collections[_COLLECTION], variables[_COLLECTION])
 
 

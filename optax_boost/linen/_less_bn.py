@@ -158,21 +158,13 @@ def less_bn(
 ) -> LessBN:
   """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
 
-  Initialize it anew, or load variables of the original module with :func:`load_original`. For
-  evaluation use the same module, with ``train=False`` or whatever the module's own flag is. Calls
-  are intercepted, so a module with ``nn.jit`` inside, which keeps traces from before, is refused.
+  The arguments are the same. The module's variables, as ``module.init`` returned them, may come
+  before its inputs; without them ``module.init`` is traced.
 
-  Args:
-    module: the module.
-    *args: the module's inputs, as for a call; ``jax.ShapeDtypeStruct`` will do. Its variables, as
-      ``module.init`` returned them, may come first; without them ``module.init`` is traced.
-    fn_flag: see :func:`optax_boost.nnx.less_bn`, as for the rest. The paths of kernel and bias in
-      the variables stay.
-    bias: whether a removed BatchNorm leaves a bias.
-    predicate: which BatchNorms go.
-    multiplier: the initial value of the head's multiplier.
-    plan: a plan of :func:`plan_less_bn`, instead of all of these.
-    **kwargs: the module's keyword arguments, such as ``train=True``.
+  Initialize it anew, or load variables of the original module with :func:`load_original`: kernels
+  and biases keep their paths. For evaluation use the same module, with ``train=False`` or whatever
+  the module's own flag is. Calls are intercepted, so a module with ``nn.jit`` inside, which keeps
+  traces from before, is refused.
 
   Returns:
     A module to call, ``init`` and ``apply`` like the original.

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 import functools
+import operator
 from typing import Any
-from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -130,7 +130,10 @@ def estimate_batch_stats(
       setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
   graphdef, state = nnx.split(working)
   estimated = _full_gradient.mean_over_batches(
-    jax.tree_util.Partial(_Statistics(graphdef, forward_fn), state),
+    # Of one function and structure, all share a compiled program.
+    jax.tree_util.Partial(
+      _batch_statistics, jax.tree_util.Partial(forward_fn or operator.call), graphdef, state
+    ),
     {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()},
     batches,
     None,
@@ -154,20 +157,12 @@ def estimate_batch_stats(
   return copy
 
 
-class _Statistics(NamedTuple):
-  """Computes a batch's statistics; equal ones share a compiled program."""
-
-  graphdef: Any
-  forward_fn: Any
-
-  def __call__(self, state: Any, unused: Any, batch: Any) -> Any:
-    model = nnx.merge(self.graphdef, state)
-    if self.forward_fn is None:
-      model(batch)
-    else:
-      self.forward_fn(model, batch)
-    norms = _less_bn.modules(model, nnx.BatchNorm)
-    return {path: _means(norm) for path, norm in norms.items()}
+def _batch_statistics(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
+  """The mean and the variance of each BatchNorm, by its path."""
+  model = nnx.merge(graphdef, state)
+  forward_fn(model, batch)
+  norms = _less_bn.modules(model, nnx.BatchNorm)
+  return {path: _means(norm) for path, norm in norms.items()}
 
 
 @functools.cache
