@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Mapping
 import dataclasses
 import inspect
 import operator
 from typing import Any
 
 from flax import linen as nn
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -143,29 +143,24 @@ class _Statistics:
     return _means(model.collections[_COLLECTION], variables[_COLLECTION])
 
 
-def _with_sums(statistics: Any) -> dict[str, Any]:
+def _with_sums(statistics: Any) -> Any:
   """Statistics, each with its sum over the uses in a forward pass and their number."""
-  extended: dict[str, Any] = {}
-  for name, value in statistics.items():
-    if isinstance(value, Mapping):
-      extended[name] = _with_sums(value)
-    else:
-      extended |= {name: value, name + _SUM: jnp.zeros_like(value)}
-      extended[name + _USES] = jnp.zeros_like(value)
-  return extended
+  by_path = traverse_util.flatten_dict(statistics)
+  for (*module, name), value in list(by_path.items()):
+    by_path |= {(*module, name + total): jnp.zeros_like(value) for total in (_SUM, _USES)}
+  return traverse_util.unflatten_dict(by_path)
 
 
-def _means(extended: Any, statistics: Any) -> dict[str, Any]:
+def _means(extended: Any, statistics: Any) -> Any:
   """The mean of each statistic over the uses."""
-  means: dict[str, Any] = {}
-  for name, value in statistics.items():
-    if isinstance(value, Mapping):
-      means[name] = _means(extended[name], value)
-    else:
-      uses = extended[name + _USES]
-      mean = extended[name + _SUM] / jnp.maximum(uses, 1)
-      means[name] = jnp.where(uses > 0, mean, _UNREACHED)
-  return means
+  by_path = traverse_util.flatten_dict(extended)
+
+  def mean(path: Any, unused: Any) -> jax.Array:
+    *module, name = (entry.key for entry in path)
+    uses = by_path[*module, name + _USES]
+    return jnp.where(uses > 0, by_path[*module, name + _SUM] / jnp.maximum(uses, 1), _UNREACHED)
+
+  return jax.tree.map_with_path(mean, statistics)
 
 
 def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:

@@ -116,13 +116,7 @@ def plan_less_bn(
   multiplier: float = 1.0,
   **kwargs: Any,
 ) -> _less_bn.LessBNPlan:
-  """Plans the changes that :func:`less_bn` makes to a module, with its arguments; ``print`` it.
-
-  Returns:
-    A plan for ``less_bn(module, plan=plan)``, on this module or another of the same architecture.
-
-  Raises:
-    TypeError, ValueError: as :func:`less_bn`.
+  """Plans :func:`less_bn`, with its arguments: :func:`optax_boost.nnx.plan_less_bn` for Linen.
 
   Examples:
     >>> from flax import linen as nn
