@@ -86,9 +86,7 @@ def decide(
   `compose` combines methods that MindSpore runs alone. An axis does so for adasum and freezing,
   unless `reference`.
   """
-  requests = _requests(level, config, reference)
-  on = {name for name, (requested, _) in requests.items() if requested}
-  reasons = {name: why for name, (_, why) in requests.items()}
+  on, reasons = _requests(level, config, reference)
   # It makes steps of its own.
   if "dim_reduce" in on:
     others = [name for name in METHODS[1:] if name in on]
@@ -124,33 +122,36 @@ def decide(
 
 def _requests(
   level: str, config: _config.BoostConfig, reference: bool
-) -> dict[str, tuple[bool, str]]:
-  """For each method, whether level, mode and switches turn it on, and the reason."""
+) -> tuple[set[str], dict[str, str]]:
+  """The methods that level, mode and switches turn on; for each method, on or not, the reason."""
   mode = config.boost.mode
-  requests: dict[str, tuple[bool, str]] = {}
+  on: set[str] = set()
+  reasons: dict[str, str] = {}
   for name in METHODS:
     switch = getattr(config.boost, name)
-    if reference and name in _OURS and not (mode == "manual" and switch is not None):
-      requests[name] = (False, "not in MindSpore")
+    if mode == "manual" and switch is not None:
+      requested, why = switch, f"boost.{name} is {str(switch).lower()}"
+    elif reference and name in _OURS:
+      requested, why = False, "not in MindSpore"
     elif mode in ("enable_all", "disable_all"):
-      requests[name] = (mode == "enable_all", f"mode '{mode}'")
-    elif mode == "manual" and switch is not None:
-      requests[name] = (switch, f"boost.{name} is {str(switch).lower()}")
+      requested, why = mode == "enable_all", f"mode '{mode}'"
     else:
-      included = name in LEVELS[level]
-      requests[name] = (included, f"{'' if included else 'not '}in level {level}")
-      if name == "average" and included and config.average.total_steps is None:
-        requests[name] = (False, f"in level {level}, but without total_steps=...")
+      requested = name in LEVELS[level]
+      why = f"{'' if requested else 'not '}in level {level}"
+      if name == "average" and requested and config.average.total_steps is None:
+        requested, why = False, f"{why}, but without total_steps=..."
     # MindSpore's own examples hold False beside any mode; True was set by the user.
-    if switch and not requests[name][0]:
+    if switch and not requested:
       raise ValueError(
         f"`boost.mode` {mode!r} contradicts `boost.{name}` true: the mode takes no switches"
         f"{f', and level {level} leaves it off' if mode == 'auto' else ''}. Pass mode 'manual'."
       )
-    requested, why = requests[name]
     if switch is False and requested:
-      requests[name] = (True, f"{why}; boost.{name} false is ignored: only mode 'manual' reads it")
-  return requests
+      why += f"; boost.{name} false is ignored: only mode 'manual' reads it"
+    reasons[name] = why
+    if requested:
+      on.add(name)
+  return on, reasons
 
 
 def without_effect(config: _config.BoostConfig) -> dict[str, str]:
