@@ -11,7 +11,6 @@ import sys
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from optax_boost import _base
 from optax_boost import _files
 
 MODES = ("auto", "manual", "enable_all", "disable_all")
-_B = TypeVar("_B")
 
 
 class _Rule(NamedTuple):
@@ -275,7 +273,9 @@ class BoostConfig:
         hint = _hint(name, _BLOCKS)
         raise ValueError(f"The configuration has no block {_base.shorten(name)}.{hint}")
       _base.check_type(name, values, Mapping, "a mapping of keys to values")
-      blocks[name] = _read_block(getattr(base, name), name, values)
+      for key in values:
+        _check_key(name, key)
+      blocks[name] = dataclasses.replace(getattr(base, name), **values)
     return dataclasses.replace(base, **blocks)
 
   def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -331,6 +331,7 @@ class BoostConfig:
 Config: TypeAlias = BoostConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 _BLOCKS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(BoostConfig)}
+_KEYS = {name: [field.name for field in dataclasses.fields(_BLOCKS[name])] for name in _BLOCKS}
 # MindSpore's keys that change nothing with XLA, and why.
 _WITHOUT_EFFECT = {
   "common.gradient_split_groups": "XLA groups collectives by itself",
@@ -362,22 +363,16 @@ def _checked_base(base: Any) -> BoostConfig:
   return base or BoostConfig()
 
 
-def _keys(block: str) -> list[str]:
-  return [field.name for field in dataclasses.fields(_BLOCKS[block])]
-
-
-def _read_block(base: _B, name: str, values: Mapping[str, Any]) -> _B:
-  for key in values:
-    reason = _WITHOUT_EFFECT.get(f"{name}.{key}")
-    if reason is not None:
-      raise ValueError(f"`{name}.{key}` has no effect here: {reason}. Remove the key.")
-    if key not in _keys(name):
-      raise ValueError(f"`{name}` has no key {_base.shorten(key)}.{_hint(key, _keys(name))}")
-  return dataclasses.replace(base, **values)  # type: ignore[type-var]
+def _check_key(block: str, key: Any) -> None:
+  reason = _WITHOUT_EFFECT.get(f"{block}.{key}")
+  if reason is not None:
+    raise ValueError(f"`{block}.{key}` has no effect here: {reason}. Remove the key.")
+  if key not in _KEYS[block]:
+    raise ValueError(f"`{block}` has no key {_base.shorten(key)}.{_hint(key, _KEYS[block])}")
 
 
 def _hint(name: Any, names: Iterable[str]) -> str:
-  homes = [block for block in _BLOCKS if name in _keys(block) and name not in names]
+  homes = [block for block, keys in _KEYS.items() if name in keys and name not in names]
   return f" It belongs to the block {homes[0]!r}." if homes else nearest(name, names)
 
 
