@@ -165,22 +165,20 @@ def _means(extended: Any, statistics: Any) -> Any:
 
 def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
   """Calls a BatchNorm that normalizes by the batch, and adds up its statistics."""
-  names = ("momentum", "use_running_average", "axis_name")
-  own = {name: getattr(norm, name) for name in names}
+  # Outside of the training's `shard_map` the batch is whole.
+  axis_name = _base.bound_axis(norm.axis_name)
+  settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
+  own = {name: getattr(norm, name) for name in settings}
   old: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in ("mean", "var")}
   # Times a momentum of zero, old statistics that are not finite would be NaN.
   for name, value in old.items():
     norm.put_variable(_COLLECTION, name, jnp.zeros_like(value))
+  # Linen's modules are frozen; this one is bound for this call.
+  vars(norm).update(settings)
   try:
-    # Linen's modules are frozen; this one is bound for this call.
-    object.__setattr__(norm, "momentum", 0.0)
-    object.__setattr__(norm, "use_running_average", None)
-    # Outside of the training's `shard_map` the batch is whole.
-    object.__setattr__(norm, "axis_name", _base.bound_axis(norm.axis_name))
     out = call(*args[:1], **{**kwargs, "use_running_average": False})
   finally:
-    for name, value in own.items():
-      object.__setattr__(norm, name, value)
+    vars(norm).update(own)
   for name, value in old.items():
     for total, term in ((_SUM, norm.get_variable(_COLLECTION, name)), (_USES, 1)):
       earlier: Any = norm.get_variable(_COLLECTION, name + total)
