@@ -1,6 +1,5 @@
 """The normalized head for Flax Linen."""
 
-import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -41,8 +40,7 @@ class NormalizedDense(nn.Module):
   eps: float = _normalized_dense.EPS
 
   def __post_init__(self) -> None:
-    names = [field.name for field in dataclasses.fields(self)]
-    _normalized_dense.check_settings({name: getattr(self, name) for name in names})
+    _normalized_dense.check_settings(vars(self))
     super().__post_init__()
 
   @nn.compact
