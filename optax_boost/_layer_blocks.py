@@ -1,6 +1,5 @@
 """The blocks of a model along the forward pass: what groups of layers are made of."""
 
-from collections.abc import Container
 from collections.abc import Sequence
 import itertools
 import re
@@ -23,9 +22,8 @@ def find(
   for largest in range(max(map(len, modules), default=0)):
     units = [chain[min(largest, len(chain) - 1)] if chain else None for chain in modules]
     # The remainder of a cut module may have no kernel, or others among its kernels.
-    members = {unit: {i for i in kernels if units[i] == unit} for unit in set(units)}
-    whole = {unit for unit, ids in members.items() if _in_turn(kernels, ids)}
-    units = [unit if unit in whole else None for unit in units]
+    runs = [unit for unit, _ in itertools.groupby(units[i] for i in kernels)]
+    units = [unit if runs.count(unit) == 1 else None for unit in units]
     places, number = _places(leaves, order, stacks, units)
     if number >= wanted:
       return places, number
@@ -46,12 +44,6 @@ def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
   return found
 
 
-def _in_turn(kernels: list[int], members: Container[int]) -> bool:
-  """Whether some of the kernels are members, and these come one after the other."""
-  runs = [is_member for is_member, _ in itertools.groupby(kernels, members.__contains__)]
-  return runs.count(True) == 1
-
-
 def _modules(
   leaves: list[_tree.Leaf], kernels: list[int], stacks: list[_stacked.Stack]
 ) -> list[list[str]]:
@@ -61,30 +53,27 @@ def _modules(
   where its kernels come one after the other and no scan runs over them. Haiku gives the first of a
   kind no number, as in `block`, `block_1`, `block_2`.
   """
-  all_modules = {parent for leaf in leaves for parent in _parents(leaf.path)}
-  contents: dict[str, set[str]] = {}
   members: dict[str, set[int]] = {}
-  kinds: dict[tuple[str, str], list[str]] = {}
   for i, leaf in enumerate(leaves):
-    names = leaf.path.split("/")
-    for end in range(1, len(names)):
-      module = "/".join(names[:end])
-      match = _NUMBERED.fullmatch(names[end - 1])
-      is_first = f"{module}_1" in all_modules and f"{module}_0" not in all_modules
-      if match or is_first:
-        kind = match[1] if match else f"{names[end - 1]}_"
-        if module not in contents:
-          kinds.setdefault(("/".join(names[: end - 1]), kind), []).append(module)
-        contents.setdefault(module, set()).add("/".join(names[end:]))
-        members.setdefault(module, set()).add(i)
+    for module in _parents(leaf.path)[1:]:
+      members.setdefault(module, set()).add(i)
+  kinds: dict[str, list[str]] = {}
+  for module in members:
+    match = _NUMBERED.fullmatch(module)
+    if match or (f"{module}_1" in members and f"{module}_0" not in members):
+      kinds.setdefault(match[1] if match else f"{module}_", []).append(module)
   scanned = {i for stack in stacks for i in stack.axes}
 
+  def contents(module: str) -> frozenset[str]:
+    return frozenset(leaves[i].path.removeprefix(module) for i in members[module])
+
   def is_block(module: str) -> bool:
-    return _in_turn(kernels, members[module]) and scanned.isdisjoint(members[module])
+    runs = [is_inside for is_inside, _ in itertools.groupby(kernels, members[module].__contains__)]
+    return runs.count(True) == 1 and scanned.isdisjoint(members[module])
 
   chains: list[list[str]] = [[] for _ in leaves]
   for modules in kinds.values():
-    if len({frozenset(contents[module]) for module in modules}) == len(modules):
+    if len(set(map(contents, modules))) == len(modules):
       continue  # no two are alike
     for module in filter(is_block, modules):
       for i in members[module]:
