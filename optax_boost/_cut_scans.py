@@ -125,9 +125,6 @@ class _CutScans(_jaxpr.Evaluator[Any]):
   def __init__(self, inline: bool) -> None:
     self._inline = inline
 
-  def constant(self, value: Any) -> Any:
-    return value
-
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
     enters = self._inline and equation.primitive.name in _jaxpr.PLAIN_CALLS
     in_parts = any(isinstance(value, _Parts) for value in inputs)

@@ -105,6 +105,10 @@ class Evaluator(Interpreter[_Value]):
     self._template = getattr(program, "jaxpr", program)
     return super().run(program, arguments)
 
+  def constant(self, value: Any) -> Any:
+    """A constant as it is."""
+    return value
+
   def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
     """As :meth:`Interpreter.visit`, with loops and conditionals as operations."""
     if equation.primitive.name in PLAIN_CALLS:

@@ -73,8 +73,7 @@ def split(
   ]
   jaxpr = _hoisted(whole, kinds, inputs)
   kind, border, before, after = _cut(jaxpr.jaxpr, kinds)
-  loops = _loops_over_data(jaxpr.jaxpr, kind)
-  _check_border([kind[variable] for variable in border], loops)
+  _check_border(jaxpr.jaxpr, kind, border)
   border, again = _without_cheap(jaxpr.jaxpr, kind, border)
   again |= set(map(id, after))
   after = [equation for equation in jaxpr.eqns if id(equation) in again]
@@ -96,17 +95,21 @@ def split(
   return Split(activations, rest, shapes)
 
 
-def _dependences(jaxpr: Any, kinds: Sequence[int]) -> tuple[dict[Any, int], list[int]]:
-  """What each variable depends on, and each equation."""
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+  return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
+
+
+def _depends(atoms: Sequence[Any], kind: dict[Any, int]) -> int:
+  """What some operands together depend on."""
+  return functools.reduce(operator.or_, (kind[v] for v in _variables(atoms)), 0)
+
+
+def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
+  """What each variable depends on."""
   kind = dict(zip(jaxpr.invars, kinds, strict=True)) | dict.fromkeys(jaxpr.constvars, 0)
-  of_equations = []
   for equation in jaxpr.eqns:
-    found = 0
-    for atom in equation.invars:
-      found |= 0 if isinstance(atom, jax_core.Literal) else kind[atom]
-    kind |= dict.fromkeys(equation.outvars, found)
-    of_equations.append(found)
-  return kind, of_equations
+    kind |= dict.fromkeys(equation.outvars, _depends(equation.invars, kind))
+  return kind
 
 
 def _cut(
@@ -116,18 +119,17 @@ def _cut(
 
   The others are those that work on something trained or make no activation.
   """
-  kind, kinds_of_equations = _dependences(jaxpr, kinds)
-  steps = list(zip(jaxpr.eqns, kinds_of_equations, strict=True))
-  before = [equation for equation, k in steps if not k & _TRAINED]
-  after = [equation for equation, k in steps if not _is_activation(k)]
+  kind = _dependences(jaxpr, kinds)
+  before = [e for e in jaxpr.eqns if not _depends(e.invars, kind) & _TRAINED]
+  after = [e for e in jaxpr.eqns if not _is_activation(_depends(e.invars, kind))]
   used = [atom for equation in after for atom in equation.invars] + list(jaxpr.outvars)
-  variables = dict.fromkeys(atom for atom in used if not isinstance(atom, jax_core.Literal))
+  variables = dict.fromkeys(_variables(used))
   return kind, [v for v in variables if _is_activation(kind[v])], before, after
 
 
 def _hoisted(program: Any, kinds: Sequence[int], arguments: Sequence[Any]) -> Any:
   """A program with its activations outside of what ``jax.checkpoint`` computes twice."""
-  kind, _ = _dependences(getattr(program, "jaxpr", program), kinds)
+  kind = _dependences(getattr(program, "jaxpr", program), kinds)
   return jax.make_jaxpr(lambda *values: _Hoisting(kind).run(program, values))(*arguments)
 
 
@@ -137,14 +139,10 @@ class _Hoisting(_jaxpr.Evaluator[Any]):
   def __init__(self, kind: dict[Any, int]) -> None:
     self._kind = kind
 
-  def constant(self, value: Any) -> Any:
-    return value
-
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
     if not _jaxpr.is_checkpoint(equation):
       return self.bind(equation, inputs)
-    literal = jax_core.Literal
-    kinds = [0 if isinstance(atom, literal) else self._kind[atom] for atom in equation.invars]
+    kinds = [_depends([atom], self._kind) for atom in equation.invars]
     closed = _hoisted(equation.params["jaxpr"], kinds, inputs)
     jaxpr, values = closed.jaxpr, [*closed.consts, *inputs]
     _, border, before, after = _cut(jaxpr, kinds)
@@ -175,9 +173,9 @@ def _without_cheap(
         return None
       if id(equation) not in found:
         found.add(id(equation))
-        atoms = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-        used |= not others.isdisjoint(atoms)
-        missing += [a for a in atoms if _is_activation(kind[a]) and a not in others]
+        operands = _variables(equation.invars)
+        used |= not others.isdisjoint(operands)
+        missing += [v for v in operands if _is_activation(kind[v]) and v not in others]
     return found if used else None
 
   kept = list(border)
@@ -198,32 +196,30 @@ def _is_activation(kind: int) -> bool:
   return not kind & _TRAINED and bool(kind & _FROZEN) and bool(kind & (_DATA | _RANDOM))
 
 
-def _loops_over_data(jaxpr: Any, kind: dict[Any, int]) -> bool:
+def _loops_over_data(equation: Any, kind: dict[Any, int]) -> bool:
   """Whether a scan slices data and works on them with frozen params and with trained ones."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == "scan":
-      kinds = [0 if isinstance(atom, jax_core.Literal) else kind[atom] for atom in equation.invars]
-      consts, carries = _jaxpr.scan_operands(equation)
-      constants = functools.reduce(operator.or_, kinds[:consts], 0)
-      if constants & _FROZEN and constants & _TRAINED and _DATA in kinds[consts + carries :]:
-        return True
-  return False
+  if equation.primitive.name != "scan":
+    return False
+  consts, carries = _jaxpr.scan_operands(equation)
+  constants = _depends(equation.invars[:consts], kind)
+  slices = [_depends([atom], kind) for atom in equation.invars[consts + carries :]]
+  return bool(constants & _FROZEN and constants & _TRAINED and _DATA in slices)
 
 
-def _check_border(kinds: list[int], loops_over_data: bool) -> None:
-  if not kinds and loops_over_data:
+def _check_border(jaxpr: Any, kind: dict[Any, int], border: Sequence[Any]) -> None:
+  if not border and any(_loops_over_data(equation, kind) for equation in jaxpr.eqns):
     raise ValueError(
       f"`{_METHOD}` found no activations: the loss scans over parts of the batch (micro-batches),"
       " and a scan's body is not split. Take the scan out of the loss: `accumulate` sums up"
       " gradients of micro-batches, each of which is a batch of the cache."
     )
-  if not kinds:
+  if not border:
     raise ValueError(
       f"`{_METHOD}` found no activations: nothing is computed from the data and the frozen groups"
       " alone. Freeze the groups from the first on, the embedding among them, and pass the number"
       " that is frozen in every step."
     )
-  if any(kind & _RANDOM for kind in kinds):
+  if any(kind[variable] & _RANDOM for variable in border):
     raise ValueError(
       f"`{_METHOD}` needs a prefix without random numbers; the frozen groups draw some from the"
       " loss's key (dropout). Turn them off there."
