@@ -205,7 +205,7 @@ def _common(
   """The seeds that every method has finished, or else the first; and the points in common."""
 
   def reached(seed: int) -> int:
-    return min(len(method.loss.get(seed, ())) for method in methods.values())
+    return min(len(method.curves.get(seed, ())) for method in methods.values())
 
   finished = [seed for seed in seeds if reached(seed) == len(eval_steps)] or seeds[:1]
   return finished, reached(finished[0])
@@ -215,11 +215,12 @@ def _curves_of(
   method: _run.Method, seeds: Sequence[int], eval_steps: Sequence[int]
 ) -> _curves.RaceCurves:
   count = len(eval_steps)
-  rows = [method.metrics[seed][:count] for seed in seeds]
+  rows = [method.curves[seed][:count] for seed in seeds]
+  metrics = {name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]}
   return _curves.RaceCurves(
     steps=np.array(eval_steps),
-    loss=np.array([method.loss[seed][:count] for seed in seeds]),
-    metrics={name: np.array([[at[name] for at in row] for row in rows]) for name in rows[0][0]},
+    loss=metrics.pop(_curves.LOSS),
+    metrics=metrics,
     gradient_evaluations=np.cumsum(method.evaluations[:count]),
     seconds=np.cumsum(method.seconds(count)),
     compile_seconds=method.compile_seconds,

@@ -28,6 +28,7 @@ import optax
 from optax_boost import _jaxpr
 from optax_boost import _train_step
 from optax_boost.race import _cost
+from optax_boost.race import _curves
 from optax_boost.race import _data
 
 # A pass over all methods is repeated until the clock has run for so long, up to so many passes.
@@ -142,9 +143,8 @@ class Method:
     self._per_step: _cost.Evaluations | None = None
     # Whether its seeds must be trained one at a time, and whether they had better be.
     self.always_alone = self.better_alone = False
-    # By seed.
-    self.loss: dict[int, list[float]] = {}
-    self.metrics: dict[int, list[dict[str, float]]] = {}
+    # By seed, the training loss among the metrics.
+    self.curves: dict[int, list[dict[str, float]]] = {}
     self.evaluations: list[float] = []
     # Seconds since the point before, in each pass on the clock; nan: a step was compiled.
     self.passes: list[list[float]] = []
@@ -208,7 +208,7 @@ class Method:
 
     `records` is whether the curves are kept, `clocked` whether the times are.
     """
-    first = not self.loss
+    first = not self.curves
     counts = first and self._per_step is None
     step = self._marked if counts else self._plain
     training = self._begin(seeds, step)
@@ -217,8 +217,7 @@ class Method:
     if clocked and not counts:
       self.passes.append(seconds)
     if records:
-      self.loss |= {seed: [] for seed in seeds}
-      self.metrics |= {seed: [] for seed in seeds}
+      self.curves |= {seed: [] for seed in seeds}
     for length in self._lengths:
       losses, time_taken = training.advance(length, step.cache_size)
       seconds.append(time_taken)
@@ -228,11 +227,9 @@ class Method:
       if records:
         for i, seed in enumerate(seeds):
           trained = training.state.params, training.state.model_state
-          self.metrics[seed].append(
-            self._evaluate(*(trained if len(seeds) == 1 else _pick(trained, i)))
-          )
-          # The loss is the last note of a point.
-          self.loss[seed].append(_mean(losses.reshape(length, -1)[:, i]))
+          metrics = self._evaluate(*(trained if len(seeds) == 1 else _pick(trained, i)))
+          loss = _mean(losses.reshape(length, -1)[:, i])
+          self.curves[seed].append({_curves.LOSS: loss, **metrics})
       yield length * len(seeds) if records else 0
 
   def faster_at_once(self, seeds: Sequence[int]) -> bool:
