@@ -45,14 +45,11 @@ def _is_key(leaf: Any) -> bool:
   return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _is_no_tree(data: Any) -> bool:
-  # JAX warns of iterators in a tree.
-  return isinstance(data, Iterator) or jax.tree_util.all_leaves([data])
-
-
 def _count_examples(data: Any) -> int:
-  arrays_or_text = isinstance(data, str) or hasattr(data, "__array__")
-  if isinstance(data, Iterable) and not arrays_or_text and _is_no_tree(data):
+  # JAX warns of iterators in a tree.
+  is_leaf = isinstance(data, Iterator) or jax.tree_util.all_leaves([data])
+  is_array_or_text = isinstance(data, str) or hasattr(data, "__array__")
+  if is_leaf and isinstance(data, Iterable) and not is_array_or_text:
     raise TypeError(
       "`data` must be a tree of arrays, or a function from the seed to an iterable of batches,"
       f" which every method goes through from its start; got {_base.shorten(data)}. Pass"

@@ -30,8 +30,8 @@ def draw(
 ) -> "Figure":
   """Draws a row of panels for each quantity, a column for each budget; losses on a log scale."""
   try:
+    from matplotlib import ticker
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
   except ImportError as error:
     raise ImportError(
       f"`RaceResult.plot` needs matplotlib. {_base.install_advice('race')}"
@@ -55,9 +55,12 @@ def draw(
         _draw_curve(axes, result, name, quantity, of, colour, logarithmic)
       ends = [getattr(curves, of)[-1] for curves in result.curves.values()]
       axes.set_xlim(0, max([end for end in ends if end > 0], default=1))
-      axes.xaxis.set_major_locator(MaxNLocator(nbins=6 if of == "seconds" else 8))
+      axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6 if of == "seconds" else 8))
       if logarithmic:
-        _scale_logarithmically(axes)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
       if of != "steps" and np.isfinite(result.budget(of)):
         dotted = (0, (2, 3))
         axes.axvline(result.budget(of), color=_BASELINE_COLOUR, linewidth=1.2, linestyle=dotted)
@@ -90,15 +93,6 @@ def _draw_curve(
   label = name + ("" if len(alive) else " (diverged)")
   style = {"color": colour, "linewidth": 2.4, "solid_capstyle": "round"}
   axes.plot(x, inverse(mean), label=label, **style)
-
-
-def _scale_logarithmically(axes: Any) -> None:
-  from matplotlib.ticker import LogLocator
-
-  axes.set_yscale("log")
-  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-  axes.yaxis.set_major_formatter("{x:g}")
-  axes.yaxis.set_minor_formatter("")
 
 
 def _name_lines(axes: Any, colours: dict[str, str]) -> None:
