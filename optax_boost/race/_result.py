@@ -235,11 +235,9 @@ class RaceResult:
     quantities = self.quantities[:1] if quantities is None else quantities
     _check_names("quantities", quantities, self.quantities)
     _check_names("against", against, list(BUDGETS))
-    suffix = "png"
-    if path is not None:
-      suffix = pathlib.Path(_files.check_path("path", path)).suffix.lstrip(".").lower() or suffix
     figure = _plot.draw(self, quantities, against)
     if path is not None:
+      suffix = pathlib.Path(_files.check_path("path", path)).suffix.lstrip(".").lower() or "png"
       _base.check_name("path's suffix", suffix, list(figure.canvas.get_supported_filetypes()))
       _files.write_atomically(path, lambda file: figure.savefig(file, format=suffix))
     return figure
