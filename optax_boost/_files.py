@@ -3,11 +3,11 @@
 from collections.abc import Callable
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
 import pathlib
-import re
 import secrets
 from typing import Any
 from typing import BinaryIO
@@ -98,13 +98,10 @@ def read_arrays(handle: BinaryIO) -> dict[str, np.ndarray]:
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
   """Reads one array, after a check that the file holds as many bytes as its header claims."""
-  if info.flag_bits & 1:
-    raise ValueError(f"{info.filename!r} is encrypted")
   if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
     raise ValueError(f"{info.filename!r} is compressed")
   with archive.open(info) as entry:
-    if np.lib.format.read_magic(entry) != (1, 0):
-      raise ValueError(f"{info.filename!r} is no array of NumPy's format 1.0")
+    np.lib.format.read_magic(entry)
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(entry)
     data = entry.read()
   if dtype.hasobject:
@@ -113,9 +110,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     raise ValueError(
       f"{info.filename!r} claims shape {shape} of {dtype}, and has {len(data)} bytes"
     )
-  if fortran:
-    raise ValueError(f"{info.filename!r} is in Fortran order")
-  return np.frombuffer(data, dtype).reshape(shape).copy()
+  return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
@@ -175,9 +170,13 @@ def _temporary(target: pathlib.Path) -> Any:
     # Not `tempfile.mkstemp`, whose files only their owner may read.
     path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     with open(path, "xb") as file:
-      if not _lock_temporary(file):
-        # Another process took it for a stale one before it was locked.
-        continue
+      if fcntl is not None:
+        # A file system without locks keeps stale files.
+        with contextlib.suppress(OSError):
+          fcntl.flock(file, fcntl.LOCK_EX)
+        if not os.fstat(file.fileno()).st_nlink:
+          # Another process took it for a stale one before it was locked.
+          continue
       try:
         yield file
       except BaseException:
@@ -187,27 +186,12 @@ def _temporary(target: pathlib.Path) -> Any:
       return
 
 
-def _lock_temporary(file: BinaryIO) -> bool:
-  """Locks a temporary file; False where it was removed before that."""
-  if fcntl is None:
-    return True
-  # A file system without locks keeps stale files.
-  with contextlib.suppress(OSError):
-    fcntl.flock(file, fcntl.LOCK_EX)
-  return os.fstat(file.fileno()).st_nlink > 0
-
-
 def _remove_stale(target: pathlib.Path) -> None:
   """Removes temporary files for the same target that nobody has locked."""
   if fcntl is None:
     return
-  names: list[str] = []
-  with contextlib.suppress(OSError):
-    names = os.listdir(target.parent)
-  stale = re.compile(rf"\.{re.escape(target.name[:40])}\.[0-9a-f]{{16}}\.tmp")
-  for name in names:
-    if stale.fullmatch(name):
-      path = target.with_name(name)
-      with contextlib.suppress(OSError), open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
+  pattern = f".{glob.escape(target.name[:40])}.{'[0-9a-f]' * 16}.tmp"
+  for path in target.parent.glob(pattern):
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      path.unlink()
