@@ -1,6 +1,5 @@
 """The order in which a loss uses its params, read from its trace."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -8,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_boost import _jaxpr
 
@@ -25,20 +23,14 @@ _NEUTRAL, _DATA = _Value(), _Value(data=True)
 _ARRAY, _SCALAR, _CONSTANT, _KEY = "array", "scalar", "constant", "key"
 
 
-def forward_uses(
-  loss_fn: Callable[..., Any],
-  params: optax.Params,
-  *args: Any,
-  data: Sequence[bool | None],
-) -> list[int]:
-  """The params' leaves, with repetitions, in the order in which the loss brings them to data.
+def forward_uses(program: Any, leaves: int, data: Sequence[bool | None]) -> list[int]:
+  """The params' leaves, with repetitions, in the order in which a traced loss brings them to data.
 
-  A `data` flag of None makes its argument a constant. Scalar arguments, constants and noise count
-  as data, in this order, only where all leaves would otherwise meet data in one place or nowhere.
+  `data` flags the other arguments; None makes one a constant. Scalars, constants and noise count as
+  data, in this order, only where all leaves would otherwise meet data in one place or nowhere.
   """
-  closed = jax.make_jaxpr(loss_fn)(params, *args)
-  leaves = [_Value(params=frozenset([i])) for i in range(len(jax.tree.leaves(params)))]
-  arguments = zip(closed.jaxpr.invars[len(leaves) :], data, strict=True)
+  params = [_Value(params=frozenset([i])) for i in range(leaves)]
+  arguments = zip(program.jaxpr.invars[leaves:], data, strict=True)
   kinds = [_argument(variable.aval, flag) for variable, flag in arguments]
   candidates = []
   accepted: set[str | None] = set()
@@ -46,7 +38,7 @@ def forward_uses(
     accepted = {*accepted, kind}
     order = _ForwardOrder(_DATA if _CONSTANT in accepted else _NEUTRAL, _KEY in accepted)
     values = [_DATA if kind in accepted else _NEUTRAL for kind in kinds]
-    outputs = order.run(closed, [*leaves, *values])
+    outputs = order.run(program, [*params, *values])
     if outputs:
       # A loss without data: nothing but a penalty.
       order.uses.append(tuple(~leaf for leaf in sorted(outputs[0].params)))

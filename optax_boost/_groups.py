@@ -162,10 +162,9 @@ def group_by_use(
     _tree.check_traceable(name, tree)
   leaves = _tree.describe(params)
   state_flags = [None] * len(jax.tree.leaves(model_state))
-  events = _forward_order.forward_uses(
-    loss_fn, params, model_state, *args, data=[*state_flags, *is_data]
-  )
-  stacks = _stacked.find_stacks(loss_fn, params, model_state, *args)
+  program = jax.make_jaxpr(loss_fn)(params, model_state, *args)
+  events = _forward_order.forward_uses(program, len(leaves), [*state_flags, *is_data])
+  stacks = _stacked.follow_scans(program, len(leaves)).stacks
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:

@@ -87,7 +87,8 @@ def stacked_axes(
   _tree.check_traceable("args", args)
   paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
-  found = _follow(_jaxpr.anew(loss_fn), params, *args)
+  closed = jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)
+  found = follow_scans(closed, len(paths))
   outermost = {place for stack in found.stacks for place in stack.axes.items()}
   for leaf, axis in sorted(
     found.sliced, key=lambda place: (place[0], place not in outermost, place)
@@ -97,24 +98,18 @@ def stacked_axes(
   return axes
 
 
-def find_stacks(loss_fn: Callable[..., Any], params: Any, *args: Any) -> list[Stack]:
-  """The outermost scans over layers, in the order of the program; a leaf counts in the first."""
-  return _follow(loss_fn, params, *args).stacks
-
-
 def layer_axes(loss_fn: Callable[..., Any], tree: Any) -> dict[int, int]:
   """The axis of layers of each leaf that an outermost scan slices."""
-  return {leaf: axis for s in find_stacks(loss_fn, tree) for leaf, axis in s.axes.items()}
+  stacks = follow_scans(jax.make_jaxpr(loss_fn)(tree), len(jax.tree.leaves(tree))).stacks
+  return {leaf: axis for stack in stacks for leaf, axis in stack.axes.items()}
 
 
-def _follow(loss_fn: Callable[..., Any], params: Any, *args: Any) -> "_SlicedAxes":
-  closed = jax.make_jaxpr(loss_fn)(params, *args)
-  avals: Any = closed.in_avals
-  ranks = [len(aval.shape) for aval in avals]
-  leaves = len(jax.tree.leaves(params))
+def follow_scans(program: Any, leaves: int) -> "SlicedAxes":
+  """The scans of a program that slice its first arguments, so many leaves."""
+  ranks = [len(variable.aval.shape) for variable in program.jaxpr.invars]
   views = [view_leaf(i, rank) for i, rank in enumerate(ranks[:leaves])]
-  scans = _SlicedAxes()
-  scans.run(closed, views + [NO_VIEWS] * (len(ranks) - leaves))
+  scans = SlicedAxes()
+  scans.run(program, views + [NO_VIEWS] * (len(ranks) - leaves))
   return scans
 
 
@@ -158,11 +153,12 @@ def follow_views(equation: Any, inputs: Sequence[Views]) -> list[Views]:
   ]
 
 
-class _SlicedAxes(_jaxpr.Interpreter[Views]):
+class SlicedAxes(_jaxpr.Interpreter[Views]):
   """Follows the leaves through a program; notes the axes along which scans slice them."""
 
   def __init__(self) -> None:
     self.sliced: set[tuple[int, int]] = set()  # leaf and axis
+    # The outermost scans over layers, in the order of the program; a leaf counts in the first.
     self.stacks: list[Stack] = []
 
   def constant(self, value: Any) -> Views:
