@@ -223,7 +223,7 @@ class _Layers:
 
   def __init__(self, tree: Any, layers: Any, window: int):
     self._axes: dict[int, int] = {}  # by leaf
-    self._members: list[list[int]] = []  # leaves that correspond, one of each layer
+    self._members: list[tuple[int, ...]] = []  # leaves that correspond, one of each layer
     leaves = _tree.describe(tree)
     find = self._find_axes if isinstance(layers, Mapping) else self._find_members
     self.number = find(leaves, layers) or window
@@ -248,23 +248,18 @@ class _Layers:
 
   def _find_members(self, leaves: list[_tree.Leaf], patterns: Sequence[str]) -> int:
     matches = _tree.first_match("layers", patterns, [leaf.path for leaf in leaves])
-    of_layer: dict[int, list[int]] = {}
-    for i, layer in enumerate(matches):
-      if layer is not None:
-        of_layer.setdefault(layer, []).append(i)
-    numbers = sorted(of_layer)
-    first = of_layer[numbers[0]] if numbers else []
-    shapes = [leaves[i].shape for i in first]
-    for number in numbers:
-      found = [leaves[i].shape for i in of_layer[number]]
-      if found != shapes:
+    numbers = sorted({match for match in matches if match is not None})
+    layers = [[i for i, match in enumerate(matches) if match == n] for n in numbers]
+    shapes = [[leaves[i].shape for i in layer] for layer in layers]
+    for number, found in zip(numbers, shapes, strict=True):
+      if found != shapes[0]:
         raise ValueError(
-          f"`active_window` needs layers of equal shapes; got {shapes} for {patterns[numbers[0]]!r}"
-          f" and {found} for {patterns[number]!r}. Leave out of `layers` what differs: it always"
-          " trains."
+          f"`active_window` needs layers of equal shapes; got {shapes[0]} for"
+          f" {patterns[numbers[0]]!r} and {found} for {patterns[number]!r}. Leave out of `layers`"
+          " what differs: it always trains."
         )
-    self._members = [[of_layer[n][j] for n in numbers] for j in range(len(first))]
-    return len(numbers)
+    self._members = list(zip(*layers, strict=True))
+    return len(layers)
 
   def take(self, tree: Any, layers: jax.Array) -> Any:
     """The given layers of a tree, leaves of no layer hidden."""
