@@ -121,7 +121,7 @@ class PrefixCache:
     if not self._checked:
       self._checked = self._check_examples_apart(params, batch, activations)
     # Before that, rows of this run might not be of the prefix that made the others.
-    if not self._unconfirmed and self._rows.has_room_for(examples):
+    if not self._unconfirmed and self.num_cached < self.capacity:
       sums = self._sums_of(params)
       if self._sums is None:
         self._sums = sums

@@ -54,10 +54,6 @@ class Rows:
     """The rows of examples that have some."""
     return self._rows[self._slots[examples]]
 
-  def has_room_for(self, examples: np.ndarray) -> bool:
-    """Whether at least one of some examples without a row can get one."""
-    return self.used < len(self._rows) and not self.has(examples)
-
   def add(self, examples: np.ndarray, rows: np.ndarray) -> None:
     """Gives rows to the examples that have none, while there is room."""
     numbers, places = np.unique(examples, return_index=True)
