@@ -76,13 +76,7 @@ class Interpreter(Generic[_Value]):
     if name == "cond":
       return self.branches(settings["branches"], inputs[1:])
     program = _called(equation)
-    if program is None:
-      return self.operation(equation, inputs)
-    return self.call(equation, program, inputs)
-
-  def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of a call."""
-    return self.run(program, inputs)
+    return self.operation(equation, inputs) if program is None else self.run(program, inputs)
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
     """The results of a loop, whose `inputs` at `carry` come from the round before: of one round."""
@@ -110,13 +104,10 @@ class Evaluator(Interpreter[_Value]):
     return value
 
   def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """As :meth:`Interpreter.visit`, with loops and conditionals as operations."""
-    if equation.primitive.name in PLAIN_CALLS:
-      return super().visit(equation, inputs)
-    return self.operation(equation, inputs)
-
-  def call(self, equation: Any, program: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of a call; what ``checkpoint`` did not save is again not saved."""
+    """As :meth:`Interpreter.visit`; what ``checkpoint`` did not save is again not saved."""
+    program = _called(equation) if equation.primitive.name in PLAIN_CALLS else None
+    if program is None:
+      return self.operation(equation, inputs)
     run = functools.partial(self.run, program)
     return checkpointed(run, equation)(inputs) if is_checkpoint(equation) else run(inputs)
 
