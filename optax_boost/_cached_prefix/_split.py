@@ -72,7 +72,8 @@ def split(
     *[_RANDOM] * keys,
   ]
   jaxpr = _hoisted(whole, kinds, inputs)
-  kind, border, before, after = _cut(jaxpr.jaxpr, kinds)
+  kind = _dependences(jaxpr.jaxpr, kinds)
+  border, before, after = _cut(jaxpr.jaxpr, kind)
   _check_border(jaxpr.jaxpr, kind, border)
   border, again = _without_cheap(jaxpr.jaxpr, kind, border)
   again |= set(map(id, after))
@@ -112,19 +113,13 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
   return kind
 
 
-def _cut(
-  jaxpr: Any, kinds: Sequence[int]
-) -> tuple[dict[Any, int], list[Any], list[Any], list[Any]]:
-  """What each variable depends on, the activations, the equations up to them, and the others.
-
-  The others are those that work on something trained or make no activation.
-  """
-  kind = _dependences(jaxpr, kinds)
+def _cut(jaxpr: Any, kind: dict[Any, int]) -> tuple[list[Any], list[Any], list[Any]]:
+  """The activations, the equations up to them, and those that make something else."""
   before = [e for e in jaxpr.eqns if not _depends(e.invars, kind) & _TRAINED]
   after = [e for e in jaxpr.eqns if not _is_activation(_depends(e.invars, kind))]
   used = [atom for equation in after for atom in equation.invars] + list(jaxpr.outvars)
   variables = dict.fromkeys(_variables(used))
-  return kind, [v for v in variables if _is_activation(kind[v])], before, after
+  return [v for v in variables if _is_activation(kind[v])], before, after
 
 
 def _hoisted(program: Any, kinds: Sequence[int], arguments: Sequence[Any]) -> Any:
@@ -145,7 +140,7 @@ class _Hoisting(_jaxpr.Evaluator[Any]):
     kinds = [_depends([atom], self._kind) for atom in equation.invars]
     closed = _hoisted(equation.params["jaxpr"], kinds, inputs)
     jaxpr, values = closed.jaxpr, [*closed.consts, *inputs]
-    _, border, before, after = _cut(jaxpr, kinds)
+    border, before, after = _cut(jaxpr, _dependences(jaxpr, kinds))
     variables = [*jaxpr.constvars, *jaxpr.invars]
     kept = _jaxpr.compute(_jaxpr.part(jaxpr, variables, border, before), values)
     rest = _jaxpr.part(jaxpr, [*variables, *border], jaxpr.outvars, after)
