@@ -135,24 +135,19 @@ def sgperm(
     of their weights, equal ones in natural order. Leaves of any rank are permuted. Inside
     ``shard_map`` they must be whole: a permutation counts the entries of the whole leaf.
   """
-  bounds: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-    ("alpha", alpha, {"minimum": 0.0}),
-    ("lamda", lamda, {"positive": True, "maximum": 1.0}),
-    ("beta1", beta1, {"positive": True, "maximum": 1.0}),
-    ("beta2", beta2, {"positive": True}),
-    ("alpha_min", alpha_min, {"minimum": 0.0}),
-    ("lamda_max", lamda_max, {"positive": True, "maximum": 1.0}),
-    ("momentum_lr", momentum_lr, {"positive": True}),
-    ("momentum", momentum, {"minimum": 0.0, "below": 1.0}),
-  )
-  for name, value, bound in bounds:
-    _base.check_number(name, value, **bound)
+  _base.check_number("alpha", alpha, minimum=0.0)
+  _base.check_number("lamda", lamda, positive=True, maximum=1.0)
+  _base.check_number("beta1", beta1, positive=True, maximum=1.0)
+  _base.check_number("beta2", beta2, positive=True)
+  _base.check_number("alpha_min", alpha_min, minimum=0.0)
+  _base.check_number("lamda_max", lamda_max, positive=True, maximum=1.0)
+  _base.check_number("momentum_lr", momentum_lr, positive=True)
+  _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
   _base.check_whole_number("partition_size_min", partition_size_min, static=True)
   _base.check_whole_number("rounds", rounds, static=True)
   _base.check_bool("include_partition_remainder", include_partition_remainder)
   _base.check_bool("check", check)
-  if accumulator_dtype is not None:
-    _base.check_floating_dtype("accumulator_dtype", accumulator_dtype)
+  _base.check_floating_dtype("accumulator_dtype", accumulator_dtype, optional=True)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
