@@ -4,7 +4,6 @@ from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,12 @@ from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._permutation import SgpermState
 
 
-class Leaf(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Leaf:
   """A leaf's partition if it is given, and arrays, of the leaf's shape but for the ranges."""
 
+  layout: _layout.Layout = dataclasses.field(metadata={"static": True})
   order: Any
   momentum: jax.Array
   params: jax.Array
@@ -99,9 +101,9 @@ class Transform:
     trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
     # With "pairs" the state has no ranks.
     parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-    leaves = [Leaf(*leaf) for leaf in zip(orders, *parts, strict=True)]
+    leaves = list(map(Leaf, layouts, orders, *parts))
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    moved = self._moved(state, [layouts[i] for i in moving], [leaves[i] for i in moving])
+    moved = self._moved(state, [leaves[i] for i in moving])
     gradients, structure = jax.tree.flatten(updates)
     steps = list(map(jnp.zeros_like, gradients))
     permutation = [leaf.permutation for leaf in leaves]
@@ -127,20 +129,16 @@ class Transform:
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
     return kept, jnp.logical_not(_arrays.all_finite(new))
 
-  def _moved(
-    self, state: SgpermState, layouts: list[_layout.Layout], leaves: list[Leaf]
-  ) -> list[tuple[jax.Array, jax.Array]]:
+  def _moved(self, state: SgpermState, leaves: list[Leaf]) -> list[tuple[jax.Array, jax.Array]]:
     """The weights of each leaf after the step, and their permutation."""
 
-    def move(count: jax.Array, key: jax.Array, leaves: Any) -> Any:
-      bits = self._random_bits(count, key, layouts)
+    def move(count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> Any:
+      bits = self._random_bits(count, key, leaves)
       on_host = self.method == "exact" and self._on_host()
       step = self._host_step if on_host else self._device_step
       return [
-        _layout.moved(lay, leaf.permutation, leaf.initial, *result)
-        for lay, leaf, result in zip(
-          layouts, leaves, step(count, bits, layouts, leaves), strict=True
-        )
+        _layout.moved(leaf.layout, leaf.permutation, leaf.initial, *result)
+        for leaf, result in zip(leaves, step(count, bits, leaves), strict=True)
       ]
 
     move = _sharding.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
@@ -150,9 +148,7 @@ class Transform:
     """The smallest and the largest size that a subset of vectors of this length may ever have."""
     return self.schedules.sizes(length, self.partition_size_min)
 
-  def _random_bits(
-    self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
-  ) -> jax.Array:
+  def _random_bits(self, count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> jax.Array:
     """Random words, from one draw for all leaves: their vectors do not mix."""
 
     def words(n: int) -> int:
@@ -160,7 +156,7 @@ class Transform:
         return n if self._sizes(n)[0] < n else 0
       return self.rounds if self.method == "pairs" else 0
 
-    most = max((words(lay.length) for lay in layouts), default=0)
+    most = max((words(leaf.layout.length) for leaf in leaves), default=0)
     if not most:
       return jnp.zeros(0, jnp.uint32)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
@@ -172,27 +168,26 @@ class Transform:
     return _sorting.argsort(bits[:n]) if drawn else jnp.arange(n, dtype=jnp.int32)
 
   def _device_step(
-    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+    self, count: jax.Array, bits: jax.Array, leaves: list[Leaf]
   ) -> list[tuple[jax.Array, jax.Array]]:
     """Per leaf (*fan_in, *outputs), the places of initial weights, and these."""
 
-    def arrays(lay: _layout.Layout, leaf: Leaf) -> tuple[_layout.Layout, list[jax.Array]]:
-      found = [leaf.initial, leaf.momentum]
-      if self.method != "exact":
-        found.append(leaf.params)
-      if self.method != "rank":
-        found.append(leaf.permutation)
-      if self.method != "pairs":
-        found.append(leaf.ranks)
-      if leaf.order is not None:
-        found.append(lay.leaf(leaf.order.astype(jnp.int32)))
+    def arrays(leaf: Leaf) -> tuple[_layout.Layout, list[jax.Array]]:
+      lay = leaf.layout
+      held = {
+        "exact": [leaf.permutation, leaf.ranks],
+        "pairs": [leaf.params, leaf.permutation],
+        "rank": [leaf.params, leaf.ranks],
+      }[self.method]
+      given = [] if leaf.order is None else [lay.leaf(leaf.order.astype(jnp.int32))]
       outputs = [lay.shape[axis] for axis in lay.outputs]
       ranges = leaf.ranges.reshape([1] * len(lay.fan_in) + outputs)
-      return lay, [*map(lay.fan_in_first, found), ranges]
+      whole = [leaf.initial, leaf.momentum, *held, *given]
+      return lay, [*map(lay.fan_in_first, whole), ranges]
 
     kernel = self._exact_kernel if self.method == "exact" else self._fast_kernel
     kernel = functools.partial(kernel, count, bits)
-    return _execution.over_leaves(kernel, list(map(arrays, layouts, leaves)))
+    return _execution.over_leaves(kernel, list(map(arrays, leaves)))
 
   def _fast_kernel(
     self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
@@ -237,11 +232,12 @@ class Transform:
     return kernel
 
   def _host_step(
-    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+    self, count: jax.Array, bits: jax.Array, leaves: list[Leaf]
   ) -> list[tuple[jax.Array, jax.Array]]:
     """The same by the published algorithm on the host, whose ranks are its own."""
     positions, works = [], []
-    for lay, leaf in zip(layouts, leaves, strict=True):
+    for leaf in leaves:
+      lay = leaf.layout
       order = self._order(bits, lay.length) if leaf.order is None else leaf.order
       position = lay.position(lay.columns(leaf.permutation))
       work = _host.Work(
@@ -257,10 +253,10 @@ class Transform:
       works.append(work)
     sources = _called_back(works, self.remainder) if works else []
     results = []
-    for lay, leaf, position, source in zip(layouts, leaves, positions, sources, strict=True):
+    for leaf, position, source in zip(leaves, positions, sources, strict=True):
       place = _sorting.gather(position, source)
-      values = _sorting.gather(lay.columns(leaf.initial), place)
-      shape = lay.fan_in_first(leaf.initial).shape
+      values = _sorting.gather(leaf.layout.columns(leaf.initial), place)
+      shape = leaf.layout.fan_in_first(leaf.initial).shape
       results.append((place.reshape(shape), values.reshape(shape)))
     return results
 
