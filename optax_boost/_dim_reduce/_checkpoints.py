@@ -206,12 +206,17 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
         return ocp.RestoreArgs(restore_type=np.ndarray)
       return ocp.ArrayRestoreArgs(sharding=sharding, dtype=target.dtype)
 
+    def with_part(leaves: Any, elsewhere: Any) -> Any:
+      """The whole tree, with these leaves in the part."""
+      own = jax.tree.unflatten(structure, leaves)
+      return jax.tree.map(
+        lambda x: own if x is part else elsewhere, tree, is_leaf=lambda x: x is part
+      )
+
     # Leaves with a placeholder are not read.
-    unread = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
     marks = [0 if like is None or name in targets else ocp.PLACEHOLDER for name in names]
-    item = _with_part(unread, keys, jax.tree.unflatten(structure, marks))
-    unread = jax.tree.map(lambda _: ocp.RestoreArgs(), tree)
-    arguments = _with_part(unread, keys, jax.tree.unflatten(structure, map(how, names)))
+    item = with_part(marks, ocp.PLACEHOLDER)
+    arguments = with_part(map(how, names), ocp.RestoreArgs())
     read = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item, arguments))
   for key in keys:
     read = read[key]
@@ -220,12 +225,3 @@ def _read(path: pathlib.Path, like: Any, subtree: tuple[str, ...]) -> Any:
   arrays = dict(zip(_tree.paths_among(targets, read), jax.tree.leaves(read), strict=True))
   ordered = [arrays[name].astype(x.dtype) for name, x in targets.items()]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
-
-
-def _with_part(tree: Any, keys: Sequence[Any], part: Any) -> Any:
-  """A copy of nested dicts and lists with another part under some keys."""
-  if not keys:
-    return part
-  copy = dict(tree) if isinstance(tree, dict) else list(tree)
-  copy[keys[0]] = _with_part(tree[keys[0]], keys[1:], part)
-  return copy
