@@ -92,8 +92,7 @@ def fit_subspace(
   _base.check_floating_dtype("dtype", dtype)
   _base.check_whole_number("oversample", oversample, static=True)
   _base.check_name("method", method, ("exact", "randomized"))
-  if groups is not None:
-    _layers.check_groups(groups)
+  groups = _layers.checked_groups(groups)
   key = None if key is None else _base.as_key("key", key)
   if method == "randomized" and key is None:
     raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
@@ -106,10 +105,9 @@ def fit_subspace(
   check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
   leaves, structure = jax.tree.flatten(rows)
   one_row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
-  of_leaves, _ = _layers.find_groups(one_row, ("",) if groups is None else groups, "fit_subspace")
+  of_leaves, _ = _layers.find_groups(one_row, groups, "fit_subspace")
   fits = {}
-  for group in sorted({number for of_leaf in of_leaves for number in of_leaf.numbers}):
-    members = _layers.take(leaves, of_leaves, group)
+  for group, members in _layers.split(leaves, of_leaves):
     check_entries([x.shape[1:] for x in members], components)
     fitted, finite, total = _jitted_fit(
       members, used, sketch, components=components, dtype=jnp.dtype(dtype)
@@ -134,13 +132,7 @@ def fit_subspace(
     )
   means = {group: [x[None] for x in fit.mean] for group, (fit, _) in fits.items()}
   bases = {group: fit.basis for group, (fit, _) in fits.items()}
-  mean, basis = (
-    [
-      _subspace.placed(joined, leaf, like_stacked=True)
-      for joined, leaf in zip(_layers.join(parts, leaves, of_leaves), leaves, strict=True)
-    ]
-    for parts in (means, bases)
-  )
+  mean, basis = (_layers.join(parts, leaves, of_leaves) for parts in (means, bases))
   return whole._replace(
     mean=jax.tree.unflatten(structure, [x[0] for x in mean]),
     basis=jax.tree.unflatten(structure, basis),

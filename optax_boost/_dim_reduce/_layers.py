@@ -1,5 +1,6 @@
 """Which groups the leaves and layers of a tree are in, and the parts of leaves that a group has."""
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost._dim_reduce import _subspace
 
 # A plan of `layer_groups`, the axes of `stacked_axes`, or regular expressions.
 Groups: TypeAlias = _groups.Groups | _base.AxesByPattern
@@ -28,8 +30,10 @@ class LeafGroups:
   numbers: tuple[int, ...]  # by layer, in the order of the axes
 
 
-def check_groups(groups: Any) -> None:
-  """Checks the argument `groups`; of no axes at all it warns."""
+def checked_groups(groups: Any) -> Groups:
+  """The argument `groups`, None as the pattern of all leaves; warns of no axes at all."""
+  if groups is None:
+    return ("",)
   if isinstance(groups, Mapping):
     _tree.check_axes_by_pattern("groups", groups)
     if not groups:
@@ -41,6 +45,7 @@ def check_groups(groups: Any) -> None:
       )
   else:
     _groups.count_groups(groups)
+  return groups
 
 
 def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroups, ...], int]:
@@ -73,19 +78,25 @@ def _of_number(number: _groups.GroupNumber) -> LeafGroups:
   return LeafGroups((axis,), tuple(map(int, np.ravel(number))))
 
 
-def take(rows: Sequence[jax.Array], groups: Sequence[LeafGroups], group: int) -> list[Any]:
-  """A group's parts of stacked leaves, ``[m, *shape]``, with the layers behind the rows."""
-  return [
-    _layers_of(x, of_leaf, group) if of_leaf.axes else x
-    for x, of_leaf in zip(rows, groups, strict=True)
-    if group in of_leaf.numbers
-  ]
+def split(
+  rows: Sequence[jax.Array], groups: Sequence[LeafGroups]
+) -> Iterator[tuple[int, list[jax.Array]]]:
+  """Each group's parts of stacked leaves, ``[m, *shape]``, with the layers behind the rows."""
+  for group in sorted({number for of_leaf in groups for number in of_leaf.numbers}):
+    yield (
+      group,
+      [
+        _layers_of(x, of_leaf, group) if of_leaf.axes else x
+        for x, of_leaf in zip(rows, groups, strict=True)
+        if group in of_leaf.numbers
+      ],
+    )
 
 
 def join(
   parts: Mapping[int, Sequence[jax.Array]], like: Sequence[jax.Array], groups: Sequence[LeafGroups]
 ) -> list[jax.Array]:
-  """The inverse of :func:`take`, from each group's parts; `like` are stacked leaves."""
+  """The inverse of :func:`split`; the leaves are sharded as those of `like` are."""
   rest = {group: iter(of_group) for group, of_group in parts.items()}
   leaves = []
   for x, of_leaf in zip(like, groups, strict=True):
@@ -97,7 +108,7 @@ def join(
       shape = [x.shape[1 + axis] for axis in of_leaf.axes]
       front = front.reshape(len(front), *shape, *front.shape[2:])
       own = [jnp.moveaxis(front, range(1, 1 + len(shape)), [1 + axis for axis in of_leaf.axes])]
-    leaves += own
+    leaves += [_subspace.placed(joined, x, like_stacked=True) for joined in own]
   return leaves
 
 

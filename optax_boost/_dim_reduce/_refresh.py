@@ -12,14 +12,12 @@ from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _state
+from optax_boost._dim_reduce import _subspace
 from optax_boost._dim_reduce._state import DimReduceState
-from optax_boost._dim_reduce._subspace import Subspace
-from optax_boost._dim_reduce._subspace import check_subspace
-from optax_boost._dim_reduce._subspace import placed
 
 
 def refresh_subspace(
-  opt_state: optax.OptState, subspace: Subspace, groups: _layers.Groups | None = None
+  opt_state: optax.OptState, subspace: _subspace.Subspace, groups: _layers.Groups | None = None
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
@@ -49,10 +47,8 @@ def refresh_subspace(
     >>> optax.tree.get(state, "basis").tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
-  check_subspace("subspace", subspace)
-  if groups is not None:
-    _layers.check_groups(groups)
-  patterns = ("",) if groups is None else groups
+  _subspace.check_subspace("subspace", subspace)
+  plan = _layers.checked_groups(groups)
 
   def is_state(node: Any) -> bool:
     return isinstance(node, DimReduceState)
@@ -67,7 +63,7 @@ def refresh_subspace(
         f"`refresh_subspace` needs a subspace of {components} components, as the state's; got"
         f" {subspace.components}. Fit as many, or make a new transformation."
       )
-    of_leaves, count = _layers.find_groups(node.momentum, patterns, "refresh_subspace")
+    of_leaves, count = _layers.find_groups(node.momentum, plan, "refresh_subspace")
     if count != number:
       raise ValueError(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
@@ -106,14 +102,12 @@ def refresh_if_due(
     _, state = carry
     rows, structure = jax.tree.flatten(held)
     parts, total = {}, jnp.zeros([])
-    for group in sorted({number for of_leaf in groups for number in of_leaf.numbers}):
-      members = _layers.take(rows, groups, group)
+    for group, members in _layers.split(rows, groups):
       _, centred = _linalg.centre(members, jnp.ones(number, bool))
       pca = _linalg.gram_pca(centred, state.projected_gradient.shape[-1])
       total += pca.total
       parts[group] = pca.components
-    joined = zip(_layers.join(parts, rows, groups), rows, strict=True)
-    basis = jax.tree.unflatten(structure, [placed(x, row, like_stacked=True) for x, row in joined])
+    basis = jax.tree.unflatten(structure, _layers.join(parts, rows, groups))
     return jnp.asarray(False), _renew(state, basis, groups, jnp.isfinite(total))
 
   # A loop of one turn or none: through a conditional the basis would be copied at every step, and

@@ -83,7 +83,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
 
   By default bfloat16 stays and all else is widened. Refuses the basis of other params.
   """
-  rows, k = _rows_by_path(subspace.basis, params), subspace.components
+  k = subspace.components
 
   def stored(path: str, leaf: Any, r: Any) -> jax.Array:
     if jnp.shape(r) != (k, *jnp.shape(leaf)):
@@ -97,7 +97,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
     return jnp.array(_subspace.placed(r, leaf).astype(default if dtype is None else dtype))
 
   leaves, structure = jax.tree.flatten(params)
-  triples = zip(_tree.leaf_paths(params), leaves, jax.tree.leaves(rows), strict=True)
+  triples = zip(_tree.leaf_paths(params), leaves, _rows_of(subspace.basis, params), strict=True)
   return _tree.unboxed(jax.tree.unflatten(structure, [stored(*triple) for triple in triples]))
 
 
@@ -136,23 +136,19 @@ def _squares(rows: list[jax.Array], axes: tuple[tuple[int, ...], ...]) -> list[j
   return list(map(one, rows, axes))
 
 
-def _rows_by_path(basis: Any, params: Any) -> Any:
-  """The leaves of a basis in the structure of the params."""
-  leaves, structure = jax.tree.flatten(params, is_leaf=_masking.is_masked)
-  if not jax.tree.leaves(params):
-    return params
-  rows = _masking.leaves_like(basis, params)
-  if rows is None or any(
-    _masking.is_masked(row) and not _masking.is_masked(leaf)
-    for row, leaf in zip(rows, leaves, strict=True)
-  ):
+def _rows_of(basis: Any, params: Any) -> list[Any]:
+  """The rows of a basis for each leaf of the params that no mask hides."""
+  leaves = jax.tree.leaves(params, is_leaf=_masking.is_masked)
+  # Trees that don't match have rows for no leaf.
+  rows = _masking.leaves_like(basis, params) or [optax.MaskedNode()] * len(leaves)
+  rows = [row for row, leaf in zip(rows, leaves, strict=True) if not _masking.is_masked(leaf)]
+  if any(map(_masking.is_masked, rows)):
     raise ValueError(
       f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
       f" {jax.tree.structure(basis)} for params {jax.tree.structure(params)}. Fit the subspace to"
       " snapshots of these params."
     )
-  pairs = zip(rows, leaves, strict=True)
-  return jax.tree.unflatten(structure, [x if _masking.is_masked(x) else row for row, x in pairs])
+  return rows
 
 
 def identities(state: DimReduceState) -> jax.Array:

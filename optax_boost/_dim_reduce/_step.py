@@ -246,17 +246,15 @@ class Transform:
       # Where the params went, of which the change of the gradient tells. MindSpore takes the above.
       step = _linalg.project(state.basis, changes, groups, step.shape).astype(step.dtype)
       step = quasi.scale * step
-    moved = {
-      "projected_momentum": projected_momentum,
-      "inner_state": inner_state,
-    }
-    kept = {
-      name: jax.tree.map(lambda n, o: jnp.where(quasi.finite, n, o), new, getattr(state, name))
-      for name, new in moved.items()
-    }
+    projected_momentum, inner_state = jax.tree.map(
+      lambda new, old: jnp.where(quasi.finite, new, old),
+      (projected_momentum, inner_state),
+      (state.projected_momentum, state.inner_state),
+    )
     return changes, self._after(state, quasi, updates, search, step)._replace(
-      **kept,
       momentum=momentum,
+      projected_momentum=projected_momentum,
+      inner_state=inner_state,
       count=optax.safe_increment(state.count),
       line_search_steps=search.tried,
       notfinite_count=_arrays.increment_if(~quasi.finite, state.notfinite_count) + search.notfinite,

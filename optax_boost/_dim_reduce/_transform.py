@@ -154,8 +154,6 @@ def dim_reduce(
     copy of the basis, unless the axes of the state say None for it. TPUs pad the last two axes of a
     leaf to 8 x 128, which wastes memory for the basis of kernels with fewer channels.
   """
-  groups = ("",) if groups is None else groups
-  _layers.check_groups(groups)
   method = _step.Transform(
     subspace,
     rho,
@@ -163,7 +161,7 @@ def dim_reduce(
     gamma,
     alpha,
     max_search,
-    groups,
+    _layers.checked_groups(groups),
     inner,
     refresh_every,
     refresh_snapshots,
