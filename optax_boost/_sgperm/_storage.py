@@ -243,14 +243,10 @@ def _values(record: dict[str, Any], part: Any, start: np.ndarray) -> np.ndarray 
 
 def _moving_axes(index: np.ndarray) -> tuple[int, ...]:
   """The axes along which a permutation moves entries: at most those of the weight vectors."""
-  places = np.unravel_index(index, index.shape) if index.size else ()
-  moving = []
-  for axis, place in enumerate(places):
-    shape = [1] * index.ndim
-    shape[axis] = -1
-    if np.any(place != np.arange(index.shape[axis]).reshape(shape)):
-      moving.append(axis)
-  return tuple(moving)
+  if not index.size:
+    return ()
+  own, held = np.indices(index.shape, sparse=True), np.unravel_index(index, index.shape)
+  return tuple(axis for axis in range(index.ndim) if np.any(held[axis] != own[axis]))
 
 
 def _columns(x: np.ndarray, moving: tuple[int, ...]) -> np.ndarray:
@@ -304,23 +300,21 @@ def _encode(values: np.ndarray, bits: int) -> tuple[str, bytes]:
 
 def _decode(part: bytes, coding: str, bits: int, size: int) -> np.ndarray:
   """The integers of :func:`_encode`."""
-  if coding not in ("packed", "deflated"):
-    raise ValueError(f"{coding!r} is no coding of this version")
   if coding == "packed":
     if len(part) != -(-size * bits // 8):
       raise ValueError(f"{size} integers of {bits} bits have {len(part)} bytes")
-    flat = np.unpackbits(np.frombuffer(part, np.uint8), count=size * bits).reshape(size, bits)
-    values = np.zeros(size, np.int64)
-    for bit in range(bits):
-      values |= flat[:, bit].astype(np.int64) << bit
-    return values
-  count = -(-bits // 8)
-  # One byte more than expected, so that a part that holds more fails to be reshaped.
-  inflated = zlib.decompressobj().decompress(part, count * size + 1)
-  planes = np.frombuffer(inflated, np.uint8).reshape(count, size)
+    flat = np.unpackbits(np.frombuffer(part, np.uint8), count=size * bits)
+    planes, width = flat.reshape(size, bits).T, 1
+  elif coding == "deflated":
+    count = -(-bits // 8)
+    # One byte more than expected, so that a part that holds more fails to be reshaped.
+    inflated = zlib.decompressobj().decompress(part, count * size + 1)
+    planes, width = np.frombuffer(inflated, np.uint8).reshape(count, size), 8
+  else:
+    raise ValueError(f"{coding!r} is no coding of this version")
   values = np.zeros(size, np.int64)
   for i, plane in enumerate(planes):
-    values |= plane.astype(np.int64) << (8 * i)
+    values |= plane.astype(np.int64) << (width * i)
   return values
 
 
