@@ -3,7 +3,7 @@
 from optax_boost._dim_reduce._checkpoints import CheckpointSnapshots as CheckpointSnapshots
 from optax_boost._dim_reduce._checkpoints import checkpoint_snapshots as checkpoint_snapshots
 from optax_boost._dim_reduce._fit import fit_subspace as fit_subspace
-from optax_boost._dim_reduce._fit_streamed import fit_subspace_streamed as fit_subspace_streamed
+from optax_boost._dim_reduce._fit import fit_subspace_streamed as fit_subspace_streamed
 from optax_boost._dim_reduce._refresh import refresh_subspace as refresh_subspace
 from optax_boost._dim_reduce._state import DimReduceState as DimReduceState
 from optax_boost._dim_reduce._storage import load_subspace as load_subspace

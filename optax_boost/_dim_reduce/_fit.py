@@ -22,7 +22,7 @@ from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _subspace
 from optax_boost._dim_reduce import _trajectory
 
-KEEP_OUT = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
+_KEEP_OUT = "Leave it out of the snapshots, and put `optax.masked` around `dim_reduce`."
 
 
 def fit_subspace(
@@ -102,24 +102,24 @@ def fit_subspace(
   if method == "randomized" and key is not None:
     width = min(count, components + oversample)
     sketch = jax.random.normal(key, (count, width), _arrays.widest_dtype(rows))
-  check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
+  _check_enough(len(used) if isinstance(used, jax.core.Tracer) else int(used.sum()), components)
   leaves, structure = jax.tree.flatten(rows)
   one_row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
   of_leaves, _ = _layers.find_groups(one_row, groups, "fit_subspace")
   fits = {}
   for group, members in _layers.split(leaves, of_leaves):
-    check_entries([x.shape[1:] for x in members], components)
+    _check_entries([x.shape[1:] for x in members], components)
     fitted, finite, total = _jitted_fit(
       members, used, sketch, components=components, dtype=jnp.dtype(dtype)
     )
     if not isinstance(finite, jax.core.Tracer):
-      check_finite(np.flatnonzero(np.asarray(used & ~finite)))
+      _check_finite(np.flatnonzero(np.asarray(used & ~finite)))
       if not jnp.isfinite(total):
         raise ValueError(
           f"The variance of the snapshots overflows; got a sum of squares of {total} in"
           f" {total.dtype}. Leave out the snapshots after the training diverged."
         )
-      check_rank(fitted, components)
+      _check_rank(fitted, components)
     fits[group] = fitted, total
   # One group's own numbers, to the bit.
   whole = next(iter(fits.values()))[0]
@@ -139,7 +139,68 @@ def fit_subspace(
   )
 
 
-def check_enough(count: int, components: int) -> None:
+def fit_subspace_streamed(
+  snapshots: Sequence[Any],
+  components: int,
+  *,
+  chunk: int,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  progress: bool = False,
+) -> _subspace.Subspace:
+  """The same as an exact :func:`fit_subspace`, with few of the snapshots in memory at a time.
+
+  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times. A host
+  loop, not for ``jit``.
+
+  Args:
+    snapshots: anything with ``len`` and ``[i]``, such as :func:`checkpoint_snapshots` or a list of
+      NumPy arrays; each ``[i]`` is read several times, and must be the same each time.
+    components: k, as in :func:`fit_subspace`.
+    chunk: the number of snapshots held at a time, at least 2, beside the mean and the basis
+      (k + 8 of them, and k more when it is refined). Raising it saves reading.
+    dtype: as in :func:`fit_subspace`.
+    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
+
+  Returns:
+    A :class:`Subspace`, sharded as the snapshots are.
+
+  Raises:
+    ValueError: as for :func:`fit_subspace`.
+    TypeError: an argument or a leaf is of the wrong kind.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> path = [{"w": jnp.array([3.0 * t, 4.0 * t])} for t in range(8)]
+    >>> subspace = optax_boost.fit_subspace_streamed(path, components=1, chunk=3)
+    >>> [round(float(x), 3) for x in subspace.basis["w"][0]]
+    [0.6, 0.8]
+  """
+  _base.check_whole_number("components", components, static=True)
+  _base.check_floating_dtype("dtype", dtype)
+  _base.check_whole_number("chunk", chunk, static=True)
+  _base.check_bool("progress", progress)
+  if chunk < 2:
+    raise ValueError(
+      f"`chunk` must be at least 2: one snapshot to compare with another; got {chunk}."
+    )
+  if not hasattr(snapshots, "__len__") or not hasattr(snapshots, "__getitem__"):
+    raise TypeError(
+      "`fit_subspace_streamed` needs snapshots that can be read again by index, with `len` and"
+      f" `[i]`; got {type(snapshots).__name__}. Of an iterator, make a list or use fit_subspace."
+    )
+  if _holds_state(snapshots):
+    raise TypeError(
+      "`snapshots` must be a sequence of trees of params; got an optimizer state. One that has"
+      " recorded snapshots holds them in memory: call `fit_subspace(state, components)`."
+    )
+  count = len(snapshots)
+  _check_enough(count, components)
+  if count <= chunk:
+    return fit_subspace([snapshots[i] for i in range(count)], components, dtype=dtype)
+  return _fit_streamed(snapshots, components, chunk - 1, progress, jnp.dtype(dtype))
+
+
+def _check_enough(count: int, components: int) -> None:
   """Refuses too few snapshots."""
   if count <= components:
     fewer = f", or ask for at most {count - 1} components" if count > 1 else "; two are the least"
@@ -149,7 +210,7 @@ def check_enough(count: int, components: int) -> None:
     )
 
 
-def check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
+def _check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
   """Refuses params with fewer entries than dimensions."""
   entries = sum(map(math.prod, shapes))
   if entries < components:
@@ -159,7 +220,7 @@ def check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
     )
 
 
-def check_finite(bad: Any) -> None:
+def _check_finite(bad: Any) -> None:
   """Refuses snapshots that are not finite, by their indices."""
   if len(bad):
     shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
@@ -169,7 +230,7 @@ def check_finite(bad: Any) -> None:
     )
 
 
-def check_rank(subspace: _subspace.Subspace, components: int) -> None:
+def _check_rank(subspace: _subspace.Subspace, components: int) -> None:
   """Refuses snapshots that differ in too few directions."""
   variances = np.asarray(subspace.explained_variance)
   rank = int(np.sum(variances > 0))
@@ -188,8 +249,8 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
   if _tree.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
-    return checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
-  if holds_state(snapshots):
+    return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
+  if _holds_state(snapshots):
     raise ValueError(
       "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
       f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
@@ -197,7 +258,7 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     )
   if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
     return _stack_trees(list(snapshots))
-  _tree.check_floating(snapshots, "fit_subspace", KEEP_OUT)
+  _tree.check_floating(snapshots, "fit_subspace", _KEEP_OUT)
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
   if len(sizes) > 1 or sizes == {()}:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
@@ -207,10 +268,10 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
       " TrajectoryState."
     )
   rows = jax.tree.map(jnp.asarray, snapshots)
-  return checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+  return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
 
 
-def holds_state(tree: Any) -> bool:
+def _holds_state(tree: Any) -> bool:
   return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
@@ -225,9 +286,9 @@ def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
   if not trees:
     raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
   for index, tree in enumerate(trees):
-    _tree.check_floating(tree, "fit_subspace", KEEP_OUT)
-    check_like(tree, trees[0], index)
-  return checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
+    _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
+    _check_like(tree, trees[0], index)
+  return _checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
 
 
 def _stack_leaf(*leaves: Any) -> jax.Array:
@@ -237,15 +298,15 @@ def _stack_leaf(*leaves: Any) -> jax.Array:
   return jnp.stack(leaves)
 
 
-def checked(rows: Any) -> Any:
+def _checked(rows: Any) -> Any:
   """Snapshots with at least one leaf, all of real floating-point numbers."""
   if not jax.tree.leaves(rows):
     raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
-  _tree.check_floating(rows, "fit_subspace", KEEP_OUT)
+  _tree.check_floating(rows, "fit_subspace", _KEEP_OUT)
   return rows
 
 
-def check_like(tree: Any, first: Any, index: int) -> None:
+def _check_like(tree: Any, first: Any, index: int) -> None:
   """Refuses a snapshot of another structure or other shapes than the first."""
   got: Any = jax.tree.structure(tree)
   want: Any = jax.tree.structure(first)
@@ -274,10 +335,10 @@ def _jitted_fit(
     pca = _linalg.gram_pca(centred, components)
   else:
     pca = _linalg.randomized_pca(centred, components, sketch)
-  return as_subspace(mean, pca, jnp.sum(used), dtype), finite, pca.total
+  return _as_subspace(mean, pca, jnp.sum(used), dtype), finite, pca.total
 
 
-def as_subspace(
+def _as_subspace(
   mean: Any, pca: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
 ) -> _subspace.Subspace:
   """Principal components of so many snapshots as a :class:`Subspace`."""
@@ -287,3 +348,108 @@ def as_subspace(
     explained_variance=pca.variances / jnp.maximum(count - 1, 1),
     explained_variance_ratio=pca.variances / jnp.where(pca.total > 0, pca.total, 1),
   )
+
+
+def _fit_streamed(
+  snapshots: Sequence[Any], components: int, size: int, progress: bool, dtype: Any
+) -> _subspace.Subspace:
+  """Reads m snapshots in passes, `size` of them and one at a time.
+
+  Snapshots are taken as distances to the first one, which are exact, and whose size is that of
+  the centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
+  """
+  count = len(snapshots)
+  blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+  origin = _checked(_as_arrays(snapshots[0]))
+  _check_entries([x.shape for x in jax.tree.leaves(origin)], components)
+  total_reads = sum(count - block.start for block in blocks) + 2 * count
+  bar = _base.with_progress(range(total_reads), progress, "fitting the subspace", "snapshot")
+  reads = iter(bar)
+
+  def write(rows: Any, row: int, index: int) -> Any:
+    next(reads)
+    tree = _as_arrays(snapshots[index])
+    _check_like(tree, origin, index)
+    return _write(rows, origin, tree, row)
+
+  rows, single = _empty_rows(origin, size), _empty_rows(origin, 1)
+
+  def read_blocks() -> Iterator[tuple[slice, int]]:
+    """Puts each block into `rows`, of which a shorter last one leaves some as they were."""
+    nonlocal rows
+    for block in blocks:
+      for row, index in enumerate(range(block.start, block.stop)):
+        rows = write(rows, row, index)
+      yield block, block.stop - block.start
+
+  gram = np.zeros((count, count))
+  for block, length in read_blocks():
+    gram[block, block] = _inner(rows, rows)[:length, :length]
+    for index in range(block.stop, count):
+      single = write(single, 0, index)
+      gram[block, index] = gram[index, block] = _inner(rows, single)[:length, 0]
+  del single
+  bad = np.flatnonzero(~np.isfinite(np.diagonal(gram)))
+  # The first one is in all the distances.
+  _check_finite(bad[:1] if 0 in bad else bad)
+  centring = np.eye(count) - 1 / count
+  gram = centring @ gram @ centring
+  vectors = np.linalg.eigh(gram)[1][:, ::-1][:, : _linalg.guarded(components, count)].T
+
+  sums = _empty_rows(origin, 1), _empty_rows(origin, len(vectors))
+  for block, length in read_blocks():
+    coefficients = np.zeros((1 + len(vectors), size))
+    coefficients[0, :length] = 1 / count
+    coefficients[1:, :length] = vectors[:, block]
+    sums = _accumulate(sums, rows, coefficients)
+  shift, basis = sums[0], _orthonormalize(sums[1])
+  parts = [np.asarray(_inner(rows, basis), np.float64)[:n] for _, n in read_blocks()]
+  next(reads, None)  # Lets the progress bar arrive.
+  coordinates = np.concatenate(parts)
+  coordinates -= coordinates.mean(axis=0)
+  subspace = _finish(origin, shift, basis, coordinates, np.trace(gram), count, components, dtype)
+  _check_rank(subspace, components)
+  return subspace
+
+
+def _as_arrays(tree: Any) -> Any:
+  _tree.check_floating(tree, "fit_subspace_streamed", _KEEP_OUT)
+  return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
+
+
+def _empty_rows(like: Any, count: int) -> Any:
+  def empty(x: Any) -> jax.Array:
+    # A broadcast keeps the sharding of the leaf.
+    zero = jnp.zeros_like(x, dtype=_arrays.accumulator_dtype(x.dtype))
+    return jnp.broadcast_to(zero, (count, *zero.shape))
+
+  return jax.tree.map(empty, like)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(rows: Any, origin: Any, snapshot: Any, row: int) -> Any:
+  """Writes the distance of a snapshot to the first one into a row."""
+
+  def write(x: jax.Array, first: jax.Array, leaf: jax.Array) -> jax.Array:
+    distance = leaf.astype(x.dtype) - first.astype(x.dtype)
+    return jax.lax.dynamic_update_index_in_dim(x, distance, row, 0)
+
+  return jax.tree.map(write, rows, origin, snapshot)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _accumulate(sums: Any, rows: Any, coefficients: Any) -> Any:
+  new = tuple(_linalg.combine(c, rows) for c in (coefficients[:1], coefficients[1:]))
+  return jax.tree.map(jnp.add, sums, new)
+
+
+_inner = jax.jit(_linalg.inner_products)
+_orthonormalize = jax.jit(_linalg.orthonormalize, donate_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _finish(
+  origin: Any, shift: Any, basis: Any, coordinates: Any, total: Any, count: Any, k: int, dtype: Any
+) -> _subspace.Subspace:
+  mean = jax.tree.map(lambda o, s: o.astype(s.dtype) + s[0], origin, shift)
+  return _as_subspace(mean, _linalg.rayleigh_ritz(basis, coordinates, total, k), count, dtype)
