@@ -4,8 +4,8 @@ from optax_boost._dim_reduce._checkpoints import CheckpointSnapshots as Checkpoi
 from optax_boost._dim_reduce._checkpoints import checkpoint_snapshots as checkpoint_snapshots
 from optax_boost._dim_reduce._fit import fit_subspace as fit_subspace
 from optax_boost._dim_reduce._fit import fit_subspace_streamed as fit_subspace_streamed
-from optax_boost._dim_reduce._refresh import refresh_subspace as refresh_subspace
 from optax_boost._dim_reduce._state import DimReduceState as DimReduceState
+from optax_boost._dim_reduce._state import refresh_subspace as refresh_subspace
 from optax_boost._dim_reduce._storage import load_subspace as load_subspace
 from optax_boost._dim_reduce._storage import save_subspace as save_subspace
 from optax_boost._dim_reduce._subspace import Subspace as Subspace

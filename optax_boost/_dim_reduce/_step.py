@@ -19,7 +19,6 @@ from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
-from optax_boost._dim_reduce import _refresh
 from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
@@ -183,7 +182,7 @@ class Transform:
       value_fn = _base.scalar_value_fn(value_fn, _METHOD)
     groups, _ = _layers.find_groups(params, self.groups, _METHOD)
     if self.refresh_every is not None:
-      state = _refresh.refresh_if_due(state, params, self.refresh_every, groups)
+      state = _state.refresh_if_due(state, params, self.refresh_every, groups)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
     quasi = self._direction(updates, state, groups)
     projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
