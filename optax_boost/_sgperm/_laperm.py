@@ -25,7 +25,6 @@ from optax_boost import _protocol
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._permutation import LapermState
 
@@ -178,7 +177,7 @@ def laperm(
           steps[i] = _layout.difference(params[i], targets[i], steps[i].dtype)
       return steps, permutation
 
-    synchronize = _sharding.auto_sharded(synchronize, (steps, permutation))
+    synchronize = _execution.auto_sharded(synchronize, (steps, permutation))
     # Sorts run only when they are due.
     steps, permutation = _conditional.cond(
       due, synchronize, lambda *lists: lists[:2], steps, permutation, *rest

@@ -17,7 +17,7 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._sgperm import _sharding
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sorting
 
 
@@ -199,9 +199,9 @@ def _ranks(layout: Layout, x: jax.Array) -> jax.Array:
     # Once in a training: XLA's own sort compiles four times as fast as `_sorting.argsort`.
     _, order = jax.lax.sort((columns, rows), dimension=0, num_keys=1)
     ranks = layout.leaf(_sorting.inverse(order))
-    return _sharding.sharded_like(jnp.zeros_like(x, jnp.int32), ranks, x)
+    return _execution.sharded_like(jnp.zeros_like(x, jnp.int32), ranks, x)
 
-  return _sharding.auto_sharded(sort, x)(x)
+  return _execution.auto_sharded(sort, x)(x)
 
 
 def ranges(layout: Layout, x: Any) -> Any:
@@ -216,7 +216,7 @@ def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
   if not layout.movable:
     return jnp.zeros((1, layout.vectors), x.dtype)
   spread = functools.partial(jnp.ptp, axis=0, keepdims=True)
-  return _sharding.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
+  return _execution.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
 
 
 def identity(params: Any) -> Any:
@@ -247,7 +247,7 @@ def moved(
 ) -> tuple[jax.Array, jax.Array]:
   """The leaf with the initial weights of places (*fan_in, *outputs), and its permutation."""
   permutation = layout.leaf(layout.entries(position))
-  return layout.leaf(values), _sharding.sharded_like(held, permutation, initial)
+  return layout.leaf(values), _execution.sharded_like(held, permutation, initial)
 
 
 def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:

@@ -14,8 +14,8 @@ from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sharding
 
 
 @_protocol.declares(metrics=("sgperm/notfinite_count",))
@@ -94,7 +94,7 @@ def _take(initial: jax.Array, index: jax.Array) -> jax.Array:
   """A leaf after a permutation of its entries."""
   if not jnp.size(initial):
     return jnp.array(initial)  # on explicit axes of no set mesh, JAX fails to gather from it
-  return _sharding.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
+  return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
 
 
 def mismatch(

@@ -19,7 +19,6 @@ from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
-from optax_boost._sgperm import _sharding
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._permutation import SgpermState
 
@@ -141,7 +140,7 @@ class Transform:
         for leaf, result in zip(leaves, step(count, bits, leaves), strict=True)
       ]
 
-    move = _sharding.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
+    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
     return move(state.count, state.key, leaves)
 
   def _sizes(self, length: int) -> tuple[int, int]:
@@ -276,7 +275,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   callback = functools.partial(_permute_on_host, remainder=remainder)
   sources = jax.pure_callback(callback, shapes, works, vmap_method="broadcast_all")
   return [
-    _sharding.sharded_like(jnp.zeros_like(source), source, work.weights)
+    _execution.sharded_like(jnp.zeros_like(source), source, work.weights)
     for source, work in zip(sources, works, strict=True)
   ]
 
