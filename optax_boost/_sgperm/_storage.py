@@ -1,9 +1,4 @@
-"""Models that were trained by permuting weights, in files: a seed and small integers.
-
-For each weight the file holds a class: the place of its value among the d distinct initial values
-of its weight vector, in ceil(log2 d) bits, or fewer where deflate needs fewer. A vector of n random
-weights has n classes, one of random signs two.
-"""
+"""Models that were trained by permuting weights, in files: a seed and small integers."""
 
 from collections.abc import Callable
 import json
@@ -182,12 +177,8 @@ def _record(values: np.ndarray, coding: str) -> dict[str, Any]:
     "shape": list(values.shape),
     "dtype": values.dtype.name,
     "coding": coding,
-    "checksum": _checksum(values),
+    "checksum": zlib.crc32(values.tobytes()),
   }
-
-
-def _checksum(values: np.ndarray) -> int:
-  return zlib.crc32(values.tobytes())
 
 
 def _decoded_leaf(file: str, seed: int, record: dict[str, Any], part: Any, leaf: Any) -> Any:
@@ -196,7 +187,7 @@ def _decoded_leaf(file: str, seed: int, record: dict[str, Any], part: Any, leaf:
   # `master_weights` permutes what it widened: values of the narrow dtype, in another order.
   fits = _base.is_any_array(leaf) and leaf.shape == shape and _widens_to(leaf.dtype, dtype)
   values = _values(record, part, _arrays.whole(leaf).astype(dtype)) if fits else None
-  if values is None or _checksum(values) != record["checksum"]:
+  if values is None or zlib.crc32(values.tobytes()) != record["checksum"]:
     _refuse(file, seed, record, leaf)
   return _arrays.put(values.astype(leaf.dtype), jnp.asarray(leaf).sharding)
 
