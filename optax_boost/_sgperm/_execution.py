@@ -5,7 +5,6 @@ However leaves are sharded, each weight vector lies whole on a device.
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import itertools
 import math
 from typing import Any
 from typing import TypeAlias
@@ -38,14 +37,11 @@ def over_leaves(
   (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
   """
   mesh = _mesh_of([x for _, arrays in leaves for x in arrays])
-
-  def kind(index: int) -> Any:
-    layout, arrays = leaves[index]
-    return layout.shape, layout.fan_in, [str(x.dtype) for x in arrays]
-
+  alike: dict[Any, list[int]] = {}
+  for i, (layout, arrays) in enumerate(leaves):
+    alike.setdefault((layout, *(x.dtype for x in arrays)), []).append(i)
   results: list[Any] = [None] * len(leaves)
-  for _, alike in itertools.groupby(sorted(range(len(leaves)), key=kind), kind):
-    members = list(alike)
+  for members in alike.values():
     layout, (initial, *_) = leaves[members[0]]
     axes, one = len(layout.fan_in), kernel(layout)
     most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS
