@@ -190,7 +190,7 @@ def refresh_subspace(
     >>> optax.tree.get(state, "basis").tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
-  _subspace.check_subspace("subspace", subspace)
+  _subspace.check_subspace(subspace)
   plan = _layers.checked_groups(groups)
 
   def is_state(node: Any) -> bool:

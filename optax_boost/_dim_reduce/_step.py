@@ -62,7 +62,7 @@ class Transform:
 
   def __post_init__(self) -> None:
     if isinstance(self.subspace, Subspace):
-      check_subspace("subspace", self.subspace)
+      check_subspace(self.subspace)
     elif not callable(self.subspace):
       raise TypeError(
         "`subspace` must be a Subspace or a callable from params to one; got"
@@ -106,7 +106,7 @@ class Transform:
     subspace = self.subspace
     if not isinstance(subspace, Subspace):
       subspace = subspace(params)
-      check_subspace("subspace", subspace)
+      check_subspace(subspace)
     of_leaves, number = _layers.find_groups(params, self.groups, _METHOD)
     basis = _state.basis_like(subspace, params, self.basis_dtype)
     _state.warn_of_long_rows(basis, of_leaves, number)

@@ -50,7 +50,7 @@ def save_subspace(path: str | os.PathLike[str], subspace: _subspace.Subspace) ->
     [3.0, 4.0]
   """
   _files.check_path("path", path)
-  _subspace.check_subspace("subspace", subspace)
+  _subspace.check_subspace(subspace)
   arrays: dict[str, Any] = {}
   for field, tree in subspace._asdict().items():
     for leaf_path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):

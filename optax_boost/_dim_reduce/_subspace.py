@@ -36,27 +36,25 @@ class Subspace(NamedTuple):
     return jnp.shape(self.explained_variance)[-1]
 
 
-def check_subspace(argument: str, value: Any) -> None:
-  """Checks an argument that is a subspace: its type, dtypes, and one number of components."""
-  _base.check_type(argument, value, Subspace, "a Subspace, as `fit_subspace` returns it")
-  for field, tree in value._asdict().items():
-    for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
-      name = f"{field}/{path}".removesuffix("/")
-      if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        got = getattr(leaf, "dtype", type(leaf).__name__)
-        raise TypeError(
-          f"`{argument}` must be a Subspace of real floating-point arrays; got {got} at '{name}'."
-        )
+def check_subspace(value: Any) -> None:
+  """Checks the argument `subspace`: its type, dtypes, and one number of components."""
+  _base.check_type("subspace", value, Subspace, "a Subspace, as `fit_subspace` returns it")
+  for path, leaf in zip(_tree.leaf_paths(value), jax.tree.leaves(value), strict=True):
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+      got = getattr(leaf, "dtype", type(leaf).__name__)
+      raise TypeError(
+        f"`subspace` must be a Subspace of real floating-point arrays; got {got} at '{path}'."
+      )
   shape = np.shape(value.explained_variance)
   if len(shape) != 1 or not shape[0] or np.shape(value.explained_variance_ratio) != shape:
     raise ValueError(
-      f"`{argument}` must be a Subspace with one variance, and one ratio, per component; got"
+      f"`subspace` must be a Subspace with one variance, and one ratio, per component; got"
       f" shapes {shape} and {np.shape(value.explained_variance_ratio)}."
     )
   for path, leaf in zip(_tree.leaf_paths(value.basis), jax.tree.leaves(value.basis), strict=True):
     if leaf.shape[:1] != shape:
       raise ValueError(
-        f"`{argument}` must be a Subspace whose basis has one row per component, {shape[0]}; got"
+        f"`subspace` must be a Subspace whose basis has one row per component, {shape[0]}; got"
         f" shape {leaf.shape} at 'basis/{path}'."
       )
 
