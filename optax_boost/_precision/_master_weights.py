@@ -6,23 +6,13 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet
 `multi_precision`.
 """
 
-import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
-from optax_boost import _in_place
 from optax_boost import _protocol
-from optax_boost import _tree
 from optax_boost._precision import _widened
-
-_METHOD = "master_weights"
 
 
 @_protocol.declares(metrics=("master_weights/notfinite_count",), skips=("notfinite_count",))
@@ -95,121 +85,4 @@ def master_weights(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  inner = _base.check_transformation("inner", inner)
-  key = None if key is None else _base.as_key("key", key)
-
-  _base.check_axis_name("axis_name", axis_name)
-  agree = functools.partial(_conditional.agree, axis_name=axis_name, method=_METHOD)
-
-  method = _Masters(inner, key, agree)
-  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
-
-
-class _Masters(NamedTuple):
-  """The checked arguments of :func:`master_weights`."""
-
-  inner: optax.GradientTransformationExtraArgs
-  key: jax.Array | None
-  agree: _widened.Agree
-
-  def init(self, params: optax.Params) -> MasterWeightsState:
-    _tree.check_floating(params, _METHOD)
-    masters = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
-    return MasterWeightsState(
-      # Copies: an inner state may hold its params, and all of it is donated together.
-      master_params=_arrays.copy_arrays(masters),
-      count=jnp.zeros([], jnp.int32),
-      notfinite_count=jnp.zeros([], jnp.int32),
-      # A copy: the state is donated, the caller's key is not.
-      key=None if self.key is None else jnp.array(jax.random.key_data(self.key)),
-      inner_state=self.inner.init(masters),
-    )
-
-  def _keys(self, state: MasterWeightsState) -> tuple[jax.Array | None, jax.Array | None]:
-    """The keys of the last step's rounding and of this one's."""
-    if self.key is None or state.key is None:
-      return None, None
-    last, this = (_widened.step_key(self.key, state.key, state.count - i) for i in (1, 0))
-    return last, this
-
-  def update(
-    self,
-    updates: optax.Updates,
-    state: MasterWeightsState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, MasterWeightsState]:
-    _tree.check_update(_METHOD, updates, state, MasterWeightsState, params, needs_params=True)
-    last_key, this_key = self._keys(state)
-    masters = _follow(params, state.master_params, last_key)
-    masters, bad, inner_state = _widened.step(
-      self.inner, updates, extra_args, state.inner_state, masters, params, self.agree
-    )
-    rounded = _widened.round_like(masters, params, this_key)
-    return _widened.difference(rounded, params), _next_state(state, masters, bad, inner_state)
-
-  def apply(
-    self,
-    gradients: _in_place.Gradients,
-    state: MasterWeightsState,
-    params: optax.Params,
-    guard: bool,
-  ) -> tuple[optax.Params, MasterWeightsState]:
-    del guard  # masters and their rounding are always finite
-    _tree.check_update(
-      _METHOD, gradients()[0], state, MasterWeightsState, params, needs_params=True
-    )
-    last_key, this_key = self._keys(state)
-
-    def widened() -> tuple[optax.Updates, dict[str, Any]]:
-      return _widened.arguments(*gradients(), params)
-
-    def step(params: Any, masters: Any, inner_state: Any) -> Any:
-      masters = _follow(params, masters, last_key)
-      masters, inner_state = _in_place.apply(self.inner, widened, inner_state, masters, guard=True)
-      return _widened.round_like(masters, params, this_key), masters, inner_state
-
-    def skip(params: Any, masters: Any) -> Any:
-      masters = _follow(params, masters, last_key)
-      return _widened.round_like(masters, params, this_key), masters
-
-    carry = params, state.master_params, state.inner_state
-    if _widened.skips_by_itself(self.inner, state.inner_state):
-      params, masters, inner_state = step(*carry)
-      return params, _next_state(state, masters, jnp.asarray(False), inner_state)
-    skipped, bad = _widened.skipped_in_place(
-      self.inner,
-      gradients,
-      state.inner_state,
-      lambda: _follow(params, state.master_params, last_key),
-      params,
-      self.agree,
-    )
-    made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
-    _, params, masters = _in_place.once_if(~made, skip, params, masters)
-    return params, _next_state(state, masters, bad, inner_state)
-
-
-def _next_state(
-  state: MasterWeightsState, masters: optax.Params, bad: jax.Array, inner_state: optax.OptState
-) -> MasterWeightsState:
-  return MasterWeightsState(
-    master_params=masters,
-    count=optax.safe_increment(state.count),
-    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
-    key=state.key,
-    inner_state=inner_state,
-  )
-
-
-def _follow(
-  params: optax.Params, masters: optax.Params, last_key: jax.Array | None
-) -> optax.Params:
-  """The masters, moved to where something else has moved their params since the last step."""
-  # Rounding is repeated with the last step's key, so its own outcome is no such move. The initial
-  # masters are numbers of the params' dtype, which every key rounds to themselves.
-
-  def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
-    return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))
-
-  return jax.tree.map(follow, masters, params, _widened.round_like(masters, params, last_key))
+  return _widened.transformation("master_weights", MasterWeightsState, inner, key, axis_name)

@@ -7,23 +7,14 @@ Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:15
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
 """
 
-import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _conditional
-from optax_boost import _in_place
 from optax_boost import _protocol
-from optax_boost import _tree
 from optax_boost._precision import _widened
-
-_METHOD = "stochastic_rounding"
 
 
 @_protocol.declares(metrics=("stochastic_rounding/notfinite_count",))
@@ -103,98 +94,6 @@ def stochastic_rounding(
     <https://arxiv.org/abs/1502.02551>`_, 2015.
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
-  inner = _base.check_transformation("inner", inner)
-  _base.check_axis_name("axis_name", axis_name)
-  agree = functools.partial(_conditional.agree, axis_name=axis_name, method=_METHOD)
-  method = _Rounding(inner, _base.as_key("key", key), agree)
-  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
-
-
-class _Rounding(NamedTuple):
-  """The checked arguments of :func:`stochastic_rounding`."""
-
-  inner: optax.GradientTransformationExtraArgs
-  key: jax.Array
-  agree: _widened.Agree
-
-  def init(self, params: optax.Params) -> StochasticRoundingState:
-    _tree.check_floating(params, _METHOD)
-    return StochasticRoundingState(
-      count=jnp.zeros([], jnp.int32),
-      notfinite_count=jnp.zeros([], jnp.int32),
-      # A copy: the state is donated, the caller's key is not.
-      key=jnp.array(jax.random.key_data(self.key)),
-      inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
-    )
-
-  def update(
-    self,
-    updates: optax.Updates,
-    state: StochasticRoundingState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, StochasticRoundingState]:
-    _tree.check_update(_METHOD, updates, state, StochasticRoundingState, params, needs_params=True)
-    wide, bad, inner_state = _widened.step(
-      self.inner,
-      updates,
-      extra_args,
-      state.inner_state,
-      _widened.widen(params),
-      params,
-      self.agree,
-    )
-    rounded = self._round(wide, params, state)
-    return _widened.difference(rounded, params), _next_state(state, bad, inner_state)
-
-  def apply(
-    self,
-    gradients: _in_place.Gradients,
-    state: StochasticRoundingState,
-    params: optax.Params,
-    guard: bool,
-  ) -> tuple[optax.Params, StochasticRoundingState]:
-    del guard  # no finite param is rounded to another kind
-    _tree.check_update(
-      _METHOD, gradients()[0], state, StochasticRoundingState, params, needs_params=True
-    )
-
-    def widened() -> tuple[optax.Updates, dict[str, Any]]:
-      return _widened.arguments(*gradients(), params)
-
-    def step(params: Any, inner_state: Any) -> Any:
-      wide = _widened.widen(params)
-      wide, inner_state = _in_place.apply(self.inner, widened, inner_state, wide, guard=True)
-      return self._round(wide, params, state), inner_state
-
-    carry = params, state.inner_state
-    if _widened.skips_by_itself(self.inner, state.inner_state):
-      params, inner_state = step(*carry)
-      return params, _next_state(state, jnp.asarray(False), inner_state)
-    skipped, bad = _widened.skipped_in_place(
-      self.inner,
-      gradients,
-      state.inner_state,
-      lambda: _widened.widen(params),
-      params,
-      self.agree,
-    )
-    _, params, inner_state = _in_place.once_if(~skipped, step, *carry)
-    return params, _next_state(state, bad, inner_state)
-
-  def _round(
-    self, wide: optax.Params, params: optax.Params, state: StochasticRoundingState
-  ) -> optax.Params:
-    key = _widened.step_key(self.key, state.key, state.count)
-    return _widened.round_like(wide, params, key)
-
-
-def _next_state(
-  state: StochasticRoundingState, bad: jax.Array, inner_state: optax.OptState
-) -> StochasticRoundingState:
-  return StochasticRoundingState(
-    count=optax.safe_increment(state.count),
-    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
-    key=state.key,
-    inner_state=inner_state,
+  return _widened.transformation(
+    "stochastic_rounding", StochasticRoundingState, inner, _base.as_key("key", key), axis_name
   )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 from typing import Any
-from typing import TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +12,204 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _masking
-
-Arguments: TypeAlias = tuple[optax.Updates, dict[str, Any]]
-# Whether a flag holds on all devices: each runs the inner optimizer, with its collectives, or none.
-Agree: TypeAlias = Callable[[jax.Array], jax.Array]
+from optax_boost import _tree
 
 
-def widen(tree: Any) -> Any:
+def transformation(
+  method: str,
+  state_type: Any,
+  inner: optax.GradientTransformation,
+  key: jax.Array | int | None,
+  axis_name: str | tuple[str, ...] | None,
+) -> optax.GradientTransformationExtraArgs:
+  """Makes the steps of `inner` in float32, and rounds its params to their own dtypes.
+
+  States have the fields `count`, `notfinite_count`, `key` and `inner_state`, and `master_params` if
+  the params in float32 are kept. Otherwise each step widens the params.
+  """
+  inner = _base.check_transformation("inner", inner)
+  key = None if key is None else _base.as_key("key", key)
+  _base.check_axis_name("axis_name", axis_name)
+  wide = _WideOptimizer(method, state_type, inner, key, axis_name)
+  return _in_place.InPlaceTransformation(wide.init, wide.update, wide.apply)
+
+
+class _WideOptimizer(NamedTuple):
+  """The checked arguments of :func:`transformation`."""
+
+  method: str
+  state_type: Any
+  inner: optax.GradientTransformationExtraArgs
+  key: jax.Array | None
+  axis_name: str | tuple[str, ...] | None
+
+  def init(self, params: optax.Params) -> Any:
+    _tree.check_floating(params, self.method)
+    wide = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
+    fields: dict[str, Any] = {
+      "count": jnp.zeros([], jnp.int32),
+      "notfinite_count": jnp.zeros([], jnp.int32),
+      # A copy: the state is donated, the caller's key is not.
+      "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
+      "inner_state": self.inner.init(wide),
+    }
+    if "master_params" in self.state_type._fields:
+      # Copies: an inner state may hold its params, and all of it is donated together.
+      fields["master_params"] = _arrays.copy_arrays(wide)
+    return self.state_type(**fields)
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, Any]:
+    _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
+    wide = self._widening(state)(params, _masters(state))
+    moves, moved = self._inner_step(_arguments(updates, extra_args, params), state, wide)
+    skipped = ~self._agree(~_spoilt(updates, moves, moved, state.inner_state))
+    stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
+    bad = skipped | ~self._agree(_conditional.no_entry_lost(stepped, wide))
+    inner_state = _conditional.select(skipped, state.inner_state, moved)
+    wide = _in_place.keep_finite(stepped, wide)
+    rounded = _round_like(wide, params, self._key_at(state, state.count))
+    return _difference(rounded, params), _next_state(state, wide, bad, inner_state)
+
+  def apply(
+    self, gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
+  ) -> tuple[optax.Params, Any]:
+    del guard  # no finite param is rounded to another kind
+    updates, _ = gradients()
+    _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
+    widened, key = self._widening(state), self._key_at(state, state.count)
+
+    def arguments() -> tuple[optax.Updates, dict[str, Any]]:
+      return _arguments(*gradients(), params)
+
+    def step(params: Any, masters: Any, inner_state: Any) -> Any:
+      wide, inner_state = _in_place.apply(
+        self.inner, arguments, inner_state, widened(params, masters), guard=True
+      )
+      return _round_like(wide, params, key), None if masters is None else wide, inner_state
+
+    def skip(params: Any, masters: Any) -> Any:
+      masters = widened(params, masters)
+      return _round_like(masters, params, key), masters
+
+    carry = params, _masters(state), state.inner_state
+    if _conditional.scales_loss(state.inner_state) and _in_place.is_in_place(self.inner):
+      # It skips its own bad steps.
+      params, masters, inner_state = step(*carry)
+      return params, _next_state(state, masters, jnp.asarray(False), inner_state)
+    skipped, bad = self._skipped_in_place(
+      gradients, arguments, state, lambda: widened(params, _masters(state))
+    )
+    made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
+    if masters is not None:
+      _, params, masters = _in_place.once_if(~made, skip, params, masters)
+    return params, _next_state(state, masters, bad, inner_state)
+
+  def _agree(self, flag: jax.Array) -> jax.Array:
+    """Whether a flag holds on all devices: each runs the inner optimizer's collectives, or none."""
+    return _conditional.agree(flag, self.axis_name, self.method)
+
+  def _key_at(self, state: Any, count: jax.Array) -> jax.Array | None:
+    """The key of a step's rounding; None: to nearest."""
+    if self.key is None or state.key is None:
+      return None
+    key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
+    return jax.random.fold_in(key, count)
+
+  def _widening(self, state: Any) -> Callable[[optax.Params, Any], optax.Params]:
+    """From params and their masters, or None, to the params in float32."""
+    if _masters(state) is None:
+      return lambda params, _: _widen(params)
+    last_key = self._key_at(state, state.count - 1)
+
+    def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
+      return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))
+
+    # The masters go where something else has moved their params since the last step. Rounding is
+    # repeated with that step's key, so its own outcome is no such move. The initial masters are
+    # numbers of the params' dtype, which every key rounds to themselves.
+    return lambda params, masters: jax.tree.map(
+      follow, masters, params, _round_like(masters, params, last_key)
+    )
+
+  def _inner_step(
+    self, arguments: tuple[optax.Updates, dict[str, Any]], state: Any, wide: optax.Params
+  ) -> tuple[optax.Updates, optax.OptState]:
+    """The inner optimizer's updates and its next state, in the dtypes of this one."""
+    updates, extra_args = arguments
+    moves, moved = self.inner.update(updates, state.inner_state, wide, **extra_args)
+    return moves, _conditional.cast_like(moved, state.inner_state)
+
+  def _skipped_in_place(
+    self,
+    gradients: _in_place.Gradients,
+    arguments: _in_place.Gradients,
+    state: Any,
+    make_wide: Callable[[], optax.Params],
+  ) -> tuple[jax.Array, jax.Array]:
+    """Whether a step in place is not made, and whether it is counted."""
+    updates, extra_args = gradients()
+
+    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
+      wide = make_wide()
+      return wide, *self._inner_step(arguments(), state, wide)
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      wide, moves, _ = inner_step()
+      landed = self._agree(_in_place.none_lost(optax.apply_updates(wide, moves), wide))
+      # One thing after the other, so that nothing is kept for the next.
+      (sound,) = _in_place.checked_unless(
+        landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
+      )
+      nested = _conditional.scales_loss(state.inner_state)
+      finite = self._agree(jnp.isfinite(_in_place.largest(updates))) | nested
+      (kept,) = _in_place.checked_unless(
+        finite, lambda: (_in_place.none_lost(inner_step()[2], state.inner_state),), finite
+      )
+      skipped = ~self._agree(sound & kept)
+      return skipped, skipped | ~landed
+
+    squares = _in_place.sum_squares(updates)
+    usual = self._agree(_in_place.ordinary(squares, jnp.float32(1), extra_args))
+    skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
+    return skipped, bad
+
+
+def _masters(state: Any) -> optax.Params | None:
+  return getattr(state, "master_params", None)
+
+
+def _next_state(state: Any, wide: Any, bad: jax.Array, inner_state: optax.OptState) -> Any:
+  masters = {} if _masters(state) is None else {"master_params": wide}
+  return state._replace(
+    count=optax.safe_increment(state.count),
+    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
+    inner_state=inner_state,
+    **masters,
+  )
+
+
+def _widen(tree: Any) -> Any:
   """A tree in at least float32."""
   return jax.tree.map(_arrays.widen, tree)
 
 
-def arguments(
+def _arguments(
   updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
-) -> Arguments:
+) -> tuple[optax.Updates, dict[str, Any]]:
   """The gradients and extra arguments of an inner optimizer whose params are in float32."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
-    return widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+    return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # The closures take the wide params: the model computes in its params' dtype all the same.
   closures = {name: extra_args.get(name) for name in _masking.CLOSURES}
@@ -41,7 +218,7 @@ def arguments(
   extra = extra_args | {
     name: _at_rounded(function, params) for name, function in closures.items() if function
   }
-  return _masking.map_gradients(widen, updates, extra)
+  return _masking.map_gradients(_widen, updates, extra)
 
 
 def _at_rounded(function: Any, params: optax.Params) -> Any:
@@ -54,36 +231,6 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
     return function(jax.tree.map(rounded, wide, params, is_leaf=_masking.is_masked), *args)
 
   return _masking.beside_closures(call)
-
-
-def step(
-  inner: optax.GradientTransformationExtraArgs,
-  updates: optax.Updates,
-  extra_args: dict[str, Any],
-  inner_state: optax.OptState,
-  wide: optax.Params,
-  params: optax.Params,
-  agree: Agree,
-) -> tuple[optax.Params, jax.Array, optax.OptState]:
-  """The wide params after a step, whether it is counted as bad, and the next inner state."""
-  moves, moved = _inner_step(inner, arguments(updates, extra_args, params), inner_state, wide)
-  skipped = ~agree(~_spoilt(updates, moves, moved, inner_state))
-  stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
-  bad = skipped | ~agree(_conditional.no_entry_lost(stepped, wide))
-  inner_state = _conditional.select(skipped, inner_state, moved)
-  return _in_place.keep_finite(stepped, wide), bad, inner_state
-
-
-def _inner_step(
-  inner: optax.GradientTransformationExtraArgs,
-  arguments: Arguments,
-  inner_state: optax.OptState,
-  wide: optax.Params,
-) -> tuple[optax.Updates, optax.OptState]:
-  """An inner optimizer's updates and its next state, in the dtypes of this one."""
-  updates, extra_args = arguments
-  moves, moved = inner.update(updates, inner_state, wide, **extra_args)
-  return moves, _conditional.cast_like(moved, inner_state)
 
 
 def _spoilt(
@@ -101,51 +248,6 @@ def _spoilt(
     lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
     lambda: bad_moves,
   )
-
-
-def skips_by_itself(inner: optax.GradientTransformation, inner_state: optax.OptState) -> bool:
-  """Whether an inner optimizer skips its own bad steps in place."""
-  return _conditional.scales_loss(inner_state) and _in_place.is_in_place(inner)
-
-
-def skipped_in_place(
-  inner: optax.GradientTransformationExtraArgs,
-  gradients: _in_place.Gradients,
-  inner_state: optax.OptState,
-  make_wide: Callable[[], optax.Params],
-  params: optax.Params,
-  agree: Agree,
-) -> tuple[jax.Array, jax.Array]:
-  """Whether a step in place is not made, and whether it is counted."""
-  updates, extra_args = gradients()
-
-  def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
-    wide = make_wide()
-    return wide, *_inner_step(inner, arguments(*gradients(), params), inner_state, wide)
-
-  def check() -> tuple[jax.Array, jax.Array]:
-    wide, moves, _ = inner_step()
-    landed = agree(_in_place.none_lost(optax.apply_updates(wide, moves), wide))
-    # One thing after the other, so that nothing is kept for the next.
-    (sound,) = _in_place.checked_unless(
-      landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
-    )
-    nested = _conditional.scales_loss(inner_state)
-    finite = agree(jnp.isfinite(_in_place.largest(updates))) | nested
-    (kept,) = _in_place.checked_unless(
-      finite, lambda: (_in_place.none_lost(inner_step()[2], inner_state),), finite
-    )
-    skipped = ~agree(sound & kept)
-    return skipped, skipped | ~landed
-
-  usual = agree(_in_place.ordinary(_in_place.sum_squares(updates), jnp.float32(1), extra_args))
-  skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
-  return skipped, bad
-
-
-def step_key(key: jax.Array, data: jax.Array, count: jax.Array) -> jax.Array:
-  """The key of a step; `data` are a state's raw key data, `key` is one of the same kind."""
-  return jax.random.fold_in(jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)), count)
 
 
 def round_stochastically(u: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
@@ -172,7 +274,7 @@ def round_stochastically(u: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
   return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
 
-def round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
+def _round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None) -> optax.Params:
   """Wide params, rounded to the params' dtypes and to the ends of their ranges."""
   leaves, structure = jax.tree.flatten(wide)
   like = jax.tree.leaves(params)
@@ -209,7 +311,7 @@ def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array])
   return draws
 
 
-def difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
+def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
   """Updates in float32 that lead from params to new ones of their dtype."""
 
   def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
