@@ -19,7 +19,6 @@ from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _groups
 from optax_boost import _protocol
-from optax_boost import _tree
 from optax_boost._precision import _unscaled
 
 _METHOD = "group_loss_scale"
@@ -148,14 +147,11 @@ def group_loss_scale(
   num_groups = _groups.count_groups(groups)
   number = _groups.numbering(groups, _METHOD)
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
-  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, maximum, skip)
 
-  def init_fn(params: optax.Params) -> GroupLossScaleState:
-    _tree.check_floating(params, _METHOD)
+  def make_state(params: optax.Params, inner_state: optax.OptState) -> GroupLossScaleState:
     _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
-    inner_state = optimizer.init(params)
     if skip == "group" and _conditional.scales_loss(inner_state):
       raise ValueError(
         "`group_loss_scale` with skip='group' hides overflows from a loss scale inside it, which"
@@ -171,16 +167,27 @@ def group_loss_scale(
       inner_state=inner_state,
     )
 
-  def next_state(state: GroupLossScaleState, step: _unscaled.Step) -> GroupLossScaleState:
+  def next_state(
+    state: GroupLossScaleState, inner_state: optax.OptState, finite: jax.Array, made: jax.Array
+  ) -> GroupLossScaleState:
     return GroupLossScaleState(
       group_loss_scale=next_group_loss_scale(
-        state.group_loss_scale, step.finite, growth_factor, backoff_factor, minimum, maximum
+        state.group_loss_scale, finite, growth_factor, backoff_factor, minimum, maximum
       ),
-      overflow_count=_arrays.increment_if(~step.finite, state.overflow_count),
-      notfinite_count=_arrays.increment_if(~jnp.all(step.made), state.notfinite_count),
-      inner_state=step.inner_state,
+      overflow_count=_arrays.increment_if(~finite, state.overflow_count),
+      notfinite_count=_arrays.increment_if(~jnp.all(made), state.notfinite_count),
+      inner_state=inner_state,
     )
 
-  return optimizer.transformation(
-    GroupLossScaleState, init_fn, lambda state: state.group_loss_scale, number, next_state
-  )
+  return _unscaled.UnscalingOptimizer(
+    _METHOD,
+    GroupLossScaleState,
+    inner,
+    axis_name,
+    maximum,
+    make_state=make_state,
+    scales_of=lambda state: state.group_loss_scale,
+    number=number,
+    next_state=next_state,
+    skip=skip,
+  ).transformation()

@@ -20,10 +20,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
-from optax_boost import _tree
 from optax_boost._precision import _unscaled
-
-_METHOD = "dynamic_loss_scale"
 
 
 @_protocol.declares(
@@ -162,10 +159,8 @@ def dynamic_loss_scale(
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
-  optimizer = _unscaled.UnscalingOptimizer(_METHOD, inner, axis_name, maximum)
 
-  def init_fn(params: optax.Params) -> DynamicLossScaleState:
-    _tree.check_floating(params, _METHOD)
+  def make_state(params: optax.Params, inner_state: optax.OptState) -> DynamicLossScaleState:
     _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
     numbers = [0] * len(jax.tree.leaves(params))
@@ -175,38 +170,38 @@ def dynamic_loss_scale(
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=optimizer.init(params),
+      inner_state=inner_state,
     )
 
-  def next_scale(
-    state: DynamicLossScaleState, finite: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scale and its two counters after a step."""
+  def next_state(
+    state: DynamicLossScaleState, inner_state: optax.OptState, finite: jax.Array, made: jax.Array
+  ) -> DynamicLossScaleState:
+    # All leaves are one group.
+    finite, made = finite[0], made[0]
     scale, count, overflows = state.loss_scale, state.growth_count, state.hysteresis_count
-    if growth_interval is None:
-      return scale, count, overflows
-    overflows = _arrays.increment_if(~finite, overflows)
-    rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
-    moved, count = next_loss_scale(scale, count, finite, *rule)
-    tolerated = ~finite & (overflows < hysteresis)
-    # Growth has just been due where a finite step sets its count back.
-    overflows = jnp.where(finite & (count == 0), 0, overflows)
-    return jnp.where(tolerated, scale, moved), count, overflows
-
-  def next_state(state: DynamicLossScaleState, step: _unscaled.Step) -> DynamicLossScaleState:
-    scale, growth_count, hysteresis_count = next_scale(state, step.finite[0])
+    if growth_interval is not None:
+      overflows = _arrays.increment_if(~finite, overflows)
+      rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
+      moved, count = next_loss_scale(scale, count, finite, *rule)
+      scale = jnp.where(~finite & (overflows < hysteresis), scale, moved)
+      # Growth has just been due where a finite step sets its count back.
+      overflows = jnp.where(finite & (count == 0), 0, overflows)
     return DynamicLossScaleState(
       loss_scale=scale,
-      growth_count=growth_count,
-      hysteresis_count=hysteresis_count,
-      notfinite_count=_arrays.increment_if(~step.made[0], state.notfinite_count),
-      inner_state=step.inner_state,
+      growth_count=count,
+      hysteresis_count=overflows,
+      notfinite_count=_arrays.increment_if(~made, state.notfinite_count),
+      inner_state=inner_state,
     )
 
-  return optimizer.transformation(
+  return _unscaled.UnscalingOptimizer(
+    "dynamic_loss_scale",
     DynamicLossScaleState,
-    init_fn,
-    lambda state: state.loss_scale[None],
-    lambda tree: jax.tree.map(lambda _: 0, tree),
-    next_state,
-  )
+    inner,
+    axis_name,
+    maximum,
+    make_state=make_state,
+    scales_of=lambda state: state.loss_scale[None],
+    number=lambda tree: jax.tree.map(lambda _: 0, tree),
+    next_state=next_state,
+  ).transformation()

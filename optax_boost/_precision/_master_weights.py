@@ -85,4 +85,6 @@ def master_weights(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  return _widened.transformation("master_weights", MasterWeightsState, inner, key, axis_name)
+  return _widened.WideOptimizer(
+    "master_weights", MasterWeightsState, inner, key, axis_name
+  ).transformation()

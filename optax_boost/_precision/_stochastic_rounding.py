@@ -94,6 +94,6 @@ def stochastic_rounding(
     <https://arxiv.org/abs/1502.02551>`_, 2015.
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
-  return _widened.transformation(
+  return _widened.WideOptimizer(
     "stochastic_rounding", StochasticRoundingState, inner, _base.as_key("key", key), axis_name
-  )
+  ).transformation()

@@ -5,11 +5,11 @@ were cast back once unscaled; so the inner optimizer works in at least float32, 
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import math
 from typing import Any
 from typing import Literal
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,80 +73,50 @@ def next_scales(
   return grown, shrunk
 
 
-class Step(NamedTuple):
-  """The outcome of a step."""
-
-  out: optax.Params  # the updates, zero where the step was skipped; of a step in place the params
-  inner_state: optax.OptState
-  finite: jax.Array  # [groups], whether the unscaled gradients were finite
-  made: jax.Array  # [groups], whether the params, or without them the updates, are so as well
-
-
+@dataclasses.dataclass(eq=False)
 class UnscalingOptimizer:
-  """An optimizer of gradients with a scale for each group of leaves."""
+  """Takes the scales of groups of leaves off the gradients for an inner optimizer."""
 
-  def __init__(
-    self,
-    method: str,
-    inner: optax.GradientTransformation,
-    axis_name: str | tuple[str, ...] | None,
-    maximum: Any,
-    skip: Literal["all", "group"] = "all",
-  ):
-    self._method = method
-    self._inner = _base.check_transformation("inner", inner)
-    _base.check_axis_name("axis_name", axis_name)
-    self._axis_name = axis_name
-    _base.check_name("skip", skip, ("all", "group"))
-    self._skip = skip
-    self._maximum = math.inf if _base.is_array(maximum) else float(maximum)
+  method: str
+  state_type: Any  # its states have an `inner_state`
+  inner: Any
+  axis_name: str | tuple[str, ...] | None
+  maximum: Any
+  _: dataclasses.KW_ONLY
+  make_state: Callable[[optax.Params, optax.OptState], Any]
+  scales_of: Callable[[Any], jax.Array]
+  number: Callable[[Any], Any]  # from a tree to that of its leaves' groups
+  # From a state, the next inner state and, for each group, whether the unscaled gradients were
+  # finite, and whether the params, or without them the updates, are so as well.
+  next_state: Callable[[Any, optax.OptState, jax.Array, jax.Array], Any]
+  skip: Literal["all", "group"] = "all"
+
+  def __post_init__(self) -> None:
+    self.inner = _base.check_transformation("inner", self.inner)
+    _base.check_axis_name("axis_name", self.axis_name)
+    _base.check_name("skip", self.skip, ("all", "group"))
+    self.maximum = math.inf if _base.is_array(self.maximum) else float(self.maximum)
     # Shapes with the dtypes of the inner updates, for each kind of gradients and params.
     self._output_shapes: dict[Any, Any] = {}
 
-  def init(self, params: optax.Params) -> optax.OptState:
-    """The inner optimizer's state, of the params in at least float32."""
-    return self._inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype))
+  def transformation(self) -> optax.GradientTransformationExtraArgs:
+    return _in_place.InPlaceTransformation(self.init, self.update, self.apply)
 
-  def transformation(
-    self,
-    state_type: type[Any],
-    init_fn: Callable[[optax.Params], Any],
-    scales_of: Callable[[Any], jax.Array],
-    number: Callable[[Any], Any],
-    next_state: Callable[[Any, Step], Any],
-  ) -> _in_place.InPlaceTransformation:
-    """The transformation with states of a type; `number` finds the groups of a tree's leaves."""
-
-    def update_fn(
-      updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-      _tree.check_update(self._method, updates, state, state_type, params)
-      scales, numbers = scales_of(state), number(updates)
-      step = self.update(scales, numbers, updates, state.inner_state, params, extra_args)
-      return step.out, next_state(state, step)
-
-    def apply_fn(
-      gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
-    ) -> tuple[optax.Params, Any]:
-      del guard  # its own steps leave params finite
-      _tree.check_update(self._method, gradients()[0], state, state_type, params)
-      scales, numbers = scales_of(state), number(params)
-      step = self.apply(scales, numbers, gradients, state.inner_state, params)
-      return step.out, next_state(state, step)
-
-    return _in_place.InPlaceTransformation(init_fn, update_fn, apply_fn)
+  def init(self, params: optax.Params) -> Any:
+    _tree.check_floating(params, self.method)
+    wide = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
+    return self.make_state(params, self.inner.init(wide))
 
   def update(
     self,
-    scales: jax.Array,
-    numbers: Any,
     updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-  ) -> Step:
-    """Makes a step; `numbers` is the tree of the leaves' groups, `state` the inner optimizer's."""
-    whole = self._skip == "all"
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, Any]:
+    _tree.check_update(self.method, updates, state, self.state_type, params)
+    scales, numbers, before = self.scales_of(state), self.number(updates), state.inner_state
+    whole = self.skip == "all"
     by_group = functools.partial(self._by_group, numbers, len(scales))
 
     def zero_unless(good: jax.Array, tree: optax.Updates) -> optax.Updates:
@@ -158,96 +128,94 @@ class UnscalingOptimizer:
     if not whole:
       zero_bad = functools.partial(zero_unless, finite)
       gradients, extra = _masking.map_gradients(zero_bad, gradients, extra)
-    shapes = self._updates_like(updates, params, extra_args)
+    inner = self._cast_inner(self._updates_like(updates, params, extra_args))
 
-    def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      out, moved = self._inner.update(gradients, state, params, **extra)
-      out = out if shapes is None else _conditional.cast_like(out, shapes)
-      return out, _conditional.cast_like(moved, state)
+    def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+      return inner.update(gradients, inner_state, params, **extra)
 
     # A loss scale inside must see every overflow, or it would never come down.
-    if whole and not _conditional.scales_loss(state):
-      out, moved = _conditional.update_if(jnp.all(finite), step, state)
+    if whole and not _conditional.scales_loss(before):
+      out, after = _conditional.update_if(jnp.all(finite), step, before)
     else:
-      out, moved = step(state)
+      out, after = step(before)
     if params is None:
       landed = by_group(_arrays.all_finite, out)
     else:
       landed = by_group(_conditional.no_entry_lost, optax.apply_updates(params, out), params)
     if whole:
       good = jnp.broadcast_to(jnp.all(landed), landed.shape)
-      inner_state = _conditional.select(good[0], moved, state)
+      after = _conditional.select(good[0], after, before)
     else:
       good = finite & landed
 
-      def select(group: int, before: Any, after: Any) -> Any:
-        return jnp.where(good[group], after, before)
+      def select(group: int, old: Any, new: Any) -> Any:
+        return jnp.where(good[group], new, old)
 
-      inner_state = _groups.select_state(self._method, self._inner, select, numbers, state, moved)
-    return Step(zero_unless(good, out), inner_state, finite, finite & landed)
+      after = _groups.select_state(self.method, self.inner, select, numbers, before, after)
+    return zero_unless(good, out), self.next_state(state, after, finite, finite & landed)
 
   def apply(
-    self,
-    scales: jax.Array,
-    numbers: Any,
-    gradients: _in_place.Gradients,
-    state: optax.OptState,
-    params: optax.Params,
-  ) -> Step:
-    """Makes a step in place, as `update` makes it."""
+    self, gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
+  ) -> tuple[optax.Params, Any]:
+    del guard  # its own steps leave params finite
     updates, extra_args = gradients()
+    _tree.check_update(self.method, updates, state, self.state_type, params)
     shapes = self._updates_like(updates, params, extra_args)
-    in_place = _in_place.is_in_place(self._inner)
-    if self._skip == "group" or (in_place and not (shapes is None or _is_wide(shapes))):
+    in_place = _in_place.is_in_place(self.inner)
+    if self.skip == "group" or (in_place and not (shapes is None or _is_wide(shapes))):
       # The updates are needed: for each group to be left out, or to be rounded.
-      step = self.update(scales, numbers, updates, state, params, extra_args)
-      return step._replace(out=optax.apply_updates(params, step.out))
-    nested = _conditional.scales_loss(state)
+      out, state = self.update(updates, state, params, **extra_args)
+      return optax.apply_updates(params, out), state
+    scales, numbers = self.scales_of(state), self.number(params)
     by_group = functools.partial(self._by_group, numbers, len(scales))
+    inner = self.inner if in_place else self._cast_inner(shapes)
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
       unscale = functools.partial(self._unscale, numbers, scales)
       return _masking.map_gradients(unscale, *gradients())
 
-    def inner_update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
-      out, moved = self._inner.update(updates, state, params, **extra)
-      return out if shapes is None else _conditional.cast_like(out, shapes), moved
-
     def check() -> tuple[jax.Array, jax.Array]:
       finite = jnp.isfinite(by_group(_in_place.largest, updates, agree=False) / scales)
-      finite = _conditional.agree(finite, self._axis_name, self._method)
+      finite = _conditional.agree(finite, self.axis_name, self.method)
       if in_place:
         # It checks its own steps.
         return finite, jnp.ones_like(finite)
       grads, extra = unscaled()
-      out, _ = inner_update(grads, state, params, **extra)
+      out, _ = inner.update(grads, state.inner_state, params, **extra)
       return finite, by_group(_in_place.none_lost, optax.apply_updates(params, out), params)
 
     finite = landed = jnp.ones(len(scales), bool)
     if in_place or _in_place.has_wide_range(params):
       sums = by_group(_in_place.sum_squares, updates, agree=False)
       usual = _in_place.ordinary(sums, 1 / scales, extra_args)
-      usual = jnp.all(_conditional.agree(usual, self._axis_name, self._method))
+      usual = jnp.all(_conditional.agree(usual, self.axis_name, self.method))
       finite, landed = _in_place.checked_unless(usual, check, finite, landed)
     else:
       finite, landed = check()
     made = finite & landed
-    step = optax.GradientTransformationExtraArgs(self._inner.init, inner_update)
     _, params, inner_state = _in_place.once_if(
       # A loss scale inside must see every overflow, or it would never come down.
-      jnp.all(landed if nested else made),
-      lambda params, state: _in_place.apply(
-        self._inner if in_place else step, unscaled, state, params, guard=True
-      ),
+      jnp.all(landed if _conditional.scales_loss(state.inner_state) else made),
+      lambda params, state: _in_place.apply(inner, unscaled, state, params, guard=True),
       params,
-      state,
+      state.inner_state,
     )
-    return Step(params, inner_state, finite, made)
+    return params, self.next_state(state, inner_state, finite, made)
+
+  def _cast_inner(self, shapes: Any) -> optax.GradientTransformationExtraArgs:
+    """The inner optimizer, with its updates in the dtypes of `shapes`, its states in their own."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+      out, moved = self.inner.update(updates, state, params, **extra_args)
+      out = out if shapes is None else _conditional.cast_like(out, shapes)
+      return out, _conditional.cast_like(moved, state)
+
+    return optax.GradientTransformationExtraArgs(self.inner.init, update)
 
   def _unscale(self, numbers: Any, scales: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scales of their groups, in at least float32."""
     return jax.tree.map(
-      lambda n, g: _in_place.divide(_arrays.widen(g), scales[n], self._maximum), numbers, grads
+      lambda n, g: _in_place.divide(_arrays.widen(g), scales[n], self.maximum), numbers, grads
     )
 
   def _by_group(
@@ -265,7 +233,7 @@ class UnscalingOptimizer:
       return [leaf for number, leaf in pairs if number == group]
 
     passed = jnp.stack([check(*(members(g, tree) for tree in trees)) for g in range(num_groups)])
-    return _conditional.agree(passed, self._axis_name, self._method) if agree else passed
+    return _conditional.agree(passed, self.axis_name, self.method) if agree else passed
 
   def _updates_like(
     self, updates: optax.Updates, params: optax.Params | None, extra_args: dict[str, Any]
@@ -286,7 +254,7 @@ class UnscalingOptimizer:
         gradients = jax.tree.map(
           lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), updates, like
         )
-        return self._inner.update(gradients, self._inner.init(like), params, **extra_args)[0]
+        return self.inner.update(gradients, self.inner.init(like), params, **extra_args)[0]
 
       self._output_shapes[kind] = jax.eval_shape(update, updates, like)
     return self._output_shapes[kind]

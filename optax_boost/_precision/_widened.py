@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +19,27 @@ from optax_boost import _masking
 from optax_boost import _tree
 
 
-def transformation(
-  method: str,
-  state_type: Any,
-  inner: optax.GradientTransformation,
-  key: jax.Array | int | None,
-  axis_name: str | tuple[str, ...] | None,
-) -> optax.GradientTransformationExtraArgs:
-  """Makes the steps of `inner` in float32, and rounds its params to their own dtypes.
+@dataclasses.dataclass(eq=False)
+class WideOptimizer:
+  """Makes the steps of an optimizer in float32, and rounds its params to their own dtypes.
 
   States have the fields `count`, `notfinite_count`, `key` and `inner_state`, and `master_params` if
   the params in float32 are kept. Otherwise each step widens the params.
   """
-  inner = _base.check_transformation("inner", inner)
-  key = None if key is None else _base.as_key("key", key)
-  _base.check_axis_name("axis_name", axis_name)
-  wide = _WideOptimizer(method, state_type, inner, key, axis_name)
-  return _in_place.InPlaceTransformation(wide.init, wide.update, wide.apply)
-
-
-class _WideOptimizer(NamedTuple):
-  """The checked arguments of :func:`transformation`."""
 
   method: str
   state_type: Any
-  inner: optax.GradientTransformationExtraArgs
-  key: jax.Array | None
+  inner: Any
+  key: Any  # None: to nearest
   axis_name: str | tuple[str, ...] | None
+
+  def __post_init__(self) -> None:
+    self.inner = _base.check_transformation("inner", self.inner)
+    self.key = None if self.key is None else _base.as_key("key", self.key)
+    _base.check_axis_name("axis_name", self.axis_name)
+
+  def transformation(self) -> optax.GradientTransformationExtraArgs:
+    return _in_place.InPlaceTransformation(self.init, self.update, self.apply)
 
   def init(self, params: optax.Params) -> Any:
     _tree.check_floating(params, self.method)
@@ -119,7 +113,7 @@ class _WideOptimizer(NamedTuple):
     return _conditional.agree(flag, self.axis_name, self.method)
 
   def _key_at(self, state: Any, count: jax.Array) -> jax.Array | None:
-    """The key of a step's rounding; None: to nearest."""
+    """The key of a step's rounding."""
     if self.key is None or state.key is None:
       return None
     key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
