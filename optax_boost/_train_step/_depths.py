@@ -40,17 +40,16 @@ class Place(NamedTuple):
 NOWHERE = Place(None)
 
 
-class _Entry(weakref.ref[jax.Array]):
-  """A reference to a state's count, with the arrays by which the state is known, and its place."""
+class _Entry(NamedTuple):
+  """A state's place, and the arrays by which the state is known."""
 
+  count_ref: weakref.ref[jax.Array]
   frozen_groups: jax.Array
   key: jax.Array
-  number: int
   place: Place
 
   def is_of(self, state: Any) -> bool:
-    """Whether all arrays are those of a state."""
-    own = (self(), self.frozen_groups, self.key)
+    own = (self.count_ref(), self.frozen_groups, self.key)
     return all(map(operator.is_, own, (state.count, state.frozen_groups, state.key)))
 
 
@@ -76,16 +75,19 @@ class HostDepths:
     state = self._counting(opt_state)
     if state is None:
       return self._locate_inside(opt_state)
-    entry = self._entries.get(id(state.count))
+    number = id(state.count)
+    entry = self._entries.get(number)
     if entry is None or not entry.is_of(state):
       # From elsewhere, a checkpoint say.
       return Place(_value(state.frozen_groups), _value(state.count))
-    if entry.place.depth is None:
-      # Read anew, should anything have kept a step from being counted.
-      count = int(np.asarray(state.count))
-      depths = self._work_out(find_depth_at, count, state.key)
-      entry.place = Place(depths[0], count, count, depths)
-    return entry.place
+    if entry.place.depth is not None:
+      return entry.place
+    # Read anew, should anything have kept a step from being counted.
+    count = int(np.asarray(state.count))
+    depths = self._work_out(find_depth_at, count, state.key)
+    place = Place(depths[0], count, count, depths)
+    self._entries[number] = entry._replace(place=place)
+    return place
 
   def made_step(self, place: Place, opt_state: optax.OptState) -> None:
     """Notes the place of `opt_state`, which a step from `place` returned."""
@@ -100,13 +102,11 @@ class HostDepths:
       return
     count = min(count + 1, _base.LARGEST_COUNT)
     index = count - start
+    place = Place(depths[index] if index < len(depths) else None, count, start, depths)
     # Without a reference to this object, which would keep it alive.
-    entries = self._entries
-    entry = _Entry(state.count, lambda entry: entries.pop(entry.number, None))
-    entry.number = id(state.count)
-    entry.frozen_groups, entry.key = state.frozen_groups, state.key
-    entry.place = Place(depths[index] if index < len(depths) else None, count, start, depths)
-    self._entries[entry.number] = entry
+    entries, number = self._entries, id(state.count)
+    count_ref = weakref.ref(state.count, lambda _: entries.pop(number, None))
+    entries[number] = _Entry(count_ref, state.frozen_groups, state.key, place)
 
   def _counting(self, opt_state: Any) -> Any | None:
     """The state of a `freeze_layers` that counts every step, which one inside a wrapper may not."""

@@ -41,8 +41,31 @@ def cut_gradient(
   A traced depth is treated as `execution` says; its output beside the gradient is the objective's.
   `warn` is called with the reason where the backward pass of a scan's frozen layers is computed.
   """
+
+  def gradient_at(depth: int, params: optax.Params) -> tuple[optax.Updates, Any]:
+    # Leaves of no group are always trained.
+    frozen = [group < depth for group in groups.numbers(params)]
+
+    def inspect(program: Any) -> None:
+      reason = _uncut_scans.explain_uncut_scans(program, frozen, _tree.leaf_paths(params))
+      if reason is not None:
+        warn(reason)
+
+    def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
+      leaves, structure = jax.tree.flatten(params)
+      # Before a loss scale puts its boundaries around the params.
+      stopped = [
+        jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
+      ]
+      return objective(
+        jax.tree.unflatten(structure, stopped),
+        lambda loss: _cut_scans.stop_layers(loss, frozen, inspect),
+      )
+
+    return jax.grad(of_trained, has_aux=True)(params)
+
   if isinstance(depth, int):
-    return lambda params: _gradient_at(objective, groups, depth, warn, params)
+    return functools.partial(gradient_at, depth)
   if execution == "per_depth":
     raise ValueError(
       "freezing='per_depth' needs a state whose values are known, to choose the compiled step on"
@@ -53,41 +76,10 @@ def cut_gradient(
   def gradient(params: optax.Params) -> tuple[optax.Updates, Any]:
     if execution == "auto" and not _switch_is_worth_it(objective, params):
       return jax.grad(objective, has_aux=True)(params)
-    branches = [
-      functools.partial(_gradient_at, objective, groups, d, warn) for d in range(groups.num_groups)
-    ]
+    branches = [functools.partial(gradient_at, d) for d in range(groups.num_groups)]
     return jax.lax.switch(depth, branches, params)
 
   return gradient
-
-
-def _gradient_at(
-  objective: Objective,
-  groups: _protocol.GroupAssignment,
-  depth: int,
-  warn: Callable[[str], None],
-  params: optax.Params,
-) -> tuple[optax.Updates, Any]:
-  # Leaves of no group are always trained.
-  frozen = [group < depth for group in groups.numbers(params)]
-
-  def inspect(program: Any) -> None:
-    reason = _uncut_scans.explain_uncut_scans(program, frozen, _tree.leaf_paths(params))
-    if reason is not None:
-      warn(reason)
-
-  def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
-    leaves, structure = jax.tree.flatten(params)
-    # Before a loss scale puts its boundaries around the params.
-    stopped = [
-      jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
-    ]
-    return objective(
-      jax.tree.unflatten(structure, stopped),
-      lambda loss: _cut_scans.stop_layers(loss, frozen, inspect),
-    )
-
-  return jax.grad(of_trained, has_aux=True)(params)
 
 
 def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
