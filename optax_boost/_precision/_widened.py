@@ -64,15 +64,15 @@ class WideOptimizer:
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
     _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
-    wide = self._widening(state)(params, _masters(state))
+    widen, round_ = self._conversions(state)
+    wide = widen(params, _masters(state))
     moves, moved = self._inner_step(_arguments(updates, extra_args, params), state, wide)
     skipped = ~self._agree(~_spoilt(updates, moves, moved, state.inner_state))
     stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
     bad = skipped | ~self._agree(_conditional.no_entry_lost(stepped, wide))
     inner_state = _conditional.select(skipped, state.inner_state, moved)
     wide = _in_place.keep_finite(stepped, wide)
-    rounded = _round_like(wide, params, self._key_at(state, state.count))
-    return _difference(rounded, params), _next_state(state, wide, bad, inner_state)
+    return _difference(round_(wide, params), params), _next_state(state, wide, bad, inner_state)
 
   def apply(
     self, gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
@@ -80,20 +80,20 @@ class WideOptimizer:
     del guard  # no finite param is rounded to another kind
     updates, _ = gradients()
     _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
-    widened, key = self._widening(state), self._key_at(state, state.count)
+    widen, round_ = self._conversions(state)
 
     def arguments() -> tuple[optax.Updates, dict[str, Any]]:
       return _arguments(*gradients(), params)
 
     def step(params: Any, masters: Any, inner_state: Any) -> Any:
       wide, inner_state = _in_place.apply(
-        self.inner, arguments, inner_state, widened(params, masters), guard=True
+        self.inner, arguments, inner_state, widen(params, masters), guard=True
       )
-      return _round_like(wide, params, key), None if masters is None else wide, inner_state
+      return round_(wide, params), None if masters is None else wide, inner_state
 
     def skip(params: Any, masters: Any) -> Any:
-      masters = widened(params, masters)
-      return _round_like(masters, params, key), masters
+      masters = widen(params, masters)
+      return round_(masters, params), masters
 
     carry = params, _masters(state), state.inner_state
     if _conditional.scales_loss(state.inner_state) and _in_place.is_in_place(self.inner):
@@ -101,7 +101,7 @@ class WideOptimizer:
       params, masters, inner_state = step(*carry)
       return params, _next_state(state, masters, jnp.asarray(False), inner_state)
     skipped, bad = self._skipped_in_place(
-      gradients, arguments, state, lambda: widened(params, _masters(state))
+      gradients, arguments, state, lambda: widen(params, _masters(state))
     )
     made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
     if masters is not None:
@@ -112,28 +112,33 @@ class WideOptimizer:
     """Whether a flag holds on all devices: each runs the inner optimizer's collectives, or none."""
     return _conditional.agree(flag, self.axis_name, self.method)
 
-  def _key_at(self, state: Any, count: jax.Array) -> jax.Array | None:
-    """The key of a step's rounding."""
-    if self.key is None or state.key is None:
-      return None
-    key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
-    return jax.random.fold_in(key, count)
+  def _conversions(self, state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """From params and their masters, or None, to wide params; and from these to params again."""
 
-  def _widening(self, state: Any) -> Callable[[optax.Params, Any], optax.Params]:
-    """From params and their masters, or None, to the params in float32."""
+    def key_at(count: jax.Array) -> jax.Array | None:
+      if self.key is None or state.key is None:
+        return None
+      key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
+      return jax.random.fold_in(key, count)
+
     if _masters(state) is None:
-      return lambda params, _: _widen(params)
-    last_key = self._key_at(state, state.count - 1)
+      # A step in place rounds in one loop, which makes the key.
+      return (
+        lambda params, _: _widen(params),
+        lambda wide, params: _round_like(wide, params, key_at(state.count)),
+      )
+    last_key, key = key_at(state.count - 1), key_at(state.count)
 
     def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
       return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))
 
-    # The masters go where something else has moved their params since the last step. Rounding is
-    # repeated with that step's key, so its own outcome is no such move. The initial masters are
-    # numbers of the params' dtype, which every key rounds to themselves.
-    return lambda params, masters: jax.tree.map(
-      follow, masters, params, _round_like(masters, params, last_key)
-    )
+    def widen(params: Any, masters: Any) -> optax.Params:
+      # The masters go where something else has moved their params since the last step. Rounding is
+      # repeated with that step's key, so its own outcome is no such move. The initial masters are
+      # numbers of the params' dtype, which every key rounds to themselves.
+      return jax.tree.map(follow, masters, params, _round_like(masters, params, last_key))
+
+    return widen, lambda wide, params: _round_like(wide, params, key)
 
   def _inner_step(
     self, arguments: tuple[optax.Updates, dict[str, Any]], state: Any, wide: optax.Params
