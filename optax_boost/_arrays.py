@@ -158,13 +158,6 @@ def alike_parts(*trees: Any) -> list[list[list[jax.Array]]]:
   return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 
 
-def stack(leaves: Sequence[jax.Array], copy: bool) -> jax.Array:
-  """Leaves of one shape along a new first axis, fused into what reads them or copied before."""
-  stacked = jnp.stack(leaves)
-  # XLA would compile for minutes where a thousand leaves are fused into one loop.
-  return jax.lax.optimization_barrier(stacked) if copy else stacked
-
-
 def all_finite(tree: Any) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
   return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])

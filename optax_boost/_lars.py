@@ -311,7 +311,10 @@ def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:
     sums = []
     for group in groups:
       # Of both in one reduction: for a large one XLA makes two kernels.
-      both = _arrays.stack([x[i] for x in (weights, grads) for i in group], copy=len(group) > 1)
+      both = jnp.stack([x[i] for x in (weights, grads) for i in group])
+      if len(group) > 1:
+        # XLA would compile for minutes where a thousand leaves are fused into one loop.
+        both = jax.lax.optimization_barrier(both)
       squares = _arrays.sum_squares(both, tuple(axis + 1 for axis in plans[group[0]][0].layer_axes))
       sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]

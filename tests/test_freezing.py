@@ -1084,8 +1084,8 @@ def test_the_host_reads_the_first_depth_and_counts_on(monkeypatch):
   _, history = train(step, step.init(chain_params()), 11)
   _, expected = train(switch, switch.init(chain_params()), 11)
   assert [int(m["frozen_groups"]) for m in history] == [int(m["frozen_groups"]) for m in expected]
-  # Of the state at the start, the count and the depth; nothing of a step but for each chunk.
-  assert len(reads) == 2
+  # Of the state at the start, the depth; nothing of a step but for each chunk.
+  assert len(reads) == 1
 
 
 def test_a_key_that_is_put_into_the_state_counts_from_the_next_step_on():

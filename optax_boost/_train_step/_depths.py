@@ -30,11 +30,8 @@ class Place(NamedTuple):
 
   # How many groups its step freezes; None: the state has no such number, or a traced one.
   depth: int | None
-  # The steps made; None: nothing to count along with.
-  count: int | None = None  # type: ignore[assignment]  # tuples have a method of this name
-  # The depths that were worked out, from the step `start` on.
-  start: int = 0
-  depths: Sequence[int] = ()
+  # The depths of the steps after this one, as far as they were worked out.
+  ahead: Sequence[int] = ()
 
 
 NOWHERE = Place(None)
@@ -79,30 +76,26 @@ class HostDepths:
     entry = self._entries.get(number)
     if entry is None or not entry.is_of(state):
       # From elsewhere, a checkpoint say.
-      return Place(_value(state.frozen_groups), _value(state.count))
+      return Place(_value(state.frozen_groups))
     if entry.place.depth is not None:
       return entry.place
     # Read anew, should anything have kept a step from being counted.
     count = int(np.asarray(state.count))
     depths = self._work_out(find_depth_at, count, state.key)
-    place = Place(depths[0], count, count, depths)
+    place = Place(depths[0], depths[1:])
     self._entries[number] = entry._replace(place=place)
     return place
 
   def made_step(self, place: Place, opt_state: optax.OptState) -> None:
     """Notes the place of `opt_state`, which a step from `place` returned."""
-    _, count, start, depths = place
-    if count is None:
-      if place is NOWHERE:
-        # The transformation freezes nothing, whatever the params.
-        self._freezes = False
+    if place is NOWHERE:
+      # The transformation freezes nothing, whatever the params.
+      self._freezes = False
       return
     state = self._counting(opt_state)
     if state is None or isinstance(state.count, jax.core.Tracer):
       return
-    count = min(count + 1, _base.LARGEST_COUNT)
-    index = count - start
-    place = Place(depths[index] if index < len(depths) else None, count, start, depths)
+    place = Place(place.ahead[0] if place.ahead else None, place.ahead[1:])
     # Without a reference to this object, which would keep it alive.
     entries, number = self._entries, id(state.count)
     count_ref = weakref.ref(state.count, lambda _: entries.pop(number, None))
