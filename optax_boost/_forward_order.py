@@ -108,15 +108,13 @@ class _ForwardOrder(_jaxpr.Interpreter[_Value]):
     ]
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> list[_Value]:
-    inputs, noted = list(inputs), len(self.uses)
-    while True:
+    noted = len(self.uses)
+
+    def one_round(inputs: list[_Value]) -> list[_Value]:
       del self.uses[noted:]
-      outputs = self.run(body, inputs)
-      # From the second round on the carry is a result of the body.
-      merged = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
-      if merged == inputs[carry]:
-        return outputs
-      inputs[carry] = merged
+      return self.run(body, inputs)
+
+    return self.settle(one_round, inputs, carry)
 
   def branches(self, branches: Sequence[Any], inputs: list[_Value]) -> list[_Value]:
     results = []

@@ -82,6 +82,18 @@ class Interpreter(Generic[_Value]):
     """The results of a loop, whose `inputs` at `carry` come from the round before: of one round."""
     return self.run(body, inputs)
 
+  def settle(
+    self, body: Callable[[list[_Value]], list[_Value]], inputs: list[_Value], carry: slice
+  ) -> list[_Value]:
+    """The results of a loop whose carry joins what comes in and what any round leaves there."""
+    while True:
+      outputs = body(inputs)
+      # Results begin with the carries.
+      joined = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
+      if joined == inputs[carry]:
+        return outputs
+      inputs = [*inputs[: carry.start], *joined, *inputs[carry.stop :]]
+
   def branches(self, branches: Sequence[Any], inputs: list[_Value]) -> Sequence[_Value]:
     """The results of a conditional."""
     results = [self.run(branch, inputs) for branch in branches]

@@ -147,13 +147,8 @@ class _UncutScans(_jaxpr.Interpreter[_Value]):
       self._check(inputs[: carry.stop], inputs[carry.stop :])
       slices = [_whole(v)._replace(views=_stacked.NO_VIEWS) for v in inputs[carry.stop :]]
       inputs = [*inputs[: carry.start], *map(_whole, inputs[carry]), *slices]
-    while True:
-      outputs = list(map(_whole, self.run(body, inputs)))
-      # From the second round on the carry is a result of the body.
-      merged = list(map(self.join, zip(inputs[carry], outputs, strict=False)))
-      if merged == inputs[carry]:
-        return [v._replace(views=_stacked.NO_VIEWS) for v in outputs]
-      inputs = [*inputs[: carry.start], *merged, *inputs[carry.stop :]]
+    outputs = self.settle(lambda own: list(map(_whole, self.run(body, own))), inputs, carry)
+    return [value._replace(views=_stacked.NO_VIEWS) for value in outputs]
 
   def _check(self, others: list[_Value], slices: list[_Value]) -> None:
     """Notes a scan over partly frozen leaves, if something keeps their backward pass."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -70,11 +71,5 @@ class _Copies(_jaxpr.Interpreter[_Leaf]):
     return values[0] if len(set(values)) == 1 else None
 
   def loop(self, equation: Any, body: Any, inputs: list[_Leaf], carry: slice) -> list[_Leaf]:
-    while True:
-      outputs = self.run(body, inputs)
-      # A carry that another round changes is no copy. Results begin with the carries.
-      carries = inputs[carry]
-      stable = list(map(self.join, zip(carries, outputs[: len(carries)], strict=True)))
-      if stable == carries:
-        return outputs
-      inputs = [*inputs[: carry.start], *stable, *inputs[carry.stop :]]
+    # A carry that another round changes is no copy.
+    return self.settle(functools.partial(self.run, body), inputs, carry)
