@@ -41,6 +41,9 @@ def layer_groups(
     overrides: group by regular expression.
     data: which leaves of `batch` are data; None: all of them.
 
+  Returns:
+    A :class:`optax_boost.LayerGroups`.
+
   Raises:
     ValueError: as :func:`optax_boost.layer_groups`; or `variables` has no collection ``params``.
     TypeError: as :func:`optax_boost.layer_groups`; or `module` is no Linen module.
@@ -75,6 +78,9 @@ def stacked_axes(
   """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for Linen.
 
   Arguments as for :func:`layer_groups`.
+
+  Returns:
+    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
 
   Raises:
     ValueError: `variables` has no collection ``params``.

@@ -34,6 +34,9 @@ def layer_groups(
     overrides: group by regular expression.
     data: which of `args` are data; None: all of them.
 
+  Returns:
+    A :class:`optax_boost.LayerGroups`.
+
   Raises:
     ValueError: as :func:`optax_boost.layer_groups`; or `model` has no variables of `wrt`.
     TypeError: as :func:`optax_boost.layer_groups`.
@@ -61,6 +64,9 @@ def stacked_axes(
   """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for NNX.
 
   Arguments as for :func:`layer_groups`.
+
+  Returns:
+    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
 
   Raises:
     ValueError: `model` has no variables of `wrt`.
