@@ -159,7 +159,7 @@ def check_whole_number(
   maximum: int = LARGEST_COUNT,
   static: bool = False,
 ) -> None:
-  """Checks a count; arrays pass, unless it is `static`, as one that sets a shape."""
+  """Checks a count; arrays pass, unless it is `static`: the program is made for it."""
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
@@ -170,8 +170,8 @@ def check_whole_number(
   check_number(name, value)
   if static and not is_integer(value):
     raise TypeError(
-      f"`{name}` sets a shape, so it must be a Python number; got {shorten(value)}. Under"
-      " `optax.inject_hyperparams` name it in `static_args`."
+      f"`{name}` shapes the program, so it must be a Python number; got {shorten(value)}. Pass"
+      f" int({name}); under `optax.inject_hyperparams` name it in `static_args`."
     )
 
 

@@ -178,7 +178,9 @@ def test_refuses_counts_and_dtypes_of_another_kind():
     make(every=0, capacity=2)
   with pytest.raises(TypeError, match=r"`capacity` must be a whole number; got 2.5"):
     make(every=1, capacity=2.5)
-  with pytest.raises(TypeError, match=r"`capacity` sets a shape, .* name it in `static_args`"):
+  with pytest.raises(
+    TypeError, match=r"`capacity` shapes the program, .* int\(capacity\).*`static_args`"
+  ):
     make(every=1, capacity=jnp.asarray(2))
   for dtype in (jnp.int8, "no dtype"):
     with pytest.raises(TypeError, match=r"`dtype` must be a floating dtype, as jnp.float32"):
