@@ -279,12 +279,24 @@ def _ratio(w: jax.Array, g: jax.Array, eta: Any, weight_decay: Any, eps: Any, ba
 @jax.jit
 def _scale(w2: jax.Array, g2: jax.Array, eta: Any, weight_decay: Any, eps: Any, rate: Any) -> Any:
   """The ratio by which a layer's step is scaled, NaN where the layer makes none."""
-  scale = _ratio(jnp.sqrt(w2), jnp.sqrt(g2), eta, weight_decay, eps, jnp.nan)
+  scale = _ratio(_root(w2), _root(g2), eta, weight_decay, eps, jnp.nan)
   if rate is None:
     return scale
   # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
   clipped = (w2 != 0) & (g2 != 0) & ~(scale >= rate)
   return jnp.where(clipped, scale, 1.0) / jnp.where(clipped, rate, 1.0)
+
+
+@jax.custom_jvp
+def _root(square: jax.Array) -> jax.Array:
+  """The square root, whose derivative at zero is zero instead of infinite."""
+  return jnp.sqrt(square)
+
+
+@_root.defjvp
+def _root_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  root, (tangent,) = _root(*primals), tangents
+  return root, jnp.where(root > 0, tangent / jnp.where(root > 0, 2 * root, 1), 0)
 
 
 def _scales(columns: Any, scale_of: Any, axis_name: Any) -> list[jax.Array]:

@@ -35,6 +35,8 @@ class Row:
     start: maps a target to where the solving starts, for methods that cannot reach it from zero.
     gathers: whether it may gather sharded params.
     calls_host: whether it works on the host, by callbacks, and so on CPUs only.
+    differentiable: whether JAX can take derivatives of its steps, as it can't of a search in a loop
+      or on the host.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
@@ -57,6 +59,7 @@ class Row:
   start: Callable[[Any], Any] | None = None
   gathers: bool = False
   calls_host: bool = False
+  differentiable: bool = True
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
   rewrites: bool = True
@@ -454,6 +457,7 @@ ROWS = (
     },
     baseline=lambda: optax.sgd(0.05, momentum=0.9),
     needs_params=True,
+    differentiable=False,
     static=("subspace", "max_search"),
     extra=_loss_nearby,
   ),
@@ -462,6 +466,7 @@ ROWS = (
     {"subspace": _three_waves, "inner": optax.sgd(0.1, momentum=0.5), "alpha": 0.05},
     baseline=lambda: optax.sgd(0.1, momentum=0.5),
     needs_params=True,
+    differentiable=False,
     static=("subspace", "max_search"),
     extra=_loss_nearby,
     label="inner",
@@ -491,6 +496,7 @@ ROWS = (
     start=_reversed,
     gathers=True,
     calls_host=True,
+    differentiable=False,
     static=("partition_size_min", "rounds", "key"),
     label="host",
   ),

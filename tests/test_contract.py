@@ -165,6 +165,26 @@ def test_vmap_over_a_population_equals_the_plain_loop(row):
     chex.assert_trees_all_close(one, run(row, member, range(3))[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("row", [row for row in registry.ROWS if row.differentiable], ids=str)
+def test_derivatives_of_steps_are_finite(row):
+  """As meta-learning takes them, with respect to initial params and to a learning rate."""
+  tx, params = row.optimizer(), problems.params()
+
+  def distance_after_two_steps(params, rate):
+    target, state = problems.target(params), tx.init(params)
+    for t in range(2):
+      grads = jax.tree.map(lambda g: rate * g, problems.grads(params, t))
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return problems.distance(params, target)
+
+  derivatives = jax.jit(jax.grad(distance_after_two_steps, argnums=(0, 1)))
+  # A norm of zero has no derivative.
+  start_at_zero = params | {"conv": jax.tree.map(jnp.zeros_like, params["conv"])}
+  for start in (params, start_at_zero, jax.tree.map(jnp.zeros_like, params)):
+    chex.assert_tree_all_finite(derivatives(start, jnp.float32(1)))
+
+
 @every_row
 def test_compiles_once(row):
   params, sizes = problems.params(), []

@@ -617,3 +617,29 @@ def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch
     jax.device_get((updates, after)), jax.device_get((expected, state)), rtol=1e-5
   )
   assert updates["a"].sharding.is_equivalent_to(params["a"].sharding, 4)
+
+
+def test_derivatives_of_a_step_are_those_of_its_formula():
+  """With respect to the initial params, as in meta-learning; a layer of zeros has ratio 1."""
+  rng = np.random.default_rng(0)
+  kernels = {"hidden": rng.normal(size=(3, 4)), "zeros": np.zeros((4, 2))}
+  gradients = {name: rng.normal(size=x.shape) for name, x in kernels.items()}
+  params, grads = (jax.tree.map(jnp.float32, tree) for tree in (kernels, gradients))
+  tx = optax_boost.lars(0.1, trust_coefficient=0.5, weight_decay=0.01, momentum=0.0)
+
+  def total(params):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(optax.apply_updates(params, updates)))
+
+  def formula(hidden):
+    w, g = np.linalg.norm(hidden), np.linalg.norm(gradients["hidden"])
+    ratio = 0.5 * w / (g + 0.01 * w + 1e-8)
+    return np.sum(np.sin(hidden - 0.1 * ratio * (gradients["hidden"] + 0.01 * hidden)))
+
+  nudges = 1e-6 * np.eye(12).reshape(12, 3, 4)
+  slopes = [formula(kernels["hidden"] + d) - formula(kernels["hidden"] - d) for d in nudges]
+  found = jax.grad(total)(params)
+  np.testing.assert_allclose(np.ravel(found["hidden"]), np.divide(slopes, 2e-6), rtol=1e-4)
+  moved = 0.1 * gradients["zeros"]
+  np.testing.assert_allclose(found["zeros"], np.cos(moved) * (1 - 0.1 * 0.01), rtol=1e-5)
+  chex.assert_tree_all_finite(jax.hessian(total)(params))
