@@ -7,6 +7,8 @@ The snapshots x_1, ..., x_k are the params after the steps that are due. Their a
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
 """
 
+from collections.abc import Callable
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _conditional
 from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
@@ -175,7 +178,7 @@ class _Averaging(NamedTuple):
   ) -> tuple[optax.Updates, AverageParamsState]:
     self._check(updates, state, params)
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
-    return updates, self._observe(state, inner_state, lambda: optax.apply_updates(params, updates))
+    return updates, self._observe(state, inner_state, optax.apply_updates, params, updates)
 
   def apply(
     self,
@@ -186,7 +189,7 @@ class _Averaging(NamedTuple):
   ) -> tuple[optax.Params, AverageParamsState]:
     self._check(gradients()[0], state, params)
     params, inner_state = _in_place.apply(self.inner, gradients, state.inner_state, params, guard)
-    return params, self._observe(state, inner_state, lambda: params)
+    return params, self._observe(state, inner_state, lambda params: params, params)
 
   def _check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
     """Checks the arguments of a step."""
@@ -204,9 +207,9 @@ class _Averaging(NamedTuple):
       _tree.check_ring(state.snapshots, "last", self.last, _METHOD)
 
   def _observe(
-    self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any
+    self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any, *operands: Any
   ) -> AverageParamsState:
-    """The state after a step; ``stepped()`` makes the params after it, for a snapshot."""
+    """The state after a step; ``stepped(*operands)`` makes the params after it, for a snapshot."""
     made = _protocol.step_made(state.inner_state, inner_state)
     count = jnp.where(made, optax.safe_increment(state.count), state.count)
     due = made
@@ -214,17 +217,20 @@ class _Averaging(NamedTuple):
       after = count - (0 if self.start is None else self.start)
       due = made & (after > 0) & (after % self.every == 0)
     number = jnp.where(due, optax.safe_increment(state.snapshot_count), state.snapshot_count)
-    take = self._blend if self.last is None else self._write
 
-    def snapshot(kept: optax.Params) -> tuple[optax.Params]:
-      # Nothing that is trained follows from the average.
-      now = jax.lax.stop_gradient(stepped())
-      return (_tree.map_leaves(lambda a, p: take(number, a, p.astype(a.dtype)), kept, now),)
+    def snapshot(number: jax.Array, kept: optax.Params, decay: Any, *operands: Any) -> optax.Params:
+      def take(a: jax.Array, p: jax.Array) -> jax.Array:
+        now = p.astype(a.dtype)
+        return self._blend(number, a, now, decay) if self.last is None else _write(number, a, now)
 
-    kept = jax.lax.stop_gradient(state.average if self.last is None else state.snapshots)
+      return _tree.map_leaves(take, kept, stepped(*operands))
+
+    kept = state.average if self.last is None else state.snapshots
     # Without a leaf there is nothing to carry.
     if jax.tree.leaves(kept):
-      _, kept = _in_place.once_if(due, snapshot, kept)
+      # A Python number stays one: it is rounded once.
+      decay = self.decay if _base.is_array(self.decay) else None
+      kept = _snapshot_if(due, snapshot, number, kept, decay, *operands)
     return AverageParamsState(
       average=kept if self.last is None else None,
       snapshots=None if self.last is None else kept,
@@ -233,22 +239,54 @@ class _Averaging(NamedTuple):
       inner_state=inner_state,
     )
 
-  def _blend(self, number: jax.Array, average: jax.Array, now: jax.Array) -> jax.Array:
+  def _blend(
+    self, number: jax.Array, average: jax.Array, now: jax.Array, decay: jax.Array | None
+  ) -> jax.Array:
     """The average with snapshot number `number`, counted from 1."""
     dtype = average.real.dtype
     share = 1 / number.astype(dtype)
     if self.decay is not None:
-      fresh = jnp.asarray(1 - self.decay, dtype)
+      fresh = jnp.asarray(1 - (self.decay if decay is None else decay), dtype)
       share = fresh / -jnp.expm1(number.astype(dtype) * jnp.log1p(-fresh))
     mixed = jnp.where(number == 1, now, average + share * (now - average))
     return jnp.where(jnp.isfinite(mixed), mixed, average)
 
-  def _write(self, number: jax.Array, ring: jax.Array, now: jax.Array) -> jax.Array:
-    """The ring with snapshot number `number`, counted from 1."""
-    slot = (number - 1) % len(ring)
-    old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=True)
-    row = jnp.where(jnp.isfinite(now[None]), now[None], old)
-    return jax.lax.dynamic_update_slice_in_dim(ring, row, slot, 0)
+
+def _write(number: jax.Array, ring: jax.Array, now: jax.Array) -> jax.Array:
+  """The ring with snapshot number `number`, counted from 1."""
+  slot = (number - 1) % len(ring)
+  old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=True)
+  row = jnp.where(jnp.isfinite(now[None]), now[None], old)
+  return jax.lax.dynamic_update_slice_in_dim(ring, row, slot, 0)
+
+
+def _snapshot_if(
+  due: jax.Array,
+  snapshot: Callable[..., optax.Params],
+  number: jax.Array,
+  kept: optax.Params,
+  *operands: Any,
+) -> optax.Params:
+  """``snapshot(number, kept, *operands)`` where it is due, else `kept`; in place."""
+
+  @jax.custom_jvp
+  def after(due: jax.Array, number: jax.Array, kept: Any, *operands: Any) -> Any:
+    _, kept = _in_place.once_if(due, lambda kept: (snapshot(number, kept, *operands),), kept)
+    return kept
+
+  # The loop that works in place has no derivative in reverse mode; its rounds are at most one.
+  @after.defjvp
+  def after_jvp(primals: Any, tangents: Any) -> Any:
+    due, number, *arrays = primals
+    _, _, *slopes = tangents
+    # Before the first snapshot, 1 / number has no derivative.
+    taken = functools.partial(snapshot, jnp.maximum(number, 1))
+    _, slope = jax.jvp(taken, tuple(arrays), tuple(slopes))
+    return after(*primals), jax.tree.map(lambda x, y: jnp.where(due, x, y), slope, slopes[0])
+
+  if _conditional.is_concrete(due):
+    return snapshot(number, kept, *operands) if due else kept
+  return after(due, number, kept, *operands)
 
 
 def _is(value: Any, number: int) -> bool:
