@@ -15,7 +15,7 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
-_EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding$")
+_EMBEDDING = re.compile(r"(^|/)[a-z_]*embeddings?(/weight)?$")
 _Layout = Literal["flax", "torch"]
 
 
@@ -111,7 +111,9 @@ def centralize(
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
     leaves = _tree.describe(tree, stacked_axes)
-    named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes")
+    named = _tree.axes_by_pattern(
+      leaves, fan_in_axes, "fan_in_axes", hidden=_tree.masked_paths(tree)
+    )
     auto = functools.partial(_left_alone, layout=layout)
     skipped = _tree.select(tree, exclude, "exclude", auto, stacked_axes)
     # Axes named for a leaf take precedence over its exclusion.

@@ -25,7 +25,7 @@ from optax_boost import _base
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
-_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
+_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|offset|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")
@@ -118,11 +118,21 @@ def paths_among(expected: Container[str], tree: Any) -> list[str]:
   return paths
 
 
+def masked_paths(tree: Any) -> list[str]:
+  """The paths of the leaves that ``optax.masked`` or ``optax.partition`` hides."""
+
+  def is_mask(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+  nodes = zip(leaf_paths(tree, is_mask), jax.tree.leaves(tree, is_leaf=is_mask), strict=True)
+  return [path for path, node in nodes if is_mask(node)]
+
+
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
   """Describes every leaf, in the order of ``jax.tree.leaves``."""
   shapes = map(jnp.shape, jax.tree.leaves(tree))
   leaves = [Leaf(path, shape, ()) for path, shape in zip(leaf_paths(tree), shapes, strict=True)]
-  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes")
+  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes", hidden=masked_paths(tree))
   return [leaf._replace(stacked=a or ()) for leaf, a in zip(leaves, axes, strict=True)]
 
 
@@ -167,7 +177,7 @@ def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
 
 
 def is_bias_or_norm(path: str) -> bool:
-  """Whether a leaf has one of Flax's or MXNet's names for a bias or a normalization's params."""
+  """Whether a leaf is named as a bias or a normalization is in Flax, Haiku or MXNet."""
   return _BIAS_OR_NORM.search(path) is not None
 
 
@@ -177,12 +187,13 @@ def axes_by_pattern(
   argument: str,
   *,
   ascending: bool = True,
+  hidden: Sequence[str] = (),
 ) -> list[tuple[int, ...] | None]:
   """Each leaf's axes by the first pattern that matches, ascending or as named, or None."""
   check_axes_by_pattern(argument, patterns)
   keys = list(patterns or {})
   found: list[tuple[int, ...] | None] = []
-  matches = first_match(argument, keys, [leaf.path for leaf in leaves])
+  matches = first_match(argument, keys, [leaf.path for leaf in leaves], hidden=hidden)
   for (path, shape, _), index in zip(leaves, matches, strict=True):
     axes = None if index is None else _as_axes((patterns or {})[keys[index]])
     if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
@@ -247,17 +258,27 @@ def axis_names(
 
 
 def first_match(
-  argument: str, patterns: Sequence[str], paths: Sequence[str], *, warn_shadowed: bool = False
+  argument: str,
+  patterns: Sequence[str],
+  paths: Sequence[str],
+  *,
+  hidden: Sequence[str] = (),
+  warn_shadowed: bool = False,
 ) -> list[int | None]:
   """For each path, the index of the first pattern found in it; warns of idle patterns.
 
-  With `warn_shadowed` it also warns of patterns all of whose leaves match an earlier one.
+  Patterns of paths that a mask has `hidden` are not idle. With `warn_shadowed` it also warns of
+  patterns all of whose leaves match an earlier one.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   first = [match[0] if match else None for match in matches]
   matching = {i for match in matches for i in match}
-  idle = [pattern for i, pattern in enumerate(patterns) if i not in matching]
+  idle = [
+    pattern.pattern
+    for i, pattern in enumerate(compiled)
+    if i not in matching and not any(map(pattern.search, hidden))
+  ]
   if idle and paths:
     warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
   shadowed = [patterns[i] for i in sorted(matching - set(first))]
@@ -286,12 +307,18 @@ def select(
     return auto(describe(tree, stacked_axes))
   patterns = (selector,) if isinstance(selector, str) else selector
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
-    return [index is not None for index in first_match(argument, patterns, paths)]
+    matches = first_match(argument, patterns, paths, hidden=masked_paths(tree))
+    return [index is not None for index in matches]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
     # `inject_hyperparams` has called a callable as a schedule.
     raise _not_a_selector(argument, selector)
-  mask = selector(tree) if callable(selector) else selector
+  mask = selector(tree) if _is_function(selector) else selector
   return _broadcast_mask(mask, tree, argument)
+
+
+def _is_function(selector: Any) -> bool:
+  """Whether a selector is to be called; Equinox's modules of bools can be, and are not."""
+  return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
 
 
 def _not_a_selector(argument: str, got: Any) -> TypeError:
@@ -317,7 +344,7 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
   """Checks an argument that selects leaves, as far as that is possible without the tree."""
-  if selector is None or selector == "auto" or callable(selector):
+  if selector is None or selector == "auto" or _is_function(selector):
     return
   if isinstance(selector, str):
     _base.compile_pattern(argument, selector)

@@ -195,13 +195,14 @@ def test_in_an_excluded_leaf_only_the_bad_entries_stand_still():
     ("attention/query/bias", (2, 4), True),
     ("norm/scale", (4,), True),
     ("batch_norm/gamma", (4,), True),
+    ("batch_norm/offset", (1, 1, 1, 4), True),
     ("rescale_net/kernel", (3, 3), False),
     ("vector", (4,), True),
     ("scalar", (), True),
     ("embedding", (10, 4), False),
   ],
 )
-def test_biases_and_normalizations_are_excluded_by_flax_name_and_rank(path, shape, expected):
+def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, expected):
   keys = path.split("/")
   tree = jnp.ones(shape)
   for key in reversed(keys):

@@ -262,3 +262,25 @@ def test_the_first_of_haikus_blocks_has_no_number():
 
   plan = optax_boost.layer_groups(loss_fn, params, X)
   assert [{path.split("/")[2] for path in group} for group in plan.groups] == [{n} for n in names]
+
+
+def test_a_normalization_of_haiku_stays_with_the_kernel_before_it():
+  """Its scale and offset have an axis for each of the input's."""
+
+  def loss(params, x):
+    for i in range(2):
+      norm = params[f"net/~/norm_{i}"]
+      x = jax.nn.relu(x @ params[f"net/~/linear_{i}"]["w"] * norm["scale"] + norm["offset"])
+    return jnp.mean(x @ params["net/~/head"]["w"])
+
+  kernel, norm = {"w": jnp.eye(WIDTH)}, {"scale": jnp.ones((1, WIDTH))}
+  norm |= {"offset": jnp.zeros((1, WIDTH))}
+  params = {"net/~/head": kernel}
+  for i in range(2):
+    params |= {f"net/~/linear_{i}": kernel, f"net/~/norm_{i}": norm}
+  groups = optax_boost.layer_groups(loss, params, jnp.ones((3, WIDTH))).groups
+  assert [sorted(path.rpartition("/")[2] for path in group) for group in groups] == [
+    ["offset", "scale", "w"],
+    ["offset", "scale", "w"],
+    ["w"],
+  ]

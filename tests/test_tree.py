@@ -114,6 +114,42 @@ def test_selectors(selector, expected):
   assert _tree.select(PARAMS, selector, "exclude") == expected
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class CallableModule:
+  """A module that is a tree and a function at once, as Equinox's are."""
+
+  kernel: Any
+  bias: Any
+
+  def __call__(self, x):
+    return x @ self.kernel + self.bias
+
+
+def test_a_callable_module_of_bools_is_a_mask():
+  params, mask = CallableModule(jnp.ones((2, 2)), jnp.ones(2)), CallableModule(True, False)
+  _tree.check_selector("exclude", mask)
+  assert _tree.select(params, mask, "exclude") == [True, False]
+
+
+@pytest.mark.parametrize("name", ["centralize", "lars", "sgperm"])
+def test_patterns_of_masked_leaves_are_not_idle(name):
+  kwargs = {
+    "centralize": {"exclude": "bias"},
+    "lars": {"learning_rate": 0.1, "exclude": "bias"},
+    "sgperm": {"alpha": 1.0, "method": "rank"},
+  }[name]
+  axes = {"^layers/kernel$": 0, "^layers/bias$": 0}
+  tx = getattr(optax_boost, name)(stacked_axes=axes, **kwargs)
+  params = {"layers": {"kernel": jnp.ones((3, 2, 4)), "bias": jnp.ones((3, 4))}}
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    optax.masked(tx, optax_boost.path_mask("kernel$")).init(params)
+  elsewhere = getattr(optax_boost, name)(stacked_axes=axes | {"^blocks/": 0}, **kwargs)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"match no leaf: \['\^blocks/'\]"):
+    optax.masked(elsewhere, optax_boost.path_mask("kernel$")).init(params)
+
+
 def test_stacked_axes_are_counted_from_the_front_and_sorted():
   (leaf,) = _tree.describe({"k": jnp.ones((4, 5, 6))}, {"k": (-1, 0)})
   assert leaf.stacked == (0, 2)
