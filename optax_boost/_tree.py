@@ -69,13 +69,18 @@ def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
   A trailing ``.value`` inside an NNX variable is dropped: patterns need not know of it.
   """
+  keys = leaf_keys(tree, is_leaf)
+  return [jax.tree_util.keystr(path, simple=True, separator="/") for path in keys]
+
+
+def leaf_keys(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Any, ...]]:
+  """The keys that :func:`leaf_paths` joins."""
   flatten = jax.tree_util.tree_flatten_with_path
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
   boxes = set()
   if any(path[-1:] in _BOXED for path in paths):
     boxes = {path for path, node in flatten(tree, is_leaf=_is_box)[0] if _is_box(node)}
-  kept = [path[:-1] if path[:-1] in boxes else path for path in paths]
-  return [jax.tree_util.keystr(path, simple=True, separator="/") for path in kept]
+  return [path[:-1] if path[:-1] in boxes else path for path in paths]
 
 
 def _is_box(node: Any) -> bool:

@@ -1375,7 +1375,31 @@ def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
   still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
   assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
   # A module that happens to hold nothing but a norm of the same name.
-  assert held(NORM, wrap({"encoder": MEAN}), "norm/scale") == []
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"holds none: .* The leaves are: .*mean"):
+    assert held(NORM, wrap({"encoder": MEAN}), "norm/scale") == []
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"encoder": x}], ids=["root", "inside"])
+def test_places_in_lists_of_other_lengths_are_no_names(wrap):
+  norm, dense = {"scale": 1.0}, {"w": 1.0}
+  params = wrap([dense, norm, dense, norm])
+  start = "encoder/" if "encoder" in params else ""
+  with pytest.warns(optax_boost.NoEffectWarning, match="holds none"):
+    assert held(params, wrap([{"mean": 0.0}, {"mean": 0.0}]), f"{start}1/scale") == []
+  aligned = wrap([{}, {"mean": 0.0}, None, {"mean": 0.0}])
+  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
+  # The last layer has no statistics, and lists end with it all the same.
+  aligned = wrap([{}, {"mean": 0.0}, {}, {}])
+  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
+
+
+def test_moving_averages_of_haiku_stand_still_with_their_counts():
+  params = {f"net/~/norm_{i}": {"scale": 1.0} for i in range(2)} | {"net": {"w": 1.0}}
+  average = {"average": 0.0, "hidden": 0.0, "counter": 3}
+  statistics = {f"net/~/norm_{i}/~/mean_ema": average for i in range(2)} | {"net/other": average}
+  assert held(params, statistics, "net/~/norm_0/scale", "net/w") == [
+    f"net/~/norm_0/~/mean_ema/{name}" for name in ("average", "counter", "hidden")
+  ]
 
 
 def test_integer_statistics_of_a_frozen_layer_count_on():

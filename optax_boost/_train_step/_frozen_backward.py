@@ -27,6 +27,8 @@ Objective: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
+# Between the names of a module of Haiku and of one that it made for itself, as a moving average.
+_HAIKU_INSIDE = "/~/"
 
 
 def cut_gradient(
@@ -109,9 +111,10 @@ def hold_statistics(
 ) -> Any:
   """Takes the floating-point statistics of frozen layers from `before`.
 
-  A layer's statistics have the path of its params, but for a collection's name in front. Integers
-  (counts of batches or draws) and statistics of layers without params go on. `find_axes` finds the
-  axes of layers of the statistics `before`, by the number of the leaf.
+  A layer's statistics have the path of its params, but for a collection's name in front; in Haiku
+  they lie in modules inside. Integers (counts of batches or draws) and statistics of layers without
+  params go on. `find_axes` finds the axes of layers of the statistics `before`, by the number of
+  the leaf.
   """
   # By path: a loss may return other containers than it was given, or further statistics.
   numbered = enumerate(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
@@ -119,33 +122,66 @@ def hold_statistics(
   if not old_leaves:
     return after
   modules: dict[str, Any] = {}
-  members = zip(_modules(_tree.leaf_paths(params)), groups.numbers(params), strict=True)
-  for module, group in members:
+  for module, group in zip(_modules(params), groups.numbers(params), strict=True):
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
   known = np.int32(depth) if isinstance(depth, int) else depth
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
+  def layer_of(module: str) -> str:
+    inside = module not in modules and _HAIKU_INSIDE in module
+    return module.rpartition(_HAIKU_INSIDE)[0] if inside else module
+
   def keep(path: str, module: str, new: Any) -> Any:
-    if module not in modules or path not in old_leaves:
+    layer = layer_of(module)
+    if layer not in modules or path not in old_leaves:
       return new
     number, old = old_leaves[path]
-    if not jnp.issubdtype(jnp.result_type(new), jnp.inexact) or jnp.shape(old) != jnp.shape(new):
+    # Haiku's moving averages are divided by what their counts say.
+    counts_on = layer == module and not _is_inexact(new)
+    if counts_on or jnp.shape(old) != jnp.shape(new):
       return new
-    group, axis = modules[module], axes.get(number)
+    group, axis = modules[layer], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
       return _groups.select_frozen(known, int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
     return _groups.select_frozen(known, group.reshape(along), old, new)
 
-  paths = _tree.leaf_paths(after)
   leaves, structure = jax.tree.flatten(after)
-  kept = map(keep, paths, _modules(paths), leaves)
-  return jax.tree.unflatten(structure, kept)
+  paths, own_modules = _tree.leaf_paths(after), _modules(after)
+  statistics = [path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x)]
+  if statistics and not modules.keys() & map(layer_of, own_modules):
+    _tree.warn_no_effect(
+      "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
+      " 'norm/mean' beside 'norm/scale', so those of frozen layers go on. Pass"
+      " hold_frozen_statistics=False if that is meant.",
+      statistics,
+    )
+  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, leaves)))
 
 
-def _modules(paths: list[str]) -> list[str]:
-  """The paths of the leaves' modules, without the collections' names in front, if there are any."""
-  modules = [path.split("/")[:-1] for path in paths]
+def _is_inexact(x: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _modules(tree: Any) -> list[str]:
+  """The paths of the leaves' modules, without the collections' names in front, if there are any.
+
+  A place in a sequence is no name: lists of params and of statistics have to be of one length.
+  """
+  lengths: dict[Any, int] = {}
+  for path in _tree.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):
+    for depth, key in enumerate(path):
+      if isinstance(key, jax.tree_util.SequenceKey):
+        lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
+
+  def names(path: tuple[Any, ...]) -> list[str]:
+    texts = [jax.tree_util.keystr((key,), simple=True) for key in path[:-1]]
+    for depth, text in enumerate(texts):
+      if path[:depth] in lengths:
+        texts[depth] = f"{text} of {lengths[path[:depth]]}"
+    return "/".join(texts).split("/") if texts else []
+
+  modules = list(map(names, _tree.leaf_keys(tree)))
   # Where one is a collection of Flax, the others are collections, too.
   first = 1 if any(module[:1] in _COLLECTIONS for module in modules) else 0
   return ["/".join(module[first:]) for module in modules]

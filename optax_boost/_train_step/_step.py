@@ -208,7 +208,8 @@ def make_train_step(
       ``jit`` or ``scan`` the switch, but not for convolutions on a CPU, whose gradients a
       conditional makes slower than no freezing at all (a warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
-      whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside.
+      whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside. In lists
+      both must be as many. A warning tells where no path fits, as with ``eqx.nn.State``.
     extra_metrics: ``"grad_norm"``: the global norm of the unscaled gradient, without frozen leaves;
       ``"learning_rate"``: the current value, from ``optax.inject_hyperparams``.
 
