@@ -481,9 +481,13 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:
+    own, others = leaf_paths(updates), leaf_paths(params)
+    lacking, beyond = ([p for p in x if p not in y] for x, y in ((others, own), (own, others)))
+    lists = [f"{verb} {_base.shorten(p)}" for verb, p in (("lack", lacking), ("have", beyond)) if p]
+    differ = " and ".join(lists) or f"have the containers {_base.shorten(got, 200)}"
     raise ValueError(
-      f"`{method}` needs gradients and params of the same tree structure; got gradients"
-      f" {got} for params {want}. Pass the params that the gradients were taken with respect to."
+      f"`{method}` needs gradients and params of the same tree structure; got gradients that"
+      f" {differ}. Pass the params that the gradients were taken with respect to."
     )
   shapes = zip(leaf_paths(updates), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
   for path, update, param in shapes:
@@ -529,13 +533,24 @@ def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required
     if not hasattr(leaf, "dtype"):
       raise TypeError(
         f"`{method}` needs arrays as leaves; the leaf '{leaf_name(path)}' is {_base.shorten(leaf)}"
-        f" of type {type(leaf).__name__}. Convert them with `jax.tree.map(jnp.asarray, params)`."
+        f" of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
+        + (" Convert them with `jax.tree.map(jnp.asarray, params)`." if _is_number(leaf) else "")
       )
     if not jnp.issubdtype(leaf.dtype, kind):
       raise TypeError(
         f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is {leaf.dtype}. "
         + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
       )
+
+
+def _is_number(leaf: Any) -> bool:
+  return isinstance(leaf, int | float | complex)
+
+
+def _keep_out(leaf: Any, name: str) -> str:
+  """What to do with a leaf that no array stands for, as functions and names in modules."""
+  advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
+  return "" if _is_number(leaf) else advice
 
 
 def check_traceable(name: str, tree: Any) -> None:
@@ -546,5 +561,5 @@ def check_traceable(name: str, tree: Any) -> None:
     except (TypeError, ValueError, OverflowError) as error:
       raise TypeError(
         f"`{name}` must hold arrays, abstract or not, or numbers; the leaf '{leaf_name(path)}' is"
-        f" {_base.shorten(leaf)} of type {type(leaf).__name__}."
+        f" {_base.shorten(leaf)} of type {type(leaf).__name__}.{_keep_out(leaf, name)}"
       ) from error

@@ -219,8 +219,8 @@ STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
   [
     (lambda: STEP.init(3), r"`variables` must be a dict of collections; got 3"),
     (lambda: STEP.init({"params": {"n": jnp.arange(3)}}), r"'n' is int32. .* another collection"),
-    (lambda: STEP({"params": {}}, BATCH), r"`state` must be a TrainState"),
-    (lambda: linen.variables({"params": {}}), r"`state` must be a TrainState"),
+    (lambda: STEP({"params": {}}, BATCH), r"`state` must be an `optax_boost.TrainState`: what"),
+    (lambda: linen.variables({"params": {}}), r"`state` must be an `optax_boost.TrainState`: what"),
     (
       lambda: STEP(PLAIN, BATCH),
       r"`state` must have .* got None. Make it with the `init` of Linen",

@@ -1,5 +1,6 @@
 """Leaf paths, patterns and masks."""
 
+from collections import OrderedDict
 import dataclasses
 from typing import Any
 from typing import NamedTuple
@@ -92,6 +93,26 @@ def test_path_mask_refuses_what_is_no_pattern():
     optax_boost.path_mask(3)
   with pytest.raises(ValueError, match=r"has '\(', which is no regular expression"):
     optax_boost.path_mask("(")
+
+
+def test_a_function_among_the_leaves_is_to_be_kept_out():
+  with pytest.raises(TypeError, match=r"'activation' is .* Keep it out of `params`, as `equinox"):
+    optax_boost.lars(0.1).init({"activation": jnp.tanh, "w": jnp.ones(2)})
+  with pytest.raises(TypeError, match=r"Keep it out of `params`"):
+    optax_boost.layer_groups(lambda p, x: x, {"activation": jnp.tanh}, jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+  ("grads", "words"),
+  [
+    ({"a": {"w": 1.0}}, r"that lack \['a/b', 'c'\]\. Pass"),
+    ({"a": {"w": 1.0, "b": 1.0, "z": 1.0}}, r"that lack \['c'\] and have \['a/z'\]\. Pass"),
+    ({"a": OrderedDict(b=1.0, w=1.0), "c": 1.0}, r"that have the containers PyTreeDef\("),
+  ],
+)
+def test_gradients_of_another_tree_are_described_by_what_differs(grads, words):
+  with pytest.raises(ValueError, match=words):
+    _tree.check_same_tree(grads, {"a": {"w": 1.0, "b": 1.0}, "c": 1.0}, "lars")
 
 
 def test_patterns_are_silent_on_an_empty_tree():

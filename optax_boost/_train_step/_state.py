@@ -31,7 +31,7 @@ class TrainState(NamedTuple):
 
 def check_state(state: Any) -> None:
   """Refuses all but states of a train step."""
-  words = "a TrainState: what `step.init` or the step before returned"
+  words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _base.check_type("state", state, TrainState, words)
 
 
