@@ -178,7 +178,8 @@ def active_window(
 
     def begin(kept: optax.OptState) -> optax.OptState:
       like = found.take(updates, active) if of_layers is None else of_layers
-      return _conditional.cast_like(inner.init(like), kept)
+      begun = _conditional.cast_like(inner.init(like), kept)
+      return jax.tree.map(_conditional.vary, begun, jax.tree.map(jax.typeof, kept))
 
     others = None if params is None else found.rest(params)
     with _tree.seeing_a_part():

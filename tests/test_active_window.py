@@ -248,3 +248,23 @@ def test_a_pattern_is_idle_where_it_matches_neither_the_layers_nor_the_rest(recw
   idle = optax_boost.lars(0.1, stacked_axes={**stacks, "^mlp/": 0})
   with pytest.warns(optax_boost.NoEffectWarning, match=r"match no leaf: \['\^mlp/'\]"):
     optax_boost.active_window(idle, AXES, 2, every=2).init(stacked())
+
+
+def test_windows_of_local_training_move_as_those_of_a_run_alone():
+  tx = optax_boost.active_window(optax.adam(0.1), AXES, 2, every=2)
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  members = [jax.tree.map(lambda x, s=scale: s * x, stacked()) for scale in (1.0, 0.5)]
+
+  def steps(params, state):
+    params, state = jax.tree.map(lambda x: x[0], (params, state))
+    for step in range(3):
+      updates, state = tx.update(gradients(params, step), state, params)
+      params = optax.apply_updates(params, updates)
+    return jax.tree.map(lambda x: x[None], params)
+
+  split = jax.sharding.PartitionSpec("x")
+  local = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=split, out_specs=split))
+  trained = local(*jax.tree.map(lambda *xs: jnp.stack(xs), *((m, tx.init(m)) for m in members)))
+  for i, member in enumerate(members):
+    expected = run(tx, member, 3)[0][-1][0]
+    chex.assert_trees_all_close(jax.tree.map(lambda x, i=i: x[i], trained), expected, rtol=1e-5)

@@ -287,6 +287,28 @@ def around(row: registry.Row, inner: optax.GradientTransformation) -> dict[str, 
   return row.kwargs | dict.fromkeys(places, inner)
 
 
+# Replicas of AdaSum share one state. The line search of `dim_reduce` refuses varying losses.
+LOCAL = [row for row in ROWS if row.factory not in ("adasum", "dim_reduce")]
+
+
+@pytest.mark.parametrize("row", LOCAL, ids=str)
+def test_inside_shard_map_each_device_may_have_a_state_of_its_own(row):
+  """Local SGD, around an optimizer whose state has counters and moments."""
+  tx = row.feed(getattr(optax_boost, row.factory)(**around(row, INNER["adam"]())))
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def step(params: Any, state: Any) -> Any:
+    params, state = jax.tree.map(lambda x: x[0], (params, state))
+    updates, state = tx.update(problems.grads(params), state, params)
+    return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
+
+  split = jax.sharding.PartitionSpec("x")
+  local = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
+  one = jax.eval_shape(lambda: (problems.params(), tx.init(problems.params())))
+  both = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), one)
+  assert spec(jax.eval_shape(local, *both)) == spec(both)
+
+
 WRAPPERS = [row for row in registry.ROWS if {"inner", "first"} & row.kwargs.keys()]
 
 
