@@ -177,7 +177,11 @@ def laperm(
           steps[i] = _layout.difference(params[i], targets[i], steps[i].dtype)
       return steps, permutation
 
-    synchronize = _execution.auto_sharded(synchronize, (steps, permutation))
+    # A permutation restored without a sharding tells none.
+    sharded = [
+      optax.MaskedNode() if lay.excluded else w for lay, w in zip(layouts, rest[0], strict=True)
+    ]
+    synchronize = _execution.auto_sharded(synchronize, (steps, sharded))
     # Sorts run only when they are due.
     steps, permutation = _conditional.cond(
       due, synchronize, lambda *lists: lists[:2], steps, permutation, *rest
