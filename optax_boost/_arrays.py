@@ -60,6 +60,22 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
+def place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
+  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
+
+  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
+  """
+  sharding = jax.typeof(snapshot).sharding
+  if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
+    return ring
+  traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
+  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
+  like: Any = sharding if traced else snapshot.sharding
+  spec = jax.sharding.PartitionSpec(None, *like.spec)
+  placed = jax.sharding.NamedSharding(like.mesh, spec)
+  return place_by(ring, placed) if traced else jax.device_put(ring, placed)
+
+
 def is_whole_here(x: Any) -> bool:
   """Whether this process has all of an array: it has no other process's, or each has a copy."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated

@@ -254,6 +254,7 @@ class _Averaging(NamedTuple):
 
 def _write(number: jax.Array, ring: jax.Array, now: jax.Array) -> jax.Array:
   """The ring with snapshot number `number`, counted from 1."""
+  ring = _arrays.place_ring(ring, now)
   slot = (number - 1) % len(ring)
   old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=True)
   row = jnp.where(jnp.isfinite(now[None]), now[None], old)

@@ -442,6 +442,26 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
 
 
 @every_row
+def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row):
+  """As Flax and pickle restore it: NumPy arrays."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+  def abstract(x):
+    spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
+    return x.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+
+  shapes = jax.eval_shape(problems.params)
+  state = jax.eval_shape(transformation(row).init, shapes)
+  restored = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+  with jax.set_mesh(mesh):
+    params = jax.tree.map(abstract, shapes)
+    updates, after = jax.eval_shape(transformation(row).update, params, restored, params)
+  shardings = jax.tree.map(lambda x: x.sharding.spec, (updates, params))
+  assert shardings[0] == shardings[1]
+  assert spec(after) == spec(state)
+
+
+@every_row
 def test_lowers_for_gpus_and_tpus_in_full_precision_without_calls_to_the_host(row):
   params = problems.params()
   arguments = problems.grads(params), transformation(row).init(params), params

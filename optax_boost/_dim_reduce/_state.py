@@ -235,11 +235,11 @@ def refresh_if_due(
   # slot the last stay: unconditional, the write is in place.
   period = max(refresh_every, number)
   slot = jnp.sum(state.count % period > np.arange(number) * period // number) % number
-  held = _tree.map_leaves(
-    lambda kept, leaf: jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 0),
-    state.snapshots,
-    params,
-  )
+
+  def write(ring: jax.Array, leaf: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(_arrays.place_ring(ring, leaf), leaf, slot, 0)
+
+  held = _tree.map_leaves(write, state.snapshots, params)
 
   def renewed(carry: Any) -> Any:
     _, state = carry

@@ -119,6 +119,7 @@ def record_trajectory(
       slot = state.snapshot_count % capacity
 
       def write(ring: jax.Array, p: jax.Array) -> jax.Array:
+        ring = _arrays.place_ring(ring, p)
         old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
         row = jnp.where(good, p.astype(ring.dtype), old)
         return jax.lax.dynamic_update_index_in_dim(ring, row, slot, 0)
