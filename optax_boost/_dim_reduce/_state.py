@@ -240,6 +240,8 @@ def refresh_if_due(
     return jax.lax.dynamic_update_index_in_dim(_arrays.place_ring(ring, leaf), leaf, slot, 0)
 
   held = _tree.map_leaves(write, state.snapshots, params)
+  # A basis restored without shardings would not fit the one that takes its place.
+  state = state._replace(basis=_tree.map_leaves(_arrays.place_ring, state.basis, params))
 
   def renewed(carry: Any) -> Any:
     _, state = carry
