@@ -18,12 +18,13 @@ demo-finetune: $(READY)
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
-# less to compute.
+# less to compute. The few of the last bits come first, in one process, which compiles the packages'
+# Python for the workers.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -l pytest.mark.optimized tests/*.py)
 test: $(READY) lint type
+	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
-	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m optimized $(WITH_OPTIMIZED)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
