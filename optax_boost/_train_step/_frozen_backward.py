@@ -131,8 +131,7 @@ def hold_statistics(
     inside = module not in modules and _HAIKU_INSIDE in module
     return module.rpartition(_HAIKU_INSIDE)[0] if inside else module
 
-  def keep(path: str, module: str, new: Any) -> Any:
-    layer = layer_of(module)
+  def keep(path: str, module: str, layer: str, new: Any) -> Any:
     if layer not in modules or path not in old_leaves:
       return new
     number, old = old_leaves[path]
@@ -148,15 +147,16 @@ def hold_statistics(
 
   leaves, structure = jax.tree.flatten(after)
   paths, own_modules = _tree.leaf_paths(after), _modules(after)
+  layers = list(map(layer_of, own_modules))
   statistics = [path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x)]
-  if statistics and not modules.keys() & map(layer_of, own_modules):
+  if statistics and not modules.keys() & layers:
     _tree.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
       " 'norm/mean' beside 'norm/scale', so those of frozen layers go on. Pass"
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
-  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, leaves)))
+  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, layers, leaves)))
 
 
 def _is_inexact(x: Any) -> bool:
