@@ -365,13 +365,13 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
       f" {_base.shorten(jax.tree.structure(params), 200)} for averages of"
       f" {_base.shorten(jax.tree.structure(kept), 200)}."
     )
-  targets = jax.tree.leaves(params, is_leaf=_masking.is_masked)
-  averages = [a for a, p in zip(leaves, targets, strict=True) if not _masking.is_masked(p)]
+  targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
+  averages = [a for a, p in zip(leaves, targets, strict=True) if not _tree.is_masked(p)]
   found: list[jax.Array | None] = []
   for average, param, path in zip(
     averages, jax.tree.leaves(params), _tree.leaf_paths(params), strict=True
   ):
-    if _masking.is_masked(average):
+    if _tree.is_masked(average):
       found.append(None)
       continue
     if jnp.shape(average)[ring_axes:] != jnp.shape(param):

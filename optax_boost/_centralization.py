@@ -111,9 +111,7 @@ def centralize(
   def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
     """The axes to average over for each leaf, None where it is left alone."""
     leaves = _tree.describe(tree, stacked_axes)
-    named = _tree.axes_by_pattern(
-      leaves, fan_in_axes, "fan_in_axes", hidden=_tree.masked_paths(tree)
-    )
+    named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes", tree=tree)
     auto = functools.partial(_left_alone, layout=layout)
     skipped = _tree.select(tree, exclude, "exclude", auto, stacked_axes)
     # Axes named for a leaf take precedence over its exclusion.

@@ -18,7 +18,6 @@ import optax
 from optax_boost import _base
 from optax_boost import _forward_order
 from optax_boost import _layer_blocks
-from optax_boost import _masking
 from optax_boost import _stacked
 from optax_boost import _tree
 
@@ -313,11 +312,11 @@ def select_state(
   try:
     groups = optax.tree.map_params(
       inner,
-      lambda value, number: value if _masking.is_masked(value) else number,
+      lambda value, number: value if _tree.is_masked(value) else number,
       before,
       numbers,
       transform_non_params=lambda _: None,
-      is_leaf=_masking.is_masked,
+      is_leaf=_tree.is_masked,
     )
   except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
     raise TypeError(

@@ -10,19 +10,18 @@ import optax
 from optax_boost import _tree
 
 
-def is_masked(value: Any) -> bool:
-  """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
-  return isinstance(value, optax.MaskedNode)
-
-
 def mask_like(tree: Any, masked: Any) -> Any:
   """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
-  return jax.tree.map(lambda m, t: m if is_masked(m) else t, masked, tree, is_leaf=is_masked)
+  return jax.tree.map(
+    lambda m, t: m if _tree.is_masked(m) else t, masked, tree, is_leaf=_tree.is_masked
+  )
 
 
 def fill_masked(tree: Any, full: Any) -> Any:
   """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
-  return jax.tree.map(lambda t, f: f if is_masked(t) else t, tree, full, is_leaf=is_masked)
+  return jax.tree.map(
+    lambda t, f: f if _tree.is_masked(t) else t, tree, full, is_leaf=_tree.is_masked
+  )
 
 
 def leaves_like(tree: Any, like: Any) -> list[Any] | None:
@@ -31,19 +30,28 @@ def leaves_like(tree: Any, like: Any) -> list[Any] | None:
   An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
   structure: an NNX optimizer wraps the arrays of its state in other variables than a model does.
   """
-  structures: list[Any] = [jax.tree.structure(x, is_leaf=is_masked) for x in (tree, like)]
+  structures: list[Any] = [jax.tree.structure(x, is_leaf=_tree.is_masked) for x in (tree, like)]
   if structures[0] == structures[1]:
-    return jax.tree.leaves(tree, is_leaf=is_masked)
+    return jax.tree.leaves(tree, is_leaf=_tree.is_masked)
   pairs = [
-    list(zip(_tree.leaf_paths(x, is_masked), jax.tree.leaves(x, is_leaf=is_masked), strict=True))
+    list(
+      zip(
+        _tree.leaf_paths(x, _tree.is_masked),
+        jax.tree.leaves(x, is_leaf=_tree.is_masked),
+        strict=True,
+      )
+    )
     for x in (tree, like)
   ]
   leaves, targets = map(dict, pairs)
 
   def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
-    hidden = tuple(f"{path}/" if path else "" for path, leaf in ones.items() if is_masked(leaf))
+    hidden = tuple(
+      f"{path}/" if path else "" for path, leaf in ones.items() if _tree.is_masked(leaf)
+    )
     return all(
-      is_masked(leaf) or path in ones or path.startswith(hidden) for path, leaf in others.items()
+      _tree.is_masked(leaf) or path in ones or path.startswith(hidden)
+      for path, leaf in others.items()
     )
 
   unique = list(map(len, (leaves, targets))) == list(map(len, pairs))

@@ -251,7 +251,7 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
 
 def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
   """Calls `grad_fn` or `full_grad_fn` with params of which ``optax.masked`` may hide leaves."""
-  masked = any(map(_masking.is_masked, jax.tree.leaves(params, is_leaf=_masking.is_masked)))
+  masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
   try:
     gradients = function(params)
   except Exception as error:

@@ -123,21 +123,21 @@ def paths_among(expected: Container[str], tree: Any) -> list[str]:
   return paths
 
 
-def masked_paths(tree: Any) -> list[str]:
-  """The paths of the leaves that ``optax.masked`` or ``optax.partition`` hides."""
+def is_masked(value: Any) -> bool:
+  """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
+  return isinstance(value, optax.MaskedNode)
 
-  def is_mask(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
-  nodes = zip(leaf_paths(tree, is_mask), jax.tree.leaves(tree, is_leaf=is_mask), strict=True)
-  return [path for path, node in nodes if is_mask(node)]
+def _masked_paths(tree: Any) -> list[str]:
+  nodes = zip(leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True)
+  return [path for path, node in nodes if is_masked(node)]
 
 
 def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
   """Describes every leaf, in the order of ``jax.tree.leaves``."""
   shapes = map(jnp.shape, jax.tree.leaves(tree))
   leaves = [Leaf(path, shape, ()) for path, shape in zip(leaf_paths(tree), shapes, strict=True)]
-  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes", hidden=masked_paths(tree))
+  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes", tree=tree)
   return [leaf._replace(stacked=a or ()) for leaf, a in zip(leaves, axes, strict=True)]
 
 
@@ -192,13 +192,16 @@ def axes_by_pattern(
   argument: str,
   *,
   ascending: bool = True,
-  hidden: Sequence[str] = (),
+  tree: Any = None,
 ) -> list[tuple[int, ...] | None]:
-  """Each leaf's axes by the first pattern that matches, ascending or as named, or None."""
+  """Each leaf's axes by the first pattern that matches, ascending or as named, or None.
+
+  `tree` as for :func:`first_match`.
+  """
   check_axes_by_pattern(argument, patterns)
   keys = list(patterns or {})
   found: list[tuple[int, ...] | None] = []
-  matches = first_match(argument, keys, [leaf.path for leaf in leaves], hidden=hidden)
+  matches = first_match(argument, keys, [leaf.path for leaf in leaves], tree=tree)
   for (path, shape, _), index in zip(leaves, matches, strict=True):
     axes = None if index is None else _as_axes((patterns or {})[keys[index]])
     if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
@@ -267,23 +270,21 @@ def first_match(
   patterns: Sequence[str],
   paths: Sequence[str],
   *,
-  hidden: Sequence[str] = (),
+  tree: Any = None,
   warn_shadowed: bool = False,
 ) -> list[int | None]:
   """For each path, the index of the first pattern found in it; warns of idle patterns.
 
-  Patterns of paths that a mask has `hidden` are not idle. With `warn_shadowed` it also warns of
+  Patterns of leaves that are masked in `tree` are not idle. With `warn_shadowed` it also warns of
   patterns all of whose leaves match an earlier one.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
   first = [match[0] if match else None for match in matches]
   matching = {i for match in matches for i in match}
-  idle = [
-    pattern.pattern
-    for i, pattern in enumerate(compiled)
-    if i not in matching and not any(map(pattern.search, hidden))
-  ]
+  unmatched = [pattern for i, pattern in enumerate(compiled) if i not in matching]
+  hidden = _masked_paths(tree) if unmatched else []
+  idle = [pattern.pattern for pattern in unmatched if not any(map(pattern.search, hidden))]
   if idle and paths:
     warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
   shadowed = [patterns[i] for i in sorted(matching - set(first))]
@@ -312,8 +313,7 @@ def select(
     return auto(describe(tree, stacked_axes))
   patterns = (selector,) if isinstance(selector, str) else selector
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
-    matches = first_match(argument, patterns, paths, hidden=masked_paths(tree))
-    return [index is not None for index in matches]
+    return [index is not None for index in first_match(argument, patterns, paths, tree=tree)]
   if isinstance(selector, bool) and not jax.tree_util.all_leaves([tree]):
     # `inject_hyperparams` has called a callable as a schedule.
     raise _not_a_selector(argument, selector)

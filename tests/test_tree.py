@@ -16,7 +16,6 @@ import pytest
 
 import optax_boost
 from optax_boost import _arrays
-from optax_boost import _masking
 from optax_boost import _tree
 
 PARAMS = {"block": [{"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, {"scale": jnp.ones(3)}]}
@@ -61,7 +60,7 @@ def test_a_field_that_is_called_value_stays_whatever_a_mask_hides(node):
     tree = {"block": node(other, jnp.ones(2))}
     assert _tree.leaf_paths(tree)[-1] == "block/value"
   masked = {"block": node(optax.MaskedNode(), jnp.ones(2))}
-  assert _tree.leaf_paths(masked, _masking.is_masked) == [f"block/{first}", "block/value"]
+  assert _tree.leaf_paths(masked, _tree.is_masked) == [f"block/{first}", "block/value"]
   mask = optax_boost.path_mask("value$")({"block": node(jnp.ones(1), jnp.ones(2))})
   assert jax.tree.leaves(mask) == [False, True]
 

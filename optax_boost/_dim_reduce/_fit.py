@@ -15,7 +15,6 @@ import numpy as np
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _masking
 from optax_boost import _tree
 from optax_boost._dim_reduce import _layers
 from optax_boost._dim_reduce import _linalg
@@ -279,7 +278,7 @@ def _is_state(node: Any) -> bool:
   """Whether a node is a state of optax or of this package; a ``MaskedNode`` hides leaves only."""
   package = type(node).__module__.partition(".")[0]
   state = isinstance(node, tuple) and package in ("optax", "optax_boost")
-  return state and not _masking.is_masked(node)
+  return state and not _tree.is_masked(node)
 
 
 def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:

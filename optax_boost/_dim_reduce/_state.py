@@ -139,11 +139,11 @@ def _squares(rows: list[jax.Array], axes: tuple[tuple[int, ...], ...]) -> list[j
 
 def _rows_of(basis: Any, params: Any) -> list[Any]:
   """The rows of a basis for each leaf of the params that no mask hides."""
-  leaves = jax.tree.leaves(params, is_leaf=_masking.is_masked)
+  leaves = jax.tree.leaves(params, is_leaf=_tree.is_masked)
   # Trees that don't match have rows for no leaf.
   rows = _masking.leaves_like(basis, params) or [optax.MaskedNode()] * len(leaves)
-  rows = [row for row, leaf in zip(rows, leaves, strict=True) if not _masking.is_masked(leaf)]
-  if any(map(_masking.is_masked, rows)):
+  rows = [row for row, leaf in zip(rows, leaves, strict=True) if not _tree.is_masked(leaf)]
+  if any(map(_tree.is_masked, rows)):
     raise ValueError(
       f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
       f" {jax.tree.structure(basis)} for params {jax.tree.structure(params)}. Fit the subspace to"

@@ -224,10 +224,10 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   """A function of wide params that hands their rounding to a function of the params."""
 
   def rounded(w: Any, p: Any) -> Any:
-    return w if _masking.is_masked(w) else w.astype(p.dtype)
+    return w if _tree.is_masked(w) else w.astype(p.dtype)
 
   def call(wide: optax.Params, *args: Any) -> Any:
-    return function(jax.tree.map(rounded, wide, params, is_leaf=_masking.is_masked), *args)
+    return function(jax.tree.map(rounded, wide, params, is_leaf=_tree.is_masked), *args)
 
   return _masking.beside_closures(call)
 

@@ -122,9 +122,7 @@ class Cutter:
   def _layouts(self, tree: Any) -> list[Layout]:
     """The layout of every leaf, in the order of ``jax.tree.leaves``."""
     leaves = _tree.describe(tree, self._stacked_axes)
-    named = _tree.axes_by_pattern(
-      leaves, self._fan_in_axes, "fan_in_axes", hidden=_tree.masked_paths(tree)
-    )
+    named = _tree.axes_by_pattern(leaves, self._fan_in_axes, "fan_in_axes", tree=tree)
     excluded = _tree.select(tree, self._exclude, "exclude")
 
     def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:

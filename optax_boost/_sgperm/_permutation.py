@@ -149,7 +149,7 @@ def _mapped(
 ) -> Any:
   """Maps over params and a tree like them; leaves that are masked in either stay the params'."""
   structure: Any
-  leaves, structure = jax.tree.flatten(params, is_leaf=_masking.is_masked)
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
   others = _masking.leaves_like(tree, params)
   if others is None:
     raise ValueError(
@@ -157,9 +157,9 @@ def _mapped(
       f" {jax.tree.structure(tree)} for params {jax.tree.structure(params)}. Pass what"
       " `permutation` returned for these params."
     )
-  paths = _tree.leaf_paths(params, _masking.is_masked)
+  paths = _tree.leaf_paths(params, _tree.is_masked)
   results = [
-    p if _masking.is_masked(p) or _masking.is_masked(x) else one(path, p, x)
+    p if _tree.is_masked(p) or _tree.is_masked(x) else one(path, p, x)
     for path, p, x in zip(paths, leaves, others, strict=True)
   ]
   return jax.tree.unflatten(structure, results)

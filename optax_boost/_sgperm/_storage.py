@@ -84,7 +84,7 @@ def save_permuted_params(
       f"`{name}` needs `params` of the tree that the state was made for,"
       f" {jax.tree.structure(state.initial)}; got {jax.tree.structure(like)}."
     )
-  paths, own = _tree.leaf_paths(like, _masking.is_masked), jax.tree.leaves(like, _masking.is_masked)
+  paths, own = _tree.leaf_paths(like, _tree.is_masked), jax.tree.leaves(like, _tree.is_masked)
   records, parts = [], []
   for text, given, start, index in zip(paths, own, starts, indices, strict=True):
     record, part = _encoded_leaf(text, start, index, given)
@@ -151,8 +151,8 @@ def load_permuted_params(
 def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict[str, Any], bytes]:
   """A leaf's record in the file, and its bytes."""
   leaf_name = _tree.leaf_name(path)
-  if _masking.is_masked(initial):
-    if _masking.is_masked(given):
+  if _tree.is_masked(initial):
+    if _tree.is_masked(given):
       raise ValueError(
         "`save_permuted_params` needs the values of leaves that were not permuted; got none for"
         f" the leaf '{leaf_name}'. Pass them as `params`."
