@@ -484,7 +484,7 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
     own, others = leaf_paths(updates), leaf_paths(params)
     lacking, beyond = ([p for p in x if p not in y] for x, y in ((others, own), (own, others)))
     lists = [f"{verb} {_base.shorten(p)}" for verb, p in (("lack", lacking), ("have", beyond)) if p]
-    differ = " and ".join(lists) or f"have the containers {_base.shorten(got, 200)}"
+    differ = " and ".join(lists) or f"have the containers {got} instead of {want}"
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got gradients that"
       f" {differ}. Pass the params that the gradients were taken with respect to."
