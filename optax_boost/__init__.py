@@ -9,7 +9,6 @@ from optax_boost._active_window import ActiveWindowState
 from optax_boost._active_window import active_window
 from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
-from optax_boost._adasum import adasum_pair
 from optax_boost._adasum import adasum_reduce
 from optax_boost._average_params import AverageParamsState
 from optax_boost._average_params import average_params
@@ -125,7 +124,6 @@ __all__ = [
   "accumulate",
   "active_window",
   "adasum",
-  "adasum_pair",
   "adasum_reduce",
   "alpha_svrg_schedule",
   "apply_gradients",

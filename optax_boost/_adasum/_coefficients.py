@@ -1,94 +1,48 @@
-"""The tree of adaptive sums on Gram matrices: the coefficients of all gradients in the result."""
+"""The tree of adaptive sums on Gram matrices: each gradient's coefficient in the result."""
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from optax_boost._adasum import _double
-from optax_boost._adasum import _scales
+# A node counts as zero where its squared norm is below this part of its summands' squared norms:
+# below it, it consists of the Gram matrix's rounding errors.
+_CANCELLED = 2.0**-18
 
-# A node counts as zero where it cancels to less than this part of its summands: below it, norms are
-# those of rounding errors.
-_CANCELLED = 2.0**-14
-
-
-class Weights(NamedTuple):
-  """The coefficients that follow from the Gram matrices."""
-
-  coefficients: jax.Array  # (G, N), of the scaled gradients y
-  steps: jax.Array  # (G,), the result is 2**(12 steps) times the combination of them
-  orthogonality: jax.Array  # as in AdasumState
-  notfinite: jax.Array  # scalar bool, whether a Gram matrix has entries that are not finite
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, optimize="optimal")
 
 
-def weigh(gram: jax.Array, steps: jax.Array) -> Weights:
-  """Runs the tree on Gram matrices ``(2, G, N, N)`` of gradients with scales ``(N, G)``.
+def coefficients(gram: jax.Array) -> jax.Array:
+  """The coefficients ``(G, N)`` that follow from Gram matrices ``(G, N, N)``.
 
-  Coefficients are NaN for groups whose Gram matrix is not finite.
+  NaN for groups whose Gram matrix is not finite.
   """
-  dtype, replicas = gram.dtype, gram.shape[-1]
-  # A zero gradient is neutral: with one more, no node is without a partner.
-  size = replicas + replicas % 2
-  padding = [(0, 0), (0, size - replicas), (0, size - replicas)]
-  products = _double.fast_two_sum(*(jnp.pad(word, padding) for word in gram))
-  nodes = jnp.broadcast_to(_double.words(jnp.eye(size, dtype=dtype))[:, None], products.shape)
-  scales = jnp.pad(steps.T, padding[:2], constant_values=-_scales.LARGEST_STEP)
-  top = jnp.max(scales)
-  lengths = _diagonal(products)[0]
-  norms = jnp.sqrt(lengths)
-  before = jnp.sum(lengths * _scales.power(scales - top, dtype) ** 2)
+  inner = functools.partial(_einsum, "gki,gij,gkj->gk")
+  squares = jnp.diagonal(gram, axis1=1, axis2=2)
+  nodes = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+  while nodes.shape[1] > 1:
+    even = nodes.shape[1] // 2 * 2
+    a, b = nodes[:, 0:even:2], nodes[:, 1:even:2]
+    dot = inner(a, gram, b)
 
-  # A loop over levels of one size, filled up with zeros: unrolled it would compile for seconds.
-  def level(_: int, tree: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    rows, scales = tree  # of each node its products and, behind them, its coefficients
-    summed = jnp.sum(jnp.abs(rows[0, :, :, size:]) * norms[:, None, :], axis=2)
-    factors, largest = _pair_factors(rows[..., :size], _CANCELLED * summed, scales)
-    rows = _add_pairs(rows, factors)
-    products = _add_pairs(jnp.swapaxes(rows[..., :size], 2, 3), factors)
-    unused = jnp.full_like(largest, -_scales.LARGEST_STEP)
-    rows = jnp.concatenate([products, rows[..., size:]], axis=3)
-    return rows, jnp.concatenate([largest, unused], axis=1)
+    def factor(x: jax.Array, dot: jax.Array = dot) -> jax.Array:
+      square = inner(x, gram, x)
+      usable = square > _CANCELLED * _einsum("gki,gi->gk", jnp.square(x), squares)
+      return 1 - jnp.where(usable, dot / jnp.where(usable, 2 * square, 1), 0)
 
-  tree = jnp.concatenate([products, nodes], axis=3), scales
-  rows, scales = jax.lax.fori_loop(0, (replicas - 1).bit_length(), level, tree)
-  root, scale = rows[:, :, 0], scales[:, 0]
-  after = jnp.sum(root[0, :, 0] * _scales.power(scale - top, dtype) ** 2)
-  finite = jnp.all(jnp.isfinite(gram), axis=(0, 2, 3))
-  return Weights(
-    coefficients=jnp.where(finite[:, None], root[0, :, size : size + replicas], jnp.nan),
-    steps=scale,
-    orthogonality=jnp.where(before == 0, 1, after / before),
-    notfinite=~jnp.all(finite),
-  )
+    pairs = factor(a)[..., None] * a + factor(b)[..., None] * b
+    nodes = jnp.concatenate([pairs, nodes[:, even:]], axis=1)
+  finite = jnp.all(jnp.isfinite(gram), axis=(1, 2))
+  return jnp.where(finite[:, None], nodes[:, 0], jnp.nan)
 
 
-def _pair_factors(
-  products: jax.Array, least: jax.Array, steps: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The factors ``(2, G, K)`` of a level's nodes in their pairs' sums, and the pairs' scales.
+def orthogonality(gram: jax.Array, weights: jax.Array, units: jax.Array) -> jax.Array:
+  """The result's squared norm over the gradients' summed ones, over all groups.
 
-  Of a pair with a member whose norm is at most its `least` both factors are m_A / m.
+  `units` ``(G,)`` are the powers of two by which the gradients were divided.
   """
-  square, steps = (x.reshape(*x.shape[:-1], -1, 2) for x in (_diagonal(products), steps))
-  product = _diagonal(products[..., 0::2, 1::2])[..., None]
-  largest = jnp.max(steps, axis=-1, keepdims=True)
-  own = _scales.power(steps - largest, products.dtype)
-  usable = jnp.all(square[0] > least.reshape(own.shape) ** 2, axis=-1, keepdims=True)
-  ratio = _double.divide(
-    jnp.where(usable[None], product * own[None, ..., ::-1], 0),
-    jnp.where(usable[None], 2 * square, 1),
-  )
-  factors = _double.add(_double.words(own), -ratio)
-  return factors.reshape(*factors.shape[:2], -1), largest[..., 0]
-
-
-def _add_pairs(x: jax.Array, factors: jax.Array) -> jax.Array:
-  """Multiplies ``(2, G, K, ...)`` by factors ``(2, G, K)``, adds up pairs, and appends zeros."""
-  scaled = _double.multiply(factors[..., None], x)
-  pairs = _double.add(scaled[:, :, 0::2], scaled[:, :, 1::2])
-  return jnp.concatenate([pairs, jnp.zeros_like(pairs)], axis=2)
-
-
-def _diagonal(x: jax.Array) -> jax.Array:
-  return jnp.diagonal(x, axis1=-2, axis2=-1)
+  shares = jnp.square(units / jnp.max(units)).astype(gram.dtype)
+  after = jnp.sum(shares * _einsum("gi,gij,gj->g", weights, gram, weights))
+  before = jnp.sum(shares * jnp.trace(gram, axis1=1, axis2=2))
+  ratio = after / jnp.where(before == 0, 1, before)
+  return jnp.where(before == 0, 1, ratio).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""How leaves lie behind each other in one vector, in chunks that devices own."""
+"""How leaves are concatenated into one vector, in chunks that devices own."""
 
 from collections.abc import Sequence
 import itertools
@@ -19,7 +19,7 @@ _MOST_BLOCKS = 256
 
 
 class Layout(NamedTuple):
-  """How the leaves of one dtype lie behind each other in a vector, and each device's part of it."""
+  """How the leaves of one dtype are concatenated into a vector, and each device's part of it."""
 
   leaves: tuple[int, ...]  # positions among all leaves
   shapes: tuple[tuple[int, ...], ...]
@@ -36,8 +36,7 @@ class Chunk(NamedTuple):
   """The chunk that a device owns of a layout's vector."""
 
   layout: Layout
-  # N vectors of M entries (and more behind them), one per replica; apart, since they arrive apart
-  # and joining them would be a pass over memory.
+  # N vectors of M entries, one per replica; apart, since joining them would be a pass over memory.
   rows: list[jax.Array]
   blocks: jax.Array  # (T, 4), this chunk's part of `layout.blocks`
 
@@ -77,16 +76,19 @@ def _blocks(
   return blocks
 
 
-def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, tail: jax.Array) -> jax.Array:
-  """The leaves of a layout as ``(D, M)``, padded with zeros, each row with `tail` behind it."""
+def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
+  """The leaves of a layout as ``(D, M)``, padded with zeros."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
+  # Under `vmap`, gradients that are the same everywhere are not mapped, but must be exchanged. A
+  # vector that depends on the replica is mapped; this one has no entries.
+  mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
   # Row by row: on CPUs a concatenation of all leaves would be copied once more to be cut.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
     cuts = [slice(max(origin - s, 0), max(origin + layout.chunk - s, 0)) for s in layout.starts]
     parts = [leaf[cut] for leaf, cut in zip(flat, cuts, strict=True)]
     padding = jnp.zeros(layout.chunk - sum(part.size for part in parts), layout.dtype)
-    rows.append(jnp.concatenate([*parts, padding, tail]))
+    rows.append(jnp.concatenate([*parts, padding, mapped]))
   return jnp.stack(rows)
 
 

@@ -89,11 +89,6 @@ def entries() -> dict[str, shared.Entry]:
   }
   race = shared.race_arguments() | {"init_fn": shared.FUNCTION}
   return {
-    "adasum_pair": shared.Entry(
-      optax_boost.adasum_pair,
-      lambda: {"a": ones, "b": ones},
-      {"a": shared.arrays_of(jnp.ones(2)), "b": shared.arrays_of(jnp.ones(2))},
-    ),
     "adasum_reduce": shared.Entry(
       optax_boost.adasum_reduce,
       lambda: {"stacked": stacked},
