@@ -5,10 +5,11 @@ Start it once per process, on one machine or many, or let ``--launch`` start the
   python examples/adasum_processes.py --launch 4 --steps 20 --checkpoints out/adasum
   python examples/adasum_processes.py --coordinator 10.0.0.1:1234 --processes 4 --process 0 ...
 
-All processes together train the same model to the same weights as one process with as many
+All processes together train the same model to the same weights as one process with that many
 virtual devices (``--devices 4``). When a process dies, the others end with a message: this
 script's where an exchange with it fails, else the one of JAX's runtime, which misses its
-heartbeat after `HEARTBEAT_SECONDS`. The next start resumes from the last checkpoint.
+heartbeat after `HEARTBEAT_SECONDS`. The next start resumes from the last checkpoint; it needs the
+same number of replicas, as each has a momentum of its own.
 """
 
 import argparse
@@ -55,12 +56,25 @@ def initial_params() -> dict[str, np.ndarray]:
   return jax.tree.map(lambda x: x.astype(np.float32), params)
 
 
-def save(folder: pathlib.Path, step: int, leaves: list[np.ndarray]) -> None:
+def save(folder: pathlib.Path, step: int, replicas: int, leaves: list[np.ndarray]) -> None:
   """Writes a checkpoint whole or not at all: a process may die at any moment."""
   folder.mkdir(parents=True, exist_ok=True)
   partial = folder / f"partial-{os.getpid()}.npz"
-  np.savez(partial, *leaves, step=step)
+  np.savez(partial, *leaves, step=step, replicas=replicas)
   partial.replace(folder / "checkpoint.npz")
+
+
+def load(checkpoint: pathlib.Path, replicas: int) -> tuple[int, list[np.ndarray]]:
+  """Reads a checkpoint: the step, and the leaves of params, momenta and state."""
+  with np.load(checkpoint) as saved:
+    held = int(saved["replicas"])
+    if held != replicas:
+      sys.exit(
+        f"'{checkpoint}' holds a momentum for each of {held} replicas; there are {replicas} now."
+        f" Start with {held} replicas, or train from the start with another --checkpoints folder."
+      )
+    leaves = [saved[f"arr_{i}"] for i in range(sum(name.startswith("arr_") for name in saved))]
+    return int(saved["step"]), leaves
 
 
 def train(options: argparse.Namespace) -> None:
@@ -91,9 +105,8 @@ def train(options: argparse.Namespace) -> None:
   structure, first = jax.tree.structure(carry), 0
   checkpoint = options.checkpoints / "checkpoint.npz"
   if checkpoint.exists():
-    with np.load(checkpoint) as saved:
-      carry = jax.tree.unflatten(structure, [saved[f"arr_{i}"] for i in range(len(saved) - 1)])
-      first = int(saved["step"])
+    first, leaves = load(checkpoint, mesh.size)
+    carry = jax.tree.unflatten(structure, leaves)
   carry = jax.device_get(carry)
 
   def place(tree: Any, spec: Any) -> Any:
@@ -116,7 +129,7 @@ def train(options: argparse.Namespace) -> None:
     if (step + 1) % options.every == 0 or step + 1 == options.steps:
       leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(whole(carry))]
       if jax.process_index() == 0:
-        save(options.checkpoints, step + 1, leaves)
+        save(options.checkpoints, step + 1, mesh.size, leaves)
         print(f"step {step + 1} saved", flush=True)
     if step + 1 == options.die_after and jax.process_index() == jax.process_count() - 1:
       os._exit(1)  # as if the machine had lost its power
@@ -174,8 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--launch", type=int, help="start so many processes on this machine")
-  parser.add_argument("--devices", type=int, help="one process with so many virtual devices")
+  parser.add_argument("--launch", type=int, help="start this many processes on this machine")
+  parser.add_argument("--devices", type=int, help="one process with this many virtual devices")
   parser.add_argument("--coordinator", help="address:port of process 0")
   parser.add_argument("--processes", type=int, help="how many processes there are")
   parser.add_argument("--process", type=int, help="which of them this is")

@@ -88,6 +88,17 @@ def test_a_death_ends_all_and_the_next_start_trains_to_the_weights_of_one_proces
     check(value, expected[name], **tolerance)
 
 
+def test_a_checkpoint_of_other_replicas_is_refused_and_stays(tmp_path):
+  steps = ("--steps", 2, "--every", 2)
+  assert run(tmp_path, "--devices", 4, *steps)[0] == 0
+  before = (tmp_path / "checkpoint.npz").read_bytes()
+  for devices in (2, 8):
+    code, _, errors = run(tmp_path, "--devices", devices, "--steps", 4)
+    assert code == 1
+    assert f"each of 4 replicas; there are {devices} now. Start with 4 replicas" in errors
+  assert (tmp_path / "checkpoint.npz").read_bytes() == before
+
+
 def test_the_launcher_ends_all_processes_when_one_fails(tmp_path, monkeypatch, capfd, example):
   script = tmp_path / "fails.py"
   script.write_text(
