@@ -15,8 +15,6 @@ from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
-from optax_boost._cached_prefix import PrefixCache
-from optax_boost._cached_prefix import cache_prefix
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
@@ -110,7 +108,6 @@ __all__ = [
   "MasterWeightsState",
   "NoEffectWarning",
   "NormPlace",
-  "PrefixCache",
   "ScaleByLarsTrustRatioState",
   "SgpermState",
   "StackedLayersWarning",
@@ -132,7 +129,6 @@ __all__ = [
   "auto_boost",
   "average_params",
   "averaged_params",
-  "cache_prefix",
   "centralize",
   "checkpoint_snapshots",
   "continuous_freezing",

@@ -11,7 +11,6 @@ import pathlib
 import secrets
 from typing import Any
 from typing import BinaryIO
-import warnings
 import zipfile
 
 import numpy as np
@@ -22,7 +21,7 @@ fcntl: Any
 try:
   import fcntl
 except ImportError:
-  # Windows: temporary files of killed processes stay, and `lock` warns.
+  # Windows: temporary files of killed processes stay.
   fcntl = None
 
 
@@ -141,26 +140,6 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], A
     if error.errno is None:
       raise OSError(f"Can't write '{name}': {error}") from error
     raise OSError(error.errno, os.strerror(error.errno), name) from error
-
-
-def lock(path: str | os.PathLike[str]) -> int | None:
-  """Locks a file, made where it is missing, until the returned descriptor is closed.
-
-  Returns None where another process or descriptor has locked it. The end of a process unlocks.
-  """
-  file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-  locks = fcntl is not None
-  try:
-    if locks:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    os.close(file)
-    return None
-  except OSError:
-    locks = False  # a file system without locks
-  if not locks:
-    warnings.warn(f"'{path}' can't be locked: let no other run use its folder.", stacklevel=2)
-  return file
 
 
 @contextlib.contextmanager

@@ -261,26 +261,6 @@ def test_a_window_and_the_decay_go_layer_by_layer(name):
       )
 
 
-@pytest.mark.parametrize("name", ["gemma linen", "gemma linen scan"])
-def test_the_activations_of_the_first_half_are_kept(name):
-  layout, params = traced(name), traced(name).params
-
-  @jax.jit
-  def loss(params, tokens):
-    logits = layout.model.apply({"params": params}, tokens)
-    return public_layouts.next_token_loss(logits, tokens)
-
-  cache = optax_boost.cache_prefix(
-    loss, params, TOKENS, half(name), 1, num_examples=2, max_bytes=2**20
-  )
-  # The residual stream alone: the normalized input of the next layer follows from it.
-  assert cache.bytes_per_example == TOKENS.shape[1] * public_layouts.WIDTH * 4
-  batch = cache(params, [0, 1], TOKENS)
-  np.testing.assert_allclose(jax.jit(cache.loss_fn)(params, batch), loss(params, TOKENS), rtol=1e-5)
-  first = matmul_flops(jax.make_jaxpr(loss)(params, TOKENS))
-  assert 0.45 < matmul_flops(jax.make_jaxpr(cache.loss_fn)(params, batch)) / first < 0.6
-
-
 def trained_in_a_step(name):
   """A model's params before and after a step of its train step, and the step's metrics."""
   layout = traced(name)

@@ -397,12 +397,9 @@ def test_an_integer_among_the_params_is_named_before_the_step(tx):
     lambda: optax_boost.auto_boost("O0").optimizer(optax.sgd(0.1), quadratic, WITH_COUNT, BATCH),
     lambda: optax_boost.full_gradient(jax.grad(quadratic), WITH_COUNT, [BATCH]),
     lambda: optax_boost.scan_full_gradient(jax.grad(quadratic), WITH_COUNT, jnp.ones((1, 8))),
-    lambda: optax_boost.cache_prefix(
-      quadratic, WITH_COUNT, BATCH, ["w"], 1, num_examples=1, max_bytes=9
-    ),
     lambda: optax_boost.refresh_svrg(optax_boost.svrg(None).init(BATCH), WITH_COUNT, WITH_COUNT),
   ],
-  ids=["race", "auto_boost", "full_gradient", "scan", "cache_prefix", "refresh_svrg"],
+  ids=["race", "auto_boost", "full_gradient", "scan", "refresh_svrg"],
 )
 def test_no_mask_is_advised_where_it_would_not_help(call):
   with pytest.raises(TypeError, match=r"'n' is int32. Keep it out of the params: close over it"):

@@ -56,17 +56,9 @@ def rows(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Row]:
   groups = optax_boost.layer_groups(model.loss, params, tokens, num_groups=2)
   frozen = optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
   window = optax_boost.active_window(adamw, axes, _WINDOW, every=50)
-  cache = optax_boost.cache_prefix(
-    model.loss, params, tokens, groups, 1, num_examples=_BATCH, max_bytes=2**40
-  )
-  activations = jax.ShapeDtypeStruct((_BATCH, _LENGTH, model.width), model.dtype)
-  assert cache.bytes_per_example == activations.size * activations.dtype.itemsize // _BATCH
   return {
     "AdamW": Row(adamw, model.loss, tokens),
     "first half frozen": Row(frozen, model.loss, tokens),
-    "first half frozen, its activations cached": Row(
-      frozen, cache.loss_fn, (tokens, [activations])
-    ),
     f"a window of {_WINDOW} of {model.layers}, in order": Row(window, model.loss, tokens),
   }
 

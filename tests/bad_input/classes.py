@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 import optax_boost
@@ -20,7 +19,6 @@ def entries() -> dict[str, shared.Entry]:
   nothing: dict[str, Any] = {}
   boost = optax_boost.auto_boost("O1", total_steps=10)
   step = problem.train_step()
-  cache = optax_boost.cache_prefix(**problem.cache_arguments())
 
   def state() -> optax_boost.TrainState:
     return step.init(problem.PARAMS)
@@ -317,33 +315,6 @@ def entries() -> dict[str, shared.Entry]:
           "folder": Bad("/", (OSError, ValueError), "/"),
         }
       },
-    ),
-    "PrefixCache.__call__": shared.Entry(
-      cache,
-      lambda: {"params": problem.PARAMS, "indices": [0, 1], "batch": problem.X},
-      {
-        "indices": {
-          "None": Bad(None, TypeError),
-          "fractions": Bad([0.5, 1.5], TypeError),
-          "bools": Bad([True, False], TypeError),
-          "too few": Bad([0], ValueError),
-          "too large": Bad([0, 4], ValueError),
-          "negative": Bad([0, -1], ValueError),
-        }
-      },
-      free={"params": "those of the train step's state", "batch": "whatever the loss takes"},
-    ),
-    "PrefixCache.loss_fn": shared.Entry(
-      lambda params, batch: cache.loss_fn(params, batch),
-      lambda: {"params": problem.PARAMS, "batch": cache(problem.PARAMS, [0, 1], problem.X)},
-      {
-        "batch": {
-          "the batch alone": Bad(problem.X, shared.EITHER),
-          "None": Bad(None, shared.EITHER),
-          "other activations": Bad((problem.X, [jnp.ones(2)]), ValueError),
-        }
-      },
-      free={"params": "those of the train step's state", "rng": "handed to the loss"},
     ),
     "TrainStep.init": shared.Entry(
       step.init,

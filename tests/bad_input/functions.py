@@ -310,25 +310,6 @@ def entries() -> dict[str, shared.Entry]:
         "unroll": kinds.without(kinds.count(static=True), "bool"),
       },
     ),
-    "cache_prefix": shared.Entry(
-      optax_boost.cache_prefix,
-      problem.cache_arguments,
-      {
-        **loss,
-        "batch": {
-          "None": Bad(None, shared.EITHER),
-          "text": Bad("images", shared.EITHER),
-          "number": Bad(3, shared.EITHER),
-          "other sizes": Bad((problem.X, jnp.ones((5, 3))), ValueError),
-        },
-        "groups": shared.GROUPS,
-        "frozen_groups": kinds.count(static=True) | {"all": Bad(2, ValueError)},
-        "num_examples": kinds.count(static=True),
-        "max_bytes": kinds.kind({"None": None, "text": "1 GB", "fraction": 0.5}, {"few": 7}),
-        "path": kinds.path(optional=True),
-        "rng": shared.RNG,
-      },
-    ),
     "layer_groups": shared.Entry(
       optax_boost.layer_groups,
       lambda: {

@@ -106,20 +106,6 @@ def make(factory: str) -> optax.GradientTransformationExtraArgs:
   return getattr(optax_boost, factory)(**FACTORIES[factory])
 
 
-def cache_arguments() -> dict[str, Any]:
-  """Arguments of `cache_prefix`."""
-  return {
-    "loss_fn": loss_fn,
-    "params": PARAMS,
-    "batch": X,
-    "groups": GROUPS,
-    "frozen_groups": 1,
-    "num_examples": 4,
-    "max_bytes": 1000,
-  }
-
-
-@functools.cache
 def train_step() -> optax_boost.TrainStep:
   """A train step, and whatever it compiles."""
   return optax_boost.make_train_step(loss_fn, optax.adam(0.1), donate=False)

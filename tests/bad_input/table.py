@@ -39,7 +39,6 @@ EXEMPT = {
   "nnx.AutoBoost": _BY_FUNCTION,
   "linen.AutoBoost": _BY_FUNCTION,
   "CheckpointSnapshots": "made by checkpoint_snapshots",
-  "PrefixCache": "made by cache_prefix",
   "TrainStep": "made by make_train_step",
   "nnx.TrainStep": "made by make_train_step",
   "linen.TrainStep": "made by make_train_step",
