@@ -38,7 +38,7 @@ def full_gradient(
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
       ``jax.grad(loss_fn)``. It is jitted here, and as with ``jax.jit`` another function is compiled
-      anew, one whose inner functions were redefined is not.
+      again, one whose inner functions were redefined is not.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
@@ -134,12 +134,12 @@ def scan_full_gradient(
   *,
   rng: jax.Array | None = None,
   weight_fn: Callable[[Any], Any] | None = None,
-  unroll: int | bool = 1,
 ) -> optax.Updates:
   """The mean gradient over data on the device, as one ``lax.scan``.
 
   Made for ``make_train_step(..., full_grad_fn=functools.partial(scan_full_gradient,
-  batches=...))``; works under jit and sharding, with the examples' axis over the devices.
+  batches=...))``; works under jit and sharding, with the examples' axis over the devices. On CPUs
+  the gradients of convolutions are slow inside a scan: stream them by :func:`full_gradient`.
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch.
@@ -147,8 +147,6 @@ def scan_full_gradient(
     batches: a tree of arrays of shapes ``(batches, examples, ...)``.
     rng: as in :func:`full_gradient`.
     weight_fn: as in :func:`full_gradient`; None: all batches count the same.
-    unroll: how many batches make one iteration, True for all. Raising it compiles longer. On CPUs
-      the gradients of convolutions need True; inside the step they stay slow: refresh on the host.
 
   Returns:
     A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.
@@ -165,8 +163,6 @@ def scan_full_gradient(
     -3.0
   """
   rng = _check_pass(grad_fn, weight_fn, params, rng, "scan_full_gradient")
-  if not isinstance(unroll, bool):
-    _base.check_whole_number("unroll", unroll, static=True)
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
@@ -182,7 +178,7 @@ def scan_full_gradient(
     return _add(carry, grad_fn, params, batch, weight, rng, index), None
 
   start = (_arrays.zeros_like_wide(params), jnp.zeros([]))
-  carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches), unroll=unroll)
+  carry, _ = jax.lax.scan(body, start, (jnp.arange(length), batches))
   return _mean(carry)
 
 
@@ -194,7 +190,7 @@ def _mean(carry: tuple[Any, jax.Array]) -> Any:
 def _add(
   carry: Any, grad_fn: Any, params: Any, batch: Any, weight: Any, rng: Any, index: Any
 ) -> tuple[Any, jax.Array]:
-  """Adds a batch's weighted gradient to their sum, and its weight to that of weights."""
+  """Adds a batch's weighted gradient and its weight to their sums."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
   # The full gradient is then not finite, and a refresh with it is counted and not made.

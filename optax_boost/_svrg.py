@@ -8,7 +8,7 @@ For params w, a snapshot s of earlier ones, and a batch B:
   h    gradient of the loss on B at s
   mu   full gradient at s: the mean over all of the data, each example counting once
   a    coefficient, scalar: 1 is SVRG, 0 leaves g alone
-  v    corrected gradient, whose mean over B is that of g
+  v    corrected gradient, with the same mean over batches as g
 
 While s is near w, h varies with the batch as g does, so g - h varies less than g. Measured by
 
@@ -35,10 +35,6 @@ _METHOD = "svrg"
 _GRAD_FN = (
   "a function from params to the gradient on the current batch, with its rng and statistics"
 )
-# The variance ratio of more params than this is sampled: its sums are passes of their own, which on
-# a CPU cost several times the correction.
-_SMALL = 65_536
-_MEASURE_EVERY = 16
 
 
 @_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"), requests=("full_gradient",))
@@ -52,13 +48,12 @@ class SvrgState(NamedTuple):
     count: scalar int32, the number of steps made.
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: vector of two, the sums over the steps since the last refresh of
-      ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``. With
-      more than 65,536 params over every 16th step only, for they cost more than the correction.
-    variance_ratio: scalar, the first sum over the second: about the variance of the corrected over
-      that of the plain gradient. 0 is a perfect correction, above 1 it does harm. As the true
-      gradient moves away from ``mu``, the ratio tends to 1, but never crosses it.
-    notfinite_count: scalar int32, the refreshes that were not made, and those of the summed steps
-      in which a part of the correction was left out, for numbers that are not finite.
+      ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``.
+    variance_ratio: scalar, the first sum over the second: about the corrected gradient's variance
+      over the plain one's. 0 is a perfect correction, above 1 it does harm. As the true gradient
+      moves away from ``mu``, the ratio tends to 1, but never crosses it.
+    notfinite_count: scalar int32, the refreshes that were not made, and the steps in which a part
+      of the correction was left out, because numbers were not finite.
   """
 
   snapshot: optax.Params
@@ -107,11 +102,6 @@ def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
   return optax.linear_schedule(initial, 0.0, steps)
 
 
-def correction(h: jax.Array, mu: jax.Array, coefficient: jax.typing.ArrayLike) -> jax.Array:
-  """The correction ``a (h - mu)``, in the dtype of `mu`."""
-  return jnp.asarray(coefficient, mu.dtype) * (h.astype(mu.dtype) - mu)
-
-
 def svrg(
   refresh_every: int | None, coefficient: optax.ScalarOrSchedule = 1.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -135,13 +125,13 @@ def svrg(
     ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. For data on the
     device; see :func:`scan_full_gradient`.
 
-  Until the first refresh gradients pass unchanged. Where a snapshot gradient is not finite, the
-  correction's entry is left out; a refresh with a number that is not finite is not made. Both are
+  Until the first refresh gradients pass unchanged. If an entry of the snapshot gradient is not
+  finite, it is not corrected; a refresh with a number that is not finite is not made. Both are
   counted. A gradient that is not finite stays so and leaves no trace in the state.
 
   Args:
-    refresh_every: steps from one refresh inside ``update`` to the next, about those of one to five
-      epochs. Raising it saves full passes; the snapshot grows stale. None: on the host only.
+    refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
+      Raising it saves full passes; the snapshot grows stale. None: on the host only.
     coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
       the snapshot more; 1 is SVRG.
 
@@ -186,7 +176,7 @@ def svrg(
     batches, and counts the padding of the last batch in the sum but not in the divisor; ours is
     the mean. Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is
     biased, and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
-    ``optax.MultiSteps`` the correction is that of the last batch alone.
+    ``optax.MultiSteps`` only the last batch is corrected.
   """
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every)
@@ -281,7 +271,7 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 
 
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
-  """Refuses params that are not those of the state."""
+  """Refuses params for which the state was not made."""
   if not _tree.same_shapes(params, state.snapshot):
     got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
     raise ValueError(
@@ -307,38 +297,33 @@ def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   )
 
 
-def _correct(updates: Any, snapshot_gradient: Any, alpha: jax.Array, state: SvrgState) -> Any:
+def _correct(g: Any, h: Any, alpha: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
   """Corrected gradients and the state after them."""
-  trees = (updates, snapshot_gradient, state.full_gradient)
-  parts = list(zip(*map(jax.tree.leaves, trees), strict=True))
 
-  def raw(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
-    return g.astype(mu.dtype) - correction(h, mu, alpha)
+  def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    a = alpha.astype(mu.dtype)
+    return g.astype(mu.dtype) - a * (h.astype(mu.dtype) - mu)
 
-  nothing = jnp.zeros_like(state.squared_deviations)
+  def squares(of: Callable[..., jax.Array]) -> jax.Array:
+    """The sum of ``|of(g, h, mu) - mu|^2``."""
+    sums = [jnp.zeros([], state.squared_deviations.dtype)]
+    for leaves in _arrays.alike_parts(g, h, state.full_gradient):
+      deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
+      sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
+    return jnp.sum(jnp.stack(sums))
 
-  def deviations() -> jax.Array:
-    sums = [nothing]
-    for gs, hs, mus in _arrays.alike_parts(*trees):
-      corrected = [raw(g, h, mu) - mu for g, h, mu in zip(gs, hs, mus, strict=True)]
-      plain = [g.astype(mu.dtype) - mu for g, mu in zip(gs, mus, strict=True)]
-      both = jnp.stack([*map(_arrays.sum_squares_together, (corrected, plain))])
-      sums.append(both.astype(nothing.dtype))
-    return jnp.sum(jnp.stack(sums), axis=0)
-
-  small = sum(g.size for g, _, _ in parts) <= _SMALL
-  measured = state.count % _MEASURE_EVERY == _MEASURE_EVERY // 2
-  squares = deviations() if small else _conditional.cond(measured, deviations, lambda: nothing)
-  finite = jnp.isfinite(squares)
-  total = state.squared_deviations + jnp.where(jnp.all(finite), squares, 0)
+  squared = jnp.stack([squares(corrected), squares(lambda g, h, mu: g.astype(mu.dtype))])
+  finite = jnp.isfinite(squared)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
   # The inner `where` keeps the untaken branch from dividing by zero.
   known = total[1] > 0
   ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
-  corrected = [
-    jnp.where(jnp.isfinite(v := raw(g, h, mu)), v, g.astype(mu.dtype)).astype(g.dtype)
-    for g, h, mu in parts
-  ]
-  return jax.tree.unflatten(jax.tree.structure(updates), corrected), state._replace(
+
+  def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    v = corrected(g, h, mu)
+    return jnp.where(jnp.isfinite(v), v, g.astype(v.dtype)).astype(g.dtype)
+
+  return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
     count=optax.safe_increment(state.count),
     squared_deviations=total,
     variance_ratio=ratio,

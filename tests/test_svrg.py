@@ -243,10 +243,11 @@ def test_a_last_batch_that_is_padded_or_smaller_counts_each_example_once(padded)
 
 
 def test_the_correction_equals_numpy():
-  h, mu = np.array([1.0, 2.0, -3.0]), np.array([0.5, 1.0, 1.0])
-  found = optax_boost._svrg.correction(jnp.asarray(h, jnp.float16), jnp.asarray(mu), 0.25)
-  np.testing.assert_allclose(found, 0.25 * (h - mu), rtol=1e-6)
-  assert found.dtype == jnp.float32
+  g, h, mu = (np.array(x) for x in ([3.0, 1.0, 4.0], [1.0, 2.0, -3.0], [0.5, 1.0, 1.0]))
+  tx = optax_boost.svrg(None, 0.25)
+  state = optax_boost.refresh_svrg(tx.init(jnp.zeros(3)), jnp.zeros(3), jnp.asarray(mu))
+  found, _ = tx.update(jnp.asarray(g), state, jnp.zeros(3), grad_fn=lambda _: jnp.asarray(h))
+  np.testing.assert_allclose(found, g - 0.25 * (h - mu), rtol=1e-6)
 
 
 def corrected(params, snapshot, coefficient=1.0):
@@ -333,7 +334,7 @@ def test_half_precision_params_keep_a_full_gradient_in_float32():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_of_many_params_the_variance_ratio_is_measured_at_every_16th_step(kind):
+def test_every_step_of_many_sharded_params_is_measured_and_every_bad_one_counted(kind):
   mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
   tx = optax_boost.svrg(None)
@@ -342,19 +343,19 @@ def test_of_many_params_the_variance_ratio_is_measured_at_every_16th_step(kind):
     ones = jax.tree.map(jnp.ones_like, params)
     state = optax_boost.refresh_svrg(tx.init(params), params, ones)
     grads = jax.tree.map(lambda w: 3 * w, ones)
-    step = jax.jit(
-      lambda s, p: tx.update(grads, s, p, grad_fn=lambda _: jax.tree.map(jnp.add, p, p))
-    )
-    measured = []
-    for _ in range(25):
-      updates, state = step(state, params)
-      measured.append(float(state.squared_deviations[1]) / ones["w"].size)
-    assert "all-gather" not in step.lower(state, params).compile().as_text()
-  # g = 3, h = 2, mu = 1, so that v = 2.
-  np.testing.assert_array_equal(updates["w"], 2 * ones["w"])
-  np.testing.assert_allclose(measured, [0.0] * 8 + [4.0] * 16 + [8.0])
-  np.testing.assert_allclose(state.variance_ratio, 0.25)
-  assert step._cache_size() == 1
+    step = jax.jit(lambda s, p, h: tx.update(grads, s, p, grad_fn=lambda _: h))
+    twos = jax.tree.map(jnp.add, params, params)
+    for count in range(1, 4):
+      updates, state = step(state, params, twos)
+      np.testing.assert_allclose(state.squared_deviations[1], 4 * count * ones["w"].size, rtol=1e-6)
+    assert "all-gather" not in step.lower(state, params, twos).compile().as_text()
+    # g = 3, h = 2, mu = 1, so that v = 2.
+    np.testing.assert_array_equal(updates["w"], 2 * ones["w"])
+    np.testing.assert_allclose(state.variance_ratio, 0.25, rtol=1e-6)
+    bad = {"w": jax.device_put(np.diag([np.nan] + 8191 * [2.0])[:16], rows)}
+    for count in range(1, 9):
+      _, state = step(state, params, bad)
+      assert state.notfinite_count == count
 
 
 def test_loops_over_small_leaves_do_not_grow_with_their_number():
@@ -426,7 +427,7 @@ def test_a_refresh_does_not_recompile_the_step_and_nothing_is_shared_with_the_pa
 
 def test_the_data_of_a_scan_is_an_argument_of_the_compiled_step():
   big = jax.tree.map(lambda x: np.tile(x, (1000,) + (1,) * (x.ndim - 1)), DATA)
-  full = functools.partial(optax_boost.scan_full_gradient, batches=big, unroll=2)
+  full = functools.partial(optax_boost.scan_full_gradient, batches=big)
   step = optax_boost.make_train_step(loss_fn, optax_boost.svrg(10), full_grad_fn=full)
   text = step.lower(step.init(START), batch_at(0)).as_text()
   assert len(text) < big["x"].size
@@ -993,8 +994,6 @@ def test_other_bad_arguments_of_a_full_pass_are_named():
   ):
     with pytest.raises(TypeError, match=message):
       optax_boost.full_gradient(GRADIENT, START, batches(), **kwargs)
-  with pytest.raises(TypeError, match=r"`unroll` must be a whole number; got 'all'"):
-    optax_boost.scan_full_gradient(GRADIENT, START, DATA, unroll="all")
   with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'b' is 0.0 of type float"):
     optax_boost.full_gradient(GRADIENT, START | {"b": 0.0}, batches())
   with pytest.raises(ValueError, match=r"can't run inside `jit`. Call it between two steps"):

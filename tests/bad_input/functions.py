@@ -307,7 +307,6 @@ def entries() -> dict[str, shared.Entry]:
           "to text": Bad(lambda batch: "a", TypeError),
           "to a vector": Bad(lambda batch: jnp.ones(2), shared.EITHER),
         },
-        "unroll": kinds.without(kinds.count(static=True), "bool"),
       },
     ),
     "layer_groups": shared.Entry(
