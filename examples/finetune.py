@@ -1,4 +1,4 @@
-"""Fine-tunes a small transformer in five ways, tuned alike, and shows what each costs and brings.
+"""Fine-tunes a small transformer in four ways, each tuned, and shows what each costs and brings.
 
 It learns characters from Python's language reference, then is fine-tuned to the docstrings of the
 standard library. Each way has its learning rate chosen on validation text; then it is trained with
@@ -102,13 +102,6 @@ def gradual(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTra
   return optax_boost.freeze_layers(adam, _groups(params, batch, 4), schedule)
 
 
-def window(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTransformation:
-  """Two layers at a time, drawn at random."""
-  layers = optax_boost.stacked_axes(_transformer.loss_fn, params, batch)
-  every = max(steps // 12, 1)
-  return optax_boost.active_window(adam, layers, window=2, every=every, order="random")
-
-
 def layerwise(params: Any, batch: Any) -> optax.GradientTransformation:
   """A group for each layer, with 0.75 of the rate of the one after it."""
   return optax_boost.layerwise_decay(_groups(params, batch, _transformer.LAYERS), 0.75)
@@ -119,7 +112,6 @@ WAYS = {
   "last half": Way(last_half),
   "gradual unfreezing": Way(gradual),
   "layer-wise decay": Way(lambda adam, *_: adam, layerwise),
-  "window of 2": Way(window),
 }
 
 

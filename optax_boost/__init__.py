@@ -5,8 +5,6 @@ Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imp
 
 from optax_boost._accumulation import AccumulateState
 from optax_boost._accumulation import accumulate
-from optax_boost._active_window import ActiveWindowState
-from optax_boost._active_window import active_window
 from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_reduce
@@ -92,7 +90,6 @@ __version__ = "0.1.0"
 
 __all__ = [
   "AccumulateState",
-  "ActiveWindowState",
   "AdasumState",
   "AverageParamsState",
   "CheckpointSnapshots",
@@ -119,7 +116,6 @@ __all__ = [
   "TrainStep",
   "TrajectoryState",
   "accumulate",
-  "active_window",
   "adasum",
   "adasum_reduce",
   "alpha_svrg_schedule",

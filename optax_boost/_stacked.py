@@ -67,8 +67,7 @@ def stacked_axes(
   Returns:
     The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`adasum`,
     :func:`sgperm` and :func:`laperm`: a pattern for each stacked leaf, with its axes: several for
-    scans in scans, that of the outermost first. Empty where no scan slices a leaf, which
-    :func:`active_window` refuses.
+    scans in scans, that of the outermost first. Empty if no scan slices a leaf.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.

@@ -2,11 +2,8 @@
 
 from collections.abc import Callable
 from collections.abc import Container
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import contextvars
 import math
 import re
 from typing import Any
@@ -422,23 +419,8 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
   return mask
 
 
-_SEES_A_PART = contextvars.ContextVar("sees_a_part", default=False)
-
-
-@contextlib.contextmanager
-def seeing_a_part() -> Iterator[None]:
-  """A context in which methods see some of the leaves: what has no effect on them is no mistake."""
-  token = _SEES_A_PART.set(True)
-  try:
-    yield
-  finally:
-    _SEES_A_PART.reset(token)
-
-
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
-  if _SEES_A_PART.get():
-    return
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
 

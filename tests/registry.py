@@ -346,20 +346,6 @@ ROWS = (
     label="progressive",
   ),
   Row(
-    "active_window",
-    {
-      "inner": optax.sgd(0.1),
-      "layers": {"^dense(/kernel|/loss_scale)?$": 0},
-      "window": 2,
-      "every": 2,
-      "order": "random",
-      "key": 1,
-    },
-    baseline=lambda: optax.sgd(0.1),
-    needs_params=False,
-    static=("layers", "window", "key"),
-  ),
-  Row(
     "average_params",
     {"inner": optax.sgd(0.1), "last": 2, "every": 2},
     baseline=lambda: optax.sgd(0.1),

@@ -151,10 +151,8 @@ SIDES = {"a": optax_boost.accumulate(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
       ),
       (2, 5),
     ),
-    (optax_boost.active_window(SIDES["a"], ["a", "b"], 1, every=3), (1, 4, 7)),
-    (optax_boost.active_window(SIDES["b"], ["a", "b"], 1, every=1), range(8)),
   ],
-  ids=["switch", "switch back", "partition", "frozen part", "window", "window of one step"],
+  ids=["switch", "switch back", "partition", "frozen part"],
 )
 def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
   tx = optax_boost.average_params(inner, last=9)
@@ -170,7 +168,6 @@ def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
     lambda tx: optax_boost.freeze_layers(tx, ["a", "b"], optax_boost.fixed_freezing(2, 1)),
     lambda tx: optax_boost.laperm(tx, 3),
     lambda tx: optax_boost.switch_after(3, tx, tx),
-    lambda tx: optax_boost.active_window(tx, ["a", "b"], 1, every=2),
     lambda tx: optax_boost.group_loss_scale(tx, ["a", "b"], skip="group"),
   ],
 )

@@ -181,7 +181,6 @@ def test_two_threads_share_one_train_step(row):
 # Methods that select and average; the others need an order or a norm of real numbers.
 COMPLEX = (
   "accumulate",
-  "active_window",
   "average_params",
   "freeze_layers",
   "layerwise_decay",

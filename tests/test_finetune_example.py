@@ -26,9 +26,6 @@ def test_every_way_trains_and_the_table_and_picture_show_it(import_example, monk
   }
   base = example.evaluate(start, text.test)
   assert all(run.losses[-1] < base for own in runs.values() for run in own)
-  state_bytes = {name: own[0].state_bytes for name, own in runs.items()}
-  # Embedding and head always train.
-  assert state_bytes["window of 2"] < 0.9 * state_bytes["full"]
   table = example.table(runs, dict.fromkeys(runs, 1e-2), base)
   assert table.count("±") == len(example.WAYS)
   example.draw(runs, tmp_path / "picture.png")

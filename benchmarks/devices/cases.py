@@ -121,12 +121,6 @@ CASES = {
       _adam(), GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.4)
     ),
   ),
-  "active_window": Case(
-    "active_window",
-    lambda: optax_boost.active_window(
-      _adam(), [f"^body/kernel_{i:03d}" for i in range(LEAVES // 2)], window=2, every=50
-    ),
-  ),
   "average_params": Case(
     "average_params", lambda: optax_boost.average_params(_adam(), start=100, every=10)
   ),

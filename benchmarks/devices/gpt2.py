@@ -4,11 +4,9 @@ From programs that are compiled for a TPU v5e and an H100, and not run.
 """
 
 import argparse
-from collections.abc import Callable
 import os
 import pathlib
 from typing import Any
-from typing import NamedTuple
 
 # Read when JAX starts: no chip is asked for.
 os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", TPU_SKIP_MDS_QUERY="1")
@@ -24,7 +22,7 @@ from benchmarks.devices import chips
 from benchmarks.devices import programs
 import optax_boost
 
-_BATCH, _LENGTH, _WINDOW = 8, 512, 2
+_BATCH, _LENGTH = 8, 512
 _CHIPS = ("h100", "v5e-8")
 _ABOUT = f"""\
 One train step of GPT-2 (12 blocks of 768 that the loss scans over, each recomputed in the backward
@@ -35,39 +33,21 @@ they may thaw. FLOPs are XLA's for the TPU, a scan's body counted once; XLA has 
 `python -m benchmarks.devices.gpt2`."""
 
 
-class Row(NamedTuple):
-  """A contender.
-
-  Attributes:
-    tx: the transformation.
-    loss_fn: the loss.
-    batch: its batch.
-  """
-
-  tx: optax.GradientTransformation
-  loss_fn: Callable[..., Any]
-  batch: Any
-
-
-def rows(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Row]:
+def transformations(model: models.GPT2, params: Any, tokens: Any) -> dict[str, Any]:
   """The contenders, by name."""
   adamw = optax.adamw(1e-4)
-  axes = optax_boost.stacked_axes(model.loss, params, tokens)
   groups = optax_boost.layer_groups(model.loss, params, tokens, num_groups=2)
   frozen = optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
-  window = optax_boost.active_window(adamw, axes, _WINDOW, every=50)
-  return {
-    "AdamW": Row(adamw, model.loss, tokens),
-    "first half frozen": Row(frozen, model.loss, tokens),
-    f"a window of {_WINDOW} of {model.layers}, in order": Row(window, model.loss, tokens),
-  }
+  return {"AdamW": adamw, "first half frozen": frozen}
 
 
-def program(chip: chips.Chip, model: models.GPT2, row: Row) -> dict[str, float | None]:
+def program(
+  chip: chips.Chip, model: models.GPT2, tx: optax.GradientTransformation, tokens: Any
+) -> dict[str, float | None]:
   """Compiles a train step."""
-  step = optax_boost.make_train_step(row.loss_fn, row.tx)
+  step = optax_boost.make_train_step(model.loss, tx)
   params = jax.eval_shape(model.init, jax.random.key(0))
-  state, compiled = programs.compile_train_step(chip, step, params, row.batch)
+  state, compiled = programs.compile_train_step(chip, step, params, tokens)
   cost = compiled.cost_analysis() or {}
   return {
     "whole": programs.whole_bytes(compiled),
@@ -93,8 +73,8 @@ def main() -> None:
       continue
     lines += [f"## One {chip.title.removesuffix(' 2x4')}", ""]
     lines += ["| | whole, MB | state, MB | temporary, MB | GFLOP |", "|---" * 5 + "|"]
-    for name, row in rows(model, params, tokens).items():
-      found = program(chip, model, row)
+    for name, tx in transformations(model, params, tokens).items():
+      found = program(chip, model, tx, tokens)
       sizes = [f"{(found[key] or 0) / 1e6:.0f}" for key in ("whole", "state", "temporary")]
       flops = f"{found['flops'] / 1e9:.0f}" if found["flops"] else ""
       lines.append(f"| {name} | {' | '.join(sizes)} | {flops} |")

@@ -32,16 +32,6 @@ def entries() -> list[tuple[str, shared.Entry]]:
       axis_name=axis_name,
     ),
     shared.factory(
-      "active_window",
-      inner=shared.TX,
-      layers=kinds.without(shared.AXES, "list")
-      | {"None": Bad(None, TypeError), "layers that differ": Bad(["conv", "dense"], ValueError)},
-      window=kinds.count(static=True) | {"too large": Bad(4, ValueError)},
-      every=shared.COUNT,
-      order=shared.NAME,
-      key=shared.KEY,
-    ),
-    shared.factory(
       "adasum",
       problem.use_on_replicas,
       axis_name=kinds.axis_name(optional=False),

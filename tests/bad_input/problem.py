@@ -76,7 +76,6 @@ def use_on_replicas(tx: optax.GradientTransformationExtraArgs) -> Any:
 # By public factory, arguments with which it is a transformation.
 FACTORIES: dict[str, dict[str, Any]] = {
   "accumulate": {"inner": SGD, "every": 2},
-  "active_window": {"inner": SGD, "layers": {"dense/kernel": 0}, "window": 1, "every": 2},
   "adasum": {"axis_name": "batch"},
   "average_params": {"inner": SGD, "last": 2},
   "centralize": {},
