@@ -1,0 +1,344 @@
+"""A traced loss tells the axes of its params, without any names or patterns."""
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from optax_boost import _layers
+
+KEY = jax.random.key(0)
+X = jnp.ones((2, 8))
+TOKENS = jnp.zeros((2, 5), int)
+SEQUENCE = jnp.ones((2, 5, 8))
+IMAGE = jnp.ones((2, 6, 6, 4))
+
+
+def described(loss_fn, params, *args):
+  return _layers.describe(jax.make_jaxpr(loss_fn)(params, *args), params)
+
+
+def axes(loss_fn, params, *args):
+  """For each leaf its fan-in and its layers; what is left are outputs."""
+  layers = described(loss_fn, params, *args)
+  found = {}
+  for path, of_leaf, leaf in zip(layers.paths, layers.axes, jax.tree.leaves(params), strict=True):
+    assert sorted(of_leaf.fan_in + of_leaf.layers + of_leaf.outputs) == list(range(leaf.ndim))
+    found[path] = (of_leaf.fan_in, of_leaf.layers)
+  return found
+
+
+def linen_axes(module, x, **kwargs):
+  params = module.init(KEY, x)["params"]
+  return axes(lambda p, x: jnp.sum(module.apply({"params": p}, x, **kwargs)), params, x)
+
+
+def nnx_axes(model, x):
+  graph, params, rest = nnx.split(model, nnx.Param, ...)
+  return axes(lambda p, x: jnp.sum(nnx.merge(graph, p, rest)(x)), nnx.to_pure_dict(params), x)
+
+
+@pytest.mark.parametrize(
+  ("module", "x", "fan_in"),
+  [
+    (nn.Dense(3), X, (0,)),
+    (nn.DenseGeneral((2, 3)), X, (0,)),
+    (nn.DenseGeneral(3, axis=(-2, -1)), SEQUENCE, (0, 1)),
+    (nn.DenseGeneral((2, 3), batch_dims=(0,)), X, (1,)),
+    (nn.Conv(3, (3, 3)), IMAGE, (0, 1, 2)),
+    (nn.Conv(3, (3, 3)), IMAGE[..., :1], (0, 1, 2)),
+    (nn.Conv(6, (3, 3), feature_group_count=2), IMAGE, (0, 1, 2)),
+    (nn.Conv(8, (3, 3), feature_group_count=4), IMAGE, (0, 1)),
+    (nn.ConvTranspose(3, (3, 3)), IMAGE, (0, 1, 2)),
+    (nn.ConvLocal(3, (3, 3)), IMAGE, (2,)),
+  ],
+)
+def test_a_layer_of_flax(module, x, fan_in):
+  found = linen_axes(module, x)
+  assert found["kernel"][0] == fan_in
+  assert found["bias"][0] == ()
+
+
+def test_a_depthwise_convolution_mixes_no_inputs():
+  params = {"grouped": jnp.ones((3, 3, 2, 4)), "depthwise": jnp.ones((3, 3, 1, 4))}
+
+  def loss_fn(p, x):
+    for name, groups in (("grouped", 2), ("depthwise", 4)):
+      x = jax.lax.conv_general_dilated(
+        x, p[name], (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), groups
+      )
+    return jnp.sum(x)
+
+  layers = described(loss_fn, params, IMAGE)
+  mixes = {p: a.mixes_inputs for p, a in zip(layers.paths, layers.axes, strict=True)}
+  assert mixes == {"grouped": True, "depthwise": False}
+
+
+def test_attention_of_flax():
+  attention = nn.MultiHeadDotProductAttention(num_heads=2)
+  found = linen_axes(attention, SEQUENCE)
+  kernels = {path: both for path, both in found.items() if path.endswith("kernel")}
+  assert kernels.pop("out/kernel") == ((0, 1), ())
+  assert len(kernels) == 3
+  assert set(kernels.values()) == {((0,), ())}
+  of_nnx = nnx_axes(nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), SEQUENCE)
+  assert {path: both for path, both in of_nnx.items() if "/" in path} == found
+
+
+def attention(p, x, project="...BTD,NDH->...BTNH"):
+  q, k, v = (jnp.einsum(project, x, p[name]) for name in "abc")
+  weights = jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", q, k))
+  mixed = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+  return jnp.sum(jnp.einsum("BTNH,NHD->BTD", mixed, p["d"]))
+
+
+def test_einsum_kernels_of_any_name():
+  params = {name: jnp.ones((2, 8, 4)) for name in "abc"} | {"d": jnp.ones((2, 4, 8))}
+  assert axes(attention, params, SEQUENCE) == {
+    "a": ((1,), ()),
+    "b": ((1,), ()),
+    "c": ((1,), ()),
+    "d": ((0, 1), ()),
+  }
+
+
+def test_one_kernel_for_queries_keys_and_values():
+  def loss_fn(p, x):
+    q, k, v = jnp.einsum("BTD,SNDH->SBTNH", x, p["einsum"])
+    fused = (x @ p["dense"]).reshape(2, 5, 3, 2, 4)
+    split = sum(jnp.sum(x @ w.reshape(8, 8)) for w in jnp.split(p["split"], 3, axis=1))
+    return jnp.sum(q * k * v) + jnp.sum(fused[:, :, 0] * fused[:, :, 1]) + split
+
+  kernels = {"einsum": (3, 2, 8, 4), "dense": (8, 24), "split": (8, 3, 8)}
+  params = {name: jnp.ones(shape) for name, shape in kernels.items()}
+  found = axes(loss_fn, params, SEQUENCE)
+  assert found == {"dense": ((0,), ()), "einsum": ((2,), ()), "split": ((0,), (1,))}
+
+
+def by_einsum(p, x):
+  dispatched = jnp.stack([x, x, x])
+  hidden = jnp.tanh(jnp.einsum("ecd,edf->ecf", dispatched, p["up"]) + p["bias"][:, None])
+  return jnp.sum(jnp.einsum("ecf,efd->ecd", hidden, p["down"]))
+
+
+def by_vmap(p, x):
+  one = jax.vmap(lambda p: jnp.sum(jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]))
+  return jnp.sum(one(p))
+
+
+def by_ragged_dot(p, x):
+  sizes = jnp.array([1, 1, 0])
+  expert = jnp.array([0, 1])
+  hidden = jnp.tanh(jax.lax.ragged_dot(x, p["up"], sizes) + p["bias"][expert])
+  return jnp.sum(jax.lax.ragged_dot(hidden, p["down"], sizes))
+
+
+def by_lookup(p, x):
+  expert = jnp.argmax(x[:, :3], axis=1)
+  hidden = jnp.einsum("td,tdf->tf", x, p["up"][expert].astype(jnp.bfloat16))
+  return jnp.sum(jnp.einsum("tf,tfd->td", jnp.tanh(hidden + p["bias"][expert]), p["down"][expert]))
+
+
+@pytest.mark.parametrize("loss_fn", [by_einsum, by_vmap, by_ragged_dot])
+def test_stacked_experts(loss_fn):
+  params = {"up": jnp.ones((3, 8, 6)), "bias": jnp.ones((3, 6)), "down": jnp.ones((3, 6, 8))}
+  assert axes(loss_fn, params, X) == {
+    "bias": ((), (0,)),
+    "down": ((1,), (0,)),
+    "up": ((1,), (0,)),
+  }
+
+
+def test_experts_that_each_token_looks_up():
+  params = {"up": jnp.ones((3, 8, 6)), "bias": jnp.ones((3, 6)), "down": jnp.ones((3, 6, 8))}
+  found = axes(by_lookup, params, X)
+  assert found["up"] == found["down"] == ((1,), (0,))
+  assert found["bias"][0] == ()
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return nn.LayerNorm()(nn.tanh(nn.Dense(8)(x))), None
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("remat", [False, True])
+def test_linen_scans(axis, remat):
+  block = nn.remat(Block) if remat else Block
+  scanned = nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)()
+  params = scanned.init(KEY, X, None)["params"]
+  found = axes(lambda p, x: jnp.sum(scanned.apply({"params": p}, x, None)[0]), params, X)
+  kernel = found.pop("Dense_0/kernel")
+  assert kernel == ((1 - axis,), (axis,))
+  assert set(found.values()) == {((), (axis,))}
+
+
+class Stacked(nnx.Module):
+  """Layers made by ``nnx.vmap``, and run by ``nnx.scan`` or side by side."""
+
+  def __init__(self, scanned):
+    @nnx.vmap(in_axes=0)
+    def make(key):
+      return nnx.Linear(8, 8, rngs=nnx.Rngs(key))
+
+    self.scanned = scanned
+    self.blocks = make(jax.random.split(KEY, 3))
+
+  def __call__(self, x):
+    if self.scanned:
+      run = nnx.scan(lambda x, m: jnp.tanh(m(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+      return run(x, self.blocks)
+    return nnx.vmap(lambda m, x: jnp.tanh(m(x)), in_axes=(0, 0))(self.blocks, jnp.stack([x] * 3))
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_nnx_layers(scanned):
+  found = nnx_axes(Stacked(scanned), X)
+  assert found == {"blocks/bias": ((), (0,)), "blocks/kernel": ((1,), (0,))}
+
+
+def test_layers_of_equinox_have_their_outputs_first():
+  params = {
+    "linear": {"weight": jnp.ones((3, 5)), "bias": jnp.ones(3)},
+    "conv": {"weight": jnp.ones((5, 4, 3, 3)), "bias": jnp.ones((5, 1, 1))},
+  }
+
+  def model(p, x):
+    x = jax.lax.conv_general_dilated(x[None], p["conv"]["weight"], (1, 1), "SAME")[0]
+    x = jnp.mean(x + p["conv"]["bias"], (1, 2))
+    return p["linear"]["weight"] @ x + p["linear"]["bias"]
+
+  found = axes(
+    lambda p, x: jnp.sum(jax.vmap(model, (None, 0))(p, x)), params, jnp.ones((2, 4, 6, 6))
+  )
+  assert found["linear/weight"] == ((1,), ())
+  assert found["conv/weight"] == ((1, 2, 3), ())
+  assert found["linear/bias"] == found["conv/bias"] == ((), ())
+
+
+def test_rows_of_embeddings_are_looked_up():
+  params = {
+    "tied": jnp.ones((9, 8)),
+    "segment": jnp.ones((2, 8)),
+    "position": jnp.ones((7, 8)),
+    "kernel": jnp.ones((8, 8)),
+  }
+
+  def loss_fn(p, tokens):
+    x = jnp.sqrt(8.0) * p["tied"][tokens] + p["position"][: tokens.shape[1]]
+    x = (x + jnp.take(p["segment"], tokens > 0, axis=0)) @ p["kernel"]
+    return jnp.sum(x @ p["tied"].T)
+
+  found = axes(loss_fn, params, TOKENS)
+  assert found.pop("kernel") == ((0,), ())
+  assert set(found.values()) == {((), ())}
+
+
+def test_the_kernel_after_an_embedding_is_no_embedding():
+  params = {"rows": jnp.ones((9, 8)), "kernel": jnp.ones((8, 4))}
+  found = axes(lambda p, tokens: jnp.sum(p["rows"][tokens] @ p["kernel"]), params, TOKENS)
+  assert found == {"kernel": ((0,), ()), "rows": ((), ())}
+
+
+def test_two_embeddings_that_are_compared_have_no_fan_in():
+  params = {"users": jnp.ones((9, 8)), "items": jnp.ones((7, 8))}
+
+  def loss_fn(p, tokens):
+    return jnp.sum(jnp.einsum("bd,bd->b", p["users"][tokens[:, 0]], p["items"][tokens[:, 1]]))
+
+  assert set(axes(loss_fn, params, TOKENS).values()) == {((), ())}
+
+
+@pytest.mark.parametrize(
+  "loss_fn",
+  [
+    lambda p, x: x @ p["w"][0] @ p["w"][1],
+    lambda p, x: jax.lax.fori_loop(0, 2, lambda i, x: x @ p["w"][i], x),
+    lambda p, x: jax.lax.while_loop(
+      lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ p["w"][c[0]]), (0, x)
+    )[1],
+    lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["w"][0], lambda x: x @ p["w"][1], x),
+    lambda p, x: jax.lax.map(lambda w: x @ w, p["w"]),
+  ],
+  ids=["unrolled", "fori", "while", "cond", "map"],
+)
+def test_layers_taken_one_by_one(loss_fn):
+  found = axes(lambda p, x: jnp.sum(loss_fn(p, x)), {"w": jnp.ones((2, 8, 8))}, X)
+  assert found == {"w": ((1,), (0,))}
+
+
+def dense(p, x):
+  return x @ p["w"] + p["b"]
+
+
+@jax.custom_jvp
+def with_jvp(p, x):
+  return dense(p, x)
+
+
+@jax.custom_vjp
+def with_vjp(p, x):
+  return dense(p, x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), with_jvp(*primals)))
+with_vjp.defvjp(lambda p, x: (dense(p, x), None), lambda _, g: (g, g))
+
+
+def in_shard_map(p, x):
+  mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+  specs = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
+  return jax.shard_map(dense, mesh=mesh, in_specs=specs, out_specs=specs[1])(p, x)
+
+
+@pytest.mark.parametrize(
+  "loss_fn",
+  [
+    jax.jit(dense),
+    jax.checkpoint(dense),
+    with_jvp,
+    with_vjp,
+    in_shard_map,
+    lambda p, x: dense(jax.tree.map(lambda a: a.astype(jnp.bfloat16), p), x),
+    lambda p, x: dense(jax.lax.optimization_barrier(p), x),
+    lambda p, x: jax.lax.cond(x[0, 0] > 0, dense, dense, p, x),
+    lambda p, x: jax.lax.scan(
+      lambda h, row: (jnp.tanh(h @ p["w"][:, :8] + row), dense(p, h)), x, jnp.stack([x, x])
+    )[1],
+    lambda p, x: x @ p["w"].reshape(4, 2, 3, 4).transpose(2, 3, 0, 1).reshape(12, 8).T + p["b"],
+    lambda p, x: jnp.einsum("bf,fd->bd", x, p["w"] / jnp.linalg.norm(p["w"], axis=0)) * p["b"],
+    lambda p, x: x @ (p["w"] + 0.1 * jnp.tanh(p["w"])) + p["b"],
+  ],
+)
+def test_kernels_are_found_wherever_they_stand(loss_fn):
+  params = {"w": jnp.ones((8, 12)), "b": jnp.ones(12)}
+  assert axes(lambda p, x: jnp.sum(loss_fn(p, x)), params, X) == {"b": ((), ()), "w": ((0,), ())}
+
+
+def test_adapters_added_to_a_kernel():
+  shapes = {"w": (8, 6), "down": (8, 2), "up": (2, 6)}
+  params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+  added = axes(lambda p, x: jnp.sum(x @ (p["w"] + p["down"] @ p["up"])), params, X)
+  assert set(added.values()) == {((0,), ())}
+
+
+def test_a_program_that_does_not_tell_is_not_guessed():
+  params = {"blocks": jnp.ones((32, 2)), "unused": jnp.ones(3), "spectrum": jnp.ones((8, 8))}
+
+  def loss_fn(p, x):
+    diagonal = jnp.einsum("bnd,ndf->bnf", x.reshape(2, 2, 4), p["blocks"].reshape(2, 4, 8))
+    return jnp.sum(diagonal) + jnp.sum(x @ jnp.fft.fft(p["spectrum"]).real)
+
+  layers = described(loss_fn, params, X)
+  assert dict(zip(layers.paths, layers.axes, strict=True)) == dict.fromkeys(params)
+
+
+def test_a_description_is_hashable_and_has_no_leaves():
+  params = {"w": jnp.ones((8, 8))}
+  first, second = (described(lambda p, x: jnp.sum(x @ p["w"]), params, X) for _ in range(2))
+  assert first == second
+  assert hash(first) == hash(second)
+  assert jax.tree.leaves(first) == []
+  assert jax.jit(lambda layers: layers)(first) == first
