@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from collections.abc import Sequence
 import contextlib
 import pathlib
 import time
@@ -25,12 +24,8 @@ _ABOUT = f"""\
 One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
 are frozen. Ratios are medians of the ratios within a round to the same step of the same optimizer
-without `freeze_layers`. `per depth` is one compiled step for each depth, with the reading of the
-depth on the host; `switch` is one step with a conditional. FLOPs and temporary memory are XLA's, of
-the compiled step; for the switch it counts its branches its own way, so they are left out.
-
-On a CPU the gradient of a convolution inside a conditional is many times slower than outside, as
-the table of the CNN under the switch shows; `freezing="auto"` never chooses the switch there.
+without `freeze_layers`. Each depth is one compiled step; the depth is read from the state before
+each step. FLOPs and temporary memory are XLA's, of the compiled step.
 
 The tables "beside MindSpore" measure ours and MindSpore 2.10.0 (graph mode, CPU, each step in a
 process of its own) in the same rounds. What freezing saves is read in the column of the *own*
@@ -87,7 +82,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def contender(
-  name: str, module: nn.Module, tx: optax.GradientTransformation, batch: Any, freezing: str
+  name: str, module: nn.Module, tx: optax.GradientTransformation, batch: Any
 ) -> _harness.Contender:
   """Compiles a train step.
 
@@ -96,16 +91,14 @@ def contender(
     module: the model.
     tx: the optimizer.
     batch: what every step gets.
-    freezing: the execution.
   """
-  step = optax_boost.linen.make_train_step(module, loss_fn, tx, freezing=freezing)
+  step = optax_boost.linen.make_train_step(module, loss_fn, tx)
   state = step.init(module.init(jax.random.key(0), batch["x"]))
   start = time.perf_counter()
   compiled = step.lower(state, batch).compile()
   facts = {"trace and compile, s": time.perf_counter() - start}
-  if freezing != "switch":
-    facts["GFLOPs"] = compiled.cost_analysis()["flops"] / 1e9
-    facts["temp MB"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
+  facts["GFLOPs"] = compiled.cost_analysis()["flops"] / 1e9
+  facts["temp MB"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
 
   def run() -> float:
     nonlocal state
@@ -125,15 +118,7 @@ def fixed(plan: optax_boost.LayerGroups, depth: int) -> optax.GradientTransforma
   return optax_boost.freeze_layers(optimizer(), plan, schedule)
 
 
-def compare(
-  title: str,
-  module: nn.Module,
-  batch: Any,
-  rounds: int,
-  *,
-  per_depth: Sequence[int] = _DEPTHS,
-  switch: Sequence[int] = (),
-) -> Any:
+def compare(title: str, module: nn.Module, batch: Any, rounds: int) -> Any:
   """Runs all depths of one model.
 
   Args:
@@ -141,20 +126,13 @@ def compare(
     module: the model.
     batch: what every step gets.
     rounds: quiet rounds to collect.
-    per_depth: how many groups are frozen by a compiled step each.
-    switch: how many groups are frozen by the switch.
   """
   variables = module.init(jax.random.key(0), batch["x"])
   plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
   print(plan)
-  contenders = [contender(_PLAIN, module, optimizer(), batch, "auto")]
+  contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
-    contender(f"per depth, {depth} frozen", module, fixed(plan, depth), batch, "per_depth")
-    for depth in per_depth
-  ]
-  contenders += [
-    contender(f"switch, {depth} frozen", module, fixed(plan, depth), batch, "switch")
-    for depth in switch
+    contender(f"{depth} frozen", module, fixed(plan, depth), batch) for depth in _DEPTHS
   ]
   return _harness.compare(contenders, [_PLAIN], rounds, title)
 
@@ -171,10 +149,9 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
   """
   variables = module.init(jax.random.key(0), batch["x"])
   plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
-  contenders = [contender(_PLAIN, module, optimizer(), batch, "auto")]
+  contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
-    contender(f"per depth, {depth} frozen", module, fixed(plan, depth), batch, "per_depth")
-    for depth in _DEPTHS
+    contender(f"{depth} frozen", module, fixed(plan, depth), batch) for depth in _DEPTHS
   ]
   theirs = [(_THEIR_PLAIN, "plain", 0)]
   theirs += [(f"MindSpore freeze_cell, {depth} frozen", "cell", depth) for depth in _DEPTHS]
@@ -206,13 +183,9 @@ def main() -> None:
   }
   rounds = options.rounds
   mlp, cnn = Perceptron(), ConvNet()
-  few = min(rounds, 5)
   comparisons = [
-    compare(
-      "MLP: 3072 inputs, nine layers of 512, batch 256", mlp, vectors, rounds, switch=_DEPTHS
-    ),
+    compare("MLP: 3072 inputs, nine layers of 512, batch 256", mlp, vectors, rounds),
     compare("CNN: ResNet-20, batch 64", cnn, images, rounds),
-    compare("The CNN under the switch", cnn, images, few, per_depth=[6], switch=[6]),
     beside_mindspore("MLP beside MindSpore", "mlp", mlp, vectors, rounds),
     beside_mindspore("CNN beside MindSpore", "cnn", cnn, images, min(rounds, 3)),
   ]

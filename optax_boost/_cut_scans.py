@@ -37,14 +37,9 @@ class _Parts:
 
 
 def stop_layers(
-  objective: Callable[[optax.Params], Any],
-  frozen: Sequence[bool | np.ndarray],
-  inspect: Callable[[Any], None],
+  objective: Callable[[optax.Params], Any], frozen: Sequence[bool | np.ndarray]
 ) -> Callable[[optax.Params], Any]:
-  """The objective with a derivative of zero for frozen leaves, and for frozen layers of leaves.
-
-  `inspect` is called with the traced objective if a leaf is partly frozen.
-  """
+  """The objective with a derivative of zero for frozen leaves, and for frozen layers of leaves."""
 
   def stopped(params: optax.Params) -> Any:
     leaves, structure = jax.tree.flatten(params)
@@ -52,7 +47,6 @@ def stop_layers(
     if not any(isinstance(part, _Parts) for part in parts):
       return objective(jax.tree.unflatten(structure, parts))
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    inspect(closed)
     return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, parts))
 
   return stopped

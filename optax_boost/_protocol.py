@@ -16,8 +16,7 @@ The train step knows four requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
   group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
-  frozen_groups     scalar int32; the backward pass of so many groups is not computed. The state
-                    has the fields `count` and `key`, of which the number is a function.
+  frozen_groups     scalar int32; the backward pass of that many groups is not computed
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
 
@@ -35,7 +34,6 @@ import functools
 import operator
 from typing import Any
 from typing import NamedTuple
-from typing import TypeAlias
 from typing import TypeVar
 
 import jax
@@ -52,9 +50,6 @@ FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 
 _State = TypeVar("_State")
-
-# From a step count and raw key data to the number of groups that this step freezes.
-DepthAt: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
@@ -245,7 +240,6 @@ class GroupAssignment(NamedTuple):
   # By the leaf's path; for layers in several groups an array that broadcasts against the leaf.
   group: dict[str, int | np.ndarray]
   num_groups: int
-  depth_at: DepthAt | None = None
 
   def numbers(self, params: optax.Params) -> list[Any]:
     """The group of each leaf; a leaf that the method has not seen is past the last."""
@@ -286,17 +280,13 @@ def announce_layers(method: str, paths: Sequence[str]) -> None:
 
 
 def announce_groups(
-  request: str,
-  params: optax.Params,
-  numbers: Sequence[Any],
-  num_groups: int,
-  depth_at: DepthAt | None = None,
+  request: str, params: optax.Params, numbers: Sequence[Any], num_groups: int
 ) -> None:
   """Announces, in a method's ``init``, the groups that a request needs; `numbers` by leaf."""
   listener = _LISTENER.get()
   if listener is not None:
     group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
-    listener.groups[request] = GroupAssignment(group, num_groups, depth_at)
+    listener.groups[request] = GroupAssignment(group, num_groups)
 
 
 def collect_groups(

@@ -32,6 +32,9 @@ HOSTILE = {
   "norm": {"scale": "group_loss_scale"},
 }
 
+# These train in scans, where the depth of freezing is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+
 
 def distance(params: Any, batch: Any) -> jax.Array:
   return problems.distance(params, problems.target(params)) + 0 * batch

@@ -135,39 +135,6 @@ def test_names_of_metrics_stay_when_a_wrapper_is_added():
   assert {"lars/notfinite_count", "accumulate/notfinite_count"} <= names[1]
 
 
-def test_the_gradient_norm_and_the_learning_rate_are_reported_on_request():
-  rate = optax.linear_schedule(0.5, 0.0, 5)
-  inner = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-  groups = optax_boost.group_loss_scale(inner, ["a", "b"], 8.0)
-  params = {"a": jnp.zeros(3), "b": jnp.zeros(1)}
-  for tx in (inner, optax_boost.dynamic_loss_scale(inner, 1024.0), groups):
-    step = optax_boost.make_train_step(bowl, tx, extra_metrics=("grad_norm", "learning_rate"))
-    state = step.init(params)
-    for expected in (0.5, 0.4):
-      norm = optax.tree.norm(jax.grad(bowl)(state.params, 1.0))
-      state, metrics = step(state, 1.0)
-      np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
-      np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
-
-
-def test_the_gradient_norm_is_of_trained_leaves():
-  freezing = optax_boost.FreezeSchedule(2, lambda count, key: jnp.ones_like(count))
-  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["a", "b"], freezing)
-  step = optax_boost.make_train_step(bowl, tx, extra_metrics=["grad_norm"])
-  _, metrics = step(step.init({"a": jnp.zeros(3), "b": jnp.zeros(1)}), 1.0)
-  np.testing.assert_allclose(metrics["grad_norm"], 2.0, rtol=1e-6)
-
-
-def test_extra_metrics_are_checked():
-  with pytest.raises(ValueError, match=r"`extra_metrics` must be one of 'grad_norm'.*got 'norm'"):
-    optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics=("norm",))
-  with pytest.raises(TypeError, match=r"must be a sequence of names; got 'grad_norm'"):
-    optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics="grad_norm")
-  step = optax_boost.make_train_step(bowl, optax.sgd(0.1), extra_metrics=("learning_rate",))
-  with pytest.raises(ValueError, match=r"needs one optimizer of `optax.inject_hyperparams`"):
-    step(step.init({"w": jnp.zeros(3)}), 1.0)
-
-
 LABELS = {"a": "ours", "b": "other"}
 
 

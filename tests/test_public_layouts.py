@@ -14,7 +14,6 @@ import pytest
 import optax_boost
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._train_step import _frozen_backward
 import optax_boost.linen as ob_linen
 from optax_boost.linen import _adapter as linen_adapter
 import optax_boost.nnx as ob_nnx
@@ -119,34 +118,32 @@ def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
     assert len(group) - len(expected) == last_norm
 
 
-def objective_and_groups(name):
-  """What the train step differentiates, and the groups of a step whose first half is frozen."""
+def frozen_half(name, frozen_groups=1):
+  """A train step whose first half is frozen, which keeps the gradient in its state; and a state."""
+  layout = traced(name)
+  schedule = optax_boost.fixed_freezing(2, frozen_groups)
+  tx = optax.chain(
+    optax.trace(0.0), optax_boost.freeze_layers(optax.sgd(1.0), half(name), schedule)
+  )
+  step = optax_boost.make_train_step(lambda params, batch: layout.loss(params), tx, donate=False)
+  return step, step.init(layout.params)
+
+
+def trained_parts(name):
+  """What of each leaf is trained while the first half is frozen."""
   layout = traced(name)
   tx = optax_boost.freeze_layers(optax.sgd(1.0), half(name), optax_boost.fixed_freezing(2, 1))
-  groups = _protocol.collect_groups(tx, layout.params)[_protocol.FROZEN_GROUPS]
-
-  def objective(params, cut=lambda loss: loss):
-    return cut(lambda params: (layout.loss(params), None))(params)
-
-  return objective, groups
-
-
-def cut_gradient(name):
-  """The gradient with the first half frozen, and for each leaf what of it is trained."""
-  objective, groups = objective_and_groups(name)
-  params = traced(name).params
-  trained = jax.tree.unflatten(
-    jax.tree.structure(params), [np.asarray(n) > 0 for n in groups.numbers(params)]
-  )
-  cut = _frozen_backward.cut_gradient(objective, groups, 1, "per_depth", pytest.fail)
-  return lambda params: cut(params)[0], trained
+  ones = jax.tree.map(jnp.ones_like, layout.params)
+  return jax.tree.map(lambda u: np.asarray(u != 0), tx.update(ones, tx.init(ones))[0])
 
 
 @pytest.mark.parametrize("name", ["lm1b scan"])
 def test_the_gradient_of_the_last_half_is_the_whole_one_bit_for_bit(name):
   layout = traced(name)
-  cut, trained = cut_gradient(name)
-  ours, expected = jax.device_get([jax.jit(f)(layout.params) for f in (cut, jax.grad(layout.loss))])
+  step, state = frozen_half(name)
+  ours = jax.device_get(step(state, ())[0].opt_state[0].trace)
+  expected = jax.device_get(jax.jit(jax.grad(layout.loss))(layout.params))
+  trained = trained_parts(name)
   chex.assert_trees_all_equal(ours, jax.tree.map(lambda t, g: np.where(t, g, 0), trained, expected))
   assert all(np.any(g) for g in jax.tree.leaves(expected))
 
@@ -168,9 +165,10 @@ def matmul_flops(program):
 @pytest.mark.parametrize("name", ["lm1b", "lm1b remat_scan", "gemma linen scan", "gemma"])
 def test_the_backward_pass_of_the_first_half_is_cut(name):
   layout = traced(name)
-  cut, trained = cut_gradient(name)
-  programs = [layout.loss, cut, jax.grad(layout.loss)]
-  forward, ours, whole = (matmul_flops(jax.make_jaxpr(f)(layout.params)) for f in programs)
+  trained = trained_parts(name)
+  forward = matmul_flops(jax.make_jaxpr(layout.loss)(layout.params))
+  steps = [frozen_half(name, depth) for depth in (1, 0)]
+  ours, whole = (matmul_flops(jax.make_jaxpr(functools.partial(*step))(())) for step in steps)
   # Of the tied embedding, and of the activations above it, the gradient is not needed.
   assert 0.45 < (ours - forward) / (whole - forward) < 0.55
   sizes = [x.size for x in jax.tree.leaves(layout.params)]
@@ -278,7 +276,7 @@ def trained_in_a_step(name):
 def test_a_step_trains_the_last_half(name):
   before, after, metrics = trained_in_a_step(name)
   assert np.isfinite(metrics["loss"])
-  _, trained = cut_gradient(name)
+  trained = trained_parts(name)
   moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before, after)
   for path, m, t in zip(
     _tree.leaf_paths(moved), *map(jax.tree.leaves, (moved, trained)), strict=True

@@ -16,6 +16,9 @@ import pytest
 
 import optax_boost
 
+# These train in scans, where the depth of freezing is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+
 STEPS = 40
 # The first scales overflow in float16; so many steps more are made, in which they come down.
 EXTRA_STEPS = 6
@@ -103,7 +106,7 @@ def wrapped(order, dtype):
 def loss_after_training(tx, dtype, steps):
   """The loss in float32 of what the train step makes of the network."""
   params, batch = network(dtype)
-  step = optax_boost.make_train_step(loss_fn, tx, donate=False, freezing="switch")
+  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
 
   def train(state):
     return jax.lax.scan(lambda state, _: (step(state, batch)[0], None), state, length=steps)[0]

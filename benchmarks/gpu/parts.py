@@ -57,10 +57,8 @@ class _Images:
     loss = models.image_loss
     return optax_boost.linen.layer_groups(module, loss, variables, self.batch, num_groups=number)
 
-  def step(
-    self, module: Any, tx: optax.GradientTransformation, freezing: Any = "auto"
-  ) -> timing.Record:
-    made = optax_boost.linen.make_train_step(module, models.image_loss, tx, freezing=freezing)
+  def step(self, module: Any, tx: optax.GradientTransformation) -> timing.Record:
+    made = optax_boost.linen.make_train_step(module, models.image_loss, tx)
     state = made.init(self.variables(module))
     return timing.train_step(made, state, self.batch, self.calls)
 
@@ -82,12 +80,11 @@ def resnet50(of: sizes.Sizes) -> Rows:
 
 
 def freezing(of: sizes.Sizes) -> Rows:
-  """One program per depth beside one with a conditional."""
+  """The programs of two depths."""
   images = _Images(of)
   groups = images.groups(images.module, 4)
-  yield "per depth, 2 of 4 frozen", images.step(images.module, _always(groups, 2))
-  yield "switch, 2 of 4 frozen", images.step(images.module, _always(groups, 2), "switch")
-  yield "switch, none frozen", images.step(images.module, _always(groups, 0), "switch")
+  yield "2 of 4 frozen", images.step(images.module, _always(groups, 2))
+  yield "none frozen", images.step(images.module, _always(groups, 0))
 
 
 def optimizers(of: sizes.Sizes) -> Rows:

@@ -35,8 +35,7 @@ class FreezeSchedule:
   Attributes:
     num_groups: the number of groups.
     frozen_groups: a pure function of the step (scalar int32) and a key, to how many groups are
-      frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1. The train
-      step evaluates it many steps ahead.
+      frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
     learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
       `num_groups` numbers; None: ones.
 

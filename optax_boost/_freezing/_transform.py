@@ -50,20 +50,19 @@ def freeze_layers(
   A frozen leaf gets no update and no weight decay, and its optimizer state stands still. Frozen
   gradients are zeroed before `inner`, so norm clipping measures trained leaves only.
   :func:`make_train_step` does not compute the backward pass of frozen groups; without it, gradients
-  of frozen leaves are ignored, which saves nothing. Leaves may be complex.
+  of frozen leaves are ignored, which saves nothing. It reads the depth from the state before each
+  step and compiles one program per depth; inside your own ``jit``, ``scan`` or ``vmap`` it can't
+  know the depth, and computes the whole backward pass. Leaves may be complex.
 
   Of leaves that hold many layers (``nn.scan``, ``nnx.scan``) those of the frozen groups stand
   still, with their slices of the optimizer's state. A state without the axis of layers, as a
-  factored moment, stands still with the last of them. The train step cuts the scans of the loss. It
-  warns where that saves no time: inside a ``cond``, ``shard_map`` or a function with a derivative
-  of its own a scan stays whole, and where trained params feed frozen layers, so does the backward
-  pass.
+  factored moment, stands still with the last of them. The train step cuts the scans of the loss,
+  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
+  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
 
   Put it around everything that must stand still: ``freeze_layers(optax.chain(clip, adamw), ...)``.
   Around it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
-  ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth). A
-  wrapper of your own that skips steps needs its own type of state: with plain tuples, as those of
-  ``optax.chain``, the train step takes every step as counted.
+  ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
 
   Args:
     inner: the optimizer. Shared numbers in its state (step counts, norms) advance in every step; a
@@ -125,7 +124,7 @@ def freeze_layers(
   def init_fn(params: optax.Params) -> FreezeLayersState:
     _tree.check_inexact(params, "freeze_layers")
     numbers = jax.tree.leaves(number(params))
-    _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups, depth_at)
+    _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)

@@ -2,29 +2,22 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import functools
 from typing import Any
-from typing import Literal
 from typing import TypeAlias
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _base
 from optax_boost import _cut_scans
 from optax_boost import _groups
-from optax_boost import _jaxpr
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._train_step import _uncut_scans
 
 # From params to the value to differentiate, and the other outputs of the step. A second argument,
 # if any, is a function to put around the loss inside.
 Objective: TypeAlias = Callable[..., tuple[jax.Array, Any]]
-Execution: TypeAlias = Literal["auto", "per_depth", "switch"]
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
 # Between the names of a module of Haiku and of one that it made for itself, as a moving average.
@@ -35,23 +28,25 @@ def cut_gradient(
   objective: Objective,
   groups: _protocol.GroupAssignment,
   depth: int | jax.Array,
-  execution: Execution,
-  warn: Callable[[str], None],
 ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
   """The gradient function of an objective, zero for frozen leaves, without their backward pass.
 
-  A traced depth is treated as `execution` says; its output beside the gradient is the objective's.
-  `warn` is called with the reason where the backward pass of a scan's frozen layers is computed.
+  For a traced depth the whole backward pass is computed. The function also returns the objective's
+  other outputs.
   """
 
-  def gradient_at(depth: int, params: optax.Params) -> tuple[optax.Updates, Any]:
+  def whole(params: optax.Params) -> tuple[optax.Updates, Any]:
+    grad, rest = jax.grad(objective, has_aux=True)(params)
+    leaves, structure = jax.tree.flatten(grad)
+    trained = [
+      _groups.select_frozen(depth, number, jnp.zeros_like(g), g)
+      for number, g in zip(groups.numbers(params), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, trained), rest
+
+  def cut(params: optax.Params) -> tuple[optax.Updates, Any]:
     # Leaves of no group are always trained.
     frozen = [group < depth for group in groups.numbers(params)]
-
-    def inspect(program: Any) -> None:
-      reason = _uncut_scans.explain_uncut_scans(program, frozen, _tree.leaf_paths(params))
-      if reason is not None:
-        warn(reason)
 
     def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
       leaves, structure = jax.tree.flatten(params)
@@ -60,45 +55,12 @@ def cut_gradient(
         jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
       ]
       return objective(
-        jax.tree.unflatten(structure, stopped),
-        lambda loss: _cut_scans.stop_layers(loss, frozen, inspect),
+        jax.tree.unflatten(structure, stopped), lambda loss: _cut_scans.stop_layers(loss, frozen)
       )
 
     return jax.grad(of_trained, has_aux=True)(params)
 
-  if isinstance(depth, int):
-    return functools.partial(gradient_at, depth)
-  if execution == "per_depth":
-    raise ValueError(
-      "freezing='per_depth' needs a state whose values are known, to choose the compiled step on"
-      " the host; got a traced one. Inside your own `jit`, `scan` or `vmap` pass freezing='auto'"
-      " or 'switch'."
-    )
-
-  def gradient(params: optax.Params) -> tuple[optax.Updates, Any]:
-    if execution == "auto" and not _switch_is_worth_it(objective, params):
-      return jax.grad(objective, has_aux=True)(params)
-    branches = [functools.partial(gradient_at, d) for d in range(groups.num_groups)]
-    return jax.lax.switch(depth, branches, params)
-
-  return gradient
-
-
-def _switch_is_worth_it(objective: Objective, params: optax.Params) -> bool:
-  # XLA's CPU backend makes the gradient of a convolution some 20 times slower inside a conditional.
-  if jax.default_backend() != "cpu":
-    return True
-  if not _jaxpr.has_convolution(jax.make_jaxpr(objective)(params)):
-    return True
-  warnings.warn(
-    "`freeze_layers` saves no time in this step: its depth is traced (the train step runs inside"
-    " your own `jit`, `scan` or `vmap`, or is lowered for abstract values), and on a CPU gradients"
-    " of convolutions inside a conditional are slower than without freezing. Call the train step"
-    " directly, or pass freezing='switch' to insist.",
-    _base.NoEffectWarning,
-    stacklevel=2,
-  )
-  return False
+  return cut if isinstance(depth, int) else whole
 
 
 def hold_statistics(

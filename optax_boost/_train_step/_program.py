@@ -17,7 +17,6 @@ Leaves that ``optax.masked`` and ``optax.partition`` hide have their current val
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
 import functools
 import re
@@ -42,6 +41,12 @@ from optax_boost._train_step import _written
 
 Metrics: TypeAlias = dict[str, Any]
 
+_TRACED_DEPTH = (
+  "`freeze_layers` saves no time in this step: how many groups it freezes is known in the traced"
+  " program only (the train step runs inside your own `jit`, `scan` or `vmap`, or is lowered for"
+  " abstract values). Frozen layers are not updated all the same. Call the train step directly."
+)
+
 
 # Compared and hashed by identity: jit keeps its programs by the bound methods.
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,9 +60,7 @@ class Program:
   _: dataclasses.KW_ONLY
   has_aux: bool
   has_model_state: bool
-  freezing: _frozen_backward.Execution
   hold_frozen_statistics: bool
-  extra_metrics: Sequence[str]
   # The kinds of warnings that were given, each once.
   warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
 
@@ -94,10 +97,9 @@ class Program:
     def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       return self.loss(state.model_state, params, batch, *rngs)
 
-    def warn(message: str) -> None:
-      self._warn_once(message, _base.NoEffectWarning)
-
-    differentiate = request.gradient_of(forward, self.freezing, warn)
+    if request.frozen is not None and depth is None:
+      self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)
+    differentiate = request.gradient_of(forward)
     grad, (value, (model_state, aux)) = differentiate(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state)
@@ -144,10 +146,6 @@ class Program:
             lambda statistics: self.loss(statistics, state.params, batch, *rngs), state.model_state
           ),
         )
-    if "grad_norm" in self.extra_metrics:
-      metrics["grad_norm"] = optax.tree.norm(request.unscaled(grad))
-    if "learning_rate" in self.extra_metrics:
-      metrics["learning_rate"] = _learning_rate(opt_state)
     if self.has_aux:
       metrics["aux"] = aux
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
@@ -193,20 +191,3 @@ def _of_masked(
     return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
 
   return grad_fn
-
-
-def _learning_rate(opt_state: optax.OptState) -> Any:
-  """The learning rate that ``optax.inject_hyperparams`` keeps."""
-  injected = (optax.InjectHyperparamsState, optax.schedules.InjectStatefulHyperparamsState)
-
-  def has_rate(node: Any) -> bool:
-    return isinstance(node, injected) and "learning_rate" in node.hyperparams
-
-  states = [s for s in jax.tree.leaves(opt_state, is_leaf=has_rate) if has_rate(s)]
-  if len(states) != 1:
-    raise ValueError(
-      "The metric `learning_rate` needs one optimizer of `optax.inject_hyperparams` with a"
-      f" `learning_rate`, as in `optax.inject_hyperparams(optax.adam)(learning_rate=schedule)`;"
-      f" the optimizer state holds {len(states)}."
-    )
-  return states[0].hyperparams["learning_rate"]

@@ -52,8 +52,6 @@ class Requests:
   def gradient_of(
     self,
     forward: Callable[[optax.Params], tuple[jax.Array, Any]],
-    execution: _frozen_backward.Execution,
-    warn: Callable[[str], None],
   ) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
     """From params to the scaled gradient, zero for frozen leaves, and the output of `forward`."""
 
@@ -81,22 +79,10 @@ class Requests:
 
     if self.frozen is None:
       return jax.grad(scaled, has_aux=True)
-    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups, execution, warn)
+    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups)
 
   def _leaves_that_ask(self, tree: Any) -> list[bool]:
     """Whether each leaf's method asks for the loss scale."""
     if self._has_scale is None:
       return [True] * len(jax.tree.leaves(tree))
     return [number == 0 for number in self._has_scale.numbers(tree)]
-
-  def unscaled(self, grad: optax.Updates) -> optax.Updates:
-    """A gradient without its scales, in at least float32."""
-    leaves, structure = jax.tree.flatten(grad)
-    wide = list(map(_arrays.widen, leaves))
-    if self._loss_scale is not None:
-      pairs = zip(wide, self._leaves_that_ask(grad), strict=True)
-      wide = [g / self._loss_scale if asks else g for g, asks in pairs]
-    if self._scaled is not None:
-      numbers = self._scaled.numbers(grad)
-      wide = [g / self._group_scales[n] for g, n in zip(wide, numbers, strict=True)]
-    return jax.tree.unflatten(structure, wide)

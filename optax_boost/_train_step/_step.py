@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,14 +12,9 @@ from optax_boost import _base
 from optax_boost import _full_gradient
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._train_step import _depths
-from optax_boost._train_step import _frozen_backward
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _program
 from optax_boost._train_step import _state
-
-# Metrics that cost something or need a wrapper, so they are made on request only.
-EXTRA_METRICS = ("grad_norm", "learning_rate")
 
 
 class TrainStep:
@@ -30,7 +24,8 @@ class TrainStep:
     self.program = program
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
-    self._depths = _depths.HostDepths()
+    # Structures of optimizer states, and which of their leaves holds the number of frozen groups.
+    self._depths: dict[Any, int | None] = {}
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
     """Makes the state to start from, of copies: the first step donates the state.
@@ -80,11 +75,8 @@ class TrainStep:
     Raises:
       TypeError: `state` or `rng` is of the wrong kind.
     """
-    place = self._place(state, rng)
-    state = _state.commit_like(state, (batch, rng))
-    state, metrics = self._step(*self._arguments(state, batch, rng, place))
-    self._depths.made_step(place, state.opt_state)
-    return state, metrics
+    _check_call(state, rng)
+    return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
 
   def refresh(
     self,
@@ -129,14 +121,16 @@ class TrainStep:
     """Lowers the step, like ``jax.jit(...).lower``; arguments as for a step, or abstract ones.
 
     For inspection. To compile ahead of time: ``jax.jit(step).lower(state, batch)``, whose program
-    takes these arguments alone, and serves all depths of frozen layers; this one serves that of
-    the given state.
+    takes these arguments alone and serves all depths of frozen layers, without saving time; this
+    one serves the depth of the given state.
     """
-    return self._step.lower(*self._arguments(state, batch, rng, self._place(state, rng)))
+    _check_call(state, rng)
+    return self._step.lower(*self._arguments(state, batch, rng))
 
   def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
     """Traces the step, like ``jax.jit(...).trace``; `jaxpr` of the result is its program."""
-    return self._step.trace(*self._arguments(state, batch, rng, self._place(state, rng)))
+    _check_call(state, rng)
+    return self._step.trace(*self._arguments(state, batch, rng))
 
   def cache_size(self) -> int:
     """The number of programs that were compiled: one, or one per depth where groups are frozen.
@@ -145,22 +139,21 @@ class TrainStep:
     """
     return self._step._cache_size()  # type: ignore[attr-defined]
 
-  def _arguments(
-    self, state: _state.TrainState, batch: Any, rng: Any, place: _depths.Place
-  ) -> tuple[Any, ...]:
-    return state, batch, rng, self.program.data, place.depth, _state.placement(state)
+  def _arguments(self, state: _state.TrainState, batch: Any, rng: Any) -> tuple[Any, ...]:
+    depth = self._frozen_groups(state.opt_state)
+    return state, batch, rng, self.program.data, depth, _state.placement(state)
 
-  def _place(self, state: _state.TrainState, rng: Any) -> _depths.Place:
-    """How many groups a checked call freezes, where the host can know it: which program it runs."""
-    _check_call(state, rng)
-    if self.program.freezing == "switch":
-      return _depths.NOWHERE
-
-    def schedule() -> Any:
-      groups = _protocol.collect_groups(self.program.tx, state.params)
-      return groups[_protocol.FROZEN_GROUPS].depth_at
-
-    return self._depths.locate(state.opt_state, schedule)
+  def _frozen_groups(self, opt_state: optax.OptState) -> int | None:
+    """How many groups the step freezes: which program it runs. None: none, or a traced number."""
+    leaves, structure = jax.tree.flatten(opt_state)
+    if structure not in self._depths:
+      number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+      places = [i for i, leaf in enumerate(leaves) if leaf is number]
+      self._depths[structure] = None if number is None else places[0]
+    place = self._depths[structure]
+    if place is None or isinstance(leaves[place], jax.core.Tracer | jax.ShapeDtypeStruct):
+      return None
+    return int(leaves[place])
 
 
 def _check_call(state: Any, rng: Any) -> None:
@@ -178,9 +171,7 @@ def make_train_step(
   has_model_state: bool = False,
   full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
-  freezing: _frozen_backward.Execution = "auto",
   hold_frozen_statistics: bool = True,
-  extra_metrics: Sequence[str] = (),
 ) -> TrainStep:
   """Makes a jitted train step that feeds any optax transformation.
 
@@ -201,17 +192,9 @@ def make_train_step(
       Arrays bound by ``functools.partial`` are arguments of the compiled step, not constants:
       ``functools.partial(scan_full_gradient, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
-    freezing: how the backward pass of frozen layers is skipped. ``"per_depth"``: by a compiled step
-      for each number of frozen groups, which the host counts along; where :func:`freeze_layers`
-      stands in a wrapper other than ``optax.chain``, it waits for the step before to read it.
-      ``"switch"``: by a conditional in one compiled step. ``"auto"``: per depth; inside your own
-      ``jit`` or ``scan`` the switch, but not for convolutions on a CPU, whose gradients a
-      conditional makes slower than no freezing at all (a warning says so).
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
       whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside. In lists
       both must be as many. A warning tells where no path fits, as with ``eqx.nn.State``.
-    extra_metrics: ``"grad_norm"``: the global norm of the unscaled gradient, without frozen leaves;
-      ``"learning_rate"``: the current value, from ``optax.inject_hyperparams``.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
@@ -219,8 +202,7 @@ def make_train_step(
   Raises:
     TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
       returns something else than it was said to.
-    ValueError: `freezing` or a name in `extra_metrics` is unknown; when called: the state holds
-      several loss scales, or several :func:`freeze_layers`.
+    ValueError: when called: the state holds several loss scales, or several :func:`freeze_layers`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -239,20 +221,11 @@ def make_train_step(
   options: dict[str, Any] = {
     "has_aux": has_aux,
     "has_model_state": has_model_state,
-    "freezing": freezing,
     "hold_frozen_statistics": hold_frozen_statistics,
-    "extra_metrics": extra_metrics,
   }
   for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
     _base.check_bool(name, options[name])
   _base.check_bool("donate", donate)
   _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)", optional=True)
-  _base.check_name("freezing", freezing, ("auto", "per_depth", "switch"))
-  if isinstance(extra_metrics, str) or not isinstance(extra_metrics, Sequence):
-    raise TypeError(
-      f"`extra_metrics` must be a sequence of names; got {_base.shorten(extra_metrics)}."
-    )
-  for name in extra_metrics:
-    _base.check_name("extra_metrics", name, EXTRA_METRICS)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)

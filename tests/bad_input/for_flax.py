@@ -46,9 +46,7 @@ STEPPING = {
   "has_aux": shared.FLAG,
   "full_grad_fn": shared.OPTIONAL_FUNCTION,
   "donate": shared.FLAG,
-  "freezing": shared.NAME,
   "hold_frozen_statistics": shared.FLAG,
-  "extra_metrics": shared.EXTRA_METRICS,
 }
 GROUPING = {
   "num_groups": kinds.count(optional=True, static=True) | {"too many": Bad(9, ValueError)},

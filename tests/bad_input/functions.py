@@ -383,9 +383,7 @@ def entries() -> dict[str, shared.Entry]:
         "has_model_state": shared.FLAG,
         "full_grad_fn": shared.OPTIONAL_FUNCTION,
         "donate": shared.FLAG,
-        "freezing": shared.NAME,
         "hold_frozen_statistics": shared.FLAG,
-        "extra_metrics": shared.EXTRA_METRICS,
       },
     ),
     "next_group_loss_scale": shared.Entry(

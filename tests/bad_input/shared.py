@@ -129,13 +129,6 @@ DATA = kinds.kind({"number": 3, "numbers": [3], "nan": kinds.NAN, "bytes": b"x"}
   "broken pattern": Bad("(", ValueError),
   "function to a number": Bad(lambda args: 3, EITHER),
 }
-EXTRA_METRICS = {
-  "text": Bad("grad_norm", TypeError),
-  "None": Bad(None, TypeError),
-  "number": Bad(3, TypeError),
-  "unknown": Bad(["norm"], ValueError),
-  "numbers": Bad([3], TypeError),
-}
 BATCHES = {"number": Bad(3, TypeError), "None": Bad(None, TypeError), "empty": Bad([], ValueError)}
 
 
