@@ -14,18 +14,13 @@ from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
-from optax_boost._dim_reduce import CheckpointSnapshots
 from optax_boost._dim_reduce import DimReduceState
 from optax_boost._dim_reduce import Subspace
 from optax_boost._dim_reduce import TrajectoryState
-from optax_boost._dim_reduce import checkpoint_snapshots
 from optax_boost._dim_reduce import dim_reduce
 from optax_boost._dim_reduce import fit_subspace
-from optax_boost._dim_reduce import fit_subspace_streamed
-from optax_boost._dim_reduce import load_subspace
 from optax_boost._dim_reduce import record_trajectory
 from optax_boost._dim_reduce import refresh_subspace
-from optax_boost._dim_reduce import save_subspace
 from optax_boost._dim_reduce import snapshots
 from optax_boost._freezing import FreezeLayersState
 from optax_boost._freezing import FreezeSchedule
@@ -92,7 +87,6 @@ __all__ = [
   "AccumulateState",
   "AdasumState",
   "AverageParamsState",
-  "CheckpointSnapshots",
   "DimReduceState",
   "DynamicLossScaleState",
   "FreezeLayersState",
@@ -126,12 +120,10 @@ __all__ = [
   "average_params",
   "averaged_params",
   "centralize",
-  "checkpoint_snapshots",
   "continuous_freezing",
   "dim_reduce",
   "dynamic_loss_scale",
   "fit_subspace",
-  "fit_subspace_streamed",
   "fixed_freezing",
   "freeze_layers",
   "full_gradient",
@@ -143,7 +135,6 @@ __all__ = [
   "layer_groups",
   "layerwise_decay",
   "load_permuted_params",
-  "load_subspace",
   "make_train_step",
   "master_weights",
   "next_group_loss_scale",
@@ -157,7 +148,6 @@ __all__ = [
   "refresh_subspace",
   "refresh_svrg",
   "save_permuted_params",
-  "save_subspace",
   "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",

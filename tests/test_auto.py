@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
@@ -916,38 +915,6 @@ def moved(params, step):
   return jax.tree.map(lambda p: p + 0.1 * step * jnp.sin(p + step) + 0.01 * step**2, params)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_subspace_is_fitted_to_checkpoints_saved_and_loaded_again(form, tmp_path):
-  make, start, loss = FORMS[form]
-  params = start()
-  with ocp.StandardCheckpointer() as checkpointer:
-    for step in range(4):
-      checkpointer.save(tmp_path / "weights" / str(step), moved(params, step))
-  block = {"n_components": 2, "alpha": 0.05, "rho": 0.5, "gamma": 0.8, "sigma": 0.1}
-  paths = {
-    "pca_mat_path": str(tmp_path / "pca.npz"),
-    "weight_load_dir": str(tmp_path / "weights"),
-  }
-  config = manual(dim_reduce=True) | {"dim_reduce": block | paths}
-  tx, train = make(config)
-  fitted_state = tx.init(params)
-  found, metrics = train()
-  # By hand, with the exact components of the same snapshots.
-  fitted = optax_boost.fit_subspace([moved(params, step) for step in range(4)], 2)
-  by_hand = optax_boost.make_train_step(loss, optax_boost.dim_reduce(fitted, 0.5, 0.1, 0.8, 0.05))
-  by_hand_params, expected = train_three_steps(by_hand, by_hand.init(params))
-  chex.assert_trees_all_close(found, by_hand_params, rtol=1e-4, atol=1e-5)
-  np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
-  assert metrics["accepted_rho"] > 0
-  # The file is there now, and the checkpoints are needed no more.
-  config["dim_reduce"] |= {"weight_load_dir": None}
-  again, _ = make(config)
-  chex.assert_trees_all_equal(again.init(params), fitted_state)
-  config["dim_reduce"] |= {"n_components": 3}
-  with pytest.raises(ValueError, match=r"`dim_reduce.n_components` is 3, but .* has 2 dimensions"):
-    make(config)
-
-
 def test_by_reference_the_subspace_takes_mindspores_steps_through_the_optimizer(tmp_path):
   with np.load(GOLDEN / "dimreduce_linear.npz") as file:
     trace = {key: file[key] for key in file.files}
@@ -957,7 +924,7 @@ def test_by_reference_the_subspace_takes_mindspores_steps_through_the_optimizer(
   basis = [trace["P"][:, :size].reshape(k, *params[0].shape), trace["P"][:, size:]]
   ones = np.ones(k, np.float32)
   path = str(tmp_path / "pca.npz")
-  optax_boost.save_subspace(path, optax_boost.Subspace(params, basis, ones, ones / k))
+  optax_boost.Subspace(params, basis, ones, ones / k).save(path)
   block = {key: hyper[key] for key in ("rho", "gamma", "alpha", "sigma", "n_components")}
   config = manual(dim_reduce=True) | {"dim_reduce": block | {"pca_mat_path": path}}
   boost = auto_boost("O0", config, reference=True)
@@ -983,35 +950,16 @@ def test_by_reference_the_subspace_takes_mindspores_steps_through_the_optimizer(
 
 
 @pytest.mark.parametrize("path", [None, "nowhere.npz"])
-def test_a_subspace_needs_a_file_or_checkpoints_and_the_params(path):
+def test_a_subspace_needs_a_file_and_the_params(path):
   config = manual(dim_reduce=True) | {"dim_reduce": {"pca_mat_path": path}}
   got = "None" if path is None else "'nowhere.npz', which does not exist"
-  message = rf"`dim_reduce.pca_mat_path` must .* or `dim_reduce.weight_load_dir` .*; got {got}, and"
+  message = rf"`dim_reduce.pca_mat_path` must name a file of `Subspace.save`.*; got {got}\. Fit"
   for make in (plain_form, nnx_form, linen_form):
     with pytest.raises(ValueError, match=message):
       make(config)
   for make in (auto_boost, ob_nnx.auto_boost, ob_linen.auto_boost):
     with pytest.raises(ValueError, match=r"`dim_reduce` is on, .* pass the params; for a Flax"):
       make("O0", config).optimizer(optax.sgd(0.1))
-
-
-def test_a_subspace_is_not_fitted_for_a_folder_that_is_missing(tmp_path):
-  paths = {"pca_mat_path": str(tmp_path / "missing" / "pca.npz"), "weight_load_dir": str(tmp_path)}
-  config = manual(dim_reduce=True) | {"dim_reduce": paths}
-  with pytest.raises(ValueError, match=r"a file in a folder that exists; got '.*pca\.npz'"):
-    plain_form(config)
-
-
-def test_checkpoints_of_whole_states_are_refused_with_what_to_do(tmp_path):
-  with ocp.StandardCheckpointer() as checkpointer:
-    for step in range(3):
-      checkpointer.save(tmp_path / str(step), {"params": PARAMS, "step": np.array(step)})
-  config = manual(dim_reduce=True)
-  config |= {"dim_reduce": {"n_components": 2, "weight_load_dir": str(tmp_path)}}
-  with pytest.raises(
-    ValueError, match=r"the params alone\. .*subtree=\.\.\..* `dim_reduce.pca_mat"
-  ):
-    plain_form(config)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)

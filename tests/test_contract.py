@@ -1,6 +1,5 @@
 """What every transformation keeps to: each test is a column, run for every row of the registry."""
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -442,15 +441,7 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
   )
 
 
-# Methods that fit a subspace of their own keep snapshots.
-REFRESHING = [
-  dataclasses.replace(row, kwargs=row.kwargs | {"refresh_every": 4}, label="refreshing")
-  for row in registry.ROWS
-  if str(row) == "dim_reduce"
-]
-
-
-@pytest.mark.parametrize("row", [*registry.ROWS, *REFRESHING], ids=str)
+@pytest.mark.parametrize("row", registry.ROWS, ids=str)
 def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row):
   """As Flax and pickle restore it: NumPy arrays."""
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -98,17 +98,6 @@ def test_layers_on_several_devices_are_fitted_where_they_are(kind):
       assert found[name].sharding.is_equivalent_to(sharding, found[name].ndim)
 
 
-def test_layers_on_several_devices_are_refreshed_with_explicit_axes():
-  subspace = optax_boost.fit_subspace(random_tree(0, 8), K, groups=AXES)
-  tx = optax_boost.dim_reduce(subspace, max_search=None, groups=AXES, refresh_every=3)
-  here = put(random_tree(2), "Explicit")
-  state, update = tx.init(here), jax.jit(tx.update)
-  for step in range(4):
-    _, state = update(here, state, jax.tree.map(lambda p, s=step: p + jnp.sin(s * p), here))
-  assert int(state.refresh_count) == 1
-  assert not int(state.notfinite_count)
-
-
 def layer_of(basis, layer):
   return basis["nested"].reshape(K, LAYERS, 7)[:, layer]
 
@@ -134,24 +123,17 @@ PLAN = optax_boost.LayerGroups(
 OF_PLAN = ["layers/[01]/", "."]
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"refresh_every": 3},
-    {"plan": True},
-  ],
-  ids=["refreshed", "by plan"],
-)
-def test_layers_of_a_leaf_move_as_layers_in_leaves_of_their_own(options):
-  params, options = random_tree(2), dict(options)
-  groups = (PLAN, OF_PLAN) if options.pop("plan", False) else (AXES, UNROLLED)
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_layers_of_a_leaf_move_as_layers_in_leaves_of_their_own(by_plan):
+  params = random_tree(2)
+  groups = (PLAN, OF_PLAN) if by_plan else (AXES, UNROLLED)
   ours = optax_boost.fit_subspace(random_tree(0, 8), K, groups=groups[0])
   spaces = ours, unrolled_subspace(ours)
   losses = stacked_quadratic, quadratic
   starts = params, unrolled(params)
   results = []
   for own, space, loss, start in zip(groups, spaces, losses, starts, strict=True):
-    tx = optax_boost.dim_reduce(space, alpha=0.01, groups=own, **options)
+    tx = optax_boost.dim_reduce(space, alpha=0.01, groups=own)
     step = optax_boost.make_train_step(lambda p, _, loss=loss: loss(p), tx, donate=False)
     state = step.init(start)
     for _ in range(5):

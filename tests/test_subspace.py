@@ -1,5 +1,6 @@
 """The fitted subspace against MindSpore's recorded PCA and NumPy's SVD."""
 
+import collections
 import functools
 import pathlib
 import re
@@ -277,23 +278,14 @@ def test_fitting_sharded_snapshots_moves_small_matrices_only(kind, method):
   np.testing.assert_allclose(np.abs(np.sum(basis * right[:k], axis=1)), 1, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("Auto", None), ("Explicit", 5)])
-def test_sharded_snapshots_are_fitted_outside_of_jit(kind, chunk):
+@pytest.mark.parametrize(("kind", "streamed"), [("Auto", False), ("Explicit", True)])
+def test_sharded_snapshots_are_fitted_outside_of_jit(kind, streamed):
   rows = walk()
   snapshots = listed(place(rows, mesh_of(kind)))
-  if chunk is None:
-    found = optax_boost.fit_subspace(snapshots, 3)
-  else:
-    found = optax_boost.fit_subspace_streamed(snapshots, 3, chunk=chunk)
+  # JAX takes this class of sequences for a leaf.
+  found = optax_boost.fit_subspace(collections.UserList(snapshots) if streamed else snapshots, 3)
   assert not found.basis["conv"].sharding.is_fully_replicated
   assert_fits(jax.device_get(found), rows)
-
-
-@pytest.mark.parametrize("chunk", [2, 5, 13])
-def test_the_streamed_fit_is_the_exact_one(chunk):
-  rows = walk()
-  found = optax_boost.fit_subspace_streamed(listed(rows), 3, chunk=chunk)
-  assert_fits(found, rows)
 
 
 class Disk:
@@ -305,7 +297,7 @@ class Disk:
     self.most = 0
 
   def __len__(self):
-    return len(self.rows["bias"])
+    return len(jax.tree.leaves(self.rows)[0])
 
   def __getitem__(self, index):
     self.reads += 1
@@ -314,41 +306,45 @@ class Disk:
     return jax.tree.map(lambda x: x[index], self.rows)
 
 
+@pytest.mark.parametrize("count", [12, 13, 30])
+def test_snapshots_that_are_read_again_are_streamed_to_the_exact_fit(count):
+  rows = walk(count)
+  disk = Disk(rows)
+  assert_fits(optax_boost.fit_subspace(disk, 3), rows)
+  assert (disk.reads > count) == (count > 11)
+
+
 def test_the_streamed_fit_holds_few_snapshots_and_reads_them_few_times():
   rng = np.random.default_rng(0)
-  count, k, chunk = 40, 2, 6
+  count, k = 40, 2
   disk = Disk({"bias": np.float32(rng.normal(size=(count, 50_000)))})
   before = sum(x.nbytes for x in jax.live_arrays())
-  found = optax_boost.fit_subspace_streamed(disk, k, chunk=chunk)
+  found = optax_boost.fit_subspace(disk, k)
   # The one that is just made is not held by the device yet; the origin becomes the mean.
   held = (disk.most - before) / (4 * 50_000)
-  assert held <= chunk + (k + 8) + 1.1
-  assert disk.reads <= count * (count / (2 * (chunk - 1)) + 3) + 1
+  assert held <= 2 * (k + 8) + 1.1
+  assert disk.reads <= count * (count / (2 * (k + 7)) + 3) + 1
   mean = disk.rows["bias"].mean(axis=0)
   np.testing.assert_allclose(found.mean["bias"], mean, atol=1e-5)
   singular = np.linalg.svd(disk.rows["bias"] - mean, compute_uv=False)
   np.testing.assert_allclose(found.explained_variance, singular[:k] ** 2 / (count - 1), rtol=1e-4)
 
 
-def test_the_streamed_fit_holds_everything_where_the_chunk_allows_it():
-  rows = walk()
-  found = optax_boost.fit_subspace_streamed(listed(rows), 3, chunk=14)
-  chex.assert_trees_all_equal(found, optax_boost.fit_subspace(rows, 3))
-
-
 def test_the_streamed_fit_stores_half_precision():
-  found = optax_boost.fit_subspace_streamed(listed(walk()), 3, chunk=5, dtype=jnp.bfloat16)
+  found = optax_boost.fit_subspace(Disk(walk()), 3, dtype=jnp.bfloat16)
   assert found.basis["bias"].dtype == jnp.bfloat16
   np.testing.assert_allclose(flat(found.basis), reference(walk(), 3)[1], atol=2e-3)
 
 
-def test_the_streamed_fit_shows_its_progress(capsys):
-  optax_boost.fit_subspace_streamed(listed(walk()), 3, chunk=5, progress=True)
-  assert "fitting the subspace: 100%" in capsys.readouterr().err
+@pytest.mark.parametrize("make", [list, tuple, iter])
+def test_any_iterable_of_trees_is_one_snapshot_each(make):
+  rows = walk()
+  found = optax_boost.fit_subspace(make(listed(rows)), 3)
+  chex.assert_trees_all_equal(found, optax_boost.fit_subspace(rows, 3))
 
 
 def stream(rows, components, **kwargs):
-  return optax_boost.fit_subspace_streamed(listed(rows), components, chunk=5, **kwargs)
+  return optax_boost.fit_subspace(Disk(rows), components, **kwargs)
 
 
 both = pytest.mark.parametrize("fit", [optax_boost.fit_subspace, stream])
@@ -405,12 +401,10 @@ def test_snapshots_of_different_trees_are_refused():
   snapshots = listed(walk())
   fewer = {name: x for name, x in snapshots[3].items() if name != "bias"}
   shorter = snapshots[3] | {"bias": jnp.ones(4)}
-  for kwargs in ({}, {"chunk": 3}):
-    fit = optax_boost.fit_subspace_streamed if kwargs else optax_boost.fit_subspace
-    with pytest.raises(ValueError, match=r"one tree structure; number 3 has .* the first one"):
-      fit([*snapshots[:3], fewer], 3, **kwargs)
-    with pytest.raises(ValueError, match=r"at 'bias' number 3 has \(4,\), the first one \(8,\)"):
-      fit([*snapshots[:3], shorter], 3, **kwargs)
+  with pytest.raises(ValueError, match=r"one tree structure; number 3 has .* the first one"):
+    optax_boost.fit_subspace([*snapshots[:3], fewer], 3)
+  with pytest.raises(ValueError, match=r"at 'bias' number 3 has \(4,\), the first one \(8,\)"):
+    optax_boost.fit_subspace([*snapshots[:3], shorter], 3)
 
 
 def test_stacked_trees_with_different_first_axes_are_refused():
@@ -459,12 +453,6 @@ def test_arguments_of_the_wrong_kind_are_refused():
     optax_boost.fit_subspace(rows, 2, dtype=jnp.int8)
   with pytest.raises(TypeError, match=r"`fit_subspace` needs real floating-point leaves"):
     optax_boost.fit_subspace(jnp.arange(6).reshape(3, 2), 1)
-  with pytest.raises(
-    ValueError, match=r"`chunk` must be at least 2: one snapshot to compare .* got 1"
-  ):
-    optax_boost.fit_subspace_streamed(listed(rows), 2, chunk=1)
-  with pytest.raises(TypeError, match=r"read again by index, .* got generator"):
-    optax_boost.fit_subspace_streamed((x for x in listed(rows)), 2, chunk=3)
   for method in ("exact", "randomized"):
     with pytest.raises(
       TypeError, match=r"`key` must be a key of `jax.random.key` or an integer se"
@@ -473,12 +461,67 @@ def test_arguments_of_the_wrong_kind_are_refused():
   for snapshots in ("ab", [1.0, 2.0], 3, {"w": "x"}):
     with pytest.raises(TypeError, match=r"`fit_subspace` needs arrays as leaves"):
       optax_boost.fit_subspace(snapshots, 1)
-  with pytest.raises(TypeError, match=r"`fit_subspace_streamed` needs arrays as leaves"):
-    optax_boost.fit_subspace_streamed("abcd", 1, chunk=2)
-  with pytest.raises(TypeError, match=r"`progress` must be True or False; got 'yes'"):
-    optax_boost.fit_subspace_streamed(listed(rows), 2, chunk=2, progress="yes")
-  recording = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(1, 4))
-  for transformation in (recording, optax.adam(0.1)):
-    state = transformation.init({"w": jnp.ones(3)})
-    with pytest.raises(TypeError, match=r"`snapshots` .* got an optimizer state\. .* call `fit_su"):
-      optax_boost.fit_subspace_streamed(state, 2, chunk=2)
+
+
+# In files.
+
+
+def test_a_saved_subspace_comes_back_sharded_as_the_params_are(tmp_path):
+  saved = optax_boost.fit_subspace(walk(), 4)
+  path = tmp_path / "a"
+  saved.save(path)
+  assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+  like = place(jax.tree.map(lambda x: x[None], saved.mean), mesh_of("Auto"))
+  like = jax.tree.map(lambda x: x[0], like)
+  loaded = optax_boost.Subspace.load(path, like)
+  chex.assert_trees_all_equal(jax.device_get(loaded), jax.device_get(saved))
+  for name, leaf in like.items():
+    assert loaded.mean[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+  abstract = jax.eval_shape(lambda: saved.mean)
+  chex.assert_trees_all_equal(optax_boost.Subspace.load(path, abstract), saved)
+
+
+def test_half_precision_is_widened_in_a_file(tmp_path):
+  saved = optax_boost.fit_subspace(walk(), 2, dtype=jnp.bfloat16)
+  saved.save(tmp_path / "a")
+  loaded = optax_boost.Subspace.load(tmp_path / "a", saved.mean)
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), saved.basis)
+  chex.assert_trees_all_equal(loaded.basis, wide)
+
+
+def test_mindspores_matrix_is_read_in_the_order_of_the_leaves(tmp_path):
+  rows = np.linalg.qr(np.random.default_rng(0).normal(size=(ENTRIES, 2)))[0].T
+  np.save(tmp_path / "pca_mat.npy", rows)
+  like = jax.tree.map(lambda x: x[0], walk())
+  loaded = optax_boost.Subspace.load(tmp_path / "pca_mat.npy", like)
+  columns = [np.asarray(x).reshape(2, -1) for x in jax.tree.leaves(loaded.basis)]
+  np.testing.assert_array_equal(np.concatenate(columns, axis=1), np.float32(rows))
+  assert np.all(np.isnan(loaded.explained_variance))
+  optax_boost.dim_reduce(loaded).init(like)
+  with pytest.raises(ValueError, match=rf"each of the {ENTRIES - 1} params; .* shape \(2, "):
+    optax_boost.Subspace.load(tmp_path / "pca_mat.npy", like | {"scale": None})
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 truncated"])
+def test_a_file_that_is_damaged_or_of_another_kind_is_refused(tmp_path, content):
+  path = tmp_path / "a.npz"
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=r"a\.npz' is damaged or of another kind"):
+    optax_boost.Subspace.load(path, jnp.zeros(3))
+  with pytest.raises(FileNotFoundError):
+    optax_boost.Subspace.load(tmp_path / "none", jnp.zeros(3))
+
+
+def test_params_of_another_model_are_refused(tmp_path):
+  saved = optax_boost.fit_subspace(walk(), 2)
+  saved.save(tmp_path / "a")
+  other = saved.mean | {"bias": jnp.zeros(9)}
+  with pytest.raises(ValueError, match=r"has \(2, 8\) at 'basis/bias', and `like` needs \(2, 9\)"):
+    optax_boost.Subspace.load(tmp_path / "a", other)
+
+
+def test_a_subspace_prints_its_size_and_its_variance():
+  text = repr(optax_boost.fit_subspace(walk(), 2))
+  assert re.fullmatch(
+    rf"Subspace\(2 components of {ENTRIES} params, .*_ratio=\[0\.\d+, .*\]\)", text
+  )

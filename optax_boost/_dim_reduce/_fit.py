@@ -48,9 +48,12 @@ def fit_subspace(
   fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: an optimizer state with a :class:`TrajectoryState` in it; a list, another sequence or
-      an iterator of trees, such as :func:`checkpoint_snapshots`; or a stacked tree, whose leaves
-      have the snapshots along their first axis.
+    snapshots: an optimizer state with a :class:`TrajectoryState` in it; an iterable of trees; or a
+      stacked tree (not a list or tuple), whose leaves have the snapshots along their first axis. An
+      object of another class with ``len`` and ``[i]``, such as one that reads checkpoints, is read
+      several times, and k + 8 of its snapshots are in memory at once, by the exact method without
+      `groups`. Other iterables
+      are held as a whole.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
@@ -95,6 +98,13 @@ def fit_subspace(
   key = None if key is None else _base.as_key("key", key)
   if method == "randomized" and key is None:
     raise ValueError("`fit_subspace(method='randomized')` needs `key`, as jax.random.key(0).")
+  if isinstance(snapshots, Iterator):
+    snapshots = list(snapshots)
+  if _reads_again(snapshots):
+    if method == "exact" and groups == _layers.ONE_GROUP and len(snapshots) > components + 8:
+      _check_enough(len(snapshots), components)
+      return _fit_streamed(snapshots, components, components + 7, jnp.dtype(dtype))
+    snapshots = [snapshots[i] for i in range(len(snapshots))]
   rows, used = _stack(snapshots)
   count = len(used)
   sketch = None
@@ -136,67 +146,6 @@ def fit_subspace(
     mean=jax.tree.unflatten(structure, [x[0] for x in mean]),
     basis=jax.tree.unflatten(structure, basis),
   )
-
-
-def fit_subspace_streamed(
-  snapshots: Sequence[Any],
-  components: int,
-  *,
-  chunk: int,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  progress: bool = False,
-) -> _subspace.Subspace:
-  """The same as an exact :func:`fit_subspace`, with few of the snapshots in memory at a time.
-
-  With c = `chunk` below the number m of snapshots, each is read about m / (2 c) + 3 times. A host
-  loop, not for ``jit``.
-
-  Args:
-    snapshots: anything with ``len`` and ``[i]``, such as :func:`checkpoint_snapshots` or a list of
-      NumPy arrays; each ``[i]`` is read several times, and must be the same each time.
-    components: k, as in :func:`fit_subspace`.
-    chunk: the number of snapshots held at a time, at least 2, beside the mean and the basis
-      (k + 8 of them, and k more when it is refined). Raising it saves reading.
-    dtype: as in :func:`fit_subspace`.
-    progress: whether to show a progress bar; needs ``tqdm``, and is nothing without it.
-
-  Returns:
-    A :class:`Subspace`, sharded as the snapshots are.
-
-  Raises:
-    ValueError: as for :func:`fit_subspace`.
-    TypeError: an argument or a leaf is of the wrong kind.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax_boost
-    >>> path = [{"w": jnp.array([3.0 * t, 4.0 * t])} for t in range(8)]
-    >>> subspace = optax_boost.fit_subspace_streamed(path, components=1, chunk=3)
-    >>> [round(float(x), 3) for x in subspace.basis["w"][0]]
-    [0.6, 0.8]
-  """
-  _base.check_whole_number("components", components, static=True)
-  _base.check_floating_dtype("dtype", dtype)
-  _base.check_whole_number("chunk", chunk, static=True)
-  _base.check_bool("progress", progress)
-  if chunk < 2:
-    raise ValueError(
-      f"`chunk` must be at least 2: one snapshot to compare with another; got {chunk}."
-    )
-  if not hasattr(snapshots, "__len__") or not hasattr(snapshots, "__getitem__"):
-    raise TypeError(
-      "`fit_subspace_streamed` needs snapshots that can be read again by index, with `len` and"
-      f" `[i]`; got {type(snapshots).__name__}. Of an iterator, make a list or use fit_subspace."
-    )
-  if _holds_state(snapshots):
-    raise TypeError(
-      "`snapshots` must be a sequence of trees of params; got an optimizer state. One that has"
-      " recorded snapshots holds them in memory: call `fit_subspace(state, components)`."
-    )
-  count = len(snapshots)
-  _check_enough(count, components)
-  if count <= chunk:
-    return fit_subspace([snapshots[i] for i in range(count)], components, dtype=dtype)
-  return _fit_streamed(snapshots, components, chunk - 1, progress, jnp.dtype(dtype))
 
 
 def _check_enough(count: int, components: int) -> None:
@@ -243,8 +192,6 @@ def _check_rank(subspace: _subspace.Subspace, components: int) -> None:
 
 def _stack(snapshots: Any) -> tuple[Any, Any]:
   """The snapshots as a stacked tree, and which of its rows hold one."""
-  if isinstance(snapshots, Iterator):
-    snapshots = list(snapshots)
   if _tree.find_states(snapshots, _trajectory.TrajectoryState):
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
@@ -255,7 +202,8 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
       f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
       " `optax_boost.record_trajectory` to its chain before training."
     )
-  if isinstance(snapshots, Sequence) and not isinstance(snapshots, tuple):
+  # The fields of a named tuple are one tree.
+  if isinstance(snapshots, list | tuple) and not hasattr(snapshots, "_fields"):
     return _stack_trees(list(snapshots))
   _tree.check_floating(snapshots, "fit_subspace", _KEEP_OUT)
   sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
@@ -268,6 +216,17 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     )
   rows = jax.tree.map(jnp.asarray, snapshots)
   return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
+
+
+def _is_leaf(value: Any) -> bool:
+  """Whether a value is neither a tree that JAX knows nor an array nor a string."""
+  other = _base.is_any_array(value) or isinstance(value, str | bytes)
+  return not other and jax.tree_util.all_leaves([value])
+
+
+def _reads_again(snapshots: Any) -> bool:
+  """Whether snapshots are made whenever they are asked for, so they need not be held."""
+  return _is_leaf(snapshots) and hasattr(snapshots, "__len__") and hasattr(snapshots, "__getitem__")
 
 
 def _holds_state(tree: Any) -> bool:
@@ -318,8 +277,8 @@ def _check_like(tree: Any, first: Any, index: int) -> None:
     if jnp.shape(a) != jnp.shape(b):
       raise ValueError(
         f"Snapshots must have leaves of the same shapes; at '{path}' number {index} has"
-        f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list is taken for a list of snapshots:"
-        " cut a stacked tree that is a list into one tree per snapshot."
+        f" {jnp.shape(a)}, the first one {jnp.shape(b)}. A list or tuple is taken for"
+        " snapshots: cut a stacked tree that is one into one tree per snapshot."
       )
 
 
@@ -349,9 +308,7 @@ def _as_subspace(
   )
 
 
-def _fit_streamed(
-  snapshots: Sequence[Any], components: int, size: int, progress: bool, dtype: Any
-) -> _subspace.Subspace:
+def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _subspace.Subspace:
   """Reads m snapshots in passes, `size` of them and one at a time.
 
   Snapshots are taken as distances to the first one, which are exact, and whose size is that of
@@ -361,12 +318,8 @@ def _fit_streamed(
   blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
   origin = _checked(_as_arrays(snapshots[0]))
   _check_entries([x.shape for x in jax.tree.leaves(origin)], components)
-  total_reads = sum(count - block.start for block in blocks) + 2 * count
-  bar = _base.with_progress(range(total_reads), progress, "fitting the subspace", "snapshot")
-  reads = iter(bar)
 
   def write(rows: Any, row: int, index: int) -> Any:
-    next(reads)
     tree = _as_arrays(snapshots[index])
     _check_like(tree, origin, index)
     return _write(rows, origin, tree, row)
@@ -403,7 +356,6 @@ def _fit_streamed(
     sums = _accumulate(sums, rows, coefficients)
   shift, basis = sums[0], _orthonormalize(sums[1])
   parts = [np.asarray(_inner(rows, basis), np.float64)[:n] for _, n in read_blocks()]
-  next(reads, None)  # Lets the progress bar arrive.
   coordinates = np.concatenate(parts)
   coordinates -= coordinates.mean(axis=0)
   subspace = _finish(origin, shift, basis, coordinates, np.trace(gram), count, components, dtype)
@@ -412,7 +364,7 @@ def _fit_streamed(
 
 
 def _as_arrays(tree: Any) -> Any:
-  _tree.check_floating(tree, "fit_subspace_streamed", _KEEP_OUT)
+  _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
   return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
 
 

@@ -20,6 +20,8 @@ from optax_boost._dim_reduce import _subspace
 
 # A plan of `layer_groups`, the axes of `stacked_axes`, or regular expressions.
 Groups: TypeAlias = _groups.Groups | _base.AxesByPattern
+# The pattern of all leaves.
+ONE_GROUP = ("",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class LeafGroups:
 def checked_groups(groups: Any) -> Groups:
   """The argument `groups`, None as the pattern of all leaves; warns of no axes at all."""
   if groups is None:
-    return ("",)
+    return ONE_GROUP
   if isinstance(groups, Mapping):
     _tree.check_axes_by_pattern("groups", groups)
     if not groups:

@@ -43,7 +43,6 @@ class DimReduceState(NamedTuple):
     projected_gradient: ``[G, k]``, of the last step that was accepted.
     last_step: ``s``, ``[G, k]``, the last accepted step in the subspace.
     inner_state: the state of `inner`; None without it.
-    snapshots: the newest params, leaves ``[m, *leaf.shape]``; None without `refresh_every`.
     count: scalar int32, the number of steps made.
     line_search_steps: scalar int32, how many trial points the last step evaluated.
     accepted_rho: scalar, the step length that the last step accepted; 0 where none was.
@@ -66,7 +65,6 @@ class DimReduceState(NamedTuple):
   projected_gradient: jax.Array
   last_step: jax.Array
   inner_state: optax.OptState
-  snapshots: optax.Params
   count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
   line_search_steps: jax.Array
   accepted_rho: jax.Array
@@ -79,10 +77,10 @@ class DimReduceState(NamedTuple):
   notfinite_count: jax.Array
 
 
-def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> Any:
+def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
   """A copy of the basis for the leaves that the params have, sharded as they are.
 
-  By default bfloat16 stays and all else is widened. Refuses the basis of other params.
+  bfloat16 stays and all else is widened. Refuses the basis of other params.
   """
   k = subspace.components
 
@@ -94,8 +92,8 @@ def basis_like(subspace: _subspace.Subspace, params: Any, dtype: Any = None) -> 
         " of these params."
       )
     narrow = jnp.result_type(r) == jnp.bfloat16
-    default = jnp.bfloat16 if narrow else _arrays.accumulator_dtype(jnp.result_type(leaf))
-    return jnp.array(_subspace.placed(r, leaf).astype(default if dtype is None else dtype))
+    dtype = jnp.bfloat16 if narrow else _arrays.accumulator_dtype(jnp.result_type(leaf))
+    return jnp.array(_subspace.placed(r, leaf).astype(dtype))
 
   leaves, structure = jax.tree.flatten(params)
   triples = zip(_tree.leaf_paths(params), leaves, _rows_of(subspace.basis, params), strict=True)
@@ -212,7 +210,7 @@ def refresh_subspace(
         f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
       )
     warn_of_long_rows(basis, of_leaves, number)
-    new = _jitted_renew(node, basis, of_leaves, _arrays.all_finite(basis))
+    new = _renew(node, basis, of_leaves, _arrays.all_finite(basis))
     # An NNX optimizer wraps each array in a variable.
     return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
 
@@ -224,45 +222,7 @@ def refresh_subspace(
   return jax.tree.map(renewed, opt_state, is_leaf=is_state)
 
 
-def refresh_if_due(
-  state: DimReduceState, params: Any, refresh_every: int, groups: tuple[_layers.LeafGroups, ...]
-) -> DimReduceState:
-  """Keeps the params in the state, and fits the basis anew every `refresh_every` steps."""
-  if not groups:
-    return state
-  number = jax.tree.leaves(state.snapshots)[0].shape[0]
-  # Each share of the period has a slot, the last share the first one. Of the params that share a
-  # slot the last stay: unconditional, the write is in place.
-  period = max(refresh_every, number)
-  slot = jnp.sum(state.count % period > np.arange(number) * period // number) % number
-
-  def write(ring: jax.Array, leaf: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(_arrays.place_ring(ring, leaf), leaf, slot, 0)
-
-  held = _tree.map_leaves(write, state.snapshots, params)
-  # A basis restored without shardings would not fit the one that takes its place.
-  state = state._replace(basis=_tree.map_leaves(_arrays.place_ring, state.basis, params))
-
-  def renewed(carry: Any) -> Any:
-    _, state = carry
-    rows, structure = jax.tree.flatten(held)
-    parts, total = {}, jnp.zeros([])
-    for group, members in _layers.split(rows, groups):
-      _, centred = _linalg.centre(members, jnp.ones(number, bool))
-      pca = _linalg.gram_pca(centred, state.projected_gradient.shape[-1])
-      total += pca.total
-      parts[group] = pca.components
-    basis = jax.tree.unflatten(structure, _layers.join(parts, rows, groups))
-    return jnp.asarray(False), _renew(state, basis, groups, jnp.isfinite(total))
-
-  # A loop of one turn or none: through a conditional the basis would be copied at every step, and
-  # under `vmap` fitted at every step.
-  due = (state.count > 0) & (state.count % refresh_every == 0)
-  carry = (due, state._replace(snapshots=None))
-  _, state = jax.lax.while_loop(lambda carry: carry[0], renewed, carry)
-  return state._replace(snapshots=held)
-
-
+@functools.partial(jax.jit, static_argnums=2)
 def _renew(
   state: DimReduceState, basis: Any, groups: tuple[_layers.LeafGroups, ...], good: jax.Array
 ) -> DimReduceState:
@@ -288,6 +248,3 @@ def _renew(
     refresh_count=_arrays.increment_if(good, state.refresh_count),
     notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
   )
-
-
-_jitted_renew = jax.jit(_renew, static_argnums=2)

@@ -23,7 +23,6 @@ from optax_boost._dim_reduce import _state
 from optax_boost._dim_reduce._state import DimReduceState
 from optax_boost._dim_reduce._subspace import Subspace
 from optax_boost._dim_reduce._subspace import check_subspace
-from optax_boost._dim_reduce._subspace import placed
 
 _METHOD = _state.METHOD
 # Trials of a search that starts where the last one ended: a factor of 3e-8 at the default `rho`.
@@ -55,10 +54,7 @@ class Transform:
   max_search: int | str | None
   groups: _layers.Groups
   inner: optax.GradientTransformation | None
-  refresh_every: int | None
-  refresh_snapshots: int | None
   min_curvature: jax.typing.ArrayLike | None
-  basis_dtype: jax.typing.DTypeLike | None
 
   def __post_init__(self) -> None:
     if isinstance(self.subspace, Subspace):
@@ -79,17 +75,11 @@ class Transform:
         )
     elif self.max_search is not None:
       _base.check_whole_number("max_search", self.max_search, static=True)
-    for name in ("refresh_every", "refresh_snapshots"):
-      if getattr(self, name) is not None:
-        _base.check_whole_number(name, getattr(self, name), static=True)
-    if self.refresh_snapshots is not None and self.refresh_every is None:
-      raise ValueError("`refresh_snapshots` is for refreshes: give `refresh_every`, too.")
     if self.inner is not None:
       self.inner = _base.check_transformation("inner", self.inner)
     if self.min_curvature is None:
       self.min_curvature = 0.0 if self.adaptive else 1e-20
     _base.check_number("min_curvature", self.min_curvature, minimum=0.0)
-    _base.check_floating_dtype("basis_dtype", self.basis_dtype, optional=True)
 
   @property
   def adaptive(self) -> bool:
@@ -108,7 +98,7 @@ class Transform:
       subspace = subspace(params)
       check_subspace(subspace)
     of_leaves, number = _layers.find_groups(params, self.groups, _METHOD)
-    basis = _state.basis_like(subspace, params, self.basis_dtype)
+    basis = _state.basis_like(subspace, params)
     _state.warn_of_long_rows(basis, of_leaves, number)
     k = subspace.components
     dtype = _arrays.widest_dtype(params)
@@ -121,7 +111,6 @@ class Transform:
       projected_gradient=jnp.zeros(vectors, dtype),
       last_step=jnp.zeros(vectors, dtype),
       inner_state=self._init_inner(params),
-      snapshots=self._init_snapshots(params, k),
       count=scalar(jnp.int32),
       line_search_steps=scalar(jnp.int32),
       accepted_rho=scalar(dtype),
@@ -146,19 +135,6 @@ class Transform:
         )
     return state
 
-  def _init_snapshots(self, params: optax.Params, k: int) -> Any:
-    if self.refresh_every is None:
-      return None
-    held = k + 1 if self.refresh_snapshots is None else self.refresh_snapshots
-    if held <= k:
-      raise ValueError(
-        f"`refresh_snapshots` must exceed the number of components, {k}; got {held}. Of m"
-        " snapshots, the deviations from their mean span m - 1 dimensions."
-      )
-    return _tree.unboxed(
-      jax.tree.map(lambda p: jnp.array(placed(jnp.broadcast_to(p, (held, *p.shape)), p)), params)
-    )
-
   def update(
     self,
     updates: optax.Updates,
@@ -181,8 +157,6 @@ class Transform:
       assert value_fn is not None
       value_fn = _base.scalar_value_fn(value_fn, _METHOD)
     groups, _ = _layers.find_groups(params, self.groups, _METHOD)
-    if self.refresh_every is not None:
-      state = _state.refresh_if_due(state, params, self.refresh_every, groups)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
     quasi = self._direction(updates, state, groups)
     projected_momentum = self.gamma * state.projected_momentum + quasi.gradient

@@ -42,10 +42,7 @@ def dim_reduce(
   groups: _layers.Groups | None = None,
   *,
   inner: optax.GradientTransformation | None = None,
-  refresh_every: int | None = None,
-  refresh_snapshots: int | None = None,
   min_curvature: jax.typing.ArrayLike | None = None,
-  basis_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
 
@@ -108,18 +105,9 @@ def dim_reduce(
       is at most 1; a trial is compared with the inner optimizer's answer to zeros, its momentum
       alone, at the cost of one more forward pass; and :math:`B` learns from the distance that the
       params went, in the units of gradients. None: as ``optax.sgd(1.0)`` in MindSpore's search.
-    refresh_every: the steps after which the subspace is fitted anew, inside the step, to the
-      newest params; :math:`B` starts anew too. The compiled step sets aside some three bases of
-      memory for it. None: never, or by :func:`refresh_subspace`.
-    refresh_snapshots: the number of params that a refresh is fitted to, evenly spaced over the
-      steps since the last one, or the newest ones where these are fewer steps; static, above the
-      number of components, which is the default less one. The state holds them.
     min_curvature: :math:`B` is updated only where the change of the projected gradient times the
       step exceeds this. Raising it keeps :math:`B` from growing. Default: 0; with a number as
       `max_search` 1e-20, as in MindSpore.
-    basis_dtype: the dtype that the basis is kept in; products are in at least float32. bfloat16
-      halves the memory; CPUs expand all of such a basis before each use. Default: bfloat16 for a
-      basis in bfloat16, else float32 (float64 for float64 params).
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -163,9 +151,6 @@ def dim_reduce(
     max_search,
     _layers.checked_groups(groups),
     inner,
-    refresh_every,
-    refresh_snapshots,
     min_curvature,
-    basis_dtype,
   )
   return optax.GradientTransformationExtraArgs(method.init, method.update)

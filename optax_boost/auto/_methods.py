@@ -114,7 +114,7 @@ def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Sub
   """Loads the subspace's file; else fits the subspace to the checkpoints, and writes the file."""
   path = None if block.pca_mat_path is None else pathlib.Path(block.pca_mat_path)
   if path is not None and path.exists():
-    loaded = _dim_reduce.load_subspace(path, like=params)
+    loaded = _dim_reduce.Subspace.load(path, like=params)
     if loaded.components != block.n_components:
       raise ValueError(
         f"`dim_reduce.n_components` is {block.n_components}, but the subspace in"
@@ -122,31 +122,9 @@ def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Sub
         " `n_components` to that, or name another file."
       )
     return loaded
-  if block.weight_load_dir is None:
-    missing = "None" if path is None else f"{str(path)!r}, which does not exist"
-    raise ValueError(
-      "`dim_reduce` is on, so `dim_reduce.pca_mat_path` must name a file that `save_subspace`"
-      " wrote, or `dim_reduce.weight_load_dir` a directory of checkpoints of the params; got"
-      f" {missing}, and None."
-    )
-  # Before the fit, which takes long.
-  if path is not None and not path.parent.is_dir():
-    raise ValueError(
-      f"`dim_reduce.pca_mat_path` must name a file in a folder that exists; got {str(path)!r}."
-    )
-  snapshots = _dim_reduce.checkpoint_snapshots(block.weight_load_dir, like=params)
-  # At most so many snapshots beside the basis: as much memory again.
-  chunk = max(2, block.n_components)
-  try:
-    fitted = _dim_reduce.fit_subspace_streamed(
-      snapshots, block.n_components, chunk=chunk, progress=True
-    )
-  except ValueError as error:
-    raise ValueError(
-      "`dim_reduce.weight_load_dir` must hold checkpoints of the params alone. Of whole states, fit"
-      " the subspace to `checkpoint_snapshots(folder, like=params, subtree=...)`, save it by"
-      f" `save_subspace` and name the file as `dim_reduce.pca_mat_path`. {error}"
-    ) from error
-  if path is not None:
-    _dim_reduce.save_subspace(path, fitted)
-  return fitted
+  missing = "None" if path is None else f"{str(path)!r}, which does not exist"
+  raise ValueError(
+    "`dim_reduce` is on, so `dim_reduce.pca_mat_path` must name a file of `Subspace.save`, or"
+    f" MindSpore's `pca_mat`; got {missing}. Fit a subspace to snapshots of the params by"
+    " `fit_subspace`, and save it there."
+  )

@@ -60,10 +60,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       | {"name": Bad("fast", shared.EITHER)},
       groups=kinds.without(kinds.groups(optional=True), "dict"),
       inner=kinds.without(shared.TX, "None"),
-      refresh_every=kinds.count(optional=True, static=True),
-      refresh_snapshots=kinds.count(optional=True, static=True),
       min_curvature=kinds.number(-1, optional=True),
-      basis_dtype=shared.FLOAT_DTYPE,
     ),
     shared.factory(
       "dynamic_loss_scale",

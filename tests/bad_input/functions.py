@@ -1,7 +1,6 @@
 """The other functions."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -189,22 +188,6 @@ def entries() -> dict[str, shared.Entry]:
         },
       },
     ),
-    "checkpoint_snapshots": shared.Entry(
-      optax_boost.checkpoint_snapshots,
-      lambda: {"directory": "."},
-      {
-        "directory": shared.PATH
-        | {
-          "missing": Bad("nowhere", FileNotFoundError, "nowhere"),
-          "without checkpoints": Bad(".", ValueError, "checkpoint"),
-          "a file": Bad(__file__, (NotADirectoryError, ValueError), pathlib.Path(__file__).name),
-        },
-        "subtree": kinds.kind({"number": 3, "None": None, "list": ["params"]}, {}),
-        "item": kinds.kind({"number": 3, "list": ["params"], "bool": True}, {}),
-        "progress": shared.FLAG,
-      },
-      free={"like": "any tree; checked against each checkpoint that is read"},
-    ),
     "continuous_freezing": shared.Entry(
       optax_boost.continuous_freezing, lambda: {"num_groups": 2, "frozen_fraction": 0.5}, share
     ),
@@ -243,17 +226,6 @@ def entries() -> dict[str, shared.Entry]:
         "oversample": kinds.count(0, static=True),
         "dtype": kinds.dtype(),
         "groups": kinds.without(kinds.groups(optional=True), "dict"),
-      },
-    ),
-    "fit_subspace_streamed": shared.Entry(
-      optax_boost.fit_subspace_streamed,
-      lambda: {"snapshots": snapshots, "components": 1, "chunk": 2},
-      {
-        "snapshots": snapshots_kind,
-        "components": components,
-        "chunk": kinds.count(2, static=True),
-        "dtype": kinds.dtype(),
-        "progress": shared.FLAG,
       },
     ),
     "full_gradient": shared.Entry(
@@ -341,12 +313,6 @@ def entries() -> dict[str, shared.Entry]:
         "init_fn": shared.FUNCTION,
       },
     ),
-    "load_subspace": shared.Entry(
-      optax_boost.load_subspace,
-      lambda: {"path": "nowhere.npz", "like": problem.PARAMS},
-      {"path": shared.PATH | {"missing": Bad("nowhere.npz", FileNotFoundError, "nowhere.npz")}},
-      free={"like": "checked against the file: see files.py"},
-    ),
     "save_permuted_params": shared.Entry(
       optax_boost.save_permuted_params,
       lambda: {"path": "/nowhere/at/all.npz", "opt_state": sgperm_state, "seed": 0},
@@ -359,18 +325,6 @@ def entries() -> dict[str, shared.Entry]:
         "opt_state": shared.OPT_STATE,
         "seed": kinds.without(kinds.count(0), "2**31"),
         "params": {"other tree": Bad(shared.OTHER, ValueError), "number": Bad(3, ValueError)},
-      },
-    ),
-    "save_subspace": shared.Entry(
-      optax_boost.save_subspace,
-      lambda: {"path": "/nowhere/at/all.npz", "subspace": problem.subspace()},
-      {
-        "path": shared.PATH
-        | {
-          "missing folder": Bad("/nowhere/at/all.npz", OSError, "/nowhere/at/all.npz"),
-          "folder": Bad("/", (OSError, ValueError), "/"),
-        },
-        "subspace": shared.SUBSPACE,
       },
     ),
     "make_train_step": shared.Entry(

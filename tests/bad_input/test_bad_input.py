@@ -90,11 +90,8 @@ def test_bad_values_of_an_argument_are_refused(name):
 MISSING = (
   "RaceResult.load",
   "RaceResult.save",
-  "checkpoint_snapshots",
   "load_permuted_params",
-  "load_subspace",
   "save_permuted_params",
-  "save_subspace",
 )
 
 

@@ -1,15 +1,10 @@
 """Forged, truncated and foreign files: each is refused by its name."""
 
 from collections.abc import Callable
-import io
 import json
 import pathlib
 from typing import Any
-import zipfile
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_boost
@@ -118,119 +113,3 @@ def test_forged_results_of_a_race_are_refused(label, tmp_path):
   path = tmp_path / "forged.json"
   forged_result(RESULTS[label], path)
   assert not refused(RaceResult.load, path)
-
-
-def load_subspace(path: pathlib.Path) -> Any:
-  return optax_boost.load_subspace(path, like=problem.PARAMS)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-  path = tmp_path_factory.mktemp("saved") / "subspace.npz"
-  optax_boost.save_subspace(path, problem.subspace())
-  return path
-
-
-@pytest.mark.parametrize("kept", [0, 1, 0.1, 0.5, 0.9, -1])
-def test_a_truncated_subspace_is_refused(kept, saved, tmp_path):
-  data = saved.read_bytes()
-  path = tmp_path / "truncated.npz"
-  path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
-  assert not refused(load_subspace, path)
-
-
-@pytest.mark.parametrize(
-  "label", ["text", "empty archive", "bare array", "other archive", "pickle"]
-)
-def test_a_file_of_another_kind_is_no_subspace(label, tmp_path):
-  path = tmp_path / "foreign.npz"
-  if label == "text":
-    path.write_text("not a subspace")
-  elif label == "empty archive":
-    zipfile.ZipFile(path, "w").close()
-  elif label == "other archive":
-    np.savez(path, weights=np.ones(3))
-  else:
-    with open(path, "wb") as file:
-      array = np.array([{}], object) if label == "pickle" else np.ones(3)
-      np.save(file, array, allow_pickle=True)
-  assert not refused(load_subspace, path)
-
-
-def members(path: pathlib.Path) -> dict[str, bytes]:
-  with zipfile.ZipFile(path) as archive:
-    return {name: archive.read(name) for name in archive.namelist()}
-
-
-def npy(array: Any) -> bytes:
-  file = io.BytesIO()
-  np.save(file, array)
-  return file.getvalue()
-
-
-def header_of(shape: str) -> bytes:
-  """A file of NumPy's that claims to hold an array of a shape, and holds nothing."""
-  text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
-  text = text.ljust(117) + "\n"
-  return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-
-
-@pytest.mark.parametrize("label", ["1e15 entries", "changed", "nothing", "other meta", "encrypted"])
-def test_a_forged_subspace_is_refused(label, saved, tmp_path):
-  contents = members(saved)
-  mean = next(name for name in contents if name.startswith("mean/"))
-  if label == "1e15 entries":
-    contents[mean] = header_of("(1000000000000000,)")
-  elif label == "nothing":
-    del contents[mean]
-  elif label == "other meta":
-    contents["meta_json.npy"] = npy(np.array("[" * 100_000))
-  path = tmp_path / "forged.npz"
-  with zipfile.ZipFile(path, "w") as archive:
-    for name, data in contents.items():
-      archive.writestr(name, data)
-  if label == "changed":
-    data = bytearray(path.read_bytes())
-    data[data.index(contents[mean]) + len(contents[mean]) - 1] ^= 1
-    path.write_bytes(data)
-  elif label == "encrypted":
-    # The bit that says so, in each header of the archive.
-    data = bytearray(path.read_bytes())
-    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-      place = data.find(signature)
-      while place >= 0:
-        data[place + offset] |= 1
-        place = data.find(signature, place + 1)
-    path.write_bytes(data)
-  assert not refused(load_subspace, path)
-
-
-def test_a_subspace_of_other_params_is_refused(saved):
-  for like in (
-    None,
-    {"other": jnp.ones(2)},
-    jax.tree.map(lambda p: jnp.ones(7), problem.PARAMS),
-    {"conv": "a"},
-  ):
-    bad = Bad(like, (TypeError, ValueError), "like")
-    found = refusals.complaint(lambda: optax_boost.load_subspace(saved, like), bad, "like")  # noqa: B023
-    assert not found
-
-
-@pytest.mark.parametrize("wrong", ["integers", "nan", "objects", "text", "other shape"])
-def test_a_subspace_that_could_not_be_read_again_is_not_saved(wrong, tmp_path):
-  good = problem.subspace()
-  leaf = {
-    "integers": jnp.ones((2, 3), int),
-    "nan": jnp.full((2, 3), jnp.nan),
-    "objects": np.array([[object()] * 3] * 2),
-    "text": "a",
-    "other shape": jnp.ones(5),
-  }[wrong]
-  bad = good._replace(mean={**good.mean, "conv": {"kernel": leaf}})
-  path = tmp_path / "subspace.npz"
-  found = refusals.complaint(
-    lambda: optax_boost.save_subspace(path, bad), Bad(bad, (TypeError, ValueError), "subspace"), ""
-  )
-  assert not found
-  assert not list(tmp_path.iterdir())
