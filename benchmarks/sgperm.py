@@ -170,9 +170,7 @@ class Problem:
       repeat: steps in one measurement.
       plain: whether the host kernel does without its compiler.
     """
-    permutes = isinstance(
-      state := tx.init(self.start), optax_boost.SgpermState | optax_boost.LapermState
-    )
+    permutes = hasattr(state := tx.init(self.start), "permutation")
 
     def step(params, state, grads):
       updates, state = tx.update(grads, state, params)

@@ -3,26 +3,20 @@
 Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
 """
 
-from optax_boost._accumulation import AccumulateState
 from optax_boost._accumulation import accumulate
-from optax_boost._adasum import AdasumState
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_reduce
-from optax_boost._average_params import AverageParamsState
 from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
 from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
-from optax_boost._dim_reduce import DimReduceState
 from optax_boost._dim_reduce import Subspace
-from optax_boost._dim_reduce import TrajectoryState
 from optax_boost._dim_reduce import dim_reduce
 from optax_boost._dim_reduce import fit_subspace
 from optax_boost._dim_reduce import record_trajectory
 from optax_boost._dim_reduce import refresh_subspace
 from optax_boost._dim_reduce import snapshots
-from optax_boost._freezing import FreezeLayersState
 from optax_boost._freezing import FreezeSchedule
 from optax_boost._freezing import continuous_freezing
 from optax_boost._freezing import fixed_freezing
@@ -35,19 +29,9 @@ from optax_boost._full_gradient import scan_full_gradient
 from optax_boost._groups import LayerGroups
 from optax_boost._groups import layer_groups
 from optax_boost._in_place import apply_gradients
-from optax_boost._lars import ScaleByLarsTrustRatioState
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
-from optax_boost._lars import trust_ratio
-from optax_boost._lars import trust_ratio_tree
 from optax_boost._layerwise_decay import layerwise_decay
-from optax_boost._less_bn import LessBNPlan
-from optax_boost._less_bn import LoadReport
-from optax_boost._less_bn import NormPlace
-from optax_boost._precision import DynamicLossScaleState
-from optax_boost._precision import GroupLossScaleState
-from optax_boost._precision import MasterWeightsState
-from optax_boost._precision import StochasticRoundingState
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
@@ -55,8 +39,6 @@ from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
 from optax_boost._precision import stochastic_rounding
 from optax_boost._scaled_backward import scale_by_group
-from optax_boost._sgperm import LapermState
-from optax_boost._sgperm import SgpermState
 from optax_boost._sgperm import apply_permutation
 from optax_boost._sgperm import apply_permuted_params
 from optax_boost._sgperm import laperm
@@ -66,11 +48,9 @@ from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import save_permuted_params
 from optax_boost._sgperm import sgperm
 from optax_boost._stacked import stacked_axes
-from optax_boost._svrg import SvrgState
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
-from optax_boost._switch import SwitchAfterState
 from optax_boost._switch import switch_after
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
@@ -84,31 +64,13 @@ from optax_boost.race import race
 __version__ = "0.1.0"
 
 __all__ = [
-  "AccumulateState",
-  "AdasumState",
-  "AverageParamsState",
-  "DimReduceState",
-  "DynamicLossScaleState",
-  "FreezeLayersState",
   "FreezeSchedule",
-  "GroupLossScaleState",
-  "LapermState",
   "LayerGroups",
-  "LessBNPlan",
-  "LoadReport",
-  "MasterWeightsState",
   "NoEffectWarning",
-  "NormPlace",
-  "ScaleByLarsTrustRatioState",
-  "SgpermState",
   "StackedLayersWarning",
-  "StochasticRoundingState",
   "Subspace",
-  "SvrgState",
-  "SwitchAfterState",
   "TrainState",
   "TrainStep",
-  "TrajectoryState",
   "accumulate",
   "adasum",
   "adasum_reduce",
@@ -157,6 +119,4 @@ __all__ = [
   "stochastic_rounding",
   "svrg",
   "switch_after",
-  "trust_ratio",
-  "trust_ratio_tree",
 ]

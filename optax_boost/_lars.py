@@ -12,7 +12,6 @@ arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
 import functools
-import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -32,39 +31,13 @@ def bias_or_norm(leaves: list[_tree.Leaf]) -> list[bool]:
   return [_tree.is_bias_or_norm(x.path) or len(x.layer_shape) <= 1 for x in leaves]
 
 
-def trust_ratio(
-  param_norm: jax.Array,
-  grad_norm: jax.Array,
-  trust_coefficient: jax.typing.ArrayLike = 0.01,
-  weight_decay: jax.typing.ArrayLike = 0.0,
-  eps: jax.typing.ArrayLike = 1e-8,
-) -> jax.Array:
-  r"""The trust ratio of a layer, :math:`\eta |w| / (|g| + \lambda |w| + \epsilon)`.
-
-  Args:
-    param_norm: norm of the layer's weights, any shape.
-    grad_norm: norm of its gradient, the same shape.
-    trust_coefficient: :math:`\eta`.
-    weight_decay: :math:`\lambda`.
-    eps: :math:`\epsilon`.
-
-  Returns:
-    The ratio; 1 where a norm is zero or not finite.
-
-  Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: a number is out of range, or the norms differ in shape.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax_boost
-    >>> ratio = optax_boost.trust_ratio(jnp.array([2.0, 0.0]), jnp.array([4.0, 4.0]))
-    >>> [round(float(r), 6) for r in ratio]
-    [0.005, 1.0]
-  """
-  _base.check_array("param_norm", param_norm)
-  _base.check_array("grad_norm", grad_norm, jnp.shape(param_norm))
-  _check_numbers(trust_coefficient, weight_decay, eps)
-  return _ratio(param_norm, grad_norm, trust_coefficient, weight_decay, eps, 1.0)
+def trust_ratio(w: jax.Array, g: jax.Array, eta: Any, weight_decay: Any, eps: Any) -> jax.Array:
+  """The ratio of layers with these norms: 1 where one is zero, NaN where one is not finite."""
+  finite = jnp.isfinite(w + g)
+  usable = finite & (jnp.minimum(w, g) > 0)
+  numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
+  # Division last: XLA on CPUs would fuse what is cheaper into the loop of each leaf.
+  return numerator / jnp.where(usable, g + weight_decay * w + eps, 1.0)
 
 
 @_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
@@ -73,7 +46,7 @@ class ScaleByLarsTrustRatioState(NamedTuple):
 
   Attributes:
     trust_ratio: float32 vector (float64 for float64 leaves), the last step's ratios, one per leaf,
-      or per layer of a stacked leaf. :func:`trust_ratio_tree` gives it the params' structure.
+      or per layer of a stacked leaf, in the order of the params' leaves.
     notfinite_count: scalar int32, the steps in which a layer stood still because the norm of its
       gradient or of its weights was not finite; leaves that keep ratio 1 are not counted.
     count: scalar int32, steps made, where `clip_ratio` is a schedule; otherwise None.
@@ -134,14 +107,13 @@ def scale_by_lars_trust_ratio(
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
-    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> import jax.numpy as jnp, optax, optax_boost
     >>> params = {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.zeros(2)}
     >>> grads = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     >>> tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01)
     >>> updates, state = tx.update(grads, tx.init(params), params)
-    >>> ratios = optax_boost.trust_ratio_tree(state, params)
-    >>> jax.tree.map(lambda r: round(float(r), 6), ratios)
-    {'bias': 1.0, 'kernel': 0.03}
+    >>> [round(float(r), 6) for r in optax.tree.get(state, "trust_ratio")]  # bias, kernel
+    [1.0, 0.03]
     >>> [round(float(u), 6) for u in updates["kernel"].ravel()]
     [0.03, 0.03, 0.03, 0.03]
 
@@ -267,19 +239,10 @@ def _check_numbers(trust_coefficient: Any, weight_decay: Any, eps: Any, clip: An
     _base.check_number("clip", clip, minimum=0.0)
 
 
-def _ratio(w: jax.Array, g: jax.Array, eta: Any, weight_decay: Any, eps: Any, bad: Any) -> Any:
-  """The trust ratio: 1 where a norm is zero, `bad` where one is not finite."""
-  finite = jnp.isfinite(w + g)
-  usable = finite & (jnp.minimum(w, g) > 0)
-  numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, bad))
-  # Division last: XLA on CPUs would fuse what is cheaper into the loop of each leaf.
-  return numerator / jnp.where(usable, g + weight_decay * w + eps, 1.0)
-
-
 @jax.jit
 def _scale(w2: jax.Array, g2: jax.Array, eta: Any, weight_decay: Any, eps: Any, rate: Any) -> Any:
   """The ratio by which a layer's step is scaled, NaN where the layer makes none."""
-  scale = _ratio(_root(w2), _root(g2), eta, weight_decay, eps, jnp.nan)
+  scale = trust_ratio(_root(w2), _root(g2), eta, weight_decay, eps)
   if rate is None:
     return scale
   # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
@@ -363,51 +326,6 @@ def _direction(g: jax.Array, w: jax.Array, factor: Any, clip: Any, weight_decay:
   if factor is None:
     return jnp.where(jnp.isfinite(g) & jnp.isfinite(w), wide, 0)
   return jnp.where(jnp.isnan(factor), 0, factor.astype(wide.dtype) * wide)
-
-
-def trust_ratio_tree(
-  opt_state: optax.OptState,
-  params: optax.Params,
-  *,
-  stacked_axes: _base.AxesByPattern | None = None,
-) -> optax.Params:
-  """The last step's trust ratios, in the structure of the params.
-
-  Args:
-    opt_state: the state of any chain that holds a :class:`ScaleByLarsTrustRatioState`.
-    params: the params that the transformation saw, or abstract values of them.
-    stacked_axes: as given to the transformation.
-
-  Returns:
-    A tree of scalars, or of arrays of the stacked axes; axes of ``vmap`` go in front.
-
-  Raises:
-    ValueError: the state holds no trust ratios, or another number of them than `params` needs.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax_boost
-    >>> params = {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)}
-    >>> state = optax_boost.lars(0.1).init(params)
-    >>> {k: float(r) for k, r in optax_boost.trust_ratio_tree(state, params).items()}
-    {'bias': 1.0, 'kernel': 1.0}
-  """
-  states = _tree.find_states(opt_state, ScaleByLarsTrustRatioState)
-  ratios = [state.trust_ratio for state in states]
-  leaves = _tree.describe(params, stacked_axes)
-  ends = list(itertools.accumulate((leaf.layers for leaf in leaves), initial=0))
-  sizes = [value.shape[-1] for value in ratios]
-  if sizes != ends[-1:]:
-    raise ValueError(
-      "`trust_ratio_tree` needs a state with the trust ratios of these params, and the"
-      f" `stacked_axes` of its transformation; got ratios of sizes {sizes} for {ends[-1]} layers."
-      " Pass the part of the state and of the params that belong together."
-    )
-  (values,) = ratios
-  parts = [
-    values[..., start:end].reshape(values.shape[:-1] + leaf.stacked_shape)
-    for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True)
-  ]
-  return jax.tree.unflatten(jax.tree.structure(params), parts)
 
 
 def lars(

@@ -337,7 +337,7 @@ def refresh_svrg(
   """Renews the snapshot and the full gradient in an optimizer state, on the host or under jit.
 
   Args:
-    opt_state: the state of any chain that holds a :class:`SvrgState`; of several, all are renewed.
+    opt_state: the state of any chain with :func:`svrg`; of several, all are renewed.
     params: the params at which the full gradient was taken; they are copied.
     full_gradient: from :func:`full_gradient`. If it or `params` is not finite, the snapshot stays
       and `notfinite_count` grows.
@@ -346,7 +346,7 @@ def refresh_svrg(
     The new optimizer state; its other parts are not copied.
 
   Raises:
-    ValueError: `opt_state` holds no :class:`SvrgState`, or a tree does not fit.
+    ValueError: `opt_state` holds no state of :func:`svrg`, or a tree does not fit.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost

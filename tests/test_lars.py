@@ -151,11 +151,15 @@ def test_agrees_with_mindspore_where_norms_are_not_zero(number):
       assert_close(params[name], np.asarray(expected[name]), 1e-6)
 
 
-def test_trust_ratio_is_one_where_a_norm_is_zero_or_not_finite():
-  zero_nan_inf = jnp.array([0.0, jnp.nan, jnp.inf])
-  one = jnp.ones(3)
-  np.testing.assert_array_equal(optax_boost.trust_ratio(zero_nan_inf, one), one)
-  np.testing.assert_array_equal(optax_boost.trust_ratio(one, zero_nan_inf), one)
+@pytest.mark.parametrize("number", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize("of", ["params", "gradients"])
+def test_trust_ratio_is_one_where_a_norm_is_zero_or_not_finite(of, number):
+  trees = {"params": {"kernel": jnp.ones((2, 2))}, "gradients": {"kernel": jnp.ones((2, 2))}}
+  trees[of]["kernel"] *= number
+  tx = optax_boost.scale_by_lars_trust_ratio()
+  _, state = tx.update(trees["gradients"], tx.init(trees["params"]), trees["params"])
+  assert optax.tree.get(state, "trust_ratio") == 1
+  assert optax.tree.get(state, "notfinite_count") == (number != 0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -221,9 +225,9 @@ def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
   stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
   updates, state = tx.update(stacked_grads, tx.init(stacked), stacked)
-  ratios = optax_boost.trust_ratio_tree(state, stacked, stacked_axes={"layers/": 1})["layers"]
-  assert ratios["kernel"].shape == (3,)
-  np.testing.assert_array_equal(ratios["bias"], np.ones(3))
+  ratios = optax.tree.get(state, "trust_ratio")  # three biases, three kernels
+  assert ratios.shape == (6,)
+  np.testing.assert_array_equal(ratios[:3], np.ones(3))
   alone = optax_boost.lars(0.1, 1e-2)
   for i, (w, g) in enumerate(zip(layers, grads, strict=True)):
     expected, _ = alone.update({"kernel": g}, alone.init({"kernel": w}), {"kernel": w})
@@ -410,18 +414,7 @@ def test_trust_ratios_of_a_population_keep_its_axis():
   params = {"kernel": jnp.ones((5, 2, 2)), "bias": jnp.ones((5, 2))}
   tx = optax_boost.lars(0.1)
   state = jax.vmap(tx.init)(params)
-  one = jax.tree.map(lambda x: x[0], params)
-  ratios = optax_boost.trust_ratio_tree(state, one)
-  assert jax.tree.map(jnp.shape, ratios) == {"kernel": (5,), "bias": (5,)}
-
-
-def test_trust_ratios_of_other_params_are_refused():
-  tx = optax_boost.lars(0.1)
-  state = tx.init({"kernel": jnp.ones((2, 2))})
-  with pytest.raises(ValueError, match=r"got ratios of sizes \[1\] for 2 layers"):
-    optax_boost.trust_ratio_tree(state, {"a": jnp.ones(2), "b": jnp.ones(2)})
-  with pytest.raises(ValueError, match=r"got ratios of sizes \[\] for 1 layers"):
-    optax_boost.trust_ratio_tree(optax.EmptyState(), {"a": jnp.ones(2)})
+  assert optax.tree.get(state, "trust_ratio").shape == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -494,13 +487,6 @@ def test_a_pattern_without_effect_is_warned_of_once():
       _, state = tx.update(params, state, params)
     jax.jit(tx.update)(params, state, params)
   assert sorted(str(w.message).split("`")[1] for w in caught) == ["exclude", "stacked_axes"]
-
-
-def test_ratios_are_found_by_the_type_of_the_state():
-  params = {"trust_ratio": jnp.ones((2, 2))}
-  tx = optax.chain(optax.trace(0.9), optax_boost.lars(0.1))
-  ratios = optax_boost.trust_ratio_tree(tx.init(params), params)
-  assert ratios["trust_ratio"].shape == ()
 
 
 def test_small_steps_of_float16_gradients_reach_float32_params():

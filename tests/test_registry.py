@@ -58,12 +58,18 @@ def test_every_argument_is_described(name):
   assert not missing, f"{name} does not describe {missing}"
 
 
-@pytest.mark.parametrize(
-  "name", [n for n in optax_boost.__all__ if n.endswith("State") and n != "TrainState"]
-)
+STATES = {
+  value.__name__: value
+  for name, module in list(sys.modules.items())
+  if name.startswith("optax_boost._")
+  for value in vars(module).values()
+  if getattr(value, "__name__", "").endswith("State") and hasattr(value, "_fields")
+}
+
+
+@pytest.mark.parametrize("name", sorted(STATES))
 def test_state_describes_its_fields(name):
-  state = getattr(optax_boost, name)
-  doc = inspect.getdoc(state)
+  doc = inspect.getdoc(STATES[name])
   assert "Attributes:" in doc
-  missing = [field for field in state._fields if f"{field}: " not in doc]
+  missing = [field for field in STATES[name]._fields if f"{field}: " not in doc]
   assert not missing, f"{name} does not describe {missing}"

@@ -73,11 +73,12 @@ def jit_step(refresh_every, rate=0.1, **kwargs):
 
 
 def svrg_state(state):
-  (found,) = [
-    node
-    for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, optax_boost.SvrgState))
-    if isinstance(node, optax_boost.SvrgState)
-  ]
+  """The part of an optimizer state that is `svrg`'s."""
+
+  def is_svrg(node):
+    return hasattr(node, "variance_ratio")
+
+  (found,) = filter(is_svrg, jax.tree.leaves(state, is_leaf=is_svrg))
   return found
 
 

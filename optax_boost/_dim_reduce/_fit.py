@@ -48,7 +48,7 @@ def fit_subspace(
   fewer directions than `components`, the last rows of the basis are zero.
 
   Args:
-    snapshots: an optimizer state with a :class:`TrajectoryState` in it; an iterable of trees; or a
+    snapshots: the state of a chain with :func:`record_trajectory`; an iterable of trees; or a
       stacked tree (not a list or tuple), whose leaves have the snapshots along their first axis. An
       object of another class with ``len`` and ``[i]``, such as one that reads checkpoints, is read
       several times, and k + 8 of its snapshots are in memory at once, by the exact method without

@@ -165,8 +165,7 @@ def refresh_subspace(
   The residual momentum stays exactly the same; the quasi-Newton matrix starts anew.
 
   Args:
-    opt_state: the state of any chain that holds a :class:`DimReduceState`; of several, all are
-      renewed.
+    opt_state: the state of any chain with :func:`dim_reduce`; of several, all are renewed.
     subspace: the new subspace, of as many components. If it is not finite, the old one stays, and
       `notfinite_count` grows.
     groups: the argument `groups` of :func:`dim_reduce`.

@@ -61,8 +61,8 @@ def record_trajectory(
       devices take a snapshot or none does. Not needed under ``jit``.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that needs `params`. The state is a
-    :class:`TrajectoryState`, its snapshots sharded as the params are.
+    An :class:`optax.GradientTransformationExtraArgs` that needs `params`.
+    Snapshots in its state are sharded as the params are.
 
   Raises:
     ValueError: a number is out of range; in ``update``: no params, a tree that does not fit, a
@@ -141,7 +141,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
   """The snapshots in an optimizer state, the oldest first.
 
   Args:
-    opt_state: the state of any chain that holds one :class:`TrajectoryState`. Its values must be
+    opt_state: the state of any chain with one :func:`record_trajectory`. Its values must be
       known: under ``jit`` pass the state itself to :func:`fit_subspace`.
 
   Returns:
@@ -182,7 +182,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """The one :class:`TrajectoryState` of an optimizer state; refuses that of a population."""
+  """The one ``TrajectoryState`` of an optimizer state; refuses that of a population."""
   states = _tree.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))

@@ -111,7 +111,7 @@ def dim_reduce(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
-    params' dtype; the state is a :class:`DimReduceState`.
+    params' dtype.
 
   Raises:
     ValueError: a number is out of range, or the subspace does not fit the params; in ``update``:

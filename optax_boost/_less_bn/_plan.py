@@ -12,7 +12,6 @@ import math
 from typing import Any
 from typing import Literal
 from typing import TypeAlias
-from typing import get_args
 import warnings
 
 import jax
@@ -41,11 +40,6 @@ class NormPlace:
   role: Role
   layers: int = 0
 
-  def __post_init__(self) -> None:
-    _base.check_type("path", self.path, str, "a string")
-    _base.check_name("role", self.role, get_args(Role))
-    _base.check_whole_number("layers", self.layers, minimum=0, static=True)
-
 
 Predicate: TypeAlias = Callable[[NormPlace], bool]
 # A traced model: the flow of each of its inputs, and the paths of its BatchNorms, of its
@@ -70,15 +64,6 @@ class LessBNPlan:
   biases: tuple[str, ...] = ()
   head: str | None = None
   multiplier: float = 1.0
-
-  def __post_init__(self) -> None:
-    kinds = (("places", NormPlace, "NormPlace"), ("removed", str, "path"), ("biases", str, "path"))
-    for name, kind, noun in kinds:
-      value = getattr(self, name)
-      if not (isinstance(value, tuple) and all(isinstance(item, kind) for item in value)):
-        raise TypeError(f"`{name}` must be a tuple of {noun}s; got {_base.shorten(value)}.")
-    _base.check_type("head", self.head, str | None, "a path or None")
-    _base.check_number("multiplier", self.multiplier, positive=True)
 
   def __str__(self) -> str:
     def kept(role: Role) -> list[str]:

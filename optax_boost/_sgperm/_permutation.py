@@ -60,7 +60,7 @@ class LapermState(NamedTuple):
   Attributes:
     count: scalar int32, the number of inner steps made.
     synced: scalar bool, whether the last of them ended in a permutation.
-    initial: as in :class:`SgpermState`.
+    initial: as in :func:`sgperm`'s state.
     permutation: as there, of the last synchronization.
     ranks: as there.
     inner_state: the inner optimizer's state.

@@ -96,7 +96,7 @@ def less_bn(
       kernel and bias.
     bias: whether a convolution or dense layer without bias gets one, of zeros, where the
       BatchNorm after it goes.
-    predicate: which BatchNorms go, as a function of a :class:`optax_boost.NormPlace` (path, role,
+    predicate: which BatchNorms go, as a function of its place (path, role,
       layers). None: those inside of a branch of at least three layers. To take in basic blocks:
       ``lambda place: place.role == "inner"``.
     multiplier: the initial value of the head's multiplier. Raising it sharpens the predictions from

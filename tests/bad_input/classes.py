@@ -121,8 +121,6 @@ def entries() -> dict[str, shared.Entry]:
   vector = curve | {"negative": Bad(np.array([-1.0, 1.0]), ValueError)}
   fields = {f.name: getattr(problem.race_curves(), f.name) for f in dataclasses.fields(RaceCurves)}
   result_fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(RaceResult)}
-  plan = {"places": (), "removed": ()}
-  paths = kinds.kind({"text": "a", "list": ["a"], "numbers": (3,), "None": None}, {})
   schedule = optax_boost.continuous_freezing(2, 0.5)
   return {
     "AutoBoost.is_on": shared.Entry(
@@ -198,26 +196,6 @@ def entries() -> dict[str, shared.Entry]:
         "num_groups": shared.COUNT,
         "frozen_groups": shared.FUNCTION,
         "learning_rate_scale": shared.OPTIONAL_FUNCTION,
-      },
-    ),
-    "LessBNPlan": shared.Entry(
-      optax_boost.LessBNPlan,
-      lambda: plan,
-      {
-        "places": paths,
-        "removed": paths,
-        "biases": paths,
-        "head": kinds.kind({"number": 3, "list": ["head"]}, {}),
-        "multiplier": shared.POSITIVE,
-      },
-    ),
-    "NormPlace": shared.Entry(
-      optax_boost.NormPlace,
-      lambda: {"path": "norm", "role": "inner"},
-      {
-        "path": kinds.kind({"number": 3, "None": None}, {}),
-        "role": shared.NAME,
-        "layers": kinds.count(0, static=True),
       },
     ),
     "RaceCurves": shared.Entry(

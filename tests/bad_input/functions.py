@@ -15,13 +15,6 @@ from tests.bad_input.kinds import Bad
 
 @functools.cache
 def entries() -> dict[str, shared.Entry]:
-  ones = jnp.ones(3)
-  norms = kinds.kind(
-    {"None": None, "text": "1", "dict": {}, "bools": jnp.ones(3, bool)},
-    {"other shape": jnp.ones(2)},
-  )
-  # The first sets the shape.
-  norms["other shape"] = norms["other shape"]._replace(mention="grad_norm")
   share = {"num_groups": shared.COUNT, "frozen_fraction": shared.SHARE}
   scale = jnp.ones([])
   scaling = {
@@ -440,29 +433,6 @@ def entries() -> dict[str, shared.Entry]:
       {
         "opt_state": shared.OPT_STATE
         | {"no snapshot yet": Bad(trajectory.init(problem.PARAMS), ValueError)}
-      },
-    ),
-    "trust_ratio": shared.Entry(
-      optax_boost.trust_ratio,
-      lambda: {"param_norm": ones, "grad_norm": ones},
-      {
-        "param_norm": norms,
-        "grad_norm": norms,
-        "trust_coefficient": shared.POSITIVE,
-        "weight_decay": shared.NOT_NEGATIVE,
-        "eps": shared.NOT_NEGATIVE,
-      },
-    ),
-    "trust_ratio_tree": shared.Entry(
-      optax_boost.trust_ratio_tree,
-      lambda: {
-        "opt_state": problem.make("scale_by_lars_trust_ratio").init(problem.PARAMS),
-        "params": problem.PARAMS,
-      },
-      {
-        "opt_state": shared.OPT_STATE,
-        "params": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
-        "stacked_axes": shared.AXES,
       },
     ),
   }

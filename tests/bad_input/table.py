@@ -2,7 +2,6 @@
 
 import functools
 
-import optax_boost
 from tests.bad_input import classes
 from tests.bad_input import factories
 from tests.bad_input import for_flax
@@ -22,19 +21,13 @@ def entries() -> dict[str, shared.Entry]:
 
 
 # Public names that are not called with values of a user's own, each with the reason.
-_STATE = "a state: arrays that `init` made; the functions that take it check it"
 _RECORD = "a record that one of our functions returns; the functions that take it check it"
 _BY_FUNCTION = "made by the function of its name in lower case, whose arguments are checked"
 EXEMPT = {
-  **{
-    name: _STATE for name in optax_boost.__all__ if name.endswith("State") and name != "TrainState"
-  },
-  "SvrgState.with_full_gradient": "called by the train step with what full_gradient returned",
   "TrainState": _RECORD,
   "Subspace": _RECORD,
   "Decision": _RECORD,
   "LayerGroups": _RECORD,
-  "LoadReport": _RECORD,
   "AutoBoost": _BY_FUNCTION,
   "nnx.AutoBoost": _BY_FUNCTION,
   "linen.AutoBoost": _BY_FUNCTION,
