@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-oldest lint type bench evidence docs dist clean
+.PHONY: demo demo-auto demo-finetune devices test test-oldest house lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,10 @@ test-oldest:
 	  $(NEWER_PAGES:%="--deselect=tests/test_docs.py::test_the_code_of_a_page_runs[%]")
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
+
+# The sizes of the house; tests/house/test_figures.py holds their bounds.
+house: $(READY)
+	$(BIN)/python -m tests.house.figures
 
 lint: $(READY)
 	$(BIN)/ruff check .
