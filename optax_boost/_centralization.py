@@ -15,7 +15,7 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _tree
 
-_EMBEDDING = re.compile(r"(^|/)[a-z_]*embeddings?(/weight)?$")
+_EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
 _Layout = Literal["flax", "torch"]
 
 

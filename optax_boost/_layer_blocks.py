@@ -50,8 +50,7 @@ def _modules(
   """For each leaf the repeated modules that it is in, from the outermost in.
 
   A module is repeated if its name is numbered and two of its kind hold the same leaves. It counts
-  where its kernels come one after the other and no scan runs over them. Haiku gives the first of a
-  kind no number, as in `block`, `block_1`, `block_2`.
+  where its kernels come one after the other and no scan runs over them.
   """
   members: dict[str, set[int]] = {}
   for i, leaf in enumerate(leaves):
@@ -59,9 +58,8 @@ def _modules(
       members.setdefault(module, set()).add(i)
   kinds: dict[str, list[str]] = {}
   for module in members:
-    match = _NUMBERED.fullmatch(module)
-    if match or (f"{module}_1" in members and f"{module}_0" not in members):
-      kinds.setdefault(match[1] if match else f"{module}_", []).append(module)
+    if match := _NUMBERED.fullmatch(module):
+      kinds.setdefault(match[1], []).append(module)
   scanned = {i for stack in stacks for i in stack.axes}
 
   def contents(module: str) -> frozenset[str]:

@@ -22,7 +22,7 @@ from optax_boost import _base
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
-_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|offset|beta|gamma)$")
+_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")
@@ -179,7 +179,7 @@ def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
 
 
 def is_bias_or_norm(path: str) -> bool:
-  """Whether a leaf is named as a bias or a normalization is in Flax, Haiku or MXNet."""
+  """Whether a leaf has the name of a bias or a normalization in Flax or MXNet."""
   return _BIAS_OR_NORM.search(path) is not None
 
 

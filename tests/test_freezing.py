@@ -1389,15 +1389,6 @@ def test_places_in_lists_of_other_lengths_are_no_names(wrap):
   assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
 
 
-def test_moving_averages_of_haiku_stand_still_with_their_counts():
-  params = {f"net/~/norm_{i}": {"scale": 1.0} for i in range(2)} | {"net": {"w": 1.0}}
-  average = {"average": 0.0, "hidden": 0.0, "counter": 3}
-  statistics = {f"net/~/norm_{i}/~/mean_ema": average for i in range(2)} | {"net/other": average}
-  assert held(params, statistics, "net/~/norm_0/scale", "net/w") == [
-    f"net/~/norm_0/~/mean_ema/{name}" for name in ("average", "counter", "hidden")
-  ]
-
-
 def test_integer_statistics_of_a_frozen_layer_count_on():
   statistics = {"norm": {"mean": 0.0, "batches": 3, "phase": 1j}}
   assert held(NORM, statistics, "norm/scale") == ["norm/mean", "norm/phase"]

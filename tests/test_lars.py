@@ -199,7 +199,7 @@ def test_in_an_excluded_leaf_only_the_bad_entries_stand_still():
     ("attention/query/bias", (2, 4), True),
     ("norm/scale", (4,), True),
     ("batch_norm/gamma", (4,), True),
-    ("batch_norm/offset", (1, 1, 1, 4), True),
+    ("batch_norm/beta", (1, 1, 1, 4), True),
     ("rescale_net/kernel", (3, 3), False),
     ("vector", (4,), True),
     ("scalar", (), True),

@@ -20,8 +20,6 @@ from optax_boost import _tree
 Objective: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
-# Between the names of a module of Haiku and of one that it made for itself, as a moving average.
-_HAIKU_INSIDE = "/~/"
 
 
 def cut_gradient(
@@ -73,10 +71,9 @@ def hold_statistics(
 ) -> Any:
   """Takes the floating-point statistics of frozen layers from `before`.
 
-  A layer's statistics have the path of its params, but for a collection's name in front; in Haiku
-  they lie in modules inside. Integers (counts of batches or draws) and statistics of layers without
-  params go on. `find_axes` finds the axes of layers of the statistics `before`, by the number of
-  the leaf.
+  A layer's statistics have the path of its params, but for a collection's name in front. Integers
+  (counts of batches or draws) and statistics of layers without params go on. `find_axes` finds the
+  axes of layers of the statistics `before`, by the number of the leaf.
   """
   # By path: a loss may return other containers than it was given, or further statistics.
   numbered = enumerate(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
@@ -89,19 +86,13 @@ def hold_statistics(
   known = np.int32(depth) if isinstance(depth, int) else depth
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
-  def layer_of(module: str) -> str:
-    inside = module not in modules and _HAIKU_INSIDE in module
-    return module.rpartition(_HAIKU_INSIDE)[0] if inside else module
-
-  def keep(path: str, module: str, layer: str, new: Any) -> Any:
-    if layer not in modules or path not in old_leaves:
+  def keep(path: str, module: str, new: Any) -> Any:
+    if module not in modules or path not in old_leaves or not _is_inexact(new):
       return new
     number, old = old_leaves[path]
-    # Haiku's moving averages are divided by what their counts say.
-    counts_on = layer == module and not _is_inexact(new)
-    if counts_on or jnp.shape(old) != jnp.shape(new):
+    if jnp.shape(old) != jnp.shape(new):
       return new
-    group, axis = modules[layer], axes.get(number)
+    group, axis = modules[module], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
       return _groups.select_frozen(known, int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
@@ -109,16 +100,15 @@ def hold_statistics(
 
   leaves, structure = jax.tree.flatten(after)
   paths, own_modules = _tree.leaf_paths(after), _modules(after)
-  layers = list(map(layer_of, own_modules))
   statistics = [path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x)]
-  if statistics and not modules.keys() & layers:
+  if statistics and not modules.keys() & own_modules:
     _tree.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
       " 'norm/mean' beside 'norm/scale', so those of frozen layers go on. Pass"
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
-  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, layers, leaves)))
+  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, leaves)))
 
 
 def _is_inexact(x: Any) -> bool:
