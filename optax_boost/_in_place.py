@@ -22,6 +22,8 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _masking
+from optax_boost import _protocol
 from optax_boost import _tree
 
 # Makes the gradients and the extra arguments of ``update``.
@@ -63,6 +65,9 @@ def apply_gradients(
   and needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under
   ``jax.jit`` with params and state donated, in this order: JAX pairs donated arguments and results
   of a shape as they come, and XLA copies where the pair is not the same array's.
+
+  The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones, whatever is around
+  them; ``optax.apply_updates`` may be one rounding off.
 
   Args:
     tx: the transformation, any of optax's or ours.
@@ -118,8 +123,35 @@ def apply(
     return tx.apply(gradients, state, params, guard)
   grads, extra = gradients()
   updates, state = tx.update(grads, state, params, **extra)
-  new = optax.apply_updates(params, updates)
+  new = add_updates(params, updates, state)
   return (keep_finite(new, params) if guard else new), state
+
+
+def add_updates(
+  params: optax.Params, updates: optax.Updates, state: optax.OptState
+) -> optax.Params:
+  """``optax.apply_updates``, without its rounding where a state holds the exact new params."""
+
+  def reach(total: Any, param: Any, update: Any, exact: Any) -> Any:
+    if _tree.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
+      return total
+    exact = _arrays.on_device(exact).astype(total.dtype)
+    wide = jnp.promote_types(total.dtype, update.dtype)
+    step = exact.astype(wide) - param.astype(wide)
+    # Relative to the step: whatever else changes an update, as a frozen leaf's zero, is added.
+    leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
+    return jnp.where(leads, exact, total)
+
+  new = optax.apply_updates(params, updates)
+  structure: Any = jax.tree.structure(params, is_leaf=_tree.is_masked)
+  for node in _protocol.declaring_states(state, "exact"):
+    for name in _protocol.declared(node, "exact"):
+      trees = (new, params, updates, getattr(node, name))
+      leaves = [_masking.leaves_like(tree, params) for tree in trees]
+      fitting = [of_tree for of_tree in leaves if of_tree is not None]
+      if len(fitting) == len(trees):
+        new = jax.tree.unflatten(structure, list(map(reach, *fitting)))
+  return new
 
 
 def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:

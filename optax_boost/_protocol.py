@@ -11,6 +11,8 @@ The class of a method's state may declare tuples of names:
             counters don't count, as that in `steps` tells whether one of them made a step
   observes  fields that follow the params after each step, as ``("average_params/average",)``: a
             wrapper around it must not change its updates, nor take back parts of its state
+  exact     fields with the exact params after the step, to which its updates lead; a leaf that is
+            not the method's is ``optax.MaskedNode()``
 
 The train step knows four requests and no method:
 

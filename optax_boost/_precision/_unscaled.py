@@ -165,7 +165,7 @@ class UnscalingOptimizer:
     if self.skip == "group" or (in_place and not (shapes is None or _is_wide(shapes))):
       # The updates are needed: for each group to be left out, or to be rounded.
       out, state = self.update(updates, state, params, **extra_args)
-      return optax.apply_updates(params, out), state
+      return _in_place.add_updates(params, out, state), state
     scales, numbers = self.scales_of(state), self.number(params)
     by_group = functools.partial(self._by_group, numbers, len(scales))
     inner = self.inner if in_place else self._cast_inner(shapes)

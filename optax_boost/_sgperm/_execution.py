@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import math
 from typing import Any
+from typing import NamedTuple
 from typing import TypeAlias
 
 import jax
@@ -22,58 +23,91 @@ _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
 # than compiling is worth: there a stack is no larger than a block.
 _STACKED_WEIGHTS = 2**25
 
-# Gets the initial weights and more arrays, (n, vectors) or (1, vectors), each vector by itself;
-# `vectors` may be several axes, the first then that of leaves. Returns (n, vectors) int32: for each
-# position the initial one of its new weight.
+
+class Weights(NamedTuple):
+  """The weights of a leaf, and arrays of its shape that move with them."""
+
+  values: Any
+  permutation: Any  # int32, each weight's entry in the raveled initial leaf
+  ranks: Any = None  # int32, each weight's rank in its vector
+
+
+# Gets weights and more arrays, (n, vectors) or (1, vectors), each vector by itself; `vectors` may
+# be several axes, the first then that of leaves. Returns (n, vectors) int32: for each position the
+# one whose weight it receives.
 Kernel: TypeAlias = Callable[..., jax.Array]
 
 
 def over_leaves(
-  kernel: Callable[[Any], Kernel], leaves: Sequence[tuple[Any, Sequence[jax.Array]]]
-) -> list[tuple[jax.Array, jax.Array]]:
+  kernel: Callable[[Any], Kernel], leaves: Sequence[tuple[Any, Weights, Sequence[jax.Array]]]
+) -> list[Weights]:
   """Runs the kernel for a layout once for leaves of the same shapes, fan-in axes and dtypes.
 
-  `leaves`: of each leaf the layout, and the kernel's arrays, (*fan_in, *outputs) or
-  (1, ..., *outputs). Returns in the former shape the kernel's results, and the weights there.
+  `leaves`: of each leaf the layout, its weights (*fan_in, *outputs), and the kernel's other arrays,
+  of the same shape or (1, ..., *outputs). Returns the moved weights.
   """
-  mesh = _mesh_of([x for _, arrays in leaves for x in arrays])
+  columns = [[*jax.tree.leaves(weights), *others] for _, weights, others in leaves]
+  mesh = _mesh_of([x for arrays in columns for x in arrays])
   alike: dict[Any, list[int]] = {}
-  for i, (layout, arrays) in enumerate(leaves):
+  for i, ((layout, *_), arrays) in enumerate(zip(leaves, columns, strict=True)):
     alike.setdefault((layout, *(x.dtype for x in arrays)), []).append(i)
   results: list[Any] = [None] * len(leaves)
   for members in alike.values():
-    layout, (initial, *_) = leaves[members[0]]
-    axes, one = len(layout.fan_in), kernel(layout)
-    most = _WEIGHTS if _on_cpu(initial) else _STACKED_WEIGHTS
-    chunk = max(1, most // max(1, initial.size))
+    layout, weights, others = leaves[members[0]]
+    size, moving = weights.values.size, len(columns[members[0]]) - len(others)
+    run = _Run(kernel(layout), len(layout.fan_in), moving, mesh)
+    chunk = max(1, (_WEIGHTS if _on_cpu(weights.values) else _STACKED_WEIGHTS) // max(1, size))
     for start in range(0, len(members), chunk):
       some = members[start : start + chunk]
-      stacks = list(zip(*(leaves[i][1] for i in some), strict=True))
-      moved = _on_sharded_stacks(one, stacks, axes, mesh) if mesh else _on_stacks(one, stacks, axes)
-      for i, result in zip(some, moved, strict=True):
-        results[i] = result
+      moved = run(list(zip(*(columns[i] for i in some), strict=True)))
+      for i, arrays in zip(some, moved, strict=True):
+        results[i] = Weights(*arrays)
   return results
 
 
-def _on_stacks(
-  kernel: Kernel, stacks: list[tuple[jax.Array, ...]], axes: int
-) -> list[tuple[jax.Array, jax.Array]]:
+class _Run(NamedTuple):
   """Runs a kernel on the vectors of several leaves side by side."""
-  initial, shape = stacks[0], stacks[0][0].shape
-  places = in_blocks(kernel, [jnp.stack([_columns(x, axes) for x in xs]) for xs in stacks])
-  # Gathers leaf by leaf need no stack of results.
-  values = [_sorting.gather(_columns(x, axes), p) for x, p in zip(initial, places, strict=True)]
-  return [(p.reshape(shape), x.reshape(shape)) for p, x in zip(places, values, strict=True)]
+
+  kernel: Kernel
+  axes: int  # of the fan-in
+  moving: int  # how many of the arrays move
+  mesh: jax.sharding.AbstractMesh | None
+
+  def __call__(self, stacks: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
+    """`stacks`: of each array the leaves' ones. Returns of each leaf the moved ones."""
+    if self.mesh is not None:
+      return self._sharded(stacks, self.mesh)
+    shape = stacks[0][0].shape
+    columns = [[self._columns(x) for x in xs] for xs in stacks]
+    sources = in_blocks(self.kernel, list(map(jnp.stack, columns)))
+    # Gathers leaf by leaf need no stack of results.
+    return [
+      [_sorting.gather(x, source).reshape(shape) for x in arrays]
+      for source, arrays in zip(sources, zip(*columns[: self.moving], strict=True), strict=True)
+    ]
+
+  def _columns(self, x: jax.Array) -> jax.Array:
+    return x.reshape(math.prod(x.shape[: self.axes]), math.prod(x.shape[self.axes :]))
+
+  def _sharded(
+    self, stacks: list[tuple[jax.Array, ...]], mesh: jax.sharding.AbstractMesh
+  ) -> list[list[jax.Array]]:
+    """The same where all cross devices in one exchange, or not at all."""
+    axes, shape, count = self.axes, stacks[0][0].shape, len(stacks[0])
+    hint = _hint(stacks[0][0], axes, mesh.size)
+    stacked = _exchanged(stacks, axes, mesh, hint)
+    vectors = [x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]) for x in stacked]
+    source = self.kernel(*vectors)
+    moved = [_sorting.gather(x, source) for x in vectors[: self.moving]]
+    parts = [jnp.moveaxis(x.reshape(*shape[:axes], count, *shape[axes:]), axes, 0) for x in moved]
+    back = _exchanged([tuple(part) for part in parts], axes, mesh)
+    return [list(arrays) for arrays in zip(*(jnp.moveaxis(x, axes, 0) for x in back), strict=True)]
 
 
 def _on_cpu(x: jax.Array) -> bool:
   """Whether a CPU will run the program, or where an array lies on no known mesh, most likely."""
   device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
-
-
-def _columns(x: jax.Array, axes: int) -> jax.Array:
-  return x.reshape(math.prod(x.shape[:axes]), math.prod(x.shape[axes:]))
 
 
 def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
@@ -113,21 +147,6 @@ def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
   """The mesh of several devices that arrays lie on, where its shardings are the compiler's."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
   return next((m for m in meshes if m.size > 1 and _arrays.is_auto(m)), None)
-
-
-def _on_sharded_stacks(
-  kernel: Kernel, stacks: list[tuple[jax.Array, ...]], axes: int, mesh: jax.sharding.AbstractMesh
-) -> list[tuple[jax.Array, jax.Array]]:
-  """Runs a kernel on the vectors of several leaves; all cross devices in one exchange, or not."""
-  shape, count = stacks[0][0].shape, len(stacks[0])
-  hint = _hint(stacks[0][0], axes, mesh.size)
-  stacked = _exchanged(stacks, axes, mesh, hint)
-  vectors = [x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]) for x in stacked]
-  places = kernel(*vectors)
-  results = [places, _sorting.gather(vectors[0], places)]
-  parts = [jnp.moveaxis(x.reshape(*shape[:axes], count, *shape[axes:]), axes, 0) for x in results]
-  back = _exchanged([tuple(part) for part in parts], axes, mesh)
-  return list(zip(*(jnp.moveaxis(x, axes, 0) for x in back), strict=True))
 
 
 def _exchanged(

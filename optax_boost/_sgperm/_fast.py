@@ -38,14 +38,15 @@ def targets(
 
 
 @jax.jit
-def pairs(weights: jax.Array, places: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
+def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
   """Swaps pairs of weights towards their targets, a round for each of the random `bits` (uint32).
 
-  Returns `places`, int32 from 0 to n - 1, moved as the weights.
+  Returns for each position the one whose weight it receives.
   """
   n = weights.shape[0]
   shifts = (bits % n).astype(jnp.int32)
   place_bits = (n - 1).bit_length()
+  places = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 0)
 
   def swap(k: jax.Array, moved: list[jax.Array]) -> list[jax.Array]:
     def partner(x: jax.Array) -> jax.Array:
@@ -80,6 +81,6 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
 
 
 @jax.jit
-def by_rank(target: jax.Array, ordered: jax.Array) -> jax.Array:
-  """Gives the r-th of `ordered`, values by rising weight, to the r-th smallest target (no NaN)."""
-  return _sorting.gather(ordered, _sorting.inverse(_sorting.argsort(target)))
+def by_rank(target: jax.Array, ranks: jax.Array) -> jax.Array:
+  """Gives the weight of rank r to the position with the r-th smallest target (no NaN)."""
+  return _sorting.gather(_sorting.inverse(ranks), _sorting.inverse(_sorting.argsort(target)))

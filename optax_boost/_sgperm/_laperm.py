@@ -25,15 +25,15 @@ from optax_boost import _protocol
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _sorting
+from optax_boost._sgperm._execution import Weights
 from optax_boost._sgperm._permutation import LapermState
 
 _METHOD = "laperm"
 
 
-def _synchronized(initial: jax.Array, trained: jax.Array, ranks: jax.Array) -> jax.Array:
-  """The places of the initial weights in the order of the trained; NaN are the largest."""
-  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), _sorting.inverse(ranks))
+def _synchronized(values: Any, permutation: Any, ranks: jax.Array, trained: jax.Array) -> jax.Array:
+  """For each position the weight that it receives, in the order of the trained; NaN the largest."""
+  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), ranks)
 
 
 def _period(sync_every: Any, count: jax.Array) -> jax.Array:
@@ -61,9 +61,9 @@ def laperm(
   At a synchronization each weight vector gets its initial values back, in the order of the trained
   ones: of all their permutations the nearest. Between two synchronizations params are no
   permutation: evaluate and save :func:`permuted_params` of the state, those of the last
-  synchronization, or its :func:`permutation`. With ``optax.apply_updates``, params after a
-  synchronization are within one rounding of the exact permutation; with
-  :func:`apply_permuted_params` in its place they are the permutation itself.
+  synchronization, or its :func:`permutation`. After a synchronization params are the permutation to
+  the bit with :func:`make_train_step` and :func:`apply_gradients`, and within one rounding of it
+  with ``optax.apply_updates``.
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
   bias. A vector whose initial weights are all alike, such as a zero bias, returns to them, which
@@ -101,11 +101,13 @@ def laperm(
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
     >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
     >>> tx = optax_boost.laperm(optax.adam(0.1), sync_every=10)
-    >>> state, update = tx.init(params), jax.jit(tx.update)
+    >>> @jax.jit
+    ... def step(params, state):
+    ...   return optax_boost.apply_gradients(tx, jax.grad(loss)(params), state, params)
+    >>> trained, state = params, tx.init(params)
     >>> for _ in range(100):
-    ...   updates, state = update(jax.grad(loss)(params), state, params)
-    ...   params = optax_boost.apply_permuted_params(params, updates, state)
-    >>> bool(loss(optax_boost.permuted_params(state)) < 0.01 * loss(state.initial))
+    ...   trained, state = step(trained, state)
+    >>> bool(loss(optax_boost.permuted_params(state)) < 0.01 * loss(params))
     True
 
   References:
@@ -131,7 +133,7 @@ def laperm(
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      initial=held(_arrays.copy_arrays(params)),
+      permuted_params=held(_arrays.copy_arrays(params)),
       permutation=held(_layout.identity(params)),
       ranks=held(list(map(_layout.ranks, layouts, leaves))),
       inner_state=inner_state,
@@ -145,53 +147,63 @@ def laperm(
   ) -> tuple[optax.Updates, LapermState]:
     layouts = cutter.for_update(updates, state, LapermState, params)
     steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-    trees = (steps, state.permutation, params, state.initial, state.ranks)
     structure: Any = jax.tree.structure(params)
-    steps, permutation, *rest = map(structure.flatten_up_to, trees)
+    steps = structure.flatten_up_to(steps)
     # An `accumulate` or a loss scale inside returns zeros where it made no step.
     stepped = functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in steps], jnp.array(False))
     count = jnp.where(stepped, optax.safe_increment(state.count), state.count)
     due = stepped & (count % _period(sync_every, state.count) == 0)
-    steps = [
-      u if lay.excluded else u.astype(jnp.promote_types(u.dtype, w.dtype))
-      for lay, u, w in zip(layouts, steps, rest[0], strict=True)
+    held = [i for i, lay in enumerate(layouts) if not lay.excluded]
+    ours = [layouts[i] for i in held]
+    targets = [jax.tree.leaves(params)[i] for i in held]
+    wide = [
+      steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
+      for i, w in zip(held, targets, strict=True)
     ]
+    trees = (state.permuted_params, state.permutation, state.ranks)
+    weights = list(map(Weights, *map(jax.tree.leaves, trees)))
 
     def synchronize(
-      steps: list[Any], permutation: list[Any], params: Any, initial: Any, ranks: Any
-    ) -> tuple[list[Any], list[Any]]:
-      steps, permutation = list(steps), list(permutation)
-      moving = [i for i, lay in enumerate(layouts) if lay.movable]
+      steps: list[jax.Array], weights: list[Weights], params: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[Weights]]:
+      weights, moving = list(weights), [k for k, lay in enumerate(ours) if lay.movable]
 
-      def vectors(i: int) -> tuple[_layout.Layout, list[jax.Array]]:
-        trained = optax.apply_updates(params[i], steps[i])
-        arrays = (initial[i], trained, ranks[i])
-        return layouts[i], list(map(layouts[i].fan_in_first, arrays))
+      def vectors(k: int) -> tuple[_layout.Layout, Weights, list[jax.Array]]:
+        trained = optax.apply_updates(params[k], steps[k])
+        first = ours[k].fan_in_first
+        return ours[k], jax.tree.map(first, weights[k]), [first(trained)]
 
-      targets = dict(zip(range(len(steps)), initial, strict=True))
-      results = _execution.over_leaves(lambda layout: _synchronized, list(map(vectors, moving)))
-      for i, result in zip(moving, results, strict=True):
-        targets[i], permutation[i] = _layout.moved(layouts[i], permutation[i], initial[i], *result)
-      for i, lay in enumerate(layouts):
-        if not lay.excluded:
-          steps[i] = _layout.difference(params[i], targets[i], steps[i].dtype)
-      return steps, permutation
+      moved = _execution.over_leaves(lambda layout: _synchronized, list(map(vectors, moving)))
+      for k, of_leaf in zip(moving, moved, strict=True):
+        weights[k] = _layout.whole(ours[k], weights[k], of_leaf)
+      found = [
+        _layout.difference(p, new.values, u.dtype)
+        for p, new, u in zip(params, weights, steps, strict=True)
+      ]
+      return found, weights
 
     # A permutation restored without a sharding tells none.
-    sharded = [
-      optax.MaskedNode() if lay.excluded else w for lay, w in zip(layouts, rest[0], strict=True)
-    ]
-    synchronize = _execution.auto_sharded(synchronize, (steps, sharded))
+    like = [Weights(w, w, w) for w in targets]
+    synchronize = _execution.auto_sharded(synchronize, (wide, like))
     # Sorts run only when they are due.
-    steps, permutation = _conditional.cond(
-      due, synchronize, lambda *lists: lists[:2], steps, permutation, *rest
+    wide, weights = _conditional.cond(
+      due, synchronize, lambda *lists: lists[:2], wide, weights, targets
     )
+    for i, step in zip(held, wide, strict=True):
+      steps[i] = step
+
+    def tree(leaves: Any) -> Any:
+      masked: list[Any] = [optax.MaskedNode()] * len(layouts)
+      for i, x in zip(held, leaves, strict=True):
+        masked[i] = x
+      return jax.tree.unflatten(structure, masked)
+
     return jax.tree.unflatten(structure, steps), LapermState(
       count=count,
       synced=jnp.where(stepped, due, state.synced),
-      initial=state.initial,
-      permutation=jax.tree.unflatten(structure, permutation),
-      ranks=state.ranks,
+      permuted_params=tree(new.values for new in weights),
+      permutation=tree(new.permutation for new in weights),
+      ranks=tree(new.ranks for new in weights),
       inner_state=inner_state,
     )
 

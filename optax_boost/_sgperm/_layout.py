@@ -19,6 +19,7 @@ from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _sorting
+from optax_boost._sgperm._execution import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,38 +68,6 @@ class Layout:
     """The inverse of :meth:`columns` and of :meth:`fan_in_first`."""
     axes = self.fan_in + self.outputs
     return jnp.transpose(columns.reshape([self.shape[a] for a in axes]), np.argsort(axes).tolist())
-
-  def _runs(self) -> list[tuple[int, int]]:
-    """Length and stride of the fan-in axes, contiguous ones merged into one."""
-    runs: list[tuple[int, int]] = []
-    for axis in reversed(self.fan_in):
-      length, stride = self.shape[axis], math.prod(self.shape[axis + 1 :])
-      if runs and stride == runs[0][0] * runs[0][1]:
-        runs[0] = (runs[0][0] * length, runs[0][1])
-      else:
-        runs.insert(0, (length, stride))
-    return runs
-
-  def position(self, flat: jax.Array) -> jax.Array:
-    """The places in their weight vectors of entries of the raveled leaf."""
-    place = jnp.zeros_like(flat)
-    for length, stride in self._runs():
-      index = flat // stride
-      outermost = length * stride == math.prod(self.shape)
-      place = place * length + (index if outermost else index % length)
-    return place
-
-  def entries(self, position: jax.Array) -> jax.Array:
-    """The entries of the raveled leaf at places (*fan_in, *outputs) in their weight vectors."""
-    shape = [1] * len(self.fan_in) + [self.shape[axis] for axis in self.outputs]
-    flat = jnp.zeros(shape, jnp.int32)
-    for k, axis in enumerate(self.outputs, len(self.fan_in)):
-      index = jax.lax.broadcasted_iota(jnp.int32, shape, k)
-      flat = flat + index * math.prod(self.shape[axis + 1 :])
-    for length, stride in reversed(self._runs()):
-      flat = flat + position % length * stride
-      position = position // length
-    return flat
 
 
 class Cutter:
@@ -155,7 +124,7 @@ class Cutter:
     _tree.check_update(self._method, updates, state, state_type, params, needs_params=True)
     layouts = self.layouts(params)
     held = [lay for lay in layouts if not lay.excluded]
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.initial)]
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
     if [lay.shape for lay in held] != shapes:
       details = [
         f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
@@ -184,7 +153,7 @@ def _largest_is_finite(x: jax.Array) -> jax.Array:
 
 
 def ranks(layout: Layout, x: Any) -> Any:
-  """The ranks of a leaf's entries in their vectors, equal ones in natural order; int32."""
+  """The ranks of a leaf's weights in their vectors, equal ones in natural order; int32."""
   return x.update(dtype=jnp.int32) if isinstance(x, jax.ShapeDtypeStruct) else _ranks(layout, x)
 
 
@@ -242,12 +211,13 @@ def _entries(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def moved(
-  layout: Layout, held: jax.Array, initial: jax.Array, position: jax.Array, values: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The leaf with the initial weights of places (*fan_in, *outputs), and its permutation."""
-  permutation = layout.leaf(layout.entries(position))
-  return layout.leaf(values), _execution.sharded_like(held, permutation, initial)
+def whole(layout: Layout, held: Weights, moved: Weights) -> Weights:
+  """A leaf's weights, moved as (*fan_in, *outputs), in the leaf's shape and with its sharding."""
+
+  def one(old: jax.Array, new: jax.Array) -> jax.Array:
+    return _execution.sharded_like(old, layout.leaf(new), held.values)
+
+  return jax.tree.map(one, held, moved)
 
 
 def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:

@@ -11,6 +11,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -18,7 +19,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _layout
 
 
-@_protocol.declares(metrics=("sgperm/notfinite_count",))
+@_protocol.declares(metrics=("sgperm/notfinite_count",), exact=("permuted_params",))
 class SgpermState(NamedTuple):
   """State of :func:`sgperm`: four copies of the params, three with ``method="pairs"``.
 
@@ -28,11 +29,11 @@ class SgpermState(NamedTuple):
     lamda: scalar, the last step's lamda.
     key: raw key data, from which each step draws its subsets or pairs.
     momentum: the recommendations, in at least float32.
-    initial: a copy of the initial params.
+    permuted_params: the exact params after the last step; they share no memory with the params.
     permutation: int32 of the params' shapes: for each entry of a leaf, which entry of the raveled
       initial leaf it holds now. See :func:`permutation`.
-    ranks: int32 of the params' shapes: the initial entries' ranks in their weight vectors; ``()``
-      with ``method="pairs"``.
+    ranks: int32 of the params' shapes: the weights' ranks in their vectors; ``()`` with
+      ``method="pairs"``.
     ranges: per leaf (1, vectors), the weight vectors' initial ranges.
     notfinite_count: scalar int32, the steps with a gradient entry that was not finite.
     mismatch_count: scalar int32, with ``check=True`` the steps whose params were not the
@@ -44,7 +45,7 @@ class SgpermState(NamedTuple):
   lamda: jax.Array
   key: jax.Array
   momentum: optax.Updates
-  initial: optax.Params
+  permuted_params: optax.Params
   permutation: Any
   ranks: Any
   ranges: Any
@@ -52,6 +53,7 @@ class SgpermState(NamedTuple):
   mismatch_count: jax.Array
 
 
+@_protocol.declares(exact=("permuted_params",))
 class LapermState(NamedTuple):
   """State of :func:`laperm`: three copies of the params beside the inner state.
 
@@ -60,15 +62,15 @@ class LapermState(NamedTuple):
   Attributes:
     count: scalar int32, the number of inner steps made.
     synced: scalar bool, whether the last of them ended in a permutation.
-    initial: as in :func:`sgperm`'s state.
-    permutation: as there, of the last synchronization.
-    ranks: as there.
+    permuted_params: the exact params of the last synchronization.
+    permutation: as in :func:`sgperm`'s state, of the last synchronization.
+    ranks: the ranks of `permuted_params` in their weight vectors.
     inner_state: the inner optimizer's state.
   """
 
   count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
   synced: jax.Array
-  initial: optax.Params
+  permuted_params: optax.Params
   permutation: Any
   ranks: Any
   inner_state: optax.OptState
@@ -97,18 +99,16 @@ def _take(initial: jax.Array, index: jax.Array) -> jax.Array:
   return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], initial)(initial, index)
 
 
-def mismatch(
-  params: Any, initial: Any, permutation: Any, layouts: list[_layout.Layout]
-) -> jax.Array:
-  """Whether params differ from the permutation by more than rounding; raises outside ``jit``."""
+def mismatch(params: Any, exact: Any, layouts: list[_layout.Layout]) -> jax.Array:
+  """Whether params differ from the exact ones by more than rounding; raises outside ``jit``."""
   any_wrong = jnp.zeros([], bool)
-  parts = (jax.tree.leaves(tree) for tree in (params, initial, permutation))
-  for layout, p, start, index in zip(layouts, *parts, strict=True):
+  parts = (jax.tree.leaves(tree) for tree in (params, exact))
+  for layout, p, x in zip(layouts, *parts, strict=True):
     if not layout.movable:
       continue
     # With `optax.apply_updates`, rounding moves a weight by less than this.
-    slack = 2 * jnp.finfo(p.dtype).eps * jnp.max(jnp.abs(start))
-    off = jnp.max(jnp.abs(p - _take(start, index)))
+    slack = 2 * jnp.finfo(p.dtype).eps * jnp.max(jnp.abs(x))
+    off = jnp.max(jnp.abs(p - x))
     wrong = jnp.logical_not(off <= slack)
     if not isinstance(wrong, jax.core.Tracer) and wrong:
       raise ValueError(
@@ -254,7 +254,8 @@ def permuted_params(opt_state: optax.OptState, params: optax.Params | None = Non
   """
   name = "permuted_params"
   state = find_state(opt_state, name)
-  exact = _mapped(lambda _, p, i: _take(p, i), state.initial, state.permutation, name)
+  # Copied: a train step that donates its state would take the params with it.
+  exact = _arrays.copy_arrays(state.permuted_params)
   return exact if params is None else _mapped(lambda _, p, permuted: permuted, params, exact, name)
 
 
@@ -291,20 +292,5 @@ def apply_permuted_params(
   """
   _base.require_params(params, "apply_permuted_params")
   _tree.check_same_tree(updates, params, "apply_permuted_params")
-  state = find_state(opt_state, "apply_permuted_params")
-  added = optax.apply_updates(params, updates)
-
-  def reached(param: Any, update: Any, total: jax.Array, exact: jax.Array) -> jax.Array:
-    if exact is total:
-      return total  # not permuted, and perhaps of integers
-    exact = exact.astype(total.dtype)
-    step = _layout.difference(param, exact, update.dtype)
-    # Relative to the step: an entry at its permuted weight takes any other update, however small.
-    rounding = jnp.finfo(update.dtype).eps
-    # A synchronization brings weights back that became NaN, by updates of NaN.
-    leads_there = jnp.isclose(update, step, rounding, 0, equal_nan=isinstance(state, LapermState))
-    if isinstance(state, LapermState):
-      leads_there = jnp.logical_and(leads_there, state.synced)
-    return jnp.where(leads_there, exact, total)
-
-  return jax.tree.map(reached, params, updates, added, permuted_params(state, added))
+  find_state(opt_state, "apply_permuted_params")
+  return _in_place.add_updates(params, updates, opt_state)

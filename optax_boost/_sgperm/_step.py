@@ -1,9 +1,11 @@
 """The steps of SGPerm, of checked arguments: momentum, random bits, and a kernel."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +22,17 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permutation
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
+from optax_boost._sgperm._execution import Weights
 from optax_boost._sgperm._permutation import SgpermState
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Leaf:
-  """A leaf's partition if it is given, and arrays, of the leaf's shape but for the ranges."""
+class Leaf(NamedTuple):
+  """The arrays of a leaf's step; all but the ranges are of the leaf's shape."""
 
-  layout: _layout.Layout = dataclasses.field(metadata={"static": True})
-  order: Any
+  weights: Weights
   momentum: jax.Array
-  params: jax.Array
-  initial: jax.Array
-  permutation: jax.Array
-  ranks: Any
   ranges: jax.Array
+  order: Any  # the partition to replay, (n, vectors), or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Transform:
       lamda=self.schedules.lamda(count),
       key=jnp.array(jax.random.key_data(self.key)),
       momentum=jax.tree.map(zero_momentum, params),
-      initial=_arrays.copy_arrays(params),
+      permuted_params=_arrays.copy_arrays(params),
       permutation=_layout.identity(params),
       ranks=() if self.method == "pairs" else of_each(_layout.ranks),
       ranges=_tree.unboxed(of_each(_layout.ranges)),
@@ -93,28 +90,39 @@ class Transform:
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(updates, state, SgpermState, params)
     if self.check:
-      mismatch = _permutation.mismatch(params, state.initial, state.permutation, layouts)
+      mismatch = _permutation.mismatch(params, state.permuted_params, layouts)
       state = state._replace(mismatch_count=_arrays.increment_if(mismatch, state.mismatch_count))
     orders = _given_orders(partitions, updates, layouts)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
-    trees = (momentum, params, state.initial, state.permutation, state.ranks, state.ranges)
     # With "pairs" the state has no ranks.
+    trees = (state.permuted_params, state.permutation, state.ranks, momentum, state.ranges)
     parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-    leaves = list(map(Leaf, layouts, orders, *parts))
+    weights = list(map(Weights, *parts[:3]))
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    moved = self._moved(state, [leaves[i] for i in moving])
-    gradients, structure = jax.tree.flatten(updates)
-    steps = list(map(jnp.zeros_like, gradients))
-    permutation = [leaf.permutation for leaf in leaves]
-    for i, (target, index) in zip(moving, moved, strict=True):
-      steps[i] = _layout.difference(leaves[i].params, target, gradients[i].dtype)
-      permutation[i] = index
-    return jax.tree.unflatten(structure, steps), state._replace(
+    leaves = [Leaf(weights[i], parts[3][i], parts[4][i], orders[i]) for i in moving]
+    currents = jax.tree.leaves(params)
+    # A state restored without shardings has none.
+    like = [jax.tree.map(lambda _, i=i: currents[i], weights[i]) for i in moving]
+    moved = self._moved([layouts[i] for i in moving], state, leaves, like)
+    for i, of_leaf in zip(moving, moved, strict=True):
+      weights[i] = of_leaf
+    structure: Any = jax.tree.structure(updates)
+
+    def tree(leaves: Iterable[Any]) -> Any:
+      return jax.tree.unflatten(structure, list(leaves))
+
+    steps = [
+      _layout.difference(p, new.values, g.dtype)
+      for p, new, g in zip(currents, weights, jax.tree.leaves(updates), strict=True)
+    ]
+    return tree(steps), state._replace(
       count=optax.safe_increment(state.count),
       alpha=self.schedules.alpha(state.count),
       lamda=self.schedules.lamda(state.count),
       momentum=momentum,
-      permutation=jax.tree.unflatten(structure, permutation),
+      permuted_params=tree(new.values for new in weights),
+      permutation=tree(new.permutation for new in weights),
+      ranks=() if self.method == "pairs" else tree(new.ranks for new in weights),
       notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
@@ -128,26 +136,32 @@ class Transform:
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
     return kept, jnp.logical_not(_arrays.all_finite(new))
 
-  def _moved(self, state: SgpermState, leaves: list[Leaf]) -> list[tuple[jax.Array, jax.Array]]:
-    """The weights of each leaf after the step, and their permutation."""
+  def _moved(
+    self, layouts: list[_layout.Layout], state: SgpermState, leaves: list[Leaf], like: list[Weights]
+  ) -> list[Weights]:
+    """The weights of each leaf after the step, sharded as those of `like`."""
+    if not leaves:
+      return []
 
-    def move(count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> Any:
-      bits = self._random_bits(count, key, leaves)
+    def move(count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> list[Weights]:
+      bits = self._random_bits(count, key, layouts)
       on_host = self.method == "exact" and self._on_host()
       step = self._host_step if on_host else self._device_step
+      moved = step(count, bits, layouts, leaves)
       return [
-        _layout.moved(leaf.layout, leaf.permutation, leaf.initial, *result)
-        for leaf, result in zip(leaves, step(count, bits, leaves), strict=True)
+        _layout.whole(lay, leaf.weights, weights)
+        for lay, leaf, weights in zip(layouts, leaves, moved, strict=True)
       ]
 
-    move = _execution.auto_sharded(move, [(leaf.params, leaf.params) for leaf in leaves])
-    return move(state.count, state.key, leaves)
+    return _execution.auto_sharded(move, like)(state.count, state.key, leaves)
 
   def _sizes(self, length: int) -> tuple[int, int]:
     """The smallest and the largest size that a subset of vectors of this length may ever have."""
     return self.schedules.sizes(length, self.partition_size_min)
 
-  def _random_bits(self, count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> jax.Array:
+  def _random_bits(
+    self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
+  ) -> jax.Array:
     """Random words, from one draw for all leaves: their vectors do not mix."""
 
     def words(n: int) -> int:
@@ -155,7 +169,7 @@ class Transform:
         return n if self._sizes(n)[0] < n else 0
       return self.rounds if self.method == "pairs" else 0
 
-    most = max((words(leaf.layout.length) for leaf in leaves), default=0)
+    most = max((words(lay.length) for lay in layouts), default=0)
     if not most:
       return jnp.zeros(0, jnp.uint32)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
@@ -167,38 +181,33 @@ class Transform:
     return _sorting.argsort(bits[:n]) if drawn else jnp.arange(n, dtype=jnp.int32)
 
   def _device_step(
-    self, count: jax.Array, bits: jax.Array, leaves: list[Leaf]
-  ) -> list[tuple[jax.Array, jax.Array]]:
-    """Per leaf (*fan_in, *outputs), the places of initial weights, and these."""
+    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[Weights]:
+    """The weights of each leaf after the step, (*fan_in, *outputs)."""
 
-    def arrays(leaf: Leaf) -> tuple[_layout.Layout, list[jax.Array]]:
-      lay = leaf.layout
-      held = {
-        "exact": [leaf.permutation, leaf.ranks],
-        "pairs": [leaf.params, leaf.permutation],
-        "rank": [leaf.params, leaf.ranks],
-      }[self.method]
+    def arrays(lay: _layout.Layout, leaf: Leaf) -> tuple[_layout.Layout, Weights, list[jax.Array]]:
       given = [] if leaf.order is None else [lay.leaf(leaf.order.astype(jnp.int32))]
       outputs = [lay.shape[axis] for axis in lay.outputs]
       ranges = leaf.ranges.reshape([1] * len(lay.fan_in) + outputs)
-      whole = [leaf.initial, leaf.momentum, *held, *given]
-      return lay, [*map(lay.fan_in_first, whole), ranges]
+      weights = jax.tree.map(lay.fan_in_first, leaf.weights)
+      return lay, weights, [*map(lay.fan_in_first, [leaf.momentum, *given]), ranges]
 
     kernel = self._exact_kernel if self.method == "exact" else self._fast_kernel
     kernel = functools.partial(kernel, count, bits)
-    return _execution.over_leaves(kernel, list(map(arrays, leaves)))
+    return _execution.over_leaves(kernel, list(map(arrays, layouts, leaves)))
 
   def _fast_kernel(
     self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
   ) -> _execution.Kernel:
-    """That of "pairs", which gets the permutation, or of "rank", which gets the ranks."""
+    """The kernel of "pairs", whose weights have no ranks, or of "rank"."""
     bracket = self.schedules.brackets(count, layout.length)[-1]
 
-    def kernel(initial: Any, momentum: Any, params: Any, held: Any, ranges: Any) -> jax.Array:
-      target = _fast.targets(params, momentum, ranges, bracket)
+    def kernel(values: jax.Array, permutation: jax.Array, *arrays: jax.Array) -> jax.Array:
+      *ranks, momentum, ranges = arrays
+      target = _fast.targets(values, momentum, ranges, bracket)
       if self.method == "pairs":
-        return _fast.pairs(params, layout.position(held), target, bits)
-      return _fast.by_rank(target, _sorting.inverse(held))
+        return _fast.pairs(values, target, bits)
+      return _fast.by_rank(target, *ranks)
 
     return kernel
 
@@ -214,50 +223,45 @@ class Transform:
       # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
       shape = jnp.moveaxis(arrays[0], 1, -1).shape
       columns = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
-      initial, momentum, held, ranks, *given, ranges = columns
-      position = layout.position(held)
+      values, _, ranks, momentum, *given, ranges = columns
       work = _host.Work(
-        weights=_sorting.gather(initial, position),
+        weights=values,
         momentum=momentum,
-        ranks=_sorting.gather(ranks, position),
+        ranks=ranks,
         ranges=ranges[0],
         order=given[0] if given else drawn,
         size=size,
-        brackets=brackets.astype(initial.dtype),
+        brackets=brackets.astype(values.dtype),
       )
       source = _device.permute(work, sizes=self._sizes(n), remainder=self.remainder)
-      return jnp.moveaxis(_sorting.gather(position, source).reshape(shape), -1, 1)
+      return jnp.moveaxis(source.reshape(shape), -1, 1)
 
     return kernel
 
   def _host_step(
-    self, count: jax.Array, bits: jax.Array, leaves: list[Leaf]
-  ) -> list[tuple[jax.Array, jax.Array]]:
+    self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
+  ) -> list[Weights]:
     """The same by the published algorithm on the host, whose ranks are its own."""
-    positions, works = [], []
-    for leaf in leaves:
-      lay = leaf.layout
+
+    def work(lay: _layout.Layout, leaf: Leaf) -> _host.Work:
+      values = lay.columns(leaf.weights.values)
       order = self._order(bits, lay.length) if leaf.order is None else leaf.order
-      position = lay.position(lay.columns(leaf.permutation))
-      work = _host.Work(
-        weights=_sorting.gather(lay.columns(leaf.initial), position),
+      return _host.Work(
+        weights=values,
         momentum=lay.columns(leaf.momentum),
         ranks=None,
         ranges=leaf.ranges[0],
         order=order.astype(jnp.int32),
         size=self.schedules.size(count, lay.length, self.partition_size_min),
-        brackets=self.schedules.brackets(count, lay.length).astype(leaf.initial.dtype),
+        brackets=self.schedules.brackets(count, lay.length).astype(values.dtype),
       )
-      positions.append(position)
-      works.append(work)
-    sources = _called_back(works, self.remainder) if works else []
-    results = []
-    for leaf, position, source in zip(leaves, positions, sources, strict=True):
-      place = _sorting.gather(position, source)
-      values = _sorting.gather(leaf.layout.columns(leaf.initial), place)
-      shape = leaf.layout.fan_in_first(leaf.initial).shape
-      results.append((place.reshape(shape), values.reshape(shape)))
-    return results
+
+    sources = _called_back(list(map(work, layouts, leaves)), self.remainder)
+
+    def moved(lay: _layout.Layout, leaf: Leaf, source: jax.Array) -> Weights:
+      return jax.tree.map(lambda x: _sorting.gather(lay.columns(x), source), leaf.weights)
+
+    return list(map(moved, layouts, leaves, sources))
 
   def _on_host(self) -> bool:
     """Whether the exact step runs on the host."""

@@ -75,19 +75,19 @@ def save_permuted_params(
   _files.check_path("path", path)
   _base.check_whole_number("seed", seed, minimum=0, maximum=_LARGEST_SEED)
   state = _permutation.find_state(opt_state, name)
-  like = state.initial if params is None else params
-  starts, indices = (
-    _masking.leaves_like(tree, like) for tree in (state.initial, state.permutation)
+  like = state.permuted_params if params is None else params
+  exact, indices = (
+    _masking.leaves_like(tree, like) for tree in (state.permuted_params, state.permutation)
   )
-  if starts is None or indices is None:
+  if exact is None or indices is None:
     raise ValueError(
       f"`{name}` needs `params` of the tree that the state was made for,"
-      f" {jax.tree.structure(state.initial)}; got {jax.tree.structure(like)}."
+      f" {jax.tree.structure(state.permuted_params)}; got {jax.tree.structure(like)}."
     )
   paths, own = _tree.leaf_paths(like, _tree.is_masked), jax.tree.leaves(like, _tree.is_masked)
   records, parts = [], []
-  for text, given, start, index in zip(paths, own, starts, indices, strict=True):
-    record, part = _encoded_leaf(text, start, index, given)
+  for text, given, values, index in zip(paths, own, exact, indices, strict=True):
+    record, part = _encoded_leaf(text, values, index, given)
     records.append({"path": text, **record, "bytes": len(part)})
     parts.append(part)
   meta = {"format": _FORMAT, "version": _VERSION, "seed": int(seed), "leaves": records}
@@ -148,10 +148,10 @@ def load_permuted_params(
   return jax.tree.unflatten(structure, loaded)
 
 
-def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict[str, Any], bytes]:
+def _encoded_leaf(path: str, exact: Any, index: Any, given: Any) -> tuple[dict[str, Any], bytes]:
   """A leaf's record in the file, and its bytes."""
   leaf_name = _tree.leaf_name(path)
-  if _tree.is_masked(initial):
+  if _tree.is_masked(exact):
     if _tree.is_masked(given):
       raise ValueError(
         "`save_permuted_params` needs the values of leaves that were not permuted; got none for"
@@ -159,7 +159,9 @@ def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict
       )
     values = _whole(given, leaf_name)
     return _record(values, "raw"), values.tobytes()
-  start, flat = _whole(initial, leaf_name), _whole(index, leaf_name)
+  values, flat = _whole(exact, leaf_name), _whole(index, leaf_name)
+  start = np.empty_like(values)
+  start.reshape(-1)[flat.reshape(-1)] = values.reshape(-1)
   moving = _moving_axes(flat)
   columns = _columns(_as_bits(start), moving)
   order, classes = _classes(columns)
@@ -168,7 +170,6 @@ def _encoded_leaf(path: str, initial: Any, index: Any, given: Any) -> tuple[dict
   held = _from_columns(own, start.shape, moving).reshape(-1)[flat.reshape(-1)]
   bits = int(classes.max(initial=0)).bit_length()
   coding, part = _encode(held, bits)
-  values = start.reshape(-1)[flat.reshape(-1)].reshape(start.shape)
   return _record(values, coding) | {"moving_axes": list(moving), "bits": bits}, part
 
 

@@ -63,9 +63,9 @@ def sgperm(
   - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
 
   It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
-  and no weight decay may follow it in a chain. With ``optax.apply_updates`` params stay within one
-  rounding of the exact weights however long the run; with :func:`apply_permuted_params` in its
-  place they are exactly a permutation of the initial ones.
+  and no weight decay may follow it in a chain. With :func:`make_train_step` and
+  :func:`apply_gradients` params are exactly a permutation of the initial ones, to the bit. With
+  ``optax.apply_updates`` they stay within one rounding of it: ``p + (q - p)`` is not always ``q``.
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
   bias. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
@@ -116,13 +116,15 @@ def sgperm(
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
     >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
     >>> tx = optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank")
-    >>> state, update = tx.init(params), jax.jit(tx.update)
+    >>> @jax.jit
+    ... def step(params, state):
+    ...   return optax_boost.apply_gradients(tx, jax.grad(loss)(params), state, params)
+    >>> trained, state = params, tx.init(params)
     >>> for _ in range(50):
-    ...   updates, state = update(jax.grad(loss)(params), state, params)
-    ...   params = optax_boost.apply_permuted_params(params, updates, state)
-    >>> bool(loss(params) < 0.1 * loss(state.initial))
+    ...   trained, state = step(trained, state)
+    >>> bool(loss(trained) < 0.1 * loss(params))
     True
-    >>> same = np.sort(params["kernel"], axis=0) == np.sort(state.initial["kernel"], axis=0)
+    >>> same = np.sort(trained["kernel"], axis=0) == np.sort(params["kernel"], axis=0)
     >>> bool(same.all())
     True
 
