@@ -371,7 +371,7 @@ def test_a_trajectory_with_too_few_snapshots_is_refused():
 
 @both
 def test_more_components_than_entries_are_refused(fit):
-  with pytest.raises(ValueError, match=r"of 3 dimensions .* as many entries; got 2"):
+  with pytest.raises(ValueError, match=r"3 components need snapshots that differ .* differ in 1"):
     fit({"w": jnp.arange(12.0).reshape(6, 2)}, 3)
 
 

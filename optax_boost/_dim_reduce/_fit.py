@@ -4,9 +4,7 @@
 """
 
 from collections.abc import Iterator
-from collections.abc import Sequence
 import functools
-import math
 from typing import Any
 
 import jax
@@ -117,7 +115,6 @@ def fit_subspace(
   of_leaves, _ = _layers.find_groups(one_row, groups, "fit_subspace")
   fits = {}
   for group, members in _layers.split(leaves, of_leaves):
-    _check_entries([x.shape[1:] for x in members], components)
     fitted, finite, total = _jitted_fit(
       members, used, sketch, components=components, dtype=jnp.dtype(dtype)
     )
@@ -155,16 +152,6 @@ def _check_enough(count: int, components: int) -> None:
     raise ValueError(
       f"{components} components need at least {components + 1} snapshots, since their mean takes"
       f" one direction away; got {count}. Record more of them{fewer}."
-    )
-
-
-def _check_entries(shapes: Sequence[tuple[int, ...]], components: int) -> None:
-  """Refuses params with fewer entries than dimensions."""
-  entries = sum(map(math.prod, shapes))
-  if entries < components:
-    raise ValueError(
-      f"A subspace of {components} dimensions needs params with at least as many entries; got"
-      f" {entries}."
     )
 
 
@@ -299,7 +286,7 @@ def _jitted_fit(
 def _as_subspace(
   mean: Any, pca: _linalg.PrincipalComponents, count: jax.Array, dtype: Any
 ) -> _subspace.Subspace:
-  """Principal components of so many snapshots as a :class:`Subspace`."""
+  """Principal components of `count` snapshots as a :class:`Subspace`."""
   return _subspace.Subspace(
     mean=mean,
     basis=jax.tree.map(lambda x: x.astype(dtype), pca.components),
@@ -311,13 +298,12 @@ def _as_subspace(
 def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _subspace.Subspace:
   """Reads m snapshots in passes, `size` of them and one at a time.
 
-  Snapshots are taken as distances to the first one, which are exact, and whose size is that of
-  the centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
+  Snapshots are taken as distances to the first one, which are exact, and as small as the
+  centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
   """
   count = len(snapshots)
   blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
   origin = _checked(_as_arrays(snapshots[0]))
-  _check_entries([x.shape for x in jax.tree.leaves(origin)], components)
 
   def write(rows: Any, row: int, index: int) -> Any:
     tree = _as_arrays(snapshots[index])

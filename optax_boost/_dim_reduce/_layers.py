@@ -83,7 +83,7 @@ def _of_number(number: _groups.GroupNumber) -> LeafGroups:
 def split(
   rows: Sequence[jax.Array], groups: Sequence[LeafGroups]
 ) -> Iterator[tuple[int, list[jax.Array]]]:
-  """Each group's parts of stacked leaves, ``[m, *shape]``, with the layers behind the rows."""
+  """Each group's parts of stacked leaves, ``[m, *shape]``, with the layers after the rows."""
   for group in sorted({number for of_leaf in groups for number in of_leaf.numbers}):
     yield (
       group,
@@ -98,7 +98,7 @@ def split(
 def join(
   parts: Mapping[int, Sequence[jax.Array]], like: Sequence[jax.Array], groups: Sequence[LeafGroups]
 ) -> list[jax.Array]:
-  """The inverse of :func:`split`; the leaves are sharded as those of `like` are."""
+  """The inverse of :func:`split`; the leaves are sharded like `like`."""
   rest = {group: iter(of_group) for group, of_group in parts.items()}
   leaves = []
   for x, of_leaf in zip(like, groups, strict=True):

@@ -122,11 +122,11 @@ def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> ja
     return combine_rows(columns[of_leaf.numbers[0]], rows)
   layers = [rows.shape[1 + axis] for axis in of_leaf.axes]
   by_layer = columns[np.array(of_leaf.numbers, int)].reshape(*layers, *columns.shape[1:])
-  # On a mesh of Explicit axes layers must be sharded alike.
+  # On a mesh of Explicit axes layers must have one sharding.
   sharding = jax.typeof(rows).sharding
   spec = [sharding.spec[1 + axis] for axis in of_leaf.axes] + [None] * (columns.ndim - 1)
-  alike = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
-  by_layer = _arrays.place_by(by_layer, alike)
+  same = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+  by_layer = _arrays.place_by(by_layer, same)
   batch = tuple(range(len(layers))), tuple(1 + axis for axis in of_leaf.axes)
   combined = jax.lax.dot_general(
     by_layer,
@@ -219,7 +219,7 @@ def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
 
 
 def guarded(count: int, rows: int) -> int:
-  """Eight directions more than wanted, if so many rows allow, so that the last are not mixed."""
+  """Eight more directions than wanted, if there are that many rows, so the last are not mixed."""
   return min(count + 8, max(rows - 1, count))
 
 

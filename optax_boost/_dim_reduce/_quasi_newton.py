@@ -146,14 +146,14 @@ def next_step(
   search: Search,
   first: jax.Array,
   steepest: jax.Array,
-  anew: jax.Array,
+  restart: jax.Array,
   rho: jax.typing.ArrayLike,
 ) -> jax.Array:
   """The first step of the next search: where this one ended, or one trial before that.
 
   It grows where the first trial was accepted, beyond 1 only where that was short. Where no trial
   was accepted, along steepest descent it goes on shrinking, grows where rounding errors hid the
-  change, and stays where no loss was finite; along other directions it is `anew`.
+  change, and stays where no loss was finite; along other directions it is `restart`.
   """
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))
@@ -161,7 +161,7 @@ def next_step(
   accepted = jnp.where(grows, longer, search.accepted)
   failed = jnp.where(search.notfinite == search.tried, first, search.step)
   failed = jnp.where(search.hidden, first / rho, failed)
-  failed = jnp.where(steepest, failed, anew)
+  failed = jnp.where(steepest, failed, restart)
   length = jnp.where(search.tried == 0, first, jnp.where(search.accepted > 0, accepted, failed))
   usable = jnp.isfinite(length) & (length > jnp.finfo(first.dtype).tiny)
   return jnp.where(usable, length, 1).astype(first.dtype)

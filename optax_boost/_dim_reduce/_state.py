@@ -162,7 +162,7 @@ def refresh_subspace(
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
-  The residual momentum stays exactly the same; the quasi-Newton matrix starts anew.
+  The residual momentum stays exactly the same; the quasi-Newton matrix starts over.
 
   Args:
     opt_state: the state of any chain with :func:`dim_reduce`; of several, all are renewed.
@@ -171,7 +171,7 @@ def refresh_subspace(
     groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
-    The new optimizer state. Its other parts are those of `opt_state`, not copies.
+    The new optimizer state. Its other parts are not copied.
 
   Raises:
     ValueError: there is no such state, or the subspace does not fit.

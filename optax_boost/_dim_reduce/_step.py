@@ -36,7 +36,7 @@ class _Direction(NamedTuple):
   inverse_hessian: jax.Array  # updated, [G, k, k]
   direction: jax.Array  # [G, k]; zeros where it is not `usable`
   first: jax.Array  # the first length that a search tries
-  steepest: jax.Array  # whether it is steepest descent, for want of better
+  steepest: jax.Array  # whether it falls back to steepest descent
   scale: jax.Array  # from distances in the subspace to the units of `direction`; 1 without `inner`
   finite: jax.Array  # whether the gradient is
   usable: jax.Array  # whether the direction is finite, too
@@ -147,15 +147,7 @@ class Transform:
   ) -> tuple[optax.Updates, DimReduceState]:
     _tree.check_update(_METHOD, updates, state, DimReduceState, params, needs_params=True)
     if self.max_search is not None:
-      _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
-      _base.require_extra(
-        value_fn, "value_fn", _METHOD, "a function from params to the loss on the current batch"
-      )
-      value = _base.scalar_loss(
-        value, f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
-      )
-      assert value_fn is not None
-      value_fn = _base.scalar_value_fn(value_fn, _METHOD)
+      value, value_fn = _checked_loss(value, value_fn)
     groups, _ = _layers.find_groups(params, self.groups, _METHOD)
     rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
     quasi = self._direction(updates, state, groups)
@@ -300,9 +292,9 @@ class Transform:
     """The state after a search, but for the momentum and the counts."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
-    # A matrix whose directions overflow, or lead nowhere, is of no use: it starts anew.
-    anew = (quasi.finite & ~quasi.usable) | failed
-    old = jnp.where(anew, _state.identities(state), state.inverse_hessian)
+    # A matrix whose directions overflow, or lead nowhere, is useless: it starts over.
+    restarts = (quasi.finite & ~quasi.usable) | failed
+    old = jnp.where(restarts, _state.identities(state), state.inverse_hessian)
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
     curvature = _ratio(jnp.sum(change * state.last_step), squared_step)
@@ -328,10 +320,19 @@ class Transform:
     )
 
 
-def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
-  """Zeros where the gradient is not finite, but NaN in those entries.
+def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., jax.Array]]:
+  """The loss at the params and elsewhere, which a line search needs."""
+  _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
+  purpose = "a function from params to the loss on the current batch"
+  _base.require_extra(value_fn, "value_fn", _METHOD, purpose)
+  requirement = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
+  return _base.scalar_loss(value, requirement), _base.scalar_value_fn(value_fn, _METHOD)
 
-  ``optax.apply_if_finite`` sees them; the rest stands still.
+
+def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
+  """Zeros if the gradient is not finite, but NaN in its bad entries.
+
+  ``optax.apply_if_finite`` sees them; other params are not updated.
   """
   return jax.tree.map(
     lambda u, g: jnp.where(finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(u.dtype),

@@ -3,7 +3,7 @@ r"""Quasi-Newton steps with line search in a subspace, momentum outside of it.
 For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal or not):
 
   g_k = P g                              projected gradient, k
-  B <- BFGS(B, s, y), y = g_k - g_k'     g_k' that of the last step that was accepted
+  B <- BFGS(B, s, y), y = g_k - g_k'     g_k' from the last accepted step
   d_k = -B g_k                           direction; t its step length by line search, 0 if none
   r <- gamma r + g - P' g_k              momentum of the residual, n
   w <- w + t P' d_k - alpha r
@@ -68,7 +68,7 @@ def dim_reduce(
 
   ``update`` needs, unless `max_search` is None, the extra arguments `value`, the loss at the
   params, and ``value_fn(params)``, the loss elsewhere on the same batch, as ``make_train_step``
-  passes them. Gradients must be those of that loss, unscaled: with a loss scale, put
+  passes them. Gradients must be of that loss, unscaled: with a loss scale, put
   :func:`dynamic_loss_scale` around. With a batch that is sharded over devices, both losses are
   the mean over all of it. A gradient that is not finite changes nothing but a counter, and leaves
   NaN in its own entries of the updates, for ``optax.apply_if_finite``. A loss that is not finite
@@ -88,7 +88,7 @@ def dim_reduce(
     gamma: the decay of the residual momentum, in [0, 1). Raising it averages more gradients.
     alpha: the learning rate outside of the subspace, a number >= 0 or a schedule of the step count.
     max_search: the search for a step length; static. ``"auto"``: as above, at most 30 trials in a
-      step. A number: MindSpore's search (there 2) of so many lengths, from the full step on; where
+      step. A number: MindSpore's search (there 2) of that many lengths, from the full step on; if
       none is accepted, the step in the subspace is left out and :math:`B` restored, so where the
       loss is steep, nothing moves in the subspace. None: the full step is taken untried, which
       needs no forward pass and no loss.
