@@ -28,3 +28,17 @@ def assert_within_ulps(found, expected, magnitudes, ulps):
       f"{wrong.sum()} of {wrong.size} entries are further than {ulps} ulps of their terms off; "
       f"the worst by {off[at]:.3g}, at {tuple(map(int, at))}: {found[at]!r}, not {expected[at]!r}"
     )
+
+
+def path_lengths(start, trace):
+  """|start| and the magnitudes of all steps to each entry of `trace`, whose first axis is time."""
+  points = np.concatenate([np.asarray(start)[None], trace]).astype(np.float64)
+  return np.abs(points[0]) + np.cumsum(np.abs(np.diff(points, axis=0)), axis=0)
+
+
+def decayed_sums(terms, decay):
+  """The sums of |terms| of a momentum: s <- decay s + |term|, along the first axis."""
+  sums = np.abs(np.asarray(terms, np.float64))
+  for t in range(1, len(sums)):
+    sums[t] += decay * sums[t - 1]
+  return sums
