@@ -18,6 +18,7 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
+from tests import closeness
 from tests import compilations
 from tests import test_linen
 from tests import test_nnx
@@ -25,6 +26,8 @@ from tests import test_train_step
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TRACES = ("sgd", "momentum", "wd", "partial")
+# With every operation rounded up or down at random: 1.2 ulps at most.
+ULPS = 2
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 # Six batches of five examples, of a linear regression that no params fit.
@@ -134,10 +137,35 @@ def mxnet_loss(params, batch):
 MXNET_GRADIENT = jax.jit(jax.grad(mxnet_loss))
 
 
-def assert_close(found, expected, rtol=1e-6):
-  """Relative to the largest entry, as the traces state their own errors."""
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+def gradient_terms(trace, params, rows):
+  """The summed magnitudes of the terms of a gradient of `mxnet_loss`."""
+  x, y = (np.abs(np.float64(trace.arrays[key][rows])) for key in "XY")
+  weight, bias = np.abs(params["weight"]), np.abs(params["bias"])
+  errors = x @ weight.T + bias + y
+  return {"weight": errors.T @ x / len(x), "bias": errors.mean(axis=0)}
+
+
+def step_terms(trace, t, velocity):
+  """The summed magnitudes of the terms of a step's velocity, given the ones of the last."""
+  h, period = trace.hyper, trace.refresh_of(t)
+  params = trace.tree("", t - 1) if t else trace.tree("init_", ...)
+  plain, at_snapshot = (
+    gradient_terms(trace, at, trace.arrays["step_rows"][t])
+    for at in (params, trace.tree("anchor_", period))
+  )
+  full = trace.tree("full_grad_", period, 1 / trace.size)
+
+  def terms(leaf):
+    decay = h["wd"] * np.abs(params[leaf]) if leaf == "weight" else 0
+    gradient = plain[leaf] + at_snapshot[leaf] + np.abs(full[leaf]) + decay
+    return h["momentum"] * velocity[leaf] + gradient
+
+  return {leaf: terms(leaf) for leaf in ("weight", "bias")}
+
+
+def assert_close(found, expected, terms, ulps=ULPS):
+  for leaf, bound in terms.items():
+    closeness.assert_within_ulps(found[leaf], expected[leaf], bound, ulps)
 
 
 @functools.cache
@@ -172,8 +200,12 @@ def replay(trace, steps, resync):
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_agrees_with_mxnet(name):
   trace = trace_of(name)
+  before, velocity = trace.tree("init_", ...), {"weight": 0.0, "bias": 0.0}
   for t, params in replay(trace, len(trace.arrays["step_epoch"]), resync=True):
-    assert_close(params, trace.tree("", t))
+    velocity = step_terms(trace, t, velocity)
+    terms = {leaf: np.abs(w) + trace.hyper["lr"] * velocity[leaf] for leaf, w in before.items()}
+    before = trace.tree("", t)
+    assert_close(params, before, terms)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
@@ -183,13 +215,17 @@ def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
   tx = trace.transformation()
   params = trace.tree("init_", ...)
   full = optax_boost.full_gradient(MXNET_GRADIENT, params, trace.real_batches())
-  assert_close(full, trace.tree("full_grad_", 0, 1 / trace.size))
+  terms = gradient_terms(trace, params, ...)
+  assert_close(full, trace.tree("full_grad_", 0, 1 / trace.size), terms)
   state = optax_boost.refresh_svrg(tx.init(params), params, full)
+  sums, velocity = jax.tree.map(np.abs, params), {"weight": 0.0, "bias": 0.0}
   for t in range(first_period):
     gradient = functools.partial(MXNET_GRADIENT, batch=trace.batch(t))
     updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
     params = optax.apply_updates(params, updates)
-    assert_close(params, trace.tree("", t), 5e-6)
+    velocity = step_terms(trace, t, velocity)
+    sums = {leaf: w + trace.hyper["lr"] * velocity[leaf] for leaf, w in sums.items()}
+    assert_close(params, trace.tree("", t), sums)
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
@@ -201,14 +237,12 @@ def test_the_full_gradient_is_the_true_mean_where_mxnet_carries_the_last_one_ove
     ours = optax_boost.full_gradient(MXNET_GRADIENT, anchor, trace.real_batches())
     recorded = trace.tree("full_grad_", k, 1 / trace.size)
     previous = trace.tree("full_grad_", k - 1, 1 / trace.size)
-    scale = max(np.abs(x).max() for x in jax.tree.leaves(previous))
-    for mean, theirs, last in zip(*map(jax.tree.leaves, (ours, recorded, previous)), strict=True):
-      np.testing.assert_allclose(mean + last / count, theirs, rtol=0, atol=2e-6 * scale)
-    clean = {
-      leaf: trace.arrays[f"full_grad_{leaf}_clean"][k] / trace.size for leaf in ("weight", "bias")
-    }
-    for leaf in clean:
-      np.testing.assert_allclose(ours[leaf], clean[leaf], rtol=0, atol=2e-6 * scale)
+    terms = gradient_terms(trace, anchor, ...)
+    clean = {leaf: trace.arrays[f"full_grad_{leaf}_clean"][k] / trace.size for leaf in terms}
+    assert_close(ours, clean, terms)
+    with_last = {leaf: ours[leaf] + previous[leaf] / count for leaf in terms}
+    more_terms = {leaf: terms[leaf] + np.abs(previous[leaf]) / count for leaf in terms}
+    assert_close(with_last, recorded, more_terms)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -234,7 +268,7 @@ def test_a_last_batch_that_is_padded_or_smaller_counts_each_example_once(padded)
     )
   else:
     ours = optax_boost.full_gradient(MXNET_GRADIENT, anchor, trace.real_batches())
-  assert_close(ours, expected)
+  assert_close(ours, expected, gradient_terms(trace, anchor, ...))
   # The reference counts the padding as examples.
   theirs = trace.arrays["full_grad_weight_clean"][1] / trace.size
   assert np.abs(theirs - expected["weight"]).max() > 0.01 * np.abs(expected["weight"]).max()
