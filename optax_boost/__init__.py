@@ -31,6 +31,7 @@ from optax_boost._groups import layer_groups
 from optax_boost._in_place import apply_gradients
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
+from optax_boost._layers import layer_axes
 from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import group_loss_scale
@@ -94,6 +95,7 @@ __all__ = [
   "interval_freezing",
   "laperm",
   "lars",
+  "layer_axes",
   "layer_groups",
   "layerwise_decay",
   "load_permuted_params",

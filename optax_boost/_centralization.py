@@ -1,4 +1,7 @@
-"""Gradient centralization: arXiv:2004.01461."""
+r"""Gradient centralization: arXiv:2004.01461.
+
+G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead to it
+"""
 
 import functools
 import math
@@ -12,36 +15,59 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _protocol
+from optax_boost import _layers
+from optax_boost import _method
 from optax_boost import _tree
 
+# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 _EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
 _Layout = Literal["flax", "torch"]
 
 
-def _left_alone(leaves: list[_tree.Leaf], layout: _Layout) -> list[bool]:
+def _centred(g: jax.Array, fan_in: tuple[int, ...], mesh_axes: Any) -> jax.Array:
+  # A mean of one entry is that entry, and would stop the leaf.
+  if mesh_axes is None and math.prod(g.shape[i] for i in fan_in) == 1:
+    return g
+  wide = _arrays.widen(g)
+  mean = jnp.mean(wide, fan_in, keepdims=True)
+  mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
+  return (wide - mean).astype(g.dtype)
+
+
+def _fan_in(leaf: _layers.Leaf, layout: _Layout) -> tuple[int, ...]:
+  """The axes to average over: as the loss tells, or by name and layout."""
+  if leaf.axes is not None:
+    return leaf.axes.fan_in
+  if layout == "torch":
+    return leaf.layer_axes[1:]
+  is_attention = len(leaf.shape) == 3 and _ATTENTION_INPUT.search(leaf.path)
+  return leaf.layer_axes[: 1 if is_attention else -1]
+
+
+def _left_alone(leaves: list[_layers.Leaf], layout: _Layout) -> list[bool]:
   """Whether ``exclude="auto"`` leaves each leaf alone."""
-  # A normalized head divides its kernel by its norm and has a `multiplier` beside it.
+  # A normalized head divides its kernel by its norm, and has a `multiplier`.
   places = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in places if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2
 
-  def alone(leaf: _tree.Leaf, module: str) -> bool:
-    shape = leaf.layer_shape
-    if len(shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
-      return True
-    depthwise = len(shape) >= 3 and shape[input_axis] == 1
-    return depthwise or module in heads
+  def is_kernel(leaf: _layers.Leaf) -> bool:
+    if leaf.axes is not None:
+      return leaf.axes.mixes_inputs
+    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
+      return False
+    return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
 
-  return [alone(leaf, module) for leaf, (module, _, _) in zip(leaves, places, strict=True)]
+  pairs = zip(leaves, places, strict=True)
+  return [module in heads or not is_kernel(leaf) for leaf, (module, _, _) in pairs]
 
 
 def centralize(
   *,
   exclude: _base.LeafSelector = "auto",
   layout: _Layout = "flax",
-  fan_in_axes: _base.AxesByPattern | None = None,
-  stacked_axes: _base.AxesByPattern | None = None,
+  layers: _layers.Layers | None = None,
   axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Subtracts from each kernel's gradient its mean over the fan-in.
@@ -57,20 +83,19 @@ def centralize(
   Kernels with one weight per output, as of a dense layer with one input, are left alone: their mean
   is all of them.
 
-  Kernels of grouped convolutions are centralized over the inputs of their own group. MindSpore
-  leaves them out; name them in `exclude` for that, since shapes don't tell them apart.
+  :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In a loop of
+  your own pass `layers`: without it, leaves are known by name and `layout` alone, and kernels of
+  einsums, stacked layers and experts are centralized over the wrong axes.
 
   Args:
     exclude: the leaves to leave alone: regular expressions searched in the leaf's path, a tree of
       bools, a callable from params to one, or None. ``"auto"``: biases, normalizations,
-      embeddings, leaves with at most one axis, kernels of one input channel (depthwise
-      convolutions; a first convolution on grey images looks the same) and a normalized head.
-    layout: where a kernel has its output axis: ``"flax"``, last: Dense ``(in, out)``, Conv
-      ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
-    fan_in_axes: the axes to average over by regular expression, for kernels whose layout the shape
-      does not tell (``DenseGeneral`` with several output axes). Flax's attention is known.
-    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as in
-      ``{"layers/": 0}``; each layer is centralized on its own.
+      embeddings, depthwise convolutions and a normalized head. By name, kernels of one input
+      channel count as depthwise, and leaves with at most one axis are left alone.
+    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last: Dense
+      ``(in, out)``, Conv ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
+    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
+      the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
       sharded into equal parts: means are taken across them. Where an output axis or a stacked one
       is sharded, too, name them by regular expression, as in ``{"down/": "model"}``: means of
@@ -81,7 +106,7 @@ def centralize(
     dtype; means are taken in float32 (float64 for float64).
 
   Raises:
-    ValueError: `layout` is unknown, or a pattern names axes that its leaf lacks.
+    ValueError: `layout` is unknown.
     TypeError: an argument is of the wrong kind.
 
   Examples:
@@ -102,58 +127,34 @@ def centralize(
     kernel, not of a Flax one.
   """
   _base.check_name("layout", layout, ("flax", "torch"))
-  _tree.check_selector("exclude", exclude)
-  _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
-  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
-  _tree.check_axis_names("axis_name", axis_name)
+  auto = functools.partial(_left_alone, layout=layout)
+  leaves = _method.Leaves("centralize", exclude, auto, layers, axis_name)
 
-  @_tree.once_per_tree
-  def plan(tree: optax.Updates) -> list[tuple[int, ...] | None]:
-    """The axes to average over for each leaf, None where it is left alone."""
-    leaves = _tree.describe(tree, stacked_axes)
-    named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes", tree=tree)
-    auto = functools.partial(_left_alone, layout=layout)
-    skipped = _tree.select(tree, exclude, "exclude", auto, stacked_axes)
-    # Axes named for a leaf take precedence over its exclusion.
-    return [
-      axes or (None if skip else _tree.fan_in_axes(leaf, layout) or None)
-      for leaf, axes, skip in zip(leaves, named, skipped, strict=True)
-    ]
+  def fan_ins(tree: optax.Updates, layers: Any) -> list[tuple[int, ...]]:
+    return [() if skip else _fan_in(leaf, layout) for leaf, skip in leaves.of(tree, layers)]
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     _tree.check_floating(params, "centralize")
     paths = _tree.leaf_paths(params)
-    if paths and not any(plan(params)):
+    if paths and not any(fan_ins(params, None)):
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
     return optax.EmptyState()
 
+  @_method.wants_layers
   def update_fn(
     updates: optax.Updates,
     state: optax.EmptyState,
     params: optax.Params | None = None,
+    *,
+    layers: _layers.Layers | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params, extra_args
     _tree.check_floating(updates, "centralize")
-    axes_of_leaves, paths = plan(updates), _tree.leaf_paths(updates)
-    names = _tree.axis_names(paths, axis_name, "axis_name", "centralize")
-    if stacked_axes is None:
-      pairs = zip(paths, axes_of_leaves, strict=True)
-      _protocol.announce_layers("centralize", [path for path, axes in pairs if axes])
-    leaves, structure = jax.tree.flatten(updates)
-
-    def centred(
-      g: jax.Array, axes: tuple[int, ...] | None, of_leaf: str | tuple[str, ...] | None
-    ) -> jax.Array:
-      # A mean of one entry is that entry, and would stop the leaf.
-      one = of_leaf is None and math.prod(g.shape[axis] for axis in axes or ()) == 1
-      if one or not axes or not g.size:
-        return g
-      wide = _arrays.widen(g)
-      mean = jnp.mean(wide, axes, keepdims=True)
-      if of_leaf is not None:
-        mean = jax.lax.pmean(mean, of_leaf)
-      return (wide - mean).astype(g.dtype)
-
-    return jax.tree.unflatten(structure, list(map(centred, leaves, axes_of_leaves, names))), state
+    paths, axes = _tree.leaf_paths(updates), fan_ins(updates, layers)
+    grads, structure = jax.tree.flatten(updates)
+    columns = zip(grads, axes, leaves.mesh_axes(paths), strict=True)
+    centred = [_centred(g, own, mesh) if own and g.size else g for g, own, mesh in columns]
+    return jax.tree.unflatten(structure, centred), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -6,15 +6,18 @@ own (``vmap``, experts) count layers; the others are outputs. A gather looks row
 has no fan-in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from optax_boost import _base
 from optax_boost import _leaf_uses
 from optax_boost import _tree
 
@@ -51,10 +54,141 @@ class Layers:
   uses: tuple[int, ...]
   scans: tuple[_leaf_uses.Scan, ...]
 
-  def of(self, paths: Iterable[str]) -> list[Axes | None]:
-    """The axes of the leaves at some paths; None for a path that the loss's params lack."""
-    by_path = dict(zip(self.paths, self.axes, strict=True))
-    return [by_path.get(path) for path in paths]
+  def __str__(self) -> str:
+    lines = []
+    for path, axes in zip(self.paths, self.axes, strict=True):
+      kinds = ("layers", "fan_in", "outputs") if axes is not None else ()
+      told = [f"{kind.replace('_', '-')} {own}" for kind in kinds if (own := getattr(axes, kind))]
+      lines.append(
+        f"{_tree.leaf_name(path)}: {', '.join(told) or ('scalar' if axes else 'unknown')}"
+      )
+    return "\n".join(lines)
+
+
+class Leaf(NamedTuple):
+  """A leaf of a tree, as the rules of the methods see it."""
+
+  path: str  # the keys joined by `/`, as in `block_1/conv/kernel`
+  shape: tuple[int, ...]
+  axes: Axes | None = None  # if a trace of the loss tells them
+
+  @property
+  def stacked(self) -> tuple[int, ...]:
+    """The axes along which the leaf holds layers."""
+    return self.axes.layers if self.axes is not None else ()
+
+  @property
+  def layer_axes(self) -> tuple[int, ...]:
+    """The axes of one layer: all but the stacked ones."""
+    return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
+
+  @property
+  def layer_shape(self) -> tuple[int, ...]:
+    """The shape of one layer."""
+    return tuple(self.shape[axis] for axis in self.layer_axes)
+
+  @property
+  def stacked_shape(self) -> tuple[int, ...]:
+    """The sizes of the stacked axes, ``()`` for a leaf that is one layer."""
+    return tuple(self.shape[axis] for axis in self.stacked)
+
+  @property
+  def layers(self) -> int:
+    """How many layers the leaf holds."""
+    return math.prod(self.stacked_shape)
+
+
+def leaves_of(tree: Any, layers: Layers | None) -> list[Leaf]:
+  """The leaves of a tree, in the order of ``jax.tree.leaves``.
+
+  Leaves without a place in `layers`, or of another rank there, have no known axes.
+  """
+  by_path = dict(zip(layers.paths, layers.axes, strict=True)) if layers is not None else {}
+  leaves = []
+  for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    axes, rank = by_path.get(path), jnp.ndim(leaf)
+    known = axes is not None and len(axes.fan_in + axes.layers + axes.outputs) == rank
+    leaves.append(Leaf(path, jnp.shape(leaf), axes if known else None))
+  return leaves
+
+
+def split_layers(
+  tree: Any, layers: Layers | None
+) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
+  """The layers of a tree with their leaves' paths, and a function that makes them a tree again."""
+  leaves = [leaf if leaf.layers else leaf._replace(axes=None) for leaf in leaves_of(tree, layers)]
+
+  def split(leaf: Leaf, x: jax.Array) -> list[jax.Array]:
+    if not leaf.stacked:
+      return [x]
+    front = jnp.moveaxis(x, leaf.stacked, range(len(leaf.stacked)))
+    return list(front.reshape(leaf.layers, *leaf.layer_shape))
+
+  def merge(leaf: Leaf, layers: list[jax.Array]) -> jax.Array:
+    if not leaf.stacked:
+      return layers[0]
+    front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.layer_shape)
+    return jnp.moveaxis(front, range(len(leaf.stacked)), leaf.stacked)
+
+  def join(layers: Sequence[jax.Array]) -> Any:
+    rest = iter(layers)
+    merged = [merge(leaf, [next(rest) for _ in range(leaf.layers)]) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), merged)
+
+  pairs = zip(leaves, jax.tree.leaves(tree), strict=True)
+  paths = [leaf.path for leaf in leaves for _ in range(leaf.layers)]
+  return paths, [layer for leaf, x in pairs for layer in split(leaf, x)], join
+
+
+def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) -> Layers:
+  """Reads from a trace of the loss what the axes of its params are.
+
+  :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
+  the methods that take it. Nothing is computed; arrays may be abstract.
+
+  A leaf's axes are told by the operation in which it first meets data. Axes that a matrix product
+  or a convolution sums over are the fan-in; axes that a scan slices, that index one of many
+  kernels, or along which each kernel has data of its own (``vmap``, experts) hold layers; the
+  others are outputs. Rows of embeddings are looked up, so these have no fan-in.
+
+  Args:
+    loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
+    params: the params.
+    *args: the loss's other arguments: statistics, batch, rng.
+
+  Returns:
+    A description of all leaves: hashable, a pytree without leaves.
+
+  Raises:
+    TypeError: `loss_fn` is not callable, or a leaf of the other arguments is not an array.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_boost
+    >>> def loss_fn(params, x):
+    ...   x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])
+    ...   return jnp.mean(x @ params["head"])
+    >>> params = {"blocks": jnp.ones((4, 8, 8)), "head": jnp.ones((8, 1))}
+    >>> layers = optax_boost.layer_axes(loss_fn, params, jnp.ones((2, 8)))
+    >>> print(layers)
+    blocks: layers (0,), fan-in (1,), outputs (2,)
+    head: fan-in (0,), outputs (1,)
+    >>> tx = optax_boost.centralize(layers=layers)
+  """
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  return read(lambda params, _, *args: loss_fn(params, *args), params, (), args)
+
+
+def read(
+  loss_fn: Callable[..., Any], params: optax.Params, model_state: Any, args: tuple[Any, ...]
+) -> Layers:
+  """:func:`layer_axes` for ``loss_fn(params, model_state, *args)``; the state is a constant."""
+  for name, tree in (("params", params), ("model state", model_state), ("args", args)):
+    _tree.check_traceable(name, tree)
+  flags = [*[None] * len(jax.tree.leaves(model_state)), *[True] * len(jax.tree.leaves(args))]
+  # A new function each time: JAX would use an earlier trace, even if a function that the loss
+  # calls was redefined since, as in a notebook.
+  program = jax.make_jaxpr(lambda *args: loss_fn(*args))(params, model_state, *args)
+  return describe(program, params, flags)
 
 
 def describe(program: Any, params: Any, data: Sequence[bool | None] | None = None) -> Layers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Container
+from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
@@ -136,36 +137,6 @@ def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list
   leaves = [Leaf(path, shape, ()) for path, shape in zip(leaf_paths(tree), shapes, strict=True)]
   axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes", tree=tree)
   return [leaf._replace(stacked=a or ()) for leaf, a in zip(leaves, axes, strict=True)]
-
-
-def split_layers(
-  tree: Any, stacked_axes: _base.AxesByPattern | None
-) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
-  """The layers of a tree with their leaves' paths, and a function that makes them a tree again."""
-  leaves = [
-    leaf if leaf.layers else leaf._replace(stacked=()) for leaf in describe(tree, stacked_axes)
-  ]
-
-  def split(leaf: Leaf, x: jax.Array) -> list[jax.Array]:
-    if not leaf.stacked:
-      return [x]
-    front = jnp.moveaxis(x, leaf.stacked, range(len(leaf.stacked)))
-    return list(front.reshape(leaf.layers, *leaf.layer_shape))
-
-  def merge(leaf: Leaf, layers: list[jax.Array]) -> jax.Array:
-    if not leaf.stacked:
-      return layers[0]
-    front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.layer_shape)
-    return jnp.moveaxis(front, range(len(leaf.stacked)), leaf.stacked)
-
-  def join(layers: Sequence[jax.Array]) -> Any:
-    rest = iter(layers)
-    merged = [merge(leaf, [next(rest) for _ in range(leaf.layers)]) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), merged)
-
-  pairs = zip(leaves, jax.tree.leaves(tree), strict=True)
-  paths = [leaf.path for leaf in leaves for _ in range(leaf.layers)]
-  return paths, [layer for leaf, x in pairs for layer in split(leaf, x)], join
 
 
 def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
@@ -357,17 +328,20 @@ def check_selector(argument: str, selector: _base.LeafSelector) -> None:
     raise _not_a_selector(argument, selector)
 
 
-def once_per_tree(plan: Callable[[Any], _Plan]) -> Callable[[Any], _Plan]:
-  """Makes a function of a tree's paths and shapes run, and warn, once for each tree."""
+def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
+  """Makes a function of a tree's paths and shapes run, and warn, once for each tree.
+
+  Further arguments must be hashable.
+  """
   plans: dict[Any, _Plan] = {}
 
-  def cached(tree: Any) -> _Plan:
+  def cached(tree: Any, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
-    key = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
+    key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
     if key not in plans:
       if len(plans) >= 64:
         plans.clear()
-      plans[key] = plan(tree)
+      plans[key] = plan(tree, *static)
     return plans[key]
 
   return cached

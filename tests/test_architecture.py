@@ -27,6 +27,7 @@ FOUNDATION = [
   "_layers",
   "_masking",
   "_protocol",
+  "_method",
   "_conditional",
   "_in_place",
   "_forward_order",

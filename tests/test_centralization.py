@@ -165,20 +165,88 @@ def test_a_normalized_head_is_left_alone():
   assert not np.array_equal(updates["kernel"], grads["kernel"])
 
 
-def test_fan_in_axes_are_a_stronger_word_than_the_automatic_rules():
-  grads = {"general": {"kernel": gradient(6, 2, 3)}, "depthwise": {"kernel": gradient(3, 3, 1, 4)}}
-  updates = centralized(grads, fan_in_axes={"general": 0, "depthwise": (0, 1, -2)})
-  np.testing.assert_allclose(np.mean(updates["general"]["kernel"], 0), 0, atol=1e-6)
-  np.testing.assert_allclose(np.mean(updates["depthwise"]["kernel"], (0, 1, 2)), 0, atol=1e-6)
+def einsums(params, x):
+  """Projections as in Flax's gemma, and experts with two kernels each."""
+  queries = jnp.einsum("td,ndh->tnh", x, params["attention"]["q_einsum"])
+  keys, values = jnp.einsum("td,sndh->stnh", x, params["attention"]["kv_einsum"])
+  mixed = jax.nn.softmax(jnp.einsum("tnh,snh->nts", queries, keys)) @ values.swapaxes(0, 1)
+  y = jnp.einsum("nth,nhd->td", mixed, params["attention"]["o_einsum"])
+  hidden = jnp.tanh(jnp.einsum("etd,edf->etf", jnp.stack([y, y]), params["experts"]["up"]))
+  out = jnp.einsum(
+    "etf,efd->etd", hidden + params["experts"]["b"][:, None], params["experts"]["down"]
+  )
+  return jnp.sum(out * params["experts"]["gate"])
+
+
+EINSUMS = {
+  "attention": {"q_einsum": (2, 6, 3), "kv_einsum": (2, 2, 6, 3), "o_einsum": (2, 3, 6)},
+  "experts": {"up": (2, 6, 4), "b": (2, 4), "gate": (2, 5, 6), "down": (2, 4, 6)},
+}
+FAN_INS = {"q_einsum": 1, "kv_einsum": 2, "o_einsum": (0, 1), "up": 1, "down": 1}
+
+
+@pytest.mark.parametrize("passed_to", ["factory", "update"])
+def test_the_fan_in_is_what_the_loss_sums_over(passed_to):
+  grads = jax.tree.map(lambda s: gradient(*s), EINSUMS, is_leaf=lambda s: isinstance(s, tuple))
+  layers = optax_boost.layer_axes(einsums, grads, gradient(5, 6))
+  tx = optax_boost.centralize(**({"layers": layers} if passed_to == "factory" else {}))
+  extra = {"layers": layers} if passed_to == "update" else {}
+  updates, _ = tx.update(grads, tx.init(grads), **extra)
+  for module, of_module in grads.items():
+    for name, g in of_module.items():
+      mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
+      np.testing.assert_allclose(updates[module][name], g - mean, rtol=1e-5, atol=1e-6)
+
+
+def test_convolutions_are_told_apart_by_their_groups():
+  shapes = {"gray": (3, 3, 1, 4), "depthwise": (3, 3, 1, 4), "grouped": (3, 3, 2, 4)}
+  grads = {name: gradient(*shape) for name, shape in shapes.items()}
+
+  def loss_fn(params, x):
+    for name, groups in (("gray", 1), ("depthwise", 4), ("grouped", 2)):
+      numbers = ("NHWC", "HWIO", "NHWC")
+      x = jax.lax.conv_general_dilated(
+        x, params[name], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+      )
+    return jnp.sum(x)
+
+  layers = optax_boost.layer_axes(loss_fn, grads, jnp.ones((2, 6, 6, 1)))
+  updates = centralized(grads, layers=layers)
+  np.testing.assert_array_equal(updates.pop("depthwise"), grads["depthwise"])
+  for update in updates.values():
+    np.testing.assert_allclose(np.mean(update, (0, 1, 2)), 0, atol=1e-6)
+  of_grouped = centralized(grads, layers=layers, exclude="grouped")["grouped"]
+  np.testing.assert_array_equal(of_grouped, grads["grouped"])
 
 
 def test_stacked_layers_are_centralized_one_by_one():
-  grads = {"layers": {"kernel": gradient(5, 6, 4), "bias": gradient(5, 4)}}
-  updates = centralized(grads, stacked_axes={"layers/": 0})["layers"]
+  grads = {"layers": {"kernel": gradient(5, 4, 4), "bias": gradient(5, 4)}}
+
+  def loss_fn(params, x):
+    def layer(x, of_layer):
+      return jnp.tanh(x @ of_layer["kernel"] + of_layer["bias"]), None
+
+    return jnp.sum(jax.lax.scan(layer, x, params["layers"])[0])
+
+  layers = optax_boost.layer_axes(loss_fn, grads, gradient(3, 4))
+  updates = centralized(grads, layers=layers)["layers"]
   for i in range(5):
     alone = centralized({"kernel": grads["layers"]["kernel"][i]})
     np.testing.assert_allclose(updates["kernel"][i], alone["kernel"], rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(updates["bias"], grads["layers"]["bias"])
+
+
+def test_behind_a_mask_leaves_are_known_by_their_paths():
+  grads = {"a": gradient(6, 2, 3), "b": gradient(2, 6, 3)}
+
+  def loss_fn(params, x):
+    return jnp.einsum("td,dnh->", x, params["a"]) + jnp.einsum("td,ndh->", x, params["b"])
+
+  layers = optax_boost.layer_axes(loss_fn, grads, gradient(5, 6))
+  tx = optax.masked(optax_boost.centralize(), {"a": False, "b": True})
+  updates, _ = tx.update(grads, tx.init(grads), grads, layers=layers)
+  np.testing.assert_array_equal(updates["a"], grads["a"])
+  np.testing.assert_allclose(np.mean(updates["b"], 1), 0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -236,12 +304,6 @@ def test_refuses_an_unknown_layout():
     optax_boost.centralize(layout="nchw")
 
 
-def test_refuses_axes_that_a_leaf_lacks():
-  tx = optax_boost.centralize(fan_in_axes={"kernel": 2})
-  with pytest.raises(ValueError, match=r"`fan_in_axes` names the axes \(2,\) .* 'kernel' has sh"):
-    tx.init({"kernel": jnp.ones((2, 2))})
-
-
 @pytest.mark.parametrize("shape", [(3, 1, 4), (3, 3, 1, 4), (2, 3, 3, 1, 4)])
 def test_depthwise_kernels_of_any_rank_are_left_alone(shape):
   grads = {"depthwise": {"kernel": jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)}}
@@ -251,23 +313,13 @@ def test_depthwise_kernels_of_any_rank_are_left_alone(shape):
   chex.assert_trees_all_equal(tx.update(grads, state)[0], grads)
 
 
-def test_grouped_kernels_are_centralized_over_their_own_group_unless_named():
-  """MindSpore leaves them out; shapes do not tell them from others."""
-  grads = {"grouped": {"kernel": jnp.arange(24.0).reshape(1, 3, 2, 4)}}
-  updates, _ = optax_boost.centralize().update(grads, optax.EmptyState())
-  np.testing.assert_allclose(jnp.mean(updates["grouped"]["kernel"], (0, 1, 2)), 0, atol=1e-5)
-  left_alone, _ = optax_boost.centralize(exclude="grouped").update(grads, optax.EmptyState())
-  chex.assert_trees_all_equal(left_alone, grads)
-
-
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
     ({"layout": 3}, TypeError, "`layout` must be one of 'flax', 'torch'; got 3"),
     ({"exclude": "("}, ValueError, r"`exclude` has '\(', which is no regular expression"),
     ({"exclude": 3}, TypeError, "`exclude` must be regular expressions"),
-    ({"stacked_axes": 0}, TypeError, "`stacked_axes` must map regular expressions to axes"),
-    ({"fan_in_axes": {"a": 1.5}}, TypeError, "`fan_in_axes` must name axes by integers"),
+    ({"layers": {"a": 0}}, TypeError, "`layers` must be the result of `optax_boost.layer_axes"),
     ({"axis_name": 3}, TypeError, "`axis_name` must be the name of a mesh axis"),
     ({"axis_name": {"a": 3}}, TypeError, r"`axis_name\['a'\]` must be the name of a mesh axis"),
   ],

@@ -530,7 +530,7 @@ LAYERS, AXES = 3, {"down": 0, "up": 1}
 LAYERWISE = [
   row
   for row in registry.ROWS
-  if {"stacked_axes", "groups"}
+  if {"layers", "stacked_axes", "groups"}
   & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
 ]
 
@@ -579,6 +579,8 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
     kwargs = row.kwargs | WITHOUT_DRAWS.get(str(row), {})
     if "stacked_axes" in arguments and loss is scanned_loss:
       kwargs["stacked_axes"] = optax_boost.stacked_axes(loss, start, x)
+    if "layers" in arguments:
+      kwargs["layers"] = optax_boost.layer_axes(loss, start, x)
     if "subspace" in arguments:
       space = row.kwargs["subspace"](params)
       kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)

@@ -216,12 +216,16 @@ def test_methods_take_each_layer_for_itself(name):
   layout = traced(name)
   axes = layout.call("stacked_axes")
 
-  def step(params, **options):
-    tx = optax.chain(optax_boost.centralize(**options), optax_boost.lars(0.1, **options))
+  layers = layout.call("layer_axes")
+
+  def step(params, axes=None, layers=None):
+    tx = optax.chain(
+      optax_boost.centralize(layers=layers), optax_boost.lars(0.1, stacked_axes=axes)
+    )
     grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p**2, params)
     return tx.update(grads, tx.init(params), params)[0]
 
-  ours = jax.jit(lambda p: step(p, stacked_axes=axes))(layout.params)
+  ours = jax.jit(lambda p: step(p, axes, layers))(layout.params)
   parts, rolled = unrolled(layout.params, layout)
   expected = rolled(jax.device_get(jax.jit(step)(parts)))
   chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-7)
@@ -253,10 +257,9 @@ def test_the_decay_goes_layer_by_layer(name):
 def trained_in_a_step(name):
   """A model's params before and after a step of its train step, and the step's metrics."""
   layout = traced(name)
-  axes = layout.call("stacked_axes")
   plan = layout.call("layer_groups", num_groups=layout.units + 1)
   tx = optax.chain(
-    optax_boost.centralize(stacked_axes=axes),
+    optax_boost.centralize(layers=layout.call("layer_axes")),
     optax.adamw(1e-2),
     optax_boost.layerwise_decay(plan, 0.5),
   )

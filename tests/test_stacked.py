@@ -231,6 +231,11 @@ def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
     step.trace(state, jnp.ones((4, 8)))
   assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
   assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
-  for told in (optax_boost.stacked_axes(plain, params(), X), {}):
-    step = optax_boost.make_train_step(plain, make(0.1, stacked_axes=told))
+  try:
+    told = make(0.1, layers=optax_boost.layer_axes(plain, params(), X))
+  except TypeError:
+    told = make(0.1, stacked_axes=optax_boost.stacked_axes(plain, params(), X))
+  step = optax_boost.make_train_step(plain, told)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
     step.trace(step.init(params()), X)

@@ -12,6 +12,8 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _layers
+from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
@@ -80,7 +82,7 @@ def adasum(
   local_axis_name: AxisName | None = None,
   groups: str | Sequence[str] | None = None,
   shard_axis_name: AxisName | None = None,
-  stacked_axes: _base.AxesByPattern | None = None,
+  layers: _layers.Layers | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
 
@@ -120,9 +122,9 @@ def adasum(
       are summed over them. Replicated leaves count as often as they occur, which matters only in a
       group with sharded ones. Not an axis along which devices hold different layers: their inner
       products do not belong together. None: every device has whole leaves, or whole layers.
-    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression, as
-      :func:`stacked_axes` returns them. Each layer has coefficients of its own, but where `groups`
-      names its leaf. None: such a leaf counts as one layer.
+    layers: what :func:`layer_axes` returns, for leaves that hold many layers: each layer has
+      coefficients of its own, unless `groups` names its leaf. None: the extra argument `layers` of
+      ``update``, which the train step passes; without it, too, such a leaf counts as one layer.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
@@ -186,32 +188,36 @@ def adasum(
       f" local_axis_name={local_axis_name!r}, shard_axis_name={shard_axis_name!r}."
     )
   patterns = _check_groups(groups)
-  _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
+  own_layers = _method.check_layers(layers)
 
   def init_fn(params: optax.Params) -> AdasumState:
     _tree.check_floating(params, method)
     _group_numbers(_tree.leaf_paths(params), patterns)
     return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
 
+  @_method.wants_layers
   def update_fn(
     updates: optax.Updates,
     state: AdasumState,
     params: optax.Params | None = None,
+    *,
+    layers: _layers.Layers | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AdasumState]:
     _tree.check_update(method, updates, state, AdasumState, params)
     for argument, names in arguments.items():
       _base.require_axis(argument, names, method, optional=argument != "axis_name")
-    paths, layers, join = _tree.split_layers(updates, stacked_axes)
-    if not layers:
+    known = own_layers or _method.check_layers(layers)
+    paths, parts, join = _layers.split_layers(updates, known)
+    if not parts:
       return updates, state
-    check_not_summed(layers, axes + local_axes)
+    check_not_summed(parts, axes + local_axes)
 
     numbers = _group_numbers(paths, patterns)
-    if stacked_axes is None and not patterns:
+    if known is None and not patterns:
       _protocol.announce_layers(method, paths)
     outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
-      layers, numbers, axes, local_axes, shard_axes
+      parts, numbers, axes, local_axes, shard_axes
     )
     return join(outputs), AdasumState(
       orthogonality=orthogonality,

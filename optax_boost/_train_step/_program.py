@@ -169,8 +169,8 @@ class Program:
       axes = {pattern: found[pattern] for pattern in methods}
       self._warn_once(
         f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
-        f" the loss scans over them. Pass stacked_axes={_base.shorten(axes, 400)} to it, as"
-        " `optax_boost.stacked_axes(loss_fn, params, batch)` returns, or {} to keep it as it is.",
+        f" the loss scans over them, along {_base.shorten(axes, 400)}. Pass `layers`, as"
+        " `optax_boost.layer_axes(loss_fn, params, batch)` returns it, or `stacked_axes`.",
         _base.StackedLayersWarning,
       )
 

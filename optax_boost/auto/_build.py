@@ -16,9 +16,9 @@ from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
 from optax_boost import _groups
+from optax_boost import _layers
 from optax_boost import _less_bn
 from optax_boost import _precision
-from optax_boost import _stacked
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost.auto import _config
@@ -120,22 +120,22 @@ class AutoBoost:
         layers; `dim_reduce` is on without params, or neither finds nor can fit their subspace, or
         there is a `decay` beside it.
     """
-    find_groups = find_axes = None
+    find_groups = find_layers = None
     if loss_fn is not None and params is not None:
       find_groups = functools.partial(_groups.layer_groups, loss_fn, params, *args)
-      find_axes = functools.partial(_stacked.stacked_axes, loss_fn, params, *args)
-    return self._wrap(tx, params, find_groups, find_axes, groups, decay)
+      find_layers = functools.partial(_layers.layer_axes, loss_fn, params, *args)
+    return self._wrap(tx, params, find_groups, find_layers, groups, decay)
 
   def _wrap(
     self,
     tx: optax.GradientTransformation,
     params: Any,
     find_groups: Callable[..., _groups.LayerGroups] | None,
-    find_axes: Callable[[], _base.AxesByPattern] | None,
+    find_layers: Callable[[], _layers.Layers] | None,
     groups: Any,
     decay: optax.GradientTransformation | None,
   ) -> optax.GradientTransformationExtraArgs:
-    """:meth:`optimizer` for all forms; the functions read groups and stacked axes from a trace."""
+    """:meth:`optimizer` for all forms; the functions read groups and layers from a trace."""
     tx = _base.check_transformation("tx", tx)
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
@@ -154,10 +154,10 @@ class AutoBoost:
       )
     centralizes = self.is_on("less_bn") and self.config.less_bn.gc_flag
     layerwise = centralizes or self.is_on("adasum")
-    stacked_axes = find_axes() if layerwise and find_axes is not None else None
+    layers = find_layers() if layerwise and find_layers is not None else None
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
-      tx = optax.chain(_centralization.centralize(stacked_axes=stacked_axes), tx)
+      tx = optax.chain(_centralization.centralize(layers=layers), tx)
     if decay is not None:
       tx = optax.chain(decay, tx)
     axes: tuple[str, ...] | None = None
@@ -165,9 +165,7 @@ class AutoBoost:
       axes = tuple(jax.tree.leaves((self.axis_name, self.local_axis_name)))
       tx = _methods.with_adasum(
         tx,
-        _adasum.adasum(
-          self.axis_name, local_axis_name=self.local_axis_name, stacked_axes=stacked_axes
-        ),
+        _adasum.adasum(self.axis_name, local_axis_name=self.local_axis_name, layers=layers),
         self.local_axis_name,
         self.adasum_on,
         self.config.common.device_number,

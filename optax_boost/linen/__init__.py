@@ -8,6 +8,7 @@ from optax_boost.linen._adapter import BoundModel
 from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._batch_stats import estimate_batch_stats
+from optax_boost.linen._groups import layer_axes
 from optax_boost.linen._groups import layer_groups
 from optax_boost.linen._groups import stacked_axes
 from optax_boost.linen._head import NormalizedDense
@@ -28,6 +29,7 @@ __all__ = [
   "TrainStep",
   "auto_boost",
   "estimate_batch_stats",
+  "layer_axes",
   "layer_groups",
   "less_bn",
   "load_original",

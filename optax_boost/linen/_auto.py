@@ -18,8 +18,8 @@ from optax_boost.auto import _config
 from optax_boost.linen import _adapter
 from optax_boost.linen import _less_bn
 from optax_boost.linen import _train_step
+from optax_boost.linen._groups import layer_axes
 from optax_boost.linen._groups import layer_groups
-from optax_boost.linen._groups import stacked_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +54,14 @@ class AutoBoost(_build.ModelBoost):
     if module is not None:
       _adapter.check_module(module)
     _base.check_key("rng", rng)
-    params = find_groups = find_axes = None
+    params = find_groups = find_layers = None
     if variables is not None:
       params, _ = _adapter.split_variables(variables)
       if module is not None and loss_fn is not None:
         args = (module, loss_fn, variables, batch, rng)
         find_groups = functools.partial(layer_groups, *args, rngs=rngs)
-        find_axes = functools.partial(stacked_axes, *args, rngs=rngs)
-    return self._wrap(tx, params, find_groups, find_axes, groups, decay)
+        find_layers = functools.partial(layer_axes, *args, rngs=rngs)
+    return self._wrap(tx, params, find_groups, find_layers, groups, decay)
 
   def train_step(  # type: ignore[override]
     self,

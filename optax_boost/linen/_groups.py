@@ -10,6 +10,7 @@ import jax
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _layers
 from optax_boost import _stacked
 from optax_boost.linen import _adapter
 
@@ -103,3 +104,43 @@ def stacked_axes(
   """
   loss, params, collections = _adapter.adapt(module, loss_fn, variables, rng, rngs)
   return _stacked.stacked_axes(loss, params, collections, batch, rng)
+
+
+def layer_axes(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  variables: Any,
+  batch: Any,
+  rng: jax.Array | None = None,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+) -> _layers.Layers:
+  """Reads what the axes of a model's params are: :func:`optax_boost.layer_axes` for Linen.
+
+  Arguments as for :func:`layer_groups`.
+
+  Returns:
+    A description of all params, as :func:`optax_boost.layer_axes`.
+
+  Raises:
+    ValueError: `variables` has no collection ``params``.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> class Block(nn.Module):
+    ...   @nn.compact
+    ...   def __call__(self, x, _):
+    ...     return nn.tanh(nn.Dense(8)(x)), None
+    >>> axes = {"params": 0}
+    >>> module = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    >>> loss_fn = lambda model, x: jnp.mean(model(x, None)[0])
+    >>> x = jnp.ones((2, 8))
+    >>> variables = module.init(jax.random.key(0), x, None)
+    >>> print(optax_boost.linen.layer_axes(module, loss_fn, variables, x))
+    Dense_0/bias: layers (0,), outputs (1,)
+    Dense_0/kernel: layers (0,), fan-in (1,), outputs (2,)
+  """
+  loss, params, collections = _adapter.adapt(module, loss_fn, variables, rng, rngs)
+  return _layers.read(loss, params, collections, (batch, rng))

@@ -8,6 +8,7 @@ from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
 from optax_boost.nnx._batch_stats import averaged_model
 from optax_boost.nnx._batch_stats import estimate_batch_stats
+from optax_boost.nnx._groups import layer_axes
 from optax_boost.nnx._groups import layer_groups
 from optax_boost.nnx._groups import stacked_axes
 from optax_boost.nnx._head import NormalizedDense
@@ -27,6 +28,7 @@ __all__ = [
   "auto_boost",
   "averaged_model",
   "estimate_batch_stats",
+  "layer_axes",
   "layer_groups",
   "less_bn",
   "load_original",

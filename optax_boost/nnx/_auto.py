@@ -16,8 +16,8 @@ from optax_boost.auto import _config
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
 from optax_boost.nnx import _train_step
+from optax_boost.nnx._groups import layer_axes
 from optax_boost.nnx._groups import layer_groups
-from optax_boost.nnx._groups import stacked_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +60,14 @@ class AutoBoost(_build.ModelBoost):
     place of params, ``loss_fn(model, *args)``, and `wrt`, the filter of the trained variables.
     """
     _adapter.check_filter("wrt", wrt)
-    params = find_groups = find_axes = None
+    params = find_groups = find_layers = None
     if model is not None:
       _adapter.check_model(model)
       params = nnx.state(model, wrt)
       if loss_fn is not None:
         find_groups = functools.partial(layer_groups, loss_fn, model, *args, wrt=wrt)
-        find_axes = functools.partial(stacked_axes, loss_fn, model, *args, wrt=wrt)
-    return self._wrap(tx, params, find_groups, find_axes, groups, decay)
+        find_layers = functools.partial(layer_axes, loss_fn, model, *args, wrt=wrt)
+    return self._wrap(tx, params, find_groups, find_layers, groups, decay)
 
   def train_step(  # type: ignore[override]
     self, loss_fn: Callable[..., Any], **options: Any

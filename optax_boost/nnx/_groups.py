@@ -8,6 +8,7 @@ from flax import nnx
 
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _layers
 from optax_boost import _stacked
 from optax_boost.nnx import _adapter
 
@@ -84,3 +85,32 @@ def stacked_axes(
   """
   loss, params, model_state, args = _adapter.adapt(loss_fn, model, wrt, args)
   return _stacked.stacked_axes(loss, params, model_state, *args)
+
+
+def layer_axes(
+  loss_fn: Callable[..., Any], model: Any, *args: Any, wrt: Any = nnx.Param
+) -> _layers.Layers:
+  """Reads what the axes of a model's params are: :func:`optax_boost.layer_axes` for NNX.
+
+  Arguments as for :func:`layer_groups`.
+
+  Returns:
+    A description of all params, as :func:`optax_boost.layer_axes`.
+
+  Raises:
+    ValueError: `model` has no variables of `wrt`.
+    TypeError: an argument is of the wrong kind.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp, optax_boost.nnx
+    >>> make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))
+    >>> model = make(jax.random.split(jax.random.key(0), 3))
+    >>> run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    >>> loss_fn = lambda model, x: jnp.mean(run(x, model))
+    >>> print(optax_boost.nnx.layer_axes(loss_fn, model, jnp.ones((2, 8))))
+    bias: layers (0,), outputs (1,)
+    kernel: layers (0,), fan-in (1,), outputs (2,)
+  """
+  loss, params, model_state, args = _adapter.adapt(loss_fn, model, wrt, args)
+  return _layers.read(loss, params, model_state, args)

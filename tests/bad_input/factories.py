@@ -38,7 +38,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
       local_axis_name=axis_name,
       groups=kinds.patterns_or_none(),
       shard_axis_name=axis_name,
-      stacked_axes=shared.AXES,
+      layers=shared.LAYERS,
     ),
     shared.factory(
       "average_params",
@@ -48,7 +48,13 @@ def entries() -> list[tuple[str, shared.Entry]]:
       decay=kinds.number(0, 1, -1, optional=True) | {"and last": Bad(0.9, ValueError, "last")},
       every=shared.COUNT,
     ),
-    shared.factory("centralize", exclude=shared.SELECTOR, axis_name=axis_name, **layouts),
+    shared.factory(
+      "centralize",
+      exclude=shared.SELECTOR,
+      layout=shared.NAME,
+      layers=shared.LAYERS,
+      axis_name=axis_name,
+    ),
     shared.factory(
       "dim_reduce",
       subspace=shared.SUBSPACE,

@@ -170,6 +170,7 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
         },
       ),
     ),
+    ("layer_axes", by_position(ours.layer_axes, form.traced, tracing, form.positional)),
     ("stacked_axes", by_position(ours.stacked_axes, form.traced, tracing, form.positional)),
     ("plan_less_bn", by_position(ours.plan_less_bn, inputs, less_bn, called)),
     ("less_bn", by_position(ours.less_bn, inputs, less_bn | {"plan": shared.PLAN}, called)),

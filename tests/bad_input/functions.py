@@ -291,6 +291,13 @@ def entries() -> dict[str, shared.Entry]:
       positional=("loss_fn", "params", "args"),
       free={"args": "whatever the loss takes"},
     ),
+    "layer_axes": shared.Entry(
+      optax_boost.layer_axes,
+      lambda: {"loss_fn": problem.loss_fn, "params": problem.PARAMS, "args": (problem.X,)},
+      loss,
+      positional=("loss_fn", "params", "args"),
+      free={"args": "whatever the loss takes"},
+    ),
     "stacked_axes": shared.Entry(
       optax_boost.stacked_axes,
       lambda: {"loss_fn": problem.loss_fn, "params": problem.PARAMS, "args": (problem.X,)},

@@ -242,6 +242,12 @@ def patterns_or_none() -> Kind:
   return kind(wrong_type, _broken(lambda text: text) | _broken(lambda text: ["conv", text]))
 
 
+def layers() -> Kind:
+  """What `layer_axes` returns, or None."""
+  wrong = {"axes": {"conv": 0}, "text": "conv", "number": 0, "function": len, "list": ["conv"]}
+  return {label: Bad(value, TypeError) for label, value in wrong.items()}
+
+
 def axes() -> Kind:
   """Axes by regular expression, or None."""
   wrong_type = {
