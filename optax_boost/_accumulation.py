@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_boost import _arrays
@@ -294,9 +293,7 @@ def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
       f" array of shape {jnp.shape(weight)}."
     )
   largest = float(jnp.finfo(jnp.float32).max)
-  concrete = _base.is_array(weight) and not isinstance(weight, jax.core.Tracer)
-  number = np.asarray(weight) if concrete else weight
-  _base.check_number("weight", number, minimum=0.0, maximum=largest)
+  _base.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, jnp.float32)
 
 

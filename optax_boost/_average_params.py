@@ -149,7 +149,6 @@ class _Averaging(NamedTuple):
 
   def init(self, params: optax.Params) -> AverageParamsState:
     _tree.check_inexact(params, _METHOD)
-    _base.check_injected("decay", self.decay, positive=True, below=1.0)
 
     def copy(p: Any) -> jax.Array:
       dtype = _arrays.accumulator_dtype(p.dtype)

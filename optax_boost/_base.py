@@ -74,6 +74,18 @@ def _is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
+def known_number(value: Any) -> Any:
+  """A number or scalar array as a number; None for traced arrays, whose values are unknown."""
+  if not is_any_array(value):
+    return value
+  array = value if isinstance(value, np.ndarray | jax.Array) else value.__jax_array__()
+  if jnp.ndim(array) or isinstance(array, jax.core.Tracer):
+    return None
+  if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
+    return np.asarray(array)[()]
+  return None
+
+
 def check_number(
   name: str,
   value: Any,
@@ -85,7 +97,7 @@ def check_number(
 ) -> None:
   """Checks a real hyperparameter: TypeError for another kind, ValueError out of range.
 
-  Traced values and JAX arrays pass, as under ``optax.inject_hyperparams``; `below` is exclusive.
+  Traced values pass, as under ``optax.inject_hyperparams``; `below` is exclusive.
   """
   if is_any_array(value):
     dtype = _dtype_of(value)
@@ -93,16 +105,16 @@ def check_number(
       raise TypeError(f"`{name}` must be a real number; got an array of dtype {dtype}.")
     if jnp.ndim(value) != 0:
       raise ValueError(f"`{name}` must be a scalar; got an array of shape {jnp.shape(value)}.")
-    if not isinstance(value, np.ndarray):
-      return
-    value = value.item()
-  if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+  elif isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
     raise TypeError(
       f"`{name}` must be a real number or a scalar array; got {shorten(value)} of type"
       f" {type(value).__name__}."
     )
+  known = known_number(value)
+  if known is None:
+    return
   try:
-    number = float(value)
+    number = float(known)
   except OverflowError:
     number = math.inf
   bounds = [
@@ -114,23 +126,14 @@ def check_number(
   ]
   if not all(holds for holds, _, applies in bounds if applies):
     required = " and ".join(text for _, text, applies in bounds if applies)
-    raise ValueError(f"`{name}` must be {required}; got {shorten(value)}.")
-
-
-def check_injected(name: str, value: Any, **bounds: Any) -> None:
-  """Checks, in ``init``, a number that ``optax.inject_hyperparams`` has made an array.
-
-  It casts to the dtype of the params: in float16 65,536 is infinite, in bfloat16 0.999 is 1.
-  """
-  if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
-    return
-  try:
-    check_number(name, np.asarray(value, np.float64), **bounds)
-  except ValueError as error:
-    raise ValueError(
-      f"{error} Under `optax.inject_hyperparams` numbers have the params' dtype, here"
-      f" {value.dtype}: pass `hyperparam_dtype=jnp.float32`."
-    ) from error
+    advice = ""
+    if is_array(value) and dtype in (jnp.float16, jnp.bfloat16):
+      # In float16 65,536 is infinite, in bfloat16 0.999 is 1.
+      advice = (
+        f" Under `optax.inject_hyperparams` numbers have the params' dtype, here {dtype}: pass"
+        " `hyperparam_dtype=jnp.float32`."
+      )
+    raise ValueError(f"`{name}` must be {required}; got {shorten(value)}.{advice}")
 
 
 def check_array(
@@ -159,20 +162,20 @@ def check_whole_number(
   maximum: int = LARGEST_COUNT,
   static: bool = False,
 ) -> None:
-  """Checks a count; arrays pass, unless it is `static`: the program is made for it."""
+  """Checks a count; traced arrays pass, but none if `static`: the program is made for it."""
   array = is_any_array(value) and jnp.issubdtype(_dtype_of(value), jnp.integer)
   if not (array or is_integer(value)):
     raise TypeError(f"`{name}` must be a whole number; got {shorten(value)}.")
-  known = is_integer(value) or (isinstance(value, np.ndarray) and value.ndim == 0)
-  if known and not minimum <= int(value) <= maximum:
-    bound = f">= {minimum}" if int(value) < minimum else f"<= {maximum}"
-    raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
-  check_number(name, value)
   if static and not is_integer(value):
     raise TypeError(
       f"`{name}` shapes the program, so it must be a Python number; got {shorten(value)}. Pass"
       f" int({name}); under `optax.inject_hyperparams` name it in `static_args`."
     )
+  known = known_number(value)
+  if known is not None and not minimum <= int(known) <= maximum:
+    bound = f">= {minimum}" if int(known) < minimum else f"<= {maximum}"
+    raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
+  check_number(name, value)
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -210,7 +210,7 @@ def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
     return _base.check_axis_name(argument, names)
   for pattern, of_pattern in names.items():
     _base.compile_pattern(argument, pattern)
-    if of_pattern != ():
+    if not isinstance(of_pattern, tuple) or of_pattern:
       _base.check_axis_name(f"{argument}[{pattern!r}]", of_pattern)
   return None
 
@@ -277,7 +277,7 @@ def select(
   paths = leaf_paths(tree)
   if selector is None:
     return [False] * len(paths)
-  if selector == "auto" and auto is not None:
+  if _is_auto(selector) and auto is not None:
     return auto(describe(tree, stacked_axes))
   patterns = (selector,) if isinstance(selector, str) else selector
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
@@ -287,6 +287,11 @@ def select(
     raise _not_a_selector(argument, selector)
   mask = selector(tree) if _is_function(selector) else selector
   return _broadcast_mask(mask, tree, argument)
+
+
+def _is_auto(selector: Any) -> bool:
+  # Arrays, which a user may pass by mistake, compare entry by entry.
+  return isinstance(selector, str) and selector == "auto"
 
 
 def _is_function(selector: Any) -> bool:
@@ -317,7 +322,7 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
   """Checks an argument that selects leaves, as far as that is possible without the tree."""
-  if selector is None or selector == "auto" or _is_function(selector):
+  if selector is None or _is_auto(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
     _base.compile_pattern(argument, selector)

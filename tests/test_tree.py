@@ -204,3 +204,16 @@ def test_complex_leaves_are_inexact_and_not_floating():
     _tree.check_inexact({"n": jnp.ones(2, jnp.int32)}, "method", "Stop.")
   with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'params' is 1.0 of type"):
     _tree.check_inexact(1.0, "method")
+
+
+@pytest.mark.parametrize("exclude", [np.array([True, False]), jnp.array([True, False])])
+def test_an_array_is_no_selector(exclude):
+  with pytest.raises(TypeError, match=r"`exclude` must be regular expressions, a tree of bools"):
+    optax_boost.lars(0.1, exclude=exclude)
+
+
+@pytest.mark.parametrize("scalar", [np.float32, jnp.float32])
+def test_a_scalar_whose_value_is_known_is_checked(scalar):
+  with pytest.raises(ValueError, match=r"`trust_coefficient` must be finite and > 0; got .*-1"):
+    optax_boost.lars(0.1, trust_coefficient=scalar(-1))
+  jax.eval_shape(lambda x: optax_boost.lars(0.1, trust_coefficient=x).init(x), scalar(1))

@@ -149,7 +149,6 @@ def group_loss_scale(
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
 
   def make_state(params: optax.Params, inner_state: optax.OptState) -> GroupLossScaleState:
-    _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     numbers = jax.tree.leaves(number(params))
     _protocol.announce_groups(_protocol.GROUP_LOSS_SCALE, params, numbers, num_groups)
     if skip == "group" and _conditional.scales_loss(inner_state):

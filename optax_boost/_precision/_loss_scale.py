@@ -161,7 +161,6 @@ def dynamic_loss_scale(
   _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
 
   def make_state(params: optax.Params, inner_state: optax.OptState) -> DynamicLossScaleState:
-    _unscaled.check_injected_scales(initial_scale=initial_scale, minimum=minimum, maximum=maximum)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
     numbers = [0] * len(jax.tree.leaves(params))
     _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)

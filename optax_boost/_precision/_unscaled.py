@@ -35,28 +35,26 @@ def check_rule(
   _base.check_number("growth_factor", growth_factor, minimum=1.0)
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
   scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
+  known: dict[str, float] = {}
   for name, value in scales.items():
     _base.check_number(name, value, positive=True)
-    if not (_base.is_array(value) or _SMALLEST <= float(value) <= _LARGEST):
+    if (number := _base.known_number(value)) is None:
+      continue
+    known[name] = float(number)
+    if not _SMALLEST <= known[name] <= _LARGEST:
       raise ValueError(
         f"`{name}` must be a float32 number, between {_SMALLEST:g} and {_LARGEST:g}; got"
         f" {_base.shorten(value)}."
       )
-  if any(map(_base.is_array, scales.values())):
+  if known.keys() != scales.keys():
     return
-  if float(minimum) > float(maximum):
+  if known["minimum"] > known["maximum"]:
     raise ValueError(f"`minimum` must not be above `maximum`; got {minimum!r} and {maximum!r}.")
-  if not float(minimum) <= float(initial_scale) <= float(maximum):
+  if not known["minimum"] <= known["initial_scale"] <= known["maximum"]:
     raise ValueError(
       "`initial_scale` must be between `minimum` and `maximum`; got"
       f" {initial_scale!r}, not between {minimum!r} and {maximum!r}."
     )
-
-
-def check_injected_scales(**scales: Any) -> None:
-  """Checks, in ``init``, scales that may have become infinite or zero in half precision."""
-  for name, value in scales.items():
-    _base.check_injected(name, value, positive=True)
 
 
 def _is_wide(tree: Any) -> bool:

@@ -71,7 +71,10 @@ def number(*out_of_range: float, optional: bool = False, schedule: bool = False)
     "vector": jnp.ones(2),
     "NumPy vector": np.ones(2),
   }
-  return kind(wrong_type, wrong_value | {f"{value}": value for value in out_of_range})
+  wrong_value |= {f"{value}": value for value in out_of_range}
+  # A concrete JAX scalar is checked as a number is; see `check_number`.
+  in_jax = {f"JAX {value}": jnp.asarray(value) for value in (NAN, float("inf"), *out_of_range)}
+  return kind(wrong_type, wrong_value | in_jax)
 
 
 def count(
@@ -97,9 +100,9 @@ def count(
     wrong_type["array"] = jnp.array(3)
   below = minimum - 1
   wrong_value = {f"{below}": below, "2**31": COUNT, "10**400": HUGE, "-10**400": -HUGE}
-  if not static:
-    wrong_value["vector"] = jnp.ones(2, int)
-  return kind(wrong_type, wrong_value)
+  either = (TypeError, ValueError)
+  arrays = {"vector": jnp.ones(2, int), f"JAX {below}": jnp.asarray(below)}
+  return kind(wrong_type, wrong_value) | {label: Bad(x, either) for label, x in arrays.items()}
 
 
 def flag() -> Kind:
@@ -227,6 +230,8 @@ def selector() -> Kind:
     "nan": NAN,
     "tree of numbers": {"conv": 1, "dense": 0},
     "bytes": b"conv",
+    "array of bools": np.array([True, False]),
+    "JAX array of bools": jnp.array([True, False]),
     "function to a number": lambda tree: 3,
     "function to None leaves": lambda tree: jax.tree.map(str, tree),
   }
@@ -276,6 +281,7 @@ def axis_name(*, optional: bool = True) -> Kind:
     "number among names": ("batch", 3),
     "function": len,
     "bool": True,
+    "array": np.array(["batch", "x"]),
     "mesh": jax.sharding.PartitionSpec("batch"),
   }
   wrong_type = _but(wrong_type, "None" if optional else "")
