@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 import functools
 import json
 import os
@@ -154,28 +155,29 @@ def contenders(total_steps: int) -> dict[str, Any]:
     What :func:`optax_boost.nnx.auto_boost` makes, by name.
   """
 
-  def make(level: str, config: Any = None, **options: Any) -> Any:
-    return optax_boost.nnx.auto_boost(level, config, total_steps=total_steps, **options)
+  def make(level: str, config: Any = None) -> Any:
+    return optax_boost.nnx.auto_boost(level, config=config, total_steps=total_steps)
 
-  def single(less_bn: bool = False, head: bool = False, gc: bool = False) -> Any:
-    config = {
-      "boost": {"mode": "manual", "less_bn": less_bn, "grad_freeze": not less_bn},
-      "less_bn": {"fn_flag": head, "gc_flag": gc},
-    }
-    return make("O1", config)
+  def single(method: str, **settings: Any) -> Any:
+    level = make("O1")
+    return dataclasses.replace(level, on={method: level.on[method] | settings})
+
+  def in_turns(share: float) -> Any:
+    freezing = {"param_groups": 2, "freeze_type": 0, "freeze_p": share}
+    return make("O1", {"less_bn": {"fn_flag": False}, "grad_freeze": freezing})
 
   return {
     _BASE: make("O0"),
-    "fewer BatchNorms": single(less_bn=True),
-    "fewer BatchNorms, centralized": single(less_bn=True, gc=True),
-    "fewer BatchNorms, normalized head": single(less_bn=True, head=True),
-    "freezing": single(),
+    "fewer BatchNorms": single("less_bn", gc_flag=False),
+    "fewer BatchNorms, centralized": single("less_bn"),
+    "fewer BatchNorms, normalized head": single("less_bn", gc_flag=False, fn_flag=True),
+    "freezing": single("grad_freeze"),
     "O1": make("O1"),
     "O2": make("O2"),
     # All along the training.
-    "O1, in turns": make("O1", {"grad_freeze": {"freeze_type": 0}}),
-    "O2, in turns": make("O2", {"grad_freeze": {"freeze_type": 0}}),
-    "O1, reference": make("O1", reference=True),
+    "O1, in turns": in_turns(0.7),
+    "O2, in turns": in_turns(0.55),
+    "O1, reference": make("O1", {}),
   }
 
 
@@ -213,7 +215,7 @@ class Trainer:
 
   def averaged(self, model: Any, optimizer: nnx.Optimizer, images: np.ndarray) -> Any:
     """The model with the level's averaged params, or as it is where the level keeps none."""
-    if not self._boost.is_on("average"):
+    if "average" not in self._boost.on:
       return model
     parts = np.split(images[: 20 * _TRAINING_BATCH], 20)
     model = optax_boost.nnx.averaged_model(optimizer, model)

@@ -60,7 +60,7 @@ def main() -> None:
     _BASE: make("O0"),
     "O1": make("O1"),
     "O2": make("O2"),
-    "O1, reference": make("O1", reference=True),
+    "O1, reference": make("O1", config={}),
   }
   theirs = {
     "MindSpore, no boost": "plain",

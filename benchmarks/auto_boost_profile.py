@@ -24,7 +24,8 @@ _NETWORKS = (
   ("ResNet-11, 8 x 8, batch 64", (64, 8, 8, 1), 1, 20),
   ("ResNet-29, 32 x 32, batch 32", (32, 32, 32, 3), 3, 2),
 )
-_GROUPS = optax_boost.nnx.auto_boost("O1").config.grad_freeze.param_groups
+_STEPS = 240
+_GROUPS = optax_boost.nnx.auto_boost("O1", total_steps=_STEPS).on["grad_freeze"]["param_groups"]
 _ABOUT = """\
 Milliseconds of processor time (of both cores, so that other work on the machine counts little) per
 step: the least of several measurements in turns. `O0` is the network as it is, `fewer BatchNorms`
@@ -120,9 +121,9 @@ def _call(make: Callable[[], Any], batch: Any, rounds: int) -> float:
 
 def _mean_step(level: str, steps: list[float]) -> float:
   """A step of a level on average over a training, from that of each depth."""
-  block = optax_boost.nnx.auto_boost(level).config.grad_freeze
-  schedule = optax_boost.progressive_freezing(block.param_groups, 240, block.freeze_p, anneal=False)
-  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(240)]
+  first = optax_boost.nnx.auto_boost(level, total_steps=_STEPS).on["grad_freeze"]["first"]
+  schedule = optax_boost.progressive_freezing(_GROUPS, _STEPS, first, anneal=False)
+  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(_STEPS)]
   return float(np.mean([steps[depth] for depth in depths]))
 
 
@@ -141,7 +142,7 @@ def profile(shape: tuple[int, ...], blocks: int, number: int, rounds: int) -> st
   rng = np.random.default_rng(0)
   x = rng.normal(size=shape).astype(np.float32)
   batch = {"x": jnp.array(x), "y": jnp.array(rng.integers(0, 10, shape[0], np.int32))}
-  fewer = optax_boost.nnx.auto_boost("O1")
+  fewer = optax_boost.nnx.auto_boost("O1", total_steps=_STEPS)
 
   def plain() -> Any:
     return auto_boost.ResNet(shape[-1], blocks, rngs=nnx.Rngs(0))

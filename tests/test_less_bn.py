@@ -592,8 +592,8 @@ def test_linen_variables_may_come_before_the_inputs():
   assert ob_linen.plan_less_bn(LinenNet(), variables, X, train=True) == plan
   less = ob_linen.less_bn(LinenNet(), variables, X, train=True)
   assert less.plan == plan
-  boost = ob_linen.auto_boost("O1", {"less_bn": {"fn_flag": False}})
-  assert boost.plan(LinenNet(), variables, X, train=True) == plan
+  boost = ob_linen.auto_boost("O1", total_steps=4)
+  assert boost.model(LinenNet(), variables, X, train=True).plan == plan
   assert ob_linen.plan_less_bn(LinenNet(), variables_of(LinenNet()), X) == plan
 
 

@@ -24,7 +24,7 @@ def test_block_runs(code, capsys):
   exec(compile(code, "migration.md", "exec"), {})
   if "explain" in code:
     printed = capsys.readouterr().out
-    assert "less_bn            on   in level O1" in printed
+    assert "less_bn           on   in level O1" in printed
     assert "removed 2 of 3 BatchNorms: bn1, bn2" in printed
 
 

@@ -50,7 +50,7 @@ def program(row: str, batch_size: int) -> dict[str, float]:
   }
   module: Any = models.ResNet()
   if row in (_FEWER, _BOTH):
-    module = optax_boost.linen.auto_boost("O1").model(module, batch["x"])
+    module = optax_boost.linen.auto_boost("O1", total_steps=100).model(module, batch["x"])
   variables = jax.eval_shape(module.init, jax.random.key(0), batch["x"])
   tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))
   if row in (_FROZEN, _BOTH):

@@ -66,7 +66,9 @@ class _Images:
 def resnet50(of: sizes.Sizes) -> Rows:
   """AutoBoost's levels on the network of images."""
   images = _Images(of)
-  fewer = optax_boost.linen.auto_boost("O1").model(images.module, images.batch["x"])
+  fewer = optax_boost.linen.auto_boost("O1", total_steps=100).model(
+    images.module, images.batch["x"]
+  )
   yield "O0", images.step(images.module, _sgd())
   yield "first half frozen", images.step(images.module, _always(images.groups(images.module, 2), 1))
   unfrozen = images.step(fewer, _centralized())

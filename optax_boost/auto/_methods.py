@@ -1,4 +1,4 @@
-"""The transformations that blocks of a configuration stand for."""
+"""The transformations that the settings of single methods stand for."""
 
 import pathlib
 from typing import Any
@@ -7,124 +7,75 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import optax_boost
 from optax_boost import _adasum
 from optax_boost import _arrays
-from optax_boost import _base
-from optax_boost import _conditional
-from optax_boost import _dim_reduce
-from optax_boost import _freezing
-from optax_boost.auto import _config
-
-# Where adaptive summation runs: before the optimizer, or after it as in MindSpore and Horovod.
-ADASUM_PLACES = ("gradients", "updates")
 
 
-def freezing_schedule(block: _config.GradFreezeConfig) -> _freezing.FreezeSchedule:
-  """The schedule of a block, whose `freeze_p` is the share of steps that freeze nothing."""
-  if block.freeze_type == 1:
-    return _freezing.interval_freezing(block.param_groups, 1 - block.freeze_p)
-  if block.freeze_type == 0 or block.freeze_p == 1:
-    return _freezing.continuous_freezing(block.param_groups, 1 - block.freeze_p)
-  if block.total_steps is None:
-    raise ValueError(
-      f"`grad_freeze` freezes in the last {1 - block.freeze_p:.0%} of the training, so it must know"
-      " how long that is: pass auto_boost(..., total_steps=...), in steps of the optimizer. Or"
-      " freeze all along: `grad_freeze.freeze_type` 0 or 1."
-    )
-  return _freezing.progressive_freezing(
-    block.param_groups, block.total_steps, block.freeze_p, anneal=False
-  )
-
-
-def average_options(block: _config.AverageConfig) -> dict[str, int]:
-  """The arguments of :func:`average_params` for a block."""
-  if block.total_steps is None:
-    raise ValueError(
-      f"`average` averages the params over the last {1 - block.start:.0%} of the training, so it"
-      " must know how long that is: pass auto_boost(..., total_steps=...), in steps of the"
-      " optimizer, or `average.total_steps`. Or leave `boost.average` out."
-    )
-  start = round(block.start * block.total_steps)
-  return {"start": start, "every": max(1, round((block.total_steps - start) / block.snapshots))}
+def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
+  """Our freezing schedule, or MindSpore's, whose `freeze_p` is the share of unfrozen steps."""
+  if ours:
+    return optax_boost.progressive_freezing(param_groups, **ours, anneal=False)
+  make = optax_boost.interval_freezing if freeze_type else optax_boost.continuous_freezing
+  return make(param_groups, 1 - freeze_p)
 
 
 def with_adasum(
-  tx: optax.GradientTransformation,
-  adasum: optax.GradientTransformation,
-  local_axis_name: Any,
-  place: str,
-  device_number: int | None,
+  tx: optax.GradientTransformation, layers: Any, on: str, axis_name: Any, local_axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Puts adaptive summation before an optimizer, or after it; `device_number` None: any."""
-  before = place == "gradients"
+  """Sums `on` gradients, before the optimizer, or on updates, after it."""
+  adasum = _adasum.adasum(axis_name, local_axis_name=local_axis_name, layers=layers)
+  if on == "gradients":
+    return optax.chain(adasum, tx)
   if local_axis_name is None:
-    return optax.chain(adasum, tx) if before else optax.chain(tx, adasum)
+    return optax.chain(tx, adasum)
 
-  def check_size(updates: Any, params: Any) -> Any:
-    size = _base.require_axis("local_axis_name", local_axis_name, "auto_boost")
-    if device_number is not None and size != device_number:
-      raise ValueError(
-        f"`common.device_number` is {device_number}, but the axis"
-        f" local_axis_name={local_axis_name!r} has {size} devices. Set `common.device_number` to"
-        f" {size}, or to null for any size."
-      )
-    return updates
+  def mean(g: jax.Array, _: Any) -> jax.Array:
+    _adasum.check_not_summed([g], tuple(jax.tree.leaves(local_axis_name)))
+    return jax.lax.pmean(_arrays.widen(g), local_axis_name).astype(g.dtype)
 
-  def average(updates: Any, params: Any) -> Any:
-    if leaves := jax.tree.leaves(updates):
-      _adasum.check_not_summed(leaves, tuple(jax.tree.leaves(local_axis_name)))
-    wide = jax.tree.map(_arrays.widen, updates)
-    return _conditional.cast_like(jax.lax.pmean(wide, local_axis_name), updates)
+  # A server's devices take the same step, from their mean gradient. `adasum` shares its work among
+  # them if their updates seem to vary; `jax.lax.pcast` doesn't work in `vmap`.
+  def vary(u: jax.Array, _: Any) -> jax.Array:
+    return jnp.where(jax.lax.axis_index(local_axis_name) < 0, jnp.zeros_like(u), u)
 
-  # `adasum` shares its work among devices that hold the same updates, if they seem to vary. Under
-  # `shard_map` and `vmap` alike: `jax.lax.pcast` is for the former, and new.
-  def vary(updates: Any, params: Any) -> Any:
-    never = jax.lax.axis_index(local_axis_name) < 0
-    return jax.tree.map(lambda u: jnp.where(never, jnp.zeros_like(u), u), updates)
-
-  check = optax.stateless(check_size)
-  if before:
-    return optax.chain(check, adasum, tx)
-  # A server's devices take the same step, from their mean gradient.
-  return optax.chain(check, optax.stateless(average), tx, optax.stateless(vary), adasum)
+  before, after = map(optax.stateless_with_tree_map, (mean, vary))
+  return optax.chain(before, tx, after, adasum)
 
 
 def subspace_optimizer(
-  block: _config.DimReduceConfig,
-  params: Any,
-  tx: optax.GradientTransformation,
-  *,
-  reference: bool,
+  params: Any, n_components: int, pca_mat_path: Any, weight_load_dir: Any, **numbers: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes :func:`dim_reduce` of a block, around `tx` if `reference`; `params` may be abstract."""
+  """MindSpore's DimReduce: two trials, steps as of an SGD of rate 1; `params` may be abstract.
+
+  As in MindSpore, checkpoints are read only if there is no file `pca_mat_path`.
+  """
   if not jax.tree.leaves(params):
     raise ValueError(
-      "`dim_reduce` is on, so the optimizer must know the tree of the subspace: pass the"
-      " params; for a Flax model, the model (NNX) or its variables (Linen)."
+      "`dim_reduce` is on, so the optimizer needs the params: pass them, the NNX model or the Linen"
+      " variables."
     )
-  subspace = _load_or_fit(block, params)
-  # MindSpore's two trials, and its steps go through the optimizer.
-  options: dict[str, Any] = {"max_search": 2, "inner": tx} if reference else {}
-  return _dim_reduce.dim_reduce(
-    subspace, block.rho, block.sigma, block.gamma, block.alpha, **options
-  )
+  if pca_mat_path is not None and pathlib.Path(pca_mat_path).is_file():
+    subspace = optax_boost.Subspace.load(pca_mat_path, like=params)
+  elif weight_load_dir is not None and pathlib.Path(weight_load_dir).is_dir():
+    subspace = optax_boost.fit_subspace(_checkpoints(weight_load_dir, params), n_components)
+  else:
+    raise ValueError(
+      "`dim_reduce.pca_mat_path` must be the file of a subspace, or `dim_reduce.weight_load_dir` a"
+      f" folder of checkpoints, and exist; got {pca_mat_path!r} and {weight_load_dir!r}."
+    )
+  if subspace.components != n_components:
+    raise ValueError(
+      f"`dim_reduce.n_components` must be the number of components in {pca_mat_path!r},"
+      f" {subspace.components}; got {n_components}."
+    )
+  return optax_boost.dim_reduce(subspace, **numbers, max_search=2)
 
 
-def _load_or_fit(block: _config.DimReduceConfig, params: Any) -> _dim_reduce.Subspace:
-  """Loads the subspace's file; else fits the subspace to the checkpoints, and writes the file."""
-  path = None if block.pca_mat_path is None else pathlib.Path(block.pca_mat_path)
-  if path is not None and path.exists():
-    loaded = _dim_reduce.Subspace.load(path, like=params)
-    if loaded.components != block.n_components:
-      raise ValueError(
-        f"`dim_reduce.n_components` is {block.n_components}, but the subspace in"
-        f" `dim_reduce.pca_mat_path` ({path}) has {loaded.components} dimensions. Set"
-        " `n_components` to that, or name another file."
-      )
-    return loaded
-  missing = "None" if path is None else f"{str(path)!r}, which does not exist"
-  raise ValueError(
-    "`dim_reduce` is on, so `dim_reduce.pca_mat_path` must name a file of `Subspace.save`, or"
-    f" MindSpore's `pca_mat`; got {missing}. Fit a subspace to snapshots of the params by"
-    " `fit_subspace`, and save it there."
-  )
+def _checkpoints(folder: str, params: Any) -> list[Any]:
+  """The params that an Orbax ``CheckpointManager`` saved, in the order of their steps."""
+  import orbax.checkpoint as ocp
+
+  with ocp.CheckpointManager(pathlib.Path(folder).absolute()) as manager:
+    restore = ocp.args.StandardRestore(params)
+    return [manager.restore(step, args=restore) for step in sorted(manager.all_steps())]

@@ -23,14 +23,23 @@ from optax_boost.linen._groups import layer_groups
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoBoost(_build.ModelBoost):
+class AutoBoost(_build.AutoBoost):
   """:class:`optax_boost.auto.AutoBoost` for Linen modules; made by :func:`auto_boost`."""
 
-  _less_bn: ClassVar[Any] = _less_bn
+  _changes_models: ClassVar[bool] = True
 
-  def eval_model(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a module for evaluation: as :meth:`model`, since a module has no mode."""
-    return self.model(model, *args, **kwargs)
+  def model(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a module for training and evaluation; it is traced with its arguments.
+
+    Its variables may come first, see :func:`optax_boost.linen.less_bn`.
+
+    Returns:
+      A module after :func:`optax_boost.linen.less_bn`, or `model` itself if `less_bn` is off.
+    """
+    if "less_bn" not in self.on:
+      return model
+    fn_flag = self.on["less_bn"]["fn_flag"]
+    return _less_bn.less_bn(model, *args, fn_flag=fn_flag, **kwargs)
 
   def optimizer(  # type: ignore[override]
     self,
@@ -43,13 +52,12 @@ class AutoBoost(_build.ModelBoost):
     *,
     rngs: Sequence[str] = ("dropout",),
     groups: _groups.Groups | None = None,
-    decay: optax.GradientTransformation | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
-    As :meth:`optax_boost.auto.AutoBoost.optimizer`, but for the arguments of :func:`layer_groups`:
-    the `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init`` in
-    the place of params, a `batch` and, if the module draws, a key `rng` for the streams `rngs`.
+    As :meth:`optax_boost.auto.AutoBoost.optimizer`, with the arguments of :func:`layer_groups`: the
+    `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init``, a
+    `batch` and, if the module draws, a key `rng` for the streams `rngs`.
     """
     if module is not None:
       _adapter.check_module(module)
@@ -61,7 +69,7 @@ class AutoBoost(_build.ModelBoost):
         args = (module, loss_fn, variables, batch, rng)
         find_groups = functools.partial(layer_groups, *args, rngs=rngs)
         find_layers = functools.partial(layer_axes, *args, rngs=rngs)
-    return self._wrap(tx, params, find_groups, find_layers, groups, decay)
+    return self._wrap(tx, params, find_groups, find_layers, groups)
 
   def train_step(  # type: ignore[override]
     self,
@@ -70,15 +78,19 @@ class AutoBoost(_build.ModelBoost):
     tx: optax.GradientTransformation,
     **options: Any,
   ) -> _train_step.TrainStep:
-    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`.
-
-    The `options` are those of :func:`make_train_step`, `rngs` among them.
-    """
+    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
     return _train_step.make_train_step(module, loss_fn, tx, **options)
 
 
-@_base.with_keywords_of(_build.auto_boost)
-def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any) -> AutoBoost:
+def auto_boost(
+  level: str = "O0",
+  *,
+  total_steps: int | None = None,
+  axis_name: Any = None,
+  local_axis_name: Any = None,
+  config: _config.Config = None,
+  key: jax.Array | int = 0,
+) -> AutoBoost:
   """Chooses and sets up several methods at once: :func:`optax_boost.auto_boost` for Linen modules.
 
   The arguments are the same.
@@ -88,9 +100,9 @@ def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any)
     >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
     >>> module, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
     >>> loss_fn = lambda model, x: jnp.mean((model(x) - 1) ** 2)
-    >>> config = {"boost": {"mode": "manual", "less_bn": False}}
-    >>> boost = optax_boost.linen.auto_boost("O1", config, total_steps=10)
-    >>> module = boost.model(module, x)
+    >>> freezing = {"boost": {"mode": "manual", "grad_freeze": True}}
+    >>> freezing |= {"grad_freeze": {"param_groups": 2}}
+    >>> boost = optax_boost.linen.auto_boost(config=freezing)
     >>> variables = module.init(jax.random.key(0), x)
     >>> tx = boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x)
     >>> step = boost.train_step(module, loss_fn, tx)
@@ -98,4 +110,5 @@ def auto_boost(level: str = "O0", config: _config.Config = None, **options: Any)
     >>> int(metrics["frozen_groups"])
     0
   """
-  return AutoBoost(**vars(_build.auto_boost(level, config, **options)))
+  axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
+  return _build.build(AutoBoost, level, config, total_steps, key, **axes)

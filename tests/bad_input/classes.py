@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 import optax_boost
-from optax_boost import auto
 from optax_boost.race import RaceCurves
 from optax_boost.race import RaceResult
 from tests.bad_input import kinds
@@ -48,65 +47,6 @@ def entries() -> dict[str, shared.Entry]:
     "params": {"None": Bad(None, shared.EITHER)},
     "loss_fn": kinds.without(shared.OPTIONAL_FUNCTION),
     "groups": kinds.groups(optional=True),
-    "decay": kinds.without(shared.TX, "None"),
-  }
-  config = {
-    "base": kinds.kind({"number": 3, "text": "O1", "dict": {}}, {}),
-  }
-  text = {
-    "number": Bad(3, TypeError),
-    "None": Bad(None, TypeError),
-    "empty": Bad("", ValueError, "text"),
-    "truncated": Bad('{"boost": {', ValueError, "text"),
-    "deeply nested": Bad("[" * 100_000 + "]" * 100_000, ValueError, "text"),
-    "400 digits": Bad('{"dim_reduce": {"alpha": ' + "9" * 400 + "}}", ValueError, "alpha|text"),
-    "5000 digits": Bad('{"dim_reduce": {"alpha": ' + "9" * 5000 + "}}", ValueError, "alpha|text"),
-    "NaN": Bad('{"dim_reduce": {"alpha": NaN}}', ValueError, "text"),
-    "list": Bad("[]", shared.EITHER, "onfiguration|text"),
-    "twice": Bad('{"boost": {}, "boost": {}}', ValueError, "text"),
-    "true as count": Bad('{"grad_freeze": {"param_groups": true}}', ValueError, "param_groups"),
-  }
-  switch = kinds.kind({}, {"number": 1, "text": "yes", "nan": kinds.NAN})
-
-  block = {
-    "BoostSwitches": {"mode": shared.NAME}
-    | {
-      name: shared.any_error(switch)
-      for name in (
-        "less_bn",
-        "grad_freeze",
-        "adasum",
-        "grad_accumulation",
-        "dim_reduce",
-        "loss_scale_group",
-        "average",
-      )
-    },
-    "CommonConfig": {
-      "device_number": kinds.count(static=True, optional=True),
-    },
-    "LessBNConfig": {"fn_flag": shared.FLAG, "gc_flag": shared.FLAG},
-    "GradFreezeConfig": {
-      "param_groups": kinds.count(static=True),
-      "freeze_type": kinds.count(0, static=True) | {"3": Bad(3, ValueError)},
-      "freeze_p": kinds.number(-0.1, 1.1),
-      "total_steps": kinds.count(static=True, optional=True),
-    },
-    "AverageConfig": {
-      "start": kinds.number(0, 1, -1),
-      "snapshots": kinds.count(static=True),
-      "total_steps": kinds.count(static=True, optional=True),
-    },
-    "GradAccumulationConfig": {"grad_accumulation_step": kinds.count(static=True)},
-    "DimReduceConfig": {
-      "rho": kinds.number(0, 1, -1),
-      "gamma": shared.SHARE,
-      "alpha": shared.NOT_NEGATIVE,
-      "sigma": kinds.number(-1, 1),
-      "n_components": kinds.count(static=True),
-      "pca_mat_path": kinds.path(optional=True),
-      "weight_load_dir": kinds.path(optional=True),
-    },
   }
   result = problem.race_result()
   names = {"name": shared.NAME, "quantity": shared.NAME, "of": shared.NAME}
@@ -123,9 +63,6 @@ def entries() -> dict[str, shared.Entry]:
   result_fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(RaceResult)}
   schedule = optax_boost.continuous_freezing(2, 0.5)
   return {
-    "AutoBoost.is_on": shared.Entry(
-      boost.is_on, lambda: {"method": "less_bn"}, {"method": shared.any_error(shared.NAME)}
-    ),
     "AutoBoost.optimizer": shared.Entry(
       boost.optimizer,
       lambda: {
@@ -144,51 +81,6 @@ def entries() -> dict[str, shared.Entry]:
       {"loss_fn": shared.FUNCTION, "tx": shared.TX},
       free={"options": "those of make_train_step, which see"},
     ),
-    "BoostConfig": shared.Entry(
-      auto.BoostConfig,
-      lambda: nothing,
-      {
-        f.name: kinds.kind({"None": None, "dict": {}, "number": 3}, {})
-        for f in dataclasses.fields(auto.BoostConfig)
-      },
-    ),
-    "BoostConfig.from_dict": shared.Entry(
-      auto.BoostConfig.from_dict,
-      lambda: {"config": {}},
-      {
-        "config": {
-          "None": Bad(None, TypeError, "onfig"),
-          "text": Bad("{}", TypeError, "onfig"),
-          "unknown block": Bad({"bost": {}}, ValueError, "bost"),
-          "block of wrong type": Bad({"boost": 3}, TypeError, "boost"),
-        },
-        **config,
-      },
-    ),
-    "BoostConfig.from_json": shared.Entry(
-      auto.BoostConfig.from_json, lambda: {"text": "{}"}, {"text": text, **config}
-    ),
-    "BoostConfig.load": shared.Entry(
-      auto.BoostConfig.load,
-      lambda: {"path": problem.config_file()},
-      {
-        "path": shared.PATH
-        | {
-          "missing": Bad("nowhere.json", FileNotFoundError, "nowhere.json"),
-          "folder": Bad("/", (OSError, ValueError), "/"),
-        },
-        **config,
-      },
-    ),
-    **{
-      # The blocks refuse what is not of the schema, be it read from a file or not.
-      name: shared.Entry(
-        getattr(auto, name),
-        lambda: nothing,
-        {argument: shared.any_error(known) for argument, known in arguments.items()},
-      )
-      for name, arguments in block.items()
-    },
     "FreezeSchedule": shared.Entry(
       optax_boost.FreezeSchedule,
       lambda: {"num_groups": 2, "frozen_groups": schedule.frozen_groups},

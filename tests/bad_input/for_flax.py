@@ -135,7 +135,6 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
   inputs = {form.model_name: model, "args": (problem.X,)}
   of_boost = ({"model": model, "args": (problem.X,)}, {"model": models}, ("model", "args"))
   return [
-    ("AutoBoost.plan", by_position(boost.plan, *of_boost)),
     ("AutoBoost.model", by_position(boost.model, *of_boost)),
     (
       "AutoBoost.train_step",
@@ -232,7 +231,6 @@ def _of_nnx() -> dict[str, shared.Entry]:
         "model": KINDS["model"] | {"None": Bad(None, shared.EITHER)},
         "loss_fn": shared.OPTIONAL_FUNCTION,
         "groups": kinds.groups(optional=True),
-        "decay": kinds.without(shared.TX, "None"),
         "wrt": KINDS["wrt"],
       },
       positional=("tx", "loss_fn", "model", "args"),
@@ -293,19 +291,11 @@ def _of_linen() -> dict[str, shared.Entry]:
   two = nn.Sequential([nn.Dense(3), nn.Dense(2)])
   boost = ours.auto_boost("O1", total_steps=10)
   step = ours.make_train_step(module, loss_fn, problem.SGD, donate=False)
-  modules = {label: bad._replace(mention="module") for label, bad in KINDS["module"].items()}
   head = ours.NormalizedDense(2)
   head_variables = head.init(jax.random.key(0), problem.X)
   bound = {"module": module, "params": VARIABLES["params"], "collections": {}, "rngs": {}}
   dicts = kinds.kind({"None": None, "number": 3, "text": "a"}, {})
   return {
-    "linen.AutoBoost.eval_model": shared.Entry(
-      boost.eval_model,
-      lambda: {"model": module, "args": (problem.X,)},
-      {"model": modules},
-      positional=("model", "args"),
-      free=FREE,
-    ),
     "linen.AutoBoost.optimizer": shared.Entry(
       boost.optimizer,
       lambda: {
@@ -323,7 +313,6 @@ def _of_linen() -> dict[str, shared.Entry]:
         "rng": shared.RNG,
         "rngs": KINDS["rngs"],
         "groups": kinds.groups(optional=True),
-        "decay": kinds.without(shared.TX, "None"),
       },
       free=FREE,
     ),

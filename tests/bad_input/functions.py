@@ -73,10 +73,7 @@ def entries() -> dict[str, shared.Entry]:
     },
     "axis_name": kinds.without(shared.AXIS_NAME, "unbound", "several unbound"),
     "local_axis_name": kinds.without(shared.AXIS_NAME, "unbound", "several unbound"),
-    "adasum_on": kinds.name(optional=True),
-    "compose": shared.FLAG,
     "key": shared.KEY,
-    "reference": shared.FLAG,
     "total_steps": kinds.count(optional=True),
   }
   race = shared.race_arguments() | {"init_fn": shared.FUNCTION}

@@ -1,8 +1,6 @@
 """Good values: what every call of the table is made of, but for the one that is wrong."""
 
 import functools
-import pathlib
-import tempfile
 from typing import Any
 
 import jax
@@ -111,13 +109,6 @@ def train_step() -> optax_boost.TrainStep:
 
 
 @functools.cache
-def config_file() -> str:
-  """A file that holds a configuration."""
-  path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
-  path.write_text("{}")
-  return str(path)
-
-
 def race_result() -> RaceResult:
   """A result of two methods, two seeds and two points."""
   curves = race_curves()

@@ -26,7 +26,6 @@ _BY_FUNCTION = "made by the function of its name in lower case, whose arguments 
 EXEMPT = {
   "TrainState": _RECORD,
   "Subspace": _RECORD,
-  "Decision": _RECORD,
   "LayerGroups": _RECORD,
   "AutoBoost": _BY_FUNCTION,
   "nnx.AutoBoost": _BY_FUNCTION,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_boost
-from optax_boost.auto import _build
+import optax_boost.auto
 import optax_boost.linen
 import optax_boost.nnx
 from tests.bad_input import accepted
@@ -41,9 +41,7 @@ def public_methods() -> dict[str, Any]:
   found = {}
   for name, value in public_names().items():
     if inspect.isclass(value) and name not in ("linen.LessBN", "nnx.RemovedBatchNorm"):
-      # The common part of the two AutoBoosts for Flax has no public name.
-      shared = vars(_build.ModelBoost) if issubclass(value, _build.ModelBoost) else {}
-      for method in {**shared, **vars(value)}:
+      for method in vars(value):
         called = method == "__call__" or not method.startswith("_")
         field = method in getattr(value, "__dataclass_fields__", ())
         if called and not field and inspect.isroutine(inspect.getattr_static(value, method)):

@@ -4,6 +4,7 @@
 ``OPTAX_BOOST_DATA`` names a folder with them, on ``cifar10*.npz`` and ``tinyshakespeare.txt``.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -58,7 +59,7 @@ TITLES = {
   "transformer": "Tiny Shakespeare: transformer of 6 blocks",
 }
 O0 = "O0"
-# Methods alone: keys of the configuration.
+# Methods alone, by their names in `AutoBoost.on`.
 ALONE = {"fewer BatchNorms": "less_bn", "freezing": "grad_freeze", "average": "average"}
 LEVELS = ("O1", "O2")
 COLOURS = dict(zip((*ALONE, *LEVELS), ("C4", "C5", "C2", "C0", "C3"), strict=True))
@@ -90,18 +91,19 @@ def settings(task):
 def boost_of(setting, steps):
   """The decision of `optax_boost.auto_boost` for a setting."""
   make = optax_boost.auto_boost if setting.task == "transformer" else optax_boost.nnx.auto_boost
-  # As often in a short training as in a whole one.
-  snapshots = max(1, round(20 * steps / setting.steps))
-  config = {"average": {"snapshots": snapshots}}
+  level = "O1" if setting.name in ALONE else setting.name
+  boost, whole = make(level, total_steps=steps), make(level, total_steps=setting.steps)
+  on = dict(boost.on)
+  if "average" in on:
+    # As often in a short training as in a whole one.
+    on["average"] = on["average"] | {"every": whole.on["average"]["every"]}
   if setting.name in ALONE:
-    switches = {key: name == setting.name for name, key in ALONE.items()}
-    config["boost"] = {"mode": "manual", **switches}
-    return make("O1", config, total_steps=steps)
-  return make(setting.name, config, total_steps=steps)
+    on = {ALONE[setting.name]: on[ALONE[setting.name]]}
+  return dataclasses.replace(boost, on=on)
 
 
 def rate(boost, peak, steps):
-  last = LAST_RATE * peak if boost.is_on("average") else 0.0
+  last = LAST_RATE * peak if "average" in boost.on else 0.0
   return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, last)
 
 
@@ -157,7 +159,7 @@ class Images:
 
   def scores(self, state):
     model, optimizer = state
-    if self.boost.is_on("average"):
+    if "average" in self.boost.on:
       model = optax_boost.nnx.averaged_model(optimizer, model)
       x = self.parts["train"][0][: 40 * BATCH]
       model = optax_boost.nnx.estimate_batch_stats(model, np.split(x, len(x) // BATCH))
@@ -198,7 +200,7 @@ class Text:
 
   def scores(self, state):
     loss, params = jax.jit(self.network.loss), state.params
-    if self.boost.is_on("average"):
+    if "average" in self.boost.on:
       params = optax_boost.averaged_params(state.opt_state, params)
 
     def mean_loss(text):
