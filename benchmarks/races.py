@@ -80,8 +80,7 @@ def convex() -> RaceResult:
   """SVRG against SGD on logistic regression, batches of 32, at a constant learning rate."""
   part = digits().train
   x = part.images.reshape(len(part.labels), -1)
-  x = jnp.asarray(np.concatenate([x, np.ones_like(x[:, :1])], axis=1))
-  y = jnp.asarray(part.labels)
+  x, y = np.concatenate([x, np.ones_like(x[:, :1])], axis=1), part.labels
 
   def loss_fn(w, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["y"])
@@ -96,8 +95,8 @@ def convex() -> RaceResult:
       lambda w: [np.asarray(v) for v in objective(w)], start, jac=True, tol=1e-14,
       options={"maxiter": 2000},
     )  # fmt: skip
-  optimum = float(found.fun)
-  batches = jax.tree.map(lambda a: a.reshape(32, 32, *a.shape[1:]), data)
+  optimum, above = float(found.fun), "loss above the optimum"
+  batches = jax.tree.map(lambda a: jnp.asarray(a).reshape(32, 32, *a.shape[1:]), data)
   full = functools.partial(optax_boost.scan_full_gradient, batches=batches)
   return optax_boost.race(
     loss_fn,
@@ -110,8 +109,9 @@ def convex() -> RaceResult:
     steps=40_000,
     batch_size=32,
     full_grad_fn=full,
+    vmap_seeds=False,
     # In float32 the objective itself is known to 1e-7.
-    evaluate=lambda w: {"loss above the optimum": jnp.maximum(loss_fn(w, data) - optimum, 1e-8)},
+    evaluate=jax.jit(lambda w: {above: jnp.maximum(loss_fn(w, data) - optimum, 1e-8)}),
   )
 
 
@@ -140,25 +140,24 @@ def _on_digits(
   batch_size: int = 64,
   points: int = 40,
 ) -> RaceResult:
-  data = digits()
-  return optax_boost.nnx.race(
-    loss_fn,
-    lambda seed: network(rngs=nnx.Rngs(seed)),
-    data.train._asdict(),
+  return _training.race(
+    digits(),
     transformations,
-    steps=epochs * _training.steps_per_epoch(data, batch_size),
     batch_size=batch_size,
-    evaluate=lambda model: {_training.ACCURACY: _training.accuracy(model, data.test, 400)},
-    jit_evaluate=False,
+    epochs=epochs,
+    seeds=range(3),
     points=points,
+    network=network,
+    loss_fn=loss_fn,
   )
 
 
 def _together(results: Mapping[str, RaceResult]) -> RaceResult:
   """Races of one method each, on models of their own, as one: its times were not interleaved."""
-  curves = {name: next(iter(result.curves.values())) for name, result in results.items()}
-  first = next(iter(results))
-  return dataclasses.replace(results[first], curves=curves, baseline=first)
+  first = next(iter(results.values()))
+  curves = {name: result.curves[name] for name, result in results.items()}
+  spent = {name: result.spent[name] for name, result in results.items()}
+  return dataclasses.replace(first, curves=curves, spent=spent)
 
 
 def centralization(network: type[CNN]) -> RaceResult:
@@ -169,7 +168,7 @@ def centralization(network: type[CNN]) -> RaceResult:
   methods |= {
     f"centralize, {peak:g}": optax.chain(optax_boost.centralize(), tx) for peak, tx in sgd.items()
   }
-  return _on_digits(functools.partial(network, 1, 10), _model.loss_fn, methods, epochs=5, points=5)
+  return _on_digits(network, _model.loss_fn, methods, epochs=5, points=5)
 
 
 def normalized() -> RaceResult:
@@ -180,8 +179,9 @@ def normalized() -> RaceResult:
     f"lars, {peak:g}": optax_boost.lars(rate(steps, peak), trust_coefficient=0.01)
     for peak in (0.2, 0.5, 1.0, 2.0, 5.0)
   }
-  network = functools.partial(Normalized, 1, 10)
-  return _on_digits(network, _model.loss_fn, methods, epochs=steps // 2, batch_size=512, points=1)
+  return _on_digits(
+    Normalized, _model.loss_fn, methods, epochs=steps // 2, batch_size=512, points=1
+  )
 
 
 def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
@@ -206,12 +206,16 @@ def centralization_picture(results: Mapping[str, RaceResult]) -> Figure:
   return figure
 
 
+def _half(dtype: Any) -> Callable[..., half.CNN]:
+  return lambda channels, classes, *, rngs: half.CNN(dtype, rngs=rngs)
+
+
 def half_precision() -> RaceResult:
   """A CNN in float32, in float16 alone, and in float16 with loss scale and masters."""
   return _together(
     {
       name: _on_digits(
-        functools.partial(half.CNN, recipe.dtype),
+        _half(recipe.dtype),
         half.loss_fn,
         {name: recipe.make()},
         epochs=15,
@@ -233,7 +237,7 @@ def masters() -> RaceResult:
   return _together(
     {
       name: _on_digits(
-        functools.partial(half.CNN, dtype),
+        _half(dtype),
         half.loss_fn,
         {name: tx},
         epochs=30,
@@ -245,7 +249,7 @@ def masters() -> RaceResult:
 
 def accumulation() -> dict[str, RaceResult]:
   """SGD on batches of 256, on batches of 64, and on four times 64 accumulated."""
-  network, sgd = functools.partial(half.CNN, jnp.dtype("float32")), optax.sgd(0.1, 0.9)
+  network, sgd = _half(jnp.dtype("float32")), optax.sgd(0.1, 0.9)
   small = {"batches of 64": sgd, "4 x 64, accumulated": optax_boost.accumulate(sgd, every=4)}
   return {
     "SGD on batches of 256": _on_digits(network, half.loss_fn, {"batches of 256": sgd}, 10, 256),
@@ -291,9 +295,9 @@ def accumulation_picture(results: Mapping[str, RaceResult]) -> Figure:
   for size, result in zip((256, 64), results.values(), strict=True):
     for name, curves in result.curves.items():
       colour, style, width = styles[name]
-      mean = curves.metrics[_training.ACCURACY].mean(0)
+      mean = curves[_training.ACCURACY].mean(0)
       axes.plot(
-        curves.steps * size,
+        result.spent[name]["steps"] * size,
         mean,
         style,
         color=colour,
@@ -317,7 +321,7 @@ def switching() -> RaceResult:
     "sgd": sgd(),
     "adam, then sgd": optax_boost.switch_after(steps // 3, adam(), sgd()),
   }
-  return _on_digits(functools.partial(CNN, 1, 10), _model.loss_fn, methods, epochs=6)
+  return _on_digits(CNN, _model.loss_fn, methods, epochs=6)
 
 
 @dataclasses.dataclass(frozen=True)

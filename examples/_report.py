@@ -53,12 +53,12 @@ class Report:
     self.rows = [self._row(name) for name in result.curves]
 
   def _mean_accuracy(self, name: str) -> np.ndarray:
-    alive = ~self._result.curves[name].diverged
-    rows = self._result.rows(name, ACCURACY)
+    alive = ~self._result.diverged(name)
+    rows = self._result.curves[name][ACCURACY]
     return rows[alive].mean(0) if alive.any() else np.full(rows.shape[1], np.nan)
 
   def _row(self, name: str) -> Row:
-    result, curves = self._result, self._result.curves[name]
+    result, spent = self._result, self._result.spent[name]
     compared = name != self._baseline and self._baseline in result.curves
     reached = self._mean_accuracy(name) >= self.target
     return Row(
@@ -66,8 +66,8 @@ class Report:
       result.values(name, LOSS),
       result.values(name, ACCURACY),
       result.difference(name, ACCURACY) if compared else None,
-      int(curves.steps[np.argmax(reached)]) if reached.any() else None,
-      1 / curves.seconds_per_step,
+      int(spent["steps"][np.argmax(reached)]) if reached.any() else None,
+      spent["steps"][-1] / spent["seconds"][-1],
     )
 
   def table(self) -> str:
@@ -148,8 +148,6 @@ class Report:
     left.set_ylim(0, 100)
     left.yaxis.set_major_formatter(PercentFormatter(decimals=0))
     right.set_title("Training loss (cross-entropy, logarithmic)", fontsize=14, loc="left")
-    for label in left.texts:
-      label.set_text(f"{label.get_text()}%")
     curves = left.get_lines()
     left.axhline(self.target, color="#5A5A5A", linewidth=1.2, linestyle=(0, (2, 3)))
     for row, curve in zip(self.rows, curves, strict=True):

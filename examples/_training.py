@@ -1,5 +1,6 @@
 """Trains the network with several methods, and measures it on the test part."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -10,9 +11,9 @@ from _model import loss_fn
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+import optax_boost
 import optax_boost.nnx
 from optax_boost.race import RaceResult
 
@@ -32,31 +33,22 @@ def default_epochs(data: Data, batch_size: int) -> int:
   return max(1, round(STEPS / steps_per_epoch(data, batch_size)))
 
 
-@nnx.jit
-def _count_right(model: CNN, images: jax.Array, labels: jax.Array) -> jax.Array:
-  return jnp.sum(jnp.argmax(model(images), -1) == labels)
-
-
-def accuracy(model: CNN, part: Part, batch_size: int) -> float:
-  """The share of images that the model classifies rightly.
+def accuracy(model: nnx.Module, part: Part, batch_size: int) -> jax.Array:
+  """Measures a model.
 
   Args:
-    model: the model, in evaluation mode.
+    model: the model, which is set to evaluation mode.
     part: the images.
-    batch_size: images evaluated at once. The last batch is filled up with images of the label -1,
-      which the model never answers.
+    batch_size: images evaluated at once.
 
   Returns:
     The share, in percent.
   """
-  size = min(batch_size, len(part.labels))
-  right = 0
-  for start in range(0, len(part.labels), size):
-    images, labels = part.images[start : start + size], part.labels[start : start + size]
-    missing = size - len(labels)
-    images = np.pad(images, [(0, missing), (0, 0), (0, 0), (0, 0)])
-    right += int(_count_right(model, images, np.pad(labels, (0, missing), constant_values=-1)))
-  return 100 * right / len(part.labels)
+  model.eval()
+  classes = jax.lax.map(
+    lambda image: jnp.argmax(model(image[None])[0]), part.images, batch_size=batch_size
+  )
+  return 100 * jnp.mean(classes == part.labels)
 
 
 def race(
@@ -66,19 +58,21 @@ def race(
   batch_size: int,
   epochs: int,
   seeds: Sequence[int],
-  baseline: str | None = None,
   points: int = POINTS,
+  network: Callable[..., nnx.Module] = CNN,
+  loss_fn: Callable[..., jax.Array] = loss_fn,
 ) -> RaceResult:
   """Trains with each transformation and each seed.
 
   Args:
     data: the images.
-    transformations: by name.
+    transformations: by name; the others are compared with the first.
     batch_size: images in a batch.
     epochs: passes over the images.
     seeds: the seeds.
-    baseline: the transformation that the others are compared with; None: the first.
     points: how often the test accuracy is measured in a run, at most.
+    network: from the numbers of channels and classes, and `rngs`, to the model.
+    loss_fn: its loss.
 
   Returns:
     The curves, with the test accuracy in percent.
@@ -86,16 +80,24 @@ def race(
   steps = epochs * steps_per_epoch(data, batch_size)
   # Not so often that it takes longer than the training, whose steps cost three evaluations.
   evaluations_in_a_step = 3 * batch_size / len(data.test.labels)
-  return optax_boost.nnx.race(
-    loss_fn,
-    lambda seed: CNN(data.train.images.shape[-1], data.classes, rngs=nnx.Rngs(seed)),
+
+  def make(key: jax.Array) -> nnx.Module:
+    return network(data.train.images.shape[-1], data.classes, rngs=nnx.Rngs(key))
+
+  model = make(jax.random.key(0))
+  loss, *_ = optax_boost.nnx.split_loss(loss_fn, model)
+  measure, *_ = optax_boost.nnx.split_loss(lambda *args: accuracy(*args, batch_size), model)
+  measure = jax.jit(measure)
+  return optax_boost.race(
+    loss,
+    lambda key: optax_boost.nnx.split_loss(loss_fn, make(key))[1:],
     data.train._asdict(),
     transformations,
+    has_model_state=True,
     steps=steps,
     batch_size=batch_size,
     seeds=seeds,
-    evaluate=lambda model: {ACCURACY: accuracy(model, data.test, batch_size)},
-    jit_evaluate=False,
+    evaluate=lambda params, state: {ACCURACY: measure(params, state, data.test)[0]},
     points=max(1, min(points, int(steps * evaluations_in_a_step))),
-    baseline=baseline,
+    vmap_seeds=jax.default_backend() != "cpu",
   )

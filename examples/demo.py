@@ -136,14 +136,15 @@ def _compare(plan: Plan) -> Figure:
     f" {plan.batch_size}, {seeds}, on {jax.default_backend()}",
     flush=True,
   )
-  chosen = {name: METHODS[name] for name in plan.methods}
+  # The others are compared with the first.
+  names = sorted(plan.methods, key=lambda name: name != BASELINE)
+  chosen = {name: METHODS[name] for name in names}
   result = race(
     data,
     {name: method.make(plan.steps, **method.chosen) for name, method in chosen.items()},
     batch_size=plan.batch_size,
     epochs=plan.epochs,
     seeds=plan.seeds,
-    baseline=BASELINE if BASELINE in chosen else None,
   )
   report = Report(result, BASELINE)
   print(f"\n{report.table()}\n\n{report.verdicts()}")

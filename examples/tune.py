@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = []
     for point in points:
       # Of all seeds: one that diverged is no better than guessing, and counts as that.
-      finals = result.rows(str(point), ACCURACY)[:, -1]
+      finals = result.curves[str(point)][ACCURACY][:, -1]
       found.append((float(np.mean(finals)), point))
       print(f"{name} {point}: {np.mean(finals):.2f} +- {np.std(finals):.2f} %", flush=True)
     print(f"{name}: best is {max(found, key=lambda one: one[0])[1]}", flush=True)

@@ -5,6 +5,7 @@ with variables in the place of params. Needs the extra ``flax``.
 """
 
 from optax_boost.linen._adapter import BoundModel
+from optax_boost.linen._adapter import split_loss
 from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._batch_stats import estimate_batch_stats
@@ -16,7 +17,6 @@ from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
 from optax_boost.linen._less_bn import load_original
 from optax_boost.linen._less_bn import plan_less_bn
-from optax_boost.linen._race import race
 from optax_boost.linen._train_step import TrainStep
 from optax_boost.linen._train_step import make_train_step
 from optax_boost.linen._train_step import variables
@@ -35,7 +35,7 @@ __all__ = [
   "load_original",
   "make_train_step",
   "plan_less_bn",
-  "race",
+  "split_loss",
   "stacked_axes",
   "variables",
 ]

@@ -110,6 +110,40 @@ def adapt(
   return loss, params, collections
 
 
+def split_loss(
+  module: nn.Module,
+  loss_fn: Callable[..., Any],
+  variables: Any,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+  """Makes the loss of a module pure: the form that :func:`optax_boost.race` takes.
+
+  Args:
+    module: the Linen module.
+    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    variables: the output of ``module.init``.
+    rngs: the names of the module's rng streams.
+
+  Returns:
+    ``(loss, params, model_state)``, with ``loss(params, model_state, batch, rng)`` returning the
+    output of `loss_fn` and the new `model_state`, the collections other than ``params``.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax_boost.linen
+    >>> module, x = nn.Dense(1), jnp.zeros((2, 3))
+    >>> loss, params, model_state = optax_boost.linen.split_loss(
+    ...   module, lambda model, x: jnp.mean(model(x)), module.init(jax.random.key(0), x)
+    ... )
+    >>> value, model_state = loss(params, model_state, x, jax.random.key(1))
+    >>> float(value), sorted(params)
+    (0.0, ['bias', 'kernel'])
+  """
+  loss = pure_loss(module, loss_fn, rngs)
+  return loss, *split_variables(variables)
+
+
 def split_variables(variables: Any, name: str = "variables") -> tuple[Any, dict[str, Any]]:
   """The params, and the other collections in plain dicts, as ``apply`` returns them."""
   check_collections(name, variables)

@@ -4,6 +4,7 @@ Each function takes the arguments of the plain function in their order, with the
 of params. Needs the extra ``flax``.
 """
 
+from optax_boost.nnx._adapter import split_loss
 from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
 from optax_boost.nnx._batch_stats import averaged_model
@@ -16,7 +17,6 @@ from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
 from optax_boost.nnx._less_bn import load_original
 from optax_boost.nnx._less_bn import plan_less_bn
-from optax_boost.nnx._race import race
 from optax_boost.nnx._train_step import TrainStep
 from optax_boost.nnx._train_step import make_train_step
 
@@ -34,6 +34,6 @@ __all__ = [
   "load_original",
   "make_train_step",
   "plan_less_bn",
-  "race",
+  "split_loss",
   "stacked_axes",
 ]

@@ -111,6 +111,45 @@ def adapt(loss_fn: Any, model: Any, wrt: Any, args: tuple[Any, ...]) -> tuple[An
   return lambda params, state, *args: loss(params, state, args), params, model_state, arrays
 
 
+def split_loss(
+  loss_fn: Callable[..., Any], model: nnx.Module, *, wrt: Any = nnx.Param
+) -> tuple[Callable[..., Any], Any, Any]:
+  """Makes the loss of a model pure: the form that :func:`optax_boost.race` takes.
+
+  Args:
+    loss_fn: ``loss_fn(model, batch)``. Any function of a model: an evaluation, too.
+    model: the model; it is not changed.
+    wrt: the filter of the trained variables, as in ``nnx.Optimizer``.
+
+  Returns:
+    ``(loss, params, model_state)``, with ``loss(params, model_state, batch)`` returning the output
+    of `loss_fn` and the new `model_state`, all variables that are not trained. It takes the
+    variables of any model of the same structure. Dropout draws from the model's own streams; a key
+    as a fourth argument moves them.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax_boost.nnx
+    >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    >>> loss, params, model_state = optax_boost.nnx.split_loss(
+    ...   lambda model, x: jnp.mean(model(x)), model
+    ... )
+    >>> value, model_state = loss(params, model_state, jnp.zeros((2, 3)))
+    >>> float(value), sorted(params)
+    (0.0, ['bias', 'kernel'])
+  """
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  check_model(model)
+  check_filter("wrt", wrt)
+  graphdef, params, model_state = split(wrt, model)
+
+  def loss(params: Any, model_state: Any, batch: Any, *keys: jax.Array) -> Any:
+    pure = pure_loss(loss_fn, graphdef, wrt, may_change=False)
+    return pure(params, model_state, batch, *keys)
+
+  return loss, params, model_state
+
+
 def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
   """The structure, the trained arrays with their paths in the model, and all other arrays."""
   # Unlike `nnx.split` in the graph mode, whatever mode is set.
@@ -185,7 +224,7 @@ def _check_others(before: Any, after: Any) -> None:
   changed = {*_tree.leaf_paths(before)} ^ {*_tree.leaf_paths(after)}
   if changed:
     raise ValueError(
-      "A race needs models whose forward pass creates and removes no variables; this one's creates"
+      "`split_loss` needs a model whose forward pass keeps its variables; this one's creates"
       f" or removes {_base.shorten(sorted(changed))}. Create variables in the model's `__init__`,"
       " and pop intermediates in the loss: nnx.pop(model, nnx.Intermediate)."
     )

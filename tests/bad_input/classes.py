@@ -1,13 +1,8 @@
 """The classes that users make, and the methods of all."""
 
-import dataclasses
 from typing import Any
 
-import numpy as np
-
 import optax_boost
-from optax_boost.race import RaceCurves
-from optax_boost.race import RaceResult
 from tests.bad_input import kinds
 from tests.bad_input import problem
 from tests.bad_input import shared
@@ -51,16 +46,6 @@ def entries() -> dict[str, shared.Entry]:
   result = problem.race_result()
   names = {"name": shared.NAME, "quantity": shared.NAME, "of": shared.NAME}
   compare = {"name": "b", "quantity": "error"}
-  curve = {
-    "None": Bad(None, TypeError),
-    "list": Bad([1.0, 2.0], TypeError),
-    "text": Bad(np.array(["a", "b"]), shared.EITHER),
-    "other rank": Bad(np.ones((2, 2, 2)), shared.EITHER),
-    "empty": Bad(np.ones(0), shared.EITHER),
-  }
-  vector = curve | {"negative": Bad(np.array([-1.0, 1.0]), ValueError)}
-  fields = {f.name: getattr(problem.race_curves(), f.name) for f in dataclasses.fields(RaceCurves)}
-  result_fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(RaceResult)}
   schedule = optax_boost.continuous_freezing(2, 0.5)
   return {
     "AutoBoost.optimizer": shared.Entry(
@@ -90,100 +75,18 @@ def entries() -> dict[str, shared.Entry]:
         "learning_rate_scale": shared.OPTIONAL_FUNCTION,
       },
     ),
-    "RaceCurves": shared.Entry(
-      RaceCurves,
-      lambda: fields,
-      {
-        "steps": curve
-        | {
-          "falling": Bad(np.array([2, 1]), ValueError),
-          "floats": Bad(np.array([1.0, 2.0]), shared.EITHER),
-        },
-        "loss": curve,
-        "metrics": {
-          "None": Bad(None, TypeError),
-          "array": Bad(np.ones((2, 2)), TypeError),
-          "rows of text": Bad({"error": np.array(["a"])}, shared.EITHER),
-          "other shape": Bad({"error": np.ones((3, 2))}, ValueError),
-          "number as name": Bad({3: np.ones((2, 2))}, shared.EITHER),
-        },
-        "gradient_evaluations": vector,
-        "seconds": vector,
-        "compile_seconds": kinds.without(kinds.number(), "nan"),
-        "seeds_at_once": kinds.count(static=True),
-      },
-    ),
-    "RaceResult": shared.Entry(
-      RaceResult,
-      lambda: result_fields,
-      {
-        "curves": {
-          "None": Bad(None, TypeError),
-          "list": Bad([problem.race_curves()], TypeError),
-          "empty": Bad({}, ValueError),
-          "dicts": Bad({"a": {}}, TypeError),
-        },
-        "seeds": {
-          "number": Bad(2, TypeError),
-          "too few": Bad((0,), ValueError, "seeds"),
-          "twice": Bad((0, 0), ValueError),
-          "fractions": Bad((0.5, 1), TypeError),
-        },
-        "baseline": shared.NAME,
-        "complete": shared.FLAG,
-        "device": kinds.kind({"None": None, "number": 3}, {}),
-      },
-    ),
     "RaceResult.budget": shared.Entry(result.budget, lambda: {"of": "steps"}, {"of": shared.NAME}),
     "RaceResult.values": shared.Entry(result.values, lambda: compare, names),
     "RaceResult.difference": shared.Entry(result.difference, lambda: compare, names),
-    "RaceResult.rows": shared.Entry(
-      result.rows, lambda: compare, {"name": shared.NAME, "quantity": shared.NAME}
-    ),
-    "RaceResult.verdict": shared.Entry(
-      result.verdict,
-      lambda: {"name": "b"},
-      {"name": shared.NAME, "quantity": kinds.name(optional=True)},
+    "RaceResult.diverged": shared.Entry(
+      result.diverged, lambda: {"name": "b"}, {"name": shared.NAME}
     ),
     "RaceResult.plot": shared.Entry(
       result.plot,
       lambda: nothing,
       {
-        "path": kinds.path(optional=True)
-        | {"unknown suffix": Bad("curves.docx", ValueError, "path")},
-        "quantities": {
-          "text": Bad("error", TypeError),
-          "number": Bad(3, TypeError),
-          "empty": Bad([], ValueError),
-          "unknown": Bad(["width"], ValueError),
-        },
-        "against": {
-          "text": Bad("steps", TypeError),
-          "None": Bad(None, TypeError),
-          "unknown": Bad(["tokens"], ValueError),
-        },
-      },
-    ),
-    "RaceResult.save": shared.Entry(
-      result.save,
-      lambda: {"path": "/nowhere/at/all.json"},
-      {
-        "path": shared.PATH
-        | {
-          "missing folder": Bad("/nowhere/at/all.json", OSError, "/nowhere/at/all.json"),
-          "folder": Bad("/", (OSError, ValueError), "/"),
-        }
-      },
-    ),
-    "RaceResult.load": shared.Entry(
-      RaceResult.load,
-      lambda: {"path": "nowhere.json"},
-      {
-        "path": shared.PATH
-        | {
-          "missing": Bad("nowhere.json", FileNotFoundError, "nowhere.json"),
-          "folder": Bad("/", (OSError, ValueError), "/"),
-        }
+        "quantities": {"unknown": Bad(["width"], ValueError)},
+        "against": {"unknown": Bad(["epochs"], ValueError)},
       },
     ),
     "TrainStep.init": shared.Entry(

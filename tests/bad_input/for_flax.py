@@ -70,7 +70,6 @@ class Form(NamedTuple):
   model_name: str
   traced: dict[str, Any]
   stepping: dict[str, Any]
-  racing: dict[str, Any]
   statistics: dict[str, Any]
   # Those of `traced` that are passed by position, and those that have a default.
   positional: tuple[str, ...]
@@ -82,7 +81,6 @@ NNX = Form(
   "model",
   traced={"loss_fn": loss_fn, "model": linear(), "args": (problem.X,)},
   stepping={"loss_fn": loss_fn},
-  racing={"loss_fn": loss_fn, "make_model": linear},
   statistics={"model": nnx.BatchNorm(3, rngs=nnx.Rngs(0)), "batches": [problem.X]},
   positional=("loss_fn", "model", "args"),
   optional=("wrt",),
@@ -92,7 +90,6 @@ LINEN = Form(
   "module",
   traced={"module": nn.Dense(2), "loss_fn": loss_fn, "variables": VARIABLES, "batch": problem.X},
   stepping={"module": nn.Dense(2), "loss_fn": loss_fn, "tx": problem.SGD},
-  racing={"module": nn.Dense(2), "loss_fn": loss_fn, "init_fn": lambda key: VARIABLES},
   statistics={
     "module": nn.BatchNorm(True),
     "variables": {
@@ -124,7 +121,6 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
   less_bn = shared.less_bn_arguments() | _kinds(form.model_name)
   # AutoBoost calls a module `model`, too; it is passed by position.
   models = {k: v._replace(mention=form.model_name) for k, v in KINDS[form.model_name].items()}
-  race = {"data": problem.X, "transformations": {"sgd": problem.SGD}, "steps": 1, "seeds": 1}
   only = [name for name in form.optional if name == "rngs"]
 
   def by_position(
@@ -180,11 +176,11 @@ def _common(form: Form) -> list[tuple[str, shared.Entry]]:
       ),
     ),
     (
-      "race",
+      "split_loss",
       shared.Entry(
-        ours.race,
-        lambda: form.racing | race | {"progress": False},
-        shared.race_arguments() | _kinds(*form.racing, *(only or form.optional)),
+        ours.split_loss,
+        lambda: {k: v for k, v in form.traced.items() if k not in ("args", "batch")},
+        _kinds(*[k for k in form.traced if k != "args"], *(only or form.optional)),
       ),
     ),
   ]

@@ -76,7 +76,6 @@ def entries() -> dict[str, shared.Entry]:
     "key": shared.KEY,
     "total_steps": kinds.count(optional=True),
   }
-  race = shared.race_arguments() | {"init_fn": shared.FUNCTION}
   return {
     "adasum_reduce": shared.Entry(
       optax_boost.adasum_reduce,
@@ -391,7 +390,36 @@ def entries() -> dict[str, shared.Entry]:
         "seeds": 1,
         "progress": False,
       },
-      race | {"has_model_state": shared.FLAG},
+      {
+        "loss_fn": shared.FUNCTION,
+        "init_fn": shared.FUNCTION,
+        "data": {
+          "None": Bad(None, ValueError),
+          "number": Bad(3, ValueError),
+          "text": Bad("a", ValueError),
+          "no example": Bad(jnp.ones((0, 3)), ValueError),
+          "two lengths": Bad((jnp.ones((2, 3)), jnp.ones((3, 3))), ValueError),
+          "no array": Bad({}, ValueError),
+        },
+        "transformations": {
+          "None": Bad(None, TypeError),
+          "one": Bad(problem.SGD, TypeError),
+          "list": Bad([problem.SGD], TypeError),
+          "empty": Bad({}, TypeError),
+          "factory": Bad({"sgd": optax.sgd}, TypeError),
+          "number as name": Bad({3: problem.SGD}, TypeError),
+        },
+        "steps": kinds.count(static=True),
+        "batch_size": kinds.count(static=True, optional=True)
+        | {"more than examples": Bad(9, ValueError)},
+        "seeds": shared.SEEDS,
+        "evaluate": shared.OPTIONAL_FUNCTION,
+        "points": kinds.count(static=True),
+        "has_model_state": shared.FLAG,
+        "full_grad_fn": shared.OPTIONAL_FUNCTION,
+        "vmap_seeds": shared.FLAG,
+        "progress": shared.FLAG,
+      },
     ),
     "refresh_subspace": shared.Entry(
       optax_boost.refresh_subspace,

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 import optax_boost
-from optax_boost.race import RaceCurves
 from optax_boost.race import RaceResult
 from tests import registry
 
@@ -111,12 +110,7 @@ def train_step() -> optax_boost.TrainStep:
 @functools.cache
 def race_result() -> RaceResult:
   """A result of two methods, two seeds and two points."""
-  curves = race_curves()
-  return RaceResult({"a": curves, "b": curves}, (0, 1), "a", True, "cpu")
-
-
-def race_curves() -> RaceCurves:
-  """Two seeds, two points."""
-  line = np.array([1.0, 2.0])
-  rows = np.ones((2, 2))
-  return RaceCurves(np.array([1, 2]), rows, {"error": rows}, line, line, 0.5, 1)
+  line, rows = np.array([1.0, 2.0]), np.ones((2, 2))
+  curves = {"error": rows, "training loss": rows}
+  spent = {"steps": line, "gradient_evaluations": line, "seconds": line}
+  return RaceResult((0, 1), {"a": curves, "b": curves}, {"a": spent, "b": spent})

@@ -140,40 +140,6 @@ def arrays_of(value: Any) -> Kind:
   return {label: bad._replace(mention="two arrays|leaf") for label, bad in known.items()}
 
 
-def race_arguments() -> dict[str, Kind]:
-  static = kinds.count(static=True)
-  optional = kinds.count(static=True, optional=True)
-  return {
-    "loss_fn": FUNCTION,
-    "data": {
-      "None": Bad(None, EITHER),
-      "number": Bad(3, EITHER),
-      "text": Bad("a", EITHER),
-      "no example": Bad(jnp.ones((0, 3)), ValueError),
-      "two lengths": Bad((jnp.ones((2, 3)), jnp.ones((3, 3))), ValueError),
-      "no array": Bad({}, ValueError),
-    },
-    "transformations": {
-      "None": Bad(None, TypeError),
-      "one": Bad(optax.sgd(0.1), TypeError),
-      "list": Bad([optax.sgd(0.1)], TypeError),
-      "empty": Bad({}, ValueError),
-      "factory": Bad({"sgd": optax.sgd}, TypeError),
-      "number as name": Bad({3: optax.sgd(0.1)}, TypeError),
-    },
-    "steps": static,
-    "batch_size": optional | {"more than examples": Bad(9, ValueError)},
-    "seeds": SEEDS,
-    "evaluate": OPTIONAL_FUNCTION,
-    "points": static,
-    "jit_evaluate": FLAG,
-    "full_grad_fn": OPTIONAL_FUNCTION,
-    "baseline": kinds.name(optional=True),
-    "seeds_at_once": optional,
-    "progress": FLAG,
-  }
-
-
 def head_arguments() -> dict[str, Kind]:
   return {
     "use_bias": FLAG,

@@ -27,6 +27,7 @@ EXEMPT = {
   "TrainState": _RECORD,
   "Subspace": _RECORD,
   "LayerGroups": _RECORD,
+  "RaceResult": "made by race",
   "AutoBoost": _BY_FUNCTION,
   "nnx.AutoBoost": _BY_FUNCTION,
   "linen.AutoBoost": _BY_FUNCTION,

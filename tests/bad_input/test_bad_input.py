@@ -86,8 +86,6 @@ def test_bad_values_of_an_argument_are_refused(name):
 
 # Their good values are names of missing files.
 MISSING = (
-  "RaceResult.load",
-  "RaceResult.save",
   "load_permuted_params",
   "save_permuted_params",
 )

@@ -1,0 +1,176 @@
+"""`race`, its arguments and its batches."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_boost import _base
+from optax_boost.race import _result
+from optax_boost.race import _run
+
+
+def race(
+  loss_fn: Callable[..., Any],
+  init_fn: Callable[[jax.Array], Any],
+  data: Any,
+  transformations: Mapping[str, optax.GradientTransformation],
+  *,
+  steps: int,
+  batch_size: int | None = None,
+  seeds: int | Sequence[int] = 3,
+  evaluate: Callable[..., Any] | None = None,
+  points: int = 40,
+  has_model_state: bool = False,
+  full_grad_fn: Callable[..., Any] | None = None,
+  vmap_seeds: bool = True,
+  progress: bool = True,
+) -> _result.RaceResult:
+  """Trains with each of several transformations, and compares them.
+
+  A seed gives all methods the same initial params, batches and keys, so methods are compared seed
+  by seed, each time with the budget that the cheapest method spends:
+
+  - at equal steps;
+  - at equal gradient evaluations, counted with the first seed: a gradient of the loss counts one, a
+    value alone (a trial point of a line search) a third. The backward pass that
+    :func:`freeze_layers` skips shows in the time only;
+  - at equal time of one seed, without compiling, evaluating and making batches. All methods train
+    the first seed again for it, in turns, so one state of each must fit into memory.
+
+  Flax models: ``nnx.split_loss`` and ``linen.split_loss`` make the loss pure.
+
+  Args:
+    loss_fn: as for :func:`make_train_step`: ``loss_fn(params, batch)``, with `has_model_state`
+      ``loss_fn(params, model_state, batch)``. A further argument called ``rng`` or ``key`` gets
+      a key.
+    init_fn: from a key to the initial params; with `has_model_state`, to ``(params,
+      model_state)``.
+    data: a tree of arrays with a leading axis of examples, which are shuffled for each seed and
+      epoch and cut into whole batches; or a function from the seed to an iterable of batches,
+      called again when it ends.
+    transformations: by name; the first is the baseline that the others are compared with. Make
+      learning-rate schedules for `steps` steps.
+    steps: the length of each training.
+    batch_size: examples in a batch; None: all of them. Not with a function as `data`.
+    seeds: the number of seeds, from 0, or the seeds. More make the intervals narrower; 3 is few.
+    evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
+      held-out data: a scalar, or a dictionary of scalars. Called as it is, so jit it yourself.
+    points: the most points of a curve. More cost more evaluations.
+    has_model_state: whether the loss carries mutable statistics.
+    full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
+    vmap_seeds: whether the seeds after the first are trained at once (``jax.vmap``), which takes
+      the memory of all of them. False is faster for convolutions on a CPU, and with a
+      `full_grad_fn`. Methods that freeze layers train one seed at a time.
+    progress: whether to show a progress bar; needs ``tqdm``.
+
+  Returns:
+    A :class:`RaceResult`. A seed whose loss is not finite at the end is reported as diverged and
+    left out of means. After Ctrl-C it holds the seeds that every method has finished, if there
+    are any, and its `complete` is False.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_boost
+    >>> methods = {"sgd": optax.sgd(0.05), "lbfgs": optax.lbfgs()}
+    >>> loss_fn = lambda w, batch: jnp.mean((batch @ w) ** 2)
+    >>> init_fn = lambda key: jax.random.normal(key, (3,))
+    >>> result = optax_boost.race(loss_fn, init_fn, jnp.eye(3), methods, steps=20, progress=False)
+    >>> [bool(result.spent[name]["gradient_evaluations"][-1] > 20) for name in methods]
+    [False, True]
+  """
+  _base.check_bool("vmap_seeds", vmap_seeds)
+  batches, chosen = _batches_of(data, batch_size), _seeds(seeds)
+  problem = _run.Problem(
+    loss_fn, init_fn, batches, evaluate, steps, points, has_model_state, full_grad_fn
+  )
+  methods = _methods(problem, transformations)
+  complete = _run.train(methods, problem.blocks, chosen, vmap_seeds, progress)
+  finished = [seed for seed in chosen if all(seed in m.points for m in methods.values())]
+  curves = {name: method.curves(finished) for name, method in methods.items()}
+  spent = {name: method.spent for name, method in methods.items()}
+  return _result.RaceResult(tuple(finished), curves, spent, complete)
+
+
+def _methods(problem: _run.Problem, transformations: Any) -> dict[str, _run.Method]:
+  known = isinstance(transformations, Mapping) and all(isinstance(n, str) for n in transformations)
+  if not known or not transformations:
+    raise TypeError(
+      "`transformations` must be a dictionary from names to transformations, at least one; got"
+      f" {_base.shorten(transformations)}."
+    )
+  for name, tx in transformations.items():
+    _base.check_transformation(f"transformations[{name!r}]", tx)
+  return {name: _run.Method(problem, tx) for name, tx in transformations.items()}
+
+
+def _seeds(seeds: Any) -> list[int]:
+  if np.ndim(seeds) == 0:
+    _base.check_whole_number("seeds", seeds, static=True)
+    return list(range(seeds))
+  chosen = np.asarray(seeds).tolist()
+  for seed in chosen:
+    _base.check_whole_number("seeds", seed, minimum=0, static=True)
+  if not chosen or len(set(chosen)) < len(chosen):
+    raise ValueError(f"`seeds` must be different numbers, at least one; got {chosen}.")
+  return chosen
+
+
+def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[Any]]:
+  """From the seed to endless batches, the same for every method."""
+  if callable(data):
+    if batch_size is not None:
+      raise ValueError(
+        f"`batch_size` must be None if `data` is a function; got {_base.shorten(batch_size)}. Let"
+        " the function make batches of that size."
+      )
+    return functools.partial(_repeat, data)
+  examples = _count_examples(data)
+  size = examples if batch_size is None else batch_size
+  _base.check_whole_number("batch_size", size, static=True)
+  if size > examples:
+    raise ValueError(
+      f"`batch_size` must be at most the number of examples, {examples}; got {size}."
+    )
+  return functools.partial(_shuffle, data, examples, size)
+
+
+def _count_examples(data: Any) -> int:
+  leaves = [] if isinstance(data, Iterator) else jax.tree.leaves(data)
+  shapes = [np.shape(leaf) if _base.is_any_array(leaf) else () for leaf in leaves]
+  examples = shapes[0][0] if shapes and shapes[0] else 0
+  if not examples or any(shape[:1] != (examples,) for shape in shapes):
+    raise ValueError(
+      "`data` must be a tree of arrays with one leading axis of examples, at least one, or a"
+      " function from the seed to an iterable of batches (`lambda seed: loader`); got"
+      f" {f'arrays of the shapes {shapes}' if any(shapes) else _base.shorten(data)}."
+    )
+  return examples
+
+
+def _shuffle(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
+  """Whole batches, shuffled for each epoch; a remainder sits out that epoch."""
+  rng = np.random.default_rng(seed)
+  while True:
+    order = rng.permutation(examples)
+    for start in range(0, examples - size + 1, size):
+      yield jax.tree.map(lambda leaf, chosen=order[start : start + size]: leaf[chosen], data)
+
+
+def _repeat(data: Callable[[int], Iterable[Any]], seed: int) -> Iterator[Any]:
+  """The batches of a seed, again and again."""
+  while True:
+    batch = None
+    for batch in data(seed):
+      yield batch
+    if batch is None:
+      raise ValueError(
+        f"`data` must return batches from their start at each call; data({seed}) gave none. Make"
+        " its iterator inside of the function."
+      )
