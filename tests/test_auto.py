@@ -98,7 +98,7 @@ FOUR = {"grad_accumulation": {"grad_accumulation_step": 4}}
 UPDATES = {"adasum": {"on": "updates", "axis_name": "x", "local_axis_name": None}}
 NEVER = {"grad_freeze": {"freeze_p": 1}}
 EVERY = manual(FOUR, grad_freeze=False, grad_accumulation=True)
-# A level, a configuration, the axis, the methods that are on with their settings, keys in vain.
+# A level, a configuration, the axis, the settings of what is on, switches without effect.
 DECISIONS = [
   ("O0", {}, None, {}, []),
   ("O1", {}, None, HEAD | FREEZING, []),
@@ -189,7 +189,6 @@ def test_what_can_not_be_honoured_is_an_error(config, message, tmp_path):
 NOT_JSON = {
   '{\n  "boost": {"mode": "auto",}\n}': "line 2 column 2",
   "[]": "must be a dict of blocks",
-  '{"boost": true}': "`boost` must be a dict of keys and values; got True",
   '{"boost": %s' % ("[" * 100_000): "recursion",
   '{"common": {"device_number": %s}}' % ("9" * 5000): "digits",
 }
@@ -272,7 +271,7 @@ def test_a_configuration_is_the_chain_by_hand(kind):
   assert sum(depths) == 4
 
 
-def test_a_decay_in_front_is_centralized_with_the_gradients_as_in_mindspore():
+def test_a_decay_before_it_is_centralized_with_the_gradients_as_in_mindspore():
   decay, config = optax.add_decayed_weights(0.3), manual(less_bn=True)
   found, _ = train(optax.chain(decay, auto_boost(config=config).optimizer(optax.sgd(0.1))))
   by_hand = optax.chain(decay, optax_boost.centralize(), optax.sgd(0.1))
@@ -385,12 +384,10 @@ def test_ten_lines_with_nnx(config):
   model.eval()
   predict = nnx.jit(lambda model: model(X))
   np.testing.assert_array_equal(predict(evaluated), predict(model))
-  # Level 0 hands the model through; its form for evaluation is a copy.
+  # O0 changes no model, and evaluates a copy.
   plain = ob_nnx.auto_boost("O0")
   assert plain.model(original, X) is original
-  copy = plain.eval_model(original, original, X)
-  assert copy is not original
-  assert copy.norm9.use_running_average
+  assert plain.eval_model(original, original, X).norm9.use_running_average
   assert not original.norm9.use_running_average
 
 
