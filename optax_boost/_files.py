@@ -36,19 +36,6 @@ def check_path(argument: str, path: Any) -> str:
   return text
 
 
-def read_json(argument: str, path: Any) -> Any:
-  """Reads a JSON file with the checks of :func:`parse_json`; ValueError names the file."""
-  name = check_path(argument, path)
-  if os.path.isdir(name):
-    raise ValueError(f"`{argument}` must be a JSON file; got the directory '{name}'.")
-  data = pathlib.Path(name).read_bytes()
-  try:
-    text = data.decode("utf-8")
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
-  return parse_json(text, name)
-
-
 def parse_json(text: str, source: str) -> Any:
   """Reads JSON without NaN, infinities or repeated keys; ValueError names `source`."""
 

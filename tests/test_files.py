@@ -126,33 +126,3 @@ def test_refuses_a_folder_and_a_path_in_no_folder(tmp_path):
     _files.write_atomically(tmp_path, lambda file: None)
   with pytest.raises(FileNotFoundError, match=r"nowhere/a'"):
     _files.write_atomically(tmp_path / "nowhere" / "a", lambda file: None)
-
-
-@pytest.mark.parametrize(
-  ("data", "text"),
-  [
-    (b"\xff{}", "not valid UTF-8: invalid start byte at byte 0"),
-    (b"", "not valid JSON: line 1, column 1"),
-    (b"[" * 100_000, "nested too deeply"),
-    (b'{"a":' * 100_000, "nested too deeply"),
-    (b"[1, Infinity]", "has Infinity, which is no JSON number"),
-    (b"9" * 5000, "has a number of 5000 digits, starting with 9999999999"),
-    (b'{"a": 1, "a": 2}', "sets 'a' twice, to 1 and to 2"),
-  ],
-)
-def test_json_that_can_not_be_read_is_refused_by_the_name_of_its_file(tmp_path, data, text):
-  path = tmp_path / "a.json"
-  path.write_bytes(data)
-  with pytest.raises(ValueError, match=rf"a\.json .*{text}"):
-    _files.read_json("path", path)
-
-
-def test_a_json_file_must_be_there_and_be_a_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"none\.json"):
-    _files.read_json("path", tmp_path / "none.json")
-  with pytest.raises(ValueError, match=rf"`path` must be a JSON file; got .*'{tmp_path}'"):
-    _files.read_json("path", tmp_path)
-  with pytest.raises(TypeError, match=r"`path` must be a path, as str or os.PathLike; got 3"):
-    _files.read_json("path", 3)
-  (tmp_path / "a.json").write_text('{"a": [1, 2.5, null]}')
-  assert _files.read_json("path", str(tmp_path / "a.json")) == {"a": [1, 2.5, None]}
