@@ -1,9 +1,6 @@
 """Files that are written whole or not at all, and JSON that is read strictly."""
 
 from collections.abc import Callable
-import contextlib
-import errno
-import glob
 import json
 import math
 import os
@@ -16,13 +13,6 @@ import zipfile
 import numpy as np
 
 from optax_boost import _base
-
-fcntl: Any
-try:
-  import fcntl
-except ImportError:
-  # Windows: temporary files of killed processes stay.
-  fcntl = None
 
 
 def check_path(argument: str, path: Any) -> str:
@@ -100,64 +90,27 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
-  """Writes a file under a temporary name beside it, then renames it; the last writer wins.
+  """Writes a file under a temporary name in its folder, then renames it; the last writer wins.
 
-  The target of a symbolic link is replaced, not the link; permissions stay. Temporary files are
-  locked while they are written: one without a lock is of a killed process, and is removed here.
-  An OSError names `path` and leaves the old file unchanged.
+  The target of a symbolic link is replaced, not the link; permissions stay. An OSError names `path`
+  and leaves the old file unchanged.
   """
   name = check_path("path", path)
+  target = pathlib.Path(os.path.realpath(name))
+  # Not `tempfile.mkstemp`, whose files only their owner may read.
+  part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
   try:
-    target = pathlib.Path(os.path.realpath(name))
-    if target.exists() and not target.is_file():
-      code = errno.EISDIR if target.is_dir() else errno.EINVAL
-      raise OSError(code, os.strerror(code))
-    _remove_stale(target)
-    with _temporary(target) as file:
+    with open(part, "xb") as file:
       write(file)
       file.flush()
       os.fsync(file.fileno())
-      if target.exists():
-        os.chmod(file.name, target.stat().st_mode & 0o777)
-      if fcntl is None:
-        file.close()  # Windows renames no open file.
-      os.replace(file.name, target)
+    if target.exists():
+      os.chmod(part, target.stat().st_mode & 0o777)
+    os.replace(part, target)
   except OSError as error:
     # A full disk's error names no file, and others name the temporary one.
     if error.errno is None:
       raise OSError(f"Can't write '{name}': {error}") from error
     raise OSError(error.errno, os.strerror(error.errno), name) from error
-
-
-@contextlib.contextmanager
-def _temporary(target: pathlib.Path) -> Any:
-  """A new locked file beside the target, removed where the block raises."""
-  while True:
-    # Not `tempfile.mkstemp`, whose files only their owner may read.
-    path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
-    with open(path, "xb") as file:
-      if fcntl is not None:
-        # A file system without locks keeps stale files.
-        with contextlib.suppress(OSError):
-          fcntl.flock(file, fcntl.LOCK_EX)
-        if not os.fstat(file.fileno()).st_nlink:
-          # Another process took it for a stale one before it was locked.
-          continue
-      try:
-        yield file
-      except BaseException:
-        file.close()
-        path.unlink(missing_ok=True)
-        raise
-      return
-
-
-def _remove_stale(target: pathlib.Path) -> None:
-  """Removes temporary files for the same target that nobody has locked."""
-  if fcntl is None:
-    return
-  pattern = f".{glob.escape(target.name[:40])}.{'[0-9a-f]' * 16}.tmp"
-  for path in target.parent.glob(pattern):
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      path.unlink()
+  finally:
+    part.unlink(missing_ok=True)
