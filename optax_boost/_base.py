@@ -9,9 +9,11 @@ import inspect
 import math
 import numbers
 import re
+import sys
 from typing import Any
 from typing import TypeAlias
 from typing import TypeVar
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
+# Their frames may lie between a method and the user's line.
+_LIBRARIES = ("optax_boost", "jax", "optax", "flax", "contextlib")
 
 
 class NoEffectWarning(UserWarning):
@@ -38,6 +42,14 @@ class NoEffectWarning(UserWarning):
 
 class StackedLayersWarning(UserWarning):
   """A method takes a leaf that holds many layers as one layer."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+  """Warns of the user's line: the innermost one that is not in these libraries."""
+  frame, level = sys._getframe(1), 2
+  while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+    frame, level = frame.f_back, level + 1
+  warnings.warn(message, category, stacklevel=level)
 
 
 def shorten(value: Any, limit: int = 80) -> str:

@@ -10,7 +10,6 @@ import re
 from typing import Any
 from typing import NamedTuple
 from typing import TypeVar
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -401,7 +400,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
-  warnings.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning, stacklevel=3)
+  _base.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning)
 
 
 def check_update(

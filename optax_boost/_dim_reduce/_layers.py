@@ -7,7 +7,6 @@ import dataclasses
 import math
 from typing import Any
 from typing import TypeAlias
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +38,10 @@ def checked_groups(groups: Any) -> Groups:
   if isinstance(groups, Mapping):
     _tree.check_axes_by_pattern("groups", groups)
     if not groups:
-      warnings.warn(
+      _base.warn(
         "`groups` is {}, so all leaves are one group. `stacked_axes` returns {} where the loss"
         " scans over no layers. Pass regular expressions, one per group, or None for one group.",
         _base.NoEffectWarning,
-        stacklevel=3,
       )
   else:
     _groups.count_groups(groups)

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 from typing import NamedTuple
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -115,12 +115,11 @@ def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number
   longest = np.sqrt(np.max(total, initial=0))
   # Rounded to bfloat16 they may be longer than 1.
   if longest > 1.05:
-    warnings.warn(
+    _base.warn(
       f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
       f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
       " needs the same ones here.",
       UserWarning,
-      stacklevel=3,
     )
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import fractions
 import math
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -154,12 +153,11 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   freeze_p = float(1 - (near if _is_rounded(share, near) else share))
   full = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
   if full == 0:
-    warnings.warn(
+    _base.warn(
       f"`continuous_freezing` of {num_groups} groups in {float(share):.4g} of the steps freezes"
       " something in every step: the first group is never trained. Lower `frozen_fraction` to"
       f" {(num_groups - 1) / num_groups:.4g} or less, or use `interval_freezing`.",
       UserWarning,
-      stacklevel=2,
     )
   # A turn is at most as long as the steps that an int32 counts.
   full = min(full, _base.LARGEST_COUNT - num_groups)

@@ -12,7 +12,6 @@ import math
 from typing import Any
 from typing import Literal
 from typing import TypeAlias
-import warnings
 
 import jax
 
@@ -112,19 +111,17 @@ def make_plan(
   removed = tuple(place.path for place in places if _goes(predicate, place))
   if not removed:
     shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
-    warnings.warn(
+    _base.warn(
       "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
       f" `predicate` selects none. The model's BatchNorms:\n{shown}",
       _base.NoEffectWarning,
-      stacklevel=3,
     )
   head = _last_dense(flows, dense) if fn_flag else None
   if fn_flag and head is None:
-    warnings.warn(
+    _base.warn(
       "`less_bn` finds no last dense layer to normalize: a layer with other weights comes after"
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
-      stacklevel=3,
     )
   biases = _layers_before(flows, removed) if bias else []
   biases = [path for path in biases if path in without_bias]

@@ -22,7 +22,6 @@ import functools
 import re
 from typing import Any
 from typing import TypeAlias
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +177,7 @@ class Program:
     """Warns, once of each kind: a step is traced anew for each depth and shape of a batch."""
     if kind not in self.warnings_given:
       self.warnings_given.add(kind)
-      warnings.warn(message, kind, stacklevel=3)
+      _base.warn(message, kind)
 
 
 def _of_masked(

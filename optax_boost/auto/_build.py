@@ -5,7 +5,6 @@ import dataclasses
 import functools
 from typing import Any
 from typing import ClassVar
-import warnings
 
 import jax
 import optax
@@ -133,7 +132,7 @@ def build(form: Any, level: Any, config: Any, total_steps: Any, key: Any, **axes
   on, why, ignored = _levels.decide_config(level, values, axes)
   if ignored:
     message = f"keys of MindSpore's configuration without effect here: {ignored}."
-    warnings.warn(message, _base.NoEffectWarning, stacklevel=3)
+    _base.warn(message, _base.NoEffectWarning)
   mode = values.get("boost", {}).get("mode", "auto")
   return form(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)
 

@@ -1,0 +1,89 @@
+"""A warning points to the user's line, so that Python shows it once for each such line."""
+
+import pathlib
+import re
+import warnings
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import linen as ob_linen
+from optax_boost import nnx as ob_nnx
+
+X = jnp.ones((2, 4))
+KERNEL = {"kernel": jnp.ones((4, 4))}
+STACKED = {"kernels": jnp.ones((3, 4, 4))}
+
+
+def scanned(params, x):
+  return jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, params["kernels"])[0])
+
+
+class Scanned(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return scanned({"kernels": self.param("kernels", nn.initializers.ones, (3, 4, 4))}, x)
+
+
+class ScannedModel(nnx.Module):
+  def __init__(self):
+    self.kernels = nnx.Param(STACKED["kernels"])
+
+
+def in_init():
+  optax.chain(optax_boost.lars(0.1, exclude="nowhere"), optax.identity()).init(KERNEL)
+
+
+def under_jit():
+  tx = optax.chain(optax_boost.centralize(exclude="nowhere"), optax.sgd(0.1))
+  jax.jit(tx.update)(KERNEL, tx.init({}), KERNEL)
+
+
+def in_a_schedule():
+  optax_boost.continuous_freezing(4, 0.9)
+
+
+def in_a_step():
+  step = optax_boost.make_train_step(scanned, optax_boost.lars(0.1))
+  step(step.init(STACKED), X)
+
+
+def in_linen():
+  step = ob_linen.make_train_step(Scanned(), lambda model, x: model(x), optax_boost.lars(0.1))
+  step(step.init(Scanned().init(jax.random.key(0), X)), X)
+
+
+def in_nnx():
+  model = ScannedModel()
+  optimizer = nnx.Optimizer(model, optax_boost.lars(0.1), wrt=nnx.Param)
+  step = ob_nnx.make_train_step(lambda model, x: scanned({"kernels": model.kernels[...]}, x))
+  step(model, optimizer, X)
+
+
+def in_a_level():
+  ob_nnx.auto_boost("O1", total_steps=10).model(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), X)
+
+
+@pytest.mark.parametrize(
+  "call", [in_init, under_jit, in_a_schedule, in_a_step, in_linen, in_nnx, in_a_level]
+)
+def test_a_warning_points_to_the_line_that_the_user_wrote(call):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", UserWarning)
+    call()
+  lines = [line for *_, line in call.__code__.co_lines() if line]
+  assert caught
+  for warning in caught:
+    assert warning.filename == __file__
+    assert min(lines) < warning.lineno <= max(lines)
+
+
+def test_all_warnings_are_issued_by_one_function():
+  package = pathlib.Path(optax_boost.__file__).parent
+  issuing = [p.name for p in package.rglob("*.py") if re.search(r"\bstacklevel\b", p.read_text())]
+  assert issuing == ["_base.py"]
