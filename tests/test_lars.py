@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _lars
 from tests import closeness
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -236,23 +235,44 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   assert (ratio == 1) == expected
 
 
+def layers_along(axes, params):
+  """The description of a loss that maps over these axes of the leaves with these names."""
+
+  def mapped(leaf, depth, x):
+    if depth:
+      return jnp.sum(jax.lax.map(lambda layer: mapped(layer, depth - 1, x), leaf))
+    return jnp.sum(leaf[..., None] * x)
+
+  def loss_fn(params, x):
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+      own = axes.get(path[-1].key, ())
+      total += mapped(jnp.moveaxis(leaf, own, range(len(own))), len(own), x)
+    return total
+
+  return optax_boost.layer_axes(loss_fn, params, jnp.ones(2))
+
+
 def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   rng = np.random.default_rng(0)
   layers = [rng.normal(size=(4, 3)).astype(np.float32) * s for s in (0.1, 1.0, 10.0)]
   grads = [rng.normal(size=(4, 3)).astype(np.float32) for _ in layers]
-  tx = optax_boost.lars(0.1, 1e-2, stacked_axes={"layers/": 1})
   stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
   stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
-  updates, state = tx.update(stacked_grads, tx.init(stacked), stacked)
-  ratios = optax.tree.get(state, "trust_ratio")  # three biases, three kernels
-  assert ratios.shape == (6,)
-  np.testing.assert_array_equal(ratios[:3], np.ones(3))
+  tx = optax_boost.lars(0.1, 1e-2)
+  described = layers_along({"kernel": (1,), "bias": (1,)}, stacked)
+  updates, state = tx.update(stacked_grads, tx.init(stacked), stacked, layers=described)
+  ratios = []
   alone = optax_boost.lars(0.1, 1e-2)
   for i, (w, g) in enumerate(zip(layers, grads, strict=True)):
-    expected, _ = alone.update({"kernel": g}, alone.init({"kernel": w}), {"kernel": w})
+    expected, own = alone.update({"kernel": g}, alone.init({"kernel": w}), {"kernel": w})
+    ratios.append(optax.tree.get(own, "trust_ratio"))
     np.testing.assert_allclose(
       updates["layers"]["kernel"][:, i], expected["kernel"], rtol=1e-5, atol=1e-8
     )
+  # A number per leaf: bias and kernel.
+  expected = [1, np.mean(ratios)]
+  np.testing.assert_allclose(optax.tree.get(state, "trust_ratio"), expected, rtol=1e-5)
 
 
 def test_weight_decay_mask_leaves_the_others_undecayed():
@@ -310,7 +330,7 @@ def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platfor
     {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     for _ in range(2)
   )
-  options = {"weight_decay": 0.01, "stacked_axes": {"layers": 0}}
+  options = {"weight_decay": 0.01, "layers": layers_along({"layers": (0,)}, params)}
   whole = optax_boost.lars(0.1, **options)
   expected, _ = whole.update(grads, whole.init(params), params)
   tx = optax_boost.lars(0.1, axis_name={"head|tail": "x", "layers": ()}, **options)
@@ -407,26 +427,10 @@ def test_a_callable_mask_under_inject_hyperparams_is_never_ignored_silently():
       factory(exclude=mask).init(params)
 
 
-@pytest.mark.parametrize(
-  ("stacked_axes", "error", "message"),
-  [
-    ({"kernel": 2}, ValueError, r"names the axes \(2,\) for 'kernel', but the leaf 'kernel'"),
-    (0, TypeError, r"`stacked_axes` must map regular expressions to axes"),
-  ],
-)
-def test_refuses_stacked_axes_that_a_leaf_lacks(stacked_axes, error, message):
-  with pytest.raises(error, match=message):
-    optax_boost.lars(0.1, stacked_axes=stacked_axes).init({"kernel": jnp.ones((2, 2))})
-
-
 def test_no_warning_where_the_automatic_rule_excludes_nothing():
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     optax_boost.lars(0.1).init({"kernel": jnp.ones((2, 2))})
-
-
-def test_bias_or_norm_is_a_pure_function_of_the_leaves():
-  assert _lars.bias_or_norm([]) == []
 
 
 def test_trust_ratios_of_a_population_keep_its_axis():
@@ -498,14 +502,14 @@ def test_errors_name_the_function_that_was_called():
 
 def test_a_pattern_without_effect_is_warned_of_once():
   params = {"kernel": jnp.ones((2, 2))}
-  tx = optax_boost.lars(0.1, exclude="bias", stacked_axes={"layers": 0})
+  tx = optax_boost.lars(0.1, exclude="bias")
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     state = tx.init(params)
     for _ in range(3):
       _, state = tx.update(params, state, params)
     jax.jit(tx.update)(params, state, params)
-  assert sorted(str(w.message).split("`")[1] for w in caught) == ["exclude", "stacked_axes"]
+  assert sorted(str(w.message).split("`")[1] for w in caught) == ["exclude"]
 
 
 def test_small_steps_of_float16_gradients_reach_float32_params():
@@ -563,7 +567,7 @@ def test_small_leaves_worked_on_together_take_the_same_steps(monkeypatch, clip_r
     0.1,
     clip_ratio=clip_ratio,
     weight_decay_mask=["^small_[01]", "^w1"],
-    stacked_axes={"layers/": 0},
+    layers=layers_along({"layers/kernel": (0,)}, params),
   )
   state = tx.init(params)
   apart = tx.update(grads, state, params)
@@ -613,7 +617,7 @@ def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
   kernels = jnp.sin(jnp.arange(4.0 * 2 * 3 * 4)).reshape(4, 2, 3, 4)
   params, grads = {"a": kernels, "b": kernels + 1}, {"a": kernels - 1, "b": kernels}
-  tx = optax_boost.lars(0.1, stacked_axes={"": (0, 1)})
+  tx = optax_boost.lars(0.1, layers=layers_along({"a": (0, 1), "b": (0, 1)}, params))
   expected, state = tx.update(grads, tx.init(params), params)
   with jax.set_mesh(mesh):
     spec = jax.sharding.PartitionSpec("x", "y")

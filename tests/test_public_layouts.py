@@ -214,18 +214,14 @@ def stacked(layout):
 @pytest.mark.parametrize("name", ["lm1b scan", "lm1b remat_scan"])
 def test_methods_take_each_layer_for_itself(name):
   layout = traced(name)
-  axes = layout.call("stacked_axes")
-
   layers = layout.call("layer_axes")
 
-  def step(params, axes=None, layers=None):
-    tx = optax.chain(
-      optax_boost.centralize(layers=layers), optax_boost.lars(0.1, stacked_axes=axes)
-    )
+  def step(params, layers=None):
+    tx = optax.chain(optax_boost.centralize(layers=layers), optax_boost.lars(0.1, layers=layers))
     grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p**2, params)
     return tx.update(grads, tx.init(params), params)[0]
 
-  ours = jax.jit(lambda p: step(p, axes, layers))(layout.params)
+  ours = jax.jit(lambda p: step(p, layers))(layout.params)
   parts, rolled = unrolled(layout.params, layout)
   expected = rolled(jax.device_get(jax.jit(step)(parts)))
   chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-7)

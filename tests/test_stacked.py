@@ -205,13 +205,6 @@ def test_flax_forms_refuse_arguments_of_the_wrong_kind(call, message):
     call()
 
 
-def test_its_answer_is_the_argument_of_the_methods():
-  axes = optax_boost.stacked_axes(plain, params(), X)
-  tx = optax_boost.lars(0.1, stacked_axes=axes, exclude=None)
-  state = tx.init(params())
-  assert optax.tree.get(state, "trust_ratio").shape == (3 + 3 + 1,)
-
-
 @pytest.mark.parametrize(
   "make",
   [

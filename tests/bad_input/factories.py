@@ -17,7 +17,7 @@ def entries() -> list[tuple[str, shared.Entry]]:
     "clip": kinds.number(-1, optional=True),
     "exclude": shared.SELECTOR,
     "weight_decay_mask": shared.SELECTOR,
-    "stacked_axes": shared.AXES,
+    "layers": shared.LAYERS,
     "axis_name": axis_name,
   }
   layouts = {"layout": shared.NAME, "fan_in_axes": shared.AXES, "stacked_axes": shared.AXES}
