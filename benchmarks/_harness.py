@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 from importlib import metadata
-import json
 import os
 import pathlib
 import platform
@@ -29,6 +28,8 @@ from tqdm import tqdm
 from benchmarks import plot
 
 HERE = pathlib.Path(__file__).resolve().parent
+# Where intermediate results are kept, which git ignores.
+OUT = HERE.parent / "out"
 # Idle OpenMP threads would spin on the cores that the next contender needs.
 _NO_SPINNING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -277,7 +278,7 @@ def compare(
     patience: see `measure`.
 
   Returns:
-    A JSON-able record: `title`, `rounds`, `quiet_rounds`, `references` and `rows`.
+    A record: `title`, `rounds`, `quiet_rounds`, `references` and `rows`.
   """
   seconds, quiet = measure(contenders, rounds, title, patience)
   able = [c.name for c in contenders if c.run is not None]
@@ -327,7 +328,7 @@ def write(
   machine_description: Mapping[str, str],
   folder: pathlib.Path,
 ) -> None:
-  """Writes ``<folder>/<name>.md``, ``.json`` and ``.png``, each whole or not at all.
+  """Writes ``<folder>/<name>.md`` and ``.png``, each whole or not at all.
 
   Args:
     name: of the benchmark.
@@ -336,14 +337,8 @@ def write(
     machine_description: what `machine` returned.
     folder: made when missing.
   """
-  record = {"machine": machine_description, "comparisons": comparisons}
   tables = "\n".join(map(_table, comparisons))
-  texts = {
-    "json": json.dumps(record, indent=2) + "\n",
-    "md": page(name, about, machine_description, tables),
-  }
-  for extension, text in texts.items():
-    replace(folder / f"{name}.{extension}", text)
+  replace(folder / f"{name}.md", page(name, about, machine_description, tables))
   plot.save(comparisons, folder / f"{name}.png")
 
 

@@ -459,7 +459,7 @@ def main() -> None:
   folder = os.environ.get("OPTAX_BOOST_DATA")
   images = folder and str(pathlib.Path(folder) / options.cifar)
   # Parts that are left out keep what an earlier run found.
-  found = pathlib.Path(options.out) / "auto_boost_parts.json"
+  found = _harness.OUT / "auto_boost_parts.json"
   parts = json.loads(found.read_text()) if found.is_file() else {}
   for part in options.parts:
     if part in _NETWORKS:
@@ -481,7 +481,7 @@ def main() -> None:
       values = accuracies(images, steps, augmented, names, min(seeds, options.seeds))
       parts[part] = title, values
     _write(parts, options.out)
-    found.write_text(json.dumps(parts))
+    _harness.replace(found, json.dumps(parts))
 
 
 def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:

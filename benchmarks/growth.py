@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from benchmarks import _harness
 from benchmarks import adasum  # Makes eight devices, before JAX starts.
+from benchmarks import plot
 import optax_boost
 
 _BASE, _MEAN = "optax.sgd", "lax.pmean"
@@ -144,6 +145,8 @@ def main() -> None:
     measured("devices", devices, of_devices(devices, rounds))
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
   _harness.write("growth", _ABOUT, comparisons, where, options.out)
+  if options.out == _harness.HERE / "results":
+    plot.small(plot.draw(comparisons), plot.FIGURES / "growth.png")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
-"""Draws the results: ``python -m benchmarks.plot`` redraws all of ``results/*.json``.
+"""Pictures of the results; those that the docs show go to ``docs/figures``."""
 
-What the docs show of them goes to ``docs/figures``; the pictures of races come from `races`.
-"""
-
-import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
 import io
-import json
 import math
 import pathlib
 import textwrap
@@ -18,6 +13,7 @@ from matplotlib.ticker import LogLocator
 import numpy as np
 from PIL import Image
 
+FIGURES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures"
 OURS, OTHERS = "#0072B2", "#9A9A9A"
 _COMPILE = "trace and compile, s"
 
@@ -149,10 +145,10 @@ def small(figure: Figure, path: pathlib.Path) -> None:
 
 
 def dim_reduce(found: Mapping[str, Any]) -> Figure:
-  """Draws test losses of ``results/dim_reduce_evidence.json`` by gradients spent.
+  """Draws test losses by gradients spent.
 
   Args:
-    found: what the file holds.
+    found: the results of ``tests/evidence/test_dim_reduce_evidence.py``, by data set.
 
   Returns:
     The figure: a panel for each data set, a line for each method.
@@ -185,23 +181,3 @@ def dim_reduce(found: Mapping[str, Any]) -> Figure:
 def _mean_losses(runs: Sequence[Sequence[Mapping[str, float]]]) -> tuple[Any, ...]:
   keys = ("epochs", "test loss")
   return tuple(np.mean([[point[key] for point in run] for run in runs], 0) for key in keys)
-
-
-def main(arguments: list[str] | None = None) -> None:
-  """Redraws all results, and what the docs show of them."""
-  argparse.ArgumentParser(description=__doc__).parse_args(arguments)
-  results = pathlib.Path(__file__).parent / "results"
-  figures = results.parent.parent / "docs" / "figures"
-  for path in sorted(results.glob("*.json")):
-    comparisons = json.loads(path.read_text()).get("comparisons")
-    # AutoBoost's benchmark draws a picture of its own.
-    if comparisons and path.stem != "auto_boost":
-      save(comparisons, path.with_suffix(".png"))
-  growth = json.loads((results / "growth.json").read_text())["comparisons"]
-  small(draw(growth), figures / "growth.png")
-  evidence = json.loads((results / "dim_reduce_evidence.json").read_text())
-  small(dim_reduce(evidence), figures / "dim_reduce.png")
-
-
-if __name__ == "__main__":
-  main()

@@ -28,7 +28,6 @@ import optax_boost.nnx
 from optax_boost.race import RaceResult
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIGURES = ROOT / "docs" / "figures"
 sys.path.insert(0, str(ROOT / "examples"))
 
 from _data import digits  # noqa: E402
@@ -380,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     if name not in RACES:
       parser.error(f"unknown race '{name}'; choose from {', '.join(RACES)}")
   wanted = options.names or list(RACES)
-  figures = options.out or FIGURES
+  figures = options.out or plot.FIGURES
   figures.mkdir(parents=True, exist_ok=True)
   path = (options.out or _harness.HERE / "results") / "races.md"
   text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks.races`.\n"

@@ -3,9 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize(
-  "module", ["benchmarks.__main__", "benchmarks.plot", "benchmarks.races", "tune"]
-)
+@pytest.mark.parametrize("module", ["benchmarks.__main__", "benchmarks.races", "tune"])
 def test_help_and_unknown_options_start_nothing(import_example, module):
   for argument, status in (("--help", 0), ("--misspelt", 2)):
     with pytest.raises(SystemExit) as ended:

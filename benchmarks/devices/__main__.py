@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import os
 import pathlib
 from typing import Any
@@ -83,8 +82,6 @@ def main() -> int:
     where = _harness.machine(["jax", "jaxlib", "optax"])
     page = _harness.page("devices", _ABOUT, where, "\n".join(text).lstrip() + "\n")
     _harness.replace(options.out / "devices.md", page)
-    content = json.dumps({"machine": where, "programs": records}, indent=2) + "\n"
-    _harness.replace(options.out / "devices.json", content)
   return 1 if broken else 0
 
 

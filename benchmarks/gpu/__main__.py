@@ -4,7 +4,6 @@ At most nine minutes on a GPU. Without one it takes small sizes, to try the comm
 """
 
 import argparse
-import json
 import os
 import pathlib
 import time
@@ -82,18 +81,14 @@ def main() -> None:
   ]
   end = time.monotonic() + options.limit
   tables: list[str] = []
-  records: dict[str, Any] = {}
   for i, (part, title, flags) in enumerate(runs):
     weights = [_SHARES[p] / sum(q == p for q, _, _ in runs) for p, _, _ in runs[i:]]
     limit = (end - time.monotonic()) * weights[0] / sum(weights)
     device, rows = _rows(part, flags, options.small, limit)
     name = f"{part}, {title}" if title else part
-    records[name] = rows
     tables.append(_table(name, rows))
     where = _harness.machine(["jax", "jaxlib", "optax", "flax"]) | {"device": device}
     _harness.replace(options.out / "gpu.md", _harness.page("gpu", _ABOUT, where, "\n".join(tables)))
-    content = json.dumps({"machine": where, "parts": records}, indent=2) + "\n"
-    _harness.replace(options.out / "gpu.json", content)
 
 
 if __name__ == "__main__":

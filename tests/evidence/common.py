@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from sklearn import datasets
 
+from benchmarks import _harness
+
 
 def file_of(name):
   """The npz file of a data set in the folder OPTAX_BOOST_DATA, or None."""
@@ -56,19 +58,19 @@ def need(name):
     pytest.skip(f"no {name}*.npz in the folder OPTAX_BOOST_DATA")
 
 
-def added(path, found, order):
-  """Adds results to those in a JSON file, whose data may not be here now, and saves all of them.
+def added(part, found, order):
+  """Adds results to those of earlier runs, whose data may not be here now, and saves all of them.
 
   Args:
-    path: of the file.
+    part: of the evidence; the results are kept in ``out/<part>_evidence.json``.
     found: new results, by task.
     order: all tasks.
 
   Returns:
     All results, in that order.
   """
-  path.parent.mkdir(parents=True, exist_ok=True)
+  path = _harness.OUT / f"{part}_evidence.json"
   known = (json.loads(path.read_text()) if path.exists() else {}) | found
   known = {name: known[name] for name in order if name in known}
-  path.write_text(json.dumps(known) + "\n")
+  _harness.replace(path, json.dumps(known) + "\n")
   return known

@@ -28,14 +28,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(part: str, title: str, about: str, body: str, data: Any, figure: Figure) -> None:
-  """Writes ``<part>_evidence.md``, ``.json`` and ``.png`` to the results, and a smaller picture.
+  """Writes ``<part>_evidence.md`` and ``.png`` to the results, and a smaller picture.
 
   Args:
     part: as in ``make evidence PARTS=<part>``.
     title: of the page.
     about: a paragraph on the networks, the data and the choice of settings.
     body: tables.
-    data: all figures, JSON-able.
+    data: all figures, JSON-able, for ``out/<part>_evidence.json``.
     figure: the picture, which also goes to ``docs/figures`` in the size of a card.
   """
   where = _harness.machine(["jax", "jaxlib", "optax"])
@@ -45,6 +45,6 @@ def write(part: str, title: str, about: str, body: str, data: Any, figure: Figur
     RESULTS / f"{part}_evidence.md", _harness.page(title, about, where, body + picture)
   )
   record: Mapping[str, Any] = {"machine": where, "results": data}
-  _harness.replace(RESULTS / f"{part}_evidence.json", json.dumps(record) + "\n")
+  _harness.replace(_harness.OUT / f"{part}_evidence.json", json.dumps(record) + "\n")
   figure.savefig(RESULTS / f"{part}_evidence.png", dpi=110)
-  plot.small(figure, _harness.HERE.parent / "docs" / "figures" / f"{part}_evidence.png")
+  plot.small(figure, plot.FIGURES / f"{part}_evidence.png")

@@ -2,9 +2,10 @@
 
 ``make evidence`` runs this on digits and, where the environment variable ``OPTAX_BOOST_DATA`` names
 a folder with them, on ``mnist.npz`` and ``cifar10*.npz``. It writes
-``benchmarks/results/dim_reduce_evidence.json``, ``.md`` and ``.png``; what was measured before on
-data that are not there stays. ``python -m tests.evidence.test_dim_reduce_evidence digits`` prints
-the losses on validation images by which the settings below were chosen.
+``benchmarks/results/dim_reduce_evidence.md`` and ``.png``, with what was measured before, on data
+that are not there now, from ``out/``.
+``python -m tests.evidence.test_dim_reduce_evidence digits`` prints the losses on
+validation images by which the settings below were chosen.
 """
 
 import functools
@@ -23,6 +24,7 @@ import optax
 import pytest
 from tqdm import tqdm
 
+from benchmarks import plot
 import optax_boost
 import optax_boost.linen
 from tests.evidence import common
@@ -396,11 +398,12 @@ def write(known):
   lines += ["", "![test loss by gradients and by time](dim_reduce_evidence.png)"]
   (RESULTS / "dim_reduce_evidence.md").write_text("\n".join(lines) + "\n")
   picture(known)
+  plot.small(plot.dim_reduce(known), plot.FIGURES / "dim_reduce.png")
 
 
 def test_the_results_are_written():
   found = {name: results(name) for name in wanted()}
-  write(common.added(RESULTS / "dim_reduce_evidence.json", found, TASKS))
+  write(common.added("dim_reduce", found, TASKS))
 
 
 def tune(name, batches, ks):

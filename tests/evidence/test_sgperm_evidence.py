@@ -1,9 +1,9 @@
 """What does it cost to train by permuting weights? Accuracy at equal steps, on images.
 
 ``make evidence`` runs this on digits and, where the environment variable ``OPTAX_BOOST_DATA`` names
-a folder with it, on ``mnist.npz``. It writes ``benchmarks/results/sgperm_evidence.json``, ``.md``
-and ``.png``, and the picture of the card; what was measured before on data that are not there
-stays. ``python -m tests.evidence.test_sgperm_evidence "MNIST, batch 128"`` prints the accuracies on
+a folder with it, on ``mnist.npz``. It writes ``benchmarks/results/sgperm_evidence.md`` and
+``.png``, with what was measured before, on data that are not there now, from ``out/``.
+``python -m tests.evidence.test_sgperm_evidence "MNIST, batch 128"`` prints the accuracies on
 validation images by which the settings below were chosen.
 """
 
@@ -408,7 +408,7 @@ def write(known):
 
 def test_the_results_are_written():
   found = {name: results(name) for name in wanted()}
-  write(common.added(RESULTS / "sgperm_evidence.json", found, TASKS))
+  write(common.added("sgperm", found, TASKS))
 
 
 def tune(name, seeds, only):
