@@ -630,6 +630,8 @@ def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers()
     ("dense/kernel", (5, 3), {}, 5, 3),
     ("dense/bias", (3,), {}, 3, 1),
     ("conv/kernel", (3, 3, 2, 4), {}, 18, 4),
+    ("attention/query/bias", (4, 8), {}, 32, 1),
+    ("attention/query/bias", (4, 8), {"fan_in_axes": {"bias": 1}}, 8, 4),
     ("scale", (), {}, 1, 1),
     ("attention/query/kernel", (6, 2, 3), {}, 6, 6),
     ("attention/out/kernel", (2, 3, 6), {}, 6, 6),
@@ -654,6 +656,20 @@ def test_leaves_of_any_rank_are_cut_into_vectors_and_put_together(
   columns = layout.columns(entries)
   assert columns.shape == (length, vectors) == (layout.length, layout.vectors)
   np.testing.assert_array_equal(layout.leaf(columns), entries)
+
+
+@pytest.mark.parametrize(
+  "tx", [optax_boost.sgperm(method="rank"), LAPERM], ids=["sgperm", "laperm"]
+)
+def test_the_bias_of_all_attention_heads_is_one_vector(tx):
+  params = {"query": {"bias": jnp.arange(12.0).reshape(3, 4) / 12}}
+  state, trained = tx.init(params), params
+  for _ in range(2):
+    grads = jax.tree.map(lambda p: 4 * jnp.cos(9 * p), params)
+    trained, state = optax_boost.apply_gradients(tx, grads, state, trained)
+  source = optax_boost.permutation(state)["query"]["bias"]
+  np.testing.assert_array_equal(np.sort(source, None), np.arange(12))
+  assert np.any(source % 4 != np.arange(4)), "each head feature was permuted by itself"
 
 
 @each_method

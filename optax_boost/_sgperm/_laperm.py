@@ -66,9 +66,9 @@ def laperm(
   with ``optax.apply_updates``.
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
-  bias. A vector whose initial weights are all alike, such as a zero bias, returns to them, which
-  undoes its training: exclude such leaves, or start them at random. Inside ``shard_map`` leaves
-  must be whole: a permutation counts their entries.
+  bias, of any rank. A vector whose initial weights are all equal, such as a zero bias, returns to
+  them, which undoes its training: exclude such leaves, or start them at random. Inside
+  ``shard_map`` leaves must be whole: a permutation counts their entries.
 
   A gradient that is not finite goes to the inner optimizer. Weights that become NaN count as the
   largest of their vector at the next synchronization. A step whose updates are all zero, as between

@@ -95,9 +95,7 @@ class Cutter:
     excluded = _tree.select(tree, self._exclude, "exclude")
 
     def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:
-      # Equinox's convolutions have biases of shape (outputs, 1, 1).
-      flat = sum(size > 1 for size in leaf.layer_shape) <= 1
-      vector = len(leaf.layer_axes) <= 1 or (flat and _tree.is_bias_or_norm(leaf.path))
+      vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
       return leaf.layer_axes if vector else _tree.fan_in_axes(leaf, self._layout)
 
     return [

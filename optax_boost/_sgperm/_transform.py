@@ -68,8 +68,9 @@ def sgperm(
   ``optax.apply_updates`` they stay within one rounding of it: ``p + (q - p)`` is not always ``q``.
 
   A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
-  bias. Leaves that should not be permuted, such as BatchNorm's, go to another optimizer by
-  ``optax.partition``. A gradient entry that is not finite leaves its momentum as it was.
+  bias, of any rank. Leaves that should not be permuted, such as BatchNorm's, go to another
+  optimizer by ``optax.partition``. A gradient entry that is not finite leaves its momentum
+  unchanged.
 
   Args:
     alpha: how far a weight may move in one step, as a share of its vector's range, before the
