@@ -46,8 +46,8 @@ One optimizer step of the whole model, momentum included, in CPU seconds of all 
 is the inverse of the median ratio to it. `goal` was set against the published program itself,
 measured once on another machine at 0.9 to 1.3 s for the MLP and 14 to 16 s for the CNN. Weights,
 momentum and gradients are those of a run on {{data}}, in batches of {_BATCH}, after {_WARM_UP}
-steps; lamda 0.1, alpha 0.2 falling by 1 % a step, momentum 0.9. Ours are `update` and
-`apply_permuted_params` in one jit, params and state donated. `numba` and `python` are the host
+steps; lamda 0.1, alpha 0.2 falling by 1 % a step, momentum 0.9. Ours are
+`apply_gradients` in one jit, params and state donated. `numba` and `python` are the host
 kernel's search, with and without its compiler. `growing lamda` has subsets that grow by 5 % a step:
 it is measured at more than a quarter and up to half a vector, and `programs` counts what was
 compiled on the way. `pairs` and `rank` are the faster methods; `laperm` synchronizes every 20
@@ -124,13 +124,12 @@ class Problem:
       return jax.grad(loss)(params)
 
     tx = optax_boost.sgperm(**_HYPER, key=0, backend="host")
-    update = jax.jit(tx.update)
+    apply = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
     self.params, state = self.start, tx.init(self.start)
     self.gradients = []
     for t in range(_WARM_UP):
       self.gradients.append(gradient(self.params, *data[t % len(data)]))
-      updates, state = update(self.gradients[-1], state, self.params)
-      self.params = optax_boost.apply_permuted_params(self.params, updates, state)
+      self.params, state = apply(self.gradients[-1], state, self.params)
     self.momentum, self.alpha = state.momentum, float(state.alpha)
 
   def reference(self) -> _harness.Contender:
@@ -170,13 +169,10 @@ class Problem:
       repeat: steps in one measurement.
       plain: whether the host kernel does without its compiler.
     """
-    permutes = hasattr(state := tx.init(self.start), "permutation")
+    state = tx.init(self.start)
 
     def step(params, state, grads):
-      updates, state = tx.update(grads, state, params)
-      if permutes:
-        return optax_boost.apply_permuted_params(params, updates, state), state
-      return optax.apply_updates(params, updates), state
+      return optax_boost.apply_gradients(tx, grads, state, params)
 
     params = jax.tree.map(jnp.copy, self.start)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -157,17 +157,15 @@ def accuracy(params: Params, part: Part) -> float:
   return 100 * float(_right(params, part.images, part.labels))
 
 
-def make_step(tx: optax.GradientTransformation, permutes: bool) -> Callable:
+def make_step(tx: optax.GradientTransformation) -> Callable:
   """One training step, jitted: params, state, images and labels to params, state and loss."""
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, x, y):
     loss, gradients = jax.value_and_grad(loss_fn)(params, x, y)
-    updates, state = tx.update(gradients, state, params)
-    # Adding would end within one rounding of the initial values. This takes them themselves.
-    if permutes:
-      return optax_boost.apply_permuted_params(params, updates, state), state, loss
-    return optax.apply_updates(params, updates), state, loss
+    # `optax.apply_updates` would end within one rounding of the initial values.
+    params, state = optax_boost.apply_gradients(tx, gradients, state, params)
+    return params, state, loss
 
   return step
 
@@ -235,7 +233,7 @@ def fit(
       losses.append(loss)
     jax.block_until_ready(params)
     history.seconds.append((time.perf_counter() - begin) / (mark - done))
-    model = optax_boost.permuted_params(state) if permutes else params
+    model = optax_boost.permuted_params(state).params if permutes else params
     history.loss.append(float(np.mean(jax.device_get(losses))))
     history.accuracy.append(accuracy(model, data.test))
     bar.update(mark - done)
@@ -357,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, method in methods.items():
       setting = method.digits if options.data is None else method.others
       tx = method.make(steps, **setting)
-      step = make_step(tx, method.permutes)
+      step = make_step(tx)
       histories[name] = []
       for seed in range(options.seeds):
         bar.set_description(f"{name}, seed {seed}")
@@ -368,13 +366,12 @@ def main(arguments: list[str] | None = None) -> None:
         histories[name].append(history)
         if kept is None and method.permutes:
           kept = name, model
-          optax_boost.save_permuted_params(options.model, state, seed)
+          optax_boost.permuted_params(state).save(options.model)
   print(f"\n{table(histories, marks)}")
 
   if kept is not None:
     name, model = kept
-    init = functools.partial(initial_params, sizes)
-    again = optax_boost.load_permuted_params(options.model, init)
+    again = optax_boost.PermutedParams.load(options.model, initial_params(sizes, seed=0)).params
     same = all(np.array_equal(model[layer], again[layer]) for layer in model)
     print(
       f"\n{options.model}: seed 0 and {sum(x.size for x in model.values()):,} integers, the model"

@@ -40,13 +40,9 @@ from optax_boost._precision import next_group_loss_scale
 from optax_boost._precision import next_loss_scale
 from optax_boost._precision import stochastic_rounding
 from optax_boost._scaled_backward import scale_by_group
-from optax_boost._sgperm import apply_permutation
-from optax_boost._sgperm import apply_permuted_params
+from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
-from optax_boost._sgperm import load_permuted_params
-from optax_boost._sgperm import permutation
 from optax_boost._sgperm import permuted_params
-from optax_boost._sgperm import save_permuted_params
 from optax_boost._sgperm import sgperm
 from optax_boost._stacked import stacked_axes
 from optax_boost._svrg import alpha_svrg_schedule
@@ -68,6 +64,7 @@ __all__ = [
   "FreezeSchedule",
   "LayerGroups",
   "NoEffectWarning",
+  "PermutedParams",
   "StackedLayersWarning",
   "Subspace",
   "TrainState",
@@ -77,8 +74,6 @@ __all__ = [
   "adasum_reduce",
   "alpha_svrg_schedule",
   "apply_gradients",
-  "apply_permutation",
-  "apply_permuted_params",
   "auto_boost",
   "average_params",
   "averaged_params",
@@ -98,20 +93,17 @@ __all__ = [
   "layer_axes",
   "layer_groups",
   "layerwise_decay",
-  "load_permuted_params",
   "make_train_step",
   "master_weights",
   "next_group_loss_scale",
   "next_loss_scale",
   "path_mask",
-  "permutation",
   "permuted_params",
   "progressive_freezing",
   "race",
   "record_trajectory",
   "refresh_subspace",
   "refresh_svrg",
-  "save_permuted_params",
   "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",

@@ -83,12 +83,13 @@ def check_files(folder: pathlib.Path) -> None:
   tx = optax_boost.sgperm(1.0, 1.0, lamda_max=1.0, method="rank")
   state = tx.init(copies)
   _, state = jax.jit(tx.update)(jax.tree.map(lambda x: 10 * x, copies), state, copies)
-  optax_boost.save_permuted_params(folder / "permuted.npz", state, seed=0)
-  loaded = optax_boost.load_permuted_params(folder / "permuted.npz", lambda _: parts)
+  model = optax_boost.permuted_params(state)
+  model.save(folder / "permuted.npz")
+  loaded = optax_boost.PermutedParams.load(folder / "permuted.npz", parts).params
   assert np.any(
     loaded["kernel"].addressable_shards[0].data != parts["kernel"].addressable_shards[0].data
   )
-  check(loaded, jax.tree.map(np.asarray, optax_boost.permuted_params(state)))
+  check(loaded, jax.tree.map(np.asarray, model.params))
 
 
 def main() -> None:

@@ -483,7 +483,7 @@ ROWS = (
     gathers=True,
     calls_host=True,
     differentiable=False,
-    static=("partition_size_min", "rounds", "key"),
+    static=("partition_size_min", "key"),
     label="host",
   ),
   Row(
@@ -493,7 +493,7 @@ ROWS = (
     needs_params=True,
     start=_reversed,
     gathers=True,
-    static=("partition_size_min", "rounds", "key"),
+    static=("partition_size_min", "key"),
     label="pairs",
   ),
   Row(

@@ -20,8 +20,7 @@ def main() -> None:
   def step(params, state):
     # Work around the callback that wants the threads which wait for it.
     grads = jax.tree.map(lambda p: jnp.sin(p @ (p.T @ p)), params)
-    updates, state = tx.update(grads, state, params)
-    return optax_boost.apply_permuted_params(params, updates, state), state
+    return optax_boost.apply_gradients(tx, grads, state, params)
 
   start = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
 

@@ -1,5 +1,7 @@
 """LaPerm against its two lines of NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,16 +37,15 @@ def test_every_k_steps_the_initial_values_return_in_the_order_of_the_trained():
   tx = optax_boost.laperm(inner, sync_every=3)
   ours, state = start, tx.init(start)
   theirs, inner_state = start, inner.init(start)
-  update = jax.jit(tx.update)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
   for t in range(6):
-    updates, state = update(grads(t), state, ours)
-    ours = optax_boost.apply_permuted_params(ours, updates, state)
+    ours, state = step(grads(t), state, ours)
     updates, inner_state = inner.update(grads(t), inner_state, theirs)
     theirs = optax.apply_updates(theirs, updates)
     if t % 3 == 2:
       theirs = jax.tree.map(lambda s, w: jnp.asarray(synchronized(s, w)), start, theirs)
       jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-      jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state), theirs)
+      jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state).params, theirs)
       assert np.any(ours["kernel"] != start["kernel"])
     else:
       jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, theirs)
@@ -61,13 +62,13 @@ def test_a_checkpoint_of_integers_is_the_last_synchronization():
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
     now,
-    optax_boost.permuted_params(state),
+    optax_boost.permuted_params(state).params,
   )
-  saved = optax_boost.permutation(state)
+  saved = optax_boost.permuted_params(state).permutation
   _, state = tx.update(grads(2), state, now)
-  jax.tree.map(np.testing.assert_array_equal, optax_boost.permutation(state), saved)
-  restored = optax_boost.apply_permutation(start, saved)
-  jax.tree.map(np.testing.assert_array_equal, restored, optax_boost.permuted_params(state))
+  jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state).permutation, saved)
+  restored = optax_boost.PermutedParams.from_initial(start, saved).params
+  jax.tree.map(np.testing.assert_array_equal, restored, optax_boost.permuted_params(state).params)
 
 
 def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
@@ -75,8 +76,7 @@ def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
   tx = optax_boost.laperm(optax.sgd(0.0), sync_every=1)
   bad = jax.tree.map(jnp.zeros_like, start)
   bad["bias"] = bad["bias"].at[2].set(-jnp.nan)
-  updates, state = tx.update(bad, tx.init(start), start)
-  now = optax_boost.apply_permuted_params(start, updates, state)
+  now, _ = optax_boost.apply_gradients(tx, bad, tx.init(start), start)
   assert now["bias"][2] == jnp.max(start["bias"])
   np.testing.assert_array_equal(np.sort(now["bias"]), np.sort(start["bias"]))
 
@@ -90,23 +90,22 @@ def test_a_leaf_that_is_frozen_during_a_synchronization_stands_still():
   )
   history, state = [start], tx.init(start)
   for t in range(2):
-    updates, state = tx.update(grads(t), state, history[-1])
-    history.append(optax_boost.apply_permuted_params(history[-1], updates, state))
+    now, state = optax_boost.apply_gradients(tx, grads(t), state, history[-1])
+    history.append(now)
   _, free, now = history
   assert np.any(free["kernel"] != start["kernel"])
   np.testing.assert_array_equal(now["kernel"], free["kernel"])
-  np.testing.assert_array_equal(now["bias"], optax_boost.permuted_params(state)["bias"])
+  np.testing.assert_array_equal(now["bias"], optax_boost.permuted_params(state).params["bias"])
   assert np.any(now["bias"] != start["bias"])
 
 
 def test_excluded_leaves_train_freely():
   start = params()
   tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias$")
-  updates, state = tx.update(grads(0), tx.init(start), start)
-  now = optax_boost.apply_permuted_params(start, updates, state)
+  now, state = optax_boost.apply_gradients(tx, grads(0), tx.init(start), start)
   np.testing.assert_allclose(now["bias"], start["bias"] - 0.1 * grads(0)["bias"], rtol=1e-6)
-  np.testing.assert_array_equal(now["kernel"], optax_boost.permuted_params(state)["kernel"])
-  assert optax_boost.permutation(state)["bias"] == optax.MaskedNode()
+  np.testing.assert_array_equal(now["kernel"], optax_boost.permuted_params(state).params["kernel"])
+  assert optax_boost.permuted_params(state).permutation["bias"] == optax.MaskedNode()
 
 
 @pytest.mark.parametrize(
@@ -127,11 +126,11 @@ def test_refuses_bad_arguments(kwargs, error, message):
 def run(tx, dtype, steps, gradient=grads):
   """Trains from the params in a dtype; gives the flags of synchronization, params and state."""
   now = jax.tree.map(lambda x: x.astype(dtype), params())
-  state, update, flags = tx.init(now), jax.jit(tx.update), []
+  state, flags = tx.init(now), []
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
   for t in range(steps):
     gradients = jax.tree.map(lambda g: g.astype(dtype), gradient(t))
-    updates, state = update(gradients, state, now)
-    now = optax_boost.apply_permuted_params(now, updates, state)
+    now, state = step(gradients, state, now)
     flags.append(bool(optax.tree.get(state, "synced")))
   return flags, now, state
 
@@ -196,7 +195,7 @@ def test_gradients_of_another_dtype_synchronize_as_exactly(dtypes):
   for t in range(4):
     updates, state = update(jax.tree.map(lambda g: g.astype(of_grads), grads(t)), state, now)
     now = optax.apply_updates(now, updates)
-  for name, exact in optax_boost.permuted_params(state).items():
+  for name, exact in optax_boost.permuted_params(state).params.items():
     # Differences of bfloat16 weights are exact in float32.
     slack = 0.0 if of_params == "bfloat16" else 2**-23 * jnp.max(jnp.abs(start[name]))
     assert jnp.max(jnp.abs(now[name] - exact)) <= slack

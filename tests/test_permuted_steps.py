@@ -77,7 +77,7 @@ def loss_fn(params, x):
 
 def check(trained, start, opt_state, free=()):
   """Params are the initial ones in another order, to the bit, and those of the state."""
-  exact = optax_boost.permuted_params(opt_state, trained)
+  exact = optax_boost.permuted_params(opt_state, trained).params
   for name in start.keys() - free:
     x, first, known = (np.asarray(tree[name]) for tree in (trained, start, exact))
     np.testing.assert_array_equal(np.sort(x, 0), np.sort(first, 0))

@@ -5,7 +5,7 @@ In a weight vector w of n entries with momentum m and value range R:
   epsilon = R (alpha + 1 / n)
   t       = w - epsilon m / max |m|        where each position would like its weight to be
 
-  pairs   K rounds: with c drawn, positions i and (c - i) mod n swap their weights if that brings
+  pairs   32 rounds: with c drawn, positions i and (c - i) mod n swap their weights if that brings
           them into the order of their targets, (w_j - w_i) (t_j - t_i) < 0. Both ends see the same
           condition, so that a round is a permutation.
   rank    the position with the r-th smallest target gets the r-th smallest weight
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from optax_boost import _arrays
 from optax_boost._sgperm import _sorting
 
+# Rounds of "pairs"; more sort hardly better.
+ROUNDS = 32
 # With fewer bits of a weight, too many of a vector would look the same.
 _LEAST_BITS = 16
 

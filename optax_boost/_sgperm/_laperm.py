@@ -26,7 +26,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm._execution import Weights
-from optax_boost._sgperm._permutation import LapermState
+from optax_boost._sgperm._states import LapermState
 
 _METHOD = "laperm"
 
@@ -61,7 +61,7 @@ def laperm(
   At a synchronization each weight vector gets its initial values back, in the order of the trained
   ones: of all their permutations the nearest. Between two synchronizations params are no
   permutation: evaluate and save :func:`permuted_params` of the state, those of the last
-  synchronization, or its :func:`permutation`. After a synchronization params are the permutation to
+  synchronization. After a synchronization params are the permutation to
   the bit with :func:`make_train_step` and :func:`apply_gradients`, and within one rounding of it
   with ``optax.apply_updates``.
 
@@ -107,7 +107,7 @@ def laperm(
     >>> trained, state = params, tx.init(params)
     >>> for _ in range(100):
     ...   trained, state = step(trained, state)
-    >>> bool(loss(optax_boost.permuted_params(state)) < 0.01 * loss(params))
+    >>> bool(loss(optax_boost.permuted_params(state).params) < 0.01 * loss(params))
     True
 
   References:

@@ -19,11 +19,11 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm import _permutation
+from optax_boost._sgperm import _permuted_params
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
 from optax_boost._sgperm._execution import Weights
-from optax_boost._sgperm._permutation import SgpermState
+from optax_boost._sgperm._states import SgpermState
 
 
 class Leaf(NamedTuple):
@@ -47,19 +47,11 @@ class Transform:
   remainder: bool
   method: str
   backend: str
-  rounds: int
   key: jax.Array
-  accumulator_dtype: Any
-  check: bool
 
   def init(self, params: optax.Params) -> SgpermState:
     layouts = self.cutter.for_init(params)
     leaves, structure = jax.tree.flatten(params)
-
-    def zero_momentum(leaf: jax.Array) -> jax.Array:
-      default = _arrays.accumulator_dtype(leaf.dtype)
-      dtype = default if self.accumulator_dtype is None else self.accumulator_dtype
-      return jnp.zeros_like(leaf, dtype=dtype)
 
     def of_each(function: Callable[[_layout.Layout, Any], Any]) -> Any:
       return jax.tree.unflatten(structure, list(map(function, layouts, leaves)))
@@ -70,13 +62,12 @@ class Transform:
       alpha=self.schedules.alpha(count),
       lamda=self.schedules.lamda(count),
       key=jnp.array(jax.random.key_data(self.key)),
-      momentum=jax.tree.map(zero_momentum, params),
+      momentum=_arrays.zeros_like_wide(params),
       permuted_params=_arrays.copy_arrays(params),
       permutation=_layout.identity(params),
       ranks=() if self.method == "pairs" else of_each(_layout.ranks),
       ranges=_tree.unboxed(of_each(_layout.ranges)),
       notfinite_count=jnp.zeros([], jnp.int32),
-      mismatch_count=jnp.zeros([], jnp.int32),
     )
 
   def update(
@@ -89,9 +80,6 @@ class Transform:
     **extra_args: Any,
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(updates, state, SgpermState, params)
-    if self.check:
-      mismatch = _permutation.mismatch(params, state.permuted_params, layouts)
-      state = state._replace(mismatch_count=_arrays.increment_if(mismatch, state.mismatch_count))
     orders = _given_orders(partitions, updates, layouts)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
     # With "pairs" the state has no ranks.
@@ -167,7 +155,7 @@ class Transform:
     def words(n: int) -> int:
       if self.method == "exact":
         return n if self._sizes(n)[0] < n else 0
-      return self.rounds if self.method == "pairs" else 0
+      return _fast.ROUNDS if self.method == "pairs" else 0
 
     most = max((words(lay.length) for lay in layouts), default=0)
     if not most:
@@ -316,5 +304,5 @@ def _given_orders(
         f"`partitions` must hold integers of shape (n, vectors), for the leaf '{lay.name}'"
         f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
       )
-    _permutation.check_indices(order, lay.length, "partitions", lay.name)
+    _permuted_params.check_indices(order, lay.length, "partitions", lay.name)
   return [jnp.asarray(order) for order in jax.tree.leaves(partitions)]

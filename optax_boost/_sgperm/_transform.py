@@ -14,7 +14,6 @@ distinct weights the cycle has a closed form: from a weight that wants to increa
 larger one that wants to decrease and all between (and the mirror image of this), if within epsilon.
 """
 
-from typing import Any
 from typing import Literal
 
 import jax
@@ -42,18 +41,15 @@ def sgperm(
   include_partition_remainder: bool = True,
   method: Literal["exact", "pairs", "rank"] = "exact",
   backend: Literal["auto", "device", "host"] = "auto",
-  rounds: int = 32,
   key: jax.Array | int | None = None,
   layout: Literal["flax", "torch"] = "flax",
   fan_in_axes: _base.AxesByPattern | None = None,
   stacked_axes: _base.AxesByPattern | None = None,
-  accumulator_dtype: Any = None,
-  check: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
   A whole model is its initial weights, which may come from a seed, and a permutation: see
-  :func:`permutation`. Three methods of permuting:
+  :class:`PermutedParams`. Three methods of permuting:
 
   - ``"exact"``: the published algorithm, weight for weight, alike to the bit on the device and on
     the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
@@ -88,16 +84,12 @@ def sgperm(
     method: see above.
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
-    rounds: of ``"pairs"``; raising it sorts better, in proportion to the cost. Static.
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor where lamda is 1 in
       every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
       not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
-    accumulator_dtype: of the momentum. None: float32, or float64 for float64 leaves.
-    check: whether each update compares params with the permutation in the state. Where they differ,
-      it raises outside ``jit`` and counts `mismatch_count` inside.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
@@ -106,8 +98,8 @@ def sgperm(
 
   Raises:
     ValueError: a number is out of range, a name unknown, the key missing; in ``init`` outside of
-      ``jit``: weights that are not finite, whose updates would be NaN; in ``update``: no params, a
-      tree that does not fit, or, with `check`, params that something else changed.
+      ``jit``: weights that are not finite, whose updates would be NaN; in ``update``: no params, or
+      a tree that does not fit.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
@@ -147,10 +139,7 @@ def sgperm(
   _base.check_number("momentum_lr", momentum_lr, positive=True)
   _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
   _base.check_whole_number("partition_size_min", partition_size_min, static=True)
-  _base.check_whole_number("rounds", rounds, static=True)
   _base.check_bool("include_partition_remainder", include_partition_remainder)
-  _base.check_bool("check", check)
-  _base.check_floating_dtype("accumulator_dtype", accumulator_dtype, optional=True)
   _base.check_name("method", method, ("exact", "pairs", "rank"))
   _base.check_name("backend", backend, ("auto", "device", "host"))
   schedules = _schedules.Schedules(alpha, lamda, beta1, beta2, alpha_min, lamda_max)
@@ -169,9 +158,6 @@ def sgperm(
     remainder=include_partition_remainder,
     method=method,
     backend=backend,
-    rounds=rounds,
     key=_base.as_key("key", 0 if key is None else key),
-    accumulator_dtype=accumulator_dtype,
-    check=check,
   )
   return optax.GradientTransformationExtraArgs(transform.init, transform.update)

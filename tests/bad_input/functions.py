@@ -116,44 +116,6 @@ def entries() -> dict[str, shared.Entry]:
       },
       free={"extra_args": "they are those of `update`"},
     ),
-    "apply_permutation": shared.Entry(
-      optax_boost.apply_permutation,
-      lambda: {
-        "initial": problem.PARAMS,
-        "permutation": optax_boost.permutation(sgperm_state),
-      },
-      {
-        "initial": {
-          "other tree": Bad(shared.OTHER, ValueError),
-          "None": Bad(None, ValueError),
-          "text": Bad("a", shared.EITHER),
-        },
-        "permutation": {
-          "None": Bad(None, ValueError),
-          "other tree": Bad(shared.OTHER, ValueError),
-          "floats": Bad(problem.PARAMS, shared.EITHER),
-          "twice the same": Bad(
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int32), problem.PARAMS), ValueError
-          ),
-          "out of range": Bad(
-            jax.tree.map(lambda p: jnp.full(p.shape, 99, jnp.int32), problem.PARAMS), ValueError
-          ),
-          "negative": Bad(
-            jax.tree.map(lambda p: -jnp.ones(p.shape, jnp.int32), problem.PARAMS), ValueError
-          ),
-          "text": Bad("a", shared.EITHER),
-        },
-      },
-    ),
-    "apply_permuted_params": shared.Entry(
-      optax_boost.apply_permuted_params,
-      lambda: {"params": problem.PARAMS, "updates": problem.GRADS, "opt_state": sgperm_state},
-      {
-        "params": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
-        "updates": {"other tree": Bad(shared.OTHER, ValueError), "None": Bad(None, ValueError)},
-        "opt_state": shared.OPT_STATE,
-      },
-    ),
     "auto_boost": shared.Entry(optax_boost.auto_boost, lambda: {}, auto),
     "averaged_params": shared.Entry(
       optax_boost.averaged_params,
@@ -301,28 +263,6 @@ def entries() -> dict[str, shared.Entry]:
       positional=("loss_fn", "params", "args"),
       free={"args": "whatever the loss takes"},
     ),
-    "load_permuted_params": shared.Entry(
-      optax_boost.load_permuted_params,
-      lambda: {"path": "nowhere.npz", "init_fn": lambda seed: problem.PARAMS},
-      {
-        "path": shared.PATH | {"missing": Bad("nowhere.npz", FileNotFoundError, "nowhere.npz")},
-        "init_fn": shared.FUNCTION,
-      },
-    ),
-    "save_permuted_params": shared.Entry(
-      optax_boost.save_permuted_params,
-      lambda: {"path": "/nowhere/at/all.npz", "opt_state": sgperm_state, "seed": 0},
-      {
-        "path": shared.PATH
-        | {
-          "missing folder": Bad("/nowhere/at/all.npz", OSError, "/nowhere/at/all.npz"),
-          "folder": Bad("/", (OSError, ValueError), "/"),
-        },
-        "opt_state": shared.OPT_STATE,
-        "seed": kinds.without(kinds.count(0), "2**31"),
-        "params": {"other tree": Bad(shared.OTHER, ValueError), "number": Bad(3, ValueError)},
-      },
-    ),
     "make_train_step": shared.Entry(
       optax_boost.make_train_step,
       lambda: {"loss_fn": problem.loss_fn, "tx": problem.SGD},
@@ -367,9 +307,6 @@ def entries() -> dict[str, shared.Entry]:
         }
       },
       positional=("patterns",),
-    ),
-    "permutation": shared.Entry(
-      optax_boost.permutation, lambda: {"opt_state": sgperm_state}, {"opt_state": shared.OPT_STATE}
     ),
     "permuted_params": shared.Entry(
       optax_boost.permuted_params,

@@ -25,6 +25,7 @@ _RECORD = "a record that one of our functions returns; the functions that take i
 _BY_FUNCTION = "made by the function of its name in lower case, whose arguments are checked"
 EXEMPT = {
   "TrainState": _RECORD,
+  "PermutedParams": _RECORD,
   "Subspace": _RECORD,
   "LayerGroups": _RECORD,
   "RaceResult": "made by race",
@@ -37,6 +38,9 @@ EXEMPT = {
   "nnx.RemovedBatchNorm": "put into a model by less_bn",
   "linen.LessBN": "made by less_bn; its `setup` and `__call__` are Linen's",
   "NoEffectWarning": "a warning",
+  "PermutedParams.from_initial": "in tests/test_permuted_params.py",
+  "PermutedParams.load": "in tests/test_permuted_params.py",
+  "PermutedParams.save": "in tests/test_permuted_params.py",
   "Subspace.load": "in tests/test_subspace.py",
   "Subspace.save": "in tests/test_subspace.py",
   "StackedLayersWarning": "a warning",

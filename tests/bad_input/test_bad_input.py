@@ -84,15 +84,8 @@ def test_bad_values_of_an_argument_are_refused(name):
   assert not complaints, "\n".join(f"{label}: {text}" for label, text in complaints.items())
 
 
-# Their good values are names of missing files.
-MISSING = (
-  "load_permuted_params",
-  "save_permuted_params",
-)
-
-
 @pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in MISSING])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_other_values_of_a_call_are_good(name):
   table.entries()[name].run({})
 

@@ -184,9 +184,10 @@ def programs(task: str, reconnects: bool) -> tuple[Any, Any, Any]:
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params: Any, state: Any, held: Any, x: Any, y: Any, rate: Any, every: Any) -> Any:
     gradients = jax.grad(loss_of)(params, x, y)
-    updates, state = transformation(rate, every).update(gradients, state, params)
     if reconnects:
-      return optax_boost.apply_permuted_params(params, updates, state), state
+      tx = transformation(rate, every)
+      return optax_boost.apply_gradients(tx, gradients, state, params)
+    updates, state = transformation(rate, every).update(gradients, state, params)
     updates = jax.tree.map(lambda u, zero: jnp.where(zero, 0, u), updates, held)
     return optax.apply_updates(params, updates), state
 
@@ -211,7 +212,7 @@ def train(setting: Setting, seed: int) -> dict[str, Any]:
     rate = np.float32(setting.rate * (1 + np.cos(np.pi * count / task.steps)) / 2)
     every = np.int32(setting.every if count < task.steps // 2 else setting.later)
     params, state = step(params, state, held, x[rows], y[rows], rate, every)
-  model = optax_boost.permuted_params(state) if setting.method == LAPERM else params
+  model = optax_boost.permuted_params(state).params if setting.method == LAPERM else params
   part = "validation" if seed == runs.TUNING_SEED else "test"
   x, y = data(setting.task)[part]
   blocks = range(0, len(y), 1000)
@@ -219,24 +220,22 @@ def train(setting: Setting, seed: int) -> dict[str, Any]:
   result: dict[str, Any] = {part: 100 * float(np.mean(np.concatenate(right)))}
   if setting.method == LAPERM and part == "test":
     moved = [np.mean(np.asarray(model[name] != start[name])) for name in model]
-    result |= {"moved": float(np.mean(moved)), "bytes": sizes(setting, seed, start, model, state)}
+    result |= {"moved": float(np.mean(moved)), "bytes": sizes(setting, start, model, state)}
   return result
 
 
-def sizes(setting: Setting, seed: int, start: Any, model: Any, state: Any) -> dict[str, int]:
+def sizes(setting: Setting, start: Any, model: Any, state: Any) -> dict[str, int]:
   """Bytes on disk of a model as a seed and integers, loaded again to the last bit, and others."""
   for was, now in zip(start.values(), model.values(), strict=True):
     vectors = (np.sort(np.reshape(kernel, (-1, kernel.shape[-1])), 0) for kernel in (was, now))
     assert np.array_equal(*vectors), "no permutation of the initial weights"
   arrays = {name: np.asarray(kernel) for name, kernel in model.items()}
-  indices = jax.tree.map(np.asarray, optax_boost.permutation(state))
+  indices = jax.tree.map(np.asarray, optax_boost.permuted_params(state).permutation)
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder)
     ours = path / "ours.npz"
-    optax_boost.save_permuted_params(ours, state, seed)
-    again = optax_boost.load_permuted_params(
-      ours, lambda seed: initial(setting.task, setting.start, seed)
-    )
+    optax_boost.permuted_params(state).save(ours)
+    again = optax_boost.PermutedParams.load(ours, start).params
     for name, kernel in arrays.items():
       assert np.asarray(again[name]).tobytes() == kernel.tobytes(), "other weights were loaded"
     np.savez(path / "float32.npz", **arrays)
@@ -468,7 +467,7 @@ def test_the_results_are_written():
       value_table(),
       "\n## A model as a seed and integers\n",
       "Bytes on disk of the models of seed 0, each loaded again and equal to the last bit."
-      " *Seed and integers*: `save_permuted_params`. *Without a seed*: of sparse weights, a bit"
+      " *Seed and integers*: `PermutedParams.save`. *Without a seed*: of sparse weights, a bit"
       " each that says whether it is zero, and the others in float32; of random signs, a bit each"
       " and one number (counted, no file). Orbax compresses.\n",
       size_table(),

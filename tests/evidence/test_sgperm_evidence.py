@@ -225,14 +225,10 @@ def accuracy(params, x, y):
 def compiled(method, steps, setting):
   """The transformation, and its step: the same for all seeds."""
   tx = METHODS[method].make(steps, **dict(setting))
-  apply = optax_boost.apply_permuted_params
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, x, y):
-    updates, state = tx.update(jax.grad(loss_of)(params, x, y), state, params)
-    if method in FREE:
-      return optax.apply_updates(params, updates), state
-    return apply(params, updates, state), state
+    return optax_boost.apply_gradients(tx, jax.grad(loss_of)(params, x, y), state, params)
 
   return tx, step
 
@@ -254,7 +250,7 @@ def train(task, method, setting, seed, held_out, looks=LOOKS):
     params, state = step(params, state, x[rows], y[rows])
     if count % (task.steps // looks) == 0:
       # LaPerm's params are a permutation now and then only.
-      model = optax_boost.permuted_params(state) if permutes else params
+      model = optax_boost.permuted_params(state).params if permutes else params
       found.append(accuracy(model, *data(task.data)[held_out]))
   if permutes:
     for was, now in zip(jax.tree.leaves(start), jax.tree.leaves(model), strict=True):

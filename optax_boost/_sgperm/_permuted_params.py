@@ -1,0 +1,316 @@
+"""Models that are permuted initial params: exact params, integers, and their file."""
+
+import math
+import os
+from typing import Any
+from typing import NamedTuple
+import zipfile
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _arrays
+from optax_boost import _base
+from optax_boost import _files
+from optax_boost import _masking
+from optax_boost import _tree
+from optax_boost._sgperm import _execution
+from optax_boost._sgperm._states import LapermState
+from optax_boost._sgperm._states import SgpermState
+
+
+class PermutedParams(NamedTuple):
+  """A model that :func:`sgperm` or :func:`laperm` trained; :func:`permuted_params` returns it.
+
+  Attributes:
+    params: exactly a permutation of the initial params; leaves that the method doesn't permute are
+      as in the params that :func:`permuted_params` was given, or ``optax.MaskedNode()``.
+    permutation: int32 of the same shapes: for each entry of a leaf, which entry of the raveled
+      initial leaf it holds. With the initial params, these integers are the whole model. Leaves
+      that the method doesn't permute are ``optax.MaskedNode()``.
+
+  Examples:
+    >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax_boost
+    >>> init = lambda seed: {"kernel": jax.random.normal(jax.random.key(seed), (30, 20))}
+    >>> tx = optax_boost.sgperm(method="rank")
+    >>> grads, params = jax.tree.map(jnp.sin, init(7)), init(7)
+    >>> params, state = optax_boost.apply_gradients(tx, grads, tx.init(params), params)
+    >>> model = optax_boost.permuted_params(state)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.npz"
+    >>> model.save(path)
+    >>> again = optax_boost.PermutedParams.load(path, init(7))
+    >>> bool(jnp.all(again.params["kernel"] == params["kernel"]))
+    True
+    >>> again = optax_boost.PermutedParams.from_initial(init(7), model.permutation)
+    >>> bool(jnp.all(again.params["kernel"] == params["kernel"]))
+    True
+  """
+
+  params: optax.Params
+  permutation: Any
+
+  @classmethod
+  def from_initial(cls, initial: optax.Params, permutation: Any) -> "PermutedParams":
+    """Permutes initial params.
+
+    Args:
+      initial: the params that the training started from.
+      permutation: a tree like `initial` of integers; ``optax.MaskedNode()`` leaves a leaf as it is.
+
+    Returns:
+      The model, whose params are exact.
+
+    Raises:
+      ValueError: the integers are not a permutation of these params: another tree or shape, or an
+        index is out of range or occurs twice (checked outside ``jit``).
+    """
+
+    def one(name: str, start: Any, index: Any) -> Any:
+      integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
+      if not integers or jnp.shape(index) != jnp.shape(start):
+        raise ValueError(
+          f"`permutation` must hold integers of the params' shapes; the leaf '{name}' is"
+          f" {jnp.result_type(index)} of shape {jnp.shape(index)} for params of shape"
+          f" {jnp.shape(start)}. Pass the `permutation` of these params."
+        )
+      check_indices(index, jnp.size(start), "permutation", name)
+      if not jnp.size(start):
+        return jnp.array(start)  # on explicit axes of no set mesh, JAX fails to gather from it
+      return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
+
+    return cls(_map_unmasked(one, initial, permutation), permutation)
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
+
+    Of each weight the file holds its value's place among the distinct values of its vector, in 8,
+    16 or 32 bits, deflated. Leaves that are not permuted are written whole. If several processes
+    have parts of the arrays, all must call it.
+
+    Args:
+      path: the file, by custom ``*.npz``.
+
+    Raises:
+      ValueError: a leaf is masked.
+      OSError: the file can't be written; an old one is unchanged.
+    """
+    arrays: dict[str, Any] = {}
+    leaves = (jax.tree.leaves(tree, is_leaf=_tree.is_masked) for tree in self)
+    paths = _tree.leaf_paths(self.params, _tree.is_masked)
+    for name, x, index in zip(paths, *leaves, strict=True):
+      if _tree.is_masked(x):
+        raise ValueError(
+          "`PermutedParams.save` needs the values of leaves that are not permuted; got none for the"
+          f" leaf '{_tree.leaf_name(name)}'. Call `permuted_params(opt_state, params)`."
+        )
+      values = _arrays.whole(x)
+      if _tree.is_masked(index):
+        arrays[f"values/{name}"] = _widened(values)
+        continue
+      axes = _moving_axes(_arrays.whole(index))
+      arrays[f"ranks/{name}"] = _dense_ranks(_columns(_bits(values), axes))
+      arrays[f"axes/{name}"] = np.array(axes, np.int8)
+      arrays[f"checksum/{name}"] = _checksum(values)
+    _files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str], initial: optax.Params) -> "PermutedParams":
+    """Reads a file of :meth:`save`.
+
+    Args:
+      path: the file.
+      initial: the params that the training started from. JAX's random numbers may differ between
+        versions and implementations; a checksum of each leaf finds that.
+
+    Returns:
+      The model, equal to the saved one to the bit, in the dtypes and on the devices of `initial`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged or of another kind, or `initial` are other params; the message
+        names the leaf.
+    """
+    arrays = _read(path)
+    leaves, structure = jax.tree.flatten(initial)
+    names, saved = _tree.leaf_paths(initial), {name.partition("/")[2] for name in arrays}
+    if set(names) != saved:
+      raise ValueError(
+        f"`initial` must be the params that the training started from; '{os.fspath(path)}' has the"
+        f" leaves {_base.shorten(sorted(saved))}, and `initial` {_base.shorten(names)}."
+      )
+    loaded = [_decoded(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    return cls(*(jax.tree.unflatten(structure, list(tree)) for tree in zip(*loaded, strict=True)))
+
+
+def permuted_params(
+  opt_state: optax.OptState, params: optax.Params | None = None
+) -> PermutedParams:
+  """The model in an optimizer state of :func:`sgperm` or :func:`laperm`.
+
+  Args:
+    opt_state: the state of any chain or wrapper that holds one of the two. Of ``laperm`` the result
+      is the last synchronization.
+    params: the params to take leaves from that were masked out or excluded.
+
+  Returns:
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained: under
+    ``master_weights`` the masters'.
+
+  Raises:
+    ValueError: the state holds neither or several; or `params` are others; or the state is one of a
+      population (map over it with ``jax.vmap``).
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> params = {"bias": jnp.array([0.25, 0.5, 0.125])}
+    >>> tx = optax_boost.sgperm(alpha=1.0, method="rank")
+    >>> grads = {"bias": jnp.array([1.0, 0.0, -1.0])}
+    >>> _, state = tx.update(grads, tx.init(params), params)
+    >>> model = optax_boost.permuted_params(state)
+    >>> model.params["bias"].tolist(), model.permutation["bias"].tolist()
+    ([0.125, 0.25, 0.5], [2, 0, 1])
+  """
+  kinds: tuple[Any, ...] = (SgpermState, LapermState)
+  states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
+  if len(states) != 1:
+    raise ValueError(
+      "`permuted_params` needs a state with exactly one of `sgperm` and `laperm` in it; got"
+      f" {len(states)}. Pass the part of the optimizer state that belongs to one of them."
+    )
+  _base.require_one_run(states[0].count, "permuted_params")
+  # Copied: a train step that donates its state would take these arrays with it.
+  exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
+  if params is None:
+    return PermutedParams(exact, permutation)
+  return PermutedParams(
+    _map_unmasked(lambda _, p, x: x, params, exact),
+    _map_unmasked(lambda _, p, index: index, params, permutation, optax.MaskedNode()),
+  )
+
+
+def _map_unmasked(one: Any, params: Any, tree: Any, masked: Any = None) -> Any:
+  """Maps over params and a tree like them; leaves masked in either stay, or become `masked`."""
+  others = _masking.leaves_like(tree, params)
+  if others is None:
+    raise ValueError(
+      f"`params` must be of the tree that was permuted, {jax.tree.structure(tree)}; got"
+      f" {jax.tree.structure(params)}."
+    )
+  structure: Any
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
+  names = map(_tree.leaf_name, _tree.leaf_paths(params, _tree.is_masked))
+  results = [
+    (p if masked is None else masked)
+    if _tree.is_masked(p) or _tree.is_masked(x)
+    else one(name, p, x)
+    for name, p, x in zip(names, leaves, others, strict=True)
+  ]
+  return jax.tree.unflatten(structure, results)
+
+
+def check_indices(index: Any, size: int, argument: str, name: str) -> None:
+  """Refuses integers (`size`, ...) whose columns don't hold 0 to `size` - 1 once, if known."""
+  if isinstance(index, jax.core.Tracer) or not size or not _arrays.is_whole_here(index):
+    return
+  columns = np.sort(np.asarray(index).reshape(size, -1), axis=0)
+  wrong = columns[columns != np.arange(size)[:, None]]
+  if wrong.size:
+    raise ValueError(
+      f"`{argument}` must hold each index from 0 to {size - 1} of the leaf '{name}' once; got"
+      f" {wrong[0]} out of range or more than once, so that weights would be lost."
+    )
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+  """The arrays of a file."""
+  try:
+    with open(path, "rb") as file:
+      loaded = np.load(file, allow_pickle=False)
+      if isinstance(loaded, np.ndarray):
+        raise ValueError("it is a single array")
+      return dict(loaded)
+  except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    raise ValueError(
+      f"`PermutedParams.load` needs a file of `PermutedParams.save`; '{os.fspath(path)}' is damaged"
+      f" or of another kind: {error}. Save the model again."
+    ) from error
+
+
+def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, Any]:
+  """A leaf's values and permutation, from its initial values."""
+  start, sharding = _arrays.whole(leaf), jnp.asarray(leaf).sharding
+  values = arrays.get(f"values/{name}")
+  if values is not None and values.shape == start.shape:
+    return _arrays.put(values.astype(start.dtype), sharding), optax.MaskedNode()
+  ranks, axes, checksum = (
+    arrays.get(f"{kind}/{name}", np.zeros(0, int)) for kind in ("ranks", "axes", "checksum")
+  )
+  moving = tuple(axis for axis in axes.tolist() if 0 <= axis < start.ndim)
+  if values is None:
+    first = _columns(_bits(start), moving)
+    if ranks.shape == first.shape:
+      # Equal values keep their order: any order gives the same params.
+      source = np.empty(ranks.shape, np.int64)
+      held, order = (np.argsort(x, axis=0, kind="stable") for x in (ranks, first))
+      np.put_along_axis(source, held, order, 0)
+      entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), moving)
+      index = _from_columns(np.take_along_axis(entries, source, 0), start.shape, moving)
+      values = start.reshape(-1)[index]
+      if _checksum(values) == checksum:
+        return _arrays.put(values, sharding), _arrays.put(index, sharding)
+  raise ValueError(
+    "`initial` must be the params that the training started from; the leaf"
+    f" '{_tree.leaf_name(name)}', {start.shape}, is another. Make them with the same function"
+    " and seed, and the same version and implementation of the random numbers."
+  )
+
+
+def _moving_axes(index: np.ndarray) -> tuple[int, ...]:
+  """The axes along which a permutation moves entries: at most those of the weight vectors."""
+  if not index.size:
+    return ()
+  own, held = np.indices(index.shape, sparse=True), np.unravel_index(index, index.shape)
+  return tuple(axis for axis in range(index.ndim) if np.any(held[axis] != own[axis]))
+
+
+def _columns(x: np.ndarray, moving: tuple[int, ...]) -> np.ndarray:
+  """A leaf with its weight vectors as columns."""
+  rest = tuple(axis for axis in range(x.ndim) if axis not in moving)
+  shape = [math.prod(x.shape[axis] for axis in axes) for axes in (moving, rest)]
+  return x.transpose(moving + rest).reshape(shape)
+
+
+def _from_columns(columns: np.ndarray, shape: tuple[int, ...], moving: tuple[int, ...]) -> Any:
+  """The inverse of :func:`_columns`."""
+  axes = moving + tuple(axis for axis in range(len(shape)) if axis not in moving)
+  return columns.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes).astype(int))
+
+
+def _dense_ranks(columns: np.ndarray) -> np.ndarray:
+  """Each entry's rank among the distinct ones of its column, in the smallest unsigned integers."""
+  order = np.argsort(columns, axis=0, kind="stable")
+  ordered = np.take_along_axis(columns, order, 0)
+  classes = np.zeros(columns.shape, np.int64)
+  np.cumsum(ordered[1:] != ordered[:-1], axis=0, out=classes[1:])
+  ranks = np.empty_like(classes)
+  np.put_along_axis(ranks, order, classes, 0)
+  return ranks.astype(np.min_scalar_type(classes.max(initial=0)))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+  """Floats as unsigned integers, which tell the two zeros apart."""
+  return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+  """An array in a dtype of NumPy's own."""
+  floating = jnp.issubdtype(x.dtype, jnp.floating)
+  return x.astype(_arrays.accumulator_dtype(x.dtype)) if floating else x
+
+
+def _checksum(values: np.ndarray) -> np.uint32:
+  """A checksum that is the same for params in half precision and their masters."""
+  return np.uint32(zlib.crc32(_widened(values).tobytes()))
