@@ -16,9 +16,8 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _forward_order
 from optax_boost import _layer_blocks
-from optax_boost import _stacked
+from optax_boost import _layers
 from optax_boost import _tree
 
 # Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
@@ -162,8 +161,8 @@ def group_by_use(
   leaves = _tree.describe(params)
   state_flags = [None] * len(jax.tree.leaves(model_state))
   program = jax.make_jaxpr(loss_fn)(params, model_state, *args)
-  events = _forward_order.forward_uses(program, len(leaves), [*state_flags, *is_data])
-  stacks = _stacked.follow_scans(program, len(leaves)).stacks
+  described = _layers.describe(program, params, [*state_flags, *is_data])
+  events, stacks = list(described.uses), described.scans
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:
@@ -190,7 +189,7 @@ def group_by_use(
   reused = _layer_blocks.reused(events, places).union(*(stack.shared for stack in stacks))
   members: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
-  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes.items()}
+  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes}
   for i in [*order, *unused]:
     size = math.prod(leaves[i].shape) // len(group[i])
     end = 0

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 import itertools
 import re
 
-from optax_boost import _stacked
+from optax_boost import _leaf_uses
 from optax_boost import _tree
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 
 
 def find(
-  leaves: list[_tree.Leaf], order: list[int], stacks: list[_stacked.Stack], wanted: int
+  leaves: list[_tree.Leaf], order: list[int], stacks: Sequence[_leaf_uses.Scan], wanted: int
 ) -> tuple[dict[int, list[int]], int]:
   """For each leaf in `order` its block, or those of its layers; and the number of blocks.
 
@@ -45,7 +45,7 @@ def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
 
 
 def _modules(
-  leaves: list[_tree.Leaf], kernels: list[int], stacks: list[_stacked.Stack]
+  leaves: list[_tree.Leaf], kernels: list[int], stacks: Sequence[_leaf_uses.Scan]
 ) -> list[list[str]]:
   """For each leaf the repeated modules that it is in, from the outermost in.
 
@@ -60,7 +60,7 @@ def _modules(
   for module in members:
     if match := _NUMBERED.fullmatch(module):
       kinds.setdefault(match[1], []).append(module)
-  scanned = {i for stack in stacks for i in stack.axes}
+  scanned = {i for stack in stacks for i in stack.axis_of}
 
   def contents(module: str) -> frozenset[str]:
     return frozenset(leaves[i].path.removeprefix(module) for i in members[module])
@@ -82,19 +82,19 @@ def _modules(
 def _places(
   leaves: list[_tree.Leaf],
   order: list[int],
-  stacks: list[_stacked.Stack],
+  stacks: Sequence[_leaf_uses.Scan],
   units: Sequence[str | None],
 ) -> tuple[dict[int, list[int]], int]:
   """For each leaf its block, or those of its layers; and the number of blocks."""
   # By the leaf of a stack that is used first; the others follow it.
-  stack_of: dict[int, _stacked.Stack] = {}
+  stack_of: dict[int, _leaf_uses.Scan] = {}
   followers: dict[int, list[int]] = {}
-  sliced = {i for stack in stacks for i in stack.axes}
+  sliced = {i for stack in stacks for i in stack.axis_of}
   for stack in stacks:
-    for first in [i for i in order if i in stack.axes][:1]:
+    for first in [i for i in order if i in stack.axis_of][:1]:
       later = order[order.index(first) :]
       stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axes or i in stack.shared - sliced]
+      followers[first] = [i for i in later if i in stack.axis_of or i in stack.shared - sliced]
   following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
   places: dict[int, list[int]] = {}
   number = 0
@@ -104,7 +104,7 @@ def _places(
     number += len(layers)
     for i in followers.get(first, []):
       slices = layers[::-1] if stack_of[first].reverse else layers
-      places.setdefault(i, slices if i in stack_of[first].axes else layers[:1])
+      places.setdefault(i, slices if i in stack_of[first].axis_of else layers[:1])
     # Leaves used before a scan belong to its first layer, leaves used after it to the last.
     for place, i in enumerate(block):
       places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])

@@ -33,6 +33,11 @@ class Scan(NamedTuple):
   length: int
   reverse: bool
 
+  @property
+  def axis_of(self) -> dict[int, int]:
+    """The axis of the layers, by leaf."""
+    return dict(self.axes)
+
 
 class Value(NamedTuple):
   """A value of the program."""

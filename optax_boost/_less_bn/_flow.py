@@ -3,7 +3,7 @@
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
   node 0       the data: one input of the model; constants and the model's state are none, as in
-               ``_forward_order``
+               ``_leaf_uses``
   inputs(n)    the nodes that n is computed from; values of params or constants alone are none
   ancestors(n) all nodes that lead to n, as the bits of an integer
   gate(n)      the last node through which all of the data goes that reaches n: n's immediate
