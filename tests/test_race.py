@@ -474,6 +474,16 @@ def test_bad_input_is_refused(changed, error, text):
     optax_boost.race(**arguments | {"steps": 1, "seeds": 1, "progress": False} | changed)
 
 
+def test_metrics_that_change_are_refused_when_they_do():
+  turns = itertools.count()
+
+  def evaluate(w):
+    return {"error": 0.0, "precision": 0.0} if next(turns) else {"error": 0.0}
+
+  with pytest.raises(ValueError, match=r"same metrics each time; got \['error', 'precision', "):
+    small({"sgd": optax.sgd(0.1)}, evaluate=evaluate)
+
+
 def test_an_error_tells_the_method_that_was_trained():
   def update(updates, state, params=None):
     raise RuntimeError("inside bad")

@@ -27,8 +27,6 @@ _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
 _AHEAD = 8
 # A gradient takes about as long as three values of the loss.
 _COST_OF_VALUE = 1 / 3
-
-
 # The name of the metric if `evaluate` returns a scalar.
 _UNNAMED = "evaluation"
 
@@ -226,6 +224,12 @@ class Method:
         with np.errstate(all="ignore"):
           loss = float(losses[:, i].mean())
         points[seed].append({**self._problem.measure(*of_seed), _result.LOSS: loss})
+        before, now = (sorted(points[seed][place]) for place in (0, -1))
+        if before != now:
+          raise ValueError(
+            f"`evaluate` must return the same metrics each time; got {now} after {before}. Return"
+            " nan for a metric without a value."
+          )
     self.points |= points
     return totals
 
