@@ -34,12 +34,8 @@ from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._layers import layer_axes
 from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._precision import dynamic_loss_scale
-from optax_boost._precision import group_loss_scale
 from optax_boost._precision import master_weights
-from optax_boost._precision import next_group_loss_scale
-from optax_boost._precision import next_loss_scale
 from optax_boost._precision import stochastic_rounding
-from optax_boost._scaled_backward import scale_by_group
 from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permuted_params
@@ -86,7 +82,6 @@ __all__ = [
   "freeze_layers",
   "full_gradient",
   "gradual_unfreezing",
-  "group_loss_scale",
   "interval_freezing",
   "laperm",
   "lars",
@@ -95,8 +90,6 @@ __all__ = [
   "layerwise_decay",
   "make_train_step",
   "master_weights",
-  "next_group_loss_scale",
-  "next_loss_scale",
   "path_mask",
   "permuted_params",
   "progressive_freezing",
@@ -104,7 +97,6 @@ __all__ = [
   "record_trajectory",
   "refresh_subspace",
   "refresh_svrg",
-  "scale_by_group",
   "scale_by_lars_trust_ratio",
   "scan_full_gradient",
   "sgperm",

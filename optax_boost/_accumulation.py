@@ -20,9 +20,7 @@ from optax_boost import _tree
 _METHOD = "accumulate"
 
 
-@_protocol.declares(
-  metrics=("accumulate/notfinite_count", "accumulate/skipped_count"), steps=("inner_count",)
-)
+@_protocol.declares(metrics=("accumulate/notfinite_count",), steps=("inner_count",))
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 
@@ -33,7 +31,6 @@ class AccumulateState(NamedTuple):
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
       weight was negative, or whose gradient overflowed the sum.
-    skipped_count: scalar int32, micro-batches that `accept_fn` left out.
     inner_state: the inner optimizer's state.
   """
 
@@ -42,7 +39,6 @@ class AccumulateState(NamedTuple):
   weight_sum: jax.Array
   accumulator: optax.Updates
   notfinite_count: jax.Array
-  skipped_count: jax.Array
   inner_state: optax.OptState
 
 
@@ -51,8 +47,6 @@ def accumulate(
   every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
   *,
   not_finite: Literal["drop", "keep"] | None = "drop",
-  accept_fn: Callable[..., jax.typing.ArrayLike] | None = None,
-  accumulator_dtype: jax.typing.DTypeLike | None = None,
   axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Averages the gradients of `every` micro-steps before one step of `inner`.
@@ -61,8 +55,9 @@ def accumulate(
     G = \frac{\sum_i n_i g_i}{\sum_i n_i}
 
   for the gradients :math:`g_i` of the window's micro-batches and their weights :math:`n_i`. For
-  batches larger than memory. The inner optimizer really runs once per window, under ``lax.cond``:
-  its state, weight decay and schedules count inner steps. In between updates are exactly zero.
+  batches larger than memory. The inner optimizer really runs once per window: its state, weight
+  decay and schedules count inner steps. In between updates are exactly zero. The sum is kept in at
+  least float32.
 
   Args:
     inner: the optimizer that sees the mean gradient.
@@ -73,9 +68,6 @@ def accumulate(
       ``"keep"``: they spoil the mean of their own window, for `inner` to see, such as
       ``optax.apply_if_finite``. Around a loss scale they are always kept. None: kept, but neither
       looked for nor counted, which saves a pass over the gradients.
-    accept_fn: ``accept_fn(updates, **extra_args)``, a scalar bool: whether a micro-batch counts in
-      the mean. It does not readmit gradients that are not finite. None: all count.
-    accumulator_dtype: dtype of the sum; None: at least float32.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ, so that all
       devices leave out the same micro-batches. Not needed under ``jit``.
 
@@ -111,16 +103,14 @@ def accumulate(
     _base.check_whole_number("every", every)
   if not_finite is not None:
     _base.check_name("not_finite", not_finite, ("drop", "keep"))
-  _base.check_callable("accept_fn", accept_fn, "accept_fn(updates, **extra_args)", optional=True)
-  _base.check_floating_dtype("accumulator_dtype", accumulator_dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
-  method = _Accumulation(inner, every, not_finite, accept_fn, accumulator_dtype, axis_name)
-  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
+  method = _Accumulation(inner, every, not_finite, axis_name)
+  return _in_place.InPlaceTransformation(method.init, method.step)
 
 
 class _MicroStep(NamedTuple):
-  """What becomes of a micro-batch."""
+  """The effect of a micro-batch on its window."""
 
   used: jax.Array
   weight_sum: jax.Array
@@ -135,17 +125,7 @@ class _Accumulation(NamedTuple):
   inner: optax.GradientTransformationExtraArgs
   every: Any
   not_finite: str | None
-  accept_fn: Any
-  accumulator_dtype: Any
   axis_name: str | tuple[str, ...] | None
-
-  def _sum_dtype(self, x: Any) -> Any:
-    if self.accumulator_dtype is None:
-      return _arrays.accumulator_dtype(x.dtype)
-    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return (
-      jnp.promote_types(x.dtype, self.accumulator_dtype) if is_complex else self.accumulator_dtype
-    )
 
   def init(self, params: optax.Params) -> AccumulateState:
     _tree.check_inexact(params, _METHOD)
@@ -153,32 +133,75 @@ class _Accumulation(NamedTuple):
       count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], jnp.float32),
-      accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, self._sum_dtype(p)), params),
+      accumulator=jax.tree.map(
+        lambda p: jnp.zeros_like(p, _arrays.accumulator_dtype(p.dtype)), params
+      ),
       notfinite_count=jnp.zeros([], jnp.int32),
-      skipped_count=jnp.zeros([], jnp.int32),
       inner_state=self.inner.init(params),
     )
+
+  def step(
+    self,
+    gradients: _in_place.Gradients,
+    state: AccumulateState,
+    params: optax.Params | None,
+    landing: _in_place.Landing,
+  ) -> tuple[Any, AccumulateState]:
+    updates, extra_args = gradients()
+    weight = _checked(updates, state, extra_args.pop("weight", 1.0))
+    micro = self._decide(state, weight, self._is_finite(updates, state, weight))
+
+    def grow(total: jax.Array, g: jax.Array) -> jax.Array:
+      return jnp.where(micro.used, _plus(weight, total, g), total)
+
+    def mean() -> tuple[optax.Updates, dict[str, Any]]:
+      return self._mean(total, micro, updates, extra_args)
+
+    def step(params: Any, inner_state: optax.OptState) -> tuple[Any, optax.OptState]:
+      return landing.step(self.inner, mean, inner_state, params)
+
+    def emptied(total: Any) -> tuple[Any]:
+      # Without a value to read, all leaves of a shape would share one array of zeros.
+      return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
+
+    total = jax.tree.map(grow, state.accumulator, updates)
+    made, result, inner_state = landing.step_if(micro.stepping, step, params, state.inner_state)
+    # A window of nothing but bad gradients ends without a step.
+    ended = made | micro.full
+    _, accumulator = landing.change_if(ended, emptied, total)
+    return result, micro.state._replace(accumulator=accumulator, inner_state=inner_state)
 
   def _keeps(self, state: AccumulateState) -> bool:
     # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
     return self.not_finite != "drop" or _conditional.scales_loss(state.inner_state)
 
-  def _decide(
-    self,
-    updates: optax.Updates,
-    state: AccumulateState,
-    weight: jax.Array,
-    extra_args: dict[str, Any],
-    finite: jax.Array,
-  ) -> _MicroStep:
+  def _is_finite(
+    self, updates: optax.Updates, state: AccumulateState, weight: jax.Array
+  ) -> jax.Array:
+    """Whether a micro-batch's gradient, or its sum with the window's others, is finite."""
+    finite = jnp.asarray(True)
+    if self.not_finite is None:
+      return finite
+
+    def check() -> tuple[jax.Array]:
+      if self._keeps(state):
+        return (_arrays.all_finite(updates),)
+      added = jax.tree.map(functools.partial(_plus, weight), state.accumulator, updates)
+      return (_arrays.all_finite(added),)
+
+    if not (self._keeps(state) or _in_place.has_wide_range(state.accumulator)):
+      return check()[0]
+    usual = _in_place.ordinary(_in_place.sum_squares(updates), weight, {})
+    return _in_place.checked_unless(usual, check, finite)[0]
+
+  def _decide(self, state: AccumulateState, weight: jax.Array, finite: jax.Array) -> _MicroStep:
     """Decides whether a micro-batch counts, and whether its window ends in a step."""
     weight_sum = state.weight_sum + weight
     weighted = jnp.isfinite(weight_sum) & (weight >= 0)
-    accepted = _accepted(self.accept_fn, updates, extra_args)
     if self.axis_name is not None:
-      flags = jnp.stack([weighted, finite, accepted])
-      weighted, finite, accepted = _conditional.agree(flags, self.axis_name, _METHOD)
-    used = weighted & jnp.where(finite, accepted, self._keeps(state))
+      flags = jnp.stack([weighted, finite])
+      weighted, finite = _conditional.agree(flags, self.axis_name, _METHOD)
+    used = weighted & (finite | self._keeps(state))
     weight_sum = jnp.where(used, weight_sum, state.weight_sum)
     full = state.count + 1 >= _window(self.every, state.inner_count)
     stepping = full & (weight_sum > 0)
@@ -187,99 +210,20 @@ class _Accumulation(NamedTuple):
       inner_count=_arrays.increment_if(stepping, state.inner_count),
       weight_sum=jnp.where(full, 0.0, weight_sum),
       notfinite_count=_arrays.increment_if(~(finite & weighted), state.notfinite_count),
-      skipped_count=_arrays.increment_if(finite & weighted & ~accepted, state.skipped_count),
     )
     return _MicroStep(used, weight_sum, full, stepping, after)
 
   def _mean(
-    self,
-    total: optax.Updates,
-    divide: Callable[..., jax.Array],
-    micro: _MicroStep,
-    like: optax.Updates,
-    extra_args: dict[str, Any],
+    self, total: optax.Updates, micro: _MicroStep, like: optax.Updates, extra_args: dict[str, Any]
   ) -> tuple[optax.Updates, dict[str, Any]]:
     """The mean gradient of a window, also as the extra argument `grad`, and its weight."""
-    weight = micro.weight_sum
-    mean = jax.tree.map(lambda t: divide(t, weight), total)
+    mean = jax.tree.map(lambda t: _in_place.divide(t, micro.weight_sum), total)
     mean = _conditional.cast_like(mean, like)
     of_window = {"grad": mean} if "grad" in extra_args else {}
-    # Not for all: optax's line searches refuse what their closures do not take.
+    # Not for all: optax's line searches refuse arguments that their closures do not take.
     if _tree.find_states(micro.state.inner_state, AccumulateState):
-      of_window["weight"] = weight
+      of_window["weight"] = micro.weight_sum
     return mean, extra_args | of_window
-
-  def update(
-    self,
-    updates: optax.Updates,
-    state: AccumulateState,
-    params: optax.Params | None = None,
-    *,
-    weight: jax.typing.ArrayLike = 1.0,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, AccumulateState]:
-    weight = _checked(updates, state, weight)
-    added = jax.tree.map(functools.partial(_plus, weight), state.accumulator, updates)
-    finite = jnp.asarray(True)
-    if self.not_finite is not None:
-      finite = _arrays.all_finite(updates if self._keeps(state) else added)
-    micro = self._decide(updates, state, weight, extra_args, finite)
-    total = _conditional.select(micro.used, added, state.accumulator)
-
-    def step(inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-      mean, extra = self._mean(total, _divide, micro, updates, extra_args)
-      return self.inner.update(mean, inner_state, params, **extra)
-
-    out, inner_state = _conditional.update_if(micro.stepping, step, state.inner_state)
-    return out, micro.state._replace(
-      accumulator=jax.tree.map(lambda t: jnp.where(micro.full, jnp.zeros_like(t), t), total),
-      inner_state=inner_state,
-    )
-
-  def apply(
-    self, gradients: _in_place.Gradients, state: AccumulateState, params: optax.Params, guard: bool
-  ) -> tuple[optax.Params, AccumulateState]:
-    updates, extra_args = gradients()
-    weight = _checked(updates, state, extra_args.get("weight", 1.0))
-    extra_args.pop("weight", None)
-    plus = functools.partial(_plus, weight)
-
-    def check() -> tuple[jax.Array]:
-      if self._keeps(state):
-        return (jnp.isfinite(_in_place.largest(updates)),)
-      return (_in_place.all_finite(jax.tree.map(plus, state.accumulator, updates)),)
-
-    finite = jnp.asarray(True)
-    if self.not_finite is not None and (
-      self._keeps(state) or _in_place.has_wide_range(state.accumulator)
-    ):
-      squares = _in_place.sum_squares(updates)
-      usual = _in_place.ordinary(squares, weight, {})
-      (finite,) = _in_place.checked_unless(usual, check, finite)
-    elif self.not_finite is not None:
-      (finite,) = check()
-    micro = self._decide(updates, state, weight, extra_args, finite)
-    emptied = micro.full & ~micro.stepping
-
-    def grow(total: jax.Array, g: jax.Array) -> jax.Array:
-      total = jnp.where(micro.used, plus(total, g), total)
-      return jnp.where(emptied, jnp.zeros_like(total), total)
-
-    def step(params: optax.Params, inner_state: optax.OptState) -> Any:
-      def mean() -> tuple[optax.Updates, dict[str, Any]]:
-        return self._mean(total, _in_place.divide, micro, updates, extra_args)
-
-      return _in_place.apply(self.inner, mean, inner_state, params, guard)
-
-    total = jax.tree.map(grow, state.accumulator, updates)
-    made, params, inner_state = _in_place.once_if(micro.stepping, step, params, state.inner_state)
-    # Without a value to read, all leaves of a shape would share one array of zeros.
-    _, accumulator = _in_place.once_if(
-      made,
-      lambda total: (jax.tree.map(lambda t: jnp.where(made, jnp.zeros_like(t), t), total),),
-      total,
-    )
-    return params, micro.state._replace(accumulator=accumulator, inner_state=inner_state)
 
 
 def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
@@ -299,22 +243,6 @@ def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
 
 def _plus(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
   return total + (weight * g.astype(total.dtype)).astype(total.dtype)
-
-
-def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-  return total / weight.astype(total.dtype)
-
-
-def _accepted(accept_fn: Any, updates: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:
-  if accept_fn is None:
-    return jnp.asarray(True)
-  accepted = accept_fn(updates, **extra_args)
-  if jnp.shape(accepted) != () or jnp.result_type(accepted) != jnp.bool_:
-    raise TypeError(
-      "`accept_fn` must return a scalar bool, whether the micro-batch counts; got"
-      f" {_base.shorten(accepted)}."
-    )
-  return jnp.asarray(accepted)
 
 
 def _window(every: Any, inner_count: jax.Array) -> jax.Array:

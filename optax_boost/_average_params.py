@@ -29,22 +29,19 @@ _METHOD = "average_params"
 
 @_protocol.declares(
   metrics=("average_params/snapshot_count",),
-  observes=("average_params/average", "average_params/snapshots"),
+  observes=("average_params/average",),
 )
 class AverageParamsState(NamedTuple):
   """State of :func:`average_params`; :func:`averaged_params` reads the average.
 
   Attributes:
-    average: tree of the params' structure, their average in at least float32; None with `last`.
-    snapshots: with `last`, a tree with leaves ``[last, *leaf.shape]`` in at least float32: a ring,
-      in which snapshot number i lies at ``i % last``; else None.
+    average: tree of the params' structure, their average in at least float32.
     count: scalar int32, the steps made.
-    snapshot_count: scalar int32, the snapshots taken, those since overwritten included.
+    snapshot_count: scalar int32, the snapshots taken.
     inner_state: the inner optimizer's state.
   """
 
-  average: optax.Params | None
-  snapshots: optax.Params | None
+  average: optax.Params
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   snapshot_count: jax.Array
   inner_state: optax.OptState
@@ -53,22 +50,20 @@ class AverageParamsState(NamedTuple):
 def average_params(
   inner: optax.GradientTransformation,
   *,
-  last: int | None = None,
   start: jax.typing.ArrayLike | None = None,
   decay: jax.typing.ArrayLike | None = None,
   every: jax.typing.ArrayLike = 1,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Keeps an average of the params along the training; the updates are those of `inner`.
 
-  A snapshot is taken of the params after every `every`-th step. The average is one of three:
+  A snapshot is taken of the params after every `every`-th step. The average is one of two:
 
   .. math::
-    \frac{1}{n} \sum_{i=k-n+1}^k x_i, \qquad
     \frac{1}{k} \sum_{i=1}^k x_i, \qquad
     \sum_{i=1}^k d^{k-i} x_i \Big/ \sum_{i=1}^k d^{k-i}
 
-  of snapshots :math:`x_1, \dots, x_k`: of the `last` n, of all after step `start`, or with weights
-  that fall by `decay` d from each snapshot to the one before. Name exactly one of the three.
+  of snapshots :math:`x_1, \dots, x_k`: of all after step `start` (SWA), or with weights that fall
+  by `decay` d from each snapshot to the one before (EMA). Name exactly one of the two.
   Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs new statistics there:
   ``optax_boost.nnx.estimate_batch_stats``, ``optax_boost.linen.estimate_batch_stats``.
 
@@ -79,12 +74,10 @@ def average_params(
       ``optax.MultiSteps``, ``optax.apply_if_finite``) is not counted, nor one that a wrapper
       around it skips. Around ``optax.lookahead`` the average is a pair, too; inside, it would be of
       params that a synchronization changes afterwards.
-    last: the mean of so many snapshots, each kept in a copy of its own; of fewer until so many were
-      taken. Raising it smooths more, lags more, and costs memory. Static.
-    start: the mean of all snapshots after so many steps, in one copy: SWA. Lowering it takes in
-      older, worse params.
-    decay: exponential weights, above 0 and below 1, in one copy, corrected for the start: after the
-      first snapshot the average is that snapshot. Raising it smooths more and lags more; about
+    start: the mean of all snapshots after this many steps. Lowering it takes in older, worse
+      params.
+    decay: exponential weights, above 0 and below 1, corrected for the start: after the first
+      snapshot the average is that snapshot. Raising it smooths more and lags more; about
       1 / (1 - decay) snapshots count. Under ``optax.inject_hyperparams`` half-precision params need
       ``hyperparam_dtype=jnp.float32``: in bfloat16 0.999 is 1.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
@@ -93,18 +86,16 @@ def average_params(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
     float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
-    touch them. An entry that is not finite is not taken: the average, or the place in the ring,
-    keeps its old value.
+    touch them. An entry that is not finite is not taken: the average keeps its old value.
 
   Raises:
-    ValueError: not exactly one of `last`, `start` and `decay` is given, or a number is out of
-      range; in ``update``: no params, gradients that do not fit, or the state of another kind of
-      average or another `last`.
+    ValueError: not exactly one of `start` and `decay` is given, or a number is out of range; in
+      ``update``: no params, or gradients that do not fit.
     TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
-    >>> tx = optax_boost.average_params(optax.sgd(1.0), last=2)
+    >>> tx = optax_boost.average_params(optax.sgd(1.0), start=2)
     >>> params = jnp.zeros(2)
     >>> state = tx.init(params)
     >>> for _ in range(4):
@@ -119,30 +110,25 @@ def average_params(
     Optima and Better Generalization <https://arxiv.org/abs/1803.05407>`_, 2018.
   """
   inner = _base.check_transformation("inner", inner)
-  if last is not None:
-    _base.check_whole_number("last", last, static=True)
   if start is not None:
     _base.check_whole_number("start", start, minimum=0)
   if decay is not None:
     _base.check_number("decay", decay, positive=True, below=1)
   _base.check_whole_number("every", every)
-  given = [n for n, x in (("last", last), ("start", start), ("decay", decay)) if x is not None]
-  if len(given) != 1:
+  if (start is None) == (decay is None):
     raise ValueError(
-      "`average_params` needs exactly one of `last` (the mean of the last snapshots), `start` (the"
-      " mean of all snapshots after a step) and `decay` (exponential weights); got"
-      f" {' and '.join(given) or 'none'}."
+      "`average_params` needs exactly one of `start` (the mean of all snapshots after a step) and"
+      f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
 
-  method = _Averaging(inner, last, start, decay, every)
-  return _in_place.InPlaceTransformation(method.init, method.update, method.apply)
+  method = _Averaging(inner, start, decay, every)
+  return _in_place.InPlaceTransformation(method.init, method.step)
 
 
 class _Averaging(NamedTuple):
   """The checked arguments of :func:`average_params`."""
 
   inner: optax.GradientTransformationExtraArgs
-  last: int | None
   start: Any
   decay: Any
   every: Any
@@ -156,54 +142,29 @@ class _Averaging(NamedTuple):
       abstract = isinstance(p, jax.ShapeDtypeStruct)
       return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
 
-    def ring(p: Any) -> jax.Array:
-      # A broadcast keeps the sharding of the leaf.
-      return jnp.broadcast_to(copy(p), (self.last, *jnp.shape(p)))
-
     return AverageParamsState(
-      average=jax.tree.map(copy, params) if self.last is None else None,
-      snapshots=None if self.last is None else _tree.unboxed(jax.tree.map(ring, params)),
+      average=jax.tree.map(copy, params),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       inner_state=self.inner.init(params),
     )
 
-  def update(
-    self,
-    updates: optax.Updates,
-    state: AverageParamsState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, AverageParamsState]:
-    self._check(updates, state, params)
-    updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
-    return updates, self._observe(state, inner_state, optax.apply_updates, params, updates)
-
-  def apply(
+  def step(
     self,
     gradients: _in_place.Gradients,
     state: AverageParamsState,
-    params: optax.Params,
-    guard: bool,
-  ) -> tuple[optax.Params, AverageParamsState]:
-    self._check(gradients()[0], state, params)
-    params, inner_state = _in_place.apply(self.inner, gradients, state.inner_state, params, guard)
-    return params, self._observe(state, inner_state, lambda params: params, params)
-
-  def _check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
-    """Checks the arguments of a step."""
+    params: optax.Params | None,
+    landing: _in_place.Landing,
+  ) -> tuple[Any, AverageParamsState]:
+    updates, _ = gradients()
     _base.require_params(params, _METHOD)
     _base.require_state(state, AverageParamsState, _METHOD)
     _tree.check_same_tree(updates, _tree.differentiated(params), _METHOD)
     _tree.check_inexact(updates, _METHOD)
-    if (self.last is None) != (state.snapshots is None):
-      made, ours = ("`last`", "without") if self.last is None else ("`start` or `decay`", "with")
-      raise ValueError(
-        f"`{_METHOD}` needs a state of the same kind of average; got one made with {made} for one"
-        f" {ours} `last`. Pass the argument of the run that made it, or take a new state."
-      )
-    if self.last is not None:
-      _tree.check_ring(state.snapshots, "last", self.last, _METHOD)
+    result, inner_state = landing.step(self.inner, gradients, state.inner_state, params)
+    if landing.in_params:
+      return result, self._observe(state, inner_state, lambda params: params, result)
+    return result, self._observe(state, inner_state, optax.apply_updates, params, result)
 
   def _observe(
     self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any, *operands: Any
@@ -219,20 +180,18 @@ class _Averaging(NamedTuple):
 
     def snapshot(number: jax.Array, kept: optax.Params, decay: Any, *operands: Any) -> optax.Params:
       def take(a: jax.Array, p: jax.Array) -> jax.Array:
-        now = p.astype(a.dtype)
-        return self._blend(number, a, now, decay) if self.last is None else _write(number, a, now)
+        return self._blend(number, a, p.astype(a.dtype), decay)
 
       return _tree.map_leaves(take, kept, stepped(*operands))
 
-    kept = state.average if self.last is None else state.snapshots
+    average = state.average
     # Without a leaf there is nothing to carry.
-    if jax.tree.leaves(kept):
+    if jax.tree.leaves(average):
       # A Python number stays one: it is rounded once.
       decay = self.decay if _base.is_array(self.decay) else None
-      kept = _snapshot_if(due, snapshot, number, kept, decay, *operands)
+      average = _snapshot_if(due, snapshot, number, average, decay, *operands)
     return AverageParamsState(
-      average=kept if self.last is None else None,
-      snapshots=None if self.last is None else kept,
+      average=average,
       count=count,
       snapshot_count=number,
       inner_state=inner_state,
@@ -249,15 +208,6 @@ class _Averaging(NamedTuple):
       share = fresh / -jnp.expm1(number.astype(dtype) * jnp.log1p(-fresh))
     mixed = jnp.where(number == 1, now, average + share * (now - average))
     return jnp.where(jnp.isfinite(mixed), mixed, average)
-
-
-def _write(number: jax.Array, ring: jax.Array, now: jax.Array) -> jax.Array:
-  """The ring with snapshot number `number`, counted from 1."""
-  ring = _arrays.place_ring(ring, now)
-  slot = (number - 1) % len(ring)
-  old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=True)
-  row = jnp.where(jnp.isfinite(now[None]), now[None], old)
-  return jax.lax.dynamic_update_slice_in_dim(ring, row, slot, 0)
 
 
 def _snapshot_if(
@@ -350,19 +300,12 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   # An NNX optimizer holds each array in a variable.
   (taken,) = jax.tree.leaves(state.snapshot_count)
 
-  def mean_of_ring(ring: jax.Array) -> jax.Array:
-    used = jnp.expand_dims(jnp.arange(len(ring)) < taken, tuple(range(1, ring.ndim)))
-    total = jnp.sum(jnp.where(used, ring, 0), 0)
-    return total / jnp.clip(taken, 1, len(ring)).astype(ring.real.dtype)
-
-  kept = state.average if state.snapshots is None else state.snapshots
-  ring_axes = 0 if state.snapshots is None else 1
-  leaves = _masking.leaves_like(kept, params)
+  leaves = _masking.leaves_like(state.average, params)
   if leaves is None:
     raise ValueError(
       "`averaged_params` needs the params that the state is of; got"
       f" {_base.shorten(jax.tree.structure(params), 200)} for averages of"
-      f" {_base.shorten(jax.tree.structure(kept), 200)}."
+      f" {_base.shorten(jax.tree.structure(state.average), 200)}."
     )
   targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
   averages = [a for a, p in zip(leaves, targets, strict=True) if not _tree.is_masked(p)]
@@ -373,12 +316,11 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
     if _tree.is_masked(average):
       found.append(None)
       continue
-    if jnp.shape(average)[ring_axes:] != jnp.shape(param):
+    if jnp.shape(average) != jnp.shape(param):
       raise ValueError(
         "`averaged_params` needs the params that the state is of; the leaf"
         f" '{_tree.leaf_name(path)}' has shape {jnp.shape(param)}, its average"
-        f" {jnp.shape(average)[ring_axes:]}."
+        f" {jnp.shape(average)}."
       )
-    value = mean_of_ring(average) if ring_axes else average
-    found.append(jnp.where(taken > 0, value.astype(param.dtype), param))
+    found.append(jnp.where(taken > 0, average.astype(param.dtype), param))
   return found

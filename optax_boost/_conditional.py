@@ -11,8 +11,6 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 
-_SCALES = frozenset({_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE})
-
 
 def update_if(
   condition: jax.Array,
@@ -77,7 +75,7 @@ def vary(x: Any, shape: Any) -> jax.Array:
 def scales_loss(state: optax.OptState) -> bool:
   """Whether a state asks for a scale of the loss, and so must see every overflow."""
   return any(
-    _SCALES & set(_protocol.declared(node, "requests"))
+    _protocol.LOSS_SCALE in _protocol.declared(node, "requests")
     for node in _protocol.declaring_states(state, "requests")
   )
 

@@ -1,15 +1,18 @@
-"""Steps in place: ``update`` and ``optax.apply_updates`` as one, so that a skipped step is free.
+"""Steps that may be skipped, written once for ``update`` and for steps in place.
 
-Updates that leave a conditional must exist, as zeros where the step was skipped, and state is
-copied in and out. XLA works in place on what a loop carries: a wrapper that may skip its inner step
-carries params and inner state through a loop of one turn or none.
+A wrapper states whether its step is made, and the step. A :class:`Landing` says where the step
+lands: in updates, which someone else adds, or in the params. Updates that leave a conditional must
+exist, as zeros if the step was skipped, and state is copied in and out. XLA works in place on a
+loop's carry: so a step in place carries params and inner state through a loop of one turn or none,
+and a skipped step is free.
 
-What a loop only reads must exist, too. So gradients are handed over as a function, and a wrapper's
-arithmetic on them becomes a part of each leaf's work.
+Loop inputs are materialized, so gradients are passed as a function, and a wrapper's arithmetic on
+them becomes a part of each leaf's work.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -30,24 +33,85 @@ from optax_boost import _tree
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
 
 
-class InPlaceTransformation(optax.GradientTransformationExtraArgs):
-  """A transformation that can make its steps in place.
+# From gradients, state, params and a landing to new params or updates, and the new state.
+Step: TypeAlias = Callable[..., tuple[Any, Any]]
 
-  ``apply(gradients, state, params, guard)`` returns params and state; with `guard`, entries of the
-  params that would not be finite stay as they were.
+
+class InPlaceTransformation(optax.GradientTransformationExtraArgs):
+  """A transformation whose ``update`` and steps in place are one function, `step`.
+
+  A copy with another ``update`` has none.
   """
 
-  apply: Callable[..., tuple[optax.Params, optax.OptState]] | None = None
+  step: Step | None = None
 
-  def __new__(cls, init: Any, update: Any, apply: Any = None) -> "InPlaceTransformation":
+  def __new__(cls, init: Callable[[optax.Params], Any], step: Step) -> "InPlaceTransformation":
+    def update(
+      updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+      return step(lambda: (updates, dict(extra_args)), state, params, UPDATES)
+
     self = super().__new__(cls, init, update)
-    self.apply = apply
+    self.step = step
     return self
 
 
 def is_in_place(tx: optax.GradientTransformation) -> bool:
   """Whether a transformation makes its steps in place."""
-  return isinstance(tx, InPlaceTransformation) and tx.apply is not None
+  return isinstance(tx, InPlaceTransformation) and tx.step is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Landing:
+  """Where a step lands."""
+
+  in_params: bool  # in new params; else in updates
+  # Whether a loop skips it, in place; else a conditional, which can be differentiated in reverse.
+  in_place: bool
+  # Whether entries of the params that would no longer be finite stay as they were.
+  guard: bool = False
+
+  def step(
+    self, tx: optax.GradientTransformation, gradients: Gradients, state: Any, params: Any
+  ) -> tuple[Any, Any]:
+    """Makes a step of a transformation."""
+    if is_in_place(tx):
+      return tx.step(gradients, state, params, self)  # type: ignore[attr-defined]
+    grads, extra = gradients()
+    updates, state = tx.update(grads, state, params, **extra)
+    if not self.in_params:
+      return (_keep_finite_updates(updates, params) if self.guard else updates), state
+    new = add_updates(params, updates, state)
+    return (keep_finite(new, params) if self.guard else new), state
+
+  def step_if(
+    self, condition: jax.Array, step: Callable[[Any, Any], tuple[Any, Any]], params: Any, state: Any
+  ) -> tuple[jax.Array, Any, Any]:
+    """Makes ``step(params, state)`` under a condition; returns whether it was made, first."""
+    if self.in_params:
+      made, params, state = self.change_if(condition, step, params, state)
+      return made, params, state
+    updates, state = _conditional.update_if(condition, functools.partial(step, params), state)
+    return condition, updates, state
+
+  def change_if(
+    self, condition: jax.Array, function: Callable[..., Sequence[Any]], *carry: Any
+  ) -> tuple[Any, ...]:
+    """A function's results on its arguments under a condition, or the arguments.
+
+    Whether it was called comes first: a value that depends on it is computed after the call.
+    """
+    if self.in_place:
+      return once_if(condition, function, *carry)
+
+    def called(*carry: Any) -> tuple[Any, ...]:
+      return tuple(_conditional.cast_like(tuple(function(*carry)), carry))
+
+    return condition, *_conditional.cond(condition, called, lambda *carry: carry, *carry)
+
+
+UPDATES = Landing(in_params=False, in_place=False)
+PARAMS = Landing(in_params=True, in_place=True)
 
 
 def apply_gradients(
@@ -59,12 +123,12 @@ def apply_gradients(
 ) -> tuple[optax.Params, optax.OptState]:
   """Makes a step: ``tx.update`` and ``optax.apply_updates`` in one, and in place.
 
-  The same params and state to the bit, but where :func:`accumulate`, :func:`dynamic_loss_scale`,
-  :func:`group_loss_scale`, :func:`master_weights` or :func:`stochastic_rounding` stands outermost,
-  or directly inside one of these, a step that is skipped touches neither params nor inner state,
-  and needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under
-  ``jax.jit`` with params and state donated, in this order: JAX pairs donated arguments and results
-  of a shape as they come, and XLA copies where the pair is not the same array's.
+  The same arithmetic as ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
+  :func:`master_weights`, :func:`stochastic_rounding` or :func:`average_params` is outermost, or
+  directly inside one of these, a step that is skipped touches neither params nor inner state, and
+  needs no memory for updates. :func:`make_train_step` makes its steps so. Call it under ``jax.jit``
+  with params and state donated, in this order: JAX matches donated inputs to outputs by shape, in
+  order, and XLA copies if the two are not the same array.
 
   The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones, whatever is around
   them; ``optax.apply_updates`` may be one rounding off.
@@ -100,31 +164,10 @@ def apply_gradients(
 
   .. note::
     Reverse-mode differentiation through such a step needs ``tx.update``.
-
-    A step in place knows before it is made whether params stay finite. With a wide range (all but
-    float16) it works them out only where squares of the gradients overflow or `value` is not
-    finite. Should `tx` make NaN of ordinary gradients, as ``optax.adam(eps=0)`` does, a loss scale
-    or masters keep the entries concerned and do not count the step, which ``tx.update`` skips.
   """
   tx = _base.check_transformation("tx", tx)
   _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
-  return apply(tx, lambda: (grads, dict(extra_args)), opt_state, params)
-
-
-def apply(
-  tx: optax.GradientTransformation,
-  gradients: Gradients,
-  state: optax.OptState,
-  params: optax.Params,
-  guard: bool = False,
-) -> tuple[optax.Params, optax.OptState]:
-  """Makes a step, in place where the transformation can."""
-  if isinstance(tx, InPlaceTransformation) and tx.apply is not None:
-    return tx.apply(gradients, state, params, guard)
-  grads, extra = gradients()
-  updates, state = tx.update(grads, state, params, **extra)
-  new = add_updates(params, updates, state)
-  return (keep_finite(new, params) if guard else new), state
+  return PARAMS.step(tx, lambda: (grads, dict(extra_args)), opt_state, params)
 
 
 def add_updates(
@@ -159,6 +202,17 @@ def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
   return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(n) | ~jnp.isfinite(o), n, o), new, old)
 
 
+def _keep_finite_updates(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+  """The updates with zeros for the entries of the params that would no longer be finite."""
+
+  def keep(update: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(new) | ~jnp.isfinite(old), update, 0).astype(update.dtype)
+
+  if params is None:
+    return jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0).astype(u.dtype), updates)
+  return jax.tree.map(keep, updates, optax.apply_updates(params, updates), params)
+
+
 def once_if(
   condition: jax.Array, function: Callable[..., Sequence[Any]], *carry: Any
 ) -> tuple[Any, ...]:
@@ -184,8 +238,8 @@ def once_if(
 def divide(x: jax.Array, by: jax.Array, largest: float = math.inf) -> jax.Array:
   """A quotient by a positive number, at most `largest`, made by multiplying.
 
-  XLA makes it anew for each of its uses; it would keep that of a division. To the last bit the same
-  for powers of two.
+  XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
+  same for powers of two.
   """
   wide = _arrays.widen(x)
   by = by.astype(wide.real.dtype)
@@ -211,7 +265,8 @@ def sum_squares(tree: Any) -> jax.Array:
 def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) -> jax.Array:
   """Whether numbers of a sum of squares stay far inside float32's range times a factor.
 
-  So must be the loss, if it is known. Then a step in a dtype of float32's range overflows nowhere.
+  The loss, if it is known, must be finite, too. Then a step in a dtype of float32's range overflows
+  nowhere.
   """
   value = extra_args.get("value")
   finite = jnp.isfinite((squares * factor * factor).astype(jnp.float32))
@@ -254,14 +309,9 @@ def none_lost(new: Any, old: Any) -> jax.Array:
   return jnp.isfinite(jnp.sum(jnp.stack(sums)))
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Whether all entries are finite, found out in one leaf's memory."""
-  return none_lost(tree, jax.tree.map(jnp.zeros_like, tree))
-
-
 def checked_unless(
   usual: jax.Array, check: Callable[[], Sequence[jax.Array]], *passed: jax.Array
 ) -> Sequence[jax.Array]:
-  """A check's results, or those it usually has."""
+  """A check's results, or `passed`, its usual ones."""
   # Without the barrier XLA for TPUs makes every check, and selects.
   return once_if(~usual, lambda *_: jax.lax.optimization_barrier(check()), *passed)[1:]

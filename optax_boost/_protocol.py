@@ -14,10 +14,9 @@ The class of a method's state may declare tuples of names:
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
 
-The train step knows four requests and no method:
+The train step knows three requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
-  group_loss_scale  float32 [groups]; on their way back cotangents are multiplied by their group's
   frozen_groups     scalar int32; the backward pass of that many groups is not computed
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
@@ -47,7 +46,6 @@ from optax_boost import _jaxpr
 from optax_boost import _tree
 
 LOSS_SCALE = "loss_scale"
-GROUP_LOSS_SCALE = "group_loss_scale"
 FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 
@@ -204,12 +202,11 @@ def check_full_gradients(opt_state: optax.OptState) -> None:
 
   It would compare gradients of the scaled loss with one of the loss itself.
   """
-  scales = (LOSS_SCALE, GROUP_LOSS_SCALE)
   # The state of `optax.chain`.
   if type(opt_state) is tuple:
     in_front: list[Any] = []
     for state in opt_state:
-      if not any(_asking(state, scale) for scale in scales):
+      if not _asking(state, LOSS_SCALE):
         in_front += _asking(state, FULL_GRADIENT)
       elif in_front:
         raise ValueError(

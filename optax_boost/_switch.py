@@ -17,7 +17,6 @@ _METHOD = "switch_after"
 # The wrappers whose states make requests of the loss.
 _WRAPPERS = {
   _protocol.LOSS_SCALE: "dynamic_loss_scale",
-  _protocol.GROUP_LOSS_SCALE: "group_loss_scale",
   _protocol.FROZEN_GROUPS: "freeze_layers",
 }
 

@@ -19,7 +19,6 @@ import optax_boost.nnx
 
 TARGET = jnp.arange(6.0).reshape(2, 3)
 MODES = {
-  "last": ({"last": 3, "every": 2}, lambda n: np.r_[np.zeros(n - 3), np.ones(3)]),
   "start": ({"start": 4, "every": 2}, lambda n: np.r_[np.zeros(2), np.ones(n - 2)]),
   "decay": ({"decay": 0.7, "every": 2}, lambda n: 0.7 ** np.arange(n)[::-1]),
 }
@@ -96,7 +95,6 @@ SKIPPING = {
   "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
   "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
   "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 1.0),
-  "group_loss_scale": lambda tx: optax_boost.group_loss_scale(tx, ("",), 1.0, growth_factor=1.0),
   "master_weights": optax_boost.master_weights,
   "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 9),
 }
@@ -107,7 +105,7 @@ SKIPPING = {
 @pytest.mark.parametrize("step", [optax_boost.apply_gradients, two_calls])
 def test_skipped_steps_are_no_snapshots(name, outside, step):
   wrap = SKIPPING[name]
-  average = functools.partial(optax_boost.average_params, last=9)
+  average = functools.partial(optax_boost.average_params, start=0)
   tx = wrap(average(optax.sgd(0.25))) if outside else average(wrap(optax.sgd(0.25)))
   params = jnp.ones((2, 3))
   state, seen = tx.init(params), []
@@ -155,7 +153,7 @@ SIDES = {"a": optax_boost.accumulate(optax.sgd(0.25), 2), "b": optax.sgd(0.25)}
   ids=["switch", "switch back", "partition", "frozen part"],
 )
 def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
-  tx = optax_boost.average_params(inner, last=9)
+  tx = optax_boost.average_params(inner, start=0)
   state, after = trajectory(tx, {"a": jnp.zeros((2, 3)), "b": jnp.ones((2, 3))}, 8)
   assert state.snapshot_count == len(made)
   expected = jax.tree.map(lambda *x: np.mean([x[t] for t in made], 0), *after)
@@ -168,12 +166,11 @@ def test_a_step_that_one_of_several_parts_makes_is_a_snapshot(inner, made):
     lambda tx: optax_boost.freeze_layers(tx, ["a", "b"], optax_boost.fixed_freezing(2, 1)),
     lambda tx: optax_boost.laperm(tx, 3),
     lambda tx: optax_boost.switch_after(3, tx, tx),
-    lambda tx: optax_boost.group_loss_scale(tx, ["a", "b"], skip="group"),
   ],
 )
 def test_a_wrapper_that_changes_the_updates_afterwards_goes_inside(wrap):
   params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
-  average = functools.partial(optax_boost.average_params, last=2)
+  average = functools.partial(optax_boost.average_params, start=0)
   with pytest.raises(ValueError, match=r"Put its wrapper around the whole: `average_params\("):
     wrap(average(optax.sgd(0.1))).init(params)
   tx = average(wrap(optax.sgd(0.1)))
@@ -182,44 +179,8 @@ def test_a_wrapper_that_changes_the_updates_afterwards_goes_inside(wrap):
   chex.assert_trees_all_close(optax_boost.averaged_params(state, params), expected)
 
 
-def test_leaves_that_are_not_averaged_are_the_params_own():
-  params = {"count": jnp.arange(3), "none": None, "w": jnp.ones(2)}
-  tx = optax.masked(
-    optax_boost.average_params(optax.sgd(0.1), last=2), {"count": False, "none": None, "w": True}
-  )
-  grads = {"count": jnp.zeros(3, int), "none": None, "w": jnp.ones(2)}
-  _, state = tx.update(grads, tx.init(params), params)
-  averaged = optax_boost.averaged_params(state, params)
-  np.testing.assert_array_equal(averaged["count"], params["count"])
-  np.testing.assert_allclose(averaged["w"], 0.9)
-  assert averaged["none"] is None
-
-
-@pytest.mark.parametrize(
-  ("ours", "words"),
-  [
-    ({"last": 2}, r"room for `last` snapshots, 2; got one for 3"),
-    ({"decay": 0.9}, r"got one made with `last` for one without `last`"),
-  ],
-)
-def test_refuses_a_state_of_another_kind_of_average(ours, words):
-  state = optax_boost.average_params(optax.sgd(0.1), last=3).init(jnp.ones(2))
-  tx = optax_boost.average_params(optax.sgd(0.1), **ours)
-  with pytest.raises(ValueError, match=words):
-    tx.update(jnp.ones(2), state, jnp.ones(2))
-  with pytest.raises(ValueError, match=words):
-    optax_boost.apply_gradients(tx, jnp.ones(2), state, jnp.ones(2))
-
-
-def test_a_state_with_one_average_is_refused_by_last():
-  state = optax_boost.average_params(optax.sgd(0.1), decay=0.9).init(jnp.ones(2))
-  tx = optax_boost.average_params(optax.sgd(0.1), last=2)
-  with pytest.raises(ValueError, match=r"made with `start` or `decay` for one with `last`"):
-    tx.update(jnp.ones(2), state, jnp.ones(2))
-
-
 def test_around_lookahead_the_pair_is_averaged():
-  tx = optax_boost.average_params(optax.lookahead(optax.sgd(0.1), 2, 0.5), last=3)
+  tx = optax_boost.average_params(optax.lookahead(optax.sgd(0.1), 2, 0.5), start=2)
   params = optax.LookaheadParams.init_synced(jnp.ones(2))
   state, path = tx.init(params), []
   for _ in range(5):
@@ -234,7 +195,7 @@ def test_averages_of_two_parts_are_put_together():
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   parts = {
     "fast": optax_boost.average_params(optax.sgd(0.5), decay=0.9),
-    "slow": optax_boost.average_params(optax.sgd(0.1), last=4),
+    "slow": optax_boost.average_params(optax.sgd(0.1), start=0),
   }
   tx = optax.partition(parts, {"a": "fast", "b": "slow"})
   _, state = tx.update(params, tx.init(params), params)
@@ -268,7 +229,7 @@ def test_donated_a_snapshot_is_written_in_place(mode):
 
 
 def test_an_entry_that_is_not_finite_is_not_taken():
-  tx = optax_boost.average_params(optax.sgd(1.0), last=2)
+  tx = optax_boost.average_params(optax.sgd(1.0), start=0)
   state = tx.init(jnp.zeros(2))
   for g in (1.0, 2.0, np.nan):
     _, state = tx.update(jnp.array([-1.0, -g]), state, jnp.zeros(2))
@@ -276,7 +237,7 @@ def test_an_entry_that_is_not_finite_is_not_taken():
 
 
 def test_gradients_flow_through_a_step_beside_the_average():
-  tx = optax_boost.average_params(optax.sgd(0.5), last=2)
+  tx = optax_boost.average_params(optax.sgd(0.5), start=0)
 
   def after(w):
     updates, _ = tx.update(w**2, tx.init(w), w)
@@ -544,7 +505,7 @@ def test_an_averaged_nnx_model_with_new_statistics_predicts_as_numpy():
 
 
 def test_a_decay_that_half_precision_rounds_to_one_is_refused():
-  factory = optax.inject_hyperparams(optax_boost.average_params, static_args=("inner", "last"))
+  factory = optax.inject_hyperparams(optax_boost.average_params, static_args=("inner",))
   params = jnp.ones(2, jnp.bfloat16)
   with pytest.raises(ValueError, match=r"`decay` must be .* < 1; .*hyperparam_dtype=jnp.float32"):
     factory(optax.sgd(0.1), decay=0.999).init(params)
@@ -552,7 +513,7 @@ def test_a_decay_that_half_precision_rounds_to_one_is_refused():
 
 @pytest.mark.parametrize("form", ["jitted", "eager"])
 @pytest.mark.parametrize(
-  "kwargs", [{"decay": 0.9}, {"last": 2}, {"start": 1}, {"decay": 0.9, "every": 2}], ids=str
+  "kwargs", [{"decay": 0.9}, {"start": 1}, {"decay": 0.9, "every": 2}], ids=str
 )
 def test_averages_have_the_derivatives_of_their_formula(kwargs, form):
   """By the learning rate, as it is tuned by the loss of averaged params, and by the decay."""

@@ -29,7 +29,7 @@ STEPS = 4
 HOSTILE = {
   "conv": {"kernel": "curvature"},
   "dense": {"kernel": "loss_scale", "bias": "frozen_groups"},
-  "norm": {"scale": "group_loss_scale"},
+  "norm": {"scale": "notfinite_count"},
 }
 
 # These train in scans, where the depth of freezing is traced.

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 REFERENCE = """
   AutoBoost OptimizerProcess ParameterProcess BoostTrainOneStepCell
   BoostTrainOneStepWithLossScaleCell LessBN GradientFreeze FreezeOpt freeze_cell
-  GradientAccumulation AdaSum DimReduce GroupLossScaleManager
+  GradientAccumulation AdaSum DimReduce
 """
 
 

@@ -286,30 +286,6 @@ def test_only_what_the_optimizer_is_told_is_trained(several):
   assert not np.array_equal(model.out.kernel[...], head)
 
 
-def test_refuses_a_loss_without_the_aux_it_promised():
-  model, optimizer = make(optax.sgd(0.1))
-  step = ob_nnx.make_train_step(lambda m, b: loss_fn(m, b)[0], has_aux=True)
-  with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
-    step(model, optimizer, BATCH)
-  with pytest.raises(TypeError, match=r"`make_train_step` takes has_aux=True"):
-    ob_nnx.make_train_step(loss_fn)(model, optimizer, BATCH)
-  with pytest.raises(TypeError, match=r"`loss_fn` must be callable, called as .*; got 3"):
-    ob_nnx.make_train_step(3)
-
-
-def test_scales_gradients_by_group_through_dropout_and_statistics():
-  plain, scaled = optax.sgd(0.1), optax_boost.group_loss_scale(optax.sgd(0.1), ["hidden", "out"], 8)
-  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
-  models = []
-  for tx in (plain, scaled):
-    model, optimizer = make(tx)
-    for _ in range(3):
-      metrics = step(model, optimizer, BATCH)
-    models.append(pure(model))
-  chex.assert_trees_all_close(*models, rtol=1e-5, atol=1e-6)
-  assert metrics["group_loss_scale"].shape == (2,)
-
-
 class NoisyLinear(nnx.Module):
   """Draws from rngs of its own, and from those that it is called with."""
 
@@ -582,7 +558,7 @@ def test_refuses_options_of_the_wrong_kind(call, message):
   ("tx", "number"),
   [
     (optax_boost.sgperm(method="rank"), 0),
-    (optax_boost.average_params(optax.sgd(0.1), last=3), 1),
+    (optax_boost.average_params(optax.sgd(0.1), decay=0.5), 1),
     (optax_boost.record_trajectory(1, 3), 1),
   ],
   ids=["sgperm", "average_params", "record_trajectory"],

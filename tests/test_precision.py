@@ -329,8 +329,6 @@ def test_refuses_what_is_no_key(key):
 def wrappers_of(inner):
   return {
     "dynamic_loss_scale": optax_boost.dynamic_loss_scale(inner, 8.0),
-    "group_loss_scale": optax_boost.group_loss_scale(inner, [""], 8.0),
-    "skip_group": optax_boost.group_loss_scale(inner, [""], 8.0, skip="group"),
     "accumulate": optax_boost.accumulate(inner, 2),
     "master_weights": optax_boost.master_weights(inner),
     "switch_after": optax_boost.switch_after(1, inner, inner),
@@ -547,11 +545,10 @@ def test_masters_wrap_all_closures():
   "wrap",
   [
     optax_boost.dynamic_loss_scale,
-    lambda tx: optax_boost.group_loss_scale(tx, ["w"]),
     optax_boost.master_weights,
     lambda tx: optax_boost.accumulate(tx, 2),
   ],
-  ids=["loss scale", "group loss scale", "master weights", "accumulate"],
+  ids=["loss scale", "master weights", "accumulate"],
 )
 def test_eager_steps_compile_no_conditional(wrap):
   tx, params = wrap(optax.adam(0.1)), {"w": jnp.ones(2, jnp.bfloat16)}
@@ -564,11 +561,9 @@ def test_eager_steps_compile_no_conditional(wrap):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize("name", ["dynamic_loss_scale", "group_loss_scale"])
-def test_a_scale_that_half_precision_makes_infinite_is_refused(name):
-  groups = {"groups": ("",)} if name == "group_loss_scale" else {}
-  static = ("inner", "axis_name", *(("groups", "skip") if groups else ()))
-  factory = optax.inject_hyperparams(getattr(optax_boost, name), static_args=static)
-  tx = factory(optax.sgd(0.1), **groups, initial_scale=2.0**16)
+def test_a_scale_that_half_precision_makes_infinite_is_refused():
+  static = ("inner", "axis_name", "check_params")
+  factory = optax.inject_hyperparams(optax_boost.dynamic_loss_scale, static_args=static)
+  tx = factory(optax.sgd(0.1), initial_scale=2.0**16)
   with pytest.raises(ValueError, match=r"finite .*Array\(inf.*hyperparam_dtype=jnp.float32"):
     tx.init(jnp.ones(2, jnp.float16))

@@ -22,7 +22,6 @@ HOSTILE_NAMES = (
   "curvature",
   "frozen_groups",
   "grad",
-  "group_loss_scale",
   "inner_state",
   "key",
   "loss_scale",
@@ -202,7 +201,6 @@ WRAPPERS = {
   "accumulate": lambda tx: optax_boost.accumulate(tx, 1),
   "average_params": lambda tx: optax_boost.average_params(tx, decay=0.9),
   "dynamic_loss_scale": optax_boost.dynamic_loss_scale,
-  "group_loss_scale": lambda tx: optax_boost.group_loss_scale(tx, ["."]),
   "master_weights": optax_boost.master_weights,
   "stochastic_rounding": lambda tx: optax_boost.stochastic_rounding(tx, key=0),
   "freeze_layers": lambda tx: optax_boost.freeze_layers(

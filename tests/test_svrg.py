@@ -1136,13 +1136,9 @@ def test_a_full_grad_fn_that_cannot_be_called_is_refused():
     optax_boost.make_train_step(loss_fn, optax_boost.svrg(3), full_grad_fn=3)
 
 
-@pytest.mark.parametrize("scale", ["dynamic_loss_scale", "group_loss_scale"])
-def test_in_front_of_a_loss_scale_it_is_refused(scale):
+def test_before_a_loss_scale_it_is_refused():
   """The full gradient is not scaled, the gradients of a batch would be."""
-
-  def scaled(inner):
-    groups = ((".*",),) if scale == "group_loss_scale" else ()
-    return getattr(optax_boost, scale)(inner, *groups)
+  scaled = optax_boost.dynamic_loss_scale
 
   def trained(tx):
     step = optax_boost.make_train_step(

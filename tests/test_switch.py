@@ -107,7 +107,6 @@ def test_complex_leaves_and_mixed_dtypes_pass_through():
   ("wrapper", "name"),
   [
     (optax_boost.dynamic_loss_scale, "dynamic_loss_scale"),
-    (lambda tx: optax_boost.group_loss_scale(tx, ["."]), "group_loss_scale"),
     (
       lambda tx: optax_boost.freeze_layers(tx, ["w", "."], optax_boost.continuous_freezing(2, 0.5)),
       "freeze_layers",

@@ -42,9 +42,6 @@ def switch_after(tx, micro_steps):
 WRAPPERS = {
   "accumulate": lambda tx, _: optax_boost.accumulate(tx, EVERY),
   "dynamic_loss_scale": lambda tx, _: optax_boost.dynamic_loss_scale(tx, 2.0**18),
-  "group_loss_scale": lambda tx, _: optax_boost.group_loss_scale(
-    tx, GROUPS, 2.0**18, growth_factor=1.01, backoff_factor=0.25
-  ),
   "master_weights": lambda tx, _: optax_boost.master_weights(tx),
   "freeze_layers": lambda tx, _: optax_boost.freeze_layers(
     tx, GROUPS, optax_boost.interval_freezing(2, frozen_fraction=0.25)
@@ -53,9 +50,7 @@ WRAPPERS = {
   "laperm": laperm,
 }
 # What acts on the loss of every step can't stand on one side of a switch.
-REFUSED = {
-  ("switch_after", name) for name in ("dynamic_loss_scale", "group_loss_scale", "freeze_layers")
-}
+REFUSED = {("switch_after", name) for name in ("dynamic_loss_scale", "freeze_layers")}
 PAIRS = list(itertools.permutations(WRAPPERS, 2))
 WIDER = tuple(WRAPPERS)
 ROUNDING = "stochastic_rounding"
@@ -70,7 +65,6 @@ TRIPLES = [
   for names in (
     ("accumulate", "dynamic_loss_scale", "master_weights"),
     ("accumulate", "dynamic_loss_scale", "freeze_layers"),
-    ("accumulate", "dynamic_loss_scale", "group_loss_scale"),
   )
   # Each wrapper once outermost, and once innermost.
   for order in (names, names[1:] + names[:1], names[2:] + names[:2])
@@ -92,7 +86,7 @@ def loss_fn(params, batch):
 
 
 def wrapped(order, dtype):
-  keeps_float32 = {"dynamic_loss_scale", "group_loss_scale", "master_weights"} & set(order)
+  keeps_float32 = {"dynamic_loss_scale", "master_weights"} & set(order)
   # Adam's eps is zero in float16 and its second moment vanishes: alone it is NaN after one step.
   # Without a wrapper that keeps its state in float32 it needs another eps.
   tx = optax.adam(0.05, eps=1e-3 if dtype == "float16" and not keeps_float32 else 1e-8)

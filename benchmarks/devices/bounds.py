@@ -22,7 +22,6 @@ _ADASUM = (
 _IN_PLACE = {
   "accumulate": 75,
   "dynamic_loss_scale": 55,
-  "group_loss_scale": 55,
   "master_weights": 60,
 }
 # One loop for equal leaves; fan-in shards cross once there and once back.

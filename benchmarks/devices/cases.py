@@ -103,9 +103,6 @@ CASES = {
   "accumulate": Case("accumulate", lambda: optax_boost.accumulate(_adam(), 4)),
   "optax.MultiSteps": Case("", lambda: optax.MultiSteps(_adam(), 4).gradient_transformation()),
   "dynamic_loss_scale": Case("dynamic_loss_scale", lambda: optax_boost.dynamic_loss_scale(_adam())),
-  "group_loss_scale": Case(
-    "group_loss_scale", lambda: optax_boost.group_loss_scale(_adam(), GROUPS)
-  ),
   "optax.apply_if_finite": Case("", lambda: optax.apply_if_finite(_adam(), 5)),
   "master_weights": Case(
     "master_weights", lambda: optax_boost.master_weights(_adam()), dtype=jnp.bfloat16

@@ -127,12 +127,11 @@ class Transform:
     if self.inner is None:
       return None
     state = self.inner.init(params)
-    for request in (_protocol.LOSS_SCALE, _protocol.GROUP_LOSS_SCALE):
-      if _protocol.requested(state, request) is not None:
-        raise ValueError(
-          f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
-          f" with a `{request}`. Put the loss scale around `{_METHOD}` instead."
-        )
+    if _protocol.requested(state, _protocol.LOSS_SCALE) is not None:
+      raise ValueError(
+        f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
+        f" with a `{_protocol.LOSS_SCALE}`. Put the loss scale around `{_METHOD}` instead."
+      )
     return state
 
   def update(

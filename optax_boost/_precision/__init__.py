@@ -1,11 +1,7 @@
 """The mixed-precision stack: loss scaling, float32 master weights, stochastic rounding."""
 
-from optax_boost._precision._group_loss_scale import GroupLossScaleState as GroupLossScaleState
-from optax_boost._precision._group_loss_scale import group_loss_scale as group_loss_scale
-from optax_boost._precision._group_loss_scale import next_group_loss_scale as next_group_loss_scale
 from optax_boost._precision._loss_scale import DynamicLossScaleState as DynamicLossScaleState
 from optax_boost._precision._loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from optax_boost._precision._loss_scale import next_loss_scale as next_loss_scale
 from optax_boost._precision._master_weights import MasterWeightsState as MasterWeightsState
 from optax_boost._precision._master_weights import master_weights as master_weights
 from optax_boost._precision._stochastic_rounding import (

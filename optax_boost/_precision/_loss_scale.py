@@ -1,7 +1,8 @@
 """Dynamic loss scaling: small gradients vanish in float16, so the loss is scaled while it can be.
 
 The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by
-it afterwards. s follows the overflows:
+it afterwards, in float32: they would vanish after all if they were cast back. So the inner
+optimizer works in at least float32, its state included. s follows the overflows:
 
   overflow             no step is made; the h-th since s last grew, and each after it:
                        s <- max(s * backoff, minimum)
@@ -11,16 +12,26 @@ Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of
 ``DynamicGradScaler``.
 """
 
+import dataclasses
+import functools
+import math
+from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _conditional
+from optax_boost import _in_place
+from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost._precision import _unscaled
+from optax_boost import _tree
+
+_METHOD = "dynamic_loss_scale"
 
 
 @_protocol.declares(
@@ -33,7 +44,8 @@ class DynamicLossScaleState(NamedTuple):
 
   Attributes:
     loss_scale: scalar float32, the factor of the next loss.
-    growth_count: scalar int32, steps since the scale last changed.
+    growth_count: scalar int32, the steps without an overflow since the last one, or since the scale
+      last grew.
     hysteresis_count: scalar int32, overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped.
     inner_state: the inner optimizer's state.
@@ -44,52 +56,6 @@ class DynamicLossScaleState(NamedTuple):
   hysteresis_count: jax.Array
   notfinite_count: jax.Array
   inner_state: optax.OptState
-
-
-def next_loss_scale(
-  loss_scale: jax.Array,
-  growth_count: jax.Array,
-  finite: jax.Array,
-  growth_interval: jax.typing.ArrayLike = 2000,
-  growth_factor: jax.typing.ArrayLike = 2.0,
-  backoff_factor: jax.typing.ArrayLike = 0.5,
-  minimum: jax.typing.ArrayLike = 1.0,
-  maximum: jax.typing.ArrayLike = 2.0**24,
-) -> tuple[jax.Array, jax.Array]:
-  """The loss scale after a step.
-
-  Args:
-    loss_scale: scalar float32, the scale that the step used.
-    growth_count: scalar int32, steps since the scale last changed.
-    finite: scalar bool, whether the step's gradients were finite.
-    growth_interval: steps without an overflow before the scale grows.
-    growth_factor: factor of the scale when it grows.
-    backoff_factor: factor after an overflow.
-    minimum: floor of the scale.
-    maximum: cap of the scale.
-
-  Returns:
-    The new scale and count. A step that overflows when growth is due only shrinks.
-
-  Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: a number is out of range.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax_boost
-    >>> scale, count = jnp.float32(8.0), jnp.int32(0)
-    >>> scale, count = optax_boost.next_loss_scale(scale, count, jnp.array(False))
-    >>> float(scale), int(count)
-    (4.0, 0)
-  """
-  _base.check_number("loss_scale", loss_scale, positive=True)
-  _base.check_whole_number("growth_count", growth_count, minimum=0)
-  _base.check_array("finite", finite, (), bools=True)
-  _base.check_whole_number("growth_interval", growth_interval)
-  grown, shrunk = _unscaled.next_scales(loss_scale, growth_factor, backoff_factor, minimum, maximum)
-  due = growth_count + 1 >= growth_interval
-  scale = jnp.where(finite, jnp.where(due, grown, loss_scale), shrunk)
-  return scale, jnp.where(finite & ~due, growth_count + 1, 0).astype(jnp.int32)
 
 
 def dynamic_loss_scale(
@@ -103,14 +69,17 @@ def dynamic_loss_scale(
   minimum: jax.typing.ArrayLike = 1.0,
   maximum: jax.typing.ArrayLike = 2.0**24,
   axis_name: str | tuple[str, ...] | None = None,
+  check_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales the gradients of a scaled loss, and skips the steps that overflowed.
 
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients or resulting params are not finite changes the scale and the
-  counters only. The scale follows the gradients, not the params. Inside ``optax.partition`` and
+  A step whose unscaled gradients are not finite changes the scale and the counters only. So does,
+  but for the scale, a step that overflows params in float16. If `inner` makes NaN of ordinary
+  gradients, as ``optax.adam(eps=0)`` does, the params' entries keep their values; see
+  `check_params`. Inside ``optax.partition`` and
   ``optax.masked`` :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
@@ -127,6 +96,10 @@ def dynamic_loss_scale(
     maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
       overflow then counts for all.
+    check_params: whether the step is computed once more, ahead, to see that the params stay finite.
+      A step that loses an entry is then skipped as a whole, the state of `inner` included, and
+      counted. Off by default: it takes the optimizer's time twice, and only an `inner` that makes
+      NaN of ordinary gradients needs it.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
@@ -158,34 +131,136 @@ def dynamic_loss_scale(
   if growth_interval is not None:
     _base.check_whole_number("growth_interval", growth_interval)
   _base.check_whole_number("hysteresis", hysteresis)
-  _unscaled.check_rule(initial_scale, growth_factor, backoff_factor, minimum, maximum)
+  _base.check_number("growth_factor", growth_factor, minimum=1.0)
+  _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
+  _base.check_axis_name("axis_name", axis_name)
+  _base.check_bool("check_params", check_params)
+  _check_scales(initial_scale, minimum, maximum)
+  rule = _Rule(growth_interval, hysteresis, growth_factor, backoff_factor, minimum, maximum)
+  inner = _base.check_transformation("inner", inner)
+  method = _LossScale(inner, initial_scale, rule, axis_name, check_params)
+  return _in_place.InPlaceTransformation(method.init, method.step)
 
-  def make_state(params: optax.Params, inner_state: optax.OptState) -> DynamicLossScaleState:
+
+class _Rule(NamedTuple):
+  """By which the scale grows and shrinks."""
+
+  growth_interval: Any
+  hysteresis: Any
+  growth_factor: Any
+  backoff_factor: Any
+  minimum: Any
+  maximum: Any
+
+  def next(
+    self, scale: jax.Array, count: jax.Array, overflows: jax.Array, finite: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scale, its growth count and its hysteresis count after a step."""
+    if self.growth_interval is None:
+      return scale, count, overflows
+    overflows = _arrays.increment_if(~finite, overflows)
+    grows = finite & (count + 1 >= self.growth_interval)
+    grown = jnp.minimum(scale * jnp.float32(self.growth_factor), jnp.float32(self.maximum))
+    shrunk = jnp.maximum(scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
+    shrinks = ~finite & (overflows >= self.hysteresis)
+    scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
+    count = jnp.where(finite & ~grows, count + 1, 0)
+    return scale, count, jnp.where(grows, 0, overflows)
+
+
+def _check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
+  """Checks the first scale, its floor and its cap, all of which must be float32 numbers."""
+  info = np.finfo(np.float32)
+  scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
+  known: dict[str, float] = {}
+  for name, value in scales.items():
+    _base.check_number(name, value, positive=True)
+    if (number := _base.known_number(value)) is None:
+      continue
+    known[name] = float(number)
+    # Compared in float32, whose largest number NumPy prints rounded up.
+    with np.errstate(over="ignore"):
+      in_range = info.tiny <= np.float32(known[name]) <= info.max
+    if not in_range:
+      raise ValueError(
+        f"`{name}` must be a float32 number, between {info.tiny:g} and {info.max:g}; got"
+        f" {_base.shorten(value)}."
+      )
+  if known.keys() != scales.keys():
+    return
+  if known["minimum"] > known["maximum"]:
+    raise ValueError(f"`minimum` must not be above `maximum`; got {minimum!r} and {maximum!r}.")
+  if not known["minimum"] <= known["initial_scale"] <= known["maximum"]:
+    raise ValueError(
+      "`initial_scale` must be between `minimum` and `maximum`; got"
+      f" {initial_scale!r}, not between {minimum!r} and {maximum!r}."
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _LossScale:
+  """The checked arguments of :func:`dynamic_loss_scale`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  initial_scale: Any
+  rule: _Rule
+  axis_name: str | tuple[str, ...] | None
+  check_params: bool
+  # Shapes with the dtypes of the inner updates, for each kind of gradients and params.
+  output_shapes: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+  def init(self, params: optax.Params) -> DynamicLossScaleState:
+    _tree.check_floating(params, _METHOD)
     # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
     numbers = [0] * len(jax.tree.leaves(params))
     _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)
     return DynamicLossScaleState(
-      loss_scale=jnp.asarray(initial_scale, jnp.float32),
+      loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=inner_state,
+      inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
     )
 
-  def next_state(
-    state: DynamicLossScaleState, inner_state: optax.OptState, finite: jax.Array, made: jax.Array
-  ) -> DynamicLossScaleState:
-    # All leaves are one group.
-    finite, made = finite[0], made[0]
-    scale, count, overflows = state.loss_scale, state.growth_count, state.hysteresis_count
-    if growth_interval is not None:
-      overflows = _arrays.increment_if(~finite, overflows)
-      rule = (growth_interval, growth_factor, backoff_factor, minimum, maximum)
-      moved, count = next_loss_scale(scale, count, finite, *rule)
-      scale = jnp.where(~finite & (overflows < hysteresis), scale, moved)
-      # Growth has just been due where a finite step sets its count back.
-      overflows = jnp.where(finite & (count == 0), 0, overflows)
-    return DynamicLossScaleState(
+  def step(
+    self,
+    gradients: _in_place.Gradients,
+    state: DynamicLossScaleState,
+    params: optax.Params | None,
+    landing: _in_place.Landing,
+  ) -> tuple[Any, DynamicLossScaleState]:
+    updates, extra_args = gradients()
+    _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
+    shapes = self._updates_like(updates, params, extra_args)
+    nested = _in_place.is_in_place(self.inner)
+    if nested and landing.in_params and shapes is not None:
+      # Half-precision params move by updates that were rounded to their dtype.
+      updates, state = self.step(gradients, state, params, _in_place.UPDATES)
+      return optax.apply_updates(params, updates), state
+    inner = self.inner if shapes is None else self._cast(shapes)
+
+    def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
+      return _masking.map_gradients(
+        functools.partial(self._unscale, state.loss_scale), *gradients()
+      )
+
+    def step(params: Any, inner_state: Any) -> tuple[Any, optax.OptState]:
+      guarded = dataclasses.replace(landing, guard=True)
+      return guarded.step(inner, unscaled, inner_state, params)
+
+    finite, landed = self._checks(inner, gradients, unscaled, state, params)
+    made = finite & landed
+    _, result, inner_state = landing.step_if(
+      # A loss scale inside must see every overflow, or it would never come down.
+      landed if _conditional.scales_loss(state.inner_state) else made,
+      step,
+      params,
+      state.inner_state,
+    )
+    scale, count, overflows = self.rule.next(
+      state.loss_scale, state.growth_count, state.hysteresis_count, finite
+    )
+    return result, DynamicLossScaleState(
       loss_scale=scale,
       growth_count=count,
       hysteresis_count=overflows,
@@ -193,14 +268,76 @@ def dynamic_loss_scale(
       inner_state=inner_state,
     )
 
-  return _unscaled.UnscalingOptimizer(
-    "dynamic_loss_scale",
-    DynamicLossScaleState,
-    inner,
-    axis_name,
-    maximum,
-    make_state=make_state,
-    scales_of=lambda state: state.loss_scale[None],
-    number=lambda tree: jax.tree.map(lambda _: 0, tree),
-    next_state=next_state,
-  ).transformation()
+  def _checks(
+    self,
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: _in_place.Gradients,
+    unscaled: _in_place.Gradients,
+    state: DynamicLossScaleState,
+    params: optax.Params | None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Whether the unscaled gradients are finite, and whether the params stay so."""
+    updates, extra_args = gradients()
+    # A wrapper of ours checks its own steps.
+    trusted = _in_place.is_in_place(inner) and not self.check_params
+
+    def agree(flag: jax.Array) -> jax.Array:
+      return _conditional.agree(flag, self.axis_name, _METHOD)
+
+    def check() -> tuple[jax.Array, jax.Array]:
+      finite = agree(jnp.isfinite(_in_place.largest(updates) / state.loss_scale))
+      if trusted:
+        return finite, jnp.ones_like(finite)
+      grads, extra = unscaled()
+      moves, _ = inner.update(grads, state.inner_state, params, **extra)
+      zeros = jax.tree.map(jnp.zeros_like, moves)
+      new, old = (moves, zeros) if params is None else (optax.apply_updates(params, moves), params)
+      return finite, agree(_in_place.none_lost(new, old))
+
+    wide = _in_place.has_wide_range(updates if params is None else params)
+    if self.check_params or not (trusted or wide):
+      return check()
+    true = jnp.asarray(True)
+    squares = _in_place.sum_squares(updates)
+    usual = agree(_in_place.ordinary(squares, 1 / state.loss_scale, extra_args))
+    finite, landed = _in_place.checked_unless(usual, check, true, true)
+    return finite, landed
+
+  def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
+    """Gradients without the scale, in at least float32."""
+    known = _base.known_number(self.rule.maximum)
+    maximum = math.inf if known is None else float(known)
+    return jax.tree.map(lambda g: _in_place.divide(_arrays.widen(g), scale, maximum), grads)
+
+  def _cast(self, shapes: Any) -> optax.GradientTransformationExtraArgs:
+    """The inner optimizer, with its updates in the dtypes of `shapes`, its states in their own."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+      out, moved = self.inner.update(updates, state, params, **extra_args)
+      return _conditional.cast_like(out, shapes), _conditional.cast_like(moved, state)
+
+    return optax.GradientTransformationExtraArgs(self.inner.init, update)
+
+  def _updates_like(
+    self, updates: optax.Updates, params: optax.Params | None, extra_args: dict[str, Any]
+  ) -> Any:
+    """Shapes with the dtypes that the inner optimizer gives its updates without a scale around it.
+
+    Updates belong to the params: with float32 params they are float32. None: nothing has half
+    precision.
+    """
+    leaves, structure = jax.tree.flatten((updates, params))
+    if all(leaf.dtype == _arrays.accumulator_dtype(leaf.dtype) for leaf in leaves):
+      return None
+    kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+    if kind not in self.output_shapes:
+      like = updates if params is None else params
+
+      def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
+        gradients = jax.tree.map(
+          lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), updates, like
+        )
+        return self.inner.update(gradients, self.inner.init(like), params, **extra_args)[0]
+
+      self.output_shapes[kind] = jax.eval_shape(update, updates, like)
+    return self.output_shapes[kind]

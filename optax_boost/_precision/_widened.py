@@ -39,7 +39,7 @@ class WideOptimizer:
     _base.check_axis_name("axis_name", self.axis_name)
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
-    return _in_place.InPlaceTransformation(self.init, self.update, self.apply)
+    return _in_place.InPlaceTransformation(self.init, self.step)
 
   def init(self, params: optax.Params) -> Any:
     _tree.check_floating(params, self.method)
@@ -56,57 +56,44 @@ class WideOptimizer:
       fields["master_params"] = _arrays.copy_arrays(wide)
     return self.state_type(**fields)
 
-  def update(
+  def step(
     self,
-    updates: optax.Updates,
+    gradients: _in_place.Gradients,
     state: Any,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, Any]:
-    _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
-    widen, round_ = self._conversions(state)
-    wide = widen(params, _masters(state))
-    moves, moved = self._inner_step(_arguments(updates, extra_args, params), state, wide)
-    skipped = ~self._agree(~_spoilt(updates, moves, moved, state.inner_state))
-    stepped = _conditional.select(skipped, wide, optax.apply_updates(wide, moves))
-    bad = skipped | ~self._agree(_conditional.no_entry_lost(stepped, wide))
-    inner_state = _conditional.select(skipped, state.inner_state, moved)
-    wide = _in_place.keep_finite(stepped, wide)
-    return _difference(round_(wide, params), params), _next_state(state, wide, bad, inner_state)
-
-  def apply(
-    self, gradients: _in_place.Gradients, state: Any, params: optax.Params, guard: bool
-  ) -> tuple[optax.Params, Any]:
-    del guard  # no finite param is rounded to another kind
+    params: optax.Params,
+    landing: _in_place.Landing,
+  ) -> tuple[Any, Any]:
     updates, _ = gradients()
     _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
     widen, round_ = self._conversions(state)
+    # The inner step lands in wide params, which are rounded to the params of either landing.
+    landing_wide = dataclasses.replace(landing, in_params=True, guard=True)
 
     def arguments() -> tuple[optax.Updates, dict[str, Any]]:
       return _arguments(*gradients(), params)
 
-    def step(params: Any, masters: Any, inner_state: Any) -> Any:
-      wide, inner_state = _in_place.apply(
-        self.inner, arguments, inner_state, widen(params, masters), guard=True
-      )
-      return round_(wide, params), None if masters is None else wide, inner_state
+    def step(own: Any, masters: Any, inner_state: Any) -> Any:
+      wide = widen(own, masters)
+      wide, inner_state = landing_wide.step(self.inner, arguments, inner_state, wide)
+      return round_(wide, own), None if masters is None else wide, inner_state
 
-    def skip(params: Any, masters: Any) -> Any:
-      masters = widen(params, masters)
-      return round_(masters, params), masters
+    def skip(own: Any, masters: Any) -> Any:
+      masters = widen(own, masters)
+      return round_(masters, own), masters
 
     carry = params, _masters(state), state.inner_state
-    if _conditional.scales_loss(state.inner_state) and _in_place.is_in_place(self.inner):
+    nested = _in_place.is_in_place(self.inner)
+    if _conditional.scales_loss(state.inner_state) and nested:
       # It skips its own bad steps.
-      params, masters, inner_state = step(*carry)
-      return params, _next_state(state, masters, jnp.asarray(False), inner_state)
-    skipped, bad = self._skipped_in_place(
-      gradients, arguments, state, lambda: widen(params, _masters(state))
-    )
-    made, params, masters, inner_state = _in_place.once_if(~skipped, step, *carry)
-    if masters is not None:
-      _, params, masters = _in_place.once_if(~made, skip, params, masters)
-    return params, _next_state(state, masters, bad, inner_state)
+      bad = jnp.asarray(False)
+      new, masters, inner_state = step(*carry)
+    else:
+      skipped, bad = self._checks(gradients, arguments, state, lambda: widen(*carry[:2]))
+      made, new, masters, inner_state = landing_wide.change_if(~skipped, step, *carry)
+      if masters is not None:
+        _, new, masters = landing_wide.change_if(~made, skip, new, masters)
+    result = new if landing.in_params else _difference(new, params)
+    return result, _next_state(state, masters, bad, inner_state)
 
   def _agree(self, flag: jax.Array) -> jax.Array:
     """Whether a flag holds on all devices: each runs the inner optimizer's collectives, or none."""
@@ -140,35 +127,26 @@ class WideOptimizer:
 
     return widen, lambda wide, params: _round_like(wide, params, key)
 
-  def _inner_step(
-    self, arguments: tuple[optax.Updates, dict[str, Any]], state: Any, wide: optax.Params
-  ) -> tuple[optax.Updates, optax.OptState]:
-    """The inner optimizer's updates and its next state, in the dtypes of this one."""
-    updates, extra_args = arguments
-    moves, moved = self.inner.update(updates, state.inner_state, wide, **extra_args)
-    return moves, _conditional.cast_like(moved, state.inner_state)
-
-  def _skipped_in_place(
+  def _checks(
     self,
     gradients: _in_place.Gradients,
     arguments: _in_place.Gradients,
     state: Any,
     make_wide: Callable[[], optax.Params],
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether a step in place is not made, and whether it is counted."""
+    """Whether the step is skipped, and whether it is counted."""
     updates, extra_args = gradients()
 
     def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
-      wide = make_wide()
-      return wide, *self._inner_step(arguments(), state, wide)
+      wide, (grads, extra) = make_wide(), arguments()
+      moves, moved = self.inner.update(grads, state.inner_state, wide, **extra)
+      return wide, moves, _conditional.cast_like(moved, state.inner_state)
 
     def check() -> tuple[jax.Array, jax.Array]:
       wide, moves, _ = inner_step()
       landed = self._agree(_in_place.none_lost(optax.apply_updates(wide, moves), wide))
       # One thing after the other, so that nothing is kept for the next.
-      (sound,) = _in_place.checked_unless(
-        landed, lambda: (_in_place.all_finite(inner_step()[1]),), landed
-      )
+      (sound,) = _in_place.checked_unless(landed, lambda: (_finite_moves(inner_step()[1]),), landed)
       nested = _conditional.scales_loss(state.inner_state)
       finite = self._agree(jnp.isfinite(_in_place.largest(updates))) | nested
       (kept,) = _in_place.checked_unless(
@@ -232,21 +210,8 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   return _masking.beside_closures(call)
 
 
-def _spoilt(
-  updates: optax.Updates, moves: optax.Updates, moved: optax.OptState, state: optax.OptState
-) -> jax.Array:
-  """Whether the inner optimizer could not cope with its gradients."""
-  bad_moves = ~_arrays.all_finite(moves)
-  if _conditional.scales_loss(state):
-    # It copes with overflows, and must keep its record of them: inside an accumulation they wait
-    # in the sum for the end of the window.
-    return bad_moves
-  # The state is looked through only where something is wrong already.
-  return _conditional.cond(
-    bad_moves | ~_arrays.all_finite(updates),
-    lambda: bad_moves | ~_conditional.no_entry_lost(moved, state),
-    lambda: bad_moves,
-  )
+def _finite_moves(moves: optax.Updates) -> jax.Array:
+  return _in_place.none_lost(moves, jax.tree.map(jnp.zeros_like, moves))
 
 
 def round_stochastically(u: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:

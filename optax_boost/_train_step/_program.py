@@ -122,7 +122,7 @@ class Program:
       extra["full_grad_fn"] = _of_masked(mean_gradient, start)
     with _protocol.collect_announcements() as announced:
       try:
-        params, opt_state = _in_place.apply(
+        params, opt_state = _in_place.PARAMS.step(
           self.tx, lambda: (grad, dict(extra)), request.opt_state, start
         )
       except (AttributeError, TypeError, ValueError) as error:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _protocol
 from optax_boost import _scaled_backward
 from optax_boost._train_step import _frozen_backward
@@ -26,20 +25,15 @@ class Requests:
   ):
     self.opt_state = opt_state
     self._loss_scale = _protocol.requested(opt_state, _protocol.LOSS_SCALE)
-    group_scales = _protocol.requested(opt_state, _protocol.GROUP_LOSS_SCALE)
     self.frozen_groups = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
-    if self._loss_scale is not None or group_scales is not None:
+    if self._loss_scale is not None:
       _protocol.check_full_gradients(opt_state)
     groups: dict[str, _protocol.GroupAssignment] = {}
-    if any(x is not None for x in (self._loss_scale, group_scales, self.frozen_groups)):
+    if self._loss_scale is not None or self.frozen_groups is not None:
       groups = _protocol.collect_groups(tx, params)
     self.frozen = groups.get(_protocol.FROZEN_GROUPS)
     # Who asks for one scale need not announce its leaves; all have it then.
     self._has_scale = groups.get(_protocol.LOSS_SCALE)
-    self._scaled = None if group_scales is None else groups.get(_protocol.GROUP_LOSS_SCALE)
-    if self._scaled is not None:
-      # And 1 for leaves that the method has not seen.
-      self._group_scales = jnp.append(_arrays.on_device(group_scales), jnp.float32(1))
     if self.frozen is not None and depth is not None:
       # A constant in the state: nothing is computed for frozen leaves in `update` either.
       self.frozen_groups = depth
@@ -67,12 +61,7 @@ class Requests:
           for p, asks in zip(leaves, self._leaves_that_ask(params), strict=True)
         ]
         params = jax.tree.unflatten(structure, leaves)
-      if self._scaled is None:
-        value, rest = cut(objective)(params)
-      else:
-        value, rest = _scaled_backward.scaled_objective(
-          cut(objective), params, self._scaled.numbers(params), self._group_scales
-        )
+      value, rest = cut(objective)(params)
       # In float32: a float16 loss times its scale would overflow.
       scale = self._loss_scale
       return value if scale is None else value.astype(jnp.float32) * scale, rest

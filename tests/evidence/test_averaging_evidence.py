@@ -107,8 +107,8 @@ def sgd_step():
   """One program for all rates."""
   sgd = optax.inject_hyperparams(optax.sgd)(0.0, momentum=0.9)
   tx = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-  averaging = optax_boost.average_params(tx, last=SNAPSHOTS, every=EVERY)
-  return optax_boost.linen.make_train_step(NETWORK, loss_fn, averaging)
+  recording = optax.chain(tx, optax_boost.record_trajectory(every=EVERY, capacity=SNAPSHOTS))
+  return optax_boost.linen.make_train_step(NETWORK, loss_fn, recording)
 
 
 def go_on(state, rates, some):
@@ -145,9 +145,7 @@ def measure(params, statistics, anew=True):
 
 def in_order(state):
   """The snapshots, the oldest first."""
-  kept = optax.tree.get(state.opt_state, "snapshots")
-  taken = int(optax.tree.get(state.opt_state, "snapshot_count"))
-  return jax.tree.map(lambda ring: jnp.roll(ring, -(taken % SNAPSHOTS), 0), kept)
+  return optax_boost.snapshots(state.opt_state)
 
 
 def averages(state):
