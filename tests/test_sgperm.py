@@ -734,7 +734,7 @@ def test_refuses_leaves_that_are_complex_or_python_numbers_and_states_of_others(
   ):
     tx.update(params, optax.trace(0.9).init(params), params)
   other = {"a": jnp.arange(4.0)}
-  message = r"params that its state was made for; got shape \(4,\) for \(3,\) in the leaf 'a'"
+  message = r"params that its state was made for, of shapes \[\(3,\)\]; got \[\(4,\)\]"
   with pytest.raises(ValueError, match=message):
     tx.update(other, tx.init(params), other)
 

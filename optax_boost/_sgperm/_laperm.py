@@ -134,7 +134,7 @@ def laperm(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
       permuted_params=held(_arrays.copy_arrays(params)),
-      permutation=held(_layout.identity(params)),
+      permutation=held(jax.tree.map(_layout.identity, params)),
       ranks=held(list(map(_layout.ranks, layouts, leaves))),
       inner_state=inner_state,
     )

@@ -1,7 +1,7 @@
 """Leaves as stacks of weight vectors: one column per output, its incoming weights in it.
 
-Functions here and in the kernels are jitted each for itself: outside of a user's ``jit``, which is
-where ``init`` runs, their many small operations would be compiled one by one.
+Functions here and in the kernels are jitted each for itself: outside of a user's ``jit``, as in
+``init``, their many small operations would be compiled one by one.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Layout:
 
   @property
   def outputs(self) -> tuple[int, ...]:
-    """The axes along which the vectors lie side by side."""
+    """The axes that number the vectors."""
     return tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
 
   @property
@@ -84,27 +84,27 @@ class Cutter:
     _base.check_name("layout", layout, ("flax", "torch"))
     _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
     _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
-    self._method, self._layout, self._exclude = method, layout, exclude
-    self._fan_in_axes, self._stacked_axes = fan_in_axes, stacked_axes
-    self.layouts = _tree.once_per_tree(self._layouts)
+    self._method, self._told = method, (fan_in_axes, stacked_axes) != (None, None)
 
-  def _layouts(self, tree: Any) -> list[Layout]:
-    """The layout of every leaf, in the order of ``jax.tree.leaves``."""
-    leaves = _tree.describe(tree, self._stacked_axes)
-    named = _tree.axes_by_pattern(leaves, self._fan_in_axes, "fan_in_axes", tree=tree)
-    excluded = _tree.select(tree, self._exclude, "exclude")
+    def layouts(tree: Any) -> list[Layout]:
+      leaves = _tree.describe(tree, stacked_axes)
+      named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes", tree=tree)
+      excluded = _tree.select(tree, exclude, "exclude")
 
-    def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:
-      vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
-      return leaf.layer_axes if vector else _tree.fan_in_axes(leaf, self._layout)
+      def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:
+        vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
+        return leaf.layer_axes if vector else _tree.fan_in_axes(leaf, layout)
 
-    return [
-      Layout(leaf.path, leaf.shape, fan_in(leaf) if axes is None else axes, skip)
-      for leaf, axes, skip in zip(leaves, named, excluded, strict=True)
-    ]
+      return [
+        Layout(leaf.path, leaf.shape, fan_in(leaf) if axes is None else axes, skip)
+        for leaf, axes, skip in zip(leaves, named, excluded, strict=True)
+      ]
+
+    # Of every leaf, in the order of `jax.tree.leaves`.
+    self.layouts = _tree.once_per_tree(layouts)
 
   def for_init(self, params: Any) -> list[Layout]:
-    """The layouts of params whose values, where they are known, are finite."""
+    """The layouts of params whose values, if they are known, are finite."""
     _tree.check_floating(params, self._method)
     layouts = self.layouts(params)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
@@ -112,7 +112,7 @@ class Cutter:
       if not (lay.excluded or unknown or _finite(x)):
         raise ValueError(
           f"`{self._method}` needs finite initial weights, for it keeps their values; the leaf"
-          f" '{lay.name}' has a NaN or an infinity. Initialize it anew, or leave it to another"
+          f" '{lay.name}' has a NaN or an infinity. Initialize it again, or leave it to another"
           " optimizer with `optax.partition`."
         )
     return layouts
@@ -121,25 +121,20 @@ class Cutter:
     """The layouts of params that fit the gradients and the state."""
     _tree.check_update(self._method, updates, state, state_type, params, needs_params=True)
     layouts = self.layouts(params)
-    held = [lay for lay in layouts if not lay.excluded]
+    held = [lay.shape for lay in layouts if not lay.excluded]
     shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
-    if [lay.shape for lay in held] != shapes:
-      details = [
-        f"shape {lay.shape} for {shape} in the leaf '{lay.name}'"
-        for lay, shape in zip(held, shapes, strict=False)
-        if lay.shape != shape
-      ]
+    if held != shapes:
       raise ValueError(
-        f"`{self._method}` needs the params that its state was made for; got"
-        f" {[*details, f'{len(held)} leaves for {len(shapes)}'][0]}. Start from `tx.init(params)`."
+        f"`{self._method}` needs the params that its state was made for, of shapes"
+        f" {_base.shorten(shapes)}; got {_base.shorten(held)}. Start from `tx.init(params)`."
       )
-    if self._stacked_axes is None and self._fan_in_axes is None:
+    if not self._told:
       _protocol.announce_layers(self._method, [lay.path for lay in layouts if lay.movable])
     return layouts
 
 
 def _finite(x: jax.Array) -> bool:
-  # Within a trace known arrays are none of its arguments.
+  # Within a trace known arrays are not its arguments.
   with jax.ensure_compile_time_eval():
     return bool(_largest_is_finite(x))
 
@@ -186,16 +181,12 @@ def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
   return _execution.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
 
 
-def identity(params: Any) -> Any:
-  """The permutation that changes nothing, a tree of int32."""
-
-  def one(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return x.update(dtype=jnp.int32)
-    # A jit drops an argument without entries, and with it its mesh.
-    return _entries(x) if x.size else jnp.zeros_like(x, dtype=jnp.int32)
-
-  return jax.tree.map(one, params)
+def identity(x: Any) -> Any:
+  """The permutation of a leaf that changes nothing, int32."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=jnp.int32)
+  # A jit drops an argument without entries, and with it its mesh.
+  return _entries(x) if x.size else jnp.zeros_like(x, dtype=jnp.int32)
 
 
 @jax.jit
@@ -204,7 +195,7 @@ def _entries(x: jax.Array) -> jax.Array:
   if x.size > np.iinfo(np.int32).max:
     raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
   entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-  # No weight is above infinity: zeros that lie where the leaf lies.
+  # No weight is above infinity: zeros, sharded like the leaf.
   return entries + (x > jnp.inf).astype(jnp.int32)
 
 
@@ -219,9 +210,6 @@ def whole(layout: Layout, held: Weights, moved: Weights) -> Weights:
 
 
 def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
-  """The update from weights to others of their dtype, in the wider of that and another.
-
-  ``optax.apply_updates`` then lands on the target, or within one rounding of it.
-  """
+  """The update from weights to others of their dtype, in the wider of that and another."""
   wide = jnp.promote_types(current.dtype, dtype)
   return target.astype(wide) - current.astype(wide)

@@ -1,7 +1,6 @@
 """The steps of SGPerm, of checked arguments: momentum, random bits, and a kernel."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
 import dataclasses
 import functools
 from typing import Any
@@ -64,7 +63,7 @@ class Transform:
       key=jnp.array(jax.random.key_data(self.key)),
       momentum=_arrays.zeros_like_wide(params),
       permuted_params=_arrays.copy_arrays(params),
-      permutation=_layout.identity(params),
+      permutation=jax.tree.map(_layout.identity, params),
       ranks=() if self.method == "pairs" else of_each(_layout.ranks),
       ranges=_tree.unboxed(of_each(_layout.ranges)),
       notfinite_count=jnp.zeros([], jnp.int32),
@@ -80,37 +79,47 @@ class Transform:
     **extra_args: Any,
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(updates, state, SgpermState, params)
-    orders = _given_orders(partitions, updates, layouts)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
+    grads, structure = jax.tree.flatten(updates)
+    currents = jax.tree.leaves(params)
     # With "pairs" the state has no ranks.
     trees = (state.permuted_params, state.permutation, state.ranks, momentum, state.ranges)
-    parts = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
-    weights = list(map(Weights, *parts[:3]))
+    columns = [jax.tree.leaves(tree) or [None] * len(layouts) for tree in trees]
+    orders = _given_orders(partitions, updates, layouts)
+    weights = list(map(Weights, *columns[:3]))
+    leaves = list(map(Leaf, weights, *columns[3:], orders))
     moving = [i for i, lay in enumerate(layouts) if lay.movable]
-    leaves = [Leaf(weights[i], parts[3][i], parts[4][i], orders[i]) for i in moving]
-    currents = jax.tree.leaves(params)
-    # A state restored without shardings has none.
-    like = [jax.tree.map(lambda _, i=i: currents[i], weights[i]) for i in moving]
-    moved = self._moved([layouts[i] for i in moving], state, leaves, like)
-    for i, of_leaf in zip(moving, moved, strict=True):
-      weights[i] = of_leaf
-    structure: Any = jax.tree.structure(updates)
 
-    def tree(leaves: Iterable[Any]) -> Any:
-      return jax.tree.unflatten(structure, list(leaves))
+    def move(count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> list[Weights]:
+      own = [layouts[i] for i in moving]
+      bits = self._random_bits(count, key, own)
+      on_host = self.method == "exact" and self._on_host()
+      step = self._host_step if on_host else self._device_step
+      moved = step(count, bits, own, leaves)
+      return list(map(_layout.whole, own, [leaf.weights for leaf in leaves], moved))
 
+    if moving:
+      # Sharded as the params: a state restored without shardings has none.
+      like = [jax.tree.map(lambda _, i=i: currents[i], weights[i]) for i in moving]
+      move = _execution.auto_sharded(move, like)
+      moved = move(state.count, state.key, [leaves[i] for i in moving])
+      for i, of_leaf in zip(moving, moved, strict=True):
+        weights[i] = of_leaf
     steps = [
       _layout.difference(p, new.values, g.dtype)
-      for p, new, g in zip(currents, weights, jax.tree.leaves(updates), strict=True)
+      for p, new, g in zip(currents, weights, grads, strict=True)
     ]
-    return tree(steps), state._replace(
+    exact, permutation, ranks = (
+      jax.tree.unflatten(structure, [new[field] for new in weights]) for field in range(3)
+    )
+    return jax.tree.unflatten(structure, steps), state._replace(
       count=optax.safe_increment(state.count),
       alpha=self.schedules.alpha(state.count),
       lamda=self.schedules.lamda(state.count),
       momentum=momentum,
-      permuted_params=tree(new.values for new in weights),
-      permutation=tree(new.permutation for new in weights),
-      ranks=() if self.method == "pairs" else tree(new.ranks for new in weights),
+      permuted_params=exact,
+      permutation=permutation,
+      ranks=() if self.method == "pairs" else ranks,
       notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
@@ -124,25 +133,6 @@ class Transform:
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
     return kept, jnp.logical_not(_arrays.all_finite(new))
 
-  def _moved(
-    self, layouts: list[_layout.Layout], state: SgpermState, leaves: list[Leaf], like: list[Weights]
-  ) -> list[Weights]:
-    """The weights of each leaf after the step, sharded as those of `like`."""
-    if not leaves:
-      return []
-
-    def move(count: jax.Array, key: jax.Array, leaves: list[Leaf]) -> list[Weights]:
-      bits = self._random_bits(count, key, layouts)
-      on_host = self.method == "exact" and self._on_host()
-      step = self._host_step if on_host else self._device_step
-      moved = step(count, bits, layouts, leaves)
-      return [
-        _layout.whole(lay, leaf.weights, weights)
-        for lay, leaf, weights in zip(layouts, leaves, moved, strict=True)
-      ]
-
-    return _execution.auto_sharded(move, like)(state.count, state.key, leaves)
-
   def _sizes(self, length: int) -> tuple[int, int]:
     """The smallest and the largest size that a subset of vectors of this length may ever have."""
     return self.schedules.sizes(length, self.partition_size_min)
@@ -151,22 +141,17 @@ class Transform:
     self, count: jax.Array, key: jax.Array, layouts: list[_layout.Layout]
   ) -> jax.Array:
     """Random words, from one draw for all leaves: their vectors do not mix."""
-
-    def words(n: int) -> int:
-      if self.method == "exact":
-        return n if self._sizes(n)[0] < n else 0
-      return _fast.ROUNDS if self.method == "pairs" else 0
-
-    most = max((words(lay.length) for lay in layouts), default=0)
+    most = _fast.ROUNDS if self.method == "pairs" else 0
+    if self.method == "exact":
+      most = max(lay.length if self._draws(lay.length) else 0 for lay in layouts)
     if not most:
       return jnp.zeros(0, jnp.uint32)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
     return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 
-  def _order(self, bits: jax.Array, n: int) -> jax.Array:
-    """The drawn order of the vectors' ranks."""
-    drawn = self._sizes(n)[0] < n
-    return _sorting.argsort(bits[:n]) if drawn else jnp.arange(n, dtype=jnp.int32)
+  def _draws(self, n: int) -> bool:
+    """Whether vectors of n weights are cut into subsets in some step."""
+    return self._sizes(n)[0] < n
 
   def _device_step(
     self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
@@ -193,38 +178,41 @@ class Transform:
     def kernel(values: jax.Array, permutation: jax.Array, *arrays: jax.Array) -> jax.Array:
       *ranks, momentum, ranges = arrays
       target = _fast.targets(values, momentum, ranges, bracket)
-      if self.method == "pairs":
-        return _fast.pairs(values, target, bits)
-      return _fast.by_rank(target, *ranks)
+      return _fast.by_rank(target, *ranks) if ranks else _fast.pairs(values, target, bits)
 
     return kernel
 
   def _exact_kernel(
     self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
   ) -> _execution.Kernel:
-    n = layout.length
-    drawn = self._order(bits, n)
-    size = self.schedules.size(count, n, self.partition_size_min)
-    brackets = self.schedules.brackets(count, n)
+    """The exact search on the device."""
+    work = self._work(count, bits, layout)
 
     def kernel(*arrays: jax.Array) -> jax.Array:
       # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
       shape = jnp.moveaxis(arrays[0], 1, -1).shape
       columns = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
       values, _, ranks, momentum, *given, ranges = columns
-      work = _host.Work(
-        weights=values,
-        momentum=momentum,
-        ranks=ranks,
-        ranges=ranges[0],
-        order=given[0] if given else drawn,
-        size=size,
-        brackets=brackets.astype(values.dtype),
-      )
-      source = _device.permute(work, sizes=self._sizes(n), remainder=self.remainder)
+      of_vectors = work(values, momentum, ranges[0], *given)._replace(ranks=ranks)
+      sizes = self._sizes(layout.length)
+      source = _device.permute(of_vectors, sizes=sizes, remainder=self.remainder)
       return jnp.moveaxis(source.reshape(shape), -1, 1)
 
     return kernel
+
+  def _work(
+    self, count: jax.Array, bits: jax.Array, layout: _layout.Layout
+  ) -> Callable[..., _host.Work]:
+    """Makes the inputs of an exact step of columns, and of a given order if there is one."""
+    n = layout.length
+    drawn = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
+    size = self.schedules.size(count, n, self.partition_size_min)
+    brackets = self.schedules.brackets(count, n)
+
+    def work(values: jax.Array, momentum: Any, ranges: Any, order: Any = drawn) -> _host.Work:
+      return _host.Work(values, momentum, None, ranges, order, size, brackets.astype(values.dtype))
+
+    return work
 
   def _host_step(
     self, count: jax.Array, bits: jax.Array, layouts: list[_layout.Layout], leaves: list[Leaf]
@@ -232,23 +220,14 @@ class Transform:
     """The same by the published algorithm on the host, whose ranks are its own."""
 
     def work(lay: _layout.Layout, leaf: Leaf) -> _host.Work:
-      values = lay.columns(leaf.weights.values)
-      order = self._order(bits, lay.length) if leaf.order is None else leaf.order
-      return _host.Work(
-        weights=values,
-        momentum=lay.columns(leaf.momentum),
-        ranks=None,
-        ranges=leaf.ranges[0],
-        order=order.astype(jnp.int32),
-        size=self.schedules.size(count, lay.length, self.partition_size_min),
-        brackets=self.schedules.brackets(count, lay.length).astype(values.dtype),
-      )
-
-    sources = _called_back(list(map(work, layouts, leaves)), self.remainder)
+      given = [] if leaf.order is None else [leaf.order.astype(jnp.int32)]
+      values, momentum = lay.columns(leaf.weights.values), lay.columns(leaf.momentum)
+      return self._work(count, bits, lay)(values, momentum, leaf.ranges[0], *given)
 
     def moved(lay: _layout.Layout, leaf: Leaf, source: jax.Array) -> Weights:
       return jax.tree.map(lambda x: _sorting.gather(lay.columns(x), source), leaf.weights)
 
+    sources = _called_back(list(map(work, layouts, leaves)), self.remainder)
     return list(map(moved, layouts, leaves, sources))
 
   def _on_host(self) -> bool:
@@ -273,7 +252,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
 
 
 def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
-  """Each leaf's step; ``vmap`` may have put axes in front."""
+  """Each leaf's step; ``vmap`` may have put axes first."""
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -288,7 +267,7 @@ def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.nda
 def _given_orders(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
 ) -> list[jax.Array | None]:
-  """The partitions to replay, per leaf; None where they are drawn."""
+  """The partitions to replay, per leaf; None if they are drawn."""
   if partitions is None:
     return [None] * len(layouts)
   structure: Any = jax.tree.structure(updates)
