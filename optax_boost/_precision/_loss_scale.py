@@ -236,7 +236,7 @@ class _LossScale:
     if nested and landing.in_params and shapes is not None:
       # Half-precision params move by updates that were rounded to their dtype.
       updates, state = self.step(gradients, state, params, _in_place.UPDATES)
-      return optax.apply_updates(params, updates), state
+      return _in_place.add_updates(params, updates, state), state
     inner = self.inner if shapes is None else self._cast(shapes)
 
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
