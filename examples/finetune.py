@@ -2,7 +2,7 @@
 
 It learns characters from Python's language reference, then is fine-tuned to the docstrings of the
 standard library. Each way has its learning rate chosen on validation text; then it is trained with
-every seed. Prints a table and saves a picture of the loss against time and optimizer memory.
+every seed. Prints a table and saves a picture of the loss against time.
 """
 
 import argparse
@@ -122,12 +122,10 @@ class Run(NamedTuple):
     seconds: of processor time since its start, at each evaluation, without compiling and
       evaluating; other work on the machine counts little.
     losses: on held-out text, at these.
-    state_bytes: of the optimizer state.
   """
 
   seconds: list[float]
   losses: list[float]
-  state_bytes: int
 
 
 def evaluate(params: Any, text: np.ndarray) -> float:
@@ -158,7 +156,7 @@ def train(
   """
   step = optax_boost.make_train_step(_transformer.loss_fn, tx)
   state, spent = step.init(start), 0.0
-  run = Run([], [], sum(x.nbytes for x in jax.tree.leaves(state.opt_state)))
+  run = Run([], [])
   points = set(np.linspace(steps // EVALUATIONS, steps, EVALUATIONS, dtype=int).tolist())
   for i, batch in enumerate(batches(text, steps, seed), 1):
     programs, begin = step.cache_size(), time.process_time()
@@ -196,40 +194,29 @@ def table(runs: dict[str, list[Run]], rates: dict[str, float], base: float) -> s
   full = np.mean([run.seconds[-1] for run in runs["full"]])
   lines = [
     f"Before fine-tuning: {base:.3f} nats per character.\n",
-    "| | loss | processor time | optimizer state, MB | rate |",
-    "|---|---|---|---|---|",
+    "| | loss | processor time | rate |",
+    "|---|---|---|---|",
   ]
   for name, own in runs.items():
     losses = [run.losses[-1] for run in own]
     seconds = np.mean([run.seconds[-1] for run in own])
     lines.append(
       f"| {name} | {np.mean(losses):.3f} ± {np.std(losses):.3f} | {seconds / full:.2f} of"
-      f" {full:.1f} s | {own[0].state_bytes / 1e6:.2f} | {rates[name]:g} |"
+      f" {full:.1f} s | {rates[name]:g} |"
     )
   return "\n".join(lines)
 
 
 def draw(runs: dict[str, list[Run]], path: Path) -> None:
-  """Saves the loss against time, and against the optimizer's memory."""
-  figure = Figure(figsize=(9, 3.6), layout="constrained")
-  against_time, against_memory = figure.subplots(1, 2, sharey=True)
+  """Saves the loss against time."""
+  figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+  axes = figure.subplots()
   for name, own in runs.items():
     seconds = np.mean([run.seconds for run in own], 0)
-    losses = np.array([run.losses for run in own])
-    (line,) = against_time.plot(seconds, losses.mean(0), marker=".", label=name)
-    against_memory.errorbar(
-      own[0].state_bytes / 1e6,
-      losses[:, -1].mean(),
-      losses[:, -1].std(),
-      marker="o",
-      capsize=3,
-      color=line.get_color(),
-    )
-  against_time.set(xlabel="seconds of processor time", ylabel="loss, nats per character")
-  against_memory.set(xlabel="optimizer state, MB", xlim=(0, None))
-  against_time.legend(frameon=False)
-  for axes in (against_time, against_memory):
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.plot(seconds, np.mean([run.losses for run in own], 0), marker=".", label=name)
+  axes.set(xlabel="seconds of processor time", ylabel="loss, nats per character")
+  axes.legend(frameon=False)
+  axes.spines[["top", "right"]].set_visible(False)
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=120)
 

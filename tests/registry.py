@@ -45,8 +45,8 @@ class Row:
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
     wrap: gives the transformation what it needs around it, such as a named axis.
-    bad_values: by argument, the values that it must refuse, of tests/bad_input/kinds.py; None where
-      they are listed in tests/bad_input/factories.py.
+    bad_values: by argument, the values that it must refuse, of tests/bad_input/kinds.py;
+      arguments that tests/bad_input/arguments.py knows by name need none.
   """
 
   factory: str
@@ -67,7 +67,7 @@ class Row:
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
-  bad_values: dict[str, Any] | None = None
+  bad_values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def make(self) -> optax.GradientTransformationExtraArgs:
     """The transformation itself, given what extra arguments it needs."""
@@ -402,8 +402,8 @@ ROWS = (
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
     bad_values={
-      "refresh_every": kinds.count(optional=True),
-      "coefficient": kinds.number(-1, schedule=True),
+      "refresh_every": kinds.count(),
+      "coefficient": kinds.number(-1),
     },
   ),
   Row(

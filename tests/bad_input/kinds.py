@@ -1,292 +1,109 @@
-"""Bad values by the kind of an argument, each with the exceptions that may refuse it."""
+"""Values that an argument must refuse, by the argument's kind."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
-from typing import NamedTuple
 
+from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-HUGE = 10**400
-COUNT = 2**31
-NAN = float("nan")
-# What `re` raises an error of its own type for: a group that stays open, a repeat count and a
-# nesting beyond its limits, a look-behind of no fixed width.
-BROKEN_PATTERNS = ("(", "x{99999999999}", "(" * 5000 + ")" * 5000, "(?<=a+)b")
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400
+# Of all types; each kind refuses all but some of them.
+THINGS = {
+  "None": None,
+  "text": "text",
+  "whole": 3,
+  "fraction": 0.5,
+  "nan": NAN,
+  "complex": 1j,
+  "bool": True,
+  "bytes": b"conv",
+  "list": [3],
+  "dict": {3: 0},
+  "function": len,
+  "vector": jnp.ones(2),
+  "NumPy vector": np.ones(2),
+  "bools": np.array([True, False]),
+}
+# Each makes `re` raise an error of its own type: an open group, a repeat count and a nesting beyond
+# its limits, a look-behind of no fixed width.
+BROKEN = {
+  f"pattern {text[:8]}": text
+  for text in ("(", "x{99999999999}", "(" * 5000 + ")" * 5000, "(?<=a+)b")
+}
 
 
-class Bad(NamedTuple):
-  """A value that an argument must refuse.
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """Values by label: those that raise TypeError, those that raise ValueError, or one of both."""
 
-  Attributes:
-    value: the value.
-    error: the type of the exception, or several.
-    mention: a regular expression that the message must match in place of the argument's name.
-  """
-
-  value: Any
-  error: type[Exception] | tuple[type[Exception], ...]
-  mention: str = ""
+  types: dict[str, Any]
+  values: dict[str, Any] = dataclasses.field(default_factory=dict)
+  either: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Kind = dict[str, Bad]
+def all_but(*labels: str, **more: Any) -> dict[str, Any]:
+  """The things of all types but some, and more."""
+  return {label: thing for label, thing in THINGS.items() if label not in labels} | more
 
 
-def kind(wrong_type: dict[str, Any], wrong_value: dict[str, Any]) -> Kind:
-  """A kind of its values of wrong type and of those that are wrong though of the right type."""
-  values = {label: Bad(value, TypeError) for label, value in wrong_type.items()}
-  return values | {label: Bad(value, ValueError) for label, value in wrong_value.items()}
+def number(*out_of_range: float) -> Kind:
+  """Real numbers. A concrete JAX scalar is checked like the number that it is."""
+  values = {f"{value:g}": value for value in (NAN, INF, -INF, *out_of_range)}
+  values |= {f"JAX {label}": jnp.asarray(value) for label, value in values.items()}
+  values |= {f"NumPy {label}": np.asarray(values[label]) for label in ("nan", "inf")}
+  values |= {"huge": HUGE, "-huge": -HUGE, "vector": jnp.ones(2), "NumPy vector": np.ones(2)}
+  passing = ("whole", "fraction", "nan", "vector", "NumPy vector")
+  objects = np.array(["a"], object)
+  return Kind(all_but(*passing, objects=objects, complexes=jnp.ones([], complex)), values)
 
 
-def without(known: Kind, *labels: str) -> Kind:
-  """A kind but for some of its values."""
-  missing = [label for label in labels if label not in known]
-  assert not missing, missing
-  return {label: bad for label, bad in known.items() if label not in labels}
-
-
-def number(*out_of_range: float, optional: bool = False, schedule: bool = False) -> Kind:
-  """Real numbers; `schedule`: or functions."""
-  wrong_type = {
-    "text": "0.5",
-    "None": None,
-    "bool": True,
-    "list": [0.5],
-    "complex": 0.5j,
-    "function": len,
-    "array of bools": jnp.ones([], bool),
-    "array of objects": np.array(["a"], object),
-    "complex array": jnp.ones([], complex),
-  }
-  wrong_type = _but(wrong_type, "None" if optional else "", "function" if schedule else "")
-  wrong_value = {
-    "nan": NAN,
-    "NumPy nan": np.array(NAN),
-    "inf": float("inf"),
-    "-inf": -float("inf"),
-    "10**400": HUGE,
-    "-10**400": -HUGE,
-    "vector": jnp.ones(2),
-    "NumPy vector": np.ones(2),
-  }
-  wrong_value |= {f"{value}": value for value in out_of_range}
-  # A concrete JAX scalar is checked as a number is; see `check_number`.
-  in_jax = {f"JAX {value}": jnp.asarray(value) for value in (NAN, float("inf"), *out_of_range)}
-  return kind(wrong_type, wrong_value | in_jax)
-
-
-def count(
-  minimum: int = 1, *, optional: bool = False, static: bool = False, schedule: bool = False
-) -> Kind:
-  """Whole numbers; `static`: no arrays, `schedule`: or functions."""
-  wrong_type = {
-    "text": "3",
-    "None": None,
-    "bool": True,
-    "list": [3],
-    "fraction": 2.5,
-    "whole float": 3.0,
-    "nan": NAN,
-    "inf": float("inf"),
-    "complex": 3j,
-    "function": len,
-    "array of floats": jnp.ones([]),
-    "NumPy floats": np.ones(2),
-  }
-  wrong_type = _but(wrong_type, "None" if optional else "", "function" if schedule else "")
-  if static:
-    wrong_type["array"] = jnp.array(3)
+def count(minimum: int = 1, *, static: bool = False) -> Kind:
+  """Whole numbers; `static`: no arrays, not even in range."""
   below = minimum - 1
-  wrong_value = {f"{below}": below, "2**31": COUNT, "10**400": HUGE, "-10**400": -HUGE}
-  either = (TypeError, ValueError)
-  arrays = {"vector": jnp.ones(2, int), f"JAX {below}": jnp.asarray(below)}
-  return kind(wrong_type, wrong_value) | {label: Bad(x, either) for label, x in arrays.items()}
+  values = {f"{below}": below, "huge": HUGE, "-huge": -HUGE, "2**31": 2**31}
+  in_jax = {f"JAX {below}": jnp.asarray(below), "whole vector": jnp.ones(2, int)}
+  types = all_but("whole", whole_float=3.0, JAX_float=jnp.ones([]))
+  if static:
+    return Kind(types | in_jax | {"JAX 3": jnp.asarray(3)}, values)
+  return Kind(types, values | in_jax)
 
 
-def flag() -> Kind:
-  """True or False."""
-  values = {"0": 0, "text": "yes", "None": None, "nan": NAN, "array": np.ones(2, bool)}
-  return kind(values, {})
-
-
-def name(*, optional: bool = False) -> Kind:
-  """One of several names."""
-  wrong_type = {"number": 3, "None": None, "bool": True, "list": ["a"], "function": len}
-  return kind(_but(wrong_type, "None" if optional else ""), {"unknown": "nobody", "empty": ""})
-
-
-def transformation() -> Kind:
-  """Transformations."""
-  pair = (lambda params: (), lambda updates, state, params=None: (updates, state))
-  values = {
-    "factory": optax.sgd,
-    "factory with arguments": optax.adam,
-    "None": None,
-    "text": "adam",
-    "number": 0.1,
-    "pair": pair,
-    "function": lambda params: params,
-    "state": optax.sgd(0.1).init(jnp.ones(2)),
-  }
-  return kind(values, {})
-
-
-def function(*, optional: bool = False) -> Kind:
-  """Functions."""
-  wrong_type = {"number": 3, "text": "f", "None": None, "array": jnp.ones(2), "dict": {"f": len}}
-  return kind(_but(wrong_type, "None" if optional else ""), {})
-
-
-def dtype(*, optional: bool = False, all_floating: bool = True) -> Kind:
-  """Floating dtypes."""
-  wrong_type = {
-    "None": None,
-    "number": 3,
-    "unknown": "float33",
-    "int32": jnp.int32,
-    "bool": bool,
-    "complex": jnp.complex64,
-    "array": jnp.ones(2),
-    "function": len,
-  }
-  return kind(_but(wrong_type, "None" if optional else "", "" if all_floating else "int32"), {})
-
-
-def key(*, optional: bool = False) -> Kind:
-  """Keys or seeds."""
-  wrong_type = {
-    "text": "0",
-    "None": None,
-    "bool": True,
-    "fraction": 0.5,
-    "nan": NAN,
-    "raw data": jnp.zeros(2, jnp.uint32),
-    "NumPy floats": np.ones(2),
-    "array of floats": jnp.ones([]),
-    "function": len,
-    "dict": {"params": 0},
-  }
-  wrong_value = {"2**64": 2**64, "10**400": HUGE, "several": jax.random.split(jax.random.key(0))}
-  return kind(_but(wrong_type, "None" if optional else ""), wrong_value)
-
-
-def rng() -> Kind:
-  """One key that may be left out; no seeds."""
-  wrong_type = {
-    "text": "0",
-    "seed": 3,
-    "bool": True,
-    "nan": NAN,
-    "several": jax.random.split(jax.random.key(0)),
-    "floats": jnp.ones(2),
-    "scalar": jnp.ones([], jnp.uint32),
-    "NumPy integers": np.ones(2, int),
-    "function": len,
-    "dict": {"params": jax.random.key(0)},
-  }
-  return kind(wrong_type, {})
-
-
-def path(*, optional: bool = False) -> Kind:
-  """Paths of files that may not exist."""
-  wrong_type = {"number": 3, "None": None, "bytes": b"file", "list": ["file"], "function": len}
-  wrong_value = {"empty": "", "null character": "a\0b"}
-  return kind(_but(wrong_type, "None" if optional else ""), wrong_value)
-
-
-def _broken(wrap: Callable[[str], Any]) -> dict[str, Any]:
-  return {f"pattern {text[:8]}": wrap(text) for text in BROKEN_PATTERNS}
-
-
-def pattern() -> Kind:
-  """One regular expression."""
-  wrong_type = {"number": 3, "None": None, "bytes": b"conv", "list": ["conv"]}
-  return kind(wrong_type, _broken(lambda text: text))
-
-
-def groups(*, optional: bool = False) -> Kind:
-  """A plan, or regular expressions, one per group."""
-  wrong_type = {
-    "text": "conv",
-    "None": None,
-    "number": 2,
-    "empty": [],
-    "numbers": [3],
-    "dict": {"conv": 0},
-    "function": len,
-    "bytes": [b"conv", b"dense"],
-  }
-  wrong_type = _but(wrong_type, "None" if optional else "")
-  return kind(wrong_type, _broken(lambda text: [text, "dense"]))
-
-
-def selector() -> Kind:
-  """A set of leaves."""
-  wrong_type = {
-    "number": 3,
-    "numbers": [3],
-    "nan": NAN,
-    "tree of numbers": {"conv": 1, "dense": 0},
-    "bytes": b"conv",
-    "array of bools": np.array([True, False]),
-    "JAX array of bools": jnp.array([True, False]),
-    "function to a number": lambda tree: 3,
-    "function to None leaves": lambda tree: jax.tree.map(str, tree),
-  }
-  wrong_value = {"another tree": {"other": True}, "a list of bools": [True, False, True, True]}
-  wrong_value |= _broken(lambda text: text)
-  wrong_value["patterns, one broken"] = ["conv", "("]
-  return kind(wrong_type, wrong_value)
-
-
-def patterns_or_none() -> Kind:
-  """One or several regular expressions, or None."""
-  wrong_type = {"number": 3, "numbers": [3], "bytes": b"conv", "dict": {"conv": 0}, "bool": True}
-  return kind(wrong_type, _broken(lambda text: text) | _broken(lambda text: ["conv", text]))
-
-
-def layers() -> Kind:
-  """What `layer_axes` returns, or None."""
-  wrong = {"axes": {"conv": 0}, "text": "conv", "number": 0, "function": len, "list": ["conv"]}
-  return {label: Bad(value, TypeError) for label, value in wrong.items()}
-
-
-def axes() -> Kind:
-  """Axes by regular expression, or None."""
-  wrong_type = {
-    "list": ["conv"],
-    "text": "conv",
-    "number": 0,
-    "number as pattern": {3: 0},
-    "axis as text": {"conv": "0"},
-    "fraction": {"conv": 0.5},
-    "bool": {"conv": True},
-    "None as axis": {"conv": None},
-    "axes in a dict": {"conv": {0: 1}},
-    "function": len,
-  }
-  wrong_value = {"no such axis": {"kernel": 7}, "10**400": {"kernel": HUGE}}
-  return kind(wrong_type, wrong_value | _broken(lambda text: {text: 0}))
-
-
-def axis_name(*, optional: bool = True) -> Kind:
-  """Names of mesh axes; none is bound where the suite calls."""
-  wrong_type = {
-    "number": 3,
-    "None": None,
-    "list": ["batch"],
-    "empty": (),
-    "number among names": ("batch", 3),
-    "function": len,
-    "bool": True,
-    "array": np.array(["batch", "x"]),
-    "mesh": jax.sharding.PartitionSpec("batch"),
-  }
-  wrong_type = _but(wrong_type, "None" if optional else "")
-  return kind(wrong_type, {"unbound": "nowhere", "several unbound": ("nowhere", "never")})
-
-
-def _but(values: dict[str, Any], *labels: str) -> dict[str, Any]:
-  return {label: value for label, value in values.items() if label not in labels}
+FLAG = Kind(all_but("bool"))
+NAME = Kind(all_but("text"), {"unknown": "nobody", "empty": ""})
+FUNCTION = Kind(all_but("function"))
+FLOAT_DTYPE = Kind(all_but(integers=jnp.int32, bools=bool, complexes=jnp.complex64))
+TX = Kind(
+  all_but(factory=optax.sgd, state=optax.sgd(0.1).init(jnp.ones(2)), class_=optax.MultiSteps)
+)
+KEYS = jax.random.split(jax.random.key(0))
+SEED = Kind(all_but("whole"), {"huge": HUGE, "several": KEYS})
+KEY = Kind(SEED.types | {"raw": jnp.zeros(2, jnp.uint32)}, SEED.values)
+RNG = Kind(all_but(several=KEYS, scalar=jnp.ones([], jnp.uint32)))
+AXIS_WORD = Kind(all_but("text", empty=(), mixed=("a", 3)))
+AXIS_NAME = Kind(AXIS_WORD.types, {"unbound": "a", "two unbound": ("a", "b")})
+# Arrays are masks to many, so two kinds of them must be no selector either.
+SELECTOR = Kind(
+  all_but("None", "text", in_jax=jnp.array([True, False]), tree={"conv": 1}, one=lambda tree: 3),
+  BROKEN | {"another tree": {"other": True}, "too many": [True, False] * 4},
+)
+AXES = Kind(
+  all_but("None", as_text={"conv": "0"}, fraction_of={"conv": 0.5}, flag={"conv": True}),
+  {"no such axis": {"kernel": 7}, "huge": {"kernel": HUGE}}
+  | {k: {v: 0} for k, v in BROKEN.items()},
+)
+PATTERNS = Kind(all_but("text"), BROKEN | {f"list, {k}": ["conv", v] for k, v in BROKEN.items()})
+GROUPS = Kind(all_but(empty=[]), {k: [v, "dense"] for k, v in BROKEN.items()})
+LAYERS = Kind(all_but())
+OVERRIDES = Kind(
+  all_but(), {"no such group": {"dense": 9}, "negative": {"dense": -1}, "broken": {"(": 0}}
+)
+BATCHES = Kind({}, {"empty": []})
+OPT_STATE = Kind({}, {}, {"another one's": optax.adam(0.1).init({"w": jnp.ones(2)})})
+MODEL = Kind(all_but(class_=nnx.Linear))
+MODULE = Kind(all_but(class_=nn.Dense))
+OPTIMIZER = Kind(all_but(tx=optax.sgd(0.1)))
+RNG_NAMES = Kind({"text": "dropout", "whole": 3, "None": None, "numbers": (3,)})
