@@ -25,7 +25,7 @@ import optax
 LeafSelector: TypeAlias = Any
 # Axes of a leaf, by regular expression.
 AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
-# Axes of a mesh by name, of all leaves alike or by regular expression.
+# Axes of a mesh by name, the same for all leaves or by regular expression.
 AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ def is_any_array(value: Any) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-  """Whether a value is a Python or NumPy integer; bools are none."""
+  """Whether a value is a Python or NumPy integer; bools don't count."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -286,7 +286,7 @@ def check_axis_name(name: str, value: Any) -> None:
 def require_axis(
   name: str, value: str | tuple[str, ...] | None, method: str, *, optional: bool = True
 ) -> int:
-  """The size of mesh axes; ValueError unless they are bound where ``update`` is called."""
+  """The size of mesh axes; ValueError unless they are bound around ``update``."""
   if not value:
     return 1
   try:
@@ -305,7 +305,7 @@ _TAKE_OR_MAP = (
 
 
 def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> None:
-  """Raises ValueError for the state of a population, whose `count` is no scalar."""
+  """Raises ValueError for the state of a population, whose `count` is not a scalar."""
   if jnp.ndim(count):
     raise ValueError(
       f"`{function}` needs the state of one run; got that of a population of shape"
@@ -326,13 +326,13 @@ def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | N
 
 def varying_axes(kind: Any) -> frozenset[str]:
   """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
-  # The second name is that of older versions of JAX.
+  # Older versions of JAX have the second name.
   manual = getattr(kind, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(kind, "vma", None) or ())
 
 
 def require_params(params: Any, method: str) -> None:
-  """Raises ValueError where ``update`` is called without params."""
+  """Raises ValueError if ``update`` is called without params."""
   if params is None:
     raise ValueError(
       f"`{method}` needs the current params; got params=None. Call"
@@ -351,7 +351,7 @@ def require_state(state: Any, state_type: type, method: str) -> None:
 
 
 def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
-  """Raises ValueError where ``update`` lacks an extra argument; `purpose` describes it."""
+  """Raises ValueError if ``update`` lacks an extra argument; `purpose` describes it."""
   if value is None:
     raise ValueError(
       f"`{method}` needs the extra argument `{name}` ({purpose}); got none. Call"
@@ -371,7 +371,7 @@ def scalar_loss(value: Any, requirement: str) -> jax.Array:
 
 
 def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
-  """Makes `value_fn` raise TypeError where it returns anything but a real scalar."""
+  """Makes `value_fn` raise TypeError if it returns anything but a real scalar."""
   check_callable("value_fn", value_fn, "value_fn(params)")
 
   def checked(*args: Any, **kwargs: Any) -> jax.Array:
@@ -382,7 +382,7 @@ def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., 
 
 
 def install_advice(extra: str) -> str:
-  """The advice where a package of one of our extras is not installed."""
+  """What to do if a package of one of our extras is not installed."""
   return f'Install it, or run `pip install ".[{extra}]"` in a clone of optax_boost.'
 
 

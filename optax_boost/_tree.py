@@ -204,7 +204,7 @@ def _as_axes(axes: Any) -> tuple[Any, ...]:
 
 
 def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
-  """Checks names of mesh axes, of all leaves alike or by regular expression, or None."""
+  """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
   if not isinstance(names, Mapping):
     return _base.check_axis_name(argument, names)
   for pattern, of_pattern in names.items():
@@ -217,7 +217,7 @@ def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
 def axis_names(
   paths: Sequence[str], names: _base.AxisNames | None, argument: str, method: str
 ) -> list[Any]:
-  """The names of each leaf's mesh axes, by the first pattern that matches; None where it has none.
+  """The names of each leaf's mesh axes, by the first pattern that matches, or None.
 
   All of them must be bound.
   """
@@ -372,12 +372,12 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     *patterns: regular expressions, searched in the leaves' paths (keys joined by ``/``).
 
   Returns:
-    A function from params to a tree of bools: True where a pattern is found. It raises
-    :class:`NoEffectWarning` where a pattern matches nothing.
+    A function from params to a tree of bools: True for the leaves in whose path a pattern is found.
+    A pattern that matches nothing raises :class:`NoEffectWarning`.
 
   Raises:
-    TypeError: a pattern is no string.
-    ValueError: a pattern is no regular expression.
+    TypeError: a pattern is not a string.
+    ValueError: a pattern is not a regular expression.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -422,7 +422,7 @@ def check_update(
 
 
 def check_ring(snapshots: Any, argument: str, length: int, method: str) -> None:
-  """Raises ValueError for a ring of snapshots whose length is not that of an argument."""
+  """Raises ValueError if a ring of snapshots has another length than an argument."""
   lengths = {len(ring) for ring in jax.tree.leaves(snapshots)}
   if lengths - {length}:
     raise ValueError(
@@ -465,8 +465,8 @@ def same_shapes(first: Any, second: Any) -> bool:
   return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
 
 
-# The advice where all params are differentiated, whatever a mask hides from the optimizer, without
-# and with statistics beside them.
+# The advice if all params are differentiated, even if a mask hides some from the optimizer; without
+# and with statistics.
 CLOSE_OVER = "Keep it out of the params: close over it."
 KEEP_OUT = (
   "Keep it out of the params: close over it, or keep it in `model_state` (with Flax: in another"
@@ -477,7 +477,7 @@ KEEP_OUT = (
 def check_floating(tree: Any, method: str, advice: str | None = None) -> None:
   """Raises TypeError for leaves that are not real floating-point arrays.
 
-  `advice` is where such a leaf belongs; None: behind a mask around the transformation `method`.
+  `advice` is where such a leaf belongs; None: hidden by a mask around `method`.
   """
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
