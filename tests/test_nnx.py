@@ -558,7 +558,7 @@ def test_refuses_options_of_the_wrong_kind(call, message):
   ("tx", "number"),
   [
     (optax_boost.sgperm(method="rank"), 0),
-    (optax_boost.average_params(optax.sgd(0.1), decay=0.5), 1),
+    (optax_boost.average_params(optax.sgd(0.1), decay=0.5), 0),
     (optax_boost.record_trajectory(1, 3), 1),
   ],
   ids=["sgperm", "average_params", "record_trajectory"],
