@@ -10,9 +10,11 @@ Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 import functools
 from typing import Any
 from typing import Literal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +31,6 @@ from optax_boost._sgperm._execution import Weights
 from optax_boost._sgperm._states import LapermState
 
 _METHOD = "laperm"
-
-
-def _synchronized(values: Any, permutation: Any, ranks: jax.Array, trained: jax.Array) -> jax.Array:
-  """For each position the weight that it receives, in the order of the trained; NaN the largest."""
-  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), ranks)
-
-
-def _period(sync_every: Any, count: jax.Array) -> jax.Array:
-  """The steps between synchronizations, a scalar int32 of at least 1."""
-  period = sync_every(count) if callable(sync_every) else sync_every
-  if jnp.ndim(period) != 0:
-    raise ValueError(
-      "`sync_every` must return a scalar, the number of steps between two synchronizations; got an"
-      f" array of shape {jnp.shape(period)}."
-    )
-  return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
 
 
 def laperm(
@@ -70,17 +56,16 @@ def laperm(
   them, which undoes its training: exclude such leaves, or start them at random. Inside
   ``shard_map`` leaves must be whole: a permutation counts their entries.
 
-  A gradient that is not finite goes to the inner optimizer. Weights that become NaN count as the
-  largest of their vector at the next synchronization. A step whose updates are all zero, as between
-  two inner steps of ``accumulate`` and after an overflow under a loss scale, is not counted.
+  Weights that become NaN count as the largest of their vector at the next synchronization. A step
+  whose updates are all zero, as between two inner steps of ``accumulate`` and after an overflow
+  under a loss scale, is not counted.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.
     sync_every: inner steps from one synchronization to the next, or a function of the number of
       inner steps made, with which it can grow: a synchronization follows the steps whose number is
       a multiple. Raising it trains more freely.
-    exclude: the leaves that `inner` trains alone: regular expressions searched in the leaf's path,
-      a tree of bools, a callable from params to one, or None: no leaf.
+    exclude: the leaves that `inner` trains alone, as in :func:`lars`.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector; see :func:`sgperm`.
     stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
@@ -90,9 +75,7 @@ def laperm(
     arguments to `inner`. Its updates have the wider of the dtypes of params and inner updates.
 
   Raises:
-    ValueError: a number is out of range; in ``init``: weights that are not finite, or an
-      :func:`average_params` inside; in ``update``: no params, or a tree that does not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
+    ValueError: in ``init``: weights that are not finite, or an :func:`average_params` inside.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -118,93 +101,125 @@ def laperm(
   if not callable(sync_every):
     _base.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes, exclude)
+  method = _Laperm(inner, sync_every, cutter)
+  return optax.GradientTransformationExtraArgs(method.init, method.update)
 
-  def init_fn(params: optax.Params) -> LapermState:
-    layouts = cutter.for_init(params)
+
+class _Laperm(NamedTuple):
+  """The checked arguments of :func:`laperm`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  sync_every: Any
+  cutter: _layout.Cutter
+
+  def init(self, params: optax.Params) -> LapermState:
+    layouts = self.cutter.for_init(params)
     leaves, structure = jax.tree.flatten(params)
 
-    def held(tree: Any) -> Any:
-      pairs = zip(layouts, jax.tree.leaves(tree), strict=True)
+    def held(of_leaves: Iterable[Any]) -> Any:
+      pairs = zip(layouts, of_leaves, strict=True)
       masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
       return jax.tree.unflatten(structure, masked)
 
-    inner_state = inner.init(params)
+    inner_state = self.inner.init(params)
     _protocol.refuse_observers(_METHOD, inner_state)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      permuted_params=held(_arrays.copy_arrays(params)),
-      permutation=held(jax.tree.map(_layout.identity, params)),
-      ranks=held(list(map(_layout.ranks, layouts, leaves))),
+      permuted_params=held(map(_arrays.copy_arrays, leaves)),
+      permutation=held(map(_layout.identity, leaves)),
+      ranks=held(map(_layout.ranks, layouts, leaves)),
       inner_state=inner_state,
     )
 
-  def update_fn(
+  def update(
+    self,
     updates: optax.Updates,
     state: LapermState,
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LapermState]:
-    layouts = cutter.for_update(updates, state, LapermState, params)
-    steps, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+    layouts = self.cutter.for_update(updates, state, LapermState, params)
+    updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
     structure: Any = jax.tree.structure(params)
-    steps = structure.flatten_up_to(steps)
+    steps = structure.flatten_up_to(updates)
     # An `accumulate` or a loss scale inside returns zeros where it made no step.
     stepped = functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in steps], jnp.array(False))
     count = jnp.where(stepped, optax.safe_increment(state.count), state.count)
-    due = stepped & (count % _period(sync_every, state.count) == 0)
+    due = stepped & (count % self._period(state.count) == 0)
+
     held = [i for i, lay in enumerate(layouts) if not lay.excluded]
     ours = [layouts[i] for i in held]
-    targets = [jax.tree.leaves(params)[i] for i in held]
+    currents = [jax.tree.leaves(params)[i] for i in held]
     wide = [
       steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
-      for i, w in zip(held, targets, strict=True)
+      for i, w in zip(held, currents, strict=True)
     ]
     trees = (state.permuted_params, state.permutation, state.ranks)
     weights = list(map(Weights, *map(jax.tree.leaves, trees)))
-
-    def synchronize(
-      steps: list[jax.Array], weights: list[Weights], params: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[Weights]]:
-      weights, moving = list(weights), [k for k, lay in enumerate(ours) if lay.movable]
-
-      def vectors(k: int) -> tuple[_layout.Layout, Weights, list[jax.Array]]:
-        trained = optax.apply_updates(params[k], steps[k])
-        first = ours[k].fan_in_first
-        return ours[k], jax.tree.map(first, weights[k]), [first(trained)]
-
-      moved = _execution.over_leaves(lambda layout: _synchronized, list(map(vectors, moving)))
-      for k, of_leaf in zip(moving, moved, strict=True):
-        weights[k] = _layout.whole(ours[k], weights[k], of_leaf)
-      found = [
-        _layout.difference(p, new.values, u.dtype)
-        for p, new, u in zip(params, weights, steps, strict=True)
-      ]
-      return found, weights
-
-    # A permutation restored without a sharding tells none.
-    like = [Weights(w, w, w) for w in targets]
-    synchronize = _execution.auto_sharded(synchronize, (wide, like))
+    # Sharded as the params: a state restored without shardings has none.
+    like = (wide, [Weights(w, w, w) for w in currents])
+    synchronize = _execution.auto_sharded(functools.partial(_synchronize, ours), like)
     # Sorts run only when they are due.
     wide, weights = _conditional.cond(
-      due, synchronize, lambda *lists: lists[:2], wide, weights, targets
+      due, synchronize, lambda *lists: lists[:2], wide, weights, currents
     )
-    for i, step in zip(held, wide, strict=True):
-      steps[i] = step
 
-    def tree(leaves: Any) -> Any:
-      masked: list[Any] = [optax.MaskedNode()] * len(layouts)
-      for i, x in zip(held, leaves, strict=True):
-        masked[i] = x
-      return jax.tree.unflatten(structure, masked)
+    def tree(of_leaves: Iterable[Any], others: Any) -> Any:
+      return jax.tree.unflatten(structure, _replaced(others, held, of_leaves))
 
-    return jax.tree.unflatten(structure, steps), LapermState(
+    masked = [optax.MaskedNode()] * len(layouts)
+    exact, permutation, ranks = (tree([new[k] for new in weights], masked) for k in range(3))
+    return tree(wide, steps), LapermState(
       count=count,
       synced=jnp.where(stepped, due, state.synced),
-      permuted_params=tree(new.values for new in weights),
-      permutation=tree(new.permutation for new in weights),
-      ranks=tree(new.ranks for new in weights),
+      permuted_params=exact,
+      permutation=permutation,
+      ranks=ranks,
       inner_state=inner_state,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def _period(self, count: jax.Array) -> jax.Array:
+    """The steps between synchronizations, a scalar int32 of at least 1."""
+    period = self.sync_every(count) if callable(self.sync_every) else self.sync_every
+    if jnp.ndim(period) != 0:
+      raise ValueError(
+        "`sync_every` must return a scalar, the number of steps between two synchronizations; got"
+        f" an array of shape {jnp.shape(period)}."
+      )
+    return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
+
+
+def _synchronize(
+  layouts: list[_layout.Layout],
+  steps: list[jax.Array],
+  weights: list[Weights],
+  params: list[jax.Array],
+) -> tuple[list[jax.Array], list[Weights]]:
+  """The updates that lead to the permutation nearest to free steps, and the weights there."""
+
+  def vectors(k: int) -> tuple[_layout.Layout, Weights, list[jax.Array]]:
+    trained = optax.apply_updates(params[k], steps[k])
+    first = layouts[k].fan_in_first
+    return layouts[k], jax.tree.map(first, weights[k]), [first(trained)]
+
+  moving = [k for k, lay in enumerate(layouts) if lay.movable]
+  moved = _execution.over_leaves(lambda layout: _nearest, list(map(vectors, moving)))
+  whole = [_layout.whole(layouts[k], weights[k], new) for k, new in zip(moving, moved, strict=True)]
+  weights = _replaced(weights, moving, whole)
+  found = [
+    _layout.difference(p, new.values, u.dtype)
+    for p, new, u in zip(params, weights, steps, strict=True)
+  ]
+  return found, weights
+
+
+def _nearest(values: Any, permutation: Any, ranks: jax.Array, trained: jax.Array) -> jax.Array:
+  """For each position the weight that it receives, in the order of the trained; NaN the largest."""
+  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), ranks)
+
+
+def _replaced(values: list[Any], places: list[int], new: Iterable[Any]) -> list[Any]:
+  """A list with other values in some places."""
+  others = dict(zip(places, new, strict=True))
+  return [others.get(i, value) for i, value in enumerate(values)]
