@@ -148,24 +148,6 @@ def check_number(
     raise ValueError(f"`{name}` must be {required}; got {shorten(value)}.{advice}")
 
 
-def check_array(
-  name: str, value: Any, shape: tuple[int, ...] | None = None, *, bools: bool = False
-) -> None:
-  """Checks an argument that is one or an array of real numbers, or bools, of a shape if given."""
-  if is_any_array(value) or isinstance(value, np.generic):
-    dtype = _dtype_of(value)
-    fits = dtype == np.bool_ if bools else _is_real(dtype)
-  else:
-    fits = isinstance(value, numbers.Real) and isinstance(value, bool) == bools
-  if not fits:
-    kind = "bools" if bools else "real numbers"
-    raise TypeError(f"`{name}` must be an array of {kind}; got {shorten(value)}.")
-  if shape is not None and jnp.shape(value) != shape:
-    raise ValueError(
-      f"`{name}` must be an array of shape {shape}; got the shape {jnp.shape(value)}."
-    )
-
-
 def check_whole_number(
   name: str,
   value: Any,

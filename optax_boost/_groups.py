@@ -35,8 +35,7 @@ class LayerGroups:
     groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
       that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
       the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers`,
-      :func:`layerwise_decay` and :func:`dim_reduce` split such leaves; loss scales take them with
-      their last group.
+      :func:`layerwise_decay` and :func:`dim_reduce` split such leaves.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
@@ -232,11 +231,6 @@ def _overridden(
 GroupNumber: TypeAlias = int | np.ndarray
 
 
-def group_numbers(tree: Any, groups: Groups, method: str) -> list[int]:
-  """The group of each leaf, the last of its layers'; ValueError for a leaf that a plan lacks."""
-  return [int(np.max(number)) for number in layer_numbers(tree, groups, method)]
-
-
 def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf, or those of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _tree.describe(tree)
@@ -288,11 +282,9 @@ def count_groups(groups: Any) -> int:
   return len(groups)
 
 
-def numbering(
-  groups: Groups, method: str, find: Callable[..., Sequence[GroupNumber]] = group_numbers
-) -> Callable[[Any], Any]:
+def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
   """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
-  numbers = _tree.once_per_tree(lambda tree: find(tree, groups, method))
+  numbers = _tree.once_per_tree(lambda tree: layer_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 

@@ -56,7 +56,7 @@ def layerwise_decay(
   """
   _base.check_number("decay", decay, positive=True, maximum=1.0)
   last = _groups.count_groups(groups) - 1
-  number = _groups.numbering(groups, _METHOD, _groups.layer_numbers)
+  number = _groups.numbering(groups, _METHOD)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     _tree.check_inexact(params, _METHOD)

@@ -34,7 +34,6 @@ FOUNDATION = [
   "_layer_blocks",
   "_cut_scans",
   "_groups",
-  "_scaled_backward",
   "_full_gradient",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.

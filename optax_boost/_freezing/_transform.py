@@ -114,7 +114,7 @@ def freeze_layers(
     )
   key = _base.as_key("key", key)
 
-  number = _groups.numbering(groups, "freeze_layers", _groups.layer_numbers)
+  number = _groups.numbering(groups, "freeze_layers")
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))

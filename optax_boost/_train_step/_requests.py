@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _protocol
-from optax_boost import _scaled_backward
 from optax_boost._train_step import _frozen_backward
 
 
@@ -54,24 +54,28 @@ class Requests:
       return value, (value, rest)
 
     def scaled(params: optax.Params, cut: Any = lambda loss: loss) -> tuple[jax.Array, Any]:
-      if self._loss_scale is not None:
-        leaves, structure = jax.tree.flatten(params)
-        leaves = [
-          p if asks else _scaled_backward.group_boundary(p, 1 / self._loss_scale)
-          for p, asks in zip(leaves, self._leaves_that_ask(params), strict=True)
-        ]
-        params = jax.tree.unflatten(structure, leaves)
       value, rest = cut(objective)(params)
       # In float32: a float16 loss times its scale would overflow.
       scale = self._loss_scale
       return value if scale is None else value.astype(jnp.float32) * scale, rest
 
-    if self.frozen is None:
-      return jax.grad(scaled, has_aux=True)
-    return _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups)
+    gradient = jax.grad(scaled, has_aux=True)
+    if self.frozen is not None:
+      gradient = _frozen_backward.cut_gradient(scaled, self.frozen, self.frozen_groups)
 
-  def _leaves_that_ask(self, tree: Any) -> list[bool]:
-    """Whether each leaf's method asks for the loss scale."""
-    if self._has_scale is None:
-      return [True] * len(jax.tree.leaves(tree))
-    return [number == 0 for number in self._has_scale.numbers(tree)]
+    def asked(params: optax.Params) -> tuple[optax.Updates, Any]:
+      grads, rest = gradient(params)
+      return self._unscale_unasked(grads), rest
+
+    return asked
+
+  def _unscale_unasked(self, grads: optax.Updates) -> optax.Updates:
+    """Takes the loss scale off the gradients of leaves whose method did not ask for it."""
+    if self._loss_scale is None or self._has_scale is None:
+      return grads
+    leaves, structure = jax.tree.flatten(grads)
+    unscaled = [
+      g if number == 0 else (_arrays.widen(g) / self._loss_scale).astype(g.dtype)
+      for g, number in zip(leaves, self._has_scale.numbers(grads), strict=True)
+    ]
+    return jax.tree.unflatten(structure, unscaled)
