@@ -48,14 +48,14 @@ def sgperm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
-  A whole model is its initial weights, which may come from a seed, and a permutation: see
+  A whole model is its initial weights, which may come from a seed, and integers: see
   :class:`PermutedParams`. Three methods of permuting:
 
-  - ``"exact"``: the published algorithm, weight for weight, alike to the bit on the device and on
+  - ``"exact"``: the published algorithm, weight for weight, with equal bits on the device and on
     the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
-  - ``"pairs"``: not the paper's. Drawn pairs of weights swap where that brings them into the order
-    of their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort, no gather: made for
-    accelerators, and many times faster.
+  - ``"pairs"``: not the paper's. Drawn pairs of weights swap if that brings them into the order of
+    their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: made for accelerators, and
+    many times faster.
   - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
 
   It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
@@ -84,7 +84,7 @@ def sgperm(
     method: see above.
     backend: where ``"exact"`` runs. ``"auto"``: on the host if that is a CPU, has numba, and JAX
       sees one device; else on the device. The host kernel gathers sharded leaves on one device.
-    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor where lamda is 1 in
+    key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
       every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
     fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
@@ -97,28 +97,23 @@ def sgperm(
     ones: a tree like the params of int32 (n, vectors), each vector's positions after the shuffle.
 
   Raises:
-    ValueError: a number is out of range, a name unknown, the key missing; in ``init`` outside of
-      ``jit``: weights that are not finite, whose updates would be NaN; in ``update``: no params, or
-      a tree that does not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
+    ValueError: the key is missing; in ``init`` outside of ``jit``: weights that are not finite.
 
   Examples:
-    >>> import jax, jax.numpy as jnp, numpy as np, optax, optax_boost
+    >>> import jax, jax.numpy as jnp, numpy as np, optax_boost
     >>> params = {"kernel": jax.random.normal(jax.random.key(0), (16, 4))}
     >>> x = jax.random.normal(jax.random.key(1), (64, 16))
     >>> y = x @ jax.random.permutation(jax.random.key(2), params["kernel"])
-    >>> loss = lambda p: jnp.mean((x @ p["kernel"] - y) ** 2)
-    >>> tx = optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank")
-    >>> @jax.jit
-    ... def step(params, state):
-    ...   return optax_boost.apply_gradients(tx, jax.grad(loss)(params), state, params)
-    >>> trained, state = params, tx.init(params)
+    >>> step = optax_boost.make_train_step(
+    ...   lambda p, batch: jnp.mean((x @ p["kernel"] - y) ** 2),
+    ...   optax_boost.sgperm(alpha=0.2, momentum=0.5, method="rank"),
+    ... )
+    >>> state = step.init(jax.tree.map(jnp.copy, params))
     >>> for _ in range(50):
-    ...   trained, state = step(trained, state)
-    >>> bool(loss(trained) < 0.1 * loss(params))
+    ...   state, metrics = step(state, None)
+    >>> bool(metrics["loss"] < 0.1 * jnp.mean((x @ params["kernel"] - y) ** 2))
     True
-    >>> same = np.sort(trained["kernel"], axis=0) == np.sort(params["kernel"], axis=0)
-    >>> bool(same.all())
+    >>> np.array_equal(*(np.sort(p["kernel"], axis=0) for p in (state.params, params)))
     True
 
   References:
