@@ -40,7 +40,6 @@ from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import sgperm
-from optax_boost._stacked import stacked_axes
 from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
@@ -101,7 +100,6 @@ __all__ = [
   "scan_full_gradient",
   "sgperm",
   "snapshots",
-  "stacked_axes",
   "stochastic_rounding",
   "svrg",
   "switch_after",

@@ -19,8 +19,6 @@ from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _tree
 
-# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
-_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 _EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
 _Layout = Literal["flax", "torch"]
 
@@ -33,16 +31,6 @@ def _centred(g: jax.Array, fan_in: tuple[int, ...], mesh_axes: Any) -> jax.Array
   mean = jnp.mean(wide, fan_in, keepdims=True)
   mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
   return (wide - mean).astype(g.dtype)
-
-
-def _fan_in(leaf: _layers.Leaf, layout: _Layout) -> tuple[int, ...]:
-  """The axes to average over: as the loss tells, or by name and layout."""
-  if leaf.axes is not None:
-    return leaf.axes.fan_in
-  if layout == "torch":
-    return leaf.layer_axes[1:]
-  is_attention = len(leaf.shape) == 3 and _ATTENTION_INPUT.search(leaf.path)
-  return leaf.layer_axes[: 1 if is_attention else -1]
 
 
 def _left_alone(leaves: list[_layers.Leaf], layout: _Layout) -> list[bool]:
@@ -131,7 +119,10 @@ def centralize(
   leaves = _method.Leaves("centralize", exclude, auto, layers, axis_name)
 
   def fan_ins(tree: optax.Updates, layers: Any) -> list[tuple[int, ...]]:
-    return [() if skip else _fan_in(leaf, layout) for leaf, skip in leaves.of(tree, layers)]
+    def axes(leaf: _layers.Leaf) -> tuple[int, ...]:
+      return _layers.fan_in(leaf, layout) if leaf.axes is None else leaf.axes.fan_in
+
+    return [() if skip else axes(leaf) for leaf, skip in leaves.of(tree, layers)]
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     _tree.check_floating(params, "centralize")

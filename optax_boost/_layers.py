@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import math
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -96,6 +97,20 @@ class Leaf(NamedTuple):
   def layers(self) -> int:
     """How many layers the leaf holds."""
     return math.prod(self.stacked_shape)
+
+
+# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+
+
+def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
+  """The axes of one output's incoming weights: as the loss tells, or by name and layout."""
+  if leaf.axes is not None and leaf.axes.fan_in:
+    return leaf.axes.fan_in
+  if layout == "torch":
+    return leaf.layer_axes[1:]
+  is_attention = len(leaf.layer_axes) == 3 and _ATTENTION_INPUT.search(leaf.path)
+  return leaf.layer_axes[: 1 if is_attention else -1]
 
 
 def leaves_of(tree: Any, layers: Layers | None) -> list[Leaf]:

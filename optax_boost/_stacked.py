@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _base
 from optax_boost import _jaxpr
 from optax_boost import _tree
 
@@ -54,36 +53,7 @@ NO_VIEWS: Views = frozenset()
 def stacked_axes(
   loss_fn: Callable[..., Any], params: optax.Params, *args: Any
 ) -> dict[str, tuple[int, ...]]:
-  """Finds the leaves that hold many layers, and the axes along which they are stacked.
-
-  Read from a trace of the loss: a leaf is stacked where ``lax.scan``, ``lax.map``, ``nn.scan`` or
-  ``nnx.scan`` slices it. Nothing is computed; arrays may be abstract.
-
-  Args:
-    loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
-    params: the params.
-    *args: the loss's other arguments: statistics, batch, rng.
-
-  Returns:
-    The argument `stacked_axes` of :func:`lars`, :func:`centralize`, :func:`adasum`,
-    :func:`sgperm` and :func:`laperm`: a pattern for each stacked leaf, with its axes: several for
-    scans in scans, that of the outermost first. Empty if no scan slices a leaf.
-
-  Raises:
-    TypeError: `loss_fn` is not callable, or a leaf of the other arguments is no array.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_boost
-    >>> def loss_fn(params, x):
-    ...   x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])
-    ...   return jnp.mean(x @ params["head"])
-    >>> params = {"blocks": jnp.ones((4, 8, 8)), "head": jnp.ones((8, 1))}
-    >>> optax_boost.stacked_axes(loss_fn, params, jnp.ones((2, 8)))
-    {'^blocks$': (0,)}
-  """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
-  _tree.check_traceable("params", params)
-  _tree.check_traceable("args", args)
+  """The leaves that scans slice, by regular expression, and the axes of the layers."""
   paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
   closed = jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)

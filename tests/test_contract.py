@@ -530,8 +530,7 @@ LAYERS, AXES = 3, {"down": 0, "up": 1}
 LAYERWISE = [
   row
   for row in registry.ROWS
-  if {"layers", "stacked_axes", "groups"}
-  & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
+  if {"layers", "groups"} & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
 ]
 
 
@@ -577,8 +576,6 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
   results = []
   for loss, start in ((scanned_loss, params), (unrolled_loss, unrolled(params))):
     kwargs = row.kwargs | WITHOUT_DRAWS.get(str(row), {})
-    if "stacked_axes" in arguments and loss is scanned_loss:
-      kwargs["stacked_axes"] = optax_boost.stacked_axes(loss, start, x)
     if "layers" in arguments:
       kwargs["layers"] = optax_boost.layer_axes(loss, start, x)
     if "subspace" in arguments:
@@ -592,7 +589,7 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
         # A subspace for each layer, and one for the rest.
         kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "."]
         if loss is scanned_loss:
-          kwargs["groups"] = optax_boost.stacked_axes(loss, start, x)
+          kwargs["groups"] = optax_boost.layer_axes(loss, start, x)
       elif loss is scanned_loss:
         kwargs["groups"] = optax_boost.layer_groups(loss, start, x, num_groups=2)
     tx = row.feed(getattr(optax_boost, row.factory)(**kwargs))

@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 from tests import closeness
+from tests import layer_losses
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 # With every operation rounded up or down at random, weights and momenta err by up to 7 ulps of
@@ -235,24 +236,6 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   assert (ratio == 1) == expected
 
 
-def layers_along(axes, params):
-  """The description of a loss that maps over these axes of the leaves with these names."""
-
-  def mapped(leaf, depth, x):
-    if depth:
-      return jnp.sum(jax.lax.map(lambda layer: mapped(layer, depth - 1, x), leaf))
-    return jnp.sum(leaf[..., None] * x)
-
-  def loss_fn(params, x):
-    total = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-      own = axes.get(path[-1].key, ())
-      total += mapped(jnp.moveaxis(leaf, own, range(len(own))), len(own), x)
-    return total
-
-  return optax_boost.layer_axes(loss_fn, params, jnp.ones(2))
-
-
 def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   rng = np.random.default_rng(0)
   layers = [rng.normal(size=(4, 3)).astype(np.float32) * s for s in (0.1, 1.0, 10.0)]
@@ -260,7 +243,7 @@ def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
   stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
   tx = optax_boost.lars(0.1, 1e-2)
-  described = layers_along({"kernel": (1,), "bias": (1,)}, stacked)
+  described = layer_losses.described(stacked, {"kernel": (1,), "bias": (1,)})
   updates, state = tx.update(stacked_grads, tx.init(stacked), stacked, layers=described)
   ratios = []
   alone = optax_boost.lars(0.1, 1e-2)
@@ -330,7 +313,7 @@ def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platfor
     {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     for _ in range(2)
   )
-  options = {"weight_decay": 0.01, "layers": layers_along({"layers": (0,)}, params)}
+  options = {"weight_decay": 0.01, "layers": layer_losses.described(params, {"layers": (0,)})}
   whole = optax_boost.lars(0.1, **options)
   expected, _ = whole.update(grads, whole.init(params), params)
   tx = optax_boost.lars(0.1, axis_name={"head|tail": "x", "layers": ()}, **options)
@@ -567,7 +550,7 @@ def test_small_leaves_worked_on_together_take_the_same_steps(monkeypatch, clip_r
     0.1,
     clip_ratio=clip_ratio,
     weight_decay_mask=["^small_[01]", "^w1"],
-    layers=layers_along({"layers/kernel": (0,)}, params),
+    layers=layer_losses.described(params, {"layers/kernel": (0,)}),
   )
   state = tx.init(params)
   apart = tx.update(grads, state, params)
@@ -617,7 +600,7 @@ def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
   kernels = jnp.sin(jnp.arange(4.0 * 2 * 3 * 4)).reshape(4, 2, 3, 4)
   params, grads = {"a": kernels, "b": kernels + 1}, {"a": kernels - 1, "b": kernels}
-  tx = optax_boost.lars(0.1, layers=layers_along({"a": (0, 1), "b": (0, 1)}, params))
+  tx = optax_boost.lars(0.1, layers=layer_losses.described(params, {"a": (0, 1), "b": (0, 1)}))
   expected, state = tx.update(grads, tx.init(params), params)
   with jax.set_mesh(mesh):
     spec = jax.sharding.PartitionSpec("x", "y")

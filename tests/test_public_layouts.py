@@ -1,7 +1,6 @@
 """Per-layer methods on the layouts of public language models, with their layers scanned or not."""
 
 import functools
-import re
 
 import chex
 from flax import nnx
@@ -91,9 +90,8 @@ def half(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_stacked_leaves_are_those_of_the_layers(name):
   layout = traced(name)
-  axes = layout.call("stacked_axes")
-  paths = _tree.leaf_paths(layout.params)
-  found = {path for path in paths if any(re.search(pattern, path) for pattern in axes)}
+  axes = stacked(layout)
+  paths, found = _tree.leaf_paths(layout.params), set(axes)
   expected = {path for path in paths if path.startswith(layout.prefix)}
   assert found == (set() if layout.axis is None else expected)
   assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
@@ -205,10 +203,10 @@ def unrolled(tree, layout):
 
 
 def stacked(layout):
-  """The axes of layers by path."""
-  axes = layout.call("stacked_axes")
-  paths = _tree.leaf_paths(layout.params)
-  return {path: axes[f"^{re.escape(path)}$"] for path in paths if f"^{re.escape(path)}$" in axes}
+  """The axes of layers of the leaves that scans slice, by path."""
+  layers = layout.call("layer_axes")
+  scanned = [leaf for scan in layers.scans for leaf, _ in scan.axes]
+  return {layers.paths[leaf]: layers.axes[leaf].layers for leaf in scanned}
 
 
 @pytest.mark.parametrize("name", ["lm1b scan", "lm1b remat_scan"])

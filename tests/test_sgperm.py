@@ -19,6 +19,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
+from tests import layer_losses
 from tests import sgperm_oracle as oracle
 
 every_trace = pytest.mark.parametrize("name", oracle.NAMES)
@@ -424,10 +425,12 @@ for_layers = pytest.mark.parametrize("make", FOR_LAYERS.values(), ids=FOR_LAYERS
 @for_layers
 def test_leaves_of_any_kind_are_permuted_together_as_each_alone(make):
   tree, grads = layers(stacked=True)
-  tx = make(stacked_axes={"layers": 0})
+  stacked = {"layers": tree["layers"]}
+  described = layer_losses.described(stacked, {"kernel": (0,), "bias": (0,)})
+  tx = make(layers=described)
   updates, state = jax.jit(tx.update)(grads, tx.init(tree), tree)
   for name in tree:
-    alone, part, gradient = make(stacked_axes={name: 0} if name == "layers" else None), {}, {}
+    alone, part, gradient = make(layers=described if name == "layers" else None), {}, {}
     part[name], gradient[name] = tree[name], grads[name]
     expected, after = jax.jit(alone.update)(gradient, alone.init(part), part)
     jax.tree.map(same_bits, updates[name], expected[name])
@@ -548,23 +551,26 @@ def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers()
     ("dense/bias", (3,), {}, 1),
     ("conv/kernel", (3, 3, 2, 4), {}, 4),
     ("attention/query/bias", (4, 8), {}, 1),
-    ("attention/query/bias", (4, 8), {"fan_in_axes": {"bias": 1}}, 4),
     ("scale", (), {}, 1),
     ("attention/query/kernel", (6, 2, 3), {}, 6),
     ("attention/out/kernel", (2, 3, 6), {}, 6),
-    ("layers/kernel", (4, 5, 3), {"stacked_axes": {"layers": 0}}, 12),
-    ("layers/bias", (4, 3), {"stacked_axes": {"layers": 0}}, 4),
-    ("kernel", (5, 2, 3), {"fan_in_axes": {"kernel": 0}}, 6),
+    ("layers/kernel", (4, 5, 3), {"stacked": (0,)}, 12),
+    ("layers/bias", (4, 3), {"stacked": (0,)}, 4),
+    ("kernel", (5, 2, 3), {"fan_in": (0,)}, 6),
     ("weight", (3, 5, 2), {"layout": "torch"}, 3),
     ("conv/bias", (3, 1, 1), {"layout": "torch"}, 1),  # Equinox's
-    ("layers/bias", (4, 3, 1), {"layout": "torch", "stacked_axes": {"layers": 0}}, 4),
+    ("layers/bias", (4, 3, 1), {"layout": "torch", "stacked": (0,)}, 4),
   ],
 )
 def test_leaves_of_any_rank_are_cut_into_vectors(path, shape, kwargs, vectors):
   tree = jnp.zeros(shape)
   for key in reversed(path.split("/")):
     tree = {key: tree}
-  (ranges,) = jax.tree.leaves(optax_boost.sgperm(method="rank", **kwargs).init(tree).ranges)
+  name, axes = path.rpartition("/")[2], dict(kwargs)
+  layout = axes.pop("layout", "flax")
+  layers = layer_losses.described(tree, *({name: axes.get(k, ())} for k in ("stacked", "fan_in")))
+  tx = optax_boost.sgperm(method="rank", layout=layout, layers=layers if axes else None)
+  (ranges,) = jax.tree.leaves(tx.init(tree).ranges)
   assert ranges.shape == (1, vectors)
 
 

@@ -31,7 +31,17 @@ def params(layers=3):
   return {"blocks": blocks, "head": jnp.ones((8, 1))}
 
 
-BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
+BOTH = {"blocks/bias": (0,), "blocks/kernel": (0,)}
+
+
+def layers_of(described):
+  """The axes of layers of the leaves that hold some."""
+  pairs = zip(described.paths, described.axes, strict=True)
+  return {path: axes.layers for path, axes in pairs if axes is not None and axes.layers}
+
+
+def stacked_axes(*args):
+  return layers_of(optax_boost.layer_axes(*args))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,7 @@ BOTH = {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
   ids=["plain", "jit", "remat body", "cast", "functions", "barrier", "remat", "cond", "while"],
 )
 def test_scans_are_found_wherever_they_stand(loss_fn):
-  assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
+  assert stacked_axes(loss_fn, params(), X) == BOTH
 
 
 def test_a_loss_is_traced_as_it_is_now():
@@ -60,9 +70,9 @@ def test_a_loss_is_traced_as_it_is_now():
   def loss_fn(p, x):
     return models[0](p, x)
 
-  assert not optax_boost.stacked_axes(loss_fn, params(), X)
+  assert not stacked_axes(loss_fn, params(), X)
   models.pop(0)
-  assert optax_boost.stacked_axes(loss_fn, params(), X) == BOTH
+  assert stacked_axes(loss_fn, params(), X) == BOTH
 
 
 def test_a_transposed_leaf_is_stacked_along_its_own_axis():
@@ -70,8 +80,8 @@ def test_a_transposed_leaf_is_stacked_along_its_own_axis():
     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["blocks"], 1, 0))
     return jnp.sum(x)
 
-  found = optax_boost.stacked_axes(loss_fn, {"blocks": jnp.ones((8, 3, 8))}, X)
-  assert found == {"^blocks$": (1,)}
+  found = stacked_axes(loss_fn, {"blocks": jnp.ones((8, 3, 8))}, X)
+  assert found == {"blocks": (1,)}
 
 
 def test_a_reshaped_leaf_is_stacked_where_its_layers_stay_together():
@@ -80,9 +90,9 @@ def test_a_reshaped_leaf_is_stacked_where_its_layers_stay_together():
     return jnp.sum(jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)[0])
 
   heads = {"blocks": jnp.ones((3, 8, 2, 4))}
-  assert optax_boost.stacked_axes(loss_fn, heads, X) == {"^blocks$": (0,)}
+  assert stacked_axes(loss_fn, heads, X) == {"blocks": (0,)}
   joined = {"blocks": jnp.ones((3, 2, 8, 8))}
-  assert optax_boost.stacked_axes(loss_fn, joined, X) == {}
+  assert stacked_axes(loss_fn, joined, X) == {"blocks": (0, 1)}
 
 
 def test_a_barrier_around_all_params_stacks_the_scanned_ones_alone():
@@ -92,7 +102,7 @@ def test_a_barrier_around_all_params_stacks_the_scanned_ones_alone():
     return jnp.sum(jnp.einsum("bi,ijk->bjk", x, p["head"]))
 
   cubes = {"blocks": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 2, 2))}
-  assert optax_boost.stacked_axes(loss_fn, cubes, X) == {"^blocks$": (0,)}
+  assert stacked_axes(loss_fn, cubes, X) == {"blocks": (0,)}
 
 
 def test_scans_in_scans_stack_along_both_axes():
@@ -103,26 +113,24 @@ def test_scans_in_scans_stack_along_both_axes():
     return jnp.sum(jax.lax.scan(outer, x, p["blocks"])[0])
 
   params = {"blocks": jnp.ones((2, 3, 8, 8))}
-  assert optax_boost.stacked_axes(loss_fn, params, X) == {"^blocks$": (0, 1)}
+  assert stacked_axes(loss_fn, params, X) == {"blocks": (0, 1)}
 
   def inner_axis_first(p, x):
     return loss_fn({"blocks": p["blocks"].swapaxes(0, 1)}, x)
 
-  assert optax_boost.stacked_axes(inner_axis_first, params, X) == {"^blocks$": (1, 0)}
+  assert stacked_axes(inner_axis_first, params, X) == {"blocks": (0, 1)}
 
 
 def test_lax_map_and_scans_over_data_alone():
   def mapped(p, x):
     return jnp.sum(jax.lax.map(lambda w: jnp.sum(x @ w), p["experts"]))
 
-  assert optax_boost.stacked_axes(mapped, {"experts": jnp.ones((3, 8, 8))}, X) == {
-    "^experts$": (0,)
-  }
+  assert stacked_axes(mapped, {"experts": jnp.ones((3, 8, 8))}, X) == {"experts": (0,)}
 
   def recurrent(p, x):
     return jnp.sum(jax.lax.scan(lambda h, row: (jnp.tanh(row @ p["w"] + h), None), X[0], x)[0])
 
-  assert optax_boost.stacked_axes(recurrent, {"w": jnp.ones((8, 8))}, X) == {}
+  assert stacked_axes(recurrent, {"w": jnp.ones((8, 8))}, X) == {}
 
 
 class Block(nn.Module):
@@ -146,9 +154,9 @@ def test_linen_scans(axis, rng):
   def loss_fn(model, x):
     return jnp.sum(model(x, None)[0])
 
-  found = optax_boost.linen.stacked_axes(scanned, loss_fn, variables, X, rng)
+  found = layers_of(optax_boost.linen.layer_axes(scanned, loss_fn, variables, X, rng))
   names = ("BatchNorm_0/bias", "BatchNorm_0/scale", "Dense_0/bias", "Dense_0/kernel")
-  assert found == {f"^{name}$": (axis,) for name in names}
+  assert found == {name: (axis,) for name in names}
 
 
 class Scanned(nnx.Module):
@@ -176,26 +184,26 @@ def test_nnx_scans():
   def loss_fn(model, x, scale):
     return scale * jnp.sum(model(x))
 
-  found = optax_boost.nnx.stacked_axes(loss_fn, model, X, 2.0)
-  assert found == {"^blocks/bias$": (0,), "^blocks/kernel$": (0,)}
+  found = layers_of(optax_boost.nnx.layer_axes(loss_fn, model, X, 2.0))
+  assert found == BOTH
   assert all(a is b for a, b in zip(*map(jax.tree.leaves, (before, nnx.state(model))), strict=True))
   # Only what is trained has a place among the params.
   biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
-  of_biases = optax_boost.nnx.stacked_axes(loss_fn, model, X, 2.0, wrt=biases)
-  assert of_biases == {"^blocks/bias$": (0,)}
+  of_biases = layers_of(optax_boost.nnx.layer_axes(loss_fn, model, X, 2.0, wrt=biases))
+  assert of_biases == {"blocks/bias": (0,)}
 
 
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: optax_boost.nnx.stacked_axes(3, Scanned(), X), r"`loss_fn` must be callable"),
-    (lambda: optax_boost.nnx.stacked_axes(len, 3, X), r"`model` must be an NNX module"),
-    (lambda: optax_boost.nnx.stacked_axes(len, Scanned(), wrt=3), r"`wrt` must be an NNX filter"),
-    (lambda: optax_boost.linen.stacked_axes(3, len, {}, X), r"`module` must be a Linen module"),
-    (lambda: optax_boost.linen.stacked_axes(nn.Dense(1), 3, {}, X), r"`loss_fn` must be callable"),
-    (lambda: optax_boost.linen.stacked_axes(nn.Dense(1), len, 3, X), r"`variables` must be"),
+    (lambda: optax_boost.nnx.layer_axes(3, Scanned(), X), r"`loss_fn` must be callable"),
+    (lambda: optax_boost.nnx.layer_axes(len, 3, X), r"`model` must be an NNX module"),
+    (lambda: optax_boost.nnx.layer_axes(len, Scanned(), wrt=3), r"`wrt` must be an NNX filter"),
+    (lambda: optax_boost.linen.layer_axes(3, len, {}, X), r"`module` must be a Linen module"),
+    (lambda: optax_boost.linen.layer_axes(nn.Dense(1), 3, {}, X), r"`loss_fn` must be callable"),
+    (lambda: optax_boost.linen.layer_axes(nn.Dense(1), len, 3, X), r"`variables` must be"),
     (
-      lambda: optax_boost.linen.stacked_axes(nn.Dense(1), len, {"params": {}}, X, 3),
+      lambda: optax_boost.linen.layer_axes(nn.Dense(1), len, {"params": {}}, X, 3),
       r"`rng` must be one key",
     ),
   ],
@@ -224,10 +232,7 @@ def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
     step.trace(state, jnp.ones((4, 8)))
   assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
   assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
-  try:
-    told = make(0.1, layers=optax_boost.layer_axes(plain, params(), X))
-  except TypeError:
-    told = make(0.1, stacked_axes=optax_boost.stacked_axes(plain, params(), X))
+  told = make(0.1, layers=optax_boost.layer_axes(plain, params(), X))
   step = optax_boost.make_train_step(plain, told)
   with warnings.catch_warnings():
     warnings.simplefilter("error")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import optax_boost
+from tests import layer_losses
 
 LAYERS, K = 4, 2
 SHAPES = {"head": (7,), "nested": (2, 2, 7), "up": (5, LAYERS, 4)}
-AXES = {"nested": (0, 1), "up": 1}
 # The same layers in leaves of their own, in the same groups.
 UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "."]
 
@@ -18,6 +18,9 @@ UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "."]
 def random_tree(seed, *rows):
   rng = np.random.default_rng(seed)
   return {n: jnp.asarray(rng.normal(size=(*rows, *s)), jnp.float32) for n, s in SHAPES.items()}
+
+
+AXES = layer_losses.described(random_tree(0), {"nested": (0, 1), "up": (1,)})
 
 
 def unrolled(tree, rows=0):
@@ -56,16 +59,19 @@ def test_each_layer_is_fitted_for_itself():
   np.testing.assert_allclose(ours.explained_variance[0], variance, rtol=1e-4)
 
 
+NO_LAYERS = layer_losses.described(random_tree(0))
+
+
 def test_no_axes_are_one_group_with_a_warning():
   snapshots = random_tree(0, 8)
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group. `stacked_axes`"):
-    ours = optax_boost.fit_subspace(snapshots, K, groups={})
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group"):
+    ours = optax_boost.fit_subspace(snapshots, K, groups=NO_LAYERS)
   chex.assert_trees_all_equal(ours, optax_boost.fit_subspace(snapshots, K))
   state = optax_boost.dim_reduce(ours).init(ours.mean)
   for call in (
-    lambda: optax_boost.fit_subspace(snapshots, K, groups={}),
-    lambda: optax_boost.dim_reduce(ours, groups={}),
-    lambda: optax_boost.refresh_subspace(state, ours, groups={}),
+    lambda: optax_boost.fit_subspace(snapshots, K, groups=NO_LAYERS),
+    lambda: optax_boost.dim_reduce(ours, groups=NO_LAYERS),
+    lambda: optax_boost.refresh_subspace(state, ours, groups=NO_LAYERS),
   ):
     with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group") as warned:
       call()

@@ -152,28 +152,6 @@ def test_a_callable_module_of_bools_is_a_mask():
   assert _tree.select(params, mask, "exclude") == [True, False]
 
 
-@pytest.mark.parametrize("name", ["sgperm"])
-def test_patterns_of_masked_leaves_are_not_idle(name):
-  kwargs = {
-    "sgperm": {"alpha": 1.0, "method": "rank"},
-  }[name]
-  axes = {"^layers/kernel$": 0, "^layers/bias$": 0}
-  tx = getattr(optax_boost, name)(stacked_axes=axes, **kwargs)
-  params = {"layers": {"kernel": jnp.ones((3, 2, 4)), "bias": jnp.ones((3, 4))}}
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    optax.masked(tx, optax_boost.path_mask("kernel$")).init(params)
-  elsewhere = getattr(optax_boost, name)(stacked_axes=axes | {"^blocks/": 0}, **kwargs)
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"match no leaf: \['\^blocks/'\]"):
-    optax.masked(elsewhere, optax_boost.path_mask("kernel$")).init(params)
-
-
-def test_stacked_axes_are_counted_from_the_front_and_sorted():
-  (leaf,) = _tree.describe({"k": jnp.ones((4, 5, 6))}, {"k": (-1, 0)})
-  assert leaf.stacked == (0, 2)
-  assert leaf.layer_shape == (5,)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_sums_of_squares_do_not_overflow(dtype):
   x = jnp.full((100,), 300.0, dtype)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import math
 from typing import Any
 from typing import TypeAlias
 
@@ -14,11 +13,11 @@ import numpy as np
 
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _tree
+from optax_boost import _layers
 from optax_boost._dim_reduce import _subspace
 
-# A plan of `layer_groups`, the axes of `stacked_axes`, or regular expressions.
-Groups: TypeAlias = _groups.Groups | _base.AxesByPattern
+# A plan of `layer_groups`, what `layer_axes` returns, or regular expressions.
+Groups: TypeAlias = _groups.Groups | _layers.Layers
 # The pattern of all leaves.
 ONE_GROUP = ("",)
 
@@ -32,19 +31,17 @@ class LeafGroups:
 
 
 def checked_groups(groups: Any) -> Groups:
-  """The argument `groups`, None as the pattern of all leaves; warns of no axes at all."""
+  """The argument `groups`, None as the pattern of all leaves; warns of no stacked layers at all."""
   if groups is None:
     return ONE_GROUP
-  if isinstance(groups, Mapping):
-    _tree.check_axes_by_pattern("groups", groups)
-    if not groups:
-      _base.warn(
-        "`groups` is {}, so all leaves are one group. `stacked_axes` returns {} where the loss"
-        " scans over no layers. Pass regular expressions, one per group, or None for one group.",
-        _base.NoEffectWarning,
-      )
-  else:
+  if not isinstance(groups, _layers.Layers):
     _groups.count_groups(groups)
+  elif not any(axes is not None and axes.layers for axes in groups.axes):
+    _base.warn(
+      "`groups` describes no leaf that holds many layers, so all leaves are one group. Pass regular"
+      " expressions, one per group, or None for one group.",
+      _base.NoEffectWarning,
+    )
   return groups
 
 
@@ -53,15 +50,12 @@ def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroup
 
   Of stacked axes, layer i of all leaves is group i, and leaves without layers are the last group.
   """
-  if not isinstance(groups, Mapping):
+  if not isinstance(groups, _layers.Layers):
     numbers = _groups.layer_numbers(tree, groups, method)
     return tuple(map(_of_number, numbers)), _groups.count_groups(groups)
-  leaves = _tree.describe(tree)
-  axes = _tree.axes_by_pattern(leaves, groups, "groups")
-  layers = [
-    math.prod(leaf.shape[axis] for axis in of_leaf) if of_leaf else 0
-    for leaf, of_leaf in zip(leaves, axes, strict=True)
-  ]
+  leaves = _layers.leaves_of(tree, groups)
+  axes = [leaf.stacked for leaf in leaves]
+  layers = [leaf.layers if leaf.stacked else 0 for leaf in leaves]
   last = max(layers, default=0)
   of_leaves = tuple(
     LeafGroups(of_leaf, tuple(range(number))) if of_leaf else LeafGroups((), (last,))

@@ -92,7 +92,7 @@ def dim_reduce(
       none is accepted, the step in the subspace is left out and :math:`B` restored, so where the
       loss is steep, nothing moves in the subspace. None: the full step is taken untried, which
       needs no forward pass and no loss.
-    groups: a plan of :func:`layer_groups`; the axes of :func:`stacked_axes`, with which layer i of
+    groups: a plan of :func:`layer_groups`; what :func:`layer_axes` returns, with which layer i of
       all leaves is a group, and all leaves without layers are the last; or regular expressions,
       searched in the leaves' paths, one per group; the first that matches counts, and a leaf that
       none matches is in the last group. Each group has a subspace, and a :math:`B`, of its own: the

@@ -23,6 +23,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -39,8 +40,7 @@ def laperm(
   *,
   exclude: _base.LeafSelector = None,
   layout: Literal["flax", "torch"] = "flax",
-  fan_in_axes: _base.AxesByPattern | None = None,
-  stacked_axes: _base.AxesByPattern | None = None,
+  layers: _layers.Layers | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
@@ -67,8 +67,7 @@ def laperm(
       a multiple. Raising it trains more freely.
     exclude: the leaves that `inner` trains alone, as in :func:`lars`.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
-    fan_in_axes: by regular expression, the axes along a weight vector; see :func:`sgperm`.
-    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
+    layers: what :func:`layer_axes` returns, for the axes along a weight vector; see :func:`sgperm`.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params` and hands its extra
@@ -100,7 +99,7 @@ def laperm(
   inner = _base.check_transformation("inner", inner)
   if not callable(sync_every):
     _base.check_whole_number("sync_every", sync_every)
-  cutter = _layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes, exclude)
+  cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
   method = _Laperm(inner, sync_every, cutter)
   return optax.GradientTransformationExtraArgs(method.init, method.update)
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _base
+from optax_boost import _layers
+from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
@@ -77,27 +79,23 @@ class Cutter:
     self,
     method: str,
     layout: Literal["flax", "torch"],
-    fan_in_axes: _base.AxesByPattern | None,
-    stacked_axes: _base.AxesByPattern | None,
+    layers: _layers.Layers | None,
     exclude: _base.LeafSelector = None,
   ) -> None:
     _base.check_name("layout", layout, ("flax", "torch"))
-    _tree.check_axes_by_pattern("fan_in_axes", fan_in_axes)
-    _tree.check_axes_by_pattern("stacked_axes", stacked_axes)
-    self._method, self._told = method, (fan_in_axes, stacked_axes) != (None, None)
+    self._method, self._layers = method, _method.check_layers(layers)
 
     def layouts(tree: Any) -> list[Layout]:
-      leaves = _tree.describe(tree, stacked_axes)
-      named = _tree.axes_by_pattern(leaves, fan_in_axes, "fan_in_axes", tree=tree)
+      leaves = _layers.leaves_of(tree, layers)
       excluded = _tree.select(tree, exclude, "exclude")
 
-      def fan_in(leaf: _tree.Leaf) -> tuple[int, ...]:
+      def fan_in(leaf: _layers.Leaf) -> tuple[int, ...]:
         vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
-        return leaf.layer_axes if vector else _tree.fan_in_axes(leaf, layout)
+        return leaf.layer_axes if vector else _layers.fan_in(leaf, layout)
 
       return [
-        Layout(leaf.path, leaf.shape, fan_in(leaf) if axes is None else axes, skip)
-        for leaf, axes, skip in zip(leaves, named, excluded, strict=True)
+        Layout(leaf.path, leaf.shape, fan_in(leaf), skip)
+        for leaf, skip in zip(leaves, excluded, strict=True)
       ]
 
     # Of every leaf, in the order of `jax.tree.leaves`.
@@ -128,7 +126,7 @@ class Cutter:
         f"`{self._method}` needs the params that its state was made for, of shapes"
         f" {_base.shorten(shapes)}; got {_base.shorten(held)}. Start from `tx.init(params)`."
       )
-    if not self._told:
+    if self._layers is None:
       _protocol.announce_layers(self._method, [lay.path for lay in layouts if lay.movable])
     return layouts
 

@@ -20,6 +20,7 @@ import jax
 import optax
 
 from optax_boost import _base
+from optax_boost import _layers
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _step
@@ -43,8 +44,7 @@ def sgperm(
   backend: Literal["auto", "device", "host"] = "auto",
   key: jax.Array | int | None = None,
   layout: Literal["flax", "torch"] = "flax",
-  fan_in_axes: _base.AxesByPattern | None = None,
-  stacked_axes: _base.AxesByPattern | None = None,
+  layers: _layers.Layers | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
@@ -87,9 +87,10 @@ def sgperm(
     key: a key of ``jax.random.key`` or a seed. Not needed for ``"rank"``, nor if lamda is 1 in
       every step: `lamda` and `lamda_max` are 1, and `beta2` at least 1.
     layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
-    fan_in_axes: by regular expression, the axes along a weight vector, for kernels whose shape does
-      not tell (``DenseGeneral`` with several output axes). Flax's attention projections are known.
-    stacked_axes: for leaves that hold many layers, the stacked axes by regular expression.
+    layers: what :func:`layer_axes` returns: vectors then run along the fan-in that the loss tells,
+      in each layer and expert. None: along all axes but the output axis, of one layer per leaf;
+      Flax's attention projections are known by name. Not the extra argument of ``update``: `init`
+      orders the weights.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Its updates have the
@@ -145,7 +146,7 @@ def sgperm(
       " none. Pass `key=jax.random.key(...)` or a seed."
     )
   transform = _step.Transform(
-    cutter=_layout.Cutter(_METHOD, layout, fan_in_axes, stacked_axes),
+    cutter=_layout.Cutter(_METHOD, layout, layers),
     schedules=schedules,
     momentum=_schedules.as_float(momentum),
     momentum_lr=_schedules.as_float(momentum_lr),

@@ -169,7 +169,7 @@ class Program:
       self._warn_once(
         f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
         f" the loss scans over them, along {_base.shorten(axes, 400)}. Pass `layers`, as"
-        " `optax_boost.layer_axes(loss_fn, params, batch)` returns it, or `stacked_axes`.",
+        " `optax_boost.layer_axes(loss_fn, params, batch)` returns it.",
         _base.StackedLayersWarning,
       )
 

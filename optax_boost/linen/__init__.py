@@ -11,7 +11,6 @@ from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._batch_stats import estimate_batch_stats
 from optax_boost.linen._groups import layer_axes
 from optax_boost.linen._groups import layer_groups
-from optax_boost.linen._groups import stacked_axes
 from optax_boost.linen._head import NormalizedDense
 from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
@@ -36,6 +35,5 @@ __all__ = [
   "make_train_step",
   "plan_less_bn",
   "split_loss",
-  "stacked_axes",
   "variables",
 ]

@@ -11,7 +11,6 @@ import jax
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _layers
-from optax_boost import _stacked
 from optax_boost.linen import _adapter
 
 
@@ -65,45 +64,6 @@ def layer_groups(
   return _groups.group_by_use(
     loss, params, collections, args, num_groups=num_groups, overrides=overrides, is_data=is_data
   )
-
-
-def stacked_axes(
-  module: nn.Module,
-  loss_fn: Callable[..., Any],
-  variables: Any,
-  batch: Any,
-  rng: jax.Array | None = None,
-  *,
-  rngs: Sequence[str] = ("dropout",),
-) -> dict[str, tuple[int, ...]]:
-  """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for Linen.
-
-  Arguments as for :func:`layer_groups`.
-
-  Returns:
-    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
-
-  Raises:
-    ValueError: `variables` has no collection ``params``.
-    TypeError: an argument is of the wrong kind.
-
-  Examples:
-    >>> from flax import linen as nn
-    >>> import jax, jax.numpy as jnp, optax_boost.linen
-    >>> class Block(nn.Module):
-    ...   @nn.compact
-    ...   def __call__(self, x, _):
-    ...     return nn.tanh(nn.Dense(8)(x)), None
-    >>> axes = {"params": 0}
-    >>> module = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
-    >>> loss_fn = lambda model, x: jnp.mean(model(x, None)[0])
-    >>> x = jnp.ones((2, 8))
-    >>> variables = module.init(jax.random.key(0), x, None)
-    >>> optax_boost.linen.stacked_axes(module, loss_fn, variables, x)
-    {'^Dense_0/bias$': (0,), '^Dense_0/kernel$': (0,)}
-  """
-  loss, params, collections = _adapter.adapt(module, loss_fn, variables, rng, rngs)
-  return _stacked.stacked_axes(loss, params, collections, batch, rng)
 
 
 def layer_axes(

@@ -11,7 +11,6 @@ from optax_boost.nnx._batch_stats import averaged_model
 from optax_boost.nnx._batch_stats import estimate_batch_stats
 from optax_boost.nnx._groups import layer_axes
 from optax_boost.nnx._groups import layer_groups
-from optax_boost.nnx._groups import stacked_axes
 from optax_boost.nnx._head import NormalizedDense
 from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
@@ -35,5 +34,4 @@ __all__ = [
   "make_train_step",
   "plan_less_bn",
   "split_loss",
-  "stacked_axes",
 ]

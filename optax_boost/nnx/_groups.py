@@ -9,7 +9,6 @@ from flax import nnx
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _layers
-from optax_boost import _stacked
 from optax_boost.nnx import _adapter
 
 
@@ -57,34 +56,6 @@ def layer_groups(
   return _groups.group_by_use(
     loss, params, model_state, args, num_groups=num_groups, overrides=overrides, is_data=is_data
   )
-
-
-def stacked_axes(
-  loss_fn: Callable[..., Any], model: Any, *args: Any, wrt: Any = nnx.Param
-) -> dict[str, tuple[int, ...]]:
-  """Finds the leaves that hold many layers: :func:`optax_boost.stacked_axes` for NNX.
-
-  Arguments as for :func:`layer_groups`.
-
-  Returns:
-    Axes by regular expression, as :func:`optax_boost.stacked_axes`.
-
-  Raises:
-    ValueError: `model` has no variables of `wrt`.
-    TypeError: an argument is of the wrong kind.
-
-  Examples:
-    >>> from flax import nnx
-    >>> import jax, jax.numpy as jnp, optax_boost.nnx
-    >>> make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))
-    >>> model = make(jax.random.split(jax.random.key(0), 3))
-    >>> run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    >>> loss_fn = lambda model, x: jnp.mean(run(x, model))
-    >>> optax_boost.nnx.stacked_axes(loss_fn, model, jnp.ones((2, 8)))
-    {'^bias$': (0,), '^kernel$': (0,)}
-  """
-  loss, params, model_state, args = _adapter.adapt(loss_fn, model, wrt, args)
-  return _stacked.stacked_axes(loss, params, model_state, *args)
 
 
 def layer_axes(

@@ -82,7 +82,6 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),
   **dict.fromkeys(("exclude", "weight_decay_mask"), kinds.SELECTOR),
-  **dict.fromkeys(("stacked_axes", "fan_in_axes"), kinds.AXES),
   "axis_name": kinds.AXIS_NAME,
   "local_axis_name": kinds.AXIS_NAME,
   "shard_axis_name": kinds.AXIS_NAME,
@@ -214,7 +213,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
   }
   for name, arguments in good.items():
     yield name, Call(getattr(optax_boost, name), arguments)
-  for name in ("layer_groups", "layer_axes", "stacked_axes"):
+  for name in ("layer_groups", "layer_axes"):
     for form, star, arguments in (
       ("", (X,), {"loss_fn": loss_fn, "params": dense}),
       ("nnx.", (X,), {"loss_fn": loss_fn, "model": MODEL}),

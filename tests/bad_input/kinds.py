@@ -90,11 +90,6 @@ SELECTOR = Kind(
   all_but("None", "text", in_jax=jnp.array([True, False]), tree={"conv": 1}, one=lambda tree: 3),
   BROKEN | {"another tree": {"other": True}, "too many": [True, False] * 4},
 )
-AXES = Kind(
-  all_but("None", as_text={"conv": "0"}, fraction_of={"conv": 0.5}, flag={"conv": True}),
-  {"no such axis": {"kernel": 7}, "huge": {"kernel": HUGE}}
-  | {k: {v: 0} for k, v in BROKEN.items()},
-)
 PATTERNS = Kind(all_but("text"), BROKEN | {f"list, {k}": ["conv", v] for k, v in BROKEN.items()})
 GROUPS = Kind(all_but(empty=[]), {k: [v, "dense"] for k, v in BROKEN.items()})
 LAYERS = Kind(all_but())
