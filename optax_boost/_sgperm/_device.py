@@ -8,7 +8,7 @@ grows.
   n, m     entries of a vector, vectors
   P        most lanes of a vector
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
-  base     (P, 1), where a lane starts: its entries lie behind each other, by rising weight
+  base     (P, 1), where a lane starts: its entries follow, by rising weight
 
 Weights are sorted once, in ``init``, for their ranks move with them. Each source looks for the
 nearest live entry of the other direction in a few words of bits; each cycle leaves a pair of links.
@@ -74,7 +74,7 @@ def _edges(n: int, least: int, most: int) -> list[int]:
 def _arranged(
   weights: jax.Array, ranks: jax.Array, order: jax.Array, size: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Positions and weights, subset behind subset, each by rising weight."""
+  """Positions and weights, subset after subset, each by rising weight."""
   position = _sorting.inverse(ranks)
   values = _sorting.gather(weights, position)
   rows = jnp.arange(len(weights), dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""How SGPerm's kernels run: once for all leaves that are alike, some weight vectors at a time.
+"""How SGPerm's kernels run: once for all leaves of one kind, some weight vectors at a time.
 
 However leaves are sharded, each weight vector lies whole on a device.
 """
@@ -48,11 +48,11 @@ def over_leaves(
   """
   columns = [[*jax.tree.leaves(weights), *others] for _, weights, others in leaves]
   mesh = _mesh_of([x for arrays in columns for x in arrays])
-  alike: dict[Any, list[int]] = {}
+  kinds: dict[Any, list[int]] = {}
   for i, ((layout, *_), arrays) in enumerate(zip(leaves, columns, strict=True)):
-    alike.setdefault((layout, *(x.dtype for x in arrays)), []).append(i)
+    kinds.setdefault((layout, *(x.dtype for x in arrays)), []).append(i)
   results: list[Any] = [None] * len(leaves)
-  for members in alike.values():
+  for members in kinds.values():
     layout, weights, others = leaves[members[0]]
     size, moving = weights.values.size, len(columns[members[0]]) - len(others)
     run = _Run(kernel(layout), len(layout.fan_in), moving, mesh)
@@ -114,7 +114,7 @@ def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> 
   """Applies a kernel on (n, vectors) to arrays (leaves, n or 1, vectors), each vector by itself."""
   leaves, n, vectors = arrays[0].shape
   # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
-  # vectors side by side than keep a device busy: on a CPU, as many as fit into its cache.
+  # vectors at once than keep a device busy: on a CPU, those that fit into its cache.
   most = _WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS
   width = max(1, most // max(1, n))
   # The vectors may lie on all of several devices.
@@ -155,19 +155,19 @@ def _exchanged(
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
-  """Stacks arrays on an axis behind the fan-in ones, which are whole on each device."""
+  """Stacks arrays on an axis after the fan-in ones, which are whole on each device."""
   found: list[Any] = [None] * len(stacks)
   kinds = [(stack[0].shape, stack[0].dtype.itemsize) for stack in stacks]
   spec = jax.sharding.PartitionSpec(
     *[None] * axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (stacks[0][0].ndim + 1 - axes)
   )
   for kind in dict.fromkeys(kinds):
-    alike = [k for k, other in enumerate(kinds) if other == kind]
-    packed = jnp.stack([_cast(x, f"uint{8 * kind[1]}") for k in alike for x in stacks[k]], axes)
+    same = [k for k, other in enumerate(kinds) if other == kind]
+    packed = jnp.stack([_cast(x, f"uint{8 * kind[1]}") for k in same for x in stacks[k]], axes)
     packed = jax.lax.with_sharding_constraint(packed, jax.sharding.NamedSharding(mesh, spec))
     if hint is not None:
       packed = jnp.where(hint, 0, packed)
-    for k, part in zip(alike, jnp.split(packed, len(alike), axes), strict=True):
+    for k, part in zip(same, jnp.split(packed, len(same), axes), strict=True):
       found[k] = _cast(part, stacks[k][0].dtype)
   return found
 

@@ -71,7 +71,7 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _levels(weights: jax.Array, bits: int) -> jax.Array:
-  """Each weight's level among equally spaced ones, as signed integers of as many bits."""
+  """Each weight's level among equally spaced ones, as signed integers of `bits` bits."""
   # Counted in floats, where all of them are exact.
   bits = min(bits, 24)
   low, high = (f(weights, axis=0, keepdims=True) for f in (jnp.min, jnp.max))

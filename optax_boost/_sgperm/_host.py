@@ -148,7 +148,7 @@ def _search(
   path: Any,  # scratch, as is `cursor`
   cursor: Any,
 ) -> None:
-  """Finds the cycles of all subsets, which lie one behind the other, each by rising weight."""
+  """Finds the cycles of all subsets, one after the other, each by rising weight."""
   for group in range(len(epsilon)):
     first, last = starts[group], starts[group + 1]
     reach = epsilon[group]

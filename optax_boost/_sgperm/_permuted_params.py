@@ -67,21 +67,11 @@ class PermutedParams(NamedTuple):
       ValueError: the integers are not a permutation of these params: another tree or shape, or an
         index is out of range or occurs twice (checked outside ``jit``).
     """
-
-    def one(name: str, start: Any, index: Any) -> Any:
-      integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
-      if not integers or jnp.shape(index) != jnp.shape(start):
-        raise ValueError(
-          f"`permutation` must hold integers of the params' shapes; the leaf '{name}' is"
-          f" {jnp.result_type(index)} of shape {jnp.shape(index)} for params of shape"
-          f" {jnp.shape(start)}. Pass the `permutation` of these params."
-        )
-      check_indices(index, jnp.size(start), "permutation", name)
-      if not jnp.size(start):
-        return jnp.array(start)  # on explicit axes of no set mesh, JAX fails to gather from it
-      return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
-
-    return cls(_map_unmasked(one, initial, permutation), permutation)
+    leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
+    names = map(_tree.leaf_name, _tree.leaf_paths(initial, _tree.is_masked))
+    indices = _aligned(permutation, initial)
+    permuted = map(_permuted, names, leaves, indices)
+    return cls(jax.tree.unflatten(structure, list(permuted)), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
@@ -185,30 +175,39 @@ def permuted_params(
   exact, permutation = _arrays.copy_arrays((states[0].permuted_params, states[0].permutation))
   if params is None:
     return PermutedParams(exact, permutation)
-  return PermutedParams(
-    _map_unmasked(lambda _, p, x: x, params, exact),
-    _map_unmasked(lambda _, p, index: index, params, permutation, optax.MaskedNode()),
-  )
+  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
+  pairs = zip(leaves, _aligned(exact, params), strict=True)
+  values = [p if _tree.is_masked(x) else x for p, x in pairs]
+  trees = (values, _aligned(permutation, params))
+  return PermutedParams(*(jax.tree.unflatten(structure, tree) for tree in trees))
 
 
-def _map_unmasked(one: Any, params: Any, tree: Any, masked: Any = None) -> Any:
-  """Maps over params and a tree like them; leaves masked in either stay, or become `masked`."""
-  others = _masking.leaves_like(tree, params)
-  if others is None:
+def _aligned(tree: Any, params: optax.Params) -> list[Any]:
+  """The leaves of a tree like the params, in the order of the params'."""
+  leaves = _masking.leaves_like(tree, params)
+  if leaves is None:
     raise ValueError(
       f"`params` must be of the tree that was permuted, {jax.tree.structure(tree)}; got"
       f" {jax.tree.structure(params)}."
     )
-  structure: Any
-  leaves, structure = jax.tree.flatten(params, is_leaf=_tree.is_masked)
-  names = map(_tree.leaf_name, _tree.leaf_paths(params, _tree.is_masked))
-  results = [
-    (p if masked is None else masked)
-    if _tree.is_masked(p) or _tree.is_masked(x)
-    else one(name, p, x)
-    for name, p, x in zip(names, leaves, others, strict=True)
-  ]
-  return jax.tree.unflatten(structure, results)
+  return leaves
+
+
+def _permuted(name: str, start: Any, index: Any) -> Any:
+  """A leaf after a permutation of its entries, which is checked."""
+  if _tree.is_masked(start) or _tree.is_masked(index):
+    return start
+  integers = jnp.issubdtype(jnp.result_type(index), jnp.integer)
+  if not integers or jnp.shape(index) != jnp.shape(start):
+    raise ValueError(
+      f"`permutation` must hold integers of the params' shapes; the leaf '{name}' is"
+      f" {jnp.result_type(index)} of shape {jnp.shape(index)} for params of shape"
+      f" {jnp.shape(start)}. Pass the `permutation` of these params."
+    )
+  check_indices(index, jnp.size(start), "permutation", name)
+  if not jnp.size(start):
+    return jnp.array(start)  # on explicit axes of no set mesh, JAX fails to gather from it
+  return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
 
 def check_indices(index: Any, size: int, argument: str, name: str) -> None:

@@ -2,7 +2,7 @@
 
 XLA sorts one array of integers several times faster than a pair of arrays. So a sort packs as much
 of the key as there is room for and the index into one integer; the few that this leaves in disorder
-change places with their neighbours. Where they are many, the sort goes from the last digits to the
+change places with their neighbours. If they are many, the sort goes from the last digits to the
 first.
 """
 
