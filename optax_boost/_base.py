@@ -23,8 +23,6 @@ import optax
 # A set of leaves: one or several regular expressions, a tree of bools, a callable from the
 # params to such a tree (optax's mask convention), or None for no leaf.
 LeafSelector: TypeAlias = Any
-# Axes of a leaf, by regular expression.
-AxesByPattern: TypeAlias = Mapping[str, int | Sequence[int]]
 # Axes of a mesh by name, the same for all leaves or by regular expression.
 AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
 

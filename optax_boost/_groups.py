@@ -157,7 +157,7 @@ def group_by_use(
     num_groups = int(num_groups)
   for name, tree in (("params", params), ("model state", model_state), ("args", args)):
     _tree.check_traceable(name, tree)
-  leaves = _tree.describe(params)
+  leaves = _layers.leaves_of(params)
   state_flags = [None] * len(jax.tree.leaves(model_state))
   program = jax.make_jaxpr(loss_fn)(params, model_state, *args)
   described = _layers.describe(program, params, [*state_flags, *is_data])
@@ -207,7 +207,7 @@ def group_by_use(
 
 
 def _overridden(
-  leaves: list[_tree.Leaf], overrides: Mapping[str, int] | None, num_groups: int
+  leaves: list[_layers.Leaf], overrides: Mapping[str, int] | None, num_groups: int
 ) -> dict[int, int]:
   if overrides is None:
     return {}
@@ -233,7 +233,7 @@ GroupNumber: TypeAlias = int | np.ndarray
 
 def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf, or those of its layers; ValueError for a leaf that a plan lacks."""
-  leaves = _tree.describe(tree)
+  leaves = _layers.leaves_of(tree)
   if isinstance(groups, LayerGroups):
     entries = [(entry, g) for g, group in enumerate(groups.groups) for entry in group]
     whole = dict(entries)
@@ -252,7 +252,7 @@ def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
 
 
 def _numbers_of_layers(
-  leaf: _tree.Leaf, parts: dict[str, list[tuple[int, int, int, int]]], method: str
+  leaf: _layers.Leaf, parts: dict[str, list[tuple[int, int, int, int]]], method: str
 ) -> np.ndarray:
   """The groups of a leaf's layers; `parts` are axis, start, end and group."""
   slices = parts.get(leaf.path, [])

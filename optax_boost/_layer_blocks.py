@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import itertools
 import re
 
+from optax_boost import _layers
 from optax_boost import _leaf_uses
 from optax_boost import _tree
 
@@ -11,7 +12,7 @@ _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 
 
 def find(
-  leaves: list[_tree.Leaf], order: list[int], stacks: Sequence[_leaf_uses.Scan], wanted: int
+  leaves: list[_layers.Leaf], order: list[int], stacks: Sequence[_leaf_uses.Scan], wanted: int
 ) -> tuple[dict[int, list[int]], int]:
   """For each leaf in `order` its block, or those of its layers; and the number of blocks.
 
@@ -45,7 +46,7 @@ def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
 
 
 def _modules(
-  leaves: list[_tree.Leaf], kernels: list[int], stacks: Sequence[_leaf_uses.Scan]
+  leaves: list[_layers.Leaf], kernels: list[int], stacks: Sequence[_leaf_uses.Scan]
 ) -> list[list[str]]:
   """For each leaf the repeated modules that it is in, from the outermost in.
 
@@ -80,7 +81,7 @@ def _modules(
 
 
 def _places(
-  leaves: list[_tree.Leaf],
+  leaves: list[_layers.Leaf],
   order: list[int],
   stacks: Sequence[_leaf_uses.Scan],
   units: Sequence[str | None],
@@ -111,7 +112,7 @@ def _places(
   return places, number
 
 
-def _is_attached(leaf: _tree.Leaf) -> bool:
+def _is_attached(leaf: _layers.Leaf) -> bool:
   # With layers side by side, biases may be matrices.
   return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
@@ -123,7 +124,7 @@ def _parents(module: str) -> list[str]:
 
 
 def _blocks(
-  leaves: list[_tree.Leaf], order: list[int], stacks: set[int], units: Sequence[str | None]
+  leaves: list[_layers.Leaf], order: list[int], stacks: set[int], units: Sequence[str | None]
 ) -> list[list[int]]:
   """Units, and kernels and stacks outside them, with their biases and normalizations."""
   modules = [leaf.path.rpartition("/")[0] for leaf in leaves]

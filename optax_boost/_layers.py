@@ -113,7 +113,7 @@ def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
   return leaf.layer_axes[: 1 if is_attention else -1]
 
 
-def leaves_of(tree: Any, layers: Layers | None) -> list[Leaf]:
+def leaves_of(tree: Any, layers: Layers | None = None) -> list[Leaf]:
   """The leaves of a tree, in the order of ``jax.tree.leaves``.
 
   Leaves without a place in `layers`, or of another rank there, have no known axes.

@@ -31,7 +31,7 @@ class Leaves:
 
     def plan(tree: Any, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
       leaves = _layers.leaves_of(tree, layers)
-      auto_selected = isinstance(exclude, str) and exclude == "auto"
+      auto_selected = _tree.is_auto(exclude)
       skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
       return list(zip(leaves, skipped, strict=True))
 

@@ -5,10 +5,8 @@ from collections.abc import Container
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import math
 import re
 from typing import Any
-from typing import NamedTuple
 from typing import TypeVar
 
 import jax
@@ -17,43 +15,12 @@ import optax
 
 from optax_boost import _base
 
-# The projections of Flax's attention layers: (features, heads, head features), of which only the
-# first axis is fan-in.
-_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")
-
-
-class Leaf(NamedTuple):
-  """One leaf of a tree, as the rules of the methods see it."""
-
-  path: str  # the keys joined by `/`, as in `block_1/conv/kernel`
-  shape: tuple[int, ...]
-  stacked: tuple[int, ...]  # the axes along which layers are stacked, not negative, ascending
-
-  @property
-  def layer_axes(self) -> tuple[int, ...]:
-    """The axes of one layer: all but the stacked ones."""
-    return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
-
-  @property
-  def layer_shape(self) -> tuple[int, ...]:
-    """The shape of one layer."""
-    return tuple(self.shape[axis] for axis in self.layer_axes)
-
-  @property
-  def stacked_shape(self) -> tuple[int, ...]:
-    """The sizes of the stacked axes, ``()`` for a leaf that is one layer."""
-    return tuple(self.shape[axis] for axis in self.stacked)
-
-  @property
-  def layers(self) -> int:
-    """How many layers the leaf holds."""
-    return math.prod(self.stacked_shape)
 
 
 def leaf_name(path: str) -> str:
@@ -130,77 +97,9 @@ def _masked_paths(tree: Any) -> list[str]:
   return [path for path, node in nodes if is_masked(node)]
 
 
-def describe(tree: Any, stacked_axes: _base.AxesByPattern | None = None) -> list[Leaf]:
-  """Describes every leaf, in the order of ``jax.tree.leaves``."""
-  shapes = map(jnp.shape, jax.tree.leaves(tree))
-  leaves = [Leaf(path, shape, ()) for path, shape in zip(leaf_paths(tree), shapes, strict=True)]
-  axes = axes_by_pattern(leaves, stacked_axes, "stacked_axes", tree=tree)
-  return [leaf._replace(stacked=a or ()) for leaf, a in zip(leaves, axes, strict=True)]
-
-
-def fan_in_axes(leaf: Leaf, layout: str) -> tuple[int, ...]:
-  """The axes of one output's incoming weights, in the ``"flax"`` or ``"torch"`` layout."""
-  axes = leaf.layer_axes
-  if layout == "torch":
-    return axes[1:]
-  if len(axes) == 3 and _ATTENTION_INPUT.search(leaf.path):
-    return axes[:1]
-  return axes[:-1]
-
-
 def is_bias_or_norm(path: str) -> bool:
   """Whether a leaf has the name of a bias or a normalization in Flax or MXNet."""
   return _BIAS_OR_NORM.search(path) is not None
-
-
-def axes_by_pattern(
-  leaves: Sequence[Leaf],
-  patterns: _base.AxesByPattern | None,
-  argument: str,
-  *,
-  ascending: bool = True,
-  tree: Any = None,
-) -> list[tuple[int, ...] | None]:
-  """Each leaf's axes by the first pattern that matches, ascending or as named, or None.
-
-  `tree` as for :func:`first_match`.
-  """
-  check_axes_by_pattern(argument, patterns)
-  keys = list(patterns or {})
-  found: list[tuple[int, ...] | None] = []
-  matches = first_match(argument, keys, [leaf.path for leaf in leaves], tree=tree)
-  for (path, shape, _), index in zip(leaves, matches, strict=True):
-    axes = None if index is None else _as_axes((patterns or {})[keys[index]])
-    if axes and any(not -len(shape) <= axis < len(shape) for axis in axes):
-      raise ValueError(
-        f"`{argument}` names the axes {axes} for {keys[index or 0]!r}, but the leaf"
-        f" '{leaf_name(path)}' has shape {shape}. Narrow the pattern, or name axes that the leaf"
-        " has."
-      )
-    if axes is not None:
-      distinct = dict.fromkeys(axis % len(shape) for axis in axes)
-      axes = tuple(sorted(distinct) if ascending else distinct)
-    found.append(axes)
-  return found
-
-
-def check_axes_by_pattern(argument: str, patterns: _base.AxesByPattern | None) -> None:
-  """Checks an argument that maps regular expressions to axes, or is None."""
-  if patterns is not None and not isinstance(patterns, Mapping):
-    raise TypeError(
-      f"`{argument}` must map regular expressions to axes, as in {{'layers/': 0}}; got"
-      f" {_base.shorten(patterns)}."
-    )
-  for pattern, axes in (patterns or {}).items():
-    _base.compile_pattern(argument, pattern)
-    if not all(map(_base.is_integer, _as_axes(axes))):
-      raise TypeError(
-        f"`{argument}` must name axes by integers; got {_base.shorten(axes)} for {pattern!r}."
-      )
-
-
-def _as_axes(axes: Any) -> tuple[Any, ...]:
-  return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
 def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
@@ -266,18 +165,11 @@ def select(
   tree: Any,
   selector: _base.LeafSelector,
   argument: str,
-  auto: Callable[[list[Leaf]], list[bool]] | None = None,
-  stacked_axes: _base.AxesByPattern | None = None,
 ) -> list[bool]:
-  """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``.
-
-  The selector ``"auto"`` stands for the method's own rule `auto`.
-  """
+  """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``."""
   paths = leaf_paths(tree)
   if selector is None:
     return [False] * len(paths)
-  if _is_auto(selector) and auto is not None:
-    return auto(describe(tree, stacked_axes))
   patterns = (selector,) if isinstance(selector, str) else selector
   if isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns):
     return [index is not None for index in first_match(argument, patterns, paths, tree=tree)]
@@ -288,7 +180,8 @@ def select(
   return _broadcast_mask(mask, tree, argument)
 
 
-def _is_auto(selector: Any) -> bool:
+def is_auto(selector: Any) -> bool:
+  """Whether a selector stands for the method's own rule."""
   # Arrays, which a user may pass by mistake, compare entry by entry.
   return isinstance(selector, str) and selector == "auto"
 
@@ -321,7 +214,7 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
   """Checks an argument that selects leaves, as far as that is possible without the tree."""
-  if selector is None or _is_auto(selector) or _is_function(selector):
+  if selector is None or is_auto(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
     _base.compile_pattern(argument, selector)

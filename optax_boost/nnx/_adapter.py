@@ -11,6 +11,7 @@ from flax import nnx
 import jax
 
 from optax_boost import _base
+from optax_boost import _layers
 from optax_boost import _train_step
 from optax_boost import _tree
 
@@ -210,7 +211,7 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
 
 def _check_trained(before: Any, after: Any) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
-  changed = {leaf.path for leaf in {*_tree.describe(before)} ^ {*_tree.describe(after)}}
+  changed = {leaf.path for leaf in {*_layers.leaves_of(before)} ^ {*_layers.leaves_of(after)}}
   if changed:
     raise ValueError(
       "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"
