@@ -199,18 +199,13 @@ def add_updates(
 
 def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
   """The new params without the entries that would no longer be finite."""
-  return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(n) | ~jnp.isfinite(o), n, o), new, old)
+  return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(n), n, o), new, old)
 
 
 def _keep_finite_updates(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
   """The updates with zeros for the entries of the params that would no longer be finite."""
-
-  def keep(update: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(new) | ~jnp.isfinite(old), update, 0).astype(update.dtype)
-
-  if params is None:
-    return jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0).astype(u.dtype), updates)
-  return jax.tree.map(keep, updates, optax.apply_updates(params, updates), params)
+  new = updates if params is None else optax.apply_updates(params, updates)
+  return jax.tree.map(lambda u, n: jnp.where(jnp.isfinite(n), u, jnp.zeros_like(u)), updates, new)
 
 
 def once_if(
