@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 from optax_boost import _in_place
+from tests import closeness
 from tests import compilations
 from tests import problems
 from tests import registry
@@ -27,6 +28,7 @@ ROWS = [
 every_row = pytest.mark.parametrize("row", ROWS, ids=str)
 WRAPPERS = {
   "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
+  "average_params": lambda tx: optax_boost.average_params(tx, decay=0.5),
   "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 2.0),
   "master_weights": optax_boost.master_weights,
   "stochastic_rounding": lambda tx: optax_boost.stochastic_rounding(tx, key=0),
@@ -43,6 +45,7 @@ NESTED = [
   ("accumulate", "dynamic_loss_scale", "master_weights"),
   ("stochastic_rounding", "dynamic_loss_scale"),
   ("accumulate", "stochastic_rounding"),
+  ("average_params", "master_weights", "dynamic_loss_scale", "accumulate"),
 ]
 
 
@@ -96,6 +99,20 @@ def test_ten_steps_with_skipped_ones_are_the_same_to_the_bit(names):
   chex.assert_trees_all_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
+def test_jitted_ten_steps_with_skipped_ones_differ_in_ulps(names):
+  """Two programs contract products and sums differently: ulps of the params and of ten steps."""
+  rate, skipping = 0.1, names != ("average_params",)
+  tx, start = wrap(names, optax.adam(rate)), problems.params()
+  bad = np.nan if skipping else None
+  ours, theirs = (train(step, tx, start, bad, steps=10)[0] for step in both(tx, jax.jit))
+
+  def compare(found, expected, first):
+    closeness.assert_within_ulps(found, expected, np.abs(first) + 10 * rate, 16)
+
+  jax.tree.map(compare, *jax.device_get((ours, theirs, start)))
+
+
 def test_jitted_windows_of_three_are_the_same_to_the_bit():
   """Their mean is no exact number."""
   tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
@@ -123,6 +140,36 @@ def test_nan_of_the_optimizer_never_reaches_the_params(check_params, jitted):
     np.testing.assert_allclose(after, params if check_params else [1.0, 1.9], rtol=1e-6)
     assert state.notfinite_count == check_params
     assert (optax.tree.get(state, "count") == 0) == check_params
+
+
+GUARDED = [
+  ("master_weights",),
+  ("stochastic_rounding",),
+  ("dynamic_loss_scale", "accumulate"),
+  ("accumulate", "dynamic_loss_scale"),
+  ("master_weights", "dynamic_loss_scale", "accumulate"),
+]
+
+
+@pytest.mark.parametrize("names", GUARDED, ids="-".join)
+def test_nan_of_an_optimizer_inside_several_wrappers_never_reaches_the_params(names):
+  tx, params = wrap(names, optax.adam(0.1, eps=0.0)), jnp.array([1.0, 2.0])
+  for step in both(tx, jax.jit):
+    after, state = params, tx.init(params)
+    for _ in range(2):
+      after, state = step(jnp.array([0.0, 8.0]), state, after)
+    assert after[0] == 1.0
+    assert jnp.isfinite(after[1])
+
+
+@pytest.mark.parametrize("check_params", [False, True])
+def test_nan_of_the_optimizer_never_reaches_the_params_of_a_train_step(check_params):
+  """The loss does not depend on the first entry."""
+  tx = optax_boost.dynamic_loss_scale(optax.adam(0.1, eps=0.0), 8.0, check_params=check_params)
+  step = optax_boost.make_train_step(lambda params, batch: params[1] * batch, tx)
+  state, metrics = step(step.init(jnp.array([1.0, 2.0])), jnp.ones([]))
+  np.testing.assert_allclose(state.params, [1.0, 2.0 if check_params else 1.9], rtol=1e-6)
+  assert metrics["loss_scale/notfinite_count"] == check_params
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
@@ -323,6 +370,20 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(names, kind):
   for new, old in zip(jax.tree.leaves(after[0]), jax.tree.leaves(sharded), strict=True):
     assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
   chex.assert_trees_all_close(jax.device_get(after), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaves", [3, 12])
+@pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale", "master_weights"])
+def test_an_ordinary_sharded_step_is_checked_in_one_all_reduce(name, leaves):
+  """Outside of the loop with the exact check, which runs for gradients whose squares overflow."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = [jax.device_put(jnp.ones(8 * (1000 + i)), sharding) for i in range(leaves)]
+  tx = WRAPPERS[name](optax.adam(0.1))
+  state = tx.init(params)
+  for step in both(tx, jax.jit):
+    text = step.lower(params, state, params).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text[text.index("\nENTRY") :])) == 1
 
 
 @pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale"])
