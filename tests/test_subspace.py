@@ -120,6 +120,50 @@ def test_rows_are_orthonormal_over_the_whole_tree():
   np.testing.assert_allclose(basis @ basis.T, np.eye(13), atol=3e-6)
 
 
+def with_spectrum(singular, rows=15, seed=0):
+  """Rows that sum to zero with given singular values, and the right singular vectors."""
+  rng = np.random.default_rng(seed)
+  left = rng.normal(size=(rows, len(singular)))
+  left = np.linalg.qr(left - left.mean(axis=0))[0]
+  right = np.linalg.qr(rng.normal(size=(ENTRIES, len(singular))))[0].T
+  return left * singular @ right, right
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.25])
+def test_components_of_a_prescribed_spectrum(decay):
+  singular = 3.0 * decay ** np.arange(14)
+  rows, right = with_spectrum(singular)
+  found = optax_boost.fit_subspace(tree(rows), 6)
+  components = flat(found.basis)
+  np.testing.assert_allclose(components @ components.T, np.eye(6), atol=2e-6)
+  np.testing.assert_allclose(np.abs(np.sum(components * right[:6], axis=1)), 1, atol=1e-5)
+  variances = 14 * np.asarray(found.explained_variance)
+  np.testing.assert_allclose(np.sqrt(variances), singular[:6], rtol=1e-5, atol=1e-6)
+
+
+def test_small_components_are_as_exact_as_a_float32_svd_of_the_rows():
+  # Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from its rounding errors.
+  singular = np.array([1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e-4])
+  rows, right = with_spectrum(singular)
+  found = optax_boost.fit_subspace(tree(rows), 6)
+  components = flat(found.basis)
+  np.testing.assert_allclose(components @ components.T, np.eye(6), atol=2e-6)
+  np.testing.assert_allclose(np.sqrt(14 * found.explained_variance), singular, rtol=2e-3)
+  np.testing.assert_allclose(np.abs(np.sum(components * right, axis=1)), 1, atol=1e-4)
+
+
+def test_snapshots_keep_their_digits_around_a_large_mean():
+  small, _ = with_spectrum(0.01 * 0.5 ** np.arange(8))
+  rows = tree(small + 100.0)
+  assert_fits(optax_boost.fit_subspace(rows, 3), rows)
+
+
+def test_a_sketch_with_a_column_per_snapshot_is_exact():
+  rows, right = with_spectrum(0.8 ** np.arange(9), rows=10)
+  found = optax_boost.fit_subspace(tree(rows), 4, method="randomized", key=0)
+  np.testing.assert_allclose(np.abs(np.sum(flat(found.basis) * right[:4], axis=1)), 1, atol=1e-5)
+
+
 def test_randomized_components_hold_the_variance_that_decays():
   rows, key = walk(count=40), jax.random.key(0)
   found = optax_boost.fit_subspace(rows, 3, method="randomized", key=key, oversample=4)
