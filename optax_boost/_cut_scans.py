@@ -6,16 +6,15 @@ backward pass of a part that no trained param enters. No result changes: where a
 enter, through constants or the carry, the backward pass stays. Other equations see the leaf whole.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import itertools
 from typing import Any
 
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_boost import _arrays
 from optax_boost import _jaxpr
@@ -36,22 +35,6 @@ class _Parts:
     return (0, *itertools.accumulate(part.shape[self.axis] for part in self.arrays))
 
 
-def stop_layers(
-  objective: Callable[[optax.Params], Any], frozen: Sequence[bool | np.ndarray]
-) -> Callable[[optax.Params], Any]:
-  """The objective with a derivative of zero for frozen leaves, and for frozen layers of leaves."""
-
-  def stopped(params: optax.Params) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    parts = list(map(in_parts, jax.lax.stop_gradient(leaves), leaves, frozen))
-    if not any(isinstance(part, _Parts) for part in parts):
-      return objective(jax.tree.unflatten(structure, parts))
-    closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    return jax.tree.unflatten(jax.tree.structure(shapes), run(closed, parts))
-
-  return stopped
-
-
 def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
   """A leaf whose frozen layers come from `held`, for :func:`run`; `frozen` broadcasts to it."""
   if np.all(frozen) or not np.any(frozen):
@@ -63,9 +46,11 @@ def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
   return _Parts(tuple(old if flags[i] else own for old, own, i in pairs), axis)
 
 
-def run(program: Any, arguments: Sequence[Any], *, inline: bool = False) -> list[Any]:
-  """The results of a program some of whose arguments are in parts; `inline` enters all calls."""
-  return _whole(_CutScans(inline).run(program, arguments), program.jaxpr.outvars)
+def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
+  """The results of a closed program, some of whose arguments may be in parts."""
+  if not any(isinstance(argument, _Parts) for argument in arguments):
+    return jax_core.jaxpr_as_fun(program)(*arguments)
+  return _whole(_CutScans().run(program, arguments), program.jaxpr.outvars)
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
@@ -116,13 +101,9 @@ def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
 class _CutScans(_jaxpr.Evaluator[Any]):
   """Computes a program with some of its leaves in parts."""
 
-  def __init__(self, inline: bool) -> None:
-    self._inline = inline
-
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    enters = self._inline and equation.primitive.name in _jaxpr.PLAIN_CALLS
     in_parts = any(isinstance(value, _Parts) for value in inputs)
-    if enters or in_parts or _stacked.passes_each(equation):
+    if in_parts or _stacked.passes_each(equation):
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)
 

@@ -84,13 +84,18 @@ CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 
 
 def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
-  """A function of params that lets the other closures pass, as optax's line searches hand them on.
+  """A function of params that lets the other extra arguments pass.
 
-  They look for their names in its signature.
+  optax's line searches pass them on, and look for their names in its signature.
   """
 
   def call(
-    params: Any, *args: Any, grad_fn: Any = None, full_grad_fn: Any = None, obj_fn: Any = None
+    params: Any,
+    *args: Any,
+    grad_fn: Any = None,
+    full_grad_fn: Any = None,
+    obj_fn: Any = None,
+    layers: Any = None,
   ) -> Any:
     return function(params, *args)
 

@@ -22,7 +22,9 @@ The train step knows three requests and no method:
                     the state's method ``with_full_gradient(params, full_gradient)``
 
 Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
-and can't be in the state, which holds arrays: the method announces it in its ``init``.
+and can't be in the state, which holds arrays: it is an attribute of the method's ``update``, with
+the name of the request. The field `hidden` of a state names the leaves that ``optax.masked`` hides
+from its method.
 """
 
 import collections
@@ -32,7 +34,9 @@ from collections.abc import Sequence
 import contextlib
 import contextvars
 import functools
+import itertools
 import operator
+import types
 from typing import Any
 from typing import NamedTuple
 from typing import TypeVar
@@ -42,7 +46,6 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _jaxpr
 from optax_boost import _tree
 
 LOSS_SCALE = "loss_scale"
@@ -50,6 +53,7 @@ FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
 
 _State = TypeVar("_State")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_State]]:
@@ -158,8 +162,8 @@ def refuse_observers(method: str, opt_state: optax.OptState) -> None:
     )
 
 
-def requested(opt_state: optax.OptState, request: str) -> Any:
-  """The value of a request, None where no state makes it; ValueError where several do."""
+def state_asking(opt_state: optax.OptState, request: str) -> Any:
+  """The state that makes a request, None if there is none; ValueError for several."""
   states = _asking(opt_state, request)
   if len(states) > 1:
     types = ", ".join(type(state).__name__ for state in states)
@@ -167,7 +171,16 @@ def requested(opt_state: optax.OptState, request: str) -> Any:
       f"`make_train_step` needs at most one state with a `{request}`; the optimizer state holds"
       f" {len(states)} ({types}). Put one such wrapper around the whole optimizer."
     )
-  return _field(states[0], type(states[0]), request, "requests") if states else None
+  if not states:
+    return None
+  _field(states[0], type(states[0]), request, "requests")
+  return states[0]
+
+
+def requested(opt_state: optax.OptState, request: str) -> Any:
+  """The value of a request, None where no state makes it; ValueError where several do."""
+  state = state_asking(opt_state, request)
+  return None if state is None else getattr(state, request)
 
 
 def map_request(
@@ -234,38 +247,29 @@ def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
 
 
 class GroupAssignment(NamedTuple):
-  """Which leaf is in which group, as a method announces it."""
+  """Which leaf is in which group: the attribute `frozen_groups` of a method's ``update``."""
 
-  # By the leaf's path; for layers in several groups an array that broadcasts against the leaf.
-  group: dict[str, int | np.ndarray]
+  # From a tree to its leaves' groups, in its structure; of layers in several groups an array that
+  # broadcasts against the leaf.
+  number: Callable[[Any], Any]
   num_groups: int
 
-  def numbers(self, params: optax.Params) -> list[Any]:
-    """The group of each leaf; a leaf that the method has not seen is past the last."""
-    return [self.group.get(path, self.num_groups) for path in _tree.leaf_paths(params)]
 
-
-class Announcements(NamedTuple):
-  """What methods have told about the leaves."""
-
-  groups: dict[str, GroupAssignment]  # by request
-  layers: dict[str, str]  # methods by path
-
-
-_LISTENER: contextvars.ContextVar[Announcements | None] = contextvars.ContextVar(
-  "listener", default=None
+# The leaves that methods take as one layer each, with the method's name, by path.
+_LAYERS: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+  "layers", default=None
 )
 
 
 @contextlib.contextmanager
-def collect_announcements() -> Iterator[Announcements]:
+def collect_layers() -> Iterator[dict[str, str]]:
   """Collects the announcements that methods make inside the context."""
-  collected = Announcements({}, {})
-  token = _LISTENER.set(collected)
+  collected: dict[str, str] = {}
+  token = _LAYERS.set(collected)
   try:
     yield collected
   finally:
-    _LISTENER.reset(token)
+    _LAYERS.reset(token)
 
 
 def announce_layers(method: str, paths: Sequence[str]) -> None:
@@ -273,26 +277,68 @@ def announce_layers(method: str, paths: Sequence[str]) -> None:
 
   Not for leaves whose stacked axes the method was told.
   """
-  listener = _LISTENER.get()
-  if listener is not None:
-    listener.layers.update(dict.fromkeys(paths, method))
+  collected = _LAYERS.get()
+  if collected is not None:
+    collected.update(dict.fromkeys(paths, method))
 
 
-def announce_groups(
-  request: str, params: optax.Params, numbers: Sequence[Any], num_groups: int
-) -> None:
-  """Announces, in a method's ``init``, the groups that a request needs; `numbers` by leaf."""
-  listener = _LISTENER.get()
-  if listener is not None:
-    group = dict(zip(_tree.leaf_paths(params), numbers, strict=True))
-    listener.groups[request] = GroupAssignment(group, num_groups)
+def with_attributes(**attributes: Any) -> Callable[[_Function], _Function]:
+  """Gives a method's ``update`` attributes, for :func:`attributes_of`."""
+
+  def give(function: _Function) -> _Function:
+    vars(function).update(attributes)
+    return function
+
+  return give
 
 
-def collect_groups(
-  tx: optax.GradientTransformation, params: optax.Params
-) -> dict[str, GroupAssignment]:
-  """The groups that the methods in a transformation announce, by request."""
-  # Where `init` is jitted an earlier trace of it would be used, which announces nothing.
-  with collect_announcements() as announced, jax.disable_jit():
-    jax.eval_shape(_jaxpr.anew(tx.init), params)
-  return announced.groups
+def attributes_of(tx: optax.GradientTransformation, name: str) -> list[Any]:
+  """The attributes of a name of all functions in a transformation, seen through its wrappers.
+
+  Wrappers keep what they wrap in closures, attributes, partials or, under ``jax.jit``, in
+  `__wrapped__`.
+  """
+  # By identity: wrappers made with `functools.wraps` bear the attributes of what they wrap.
+  found: dict[int, Any] = {}
+  seen: dict[int, Any] = {}
+  pending: list[Any] = [tx]
+  while pending:
+    node = pending.pop()
+    if id(node) in seen or isinstance(node, type | types.ModuleType):
+      continue
+    seen[id(node)] = node
+    attributes = getattr(node, "__dict__", {})
+    if isinstance(node, tuple | list):
+      pending += node
+    elif isinstance(node, dict):
+      pending += node.values()
+    elif isinstance(node, types.MethodType):
+      owner = node.__self__
+      pending += [node.__func__, owner, *getattr(owner, "__dict__", {}).values()]
+    elif callable(node):
+      if name in attributes:
+        found[id(attributes[name])] = attributes[name]
+      pending += [*attributes.values(), *(getattr(node, part, None) for part in _PARTIAL)]
+      pending += map(_contents, getattr(node, "__closure__", None) or ())
+  return list(found.values())
+
+
+_PARTIAL = ("func", "args", "keywords")
+
+
+def _contents(cell: types.CellType) -> Any:
+  try:
+    return cell.cell_contents
+  except ValueError:  # empty until the function is defined
+    return None
+
+
+def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
+  """The field `hidden` of a state: paths that ``optax.masked`` hides from the method, no arrays."""
+  return dict.fromkeys(_tree.masked_paths(params), optax.MaskedNode())
+
+
+def is_seen(state: Any, path: str) -> bool:
+  """Whether the method of a state sees the leaf at a path."""
+  above = itertools.accumulate(path.split("/"), lambda start, name: f"{start}/{name}")
+  return not any(start in getattr(state, "hidden", {}) for start in above)

@@ -50,14 +50,11 @@ Views = frozenset[View]
 NO_VIEWS: Views = frozenset()
 
 
-def stacked_axes(
-  loss_fn: Callable[..., Any], params: optax.Params, *args: Any
-) -> dict[str, tuple[int, ...]]:
+def stacked_axes_of(program: Any, params: optax.Params) -> dict[str, tuple[int, ...]]:
   """The leaves that scans slice, by regular expression, and the axes of the layers."""
   paths = _tree.leaf_paths(params)
   axes: dict[str, tuple[int, ...]] = {}
-  closed = jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)
-  found = follow_scans(closed, len(paths))
+  found = follow_scans(program, len(paths))
   outermost = {place for stack in found.stacks for place in stack.axes.items()}
   for leaf, axis in sorted(
     found.sliced, key=lambda place: (place[0], place not in outermost, place)

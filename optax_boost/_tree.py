@@ -92,7 +92,8 @@ def is_masked(value: Any) -> bool:
   return isinstance(value, optax.MaskedNode)
 
 
-def _masked_paths(tree: Any) -> list[str]:
+def masked_paths(tree: Any) -> list[str]:
+  """The paths of the nodes that hide leaves."""
   nodes = zip(leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True)
   return [path for path, node in nodes if is_masked(node)]
 
@@ -149,7 +150,7 @@ def first_match(
   first = [match[0] if match else None for match in matches]
   matching = {i for match in matches for i in match}
   unmatched = [pattern for i, pattern in enumerate(compiled) if i not in matching]
-  hidden = _masked_paths(tree) if unmatched else []
+  hidden = masked_paths(tree) if unmatched else []
   idle = [pattern.pattern for pattern in unmatched if not any(map(pattern.search, hidden))]
   if idle and paths:
     warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)

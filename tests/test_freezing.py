@@ -19,9 +19,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
-from optax_boost import _protocol
 from optax_boost._freezing import _schedules
-from optax_boost._train_step import _frozen_backward
+from optax_boost._train_step import _statistics
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 
@@ -1328,9 +1327,9 @@ def held(params, statistics, *frozen_paths):
   """The paths of those statistics that stand still when some leaves of the params are frozen."""
   paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params)]
   assert set(frozen_paths) <= set(paths)
-  groups = _protocol.GroupAssignment({p: int(p not in frozen_paths) for p in paths}, 2)
-  after = _frozen_backward.hold_statistics(
-    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, 1, dict
+  groups = [int(path not in frozen_paths) for path in paths]
+  after = _statistics.hold_statistics(
+    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, np.int32(1), dict
   )
   return [
     jax.tree_util.keystr(path, simple=True, separator="/")
@@ -1353,11 +1352,10 @@ def test_statistics_belong_to_the_params_of_their_path(params, statistics):
 
 
 def test_statistics_stand_still_in_whatever_container_they_come_back():
-  groups = _protocol.GroupAssignment({"norm/scale": 0}, 2)
   before = {"batch_stats": {"norm": {"mean": 0.0, "wider": jnp.zeros(1)}}}
   after = {"norm": {"mean": 1.0, "new": 1.0, "wider": jnp.ones(2)}}
   after = {"batch_stats": core.freeze(after)}
-  found = _frozen_backward.hold_statistics(before, after, NORM, groups, 1, dict)["batch_stats"]
+  found = _statistics.hold_statistics(before, after, NORM, [0], np.int32(1), dict)["batch_stats"]
   assert isinstance(found, core.FrozenDict)
   assert [found["norm"]["mean"], found["norm"]["new"]] == [0.0, 1.0]
   np.testing.assert_array_equal(found["norm"]["wider"], [1.0, 1.0])

@@ -134,6 +134,78 @@ def test_names_of_metrics_stay_when_a_wrapper_is_added():
   assert {"lars/notfinite_count", "accumulate/notfinite_count"} <= names[1]
 
 
+class Holding:
+  """A wrapper of a user's own that keeps what it wraps in an attribute."""
+
+  def __init__(self, inner):
+    self.inner = inner
+
+  def init(self, params):
+    return self.inner.init(params)
+
+  def update(self, updates, state, params=None, **extra_args):
+    return self.inner.update(updates, state, params, **extra_args)
+
+  def transformation(self):
+    return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def in_partial(tx):
+  def update(inner, updates, state, params=None, **extra_args):
+    return inner(updates, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(tx.init, functools.partial(update, tx.update))
+
+
+def jitted(tx):
+  jitted_update = jax.jit(tx.update)
+
+  def update(updates, state, params=None, **extra_args):
+    return jitted_update(updates, state, params)
+
+  return optax.GradientTransformationExtraArgs(jax.jit(tx.init), update)
+
+
+SEEN_THROUGH = {
+  "chain": lambda tx: optax.chain(optax.identity(), tx),
+  "named_chain": lambda tx: optax.named_chain(("first", optax.identity()), ("frozen", tx)),
+  "masked": lambda tx: optax.masked(tx, {"a": True, "b": True}),
+  "partition": lambda tx: optax.partition({"x": tx}, {"a": "x", "b": "x"}),
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+  "extra args": lambda tx: optax.with_extra_args_support(optax.GradientTransformation(*tx)),
+  "conditional": lambda tx: optax.transforms.conditionally_transform(tx, lambda step: True),
+  "attribute": lambda tx: Holding(tx).transformation(),
+  "partial": in_partial,
+  "jit": jitted,
+  "three of ours": lambda tx: optax_boost.master_weights(
+    optax_boost.dynamic_loss_scale(optax_boost.accumulate(tx, 1), 1.0)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_THROUGH)
+def test_groups_are_found_through(name):
+  freezing = optax_boost.freeze_layers(
+    optax.sgd(0.1), ["a", "b"], optax_boost.fixed_freezing(2, frozen_groups=1)
+  )
+  step = optax_boost.make_train_step(bowl, SEEN_THROUGH[name](freezing))
+  state, metrics = step(step.init({"a": jnp.zeros(3), "b": jnp.zeros(1)}), 1.0)
+  assert int(metrics["frozen_groups"]) == 1
+  np.testing.assert_array_equal(state.params["a"], 0)
+  np.testing.assert_allclose(state.params["b"], 0.2, rtol=1e-6)
+
+
+def test_groups_that_a_wrapper_hides_are_an_error_that_says_what_to_do():
+  frozen = optax_boost.fixed_freezing(2, frozen_groups=1)
+  tx = optax.inject_hyperparams(
+    lambda rate: optax_boost.freeze_layers(optax.sgd(rate), ["a", "b"], frozen)
+  )(rate=0.1)
+  step = optax_boost.make_train_step(bowl, tx)
+  with pytest.raises(ValueError, match=r"find the groups of FreezeLayersState .* it found 0\. A w"):
+    step(step.init({"a": jnp.zeros(3), "b": jnp.zeros(1)}), 1.0)
+
+
 LABELS = {"a": "ours", "b": "other"}
 
 

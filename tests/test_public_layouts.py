@@ -298,9 +298,8 @@ def test_auto_boost_finds_the_layers_by_itself(name):
     tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)
     step = boost.train_step(*args, tx)
     step.trace(step.init(layout.variables), TOKENS, KEY)
-  groups = _protocol.collect_groups(tx, layout.params)[_protocol.FROZEN_GROUPS]
-  for path, number in zip(
-    _tree.leaf_paths(layout.params), groups.numbers(layout.params), strict=True
-  ):
+  (groups,) = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
+  numbers = jax.tree.leaves(groups.number(layout.params))
+  for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):
     if path.startswith(layout.prefix):
       assert list(np.ravel(number)) == [0, 0, 1, 1], path

@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import chex
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -213,27 +214,43 @@ def test_flax_forms_refuse_arguments_of_the_wrong_kind(call, message):
     call()
 
 
+METHODS = {
+  "lars": optax_boost.lars,
+  "centralize": lambda rate, **kwargs: optax.chain(
+    optax_boost.centralize(**kwargs), optax.sgd(rate)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_train_step_tells_methods_the_layers(name):
+  told = METHODS[name](0.1, layers=optax_boost.layer_axes(plain, params(), X))
+  results = []
+  for tx in (METHODS[name](0.1), told):
+    step = optax_boost.make_train_step(plain, tx)
+    results.append(step(step.init(params()), X)[0].params)
+  chex.assert_trees_all_equal(*results)
+
+
 @pytest.mark.parametrize(
   "make",
   [
-    optax_boost.lars,
-    lambda rate, **kwargs: optax.chain(optax_boost.centralize(**kwargs), optax.sgd(rate)),
     lambda rate, **kwargs: optax_boost.sgperm(method="pairs", key=0, **kwargs),
     lambda rate, **kwargs: optax_boost.laperm(optax.sgd(rate), 2, **kwargs),
   ],
-  ids=["lars", "centralize", "sgperm", "laperm"],
+  ids=["sgperm", "laperm"],
 )
 def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
   step = optax_boost.make_train_step(plain, make(0.1))
   state = step.init(params())
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    step.trace(state, X)
-    step.trace(state, jnp.ones((4, 8)))
+    step.lower(state, X)
+    step.lower(state, jnp.ones((4, 8)))
   assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
   assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
   told = make(0.1, layers=optax_boost.layer_axes(plain, params(), X))
   step = optax_boost.make_train_step(plain, told)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    step.trace(step.init(params()), X)
+    step.lower(step.init(params()), X)

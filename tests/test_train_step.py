@@ -156,6 +156,76 @@ def test_closures_cost_nothing_unless_called():
   assert flops < by_hand + 1000
 
 
+def scanned(params, x):
+  x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])
+  return jnp.mean((x @ params["head"]) ** 2)
+
+
+FREEZING = (["blocks", "head"], optax_boost.fixed_freezing(2, frozen_groups=0))
+TRACED_ONCE = {
+  "adam": lambda: optax.adam(0.1),
+  "lars": lambda: optax_boost.lars(0.1),
+  "centralize": lambda: optax.chain(optax_boost.centralize(), optax.sgd(0.1)),
+  "line search": optax.lbfgs,
+  "svrg": lambda: optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1)),
+  "three wrappers": lambda: optax_boost.dynamic_loss_scale(
+    optax_boost.accumulate(optax_boost.freeze_layers(optax.adamw(0.1), *FREEZING), 2)
+  ),
+  "frozen layers of a scan": lambda: optax_boost.freeze_layers(
+    optax.adamw(0.1),
+    optax_boost.LayerGroups((("blocks[0:2]",), ("blocks[2:3]", "head")), (128, 72)),
+    optax_boost.fixed_freezing(2, frozen_groups=1),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED_ONCE)
+def test_the_loss_is_traced_once_for_each_program(name):
+  traces = itertools.count()
+
+  def counted(params, x):
+    next(traces)
+    return scanned(params, x)
+
+  step = optax_boost.make_train_step(counted, TRACED_ONCE[name]())
+  state = step.init({"blocks": jnp.stack([jnp.eye(8)] * 3), "head": jnp.ones((8, 1))})
+  for _ in range(2):
+    state, _ = step(state, jnp.ones((4, 8)))
+  assert next(traces) == 1
+
+
+def test_a_loss_keeps_its_own_derivatives_and_what_it_does_not_save():
+  @jax.custom_vjp
+  def doubled(x):
+    return x
+
+  doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+  def loss(params, batch):
+    return jax.checkpoint(lambda w: jnp.sum(doubled(jnp.sin(w)) * batch))(params)
+
+  step = optax_boost.make_train_step(loss, optax.sgd(1.0), donate=False)
+  state = step.init(jnp.zeros(3))
+  after, _ = step(state, jnp.arange(3.0))
+  np.testing.assert_allclose(after.params, -2 * jnp.arange(3.0), rtol=1e-6)
+  assert "remat" in str(jax.make_jaxpr(lambda batch: step(state, batch))(jnp.ones(3)))
+
+
+def test_a_method_that_wants_the_layers_gets_what_the_trace_says():
+  seen = []
+
+  def update(updates, state, params=None, *, layers, **extra_args):
+    seen.append(layers)
+    return updates, state
+
+  update.wants_layers = True
+  wanting = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  params, x = {"blocks": jnp.stack([jnp.eye(8)] * 3), "head": jnp.ones((8, 1))}, jnp.ones((4, 8))
+  step = optax_boost.make_train_step(scanned, optax.chain(wanting, optax.lbfgs()))
+  step(step.init(params), x)
+  assert seen == [optax_boost.layer_axes(scanned, params, x)]
+
+
 def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
   step = normed_step(optax.sgd(0.0), donate=False)
   state = step.init(*initial())

@@ -29,12 +29,14 @@ class FreezeLayersState(NamedTuple):
     count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
     frozen_groups: scalar int32, how many groups the next step freezes.
     key: raw key data of the schedule's generator.
+    hidden: the paths that ``optax.masked`` hides from it; no arrays.
     inner_state: the inner optimizer's state.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   frozen_groups: jax.Array
   key: jax.Array
+  hidden: dict[str, optax.MaskedNode]
   inner_state: optax.OptState
 
 
@@ -123,15 +125,16 @@ def freeze_layers(
 
   def init_fn(params: optax.Params) -> FreezeLayersState:
     _tree.check_inexact(params, "freeze_layers")
-    numbers = jax.tree.leaves(number(params))
-    _protocol.announce_groups(_protocol.FROZEN_GROUPS, params, numbers, num_groups)
+    number(params)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
     inner_state = inner.init(params)
     _protocol.refuse_observers("freeze_layers", inner_state)
-    return FreezeLayersState(count, depth_at(count, key_data), key_data, inner_state)
+    hidden = _protocol.hidden_leaves(params)
+    return FreezeLayersState(count, depth_at(count, key_data), key_data, hidden, inner_state)
 
+  @_protocol.with_attributes(frozen_groups=_protocol.GroupAssignment(number, num_groups))
   def update_fn(
     updates: optax.Updates,
     state: FreezeLayersState,
@@ -153,10 +156,9 @@ def freeze_layers(
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, out)
     count = optax.safe_increment(state.count)
-    return zero_frozen(out), FreezeLayersState(
+    return zero_frozen(out), state._replace(
       count=count,
       frozen_groups=depth_at(count, state.key),
-      key=state.key,
       inner_state=_groups.select_state(
         "freeze_layers", inner, frozen, numbers, state.inner_state, moved
       ),

@@ -48,6 +48,8 @@ class DynamicLossScaleState(NamedTuple):
       last grew.
     hysteresis_count: scalar int32, overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were skipped.
+    hidden: the paths that ``optax.masked`` hides from it, without arrays; their gradients keep no
+      scale.
     inner_state: the inner optimizer's state.
   """
 
@@ -55,6 +57,7 @@ class DynamicLossScaleState(NamedTuple):
   growth_count: jax.Array
   hysteresis_count: jax.Array
   notfinite_count: jax.Array
+  hidden: dict[str, optax.MaskedNode]
   inner_state: optax.OptState
 
 
@@ -211,14 +214,12 @@ class _LossScale:
 
   def init(self, params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
-    # Inside `optax.partition` these are some of the leaves; the others' gradients keep no scale.
-    numbers = [0] * len(jax.tree.leaves(params))
-    _protocol.announce_groups(_protocol.LOSS_SCALE, params, numbers, 1)
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
       hysteresis_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
+      hidden=_protocol.hidden_leaves(params),
       inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
     )
 
@@ -260,7 +261,7 @@ class _LossScale:
     scale, count, overflows = self.rule.next(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )
-    return result, DynamicLossScaleState(
+    return result, state._replace(
       loss_scale=scale,
       growth_count=count,
       hysteresis_count=overflows,

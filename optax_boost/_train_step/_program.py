@@ -32,10 +32,10 @@ from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _stacked
-from optax_boost._train_step import _frozen_backward
+from optax_boost._train_step import _gradient
 from optax_boost._train_step import _loss
-from optax_boost._train_step import _requests
 from optax_boost._train_step import _state
+from optax_boost._train_step import _statistics
 from optax_boost._train_step import _written
 
 Metrics: TypeAlias = dict[str, Any]
@@ -60,11 +60,11 @@ class Program:
   has_aux: bool
   has_model_state: bool
   hold_frozen_statistics: bool
-  # The kinds of warnings that were given, each once.
+  # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
 
   def loss(
-    self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array
+    self, params: optax.Params, model_state: Any, batch: Any, *rngs: jax.Array
   ) -> tuple[jax.Array, tuple[Any, Any]]:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
@@ -73,7 +73,7 @@ class Program:
 
   def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
     """The gradient of the loss alone, on any batch."""
-    return jax.grad(lambda params: self.loss(model_state, params, batch, *rngs)[0])(params)
+    return jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
 
   def step(
     self,
@@ -91,59 +91,43 @@ class Program:
     """
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    request = _requests.Requests(self.tx, state.opt_state, state.params, depth)
-
-    def forward(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
-      return self.loss(state.model_state, params, batch, *rngs)
-
-    if request.frozen is not None and depth is None:
+    requests = _gradient.Requests(self.tx, state.opt_state, state.params, depth)
+    if requests.groups is not None and depth is None:
       self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)
-    differentiate = request.gradient_of(forward)
-    grad, (value, (model_state, aux)) = differentiate(state.params)
+    loss = _loss.TracedLoss(self.loss, state.params, state.model_state, batch, *rngs)
+    grad, (value, (model_state, aux)) = requests.gradient(loss, state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state)
-
-    @_masking.beside_closures
-    def value_fn(params: optax.Params) -> jax.Array:
-      return forward(_masking.fill_masked(params, start))[0]
-
-    extra = {
-      "value": value,
-      "grad": grad,
-      "value_fn": value_fn,
-      # Differentiated is the scaled loss, as at the current params.
-      "grad_fn": _of_masked(lambda params: differentiate(params)[0], start),
-      "obj_fn": value_fn,
-    }
+    start, model_state = _written.take_written_params(state.params, model_state, loss)
+    extra = {"value": value, "grad": grad, **_closures(loss, requests, start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
       extra["full_grad_fn"] = _of_masked(mean_gradient, start)
-    with _protocol.collect_announcements() as announced:
+    if _protocol.attributes_of(self.tx, "wants_layers"):
+      extra["layers"] = loss.layers()
+    with _protocol.collect_layers() as layerwise:
       try:
         params, opt_state = _in_place.PARAMS.step(
-          self.tx, lambda: (grad, dict(extra)), request.opt_state, start
+          self.tx, lambda: (grad, dict(extra)), requests.opt_state, start
         )
       except (AttributeError, TypeError, ValueError) as error:
         _state.explain_other_state(error, state, self.tx)
         raise
-    self._warn_of_stacked_layers(announced.layers, lambda p: forward(p)[0], state.params)
+    self._warn_of_stacked_layers(layerwise, loss, state.params)
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    if request.frozen is not None:
+    if requests.groups is not None:
       # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(request.frozen_groups, jnp.int32)
+      metrics["frozen_groups"] = jnp.asarray(requests.depth, jnp.int32)
       if self.hold_frozen_statistics:
-        model_state = _frozen_backward.hold_statistics(
+        model_state = _statistics.hold_statistics(
           state.model_state,
           model_state,
           state.params,
-          request.frozen,
-          request.frozen_groups,
-          lambda: _stacked.layer_axes(
-            lambda statistics: self.loss(statistics, state.params, batch, *rngs), state.model_state
-          ),
+          requests.groups,
+          requests.depth,
+          loss.statistics_axes,
         )
     if self.has_aux:
       metrics["aux"] = aux
@@ -152,12 +136,10 @@ class Program:
     return _state.keep_placement(new_state, state, placement), metrics
 
   def _warn_of_stacked_layers(
-    self, layerwise: dict[str, str], loss_fn: Callable[..., Any], params: optax.Params
+    self, layerwise: dict[str, str], loss: _loss.TracedLoss, params: optax.Params
   ) -> None:
     """Warns once of leaves that hold many layers but are taken as one."""
-    if not layerwise or _base.StackedLayersWarning in self.warnings_given:
-      return
-    found = _stacked.stacked_axes(loss_fn, params)
+    found = _stacked.stacked_axes_of(loss.program, params) if layerwise else {}
     methods = {
       pattern: method
       for pattern in found
@@ -174,10 +156,23 @@ class Program:
       )
 
   def _warn_once(self, message: str, kind: type[Warning]) -> None:
-    """Warns, once of each kind: a step is traced anew for each depth and shape of a batch."""
     if kind not in self.warnings_given:
       self.warnings_given.add(kind)
       _base.warn(message, kind)
+
+
+def _closures(
+  loss: _loss.TracedLoss, requests: _gradient.Requests, current: optax.Params
+) -> dict[str, Callable[..., Any]]:
+  """The loss and its gradient as functions of params."""
+
+  @_masking.beside_closures
+  def value_fn(params: optax.Params) -> jax.Array:
+    return loss(_masking.fill_masked(params, current))[0]
+
+  # Differentiated is the scaled loss, as at the current params.
+  grad_fn = _of_masked(lambda params: requests.gradient(loss, params)[0], current)
+  return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
 
 
 def _of_masked(

@@ -79,9 +79,7 @@ def pure_loss(
       _check_others(model_state, new_state)
     elif structure.with_no_outer_index() != graphdef:
       new_state = {**new_state, _STRUCTURE: structure}
-    new_state = _train_step.with_written_params(
-      new_state, params, after, lambda params: forward(params)[2]
-    )
+    new_state = _train_step.with_written_params(new_state, params, after)
     return _train_step.with_model_state(output, new_state, has_aux)
 
   return loss

@@ -1,79 +1,36 @@
-"""The gradient without the backward pass of frozen layers, whose statistics stand still."""
+"""BatchNorm statistics and the like of frozen layers, which are not updated."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _cut_scans
 from optax_boost import _groups
-from optax_boost import _protocol
 from optax_boost import _tree
 
-# From params to the value to differentiate, and the other outputs of the step. A second argument,
-# if any, is a function to put around the loss inside.
-Objective: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
-
-
-def cut_gradient(
-  objective: Objective,
-  groups: _protocol.GroupAssignment,
-  depth: int | jax.Array,
-) -> Callable[[optax.Params], tuple[optax.Updates, Any]]:
-  """The gradient function of an objective, zero for frozen leaves, without their backward pass.
-
-  For a traced depth the whole backward pass is computed. The function also returns the objective's
-  other outputs.
-  """
-
-  def whole(params: optax.Params) -> tuple[optax.Updates, Any]:
-    grad, rest = jax.grad(objective, has_aux=True)(params)
-    leaves, structure = jax.tree.flatten(grad)
-    trained = [
-      _groups.select_frozen(depth, number, jnp.zeros_like(g), g)
-      for number, g in zip(groups.numbers(params), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, trained), rest
-
-  def cut(params: optax.Params) -> tuple[optax.Updates, Any]:
-    # Leaves of no group are always trained.
-    frozen = [group < depth for group in groups.numbers(params)]
-
-    def of_trained(params: optax.Params) -> tuple[jax.Array, Any]:
-      leaves, structure = jax.tree.flatten(params)
-      # Before a loss scale puts its boundaries around the params.
-      stopped = [
-        jax.lax.stop_gradient(x) if np.all(f) else x for x, f in zip(leaves, frozen, strict=True)
-      ]
-      return objective(
-        jax.tree.unflatten(structure, stopped), lambda loss: _cut_scans.stop_layers(loss, frozen)
-      )
-
-    return jax.grad(of_trained, has_aux=True)(params)
-
-  return cut if isinstance(depth, int) else whole
 
 
 def hold_statistics(
   before: Any,
   after: Any,
   params: optax.Params,
-  groups: _protocol.GroupAssignment,
-  depth: int | jax.Array,
+  groups: Sequence[_groups.GroupNumber],
+  depth: jax.Array | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
 ) -> Any:
   """Takes the floating-point statistics of frozen layers from `before`.
 
   A layer's statistics have the path of its params, but for a collection's name in front. Integers
-  (counts of batches or draws) and statistics of layers without params go on. `find_axes` finds the
-  axes of layers of the statistics `before`, by the number of the leaf.
+  (counts of batches or draws) and statistics of layers without params go on. `groups` has the group
+  of each leaf of the params. `find_axes` finds the axes of layers of the statistics `before`, by
+  the number of the leaf.
   """
   # By path: a loss may return other containers than it was given, or further statistics.
   numbered = enumerate(zip(_tree.leaf_paths(before), jax.tree.leaves(before), strict=True))
@@ -81,9 +38,8 @@ def hold_statistics(
   if not old_leaves:
     return after
   modules: dict[str, Any] = {}
-  for module, group in zip(_modules(params), groups.numbers(params), strict=True):
+  for module, group in zip(_modules(params), groups, strict=True):
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
-  known = np.int32(depth) if isinstance(depth, int) else depth
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
   def keep(path: str, module: str, new: Any) -> Any:
@@ -94,9 +50,9 @@ def hold_statistics(
       return new
     group, axis = modules[module], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
-      return _groups.select_frozen(known, int(np.max(group)), old, new)
+      return _groups.select_frozen(depth, int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
-    return _groups.select_frozen(known, group.reshape(along), old, new)
+    return _groups.select_frozen(depth, group.reshape(along), old, new)
 
   leaves, structure = jax.tree.flatten(after)
   paths, own_modules = _tree.leaf_paths(after), _modules(after)
