@@ -79,7 +79,13 @@ class _Run(NamedTuple):
       return self._sharded(stacks, self.mesh)
     shape = stacks[0][0].shape
     columns = [[self._columns(x) for x in xs] for xs in stacks]
-    sources = in_blocks(self.kernel, list(map(jnp.stack, columns)))
+    stacked = list(map(jnp.stack, columns))
+    sources = in_blocks(self.kernel, stacked)
+    if not _on_cpu(stacked[0]):
+      # A gather for each leaf would be a kernel for each.
+      gather = jax.vmap(_sorting.gather)
+      moved = (gather(x, sources).reshape(len(x), *shape) for x in stacked[: self.moving])
+      return [list(arrays) for arrays in zip(*moved, strict=True)]
     # Gathers leaf by leaf need no stack of results.
     return [
       [_sorting.gather(x, source).reshape(shape) for x in arrays]
