@@ -73,9 +73,10 @@ def accumulate(
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
-    the number of examples or tokens in the micro-batch, 1 unless given; ``make_train_step`` gives
-    none. Of other extra arguments, `inner` sees those of the window's last micro-step, and as
-    `grad` the mean gradient; an :func:`accumulate` in it gets the window's weight.
+    the number of examples or tokens in the micro-batch, 1 unless given; `weight` of
+    :func:`make_train_step` sets it. Of other extra arguments, `inner` sees those of the window's
+    last micro-step, and as `grad` the mean gradient; an :func:`accumulate` in it gets the window's
+    weight.
 
   Raises:
     ValueError: a number is out of range, or `not_finite` unknown.

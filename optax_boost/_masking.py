@@ -96,6 +96,7 @@ def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
     full_grad_fn: Any = None,
     obj_fn: Any = None,
     layers: Any = None,
+    weight: Any = None,
   ) -> Any:
     return function(params, *args)
 

@@ -577,3 +577,23 @@ def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(model, optimizer, grads)
   assert model.kernel[...].sharding.spec == jax.sharding.PartitionSpec("data", "model")
+
+
+@pytest.mark.parametrize("rng", [None, jax.random.key(0)], ids=["no key", "key"])
+def test_micro_batches_weigh_as_the_large_batch(rng):
+  def loss(model, batch, *_):
+    return jnp.mean(model.linear(batch["x"]) ** 2), {"size": jnp.float32(len(batch["x"]))}
+
+  def train(tx, batches, **options):
+    model = Writer(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = ob_nnx.make_train_step(loss, has_aux=True, **options)
+    for batch in batches:
+      step(model, optimizer, {"x": batch}, rng)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+  expected = train(optax.sgd(0.1), [BATCH["x"][:8]])
+  tx, batches = optax_boost.accumulate(optax.sgd(0.1), every=2), [BATCH["x"][:2], BATCH["x"][2:8]]
+  for weight in ("size", lambda batch: len(batch["x"])):
+    params = train(tx, batches, weight=weight)
+    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)

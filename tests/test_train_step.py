@@ -226,6 +226,53 @@ def test_a_method_that_wants_the_layers_gets_what_the_trace_says():
   assert seen == [optax_boost.layer_axes(scanned, params, x)]
 
 
+PADDED = {
+  "ids": jnp.array([[1, 2, 0, 0], [3, 1, 2, 1], [2, 0, 0, 0], [1, 3, 2, 0]]),
+  "mask": jnp.array([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]], jnp.float32),
+}
+
+
+def token_loss(params, batch):
+  """The mean over the tokens that are not padding."""
+  logits = params["embedding"][batch["ids"]] @ params["head"]
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"])
+  tokens = jnp.sum(batch["mask"])
+  return jnp.sum(losses * batch["mask"]) / tokens, {"tokens": tokens}
+
+
+@pytest.mark.parametrize("weight", ["tokens", lambda batch: jnp.sum(batch["mask"])])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optax_boost.dynamic_loss_scale])
+def test_micro_batches_of_padded_tokens_weigh_as_the_large_batch(weight, wrap):
+  keys = jax.random.split(jax.random.key(0))
+  params = {
+    "embedding": jax.random.normal(keys[0], (4, 8)),
+    "head": jax.random.normal(keys[1], (8, 4)),
+  }
+  large = optax_boost.make_train_step(token_loss, optax.sgd(0.5), has_aux=True)
+  expected, _ = large(large.init(params), PADDED)
+  tx = wrap(optax_boost.accumulate(optax.sgd(0.5), every=4))
+  step = optax_boost.make_train_step(token_loss, tx, has_aux=True, weight=weight)
+  state = step.init(params)
+  for row in range(4):
+    state, _ = step(state, jax.tree.map(lambda x, row=row: x[row : row + 1], PADDED))
+  # Four gradients of terms of about one, each rounded once.
+  chex.assert_trees_all_close(state.params, expected.params, rtol=0, atol=8 * 2.0**-24)
+  alike = optax_boost.make_train_step(token_loss, tx, has_aux=True)
+  state = alike.init(params)
+  for row in range(4):
+    state, _ = alike(state, jax.tree.map(lambda x, row=row: x[row : row + 1], PADDED))
+  assert jnp.max(jnp.abs(state.params["head"] - expected.params["head"])) > 1e-3
+
+
+def test_refuses_a_weight_that_the_loss_does_not_return():
+  with pytest.raises(TypeError, match=r"`weight` must be a function .* has_aux=True; got 'tokens'"):
+    optax_boost.make_train_step(token_loss, optax.sgd(0.1), weight="tokens")
+  step = optax_boost.make_train_step(token_loss, optax.sgd(0.1), has_aux=True, weight="words")
+  state = step.init({"embedding": jnp.ones((4, 8)), "head": jnp.ones((8, 4))})
+  with pytest.raises(ValueError, match=r"name of an entry of the loss's aux.*got 'words' for"):
+    step(state, PADDED)
+
+
 def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
   step = normed_step(optax.sgd(0.0), donate=False)
   state = step.init(*initial())

@@ -17,6 +17,7 @@ Leaves that ``optax.masked`` and ``optax.partition`` hide have their current val
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
 import re
@@ -60,6 +61,7 @@ class Program:
   has_aux: bool
   has_model_state: bool
   hold_frozen_statistics: bool
+  weight: str | Callable[[Any], Any] | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
 
@@ -106,6 +108,8 @@ class Program:
       extra["full_grad_fn"] = _of_masked(mean_gradient, start)
     if _protocol.attributes_of(self.tx, "wants_layers"):
       extra["layers"] = loss.layers()
+    if self.weight is not None:
+      extra["weight"] = self._weight(batch, aux)
     with _protocol.collect_layers() as layerwise:
       try:
         params, opt_state = _in_place.PARAMS.step(
@@ -134,6 +138,18 @@ class Program:
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     new_state = jax.tree.map(_state.drop_weak_type, new_state)
     return _state.keep_placement(new_state, state, placement), metrics
+
+  def _weight(self, batch: Any, aux: Any) -> Any:
+    """The weight of a batch among the micro-batches of :func:`accumulate`."""
+    if callable(self.weight):
+      return self.weight(batch)
+    if not isinstance(aux, Mapping) or self.weight not in aux:
+      raise ValueError(
+        f"`weight` must be the name of an entry of the loss's aux, a dict; got {self.weight!r} for"
+        f" {_base.shorten(aux)}. Return it from the loss, with has_aux=True, or pass a function of"
+        " the batch."
+      )
+    return aux[self.weight]
 
   def _warn_of_stacked_layers(
     self, layerwise: dict[str, str], loss: _loss.TracedLoss, params: optax.Params

@@ -172,6 +172,7 @@ def make_train_step(
   full_grad_fn: Callable[..., Any] | None = None,
   donate: bool = True,
   hold_frozen_statistics: bool = True,
+  weight: str | Callable[[Any], Any] | None = None,
 ) -> TrainStep:
   """Makes a jitted train step that feeds any optax transformation.
 
@@ -195,6 +196,8 @@ def make_train_step(
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
       whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside. In lists
       both must be as many. A warning tells where no path fits, as with ``eqx.nn.State``.
+    weight: the number of real examples or tokens in a batch, the `weight` of :func:`accumulate`:
+      the name of an entry of the loss's aux, or a function of the batch. None: all count equally.
 
   Returns:
     A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
@@ -222,10 +225,16 @@ def make_train_step(
     "has_aux": has_aux,
     "has_model_state": has_model_state,
     "hold_frozen_statistics": hold_frozen_statistics,
+    "weight": weight,
   }
   for name in ("has_aux", "has_model_state", "hold_frozen_statistics"):
     _base.check_bool(name, options[name])
   _base.check_bool("donate", donate)
   _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(grad_fn, params)", optional=True)
+  if not (weight is None or callable(weight) or (isinstance(weight, str) and has_aux)):
+    raise TypeError(
+      "`weight` must be a function of the batch, or the name of an entry of the loss's aux, with"
+      f" has_aux=True; got {_base.shorten(weight)}."
+    )
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)

@@ -40,6 +40,11 @@ class Keyed(NamedTuple):
   batch: Any
 
 
+def plain_batch(batch: Any) -> Any:
+  """A batch without its mark."""
+  return batch.batch if isinstance(batch, Keyed) else batch
+
+
 def pure_loss(
   loss_fn: Callable[..., Any],
   graphdef: Any,
@@ -57,7 +62,7 @@ def pure_loss(
 
   def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
     is_keyed = isinstance(batch, Keyed)
-    batch = batch.batch if isinstance(batch, Keyed) else batch
+    batch = plain_batch(batch)
 
     def forward(params: Any) -> tuple[Any, Any, Any, Any]:
       # A model of its own for every call: its changes in the forward pass (statistics, rng

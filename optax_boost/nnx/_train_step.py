@@ -175,6 +175,8 @@ class TrainStep:
     if step is not None:
       return step
     options, has_aux = dict(self._options), self._options.get("has_aux", False)
+    if callable(weight := options.get("weight")):
+      options["weight"] = lambda batch: weight(_adapter.plain_batch(batch))
     if options.get("full_grad_fn") is not None and not has_key:
       key = jax.random.key(_adapter.PASS_SEED)
       options["full_grad_fn"] = functools.partial(options["full_grad_fn"], rng=key)

@@ -104,7 +104,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
     ("fn_flag", "bias", "use_bias", "vmap_seeds", "progress", "check_params"), kinds.FLAG
   ),
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
-  **dict.fromkeys(("forward_fn", "predicate", "evaluate"), kinds.FUNCTION),
+  **dict.fromkeys(("forward_fn", "predicate", "evaluate", "weight"), kinds.FUNCTION),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
   "learning_rate_scale": kinds.FUNCTION,
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
