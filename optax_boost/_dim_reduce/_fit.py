@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -50,8 +51,7 @@ def fit_subspace(
       stacked tree (not a list or tuple), whose leaves have the snapshots along their first axis. An
       object of another class with ``len`` and ``[i]``, such as one that reads checkpoints, is read
       several times, and k + 8 of its snapshots are in memory at once, by the exact method without
-      `groups`. Other iterables
-      are held as a whole.
+      `groups`. Other iterables are held as a whole.
     components: k, the dimensions of the subspace; fewer than there are snapshots. Static. Raising
       it explains more of the gradient, and takes more memory and time.
     method: ``"exact"``, or ``"randomized"``: from k + `oversample` random combinations of the
@@ -183,7 +183,7 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     state = _trajectory.one_trajectory(snapshots, "fit_subspace")
     (capacity,) = {len(x) for x in jax.tree.leaves(state.snapshots)} or {0}
     return _checked(state.snapshots), jnp.arange(capacity) < state.snapshot_count
-  if _holds_state(snapshots):
+  if any(map(_is_state, jax.tree.leaves(snapshots, is_leaf=_is_state))):
     raise ValueError(
       "`snapshots` must be trees of params, or an optimizer state that has recorded some; got"
       f" {_base.shorten(jax.tree.structure(snapshots), 200)}. Add"
@@ -191,33 +191,23 @@ def _stack(snapshots: Any) -> tuple[Any, Any]:
     )
   # The fields of a named tuple are one tree.
   if isinstance(snapshots, list | tuple) and not hasattr(snapshots, "_fields"):
-    return _stack_trees(list(snapshots))
-  _tree.check_floating(snapshots, "fit_subspace", _KEEP_OUT)
-  sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(snapshots)}
-  if len(sizes) > 1 or sizes == {()}:
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(snapshots)]
+    return _stack_trees(snapshots)
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(_checked(snapshots))]
+  if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
     raise ValueError(
       "`fit_subspace` needs a stacked tree whose leaves all have the snapshots along their first"
       f" axis; got shapes {shapes}. Pass a list of trees, or an optimizer state that holds a"
       " TrajectoryState."
     )
-  rows = jax.tree.map(jnp.asarray, snapshots)
-  return _checked(rows), np.ones(sizes.pop() if sizes else 0, bool)
-
-
-def _is_leaf(value: Any) -> bool:
-  """Whether a value is neither a tree that JAX knows nor an array nor a string."""
-  other = _base.is_any_array(value) or isinstance(value, str | bytes)
-  return not other and jax.tree_util.all_leaves([value])
+  return jax.tree.map(jnp.asarray, snapshots), np.ones(shapes[0][0], bool)
 
 
 def _reads_again(snapshots: Any) -> bool:
-  """Whether snapshots are made whenever they are asked for, so they need not be held."""
-  return _is_leaf(snapshots) and hasattr(snapshots, "__len__") and hasattr(snapshots, "__getitem__")
-
-
-def _holds_state(tree: Any) -> bool:
-  return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+  """Whether this is a sequence that makes each snapshot on request, and not a pytree."""
+  if _base.is_any_array(snapshots) or isinstance(snapshots, str | bytes):
+    return False
+  sequence = hasattr(snapshots, "__len__") and hasattr(snapshots, "__getitem__")
+  return sequence and jax.tree_util.all_leaves([snapshots])
 
 
 def _is_state(node: Any) -> bool:
@@ -227,28 +217,26 @@ def _is_state(node: Any) -> bool:
   return state and not _tree.is_masked(node)
 
 
-def _stack_trees(trees: list[Any]) -> tuple[Any, Any]:
+def _stack_trees(trees: Sequence[Any]) -> tuple[Any, Any]:
   if not trees:
     raise ValueError("`fit_subspace` needs snapshots; got an empty sequence.")
   for index, tree in enumerate(trees):
-    _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
-    _check_like(tree, trees[0], index)
-  return _checked(jax.tree.map(_stack_leaf, *trees)), np.ones(len(trees), bool)
+    _check_like(_checked(tree), trees[0], index)
+
+  def stack(*leaves: Any) -> jax.Array:
+    # NumPy arrays are joined on the host, and moved once.
+    on_host = all(isinstance(x, np.ndarray) for x in leaves)
+    return jnp.asarray(np.stack(leaves)) if on_host else jnp.stack(leaves)
+
+  return jax.tree.map(stack, *trees), np.ones(len(trees), bool)
 
 
-def _stack_leaf(*leaves: Any) -> jax.Array:
-  # NumPy's are joined on the host, and moved once.
-  if all(isinstance(x, np.ndarray) for x in leaves):
-    return jnp.asarray(np.stack(leaves))
-  return jnp.stack(leaves)
-
-
-def _checked(rows: Any) -> Any:
-  """Snapshots with at least one leaf, all of real floating-point numbers."""
-  if not jax.tree.leaves(rows):
+def _checked(tree: Any) -> Any:
+  """A tree with at least one leaf, all of real floating-point numbers."""
+  if not jax.tree.leaves(tree):
     raise ValueError("`fit_subspace` needs snapshots with at least one leaf; got an empty tree.")
-  _tree.check_floating(rows, "fit_subspace", _KEEP_OUT)
-  return rows
+  _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
+  return tree
 
 
 def _check_like(tree: Any, first: Any, index: int) -> None:
@@ -296,14 +284,12 @@ def _as_subspace(
 
 
 def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _subspace.Subspace:
-  """Reads m snapshots in passes, `size` of them and one at a time.
-
-  Snapshots are taken as distances to the first one, which are exact, and as small as the
-  centred ones: so their m x m Gram matrix can be centred afterwards, in float64.
-  """
+  """Reads m snapshots in passes, with `size` + 1 of them in memory."""
+  # Distances to the first snapshot are exact, and as small as the centred snapshots: so their
+  # m x m Gram matrix can be centred afterwards, in float64.
   count = len(snapshots)
   blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-  origin = _checked(_as_arrays(snapshots[0]))
+  origin = _as_arrays(snapshots[0])
 
   def write(rows: Any, row: int, index: int) -> Any:
     tree = _as_arrays(snapshots[index])
@@ -313,7 +299,7 @@ def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _su
   rows, single = _empty_rows(origin, size), _empty_rows(origin, 1)
 
   def read_blocks() -> Iterator[tuple[slice, int]]:
-    """Puts each block into `rows`, of which a shorter last one leaves some as they were."""
+    """Writes each block into `rows`; a shorter last block leaves the other rows unchanged."""
     nonlocal rows
     for block in blocks:
       for row, index in enumerate(range(block.start, block.stop)):
@@ -328,7 +314,7 @@ def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _su
       gram[block, index] = gram[index, block] = _inner(rows, single)[:length, 0]
   del single
   bad = np.flatnonzero(~np.isfinite(np.diagonal(gram)))
-  # The first one is in all the distances.
+  # If the first one is not finite, no distance is.
   _check_finite(bad[:1] if 0 in bad else bad)
   centring = np.eye(count) - 1 / count
   gram = centring @ gram @ centring
@@ -350,8 +336,7 @@ def _fit_streamed(snapshots: Any, components: int, size: int, dtype: Any) -> _su
 
 
 def _as_arrays(tree: Any) -> Any:
-  _tree.check_floating(tree, "fit_subspace", _KEEP_OUT)
-  return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tree)
+  return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), _checked(tree))
 
 
 def _empty_rows(like: Any, count: int) -> Any:
