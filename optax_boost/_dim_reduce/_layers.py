@@ -31,7 +31,7 @@ class LeafGroups:
 
 
 def checked_groups(groups: Any) -> Groups:
-  """The argument `groups`, None as the pattern of all leaves; warns of no stacked layers at all."""
+  """The argument `groups`, None as the pattern of all leaves; warns if no layers are stacked."""
   if groups is None:
     return ONE_GROUP
   if not isinstance(groups, _layers.Layers):
@@ -48,7 +48,7 @@ def checked_groups(groups: Any) -> Groups:
 def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroups, ...], int]:
   """The groups of each leaf's layers, and the number of groups.
 
-  Of stacked axes, layer i of all leaves is group i, and leaves without layers are the last group.
+  With stacked axes, layer i of all leaves is group i, and leaves without layers are the last group.
   """
   if not isinstance(groups, _layers.Layers):
     numbers = _groups.layer_numbers(tree, groups, method)
@@ -61,7 +61,7 @@ def find_groups(tree: Any, groups: Groups, method: str) -> tuple[tuple[LeafGroup
     LeafGroups(of_leaf, tuple(range(number))) if of_leaf else LeafGroups((), (last,))
     for number, of_leaf in zip(layers, axes, strict=True)
   )
-  # At least one, of which nothing may be a member.
+  # At least one group, which may be empty.
   return of_leaves, max(last + any(not of_leaf for of_leaf in axes), 1)
 
 

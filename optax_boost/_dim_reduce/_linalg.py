@@ -45,8 +45,8 @@ class PrincipalComponents(NamedTuple):
 def contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...] = ()) -> jax.Array:
   """Inner products of rows [k, *shape] over all axes of a leaf, replicated over its mesh.
 
-  [k] for a leaf [*shape]; [k, m] for a stacked one, [m, *shape]; [L, k] for a leaf [*shape] with L
-  layers along the axes `layers`, one for each layer. Both are float32 or wider.
+  [k] for a leaf [*shape]; [k, m] for a stacked leaf [m, *shape]; [L, k] for a leaf [*shape] with L
+  layers along the axes `layers`.
   """
   many = leaf.ndim == rows.ndim
   rest = [axis for axis in range(rows.ndim - 1) if axis not in layers]
@@ -70,7 +70,7 @@ def contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...] = ()) -> 
 def combine_rows(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
   """Linear combinations of the rows of one leaf, in the dtype of the coefficients.
 
-  [*shape] for coefficients [k]; [c, *shape] for coefficients [c, k].
+  [*shape] for coefficients [k]; [c, *shape] for [c, k].
   """
   return jnp.tensordot(coefficients, rows.astype(coefficients.dtype), 1, precision=PRECISION)
 
@@ -140,7 +140,7 @@ def lift(columns: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> ja
 
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
-  """Gives one value per row, [m], the rank of a stacked leaf: [m, 1, ..., 1]."""
+  """Expands one value per row, [m], to the rank of a stacked leaf, [m, 1, ..., 1]."""
   return jnp.expand_dims(values, tuple(range(1, like.ndim)))
 
 
@@ -154,17 +154,14 @@ def finite_rows(rows: Any) -> jax.Array:
 
 
 def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
-  """The mean of the rows that are `used`, and these rows minus it, in float32 or wider.
-
-  The other rows may hold anything; of the centred ones they are zero.
-  """
+  """The mean of the `used` rows, and these rows minus it; other rows may be NaN and become zero."""
   first = jnp.argmax(used)
   count = jnp.maximum(jnp.sum(used), 1)
 
   def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Weights differ little from each other: distances to one of them are exact, and their mean is
-    # as small as they are. The mean of the weights itself would be rounded to their size.
+    # Snapshots differ little from each other: distances to the first are exact and small, and so
+    # is the rounding of their mean. The mean of the snapshots would be rounded to their size.
     origin = jax.lax.dynamic_index_in_dim(x, first, keepdims=False)
     shifted = jnp.where(per_row(used, x), x - origin, 0)
     shift = jnp.sum(shifted, axis=0) / count.astype(x.dtype)
@@ -177,8 +174,8 @@ def centre(rows: Any, used: jax.Array) -> tuple[Any, Any]:
 def orthonormalize(rows: Any) -> Any:
   """Orthonormal rows: the first j span the space of the first j of `rows`, for every j.
 
-  A row that sticks out of the span of those before it by less than 1 % of its length (in float32;
-  sqrt(1000 eps)) is taken for a rounding error and becomes zero.
+  A row whose distance from the span of the earlier rows is below 1 % of its length (in float32;
+  sqrt(1000 eps)) is treated as a rounding error and becomes zero.
   """
   gram = inner_products(rows, rows)
   norms = jnp.sqrt(jnp.diagonal(gram))
@@ -219,7 +216,7 @@ def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
 
 
 def guarded(count: int, rows: int) -> int:
-  """Eight more directions than wanted, if there are that many rows, so the last are not mixed."""
+  """`count` + 8 directions, if there are that many rows: the last of them are inaccurate."""
   return min(count + 8, max(rows - 1, count))
 
 

@@ -32,8 +32,8 @@ def bfgs_update(
 ) -> tuple[jax.Array, jax.Array]:
   """One BFGS update of B [k, k] by s and y, and whether it was made.
 
-  Not where ``y's`` is at most `min_curvature` or the result would not be finite: B stays positive
-  definite.
+  It is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite: B stays
+  positive definite.
   """
   curvature = _matmul(gradient_change, step)
   enough = curvature > min_curvature
@@ -58,10 +58,10 @@ def directions(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """B after its update, directions, the first length to try, and whether descent is steepest.
 
-  For G groups at once. An `adaptive` search gets steepest descent where -B g does not descend. Its
-  first update of B starts from the identity times the length of the last step, which was one of
-  steepest descent: so a length of 1 suits the directions that B has not seen, too.
+  For G groups at once. An `adaptive` search gets steepest descent if -B g does not descend.
   """
+  # The first update starts from the identity times the length of the last step, a step of steepest
+  # descent: so a length of 1 suits the directions that B has not seen, too.
   identity = jnp.broadcast_to(jnp.eye(step.shape[-1], dtype=step.dtype), inverse_hessian.shape)
   fresh = adaptive & jnp.all(inverse_hessian == identity)
   start = jnp.where(fresh & (last_length > 0), last_length, 1) * inverse_hessian
@@ -111,10 +111,9 @@ def backtrack(
 ) -> Search:
   """Tries the steps first, first rho, first rho^2, ... until one lowers the loss enough.
 
-  `trial` gives a step's loss and its linear change. A step is accepted if ``value + sigma change >
-  loss``, both losses finite; a change above zero counts as zero. Where the change is below
-  `resolution`, the relative rounding error of a loss, the search ends, and the step is accepted
-  unless the loss grows; None ignores rounding errors.
+  `trial` returns a step's loss and its linear change; a change above zero counts as zero. If the
+  change is below `resolution`, the relative rounding error of a loss, the search ends, and the step
+  is accepted unless the loss grows; None ignores rounding errors.
   """
 
   def more(search: Search) -> jax.Array:
@@ -151,9 +150,9 @@ def next_step(
 ) -> jax.Array:
   """The first step of the next search: where this one ended, or one trial before that.
 
-  It grows where the first trial was accepted, beyond 1 only where that was short. Where no trial
-  was accepted, along steepest descent it goes on shrinking, grows where rounding errors hid the
-  change, and stays where no loss was finite; along other directions it is `restart`.
+  It grows if the first trial was accepted, beyond 1 only if that step was short. If no trial was
+  accepted, steepest descent shrinks it further, grows it if rounding errors hid the change, and
+  keeps it if no loss was finite; other directions restart at `restart`.
   """
   longer = search.accepted / rho
   longer = jnp.where(search.short, longer, jnp.minimum(longer, 1))

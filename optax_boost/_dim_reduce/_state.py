@@ -45,12 +45,12 @@ class DimReduceState(NamedTuple):
     inner_state: the state of `inner`; None without it.
     count: scalar int32, the number of steps made.
     line_search_steps: scalar int32, how many trial points the last step evaluated.
-    accepted_rho: scalar, the step length that the last step accepted; 0 where none was.
+    accepted_rho: scalar, the step length that the last step accepted, or 0.
     next_rho: scalar, the first step length that the next search tries, with `max_search="auto"`.
     inner_scale: scalar, with `inner` and `max_search="auto"` the mean curvature of the loss along
       the first step that ``B`` learned from: ``s`` is the distance times this. Else 1.
     curvature: scalar, ``y's / s's`` of the last step: the mean curvature of the loss along the
-      accepted step before. Where it is not positive, ``B`` was not updated.
+      previous accepted step. If it is not positive, ``B`` was not updated.
     explained_gradient: scalar, ``|P g|^2 / |g|^2`` of the last step: the share of the gradient
       that lies in the subspace, if the rows of the basis are orthonormal.
     rejected_count: scalar int32, the steps that found no step length.
@@ -101,10 +101,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
 
 
 def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number: int) -> None:
-  """Warns of rows that are known, and longer than 1 within a group.
-
-  So are those that were fitted with other groups: a projection counts twice what they share.
-  """
+  """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
   squares = _squares(jax.tree.leaves(basis), tuple(of_leaf.axes for of_leaf in groups))
   if any(isinstance(x, jax.core.Tracer) or not _arrays.is_whole_here(x) for x in squares):
     return
@@ -135,7 +132,7 @@ def _squares(rows: list[jax.Array], axes: tuple[tuple[int, ...], ...]) -> list[j
 
 
 def _rows_of(basis: Any, params: Any) -> list[Any]:
-  """The rows of a basis for each leaf of the params that no mask hides."""
+  """The rows of a basis for each unmasked leaf of the params."""
   leaves = jax.tree.leaves(params, is_leaf=_tree.is_masked)
   # Trees that don't match have rows for no leaf.
   rows = _masking.leaves_like(basis, params) or [optax.MaskedNode()] * len(leaves)
@@ -165,8 +162,8 @@ def refresh_subspace(
 
   Args:
     opt_state: the state of any chain with :func:`dim_reduce`; of several, all are renewed.
-    subspace: the new subspace, of as many components. If it is not finite, the old one stays, and
-      `notfinite_count` grows.
+    subspace: the new subspace, of the same number of components. If it is not finite, the old one
+      stays, and `notfinite_count` grows.
     groups: the argument `groups` of :func:`dim_reduce`.
 
   Returns:
@@ -174,7 +171,7 @@ def refresh_subspace(
 
   Raises:
     ValueError: there is no such state, or the subspace does not fit.
-    TypeError: `subspace` is none, or `groups` are no groups.
+    TypeError: an argument is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -200,7 +197,7 @@ def refresh_subspace(
     if subspace.components != components:
       raise ValueError(
         f"`refresh_subspace` needs a subspace of {components} components, as the state's; got"
-        f" {subspace.components}. Fit as many, or make a new transformation."
+        f" {subspace.components}. Fit {components}, or make a new transformation."
       )
     of_leaves, count = _layers.find_groups(node.momentum, plan, "refresh_subspace")
     if count != number:
@@ -224,8 +221,7 @@ def refresh_subspace(
 def _renew(
   state: DimReduceState, basis: Any, groups: tuple[_layers.LeafGroups, ...], good: jax.Array
 ) -> DimReduceState:
-  """The state with another basis, if it is `good`; the residual momentum is unchanged."""
-  # M - P' q must not change, and q starts at 0.
+  """The state with another basis, if it is `good`: M <- M - P' q and q <- 0, for the old P."""
   taken = jnp.where(good, state.projected_momentum, 0)
 
   def fresh(new: Any, old: Any) -> Any:

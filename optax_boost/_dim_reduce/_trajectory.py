@@ -43,8 +43,8 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps every n-th snapshot of the params and leaves the updates as they are.
 
-  Snapshots are taken of the params that ``update`` is given: those that the steps 0, `every`,
-  2 `every`, ... start from. The last `capacity` of them are kept. Its place in a chain does not
+  Snapshots are taken of the params passed to ``update``, from which the steps 0, `every`,
+  2 `every`, ... start. The last `capacity` of them are kept. Its place in a chain does not
   matter. Params that are not finite are not taken, but counted.
 
   The state must be donated (``make_train_step`` does), or every step copies all snapshots. Under
@@ -182,7 +182,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
 
 
 def one_trajectory(opt_state: optax.OptState, function: str) -> TrajectoryState:
-  """The one ``TrajectoryState`` of an optimizer state; refuses that of a population."""
+  """The one ``TrajectoryState`` of an optimizer state; refuses the state of a population."""
   states = _tree.find_states(opt_state, TrajectoryState)
   if len(states) != 1:
     structure = str(jax.tree.structure(opt_state))

@@ -9,7 +9,7 @@ For params w of n numbers, gradient g and basis P (k x n, its rows orthonormal o
   w <- w + t P' d_k - alpha r
   s <- t d_k                             if t > 0
 
-Where no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
+If no t is accepted, MindSpore's search restores B and g_k'; ours sets B to the identity and s
 to 0, so that the next step is one of steepest descent. With an inner optimizer I, a trial is
 w + I(-t P' d_k), and the step I(alpha r - t P' d_k): I receives the sign of a gradient.
 
@@ -76,8 +76,8 @@ def dim_reduce(
 
   on the current batch. The search tries lengths that shrink by the factor :math:`\rho` until one
   is accepted, and the next search begins where it ended: at the accepted length, or at a longer
-  one where the first trial was accepted. Where none is, `rejected_count` grows, and the next step
-  is one of steepest descent. A decrease smaller than the rounding error of the loss is accepted
+  one if the first trial was accepted. If none is, `rejected_count` grows, and the next step is one
+  of steepest descent. A decrease smaller than the rounding error of the loss is accepted
   unless the loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its
   steps in the subspace need no learning rate.
 
@@ -168,11 +168,11 @@ def dim_reduce(
 
 
 class _Direction(NamedTuple):
-  """Gradient, curvature and direction of a step in the subspace, before its length is known."""
+  """A step in the subspace, before its length is known."""
 
   gradient: jax.Array  # projected, [G, k]
   inverse_hessian: jax.Array  # updated, [G, k, k]
-  direction: jax.Array  # [G, k]; zeros where it is not `usable`
+  direction: jax.Array  # [G, k]; zeros unless `usable`
   first: jax.Array  # the first length that a search tries
   steepest: jax.Array  # whether it falls back to steepest descent
   scale: jax.Array  # from distances in the subspace to the units of `direction`; 1 without `inner`
@@ -357,8 +357,8 @@ class _DimReduce:
     gradient = _linalg.project(state.basis, updates, groups, shape).astype(dtype)
     last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
     if self.rescales:
-      # B begins as the identity, and stays of its size: directions are as long as gradients, and
-      # an inner optimizer receives one unit throughout.
+      # B starts as the identity and keeps its magnitude: directions are as long as gradients, so
+      # the inner optimizer receives the units of gradients throughout.
       identity = jnp.all(state.inverse_hessian == _state.identities(state))
       change = jnp.sum((gradient - state.projected_gradient) * last_step)
       stiffness = _ratio(change, jnp.sum(last_step**2))
@@ -429,7 +429,7 @@ class _DimReduce:
     """The state after a search, except for the momenta and the inner state."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
-    # A matrix whose directions overflow, or lead nowhere, is useless: it starts over.
+    # B restarts if its directions overflow, or if no step along them was accepted.
     restarts = (quasi.finite & ~quasi.usable) | failed
     old = jnp.where(restarts, _state.identities(state), state.inverse_hessian)
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
@@ -440,7 +440,7 @@ class _DimReduce:
     rejected, next_rho = quasi.finite & ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
-      # As far as the last step that was accepted.
+      # The length at which this gradient moves as far as the last accepted step.
       length = jnp.sqrt(squared_step / squared_gradient)
       length = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
       next_rho = jnp.where(quasi.finite, length, next_rho)
@@ -489,6 +489,6 @@ def _inner_product(a: Any, b: Any) -> jax.Array:
 
 
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """The ratio, 0 where the denominator is."""
+  """The ratio, or 0 if the denominator is 0."""
   known = denominator > 0
   return jnp.where(known, numerator / jnp.where(known, denominator, 1), 0)
