@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-oldest house lint type bench evidence docs dist clean
+.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs dist clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ WITH_OPTIMIZED = $(shell grep -l pytest.mark.optimized tests/*.py)
 test: $(READY) lint type
 	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
+
+# The tests that compare numbers, compiled for the instructions of several processors.
+test-cpus: $(READY)
+	$(BIN)/python -m tests.cpus
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
