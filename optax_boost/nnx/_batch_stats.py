@@ -43,7 +43,7 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
     >>> from flax import nnx
     >>> import jax.numpy as jnp, optax, optax_boost.nnx
     >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    >>> tx = optax_boost.average_params(optax.sgd(0.1), last=10)
+    >>> tx = optax_boost.average_params(optax.sgd(0.1), start=10)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
     >>> for _ in range(20):
