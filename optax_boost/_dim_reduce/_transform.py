@@ -81,8 +81,8 @@ def dim_reduce(
   unless the loss grows. It is a whole optimizer, to be used where ``optax.sgd`` would be; its
   steps in the subspace need no learning rate.
 
-  A step takes the time of reading the basis twice, and one forward pass per trial. Memory: the
-  basis (k copies of the params) and one copy of the params.
+  A step takes the time of reading the basis twice, three times with `inner`, and one forward pass
+  per trial. Memory: the basis (k copies of the params) and one copy of the params.
 
   ``update`` needs, unless `max_search` is None, the extra arguments `value`, the loss at the
   params, and ``value_fn(params)``, the loss elsewhere on the same batch, as ``make_train_step``
