@@ -119,7 +119,7 @@ class Environment:
     pinned = folder / "requirements.txt"
     wanted = "\n".join(self.requirements)
     # Written last, so that an interrupted installation starts anew.
-    if pinned.is_file() and pinned.read_text() == wanted:
+    if pinned.is_file() and pinned.read_text(encoding="utf-8") == wanted:
       return interpreter
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -131,7 +131,7 @@ class Environment:
     except subprocess.CalledProcessError as error:
       reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
       raise PeerUnavailable(f"not installed: {reason}") from error
-    pinned.write_text(wanted)
+    pinned.write_text(wanted, encoding="utf-8")
     return interpreter
 
   def _base_python(self) -> str:
@@ -213,7 +213,7 @@ def _own_seconds(pids: Sequence[int]) -> float:
 
 
 def _fields(path: str, start: int) -> list[int]:
-  first_line = pathlib.Path(path).read_text().splitlines()[0].split()
+  first_line = pathlib.Path(path).read_text(encoding="utf-8").splitlines()[0].split()
   return [int(x) for x in first_line[start : start + 10]]
 
 
@@ -309,7 +309,7 @@ def machine(packages: Sequence[str]) -> dict[str, str]:
   """
   cpu = platform.machine()
   with contextlib.suppress(OSError, StopIteration):
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next(x for x in lines if x.startswith("model name")).split(":", 1)[1].strip()
   versions = {name: metadata.version(name) for name in packages}
   return {
@@ -352,7 +352,7 @@ def replace(path: pathlib.Path, text: str) -> None:
   """Writes a file, whole or not at all."""
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(f"{path.name}.partial")
-  partial.write_text(text)
+  partial.write_text(text, encoding="utf-8")
   partial.replace(path)
 
 

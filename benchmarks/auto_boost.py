@@ -460,7 +460,7 @@ def main() -> None:
   images = folder and str(pathlib.Path(folder) / options.cifar)
   # Parts that are left out keep what an earlier run found.
   found = _harness.OUT / "auto_boost_parts.json"
-  parts = json.loads(found.read_text()) if found.is_file() else {}
+  parts = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
   for part in options.parts:
     if part in _NETWORKS:
       large = part == "speed-32"

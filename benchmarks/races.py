@@ -382,7 +382,11 @@ def main(arguments: list[str] | None = None) -> None:
   figures = options.out or plot.FIGURES
   figures.mkdir(parents=True, exist_ok=True)
   path = (options.out or _harness.HERE / "results") / "races.md"
-  text = path.read_text() if path.exists() else "# Races\n\nMade by `python -m benchmarks.races`.\n"
+  text = (
+    path.read_text(encoding="utf-8")
+    if path.exists()
+    else "# Races\n\nMade by `python -m benchmarks.races`.\n"
+  )
   for name in wanted:
     results = RACES[name].run()
     for title, result in results.items():
@@ -394,7 +398,7 @@ def main(arguments: list[str] | None = None) -> None:
       text = f"{before}{heading}\n{result.table()}\n{note}{rest}"
       print(result.table())
     temporary = path.with_suffix(".part")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     if (draw := RACES[name].draw) is not None:
       plot.small(draw(results), figures / f"{name}.png")

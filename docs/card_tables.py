@@ -50,7 +50,7 @@ def read_cards(folder: pathlib.Path = CARDS) -> list[Card]:
   for path in sorted(folder.glob("*.md")):
     if path.name == "index.md":
       continue
-    header = HEADER.match(path.read_text())
+    header = HEADER.match(path.read_text(encoding="utf-8"))
     if header is None:
       raise ValueError(
         f"{path} must begin with its header: '# `name`', then a list of four lines, "
@@ -107,11 +107,11 @@ def pages() -> dict[pathlib.Path, str]:
   for path, lines in parts.items():
     made = "\n".join(["", *lines, ""])
     texts[path] = MADE.sub(
-      lambda found, made=made: f"{found[1]}{made}\n{found[2]}", path.read_text()
+      lambda found, made=made: f"{found[1]}{made}\n{found[2]}", path.read_text(encoding="utf-8")
     )
   return texts
 
 
 if __name__ == "__main__":
   for path, text in pages().items():
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")

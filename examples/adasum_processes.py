@@ -171,9 +171,9 @@ def launch(options: argparse.Namespace) -> int:
       for process in processes:
         process.kill()
         process.wait()
-    print(logs[0].read_text().split("\nTraceback")[0].strip())
+    print(logs[0].read_text(encoding="utf-8").split("\nTraceback")[0].strip())
     if failed:
-      tail = "\n".join(logs[failed[0]].read_text().splitlines()[-5:])
+      tail = "\n".join(logs[failed[0]].read_text(encoding="utf-8").splitlines()[-5:])
       print(
         f"process {failed[0]} of {options.launch} ended with status {status[failed[0]]}; the"
         " others were ended. Start again to resume from the last checkpoint.\n" + tail,

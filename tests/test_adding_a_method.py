@@ -12,7 +12,9 @@ import pytest
 import optax_boost
 
 ROOT = pathlib.Path(__file__).parent.parent
-EXAMPLE = re.search(r"````diff\n(.*?)````", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(
+  r"````diff\n(.*?)````", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+)[1]
 METHOD = "bound_entries"
 # A few columns of the new row, and the tests that ask for a row, a card, a line or a place.
 RUN = (
@@ -44,7 +46,7 @@ def apply(folder):
   """Adds the lines of the example, each hunk beside its context, wherever that is now."""
   for file, hunks in changes():
     path = folder / file
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     for hunk in hunks:
       added = "".join(f"{line[1:]}\n" for line in hunk if line.startswith("+"))
       context = [line[1:] for line in hunk if line.startswith(" ")]
@@ -56,7 +58,7 @@ def apply(folder):
       assert place >= 0, f"CONTRIBUTING.md: {file} has no longer {before!r} before {after!r}"
       place += len(before) + 1
       text = text[:place] + added + text[place:]
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -96,4 +98,6 @@ def test_the_example_passes_what_asks_for_a_complete_method(copy):
       check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-  assert f"| [`{METHOD}`](docs/cards/{METHOD}.md) | bends" in (copy / "README.md").read_text()
+  assert f"| [`{METHOD}`](docs/cards/{METHOD}.md) | bends" in (copy / "README.md").read_text(
+    encoding="utf-8"
+  )

@@ -45,7 +45,7 @@ FLAX = {"nnx", "linen"}
 def imported(path):
   """The modules that a file imports, by their first two components."""
   names = set()
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
     if isinstance(node, ast.Import):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
@@ -84,7 +84,9 @@ def test_imports_run_one_way(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_public_api_of_optax_is_used(path):
-  assert not re.search(r"optax\._src|from optax import _src|jax\._src", path.read_text())
+  assert not re.search(
+    r"optax\._src|from optax import _src|jax\._src", path.read_text(encoding="utf-8")
+  )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

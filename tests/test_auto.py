@@ -53,7 +53,7 @@ def train(tx, steps=8, params=PARAMS, data=DATA):
 def test_the_documented_configuration_is_taken_word_for_word(level, mode, tmp_path):
   config = DOCUMENTED | {"boost": DOCUMENTED["boost"] | {"mode": mode}}
   path = tmp_path / "boost.json"
-  path.write_text(json.dumps(config))
+  path.write_text(json.dumps(config), encoding="utf-8")
   on = {"enable_all": {"dim_reduce"}, "disable_all": set(), "manual": set()}.get(mode)
   if mode == "auto":  # At O2 freezing rules adaptive summation out.
     on = set() if level == "O0" else {"less_bn", "grad_freeze"}
@@ -179,7 +179,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("config", "message"), ERRORS, ids=[str(c)[:50] for c, _ in ERRORS])
 def test_what_can_not_be_honoured_is_an_error(config, message, tmp_path):
-  (tmp_path / "boost.json").write_text(json.dumps(config))
+  (tmp_path / "boost.json").write_text(json.dumps(config), encoding="utf-8")
   for form in FORMS:
     for given in (config, json.dumps(config), tmp_path / "boost.json"):
       with pytest.raises(ValueError, match=message):
@@ -196,7 +196,7 @@ NOT_JSON = {
 
 @pytest.mark.parametrize("text", NOT_JSON, ids=NOT_JSON.values())
 def test_a_file_without_a_configuration_is_named(text, tmp_path):
-  (tmp_path / "boost.json").write_text(text)
+  (tmp_path / "boost.json").write_text(text, encoding="utf-8")
   with pytest.raises(ValueError, match=rf"boost\.json is not JSON of Mind.*{NOT_JSON[text]}"):
     auto_boost("O1", config=tmp_path / "boost.json")
   with pytest.raises(FileNotFoundError, match=r"none\.json"):

@@ -13,7 +13,9 @@ def example(import_example):
 @pytest.mark.slow
 def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
   config = tmp_path / "two_groups.json"
-  config.write_text('{"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": true}}')
+  config.write_text(
+    '{"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": true}}', encoding="utf-8"
+  )
   out = tmp_path / "levels.png"
   options = ["--config", str(config), "--epochs", "4", "--seeds", "1", "--out", str(out)]
   example.main(["--levels", "O0", "O1", *options])

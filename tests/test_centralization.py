@@ -99,7 +99,7 @@ def test_decay_after_centralization_is_not_centralized():
 
 
 def test_selects_what_the_reference_selects():
-  with open(GOLDEN / "centralization_groups.json") as file:
+  with open(GOLDEN / "centralization_groups.json", encoding="utf-8") as file:
     groups = json.load(file)["output_groups"]
   # The reference's names and its torch-like layout; its 16 input features as in the file. The
   # dense layer `gamma_like` is excluded there for its name alone, and centralized here.

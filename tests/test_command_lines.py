@@ -44,4 +44,4 @@ def test_a_race_writes_into_the_folder_that_is_given(import_example, monkeypatch
   race = races.Race(lambda: {"One": Result()}, draw=None)
   monkeypatch.setattr(races, "RACES", {"one": race})
   races.main(["--rounds", "3", "--out", str(tmp_path / "new"), "one"])
-  assert "## One\n\n| method |" in (tmp_path / "new" / "races.md").read_text()
+  assert "## One\n\n| method |" in (tmp_path / "new" / "races.md").read_text(encoding="utf-8")

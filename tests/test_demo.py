@@ -196,7 +196,7 @@ def test_malformed_data_is_one_line_and_writes_nothing(
   [
     (lambda path: path.unlink(), "images.npz: No such file or directory"),
     (lambda path: (path.unlink(), path.mkdir()), "images.npz: Is a directory"),
-    (lambda path: path.write_text("no archive"), "is not a readable npz file"),
+    (lambda path: path.write_text("no archive", encoding="utf-8"), "is not a readable npz file"),
     (lambda path: path.write_bytes(b""), "is not a readable npz file"),
     (lambda path: path.write_bytes(path.read_bytes()[:-200]), "is not a readable npz file"),
     (

@@ -22,7 +22,7 @@ RACE = sys.modules["optax_boost.race"]  # the attribute is the function
 
 
 def blocks(page):
-  return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+  return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 # tests/test_migration.py runs MindSpore's page and reads its output.
@@ -51,7 +51,7 @@ HEADINGS = (
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
 def test_a_card_says_all_that_a_card_must(card):
-  text = card.read_text()
+  text = card.read_text(encoding="utf-8")
   found = re.findall("^## (.*)$", text, re.MULTILINE)
   assert not set(HEADINGS) - set(found)
 
@@ -74,18 +74,22 @@ def rendered_lines(text):
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
 def test_a_card_fits_on_two_screens(card):
-  assert rendered_lines(card.read_text()) <= 120, "move a long table to benchmarks/results/"
+  assert rendered_lines(card.read_text(encoding="utf-8")) <= 120, (
+    "move a long table to benchmarks/results/"
+  )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_a_relative_link_leads_to_a_file(page):
-  links = re.findall(r"\]\((?!https://|#)([^)#]+)[^)]*\)", page.read_text())
+  links = re.findall(r"\]\((?!https://|#)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
   missing = [link for link in links if not (page.parent / link).exists()]
   assert not missing
 
 
 def test_the_reference_has_every_public_name_once():
-  documented = re.findall(r"^\.\. auto\w+:: (\S+)", (DOCS / "reference.md").read_text(), re.M)
+  documented = re.findall(
+    r"^\.\. auto\w+:: (\S+)", (DOCS / "reference.md").read_text(encoding="utf-8"), re.M
+  )
   public = {f"optax_boost.{name}" for name in optax_boost.__all__}
   for module in (optax_boost.nnx, optax_boost.linen, optax_boost.auto, RACE):
     public |= {f"{module.__name__}.{name}" for name in module.__all__}
@@ -99,7 +103,9 @@ def test_the_fields_that_the_reference_names_are_in_the_states():
   from tests import registry
 
   table = re.findall(
-    r"^\| (`\w+`.*?) \| (`\w+`.*?) \| .* \|$", (DOCS / "reference.md").read_text(), re.M
+    r"^\| (`\w+`.*?) \| (`\w+`.*?) \| .* \|$",
+    (DOCS / "reference.md").read_text(encoding="utf-8"),
+    re.M,
   )
   rows = {row.factory: row for row in registry.ROWS}
   assert table
@@ -112,19 +118,21 @@ def test_the_fields_that_the_reference_names_are_in_the_states():
 
 def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():
   for path, expected in runpy.run_path(str(DOCS / "card_tables.py"))["pages"]().items():
-    assert path.read_text() == expected, f"{path}: run `python docs/card_tables.py`"
+    assert path.read_text(encoding="utf-8") == expected, f"{path}: run `python docs/card_tables.py`"
 
 
 def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
   script = runpy.run_path(str(DOCS / "card_tables.py"))
-  (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n")
+  (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n", encoding="utf-8")
   with pytest.raises(ValueError, match=r"method.md must begin with its header"):
     script["read_cards"](tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_a_picture_is_there_is_small_and_has_a_text_of_its_own(page):
-  for text, target in re.findall(r"!\[(.*?)\]\((.*?)\)", page.read_text(), re.DOTALL):
+  for text, target in re.findall(
+    r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"), re.DOTALL
+  ):
     assert len(text) > 20
     assert (page.parent / target).stat().st_size < 80_000
 
@@ -132,14 +140,14 @@ def test_a_picture_is_there_is_small_and_has_a_text_of_its_own(page):
 def test_every_transformation_has_a_card():
   from tests import registry
 
-  cards = "".join(card.read_text() for card in CARDS)
+  cards = "".join(card.read_text(encoding="utf-8") for card in CARDS)
   missing = {name for name in registry.public_factories() if f"`{name}" not in cards}
   assert not missing - {"scale_by_lars_trust_ratio"}
 
 
 @pytest.mark.parametrize("name", ["mxnet", "horovod", "sgperm"])
 def test_a_migration_table_names_only_what_there_is(name):
-  page = (DOCS / "migrating" / f"{name}.md").read_text()
+  page = (DOCS / "migrating" / f"{name}.md").read_text(encoding="utf-8")
   for row in re.findall(r"^\|[^|]*\|([^|]*)\|", page, re.MULTILINE):
     for used in re.findall(r"`([a-z_]+)\(", row):
       assert hasattr(optax_boost, used), used

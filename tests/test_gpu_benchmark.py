@@ -51,7 +51,7 @@ def test_a_part_runs_to_its_end_on_a_cpu(tmp_path):
   command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   subprocess.run([*command, "dim_reduce"], env=environment, cwd=ROOT, check=True)
-  page = (tmp_path / "gpu.md").read_text()
+  page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
   assert "| 1,000 params: dim_reduce | " in page
   assert "the others" not in page
   assert "device cpu" in page

@@ -9,7 +9,9 @@ import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
 
-PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "migrating" / "mindspore.md").read_text()
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "migrating" / "mindspore.md").read_text(
+  encoding="utf-8"
+)
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 # All that `mindspore.boost` exports.
 REFERENCE = """

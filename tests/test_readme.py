@@ -10,7 +10,7 @@ import optax_boost
 from tests import test_architecture
 
 ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGE = pathlib.Path(optax_boost.__file__).parent
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -35,7 +35,9 @@ def test_a_relative_link_leads_to_a_file():
 
 
 def test_the_page_on_pypi_has_no_relative_link_which_would_lead_nowhere():
-  hooks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+  hooks = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+    "metadata"
+  ]["hooks"]
   page = README
   for rule in hooks["fancy-pypi-readme"]["substitutions"]:
     page = re.sub(rule["pattern"], rule["replacement"], page)
@@ -82,3 +84,10 @@ def test_the_map_names_every_folder_of_the_package_and_every_file_but_the_method
 
 def shared(path):
   return path.stem in (*test_architecture.FOUNDATION, test_architecture.TRAIN_STEP)
+
+
+def test_texts_are_read_as_utf_8_whatever_the_locale_is():
+  folders = ("benchmarks", "docs", "examples", "optax_boost", "tests")
+  files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+  without = re.compile(r"\.read_text\((?!\s*encoding)")
+  assert not [f for f in files if without.search(f.read_text(encoding="utf-8"))]

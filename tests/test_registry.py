@@ -22,7 +22,7 @@ def test_every_public_factory_has_a_row():
 
 
 def test_everything_public_is_documented_in_the_changelog():
-  with open("CHANGELOG.md") as file:
+  with open("CHANGELOG.md", encoding="utf-8") as file:
     text = file.read()
   race = sys.modules["optax_boost.race"]  # the attribute is the function
   public = {*optax_boost.__all__, *optax_boost.auto.__all__, *race.__all__}

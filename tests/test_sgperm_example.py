@@ -105,7 +105,7 @@ def test_it_refuses_what_it_can_not_do(example, tiny, capsys, arguments, message
 )
 def test_a_wrong_file_is_named_with_what_it_must_hold(example, tiny, data, capsys, arrays, message):
   if arrays is None:
-    data.write_text("no archive")
+    data.write_text("no archive", encoding="utf-8")
   else:
     np.savez(data, **arrays)
   with pytest.raises(SystemExit):

@@ -17,6 +17,8 @@ from optax_boost import nnx as ob_nnx
 
 X = jnp.ones((2, 4))
 KERNEL = {"kernel": jnp.ones((4, 4))}
+# It fixes the layers when it is made, so a train step can only warn of them.
+SGPERM = optax_boost.sgperm(method="pairs", key=0)
 STACKED = {"kernels": jnp.ones((3, 4, 4))}
 
 
@@ -49,18 +51,18 @@ def in_a_schedule():
 
 
 def in_a_step():
-  step = optax_boost.make_train_step(scanned, optax_boost.lars(0.1))
+  step = optax_boost.make_train_step(scanned, SGPERM)
   step(step.init(STACKED), X)
 
 
 def in_linen():
-  step = ob_linen.make_train_step(Scanned(), lambda model, x: model(x), optax_boost.lars(0.1))
+  step = ob_linen.make_train_step(Scanned(), lambda model, x: model(x), SGPERM)
   step(step.init(Scanned().init(jax.random.key(0), X)), X)
 
 
 def in_nnx():
   model = ScannedModel()
-  optimizer = nnx.Optimizer(model, optax_boost.lars(0.1), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, SGPERM, wrt=nnx.Param)
   step = ob_nnx.make_train_step(lambda model, x: scanned({"kernels": model.kernels[...]}, x))
   step(model, optimizer, X)
 
@@ -85,5 +87,9 @@ def test_a_warning_points_to_the_line_that_the_user_wrote(call):
 
 def test_all_warnings_are_issued_by_one_function():
   package = pathlib.Path(optax_boost.__file__).parent
-  issuing = [p.name for p in package.rglob("*.py") if re.search(r"\bstacklevel\b", p.read_text())]
+  issuing = [
+    p.name
+    for p in package.rglob("*.py")
+    if re.search(r"\bstacklevel\b", p.read_text(encoding="utf-8"))
+  ]
   assert issuing == ["_base.py"]

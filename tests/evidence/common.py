@@ -70,7 +70,7 @@ def added(part, found, order):
     All results, in that order.
   """
   path = _harness.OUT / f"{part}_evidence.json"
-  known = (json.loads(path.read_text()) if path.exists() else {}) | found
+  known = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | found
   known = {name: known[name] for name in order if name in known}
   _harness.replace(path, json.dumps(known) + "\n")
   return known

@@ -62,7 +62,9 @@ def train_all(train: Train, runs: Sequence[tuple[Hashable, int]]) -> list[Result
   module = sys.modules[train.__module__]
   source = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:16]
   path = KEPT / f"{train.__module__.rpartition('.')[2]}-{train.__name__}-{source}.jsonl"
-  known = dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
+  known = (
+    dict(map(json.loads, path.read_text(encoding="utf-8").splitlines())) if path.exists() else {}
+  )
   missing = [run for run in dict.fromkeys(runs) if repr(run) not in known]
   if missing:
     path.parent.mkdir(parents=True, exist_ok=True)

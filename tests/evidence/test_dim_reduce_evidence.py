@@ -396,7 +396,7 @@ def write(known):
   for name, found in known.items():
     lines += section(name, found)
   lines += ["", "![test loss by gradients and by time](dim_reduce_evidence.png)"]
-  (RESULTS / "dim_reduce_evidence.md").write_text("\n".join(lines) + "\n")
+  (RESULTS / "dim_reduce_evidence.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
   picture(known)
   plot.small(plot.dim_reduce(known), plot.FIGURES / "dim_reduce.png")
 

@@ -52,7 +52,7 @@ def data():
   """Where the text is from, and its parts: characters as integers below 128."""
   path = pathlib.Path(os.environ.get("OPTAX_BOOST_DATA", ".")) / "tinyshakespeare.txt"
   known = path.exists()
-  text = path.read_text() if known else "\n".join(pydoc_data.topics.topics.values())
+  text = path.read_text(encoding="utf-8") if known else "\n".join(pydoc_data.topics.topics.values())
   numbers = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)
   ends = [len(numbers) * 8 // 10, len(numbers) * 9 // 10]
   parts = dict(zip(("train", "validation", "test"), np.split(numbers, ends), strict=True))

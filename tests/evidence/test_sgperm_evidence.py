@@ -398,7 +398,7 @@ def write(known):
   for name, found in known.items():
     lines += section(name, found)
   lines += ["", "![test accuracy by steps](sgperm_evidence.png)"]
-  (RESULTS / "sgperm_evidence.md").write_text("\n".join(lines) + "\n")
+  (RESULTS / "sgperm_evidence.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
   picture(known).savefig(RESULTS / "sgperm_evidence.png")
 
 

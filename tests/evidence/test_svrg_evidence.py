@@ -277,7 +277,7 @@ def test_the_results_are_written():
       cells.append(f"{np.mean(values):.3g} ± {np.std(values):.2g}")
     lines.append(f"| {name} | {' | '.join(cells)} |")
   RESULTS.mkdir(parents=True, exist_ok=True)
-  (RESULTS / "svrg_evidence.md").write_text("\n".join(lines) + "\n")
+  (RESULTS / "svrg_evidence.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
   figure, axes = plt.subplots(1, len(convex), figsize=(9, 3.5), sharey=True)
   for axis, (name, run) in zip(axes, convex.items(), strict=True):
