@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[1]
 # Golden traces, and references in NumPy.
 FILES = (
-  *("accumulation", "adasum", "centralization", "dim_reduce", "lars", "linalg"),
+  *("accumulation", "adasum", "centralization", "dim_reduce", "lars"),
   *("normalized_dense", "precision", "subspace", "svrg"),
 )
 SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "own")
@@ -49,7 +49,7 @@ def command(setting: Setting) -> list[str]:
   """The pytest of a setting."""
   files = [f"tests/test_{name}.py" for name in FILES]
   chosen = "not slow" if setting.level else "not slow and not optimized"
-  return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
+  return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", chosen, *files]
 
 
 def run(setting: Setting, processors: set[int], programs: str) -> tuple[Setting, str, float]:
