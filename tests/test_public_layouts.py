@@ -292,7 +292,7 @@ def test_auto_boost_finds_the_layers_by_itself(name):
   if layout.is_nnx:
     tx = boost.optimizer(optax.sgd(0.1), loss_of_model, layout.model, TOKENS, nnx.Rngs(KEY))
     optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
-    boost.train_step(loss_of_model).trace(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
+    boost.train_step(loss_of_model).lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
   else:
     args = layout.model, loss_of_model
     tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)

@@ -156,6 +156,15 @@ class TrainStep:
     return int(leaves[place])
 
 
+def known_depth(tx: optax.GradientTransformation, opt_state: optax.OptState) -> int | None:
+  """How many groups a step of NNX freezes; None: none, or a traced number."""
+  if not _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS):
+    return None
+  number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
+  leaves = jax.tree.leaves(number)
+  return None if not leaves or isinstance(leaves[0], jax.core.Tracer) else int(leaves[0])
+
+
 def _check_call(state: Any, rng: Any) -> None:
   _state.check_state(state)
   # The array of a key is checked while tracing.

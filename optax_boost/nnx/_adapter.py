@@ -72,7 +72,7 @@ def pure_loss(
           roots = context.merge(graphdef, *_states(params, model_state))
         if rng is not None and not is_keyed:
           _advance(roots, jax.random.bits(rng))
-        _check_batch(batch)
+        check_batch(batch)
         key = (rng,) if has_key else ()
         output = loss_fn(roots[0], batch, *roots[1:], *key)
         with nnx.split_context(_CONTEXT) as context:
@@ -254,7 +254,7 @@ def check_filter(name: str, value: Any) -> None:
     ) from error
 
 
-def _check_batch(batch: Any) -> None:
+def check_batch(batch: Any) -> None:
   """Refuses NNX objects in a batch; called while tracing, so it costs a step nothing."""
   node = next(filter(_is_nnx, jax.tree.leaves(batch, is_leaf=_is_nnx)), None)
   if node is not None:

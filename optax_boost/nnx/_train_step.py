@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
+import weakref
 
 from flax import nnx
 import jax
@@ -15,7 +17,6 @@ from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost.nnx import _adapter
-from optax_boost.nnx import _binding
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
@@ -30,11 +31,13 @@ class TrainStep:
 
   def __init__(self, loss_fn: Callable[..., Any], **options: Any):
     self._loss_fn = loss_fn
+    options["full_grad_fn"], self._data = _train_step.bound_arrays(options.get("full_grad_fn"))
     self._options = options
-    self._compiled: dict[Any, _train_step.TrainStep] = {}
-    # By the identities of model and optimizer, and whether there is a key. Each access is one
-    # operation, so no lock is needed.
-    self._bound: dict[Any, tuple[_train_step.TrainStep, _binding.Binding]] = {}
+    donated = (0, 1, 2) if options.get("donate", True) else ()
+    self._jitted = nnx.jit(self._step, donate_argnums=donated, static_argnums=(6, 7))
+    # Where the arrays of each optimizer's training lie, and its transformation.
+    self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+    self._warnings_given: set[type[Warning]] = set()
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
@@ -42,8 +45,8 @@ class TrainStep:
     """Makes one step, in place.
 
     The old arrays of model and optimizer are donated; copy those that must outlive the step.
-    Both may change between steps, in values and in structure; repeated steps on an unchanged
-    structure cost the least Python, about as much as with ``nnx.cached_partial``.
+    Both may change between steps, in values and in structure. A call costs as much Python as
+    ``nnx.jit``.
 
     Args:
       model: the model.
@@ -61,25 +64,12 @@ class TrainStep:
       TypeError: an argument is of the wrong kind.
       ValueError: the optimizer was made for another model, or for no variable of this one.
     """
-    call = self._open(model, optimizer, rng)
+    arguments = self._arguments(model, optimizer, batch, rng)
     try:
-      state, metrics = call.step(*call.arguments(batch))
+      return self._jitted(*arguments)
     except (TypeError, ValueError) as error:
-      _explain(error, call.state, optimizer, batch)
+      _explain(error, self._open(model, optimizer, rng).state, optimizer, batch)
       raise
-    if call.binding is None or not call.binding.write(state):
-      nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-      nnx.update(optimizer, {"step": state.step})
-      if _adapter.write_structure(state.params, state.model_state, model, *call.rngs):
-        # The next step has another program.
-        return metrics
-      _adapter.write(state.params, state.model_state, model, *call.rngs)
-      # Of the roots, the callback may hold the identities only.
-      bound, place = self._bound, (id(model), id(optimizer), call.key is not None)
-      binding = _binding.bind(model, optimizer, call.rngs, state, lambda _: bound.pop(place, None))
-      if binding is not None:
-        bound[place] = call.step, binding
-    return metrics
 
   def refresh(
     self,
@@ -117,38 +107,61 @@ class TrainStep:
 
     Arguments as for a step; the batch may be abstract.
     """
-    call = self._open(model, optimizer, rng)
-    return call.step.lower(*call.arguments(batch))
+    return self._jitted.lower(*self._arguments(model, optimizer, batch, rng))
 
-  def trace(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
-    """Traces the step for inspection, like ``jax.jit(...).trace``; changes nothing.
+  def _arguments(
+    self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any
+  ) -> tuple[Any, ...]:
+    """The arguments of a step; an optimizer that is new is checked, and brought into its form."""
+    rngs, key = _split_rng(rng)
+    is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._seen
+    if is_new or self._seen[optimizer][0] is not optimizer.tx:
+      state = self._open(model, optimizer, rng).state
+      if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+        nnx.update(optimizer, {"step": state.step})
+        _adapter.write(state.params, state.model_state, model, *rngs)
+      self._seen[optimizer] = optimizer.tx, _train_step.placement(state)
+    depth = _train_step.known_depth(optimizer.tx, optimizer.opt_state)
+    return model, optimizer, rngs, batch, key, self._data, depth, self._seen[optimizer][1]
 
-    Arguments as for a step; the batch may be abstract.
-    """
-    call = self._open(model, optimizer, rng)
-    return call.step.trace(*call.arguments(batch))
-
-  def cache_size(self) -> int:
-    """The number of programs that were compiled, for all models together."""
-    return sum(step.cache_size() for step in list(self._compiled.values()))
+  def _step(
+    self,
+    model: Any,
+    optimizer: nnx.Optimizer,
+    rngs: tuple[Any, ...],
+    batch: Any,
+    key: jax.Array | None,
+    data: dict[str, Any],
+    depth: int | None,
+    placement: Any,
+  ) -> _train_step.Metrics:
+    """One step on a model whose arrays are traced."""
+    _adapter.check_batch(batch)
+    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
+    state = _train_step.TrainState(
+      params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
+    )
+    program = self._step_for(graphdef, optimizer, key is not None).program
+    if len(placement) != len(jax.tree.leaves(state)):
+      placement = ()
+    state, metrics = program.step(
+      state,
+      batch if key is None else _adapter.Keyed(batch),
+      key,
+      {**data, **program.data},
+      depth,
+      placement,
+    )
+    nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+    nnx.update(optimizer, {"step": state.step})
+    if not _adapter.write_structure(state.params, state.model_state, model, *rngs):
+      _adapter.write(state.params, state.model_state, model, *rngs)
+    return metrics
 
   def _open(self, model: Any, optimizer: nnx.Optimizer, rng: Any) -> "_Call":
     """The pure step for this model, and its arguments."""
-    in_place = isinstance(rng, _adapter.RNG_TYPES)
-    if not (rng is None or in_place or hasattr(rng, "dtype")):
-      raise TypeError(
-        "`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got"
-        f" {_base.shorten(rng)}."
-      )
-    rngs, key = ((rng,), None) if in_place else ((), rng)
-    place = (id(model), id(optimizer), key is not None)
-    step, binding = self._bound.get(place, (None, None))
-    if step is not None and binding is not None:
-      if binding.holds(model, optimizer, rngs):
-        state, own = binding.read()
-        state = state if own else _train_step.canonicalize_state(state)
-        return _Call(step, state, rngs, key, binding)
-      self._bound.pop(place, None)
+    rngs, key = _split_rng(rng)
     _adapter.check_model(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _base.check_type("optimizer", optimizer, nnx.Optimizer, words)
@@ -164,16 +177,11 @@ class TrainStep:
       params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
     )
     step = self._step_for(graphdef, optimizer, key is not None)
-    return _Call(step, _train_step.canonicalize_state(state), rngs, key)
+    return _Call(step, _train_step.canonicalize_state(state), key)
 
   def _step_for(
     self, graphdef: Any, optimizer: nnx.Optimizer, has_key: bool
   ) -> _train_step.TrainStep:
-    cached = (graphdef, optimizer.tx, nnx.filterlib.to_predicate(optimizer.wrt), has_key)
-    # Hashing the structure of a large model takes a while: once per step is enough.
-    step = self._compiled.get(cached)
-    if step is not None:
-      return step
     options, has_aux = dict(self._options), self._options.get("has_aux", False)
     if callable(weight := options.get("weight")):
       options["weight"] = lambda batch: weight(_adapter.plain_batch(batch))
@@ -184,21 +192,27 @@ class TrainStep:
       self._loss_fn, graphdef, optimizer.wrt, has_aux=has_aux, has_key=has_key
     )
     step = _train_step.make_train_step(loss_fn, optimizer.tx, has_model_state=True, **options)
-    # Another thread may have been faster.
-    return self._compiled.setdefault(cached, step)
+    program = dataclasses.replace(step.program, warnings_given=self._warnings_given)
+    return _train_step.TrainStep(program, options.get("donate", True))
 
 
 class _Call(NamedTuple):
-  """One call of a train step: the pure step, its state, and where the state lies if known."""
+  """A model, its optimizer and a key in the form of the plain train step."""
 
   step: _train_step.TrainStep
   state: _train_step.TrainState
-  rngs: tuple[Any, ...]
   key: jax.Array | None
-  binding: _binding.Binding | None = None
 
-  def arguments(self, batch: Any) -> tuple[Any, Any, Any]:
-    return self.state, batch if self.key is None else _adapter.Keyed(batch), self.key
+
+def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
+  """The rngs that a loss draws from, and the key of a step."""
+  if isinstance(rng, _adapter.RNG_TYPES):
+    return (rng,), None
+  if not (rng is None or hasattr(rng, "dtype")):
+    raise TypeError(
+      f"`rng` must be a key, an `nnx.Rngs`, one of its streams, or None; got {_base.shorten(rng)}."
+    )
+  return (), rng
 
 
 def _explain(
