@@ -203,7 +203,6 @@ class Problem:
       for grads in self.gradients:
         advance(grads)
       jax.block_until_ready((params, state))
-    facts["programs"] = jitted._cache_size()
 
     def seconds() -> float:
       return run() / repeat

@@ -14,9 +14,14 @@ jax.monitoring.register_event_duration_secs_listener(
 
 def count(function: Callable[[], Any]) -> int:
   """The programs compiled during a call."""
+  return counted(function)[1]
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, int]:
+  """A call's result, and the programs compiled during it."""
   before = len(_SEEN)
-  function()
-  return len(_SEEN) - before
+  result = function()
+  return result, len(_SEEN) - before
 
 
 def loops(program: jax.stages.Compiled) -> list[int]:
