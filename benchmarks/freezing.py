@@ -92,7 +92,7 @@ def contender(
     tx: the optimizer.
     batch: what every step gets.
   """
-  step = optax_boost.linen.make_train_step(module, loss_fn, tx)
+  step = optax_boost.linen.make_train_step(loss_fn, module, tx)
   state = step.init(module.init(jax.random.key(0), batch["x"]))
   start = time.perf_counter()
   compiled = step.lower(state, batch).compile()
@@ -128,7 +128,7 @@ def compare(title: str, module: nn.Module, batch: Any, rounds: int) -> Any:
     rounds: quiet rounds to collect.
   """
   variables = module.init(jax.random.key(0), batch["x"])
-  plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
+  plan = optax_boost.linen.layer_groups(loss_fn, module, variables, batch, num_groups=_GROUPS)
   print(plan)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
@@ -148,7 +148,7 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
     rounds: quiet rounds to collect.
   """
   variables = module.init(jax.random.key(0), batch["x"])
-  plan = optax_boost.linen.layer_groups(module, loss_fn, variables, batch, num_groups=_GROUPS)
+  plan = optax_boost.linen.layer_groups(loss_fn, module, variables, batch, num_groups=_GROUPS)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
     contender(f"{depth} frozen", module, fixed(plan, depth), batch) for depth in _DEPTHS

@@ -64,7 +64,7 @@ def temporary_megabytes(block: Any) -> float:
   """The temporary memory of a train step of the network with such blocks."""
   batch = {"x": jnp.zeros((64, 32, 32, 3)), "y": jnp.zeros(64, int)}
   module = Network(block)
-  step = optax_boost.linen.make_train_step(module, freezing.loss_fn, freezing.optimizer())
+  step = optax_boost.linen.make_train_step(freezing.loss_fn, module, freezing.optimizer())
   state = step.init(module.init(jax.random.key(0), batch["x"]))
   return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes / 1e6
 

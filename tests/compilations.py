@@ -24,6 +24,26 @@ def counted(function: Callable[[], Any]) -> tuple[Any, int]:
   return result, len(_SEEN) - before
 
 
+class Watched:
+  """A function, and the programs compiled in each of its calls."""
+
+  def __init__(self, function: Callable[..., Any]) -> None:
+    self._function = function
+    self.counts: list[int] = []
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    result, compiled = counted(lambda: self._function(*args, **kwargs))
+    self.counts.append(compiled)
+    return result
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._function, name)
+
+  def compiled_once(self) -> bool:
+    """Whether nothing was compiled after the first call."""
+    return not any(self.counts[1:])
+
+
 def loops(program: jax.stages.Compiled) -> list[int]:
   """The lines of each fused loop of a program for CPUs."""
   computations = re.split(r"\n(?=\S)", program.as_text() or "")

@@ -399,8 +399,8 @@ def test_ten_lines_with_linen(config):
   boost = ob_linen.auto_boost("O1", total_steps=3, config=config)
   module = boost.model(LinenNet(), X, train=True)
   variables = jax.jit(module.init)(jax.random.key(0), X)
-  tx = boost.optimizer(optax.sgd(0.01), module, linen_loss, variables, X)
-  step = boost.train_step(module, linen_loss, tx)
+  tx = boost.optimizer(optax.sgd(0.01), linen_loss, module, variables, X)
+  step = boost.train_step(linen_loss, module, tx)
   state, losses = step.init(variables), []
   for _ in range(3):
     state, metrics = step(state, X)

@@ -522,12 +522,12 @@ class AdaptedModule(nn.Module):
 def test_other_collections_of_a_linen_module_are_no_data():
   module = AdaptedModule()
   variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
-  plan = ob_linen.layer_groups(module, image_loss, variables, BATCH, num_groups=LAYERS)
+  plan = ob_linen.layer_groups(image_loss, module, variables, BATCH, num_groups=LAYERS)
   assert in_layers(plan) == FORWARD
   batch = {"x": BATCH, "shift": {n: jnp.ones((8, 8)) for n in "abcd"}}
   plan = ob_linen.layer_groups(
-    module,
     lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])),
+    module,
     variables,
     batch,
     num_groups=LAYERS,
@@ -575,7 +575,7 @@ def variables():
 
 def image_plan(variables, num_groups=4):
   return ob_linen.layer_groups(
-    Convolutional(), image_loss, variables, IMAGES, num_groups=num_groups
+    image_loss, Convolutional(), variables, IMAGES, num_groups=num_groups
   )
 
 
@@ -956,12 +956,12 @@ def test_refuses_groups_of_other_params():
       r"(?s)`model` must be an NNX module with variables of `wrt`.*; got Dropout.*which has none",
     ),
     (
-      lambda: ob_linen.layer_groups(3, image_loss, {}, BATCH),
+      lambda: ob_linen.layer_groups(image_loss, 3, {}, BATCH),
       TypeError,
       r"`module` must be a Linen module; got 3",
     ),
     (
-      lambda: ob_linen.layer_groups(AdaptedModule(), image_loss, {"base": 1}, BATCH),
+      lambda: ob_linen.layer_groups(image_loss, AdaptedModule(), {"base": 1}, BATCH),
       ValueError,
       r"with a collection 'params'; got the keys \['base'\]",
     ),
@@ -1309,7 +1309,7 @@ def test_resuming_mid_schedule_changes_nothing(tmp_path):
 
 def image_step(variables, depths, **options):
   tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
-  return ob_linen.make_train_step(Convolutional(), image_loss, tx, **options)
+  return ob_linen.make_train_step(image_loss, Convolutional(), tx, **options)
 
 
 @pytest.mark.parametrize("hold", [True, False])

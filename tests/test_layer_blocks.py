@@ -85,7 +85,7 @@ def of_linen(**options):
   module = Transformer()
   variables = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
   return ob_linen.layer_groups(
-    module, lambda model, x: jnp.mean(model(x)), variables, TOKENS, **options
+    lambda model, x: jnp.mean(model(x)), module, variables, TOKENS, **options
   )
 
 

@@ -491,7 +491,7 @@ def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
 def test_the_linen_train_step_takes_the_module():
   module = ob_linen.less_bn(LinenNet(), X, fn_flag=True)
   step = ob_linen.make_train_step(
-    module, lambda model, x: jnp.mean(model(x, train=True) ** 2), optax.sgd(0.1)
+    lambda model, x: jnp.mean(model(x, train=True) ** 2), module, optax.sgd(0.1)
   )
   state = step.init(variables_of(module))
   state, metrics = step(state, X)

@@ -155,7 +155,7 @@ def test_each_step_of_a_linen_module_ends_in_a_permutation(method):
   def loss(model, x):
     return jnp.mean((model(x) - x[:, :3]) ** 2)
 
-  step = linen.make_train_step(module, loss, optax.chain(optax.clip(1.0), method()))
+  step = linen.make_train_step(loss, module, optax.chain(optax.clip(1.0), method()))
   state = step.init(module.init(jax.random.key(0), batches()[0]))
   start = {"first": jnp.copy(state.params["kernel"])}
   for x in batches()[:4]:

@@ -264,7 +264,7 @@ def trained_in_a_step(name):
     step = ob_nnx.make_train_step(loss_of_model, donate=False)
     metrics = step(model, optimizer, TOKENS, nnx.Rngs(KEY))
     return layout.params, nnx_adapter.split(nnx.Param, model)[1], metrics
-  step = ob_linen.make_train_step(layout.model, loss_of_model, tx, donate=False)
+  step = ob_linen.make_train_step(loss_of_model, layout.model, tx, donate=False)
   state, metrics = step(step.init(layout.variables), TOKENS, layout.key)
   return layout.params, state.params, metrics
 
@@ -294,10 +294,10 @@ def test_auto_boost_finds_the_layers_by_itself(name):
     optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
     boost.train_step(loss_of_model).lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
   else:
-    args = layout.model, loss_of_model
+    args = loss_of_model, layout.model
     tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)
     step = boost.train_step(*args, tx)
-    step.trace(step.init(layout.variables), TOKENS, KEY)
+    step.lower(step.init(layout.variables), TOKENS, KEY)
   (groups,) = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
   numbers = jax.tree.leaves(groups.number(layout.params))
   for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):

@@ -417,7 +417,7 @@ def test_the_pure_loss_of_a_linen_module_trains_as_the_linen_train_step():
     return module.init(key, X, train=False)
 
   def split(key):
-    return optax_boost.linen.split_loss(module, model_loss, init(key))
+    return optax_boost.linen.split_loss(model_loss, module, init(key))
 
   def held_out(params, state):
     return jnp.mean((module.apply({"params": params, **state}, X, train=False) - DATA["y"]) ** 2)
@@ -430,7 +430,7 @@ def test_the_pure_loss_of_a_linen_module_trains_as_the_linen_train_step():
     **{"steps": 2, "seeds": [4, 7], "has_model_state": True, "progress": False},
     evaluate=held_out,
   )
-  step = optax_boost.linen.make_train_step(module, model_loss, optax.sgd(0.05))
+  step = optax_boost.linen.make_train_step(model_loss, module, optax.sgd(0.05))
   state = step.init(init(jax.random.key(7)))
   rng, key = np.random.default_rng(7), jax.random.fold_in(jax.random.key(7), 1)
   for i in range(2):

@@ -155,7 +155,7 @@ def test_linen_scans(axis, rng):
   def loss_fn(model, x):
     return jnp.sum(model(x, None)[0])
 
-  found = layers_of(optax_boost.linen.layer_axes(scanned, loss_fn, variables, X, rng))
+  found = layers_of(optax_boost.linen.layer_axes(loss_fn, scanned, variables, X, rng))
   names = ("BatchNorm_0/bias", "BatchNorm_0/scale", "Dense_0/bias", "Dense_0/kernel")
   assert found == {name: (axis,) for name in names}
 
@@ -200,11 +200,11 @@ def test_nnx_scans():
     (lambda: optax_boost.nnx.layer_axes(3, Scanned(), X), r"`loss_fn` must be callable"),
     (lambda: optax_boost.nnx.layer_axes(len, 3, X), r"`model` must be an NNX module"),
     (lambda: optax_boost.nnx.layer_axes(len, Scanned(), wrt=3), r"`wrt` must be an NNX filter"),
-    (lambda: optax_boost.linen.layer_axes(3, len, {}, X), r"`module` must be a Linen module"),
-    (lambda: optax_boost.linen.layer_axes(nn.Dense(1), 3, {}, X), r"`loss_fn` must be callable"),
-    (lambda: optax_boost.linen.layer_axes(nn.Dense(1), len, 3, X), r"`variables` must be"),
+    (lambda: optax_boost.linen.layer_axes(len, 3, {}, X), r"`module` must be a Linen module"),
+    (lambda: optax_boost.linen.layer_axes(3, nn.Dense(1), {}, X), r"`loss_fn` must be callable"),
+    (lambda: optax_boost.linen.layer_axes(len, nn.Dense(1), 3, X), r"`variables` must be"),
     (
-      lambda: optax_boost.linen.layer_axes(nn.Dense(1), len, {"params": {}}, X, 3),
+      lambda: optax_boost.linen.layer_axes(len, nn.Dense(1), {"params": {}}, X, 3),
       r"`rng` must be one key",
     ),
   ],

@@ -546,11 +546,11 @@ def test_layers_of_linen_stand_still_with_their_statistics(axis, remat):
   def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
-  plan = ob_linen.layer_groups(module, loss, variables, X, jax.random.key(0), num_groups=LAYERS + 2)
+  plan = ob_linen.layer_groups(loss, module, variables, X, jax.random.key(0), num_groups=LAYERS + 2)
   dense = f"[{':, ' * axis}1:2]"
   assert plan.groups[2][:2] == (f"blocks/Dense_0/kernel{dense}", f"blocks/Dense_0/bias{dense}")
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
-  step = ob_linen.make_train_step(module, loss, tx, donate=False)
+  step = ob_linen.make_train_step(loss, module, tx, donate=False)
   state = step.init(variables)
   after, _ = step(state, X, jax.random.key(2))
   trees = [

@@ -712,7 +712,7 @@ def test_linen_shares_masks_and_leaves_statistics_alone(kind):
   refresh_every, full_grad_fn, parts = inside_and_outside()[kind]
   tx = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(1.0))
   step = optax_boost.linen.make_train_step(
-    test_linen.Network(), test_linen.loss_fn, tx, has_aux=True, full_grad_fn=full_grad_fn
+    test_linen.loss_fn, test_linen.Network(), tx, has_aux=True, full_grad_fn=full_grad_fn
   )
   state = test_linen.start(step)
   _, _, changed = test_linen.by_hand(state, KEY)
@@ -729,7 +729,7 @@ def test_linen_shares_masks_and_leaves_statistics_alone(kind):
 
 def test_a_linen_module_without_dropout_refreshes_without_a_key():
   step = optax_boost.linen.make_train_step(
-    nn.Dense(1), lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), optax_boost.svrg(None)
+    lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), nn.Dense(1), optax_boost.svrg(None)
   )
   state = step.init(nn.Dense(1).init(KEY, X[0]))
   assert svrg_state(step.refresh(state, batches())).refresh_count == 1

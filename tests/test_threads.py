@@ -89,7 +89,7 @@ class Linen(Plain):
 
   @staticmethod
   def make_step(tx, **options):
-    return ob_linen.make_train_step(LinenNet(), model_loss, tx, **options)
+    return ob_linen.make_train_step(model_loss, LinenNet(), tx, **options)
 
   def __init__(self, step, seed):
     keys = jax.random.split(jax.random.key(seed))

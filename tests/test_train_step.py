@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from tests import compilations
 
 KEY = jax.random.key(0)
 BATCH = {
@@ -369,7 +370,7 @@ def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
     next(traces)
     return quadratic(params, batch)
 
-  step = optax_boost.make_train_step(loss, tx)
+  step = compilations.Watched(optax_boost.make_train_step(loss, tx))
   params = {"w": jax.device_put(jnp.ones(8), rows)}
   batch = jax.device_put(BATCH, rows)
   state = step.init(params)
@@ -378,7 +379,7 @@ def test_sharded_params_stay_sharded_and_the_second_step_does_not_recompile(tx):
   for _ in range(2):
     state, metrics = step(state, batch)
   assert next(traces) == after_one + 1
-  assert step._step._cache_size() == 1
+  assert step.compiled_once()
   assert state.params["w"].sharding == rows
   alone = optax_boost.make_train_step(quadratic, tx)
   single = alone.init({"w": jnp.ones(8)})
@@ -403,12 +404,12 @@ def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
   def loss(params, x):
     return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - 1) ** 2)
 
-  step = optax_boost.make_train_step(loss, tx)
+  step = compilations.Watched(optax_boost.make_train_step(loss, tx))
   state = step.init(params)
   batch = jax.device_put(jnp.eye(8), jax.sharding.NamedSharding(mesh, spec("data")))
   for _ in range(2):
     state, _ = step(state, batch)
-  assert step.cache_size() == 1
+  assert step.compiled_once()
   for name, p in state.params.items():
     assert p.sharding.is_equivalent_to(params[name].sharding, p.ndim)
 
@@ -426,11 +427,11 @@ def test_a_fresh_state_on_a_mesh_has_buffers_of_its_own():
 def test_a_batch_on_a_mesh_takes_a_state_along_and_compiles_one_program():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   batch = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-  step = optax_boost.make_train_step(quadratic, optax.adam(0.1))
+  step = compilations.Watched(optax_boost.make_train_step(quadratic, optax.adam(0.1)))
   state = step.init({"w": jnp.ones(8)})
   for _ in range(3):
     state, _ = step(state, batch)
-  assert step.cache_size() == 1
+  assert step.compiled_once()
   assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
   assert len(state.params["w"].sharding.device_set) == 8
 
@@ -446,13 +447,15 @@ def test_arrays_that_are_committed_to_a_device_compile_one_program(committed):
   else:
     params["w"] = put(params["w"])
     params["b"] = put(params["b"]) if committed == "params" else params["b"]
-  step = optax_boost.make_train_step(
-    lambda p, b: quadratic(p, b) + jnp.sum(p["b"] ** 2), optax.adam(0.1)
+  step = compilations.Watched(
+    optax_boost.make_train_step(
+      lambda p, b: quadratic(p, b) + jnp.sum(p["b"] ** 2), optax.adam(0.1)
+    )
   )
   state = step.init(params)
   for _ in range(2):
     state, _ = step(state, batch)
-  assert step.cache_size() == 1
+  assert step.compiled_once()
 
 
 @pytest.mark.parametrize(
@@ -543,6 +546,6 @@ def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
 def test_refuses_a_batch_or_key_of_the_wrong_kind(batch, rng, message):
   step = optax_boost.make_train_step(lambda p, b, *_: jnp.sum(p * b), optax.sgd(0.1))
   state = step.init(jnp.ones(3))
-  for call in (step, step.lower, step.trace):
+  for call in (step, step.lower):
     with pytest.raises(TypeError, match=message):
       call(state, batch, rng)

@@ -56,7 +56,7 @@ def in_a_step():
 
 
 def in_linen():
-  step = ob_linen.make_train_step(Scanned(), lambda model, x: model(x), SGPERM)
+  step = ob_linen.make_train_step(lambda model, x: model(x), Scanned(), SGPERM)
   step(step.init(Scanned().init(jax.random.key(0), X)), X)
 
 

@@ -55,10 +55,10 @@ def program(row: str, batch_size: int) -> dict[str, float]:
   tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))
   if row in (_FROZEN, _BOTH):
     groups = optax_boost.linen.layer_groups(
-      module, models.image_loss, variables, batch, num_groups=2
+      models.image_loss, module, variables, batch, num_groups=2
     )
     tx = optax_boost.freeze_layers(tx, groups, optax_boost.fixed_freezing(2, 1))
-  step = optax_boost.linen.make_train_step(module, models.image_loss, tx)
+  step = optax_boost.linen.make_train_step(models.image_loss, module, tx)
   _, compiled = programs.compile_train_step(chips.CHIPS["v5e-8"], step, variables, batch)
   cost = compiled.cost_analysis()
   return {

@@ -55,10 +55,10 @@ class _Images:
   def groups(self, module: Any, number: int) -> Any:
     variables = jax.eval_shape(module.init, self.key, self.batch["x"])
     loss = models.image_loss
-    return optax_boost.linen.layer_groups(module, loss, variables, self.batch, num_groups=number)
+    return optax_boost.linen.layer_groups(loss, module, variables, self.batch, num_groups=number)
 
   def step(self, module: Any, tx: optax.GradientTransformation) -> timing.Record:
-    made = optax_boost.linen.make_train_step(module, models.image_loss, tx)
+    made = optax_boost.linen.make_train_step(models.image_loss, module, tx)
     state = made.init(self.variables(module))
     return timing.train_step(made, state, self.batch, self.calls)
 

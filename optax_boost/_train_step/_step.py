@@ -127,18 +127,6 @@ class TrainStep:
     _check_call(state, rng)
     return self._step.lower(*self._arguments(state, batch, rng))
 
-  def trace(self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None) -> Any:
-    """Traces the step, like ``jax.jit(...).trace``; `jaxpr` of the result is its program."""
-    _check_call(state, rng)
-    return self._step.trace(*self._arguments(state, batch, rng))
-
-  def cache_size(self) -> int:
-    """The number of programs that were compiled: one, or one per depth where groups are frozen.
-
-    As JAX counts them: a program that is called with NumPy's arrays in place of JAX's counts twice.
-    """
-    return self._step._cache_size()  # type: ignore[attr-defined]
-
   def _arguments(self, state: _state.TrainState, batch: Any, rng: Any) -> tuple[Any, ...]:
     depth = self._frozen_groups(state.opt_state)
     return state, batch, rng, self.program.data, depth, _state.placement(state)

@@ -111,8 +111,8 @@ def adapt(
 
 
 def split_loss(
-  module: nn.Module,
   loss_fn: Callable[..., Any],
+  module: nn.Module,
   variables: Any,
   *,
   rngs: Sequence[str] = ("dropout",),
@@ -120,8 +120,8 @@ def split_loss(
   """Makes the loss of a module pure: the form that :func:`optax_boost.race` takes.
 
   Args:
-    module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    module: the Linen module.
     variables: the output of ``module.init``.
     rngs: the names of the module's rng streams.
 
@@ -134,7 +134,7 @@ def split_loss(
     >>> import jax, jax.numpy as jnp, optax_boost.linen
     >>> module, x = nn.Dense(1), jnp.zeros((2, 3))
     >>> loss, params, model_state = optax_boost.linen.split_loss(
-    ...   module, lambda model, x: jnp.mean(model(x)), module.init(jax.random.key(0), x)
+    ...   lambda model, x: jnp.mean(model(x)), module, module.init(jax.random.key(0), x)
     ... )
     >>> value, model_state = loss(params, model_state, x, jax.random.key(1))
     >>> float(value), sorted(params)

@@ -44,8 +44,8 @@ class AutoBoost(_build.AutoBoost):
   def optimizer(  # type: ignore[override]
     self,
     tx: optax.GradientTransformation,
-    module: nn.Module | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    module: nn.Module | None = None,
     variables: Any = None,
     batch: Any = None,
     rng: jax.Array | None = None,
@@ -56,7 +56,7 @@ class AutoBoost(_build.AutoBoost):
     """Puts the methods that are on around an optimizer.
 
     As :meth:`optax_boost.auto.AutoBoost.optimizer`, with the arguments of :func:`layer_groups`: the
-    `module` of :meth:`model`, ``loss_fn(model, batch)``, the `variables` of ``module.init``, a
+    ``loss_fn(model, batch)``, the `module` of :meth:`model`, the `variables` of ``module.init``, a
     `batch` and, if the module draws, a key `rng` for the streams `rngs`.
     """
     if module is not None:
@@ -66,20 +66,20 @@ class AutoBoost(_build.AutoBoost):
     if variables is not None:
       params, _ = _adapter.split_variables(variables)
       if module is not None and loss_fn is not None:
-        args = (module, loss_fn, variables, batch, rng)
+        args = (loss_fn, module, variables, batch, rng)
         find_groups = functools.partial(layer_groups, *args, rngs=rngs)
         find_layers = functools.partial(layer_axes, *args, rngs=rngs)
     return self._wrap(tx, params, find_groups, find_layers, groups)
 
   def train_step(  # type: ignore[override]
     self,
-    module: nn.Module,
     loss_fn: Callable[..., Any],
+    module: nn.Module,
     tx: optax.GradientTransformation,
     **options: Any,
   ) -> _train_step.TrainStep:
     """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
-    return _train_step.make_train_step(module, loss_fn, tx, **options)
+    return _train_step.make_train_step(loss_fn, module, tx, **options)
 
 
 def auto_boost(
@@ -104,8 +104,8 @@ def auto_boost(
     >>> freezing |= {"grad_freeze": {"param_groups": 2}}
     >>> boost = optax_boost.linen.auto_boost(config=freezing)
     >>> variables = module.init(jax.random.key(0), x)
-    >>> tx = boost.optimizer(optax.sgd(0.1), module, loss_fn, variables, x)
-    >>> step = boost.train_step(module, loss_fn, tx)
+    >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, module, variables, x)
+    >>> step = boost.train_step(loss_fn, module, tx)
     >>> state, metrics = step(step.init(variables), x)
     >>> int(metrics["frozen_groups"])
     0

@@ -15,8 +15,8 @@ from optax_boost.linen import _adapter
 
 
 def layer_groups(
-  module: nn.Module,
   loss_fn: Callable[..., Any],
+  module: nn.Module,
   variables: Any,
   batch: Any,
   rng: jax.Array | None = None,
@@ -31,8 +31,8 @@ def layer_groups(
   Collections other than ``params`` are no data.
 
   Args:
-    module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
+    module: the Linen module.
     variables: the output of ``module.init``.
     batch: a batch.
     rng: a key, if the module draws.
@@ -54,7 +54,7 @@ def layer_groups(
     >>> module, x = nn.Sequential([nn.Dense(4), nn.Dense(1)]), jnp.ones((2, 3))
     >>> loss_fn = lambda model, x: jnp.mean(model(x))
     >>> variables = module.init(jax.random.key(0), x)
-    >>> print(optax_boost.linen.layer_groups(module, loss_fn, variables, x, num_groups=2))
+    >>> print(optax_boost.linen.layer_groups(loss_fn, module, variables, x, num_groups=2))
     group 0: 16 parameters (76.2 %): layers_0/kernel, layers_0/bias
     group 1: 5 parameters (23.8 %), never frozen: layers_1/kernel, layers_1/bias
   """
@@ -67,8 +67,8 @@ def layer_groups(
 
 
 def layer_axes(
-  module: nn.Module,
   loss_fn: Callable[..., Any],
+  module: nn.Module,
   variables: Any,
   batch: Any,
   rng: jax.Array | None = None,
@@ -98,7 +98,7 @@ def layer_axes(
     >>> loss_fn = lambda model, x: jnp.mean(model(x, None)[0])
     >>> x = jnp.ones((2, 8))
     >>> variables = module.init(jax.random.key(0), x, None)
-    >>> print(optax_boost.linen.layer_axes(module, loss_fn, variables, x))
+    >>> print(optax_boost.linen.layer_axes(loss_fn, module, variables, x))
     Dense_0/bias: layers (0,), outputs (1,)
     Dense_0/kernel: layers (0,), fan-in (1,), outputs (2,)
   """

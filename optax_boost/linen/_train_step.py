@@ -17,9 +17,8 @@ class TrainStep(_train_step.TrainStep):
 
   An :class:`optax_boost.TrainStep` whose :meth:`init` takes variables. The other methods are
   inherited: the call ``state, metrics = step(state, batch, rng)``, where the module's rng streams
-  are made from the key `rng`, and :meth:`~optax_boost.TrainStep.refresh`,
-  :meth:`~optax_boost.TrainStep.lower`, :meth:`~optax_boost.TrainStep.trace` and
-  :meth:`~optax_boost.TrainStep.cache_size`.
+  are made from the key `rng`, and :meth:`~optax_boost.TrainStep.refresh` and
+  :meth:`~optax_boost.TrainStep.lower`.
   """
 
   def init(self, variables: Any) -> _train_step.TrainState:  # type: ignore[override]
@@ -58,8 +57,8 @@ def variables(state: _train_step.TrainState) -> dict[str, Any]:
 
 @_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
 def make_train_step(
-  module: nn.Module,
   loss_fn: Callable[..., Any],
+  module: nn.Module,
   tx: optax.GradientTransformation,
   *,
   rngs: Sequence[str] = ("dropout",),
@@ -76,9 +75,9 @@ def make_train_step(
   with a `reduce_fn` of its own goes on from step to step, as other variables do.
 
   Args:
-    module: the Linen module.
     loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
       scalar loss, or ``(loss, aux)``.
+    module: the Linen module.
     tx: the transformation.
     rngs: the names of the module's rng streams.
     **options: those of :func:`optax_boost.make_train_step` but `has_model_state`.
@@ -96,7 +95,7 @@ def make_train_step(
     >>> module = nn.Dense(1)
     >>> def loss_fn(model, batch):
     ...   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-    >>> step = optax_boost.linen.make_train_step(module, loss_fn, optax.lbfgs())
+    >>> step = optax_boost.linen.make_train_step(loss_fn, module, optax.lbfgs())
     >>> batch = {"x": jnp.eye(3), "y": jnp.arange(3.0)[:, None]}
     >>> state = step.init(module.init(jax.random.key(0), batch["x"]))
     >>> for _ in range(8):

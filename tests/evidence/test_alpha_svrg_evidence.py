@@ -109,7 +109,7 @@ def train(setting, seed):
   tx = optax.inject_hyperparams(optax.adamw)(0.0, weight_decay=WEIGHT_DECAY)
   if ours:
     tx = optax.chain(optax_boost.svrg(None, optax_boost.alpha_svrg_schedule(steps)), tx)
-  step = optax_boost.linen.make_train_step(Network(), loss_fn, tx)
+  step = optax_boost.linen.make_train_step(loss_fn, Network(), tx)
   state = step.init(Network().init(jax.random.key(seed), x[:1]))
   rng = np.random.default_rng(seed)
   points, ratios = [], []

@@ -108,7 +108,7 @@ def sgd_step():
   sgd = optax.inject_hyperparams(optax.sgd)(0.0, momentum=0.9)
   tx = optax.chain(optax.add_decayed_weights(5e-4), sgd)
   recording = optax.chain(tx, optax_boost.record_trajectory(every=EVERY, capacity=SNAPSHOTS))
-  return optax_boost.linen.make_train_step(NETWORK, loss_fn, recording)
+  return optax_boost.linen.make_train_step(loss_fn, NETWORK, recording)
 
 
 def go_on(state, rates, some):
@@ -212,7 +212,7 @@ def second(setting, seed):
   tx = optax_boost.dim_reduce(
     lambda params: subspace, alpha=setting.alpha, max_search=setting.max_search
   )
-  step = optax_boost.linen.make_train_step(NETWORK, loss_fn, tx)
+  step = optax_boost.linen.make_train_step(loss_fn, NETWORK, tx)
   state = step.init({"params": state.params, **state.model_state})
   some, trials, rejected = batches(setting.batch, 1000 + seed), [], []
   for _ in range(MORE * UNIT * BATCH // setting.batch):

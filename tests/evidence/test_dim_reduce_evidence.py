@@ -147,7 +147,7 @@ class Runs:
 
   def step(self, key, make):
     if key not in self.steps:
-      self.steps[key] = optax_boost.linen.make_train_step(self.network, classify, make())
+      self.steps[key] = optax_boost.linen.make_train_step(classify, self.network, make())
     return self.steps[key]
 
   def sgd(self, rate):

@@ -193,7 +193,7 @@ def train(coefficient, epochs, seed, rate=0.05):
   schedule = optax.cosine_decay_schedule(rate, epochs * per_epoch)
   sgd = optax.sgd(schedule, momentum=0.9)
   tx = sgd if coefficient is None else optax.chain(optax_boost.svrg(None, coefficient), sgd)
-  step = optax_boost.linen.make_train_step(Network(), classify, tx)
+  step = optax_boost.linen.make_train_step(classify, Network(), tx)
   state = step.init(Network().init(jax.random.key(seed), x[:1]))
   rng = np.random.default_rng(seed)
   start, ratios = time.perf_counter(), []
