@@ -73,7 +73,7 @@ class Traced:
     if self.is_nnx:
       return getattr(ob_nnx, function)(loss_of_model, self.model, TOKENS, nnx.Rngs(KEY), **options)
     of_linen = getattr(ob_linen, function)
-    return of_linen(self.model, loss_of_model, self.variables, TOKENS, self.key, **options)
+    return of_linen(loss_of_model, self.model, self.variables, TOKENS, self.key, **options)
 
 
 @functools.cache
