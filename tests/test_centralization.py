@@ -198,6 +198,28 @@ def test_the_fan_in_is_what_the_loss_sums_over(passed_to):
       np.testing.assert_allclose(updates[module][name], g - mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("inside", ["chain", "loss scale", "accumulation"])
+def test_in_the_train_step_the_fan_in_needs_no_argument(inside):
+  """Einsum kernels and stacked experts of any name."""
+  shapes = jax.tree.map(lambda s: gradient(*s), EINSUMS, is_leaf=lambda s: isinstance(s, tuple))
+  params, x = jax.tree.map(jnp.asarray, shapes), jnp.asarray(gradient(5, 6))
+  tx = optax.chain(optax_boost.centralize(), optax.sgd(1.0))
+  tx = {
+    "chain": tx,
+    "loss scale": optax_boost.dynamic_loss_scale(tx, 8.0),
+    "accumulation": optax_boost.accumulate(tx, 1),
+  }[inside]
+  step = optax_boost.make_train_step(einsums, tx, donate=False)
+  state, _ = step(step.init(params), x)
+  for module, of_module in jax.grad(einsums)(params, x).items():
+    for name, g in of_module.items():
+      mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
+      moved = params[module][name] - state.params[module][name]
+      closeness.assert_within_ulps(
+        moved, g - mean, np.abs(g).max() + np.abs(params[module][name]), 32
+      )
+
+
 def test_convolutions_are_told_apart_by_their_groups():
   shapes = {"gray": (3, 3, 1, 4), "depthwise": (3, 3, 1, 4), "grouped": (3, 3, 2, 4)}
   grads = {name: gradient(*shape) for name, shape in shapes.items()}

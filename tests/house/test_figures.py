@@ -3,11 +3,11 @@
 from tests.house import figures
 
 BOUNDS = {
-  "lines in optax_boost": 21_000,
-  "lines of code in optax_boost": 11_500,
-  "public names": 116,
-  "functions over 80 lines": 4,
-  "lines in tests": 28_700,
+  "lines in optax_boost": 17_700,
+  "lines of code in optax_boost": 9_470,
+  "public names": 78,
+  "functions over 80 lines": 1,
+  "lines in tests": 25_050,
 }
 
 
