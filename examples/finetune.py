@@ -46,7 +46,7 @@ class Text(NamedTuple):
   test: np.ndarray
 
 
-def read_text() -> Text:
+def read_corpus() -> Text:
   """Python's language reference and the docstrings of its standard library."""
   found = []
   for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -233,7 +233,7 @@ def main() -> None:
   options = parser.parse_args()
   if options.steps < EVALUATIONS or options.base_steps < EVALUATIONS or options.seeds < 1:
     parser.error(f"--steps and --base-steps must be at least {EVALUATIONS}, --seeds at least 1")
-  text = read_text()
+  text = read_corpus()
   print("Learning the language reference ...")
   start = pretrain(text.base, options.base_steps)
   rates, runs = {}, {}

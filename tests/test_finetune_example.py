@@ -16,7 +16,7 @@ def test_every_way_trains_and_the_table_and_picture_show_it(import_example, monk
   for module in (_pydecimal, doctest, typing):
     shutil.copy(module.__file__, tmp_path)
   monkeypatch.setattr(example.sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
-  text = example.read_text(encoding="utf-8")
+  text = example.read_corpus()
   assert min(map(len, text)) > 10_000
   assert max(map(np.max, text)) < example._transformer.VOCABULARY
   start = example.pretrain(text.base, 8)
