@@ -102,10 +102,11 @@ def residual(state):
   return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
 
 
-def assert_close(found, expected, rtol):
-  """Relative to the largest entry of all, as the traces state their own errors."""
+def assert_close(found, expected, rtol, over=None):
+  """Relative to the largest entry of all, or of `over`: all steps of a result that cancels."""
   a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (found, expected))
-  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max() + 1e-12)
+  scale = np.abs(b if over is None else over).max()
+  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale + 1e-12)
 
 
 def assert_same_decisions(trace, t, before, state):
@@ -134,8 +135,11 @@ def test_every_step_agrees_with_mindspore(name):
     assert_close(params, trace.tree("weight", t), rtol)
     assert_close(residual(state), trace.tree("grm", t), 3e-6)
     assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
-    assert_close(state.projected_gradient[0], trace["gk_last"][t], 5e-6)
-    assert_close(state.last_step[0], trace["sk"][t], 1e-4)
+    # The gradient cancels to a 100th of its terms as a run converges, the terms do not shrink. With
+    # operations rounded at random: 5e-7 and 2e-6 of the run's largest entries.
+    gradients, steps = trace["gk_last"], trace["sk"]
+    assert_close(state.projected_gradient[0], gradients[t], 1e-6, over=gradients)
+    assert_close(state.last_step[0], steps[t], 4e-6, over=steps)
 
 
 @LONG_ROWS
