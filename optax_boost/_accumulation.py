@@ -107,7 +107,7 @@ def accumulate(
   _base.check_axis_name("axis_name", axis_name)
 
   method = _Accumulation(inner, every, not_finite, axis_name)
-  return _in_place.InPlaceTransformation(method.init, method.step)
+  return _in_place.transformation(method.init, method.step)
 
 
 class _MicroStep(NamedTuple):

@@ -122,7 +122,7 @@ def average_params(
     )
 
   method = _Averaging(inner, start, decay, every)
-  return _in_place.InPlaceTransformation(method.init, method.step)
+  return _in_place.transformation(method.init, method.step)
 
 
 class _Averaging(NamedTuple):

@@ -32,33 +32,28 @@ from optax_boost import _tree
 # Makes the gradients and the extra arguments of ``update``.
 Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
 
-
 # From gradients, state, params and a landing to new params or updates, and the new state.
 Step: TypeAlias = Callable[..., tuple[Any, Any]]
 
 
-class InPlaceTransformation(optax.GradientTransformationExtraArgs):
-  """A transformation whose ``update`` and steps in place are one function, `step`.
+def transformation(
+  init: Callable[[optax.Params], Any], step: Step
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation whose ``update`` and steps in place are one function, `step`."""
 
-  A copy with another ``update`` has none.
-  """
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    return step(lambda: (updates, dict(extra_args)), state, params, UPDATES)
 
-  step: Step | None = None
-
-  def __new__(cls, init: Callable[[optax.Params], Any], step: Step) -> "InPlaceTransformation":
-    def update(
-      updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-      return step(lambda: (updates, dict(extra_args)), state, params, UPDATES)
-
-    self = super().__new__(cls, init, update)
-    self.step = step
-    return self
+  # An attribute of the function: it stays if the pair of functions is copied, as trees are.
+  update.step = step  # type: ignore[attr-defined]
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def is_in_place(tx: optax.GradientTransformation) -> bool:
   """Whether a transformation makes its steps in place."""
-  return isinstance(tx, InPlaceTransformation) and tx.step is not None
+  return hasattr(tx.update, "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Landing:
   ) -> tuple[Any, Any]:
     """Makes a step of a transformation."""
     if is_in_place(tx):
-      return tx.step(gradients, state, params, self)  # type: ignore[attr-defined]
+      return tx.update.step(gradients, state, params, self)  # type: ignore[attr-defined]
     grads, extra = gradients()
     updates, state = tx.update(grads, state, params, **extra)
     if not self.in_params:

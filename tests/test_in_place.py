@@ -439,7 +439,8 @@ def test_wrappers_of_optax_and_plain_transformations_take_the_two_calls():
   assert _in_place.is_in_place(tx)
   assert _in_place.is_in_place(optax.with_extra_args_support(tx))
   assert not _in_place.is_in_place(optax.chain(tx, optax.identity()))
-  assert not _in_place.is_in_place(tx._replace(update=tx.update))
+  assert _in_place.is_in_place(type(tx)(*tx))
+  assert not _in_place.is_in_place(tx._replace(update=lambda *args, **kw: tx.update(*args, **kw)))
   plain = optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p))
   params = problems.params()
   for inner in (optax.chain(tx, optax.identity()), plain):

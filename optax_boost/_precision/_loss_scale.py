@@ -142,7 +142,7 @@ def dynamic_loss_scale(
   rule = _Rule(growth_interval, hysteresis, growth_factor, backoff_factor, minimum, maximum)
   inner = _base.check_transformation("inner", inner)
   method = _LossScale(inner, initial_scale, rule, axis_name, check_params)
-  return _in_place.InPlaceTransformation(method.init, method.step)
+  return _in_place.transformation(method.init, method.step)
 
 
 class _Rule(NamedTuple):

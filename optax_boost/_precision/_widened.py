@@ -39,7 +39,7 @@ class WideOptimizer:
     _base.check_axis_name("axis_name", self.axis_name)
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
-    return _in_place.InPlaceTransformation(self.init, self.step)
+    return _in_place.transformation(self.init, self.step)
 
   def init(self, params: optax.Params) -> Any:
     _tree.check_floating(params, self.method)
