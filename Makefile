@@ -21,7 +21,7 @@ demo-finetune: $(READY)
 # less to compute. The few of the last bits come first, in one process, which compiles the packages'
 # Python for the workers.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
-WITH_OPTIMIZED = $(shell grep -l pytest.mark.optimized tests/*.py)
+WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
 test: $(READY) lint type
 	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
@@ -32,7 +32,7 @@ test-cpus: $(READY)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
-NEWER := tests/test_adasum.py tests/test_adasum_processes.py optax_boost/_adasum
+NEWER := tests/adasum optax_boost/_adasum
 # So does AdaSum's card; Equinox, in the quick start, warns with the oldest JAX that it works with.
 NEWER_PAGES := cards/adasum.md quickstart.md
 test-oldest:
@@ -41,7 +41,7 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet -c tests/oldest.txt -e ".[test]"
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not optimized" \
 	  $(NEWER:%=--ignore=%) \
-	  $(NEWER_PAGES:%="--deselect=tests/test_docs.py::test_the_code_of_a_page_runs[%]")
+	  $(NEWER_PAGES:%="--deselect=tests/house/test_docs.py::test_the_code_of_a_page_runs[%]")
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
@@ -93,7 +93,7 @@ dist: $(READY)
 	tar xzf dist/*.tar.gz --strip-components 1 -C $(DIST)/src
 	rm -r $(DIST)/src/optax_boost
 	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
-	  --ignore tests/test_architecture.py
+	  --ignore tests/house/test_architecture.py
 
 # Not compiled: pip does it on one core for all packages, the first import for what it needs. Images
 # for containers often forbid that to Python; then every process would compile for itself.

@@ -19,8 +19,9 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[1]
 # Golden traces, and references in NumPy.
 FILES = (
-  *("accumulation", "adasum", "centralization", "dim_reduce", "lars"),
-  *("normalized_dense", "precision", "subspace", "svrg"),
+  *("accumulate", "adasum/test_adasum.py", "centralize", "dim_reduce/test_dim_reduce.py"),
+  *("dim_reduce/test_subspace.py", "lars", "normalized_dense", "precision/test_precision.py"),
+  "svrg",
 )
 SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "own")
 
@@ -47,7 +48,7 @@ def settings() -> list[Setting]:
 
 def command(setting: Setting) -> list[str]:
   """The pytest of a setting."""
-  files = [f"tests/test_{name}.py" for name in FILES]
+  files = [f"tests/{name}" for name in FILES]
   chosen = "not slow" if setting.level else "not slow and not optimized"
   return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", chosen, *files]
 
@@ -60,8 +61,6 @@ def run(setting: Setting, processors: set[int], programs: str) -> tuple[Setting,
   flags = [f"--xla_backend_optimization_level={setting.level}"] if setting.level else []
   if setting.instructions != "own":
     flags.append(f"--xla_cpu_max_isa={setting.instructions}")
-  environment = {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
-  environment["JAX_COMPILATION_CACHE_DIR"] = programs
   start = time.perf_counter()
   done = subprocess.run(
     command(setting),

@@ -1,0 +1,305 @@
+"""Gradient accumulation against MindSpore's recorded run, and what breaks naive accumulation."""
+
+import itertools
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import closeness
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "grad_accumulation.npz"
+# With every operation rounded up or down at random: 1.7 ulps at most.
+ULPS = 3
+
+
+def magnitudes(arrays, leaf, weight_decay):
+  """The run with the magnitudes of all terms: bounds of what roundings can do, step by step."""
+  weight = np.abs(np.float64(arrays[f"init_{leaf}"]))
+  accum, velocity = np.zeros_like(weight), np.zeros_like(weight)
+  found = {"weight": [], "accum": [], "velocity": []}
+  for t, grad in enumerate(np.abs(arrays[f"grad_{leaf}"])):
+    accum = accum + grad / 4
+    if t % 4 == 3:
+      velocity = 0.9 * velocity + accum + weight_decay * weight
+      weight, accum = weight + 0.1 * velocity, np.zeros_like(weight)
+    for name, sums in (("weight", weight), ("accum", accum), ("velocity", velocity)):
+      found[name].append(sums)
+  return found
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_agrees_with_mindspore(name):
+  with np.load(GOLDEN) as file:
+    arrays = {key: file[key] for key in file.files}
+  decay = 0.01 if name == "momentum" else 0.0
+  tx = optax_boost.accumulate(
+    optax.chain(optax.add_decayed_weights(decay), optax.sgd(0.1, momentum=0.9)), every=4
+  )
+  params = {n: jnp.asarray(arrays[f"init_{n}"]) for n in "wb"}
+  state, update = tx.init(params), jax.jit(tx.update)
+  seen = {n: {"weight": [], "accum": [], "velocity": []} for n in "wb"}
+  for t in range(18):
+    grads = {n: jnp.asarray(arrays[f"grad_{n}"][t]) for n in "wb"}
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    assert state.count == arrays[f"{name}_counter"][t]
+    trace = optax.tree.get(state, "trace")
+    for n in "wb":
+      seen[n]["weight"].append(params[n])
+      seen[n]["accum"].append(state.accumulator[n] / 4)
+      seen[n]["velocity"].append(trace[n])
+  for n in "wb":
+    for quantity, terms in magnitudes(arrays, n, decay).items():
+      expected = arrays[f"{name}_{quantity}_{n}"]
+      closeness.assert_within_ulps(np.stack(seen[n][quantity]), expected, terms, ULPS)
+
+
+def counting():
+  """An inner optimizer that reports every run of its update."""
+  runs = []
+
+  def update(updates, state, params=None, **extra):
+    del params, extra
+    jax.debug.callback(lambda: runs.append(1))
+    return updates, state + 1
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros([], jnp.int32), update
+  ), runs
+
+
+def test_the_inner_optimizer_runs_once_per_window():
+  inner, runs = counting()
+  tx = optax_boost.accumulate(inner, every=3)
+  state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
+  for _ in range(7):
+    _, state = update(jnp.ones(2), state)
+  jax.effects_barrier()
+  assert len(runs) == state.inner_count == state.inner_state == 2
+  assert state.count == 1
+
+
+def test_updates_between_inner_steps_are_exactly_zero():
+  tx = optax_boost.accumulate(optax.adamw(0.1), every=3)
+  params = {"w": jnp.ones(3)}
+  state = tx.init(params)
+  for step in range(6):
+    updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+    assert jnp.any(updates["w"]) == (step % 3 == 2)
+
+
+def test_weights_of_unequal_micro_batches_give_the_mean_over_all_examples():
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(10, 3)).astype(np.float32), rng.normal(size=10).astype(np.float32)
+
+  def loss(w, rows):
+    return jnp.mean((x[rows] @ w - y[rows]) ** 2)
+
+  w = jnp.ones(3)
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
+  state = tx.init(w)
+  for rows in (slice(0, 5), slice(5, 9), slice(9, 10)):
+    size = len(x[rows])
+    updates, state = tx.update(jax.grad(loss)(w, rows), state, w, weight=size)
+  np.testing.assert_allclose(updates, -jax.grad(loss)(w, slice(0, 10)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_nested_windows_weigh_as_one(in_place):
+  tx = optax_boost.accumulate(optax_boost.accumulate(optax.sgd(1.0), every=2), every=2)
+  params = jnp.zeros([])
+  state = tx.init(params)
+  grads, weights = np.array([1.0, 5.0, 2.0, 4.0]), np.array([3.0, 1.0, 4.0, 8.0])
+  for grad, weight in zip(grads, weights, strict=True):
+    if in_place:
+      params, state = optax_boost.apply_gradients(
+        tx, jnp.float32(grad), state, params, weight=weight
+      )
+    else:
+      updates, state = tx.update(jnp.float32(grad), state, params, weight=weight)
+      params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(params, -np.average(grads, weights=weights), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_micro_batch_is_dropped(bad):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
+  state = tx.init(jnp.zeros(2))
+  for grad in ([2.0, 0.0], [bad, 1.0], [4.0, 0.0]):
+    updates, state = jax.jit(tx.update)(jnp.array(grad), state)
+  np.testing.assert_array_equal(updates, [-3.0, 0.0])
+  assert state.notfinite_count == 1
+
+
+def test_a_window_of_bad_micro_batches_makes_no_inner_step():
+  tx = optax_boost.accumulate(optax.adam(1.0), every=2)
+  state = tx.init(jnp.zeros(2))
+  for _ in range(2):
+    updates, state = tx.update(jnp.full(2, jnp.nan), state)
+  assert not jnp.any(updates)
+  assert state.inner_count == 0
+  assert state.count == 0
+  for _ in range(2):
+    updates, state = tx.update(jnp.ones(2), state)
+  np.testing.assert_allclose(updates, -1.0, rtol=1e-5)
+
+
+def test_a_bad_micro_batch_that_is_kept_spoils_its_own_window_only():
+  inner = optax.apply_if_finite(optax.sgd(1.0), 5)
+  tx = optax_boost.accumulate(inner, every=2, not_finite="keep")
+  state = tx.init(jnp.zeros(2))
+  seen = []
+  for value in (1.0, np.nan, 1.0, 3.0):
+    updates, state = tx.update(jnp.full(2, value), state)
+    seen.append(updates.tolist())
+  assert seen == [[0, 0], [0, 0], [0, 0], [-2, -2]]
+  assert optax.tree.get(state, "total_notfinite") == 1
+
+
+def test_half_precision_gradients_are_summed_in_float32():
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
+  big, small = jnp.array([2048.0], jnp.float16), jnp.array([1.0], jnp.float16)
+  state = tx.init(small)
+  _, state = tx.update(big, state)
+  assert state.accumulator.dtype == jnp.float32
+  total = tx.update(small, state._replace(count=jnp.int32(-1)))[1].accumulator
+  assert total[0] == 2049
+
+
+def test_the_length_of_a_window_may_follow_the_inner_steps():
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=lambda inner_count: 1 + inner_count)
+  state = tx.init(jnp.zeros(1))
+  moved = []
+  for _ in range(6):
+    updates, state = jax.jit(tx.update)(jnp.ones(1), state)
+    moved.append(bool(jnp.any(updates)))
+  assert moved == [True, False, True, False, False, True]
+
+
+def test_the_inner_optimizer_sees_the_mean_as_grad_and_the_closures_of_the_last_micro_step():
+  def update(updates, state, params=None, *, grad, value, **extra):
+    del params, extra
+    return updates, {"grad": grad, "value": jnp.asarray(value)}
+
+  inner = optax.GradientTransformationExtraArgs(
+    lambda p: {"grad": p, "value": jnp.zeros([])}, update
+  )
+  tx = optax_boost.accumulate(inner, every=2)
+  state = tx.init(jnp.zeros(1))
+  for g in (1.0, 3.0):
+    grad = jnp.full(1, g)
+    _, state = tx.update(grad, state, grad=grad, value=10 * g)
+  chex.assert_trees_all_equal(
+    state.inner_state, {"grad": jnp.array([2.0]), "value": jnp.array(30.0)}
+  )
+
+
+def test_train_step_with_accumulation_equals_the_large_batch():
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+
+  def loss(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  large = optax_boost.make_train_step(loss, optax_boost.lars(0.1, exclude=None))
+  small = optax_boost.make_train_step(
+    loss, optax_boost.accumulate(optax_boost.lars(0.1, exclude=None), 4)
+  )
+  expected, found = large.init(jnp.ones(3)), small.init(jnp.ones(3))
+  for _ in range(2):
+    expected, _ = large(expected, x)
+    for micro in itertools.batched(x, 2) if hasattr(itertools, "batched") else x.reshape(4, 2, 3):
+      found, metrics = small(found, jnp.asarray(micro))
+  np.testing.assert_allclose(found.params, expected.params, rtol=1e-5)
+  assert metrics["trust_ratio"].shape == (1,)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"every": 0}, ValueError, r"`every` must be >= 1; got 0"),
+    ({"every": 2.5}, TypeError, r"`every` must be a whole number; got 2.5"),
+    ({"every": 2, "not_finite": "skip"}, ValueError, r"must be one of 'drop', 'keep'; got 'skip'"),
+    ({"every": 10**400}, ValueError, r"`every` must be <= 2147483647"),
+    ({"every": 2, "inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransf"),
+    ({"every": 2, "axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis"),
+  ],
+)
+def test_refuses_arguments_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.accumulate(**{"inner": optax.sgd(0.1), **kwargs})
+
+
+def test_refuses_a_weight_per_example():
+  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
+  with pytest.raises(
+    ValueError, match=r"`weight` must be a scalar, .* got an array of shape \(4,\)"
+  ):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)), weight=jnp.ones(4))
+
+
+def test_the_compiled_program_grows_in_proportion_to_the_leaves():
+  def size(leaves):
+    tx = optax_boost.accumulate(optax.sgd(0.1), every=2)
+    grads = [jnp.ones((4, 4))] * leaves
+    return len(jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text())
+
+  # Fused into each leaf's loop, the check of all leaves made it grow with their square.
+  assert size(48) < 5 * size(12)
+
+
+@pytest.mark.parametrize("kind", ["whole", "inside masters"])
+def test_a_loss_scale_inside_sees_every_overflow_and_comes_down(kind):
+  scaled = {
+    "whole": optax_boost.dynamic_loss_scale(optax.sgd(0.1), 2.0**24),
+    "inside masters": optax_boost.master_weights(
+      optax_boost.dynamic_loss_scale(optax.sgd(0.1), 2.0**24)
+    ),
+  }[kind]
+  tx = optax_boost.accumulate(scaled, every=2)
+  params = jnp.ones(2)
+
+  def body(state, overflow):
+    _, state = tx.update(jnp.full(2, jnp.where(overflow, jnp.inf, 1.0)), state, params)
+    return state, None
+
+  # One overflow in a window is enough.
+  state, _ = jax.lax.scan(body, tx.init(params), jnp.arange(20) % 2 == 0)
+  np.testing.assert_array_equal(optax.tree.get(state, "loss_scale"), 2.0**14)
+  assert state.notfinite_count == 10
+
+
+def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
+  tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  for value in (3e38, 3e38, 1e38):
+    updates, state = tx.update(jnp.full(2, value), state, params)
+  assert state.notfinite_count == 2
+  assert state.inner_count == 1
+  chex.assert_tree_all_finite((updates, state))
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf, 10**400, jnp.float32(-1)])
+def test_refuses_a_weight_that_is_no_number_of_examples(weight):
+  tx = optax_boost.accumulate(optax.sgd(0.1), 2)
+  with pytest.raises(ValueError, match=r"`weight` must be finite and >= 0"):
+    tx.update(jnp.ones(1), tx.init(jnp.ones(1)), weight=weight)
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
+@pytest.mark.parametrize("not_finite", ["drop", "keep"])
+def test_a_traced_weight_that_is_no_number_of_examples_is_left_out_and_counted(weight, not_finite):
+  tx = optax_boost.accumulate(optax.sgd(1.0), every=2, not_finite=not_finite)
+  state = tx.init(jnp.zeros(1))
+  update = jax.jit(lambda g, state, weight: tx.update(g, state, weight=weight))
+  _, state = update(jnp.ones(1), state, weight)
+  updates, state = update(jnp.full(1, 3.0), state, 2.0)
+  np.testing.assert_array_equal(updates, [-3.0])
+  assert state.notfinite_count == 1

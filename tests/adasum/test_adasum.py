@@ -1,0 +1,573 @@
+"""AdaSum: the Horovod traces, any number of replicas, its collectives, and what it refuses."""
+
+import functools
+import math
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+P = jax.sharding.PartitionSpec
+SHAPES = {"bias": (5,), "conv": (3, 2, 4), "dense": (33, 7), "scalar": ()}
+
+
+def pair(a, b):
+  """The rule of the paper in float64."""
+  dot = np.sum(a * b)
+  parts = []
+  for x in (a, b):
+    square = np.sum(x * x)
+    parts.append(x * (1 - dot / (2 * square) if square > 0 else 1))
+  return parts[0] + parts[1]
+
+
+def tree_of_pairs(rows):
+  """The binary tree, neighbours first, walked with vectors in float64."""
+  nodes = [np.asarray(row, np.float64) for row in rows]
+  while len(nodes) > 1:
+    odd = nodes[len(nodes) // 2 * 2 :]
+    nodes = [pair(a, b) for a, b in zip(nodes[::2], nodes[1::2], strict=False)] + odd
+  return nodes[0]
+
+
+def gradients(replicas, shapes=SHAPES, seed=0, dtype=np.float32):
+  """Gradients that have something in common, with the replicas along a first axis."""
+  rng = np.random.default_rng(seed)
+
+  def leaf(shape):
+    return (rng.normal(size=shape) + 0.7 * rng.normal(size=(replicas, *shape))).astype(dtype)
+
+  return {name: leaf(shape) for name, shape in shapes.items()}
+
+
+def norm(*xs):
+  return math.sqrt(sum(np.sum(np.square(np.float64(x))) for x in xs))
+
+
+def mesh_of(*sizes, names=("replicas", "near")):
+  devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+  return jax.sharding.Mesh(devices, names[: len(sizes)])
+
+
+TX = optax_boost.adasum("replicas")
+
+
+@functools.cache
+def compiled_update(tx, mesh, axes, in_specs, out_specs):
+  """One update, compiled once for all tests that make it."""
+
+  def one(grads):
+    grads = jax.tree.map(lambda g: g[0], grads)
+    updates, state = tx.update(grads, tx.init(grads))
+    return jax.tree.map(lambda u: u[None], updates), state
+
+  specs = {"in_specs": in_specs or P(axes), "out_specs": out_specs or (P(axes), P())}
+  return jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs))
+
+
+def on_devices(tx, stacked, mesh=None, axes="replicas", in_specs=None, out_specs=None):
+  """Runs one update; returns what each replica got, stacked, and the state."""
+  mesh = mesh or mesh_of(len(jax.tree.leaves(stacked)[0]))
+  return compiled_update(tx, mesh, axes, in_specs, out_specs)(stacked)
+
+
+def replica(tree, index=0):
+  return jax.tree.map(lambda x: np.asarray(x)[index], tree)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_agrees_with_horovod_leaf_by_leaf(ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace:
+    stacked, expected = {}, {}
+    for dtype in ("float16", "float32"):
+      stacked[dtype] = [jnp.asarray(trace[f"in{i}"], dtype) for i in range(5)]
+      expected[dtype] = [trace[f"{dtype}_out{i}"] for i in range(5)]
+    for case in ("orthogonal", "identical", "parallel", "some_zero", "all_zero", "opposite"):
+      stacked["float32"].append(jnp.asarray(trace[f"{case}_in"], jnp.float32))
+      expected["float32"].append(trace[f"float32_{case}_out"])
+  updates, _ = on_devices(TX, stacked)
+  for dtype, rtol in (("float16", 2e-3), ("float32", 1e-6)):
+    leaves = zip(replica(updates)[dtype], expected[dtype], stacked[dtype], strict=True)
+    for found, want, one in leaves:
+      assert found.dtype == dtype
+      scale = np.abs(np.asarray(one, np.float64)).max()
+      np.testing.assert_allclose(found, want, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_agrees_with_horovod_in_float64_and_as_one_vector(ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace, jax.enable_x64(True):
+    stacked = [jnp.asarray(trace[f"in{i}"]) for i in range(5)]
+    twice = {"alone": stacked, "together": stacked}
+    found = optax_boost.adasum_reduce(twice, groups="^together/")
+    for i, leaf in enumerate(found["alone"]):
+      np.testing.assert_allclose(leaf, trace[f"float64_out{i}"], rtol=1e-12)
+    joined = np.concatenate([np.ravel(leaf) for leaf in found["together"]])
+    np.testing.assert_allclose(joined, trace["float64_flat_out"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # the only ones that the traces have
+def test_trains_as_horovods_optimizer_with_a_momentum_per_replica(ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace:
+    xs, ys = trace["opt_x"], trace["opt_y"]
+    params = {"weight": trace["opt_init_weight"], "bias": trace["opt_init_bias"]}
+    expected = {"weight": trace["opt_weight"], "bias": trace["opt_bias"]}
+  inner, tx = optax.sgd(0.1, momentum=0.9), optax_boost.adasum("replicas")
+
+  def loss_fn(params, x, y):
+    return jnp.mean((x @ params["weight"].T + params["bias"] - y) ** 2)
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh_of(ranks),
+    in_specs=(P(), P("replicas"), P("replicas"), P("replicas")),
+    out_specs=(P(), P("replicas")),
+  )
+  def step(params, state, x, y):
+    mine = jax.lax.pcast(params, "replicas", to="varying")
+    state = jax.tree.map(lambda s: s[0], state)
+    updates, state = inner.update(jax.grad(loss_fn)(mine, x[0], y[0]), state, mine)
+    updates, _ = tx.update(updates, tx.init(params), params)
+    state = jax.tree.map(lambda s: s[None], state)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.vmap(inner.init, in_axes=None, out_axes=0, axis_size=ranks)(params)
+  for t, (x, y) in enumerate(zip(xs, ys, strict=True)):
+    params, state = step(params, state, x, y)
+    for name, value in params.items():
+      np.testing.assert_allclose(value, expected[name][t], rtol=1e-5, atol=1e-6)
+  velocity = np.asarray(optax.tree.get(state, "trace")["weight"])
+  assert not np.allclose(velocity[0], velocity[1])
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 7, 8])
+def test_any_number_of_replicas_is_the_tree_of_pairs_and_all_get_the_same_bits(replicas):
+  stacked = gradients(replicas)
+  stacked["same"] = np.repeat(gradients(1)["dense"], replicas, axis=0)
+  orthogonal = np.linalg.qr(np.random.default_rng(0).normal(size=(40, replicas)))[0].T
+  stacked["orthogonal"] = np.float32(orthogonal * np.arange(1, replicas + 1)[:, None])
+  updates, state = on_devices(TX, stacked)
+  for name, rows in stacked.items():
+    expected = tree_of_pairs(rows)
+    scale = np.abs(rows).max()
+    np.testing.assert_allclose(updates[name][0], expected, rtol=1e-5, atol=1e-5 * scale)
+    for r in range(1, replicas):
+      np.testing.assert_array_equal(updates[name][r], updates[name][0])
+  np.testing.assert_allclose(updates["same"][0], stacked["same"][0], rtol=1e-6)
+  np.testing.assert_allclose(updates["orthogonal"][0], stacked["orthogonal"].sum(0), atol=2e-6)
+  if replicas == 1:
+    chex.assert_trees_all_equal(updates, stacked)
+  before = sum(np.sum(np.square(rows, dtype=np.float64)) for rows in stacked.values())
+  after = sum(np.sum(np.square(tree_of_pairs(rows))) for rows in stacked.values())
+  np.testing.assert_allclose(state.orthogonality, after / before, rtol=1e-5)
+  assert state.notfinite_count == 0
+
+
+def test_one_device_and_vmap_agree_with_many_devices():
+  stacked = gradients(3)
+  expected = replica(on_devices(TX, stacked)[0])
+  close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
+  close(optax_boost.adasum_reduce(stacked), expected)
+  mapped, _ = jax.jit(jax.vmap(lambda g: TX.update(g, TX.init(g)), axis_name="replicas"))(stacked)
+  close(replica(mapped, 2), expected)
+
+
+def test_swapping_the_members_of_a_pair_changes_nothing_but_another_order_does():
+  stacked = gradients(4)
+  result = optax_boost.adasum_reduce(stacked)
+  for order in ([1, 0, 2, 3], [0, 1, 3, 2], [2, 3, 0, 1]):
+    other = optax_boost.adasum_reduce(jax.tree.map(lambda g, o=order: g[np.array(o)], stacked))
+    chex.assert_trees_all_close(other, result, rtol=1e-5, atol=1e-6)
+  crossed = optax_boost.adasum_reduce(jax.tree.map(lambda g: g[np.array([0, 2, 1, 3])], stacked))
+  assert not np.allclose(crossed["dense"], result["dense"], rtol=1e-3)
+
+
+def test_a_pair_is_the_rule_of_the_paper_and_zero_is_neutral():
+  a, b = gradients(2)["dense"]
+  zero = np.zeros_like(a)
+  found = optax_boost.adasum_reduce(np.stack([a, b]))
+  np.testing.assert_allclose(found, pair(*np.float64([a, b])), rtol=0, atol=1e-6 * norm(a, b))
+  for rows, expected in (([a, zero], a), ([zero, a], a), ([zero, zero], zero)):
+    np.testing.assert_array_equal(optax_boost.adasum_reduce(np.stack(rows)), expected)
+  half = optax_boost.adasum_reduce(jnp.ones((2, 3), jnp.bfloat16))
+  assert half.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+def test_the_error_stays_below_1e_4_where_the_gradients_cancel_tenfold(replicas):
+  rng = np.random.default_rng(replicas)
+  for size in (3, 700) * 20:
+    magnitude = 10.0 ** rng.uniform(-28, 28)
+    common, *own = rng.normal(size=(replicas + 1, size))
+    # Parallel parts that cancel to a tenth of their norms, beside parts that stay.
+    signs = np.array([1.0, -0.9, *rng.choice([0.05, -0.05], size=replicas - 2)])
+    rows = (magnitude * (signs[:, None] * common + 0.05 * np.array(own))).astype(np.float32)
+    want = tree_of_pairs(rows / magnitude)
+    found = np.float64(optax_boost.adasum_reduce(rows)) / magnitude
+    tenth = sum(map(np.linalg.norm, rows / magnitude)) / 10
+    assert norm(found - want) <= 1e-4 * max(norm(want), tenth)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_identical_gradients_come_back_from_1e_minus_30_to_1e30(replicas):
+  row = np.random.default_rng(0).uniform(1, 2, size=7)
+  for exponent in range(-30, 31, 6):
+    for dtype in (jnp.float32, jnp.bfloat16):
+      rows = jnp.asarray(np.tile(row * 10.0**exponent, (replicas, 1)), dtype)
+      found, want = np.float64(optax_boost.adasum_reduce(rows)), np.float64(rows[0])
+      np.testing.assert_allclose(found, want, rtol=8 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize(
+  "factors", [[1e-9, 3e8, -1e7, 1e-9], [1.0, -2.0, 0.5, 4.0], [1.0, -0.9, 0.5, -0.4]]
+)
+def test_parallel_gradients_are_averaged_whatever_their_norms(factors):
+  direction = np.random.default_rng(0).normal(size=50).astype(np.float32)
+  rows = np.float32(factors)[:, None] * direction
+  error = np.abs(optax_boost.adasum_reduce(rows) - np.mean(factors) * np.float64(direction)).max()
+  # A pair that cancels to a part c of its summands costs 1 / c^2 of the rounding errors.
+  assert error <= 1e-4 * np.abs(rows).sum(axis=0).max() / len(factors)
+
+
+def test_a_node_that_all_but_cancels_counts_as_zero():
+  a, b = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
+  # The direction of the first node consists of rounding errors. Were it used, half of its part in
+  # `b` would be gone.
+  rows = np.stack([a, -a * np.float32(1 - 2.0**-20), a + b, a + b])
+  np.testing.assert_allclose(optax_boost.adasum_reduce(rows), a + b, rtol=0, atol=1e-5)
+
+
+def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes():
+  same = {"big": np.full((8, 9), 1e30), "small": np.full((8, 5), 1e-30), "zero": np.zeros((8, 3))}
+  same = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), same)
+  same["bfloat16"] = jnp.full((8, 4), 1e30, jnp.bfloat16)
+  same["float16"] = jnp.full((8, 4), 3e4, jnp.float16)
+  for kwargs, mesh, axes in (
+    ({}, mesh_of(8), "replicas"),
+    ({"groups": "^(big|bfl|zero)", "local_axis_name": "near"}, mesh_of(4, 2), ("replicas", "near")),
+  ):
+    tx = optax_boost.adasum("replicas", **kwargs)
+    found, state = on_devices(tx, same, mesh, axes)
+    for path, want in replica(same).items():
+      rtol = 8 * float(jnp.finfo(want.dtype).eps)
+      np.testing.assert_allclose(np.float64(found[path][3]), np.float64(want), rtol=rtol)
+    np.testing.assert_allclose(state.orthogonality, 1 / mesh.shape["replicas"], rtol=1e-5)
+
+
+def test_sharded_leaves_have_one_scale_and_the_inner_products_of_the_whole():
+  extreme = np.tile(np.float32([1e30, 1e30, 1e-20, 3e-20]), (2, 1))
+  stacked = {"extreme": extreme, "w": gradients(2, {"w": (16, 6)})["w"]}
+  tx = optax_boost.adasum("replicas", shard_axis_name="near")
+  specs = {"in_specs": P("replicas", "near"), "out_specs": (P("replicas", "near"), P())}
+  found, _ = on_devices(tx, stacked, mesh_of(2, 4), **specs)
+  np.testing.assert_array_equal(found["extreme"], extreme)
+  np.testing.assert_allclose(found["w"][0], tree_of_pairs(stacked["w"]), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_does_not_overflow_in_the_norms():
+  stacked = {"w": jnp.full((2, 1000), 300.0, jnp.float16)}  # squared norms beyond 65,504
+  found, _ = on_devices(TX, stacked)
+  np.testing.assert_array_equal(found["w"][0], stacked["w"][0])
+
+
+def test_leaves_of_several_dtypes_keep_them_in_one_tree():
+  with jax.enable_x64(True):
+    stacked = gradients(3, dtype=np.float64)
+    mixed = {
+      name: jnp.asarray(rows, dtype)
+      for (name, rows), dtype in zip(
+        stacked.items(), ("float64", "bfloat16", "float32", "bfloat16"), strict=True
+      )
+    }
+    found, _ = on_devices(TX, mixed)
+    for name, rows in mixed.items():
+      assert found[name].dtype == rows.dtype
+      expected = tree_of_pairs(np.asarray(rows, np.float64))
+      rtol = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}[rows.dtype.name]
+      np.testing.assert_allclose(np.float64(found[name][0]), expected, rtol=rtol, atol=rtol)
+
+
+def test_long_leaves_are_cut_into_blocks_that_add_up():
+  stacked = gradients(3, {"long": (100_003,), "short": (11,), "next": (20_000,)})
+  found, _ = on_devices(TX, stacked)
+  for name, rows in stacked.items():
+    np.testing.assert_allclose(found[name][0], tree_of_pairs(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_groups_share_coefficients():
+  stacked = {"a": gradients(4), "b": gradients(4, seed=1)}
+  found = optax_boost.adasum_reduce(stacked, groups=("^a/(bias|dense)", "^b/"))
+
+  def joined(tree, names):
+    return np.concatenate([np.reshape(tree[name], (4, -1)) for name in names], axis=1)
+
+  expected = tree_of_pairs(joined(stacked["a"], ["bias", "dense"]))
+  np.testing.assert_allclose(found["a"]["bias"], expected[:5], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(np.ravel(found["a"]["dense"]), expected[5:], rtol=1e-4, atol=1e-5)
+  expected = tree_of_pairs(stacked["a"]["conv"])
+  np.testing.assert_allclose(found["a"]["conv"], expected, rtol=1e-4, atol=1e-5)
+  names = sorted(SHAPES)
+  expected = tree_of_pairs(joined(stacked["b"], names))
+  whole = np.concatenate([np.ravel(found["b"][name]) for name in names])
+  np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5)
+  many, _ = on_devices(optax_boost.adasum("replicas", groups=("^a/(bias|dense)", "^b/")), stacked)
+  chex.assert_trees_all_close(replica(many), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (1, 3), (3, 1)])
+def test_hierarchy_is_a_mean_inside_a_node_and_the_tree_across(sizes):
+  stacked = gradients(sizes[0] * sizes[1])
+  tx = optax_boost.adasum("replicas", local_axis_name="near")
+  axes = (("replicas", "near"),)
+  found, _ = on_devices(tx, stacked, mesh_of(*sizes), *axes)
+  for name, rows in stacked.items():
+    nodes = rows.reshape(*sizes, *rows.shape[1:]).mean(axis=1)
+    scale = np.abs(rows).max()
+    expected = tree_of_pairs(nodes)
+    np.testing.assert_allclose(found[name][0], expected, rtol=1e-5, atol=1e-5 * scale)
+    for row in found[name][1:]:
+      np.testing.assert_array_equal(row, found[name][0])
+
+
+def test_two_axes_together_count_as_one():
+  stacked = gradients(6)
+  tx = optax_boost.adasum(("replicas", "near"))
+  found, _ = on_devices(tx, stacked, mesh_of(3, 2), ("replicas", "near"))
+  expected = jax.tree.map(tree_of_pairs, stacked)
+  chex.assert_trees_all_close(replica(found), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_leaf_that_is_not_finite_somewhere_is_nan_everywhere_and_the_others_are_good(bad):
+  stacked = gradients(4)
+  good = optax_boost.adasum_reduce(stacked)
+  stacked["dense"][2, 3, 1] = bad
+  found, state = on_devices(TX, stacked)
+  assert np.all(np.isnan(found.pop("dense")))
+  good.pop("dense")
+  chex.assert_trees_all_close(replica(found), good, rtol=1e-5, atol=1e-5)
+  assert state.notfinite_count == 1
+  assert np.all(np.isnan(optax_boost.adasum_reduce(stacked)["dense"]))
+
+
+def compiled(shapes, replicas, tx=None, **kwargs):
+  tx = tx or optax_boost.adasum("replicas")
+  mesh = kwargs.pop("mesh", None) or mesh_of(replicas)
+
+  def one(grads):
+    return tx.update(grads, tx.init(grads))[0]
+
+  step = jax.shard_map(one, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(), **kwargs)
+  abstract = [jax.ShapeDtypeStruct((mesh.size * s[0], *s[1:]), jnp.float32) for s in shapes]
+  return jax.jit(step).lower(abstract).compile()
+
+
+def collectives(program):
+  kinds = r"all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute"
+  return sorted(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
+
+
+@pytest.mark.parametrize(
+  ("replicas", "shapes"),
+  [(2, [(31, 7)]), (7, [(100, 100)] * 30), (8, [(1_000_000,)]), (8, [(1000, 50)] * 20)],
+  ids=["one small leaf", "30 leaves", "one large leaf", "20 large leaves"],
+)
+def test_four_collectives_and_two_copies_for_any_number_of_leaves_and_replicas(replicas, shapes):
+  program = compiled(shapes, replicas)
+  assert collectives(program) == ["all-gather", "all-reduce", "all-reduce", "all-to-all"]
+  size = 4 * sum(map(math.prod, shapes))
+  # The tables of blocks and N x N matrices take some kilobytes.
+  assert program.memory_analysis().temp_size_in_bytes <= 2.02 * size + 2**14
+
+
+def test_hierarchy_adds_one_collective():
+  tx = optax_boost.adasum("replicas", local_axis_name="near")
+  program = compiled([(31, 7)] * 3, 8, tx, mesh=mesh_of(4, 2))
+  assert len(collectives(program)) == 5
+
+
+def test_gradients_that_shard_map_has_summed_already_are_refused():
+  tx = optax_boost.adasum("replicas")
+
+  def one(params, x):
+    grads = jax.grad(lambda p: jnp.sum(p["w"] * x))(params)
+    return tx.update(grads, tx.init(params))[0]
+
+  step = jax.shard_map(one, mesh=mesh_of(2), in_specs=(P(), P("replicas")), out_specs=P())
+  message = r"differ along the axis 'replicas'; .* to='varying'\).*pass `check_vma=False`"
+  with pytest.raises(ValueError, match=message):
+    step({"w": jnp.ones(3)}, jnp.ones((2, 3)))
+
+
+def test_where_a_gather_cannot_say_that_its_result_is_the_same_a_sum_does(monkeypatch):
+  tx, stacked = optax_boost.adasum("replicas"), gradients(3)
+  expected, _ = on_devices(tx, stacked)
+  gather = jax.lax.all_gather
+
+  def of_older_jax(x, axis_name, *, tiled):
+    return gather(x, axis_name, tiled=tiled)
+
+  def one(grads):
+    return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(grads))[0]
+
+  monkeypatch.setattr(jax.lax, "all_gather", of_older_jax)
+  # The check is on, and takes `P()` only of what it knows to be the same.
+  step = jax.shard_map(one, mesh=mesh_of(3), in_specs=P("replicas"), out_specs=P())
+  chex.assert_trees_all_equal(jax.jit(step)(stacked), replica(expected))
+
+
+def test_a_leaf_that_is_the_same_everywhere_may_stand_beside_others():
+  tx = optax_boost.adasum("replicas")
+
+  def one(x):
+    grads = {"alike": jnp.ones(3), "own": x[0]}
+    return tx.update(grads, tx.init(grads))[0]
+
+  step = jax.shard_map(one, mesh=mesh_of(2), in_specs=P("replicas"), out_specs=P())
+  found = jax.jit(step)(jnp.eye(2))
+  np.testing.assert_array_equal(found["alike"], jnp.ones(3))
+  np.testing.assert_array_equal(found["own"], jnp.ones(2))
+
+
+def test_an_axis_that_is_not_bound_is_named():
+  tx = optax_boost.adasum("replicas")
+  grads = {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"axis_name='replicas', but .* leave `adasum` out"):
+    tx.update(grads, tx.init(grads))
+  for argument in ("local_axis_name", "shard_axis_name"):
+    more = optax_boost.adasum("replicas", **{argument: "other"})
+    with pytest.raises(
+      ValueError, match=rf"given {argument}='other', but .* leave `{argument}` out"
+    ):
+      on_devices(more, gradients(2))
+
+
+def test_trees_that_do_not_fit_are_refused():
+  tx = optax_boost.adasum("replicas")
+  grads = {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"`adasum` needs gradients and params of the same tree"):
+    tx.update(grads, tx.init(grads), {"v": jnp.ones(3)})
+  message = r"of one length; got shape \(3, 2\) for the leaf 'b' and \(2, 2\) for 'a'"
+  with pytest.raises(ValueError, match=message):
+    optax_boost.adasum_reduce({"a": jnp.ones((2, 2)), "b": jnp.ones((3, 2))})
+  with pytest.raises(ValueError, match=r"got shape \(\) for the leaf 'a'"):
+    optax_boost.adasum_reduce({"a": jnp.ones(())})
+  with pytest.raises(
+    TypeError, match=r"`adasum_reduce` needs real floating-point leaves; .* int32"
+  ):
+    optax_boost.adasum_reduce({"a": jnp.ones((2, 2), jnp.int32)})
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis.* got 3"),
+    ({"axis_name": ()}, TypeError, r"`axis_name` must be the name of a mesh axis.* got \(\)"),
+    ({"axis_name": None}, TypeError, r"`axis_name` must be the name of a mesh axis.* got None"),
+    ({"local_axis_name": ["a"]}, TypeError, r"`local_axis_name` must be the name of a mesh axis"),
+    ({"shard_axis_name": 0}, TypeError, r"`shard_axis_name` must be the name of a mesh axis"),
+    (
+      {"local_axis_name": "r"},
+      ValueError,
+      r"an axis of its own for each purpose; got axis_",
+    ),
+    ({"groups": 3}, TypeError, r"`groups` must be regular expressions or None; got 3"),
+    ({"groups": [True]}, TypeError, r"`groups` must hold regular expressions, .* got True"),
+    ({"groups": "("}, ValueError, r"`groups` has '\(', which is no regular expression"),
+  ],
+  ids=str,
+)
+def test_refuses_arguments_of_the_wrong_kind(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.adasum(**({"axis_name": "r"} | kwargs))
+
+
+def test_groups_without_effect_warn():
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  for groups in (("gain",), ("kernel", ".*", "bias")):
+    with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .* \['(gain|bia)"):
+      optax_boost.adasum("r", groups=groups).init(params)
+
+
+def test_the_metric_of_the_train_step_is_there():
+  params = {"w": jnp.ones(3)}
+  state = optax.chain(optax_boost.adasum("r"), optax.sgd(0.1)).init(params)
+  assert float(optax.tree.get(state, "orthogonality")) == 1.0
+
+
+def test_gradients_that_vmap_does_not_map_are_averaged_as_identical_ones():
+  tx = optax_boost.adasum("replicas")
+  grads = {"w": jnp.arange(3.0), "half": jnp.ones(4, jnp.float16)}
+  for tree in (grads, {"half": grads["half"]}):
+
+    def update(x, tree=tree):
+      updates, state = tx.update(tree, tx.init(tree))
+      return updates, state, x
+
+    updates, state, _ = jax.jit(jax.vmap(update, axis_name="replicas"))(jnp.zeros(4))
+    for r in range(4):
+      chex.assert_trees_all_equal(replica(updates, r), jax.tree.map(np.asarray, tree))
+    np.testing.assert_allclose(state.orthogonality, 0.25)
+
+
+def test_params_may_bear_the_names_of_state_fields():
+  stacked = {"orthogonality": gradients(4)["dense"], "notfinite_count": gradients(4)["bias"]}
+  tx = optax.chain(optax_boost.adasum("replicas"), optax.trace(0.9))
+  updates, _ = on_devices(tx, stacked)
+  for name, rows in stacked.items():
+    np.testing.assert_allclose(updates[name][0], tree_of_pairs(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_it_acts_inside_masked_with_all_extra_arguments():
+  stacked = gradients(2)
+  mask = {name: name != "conv" for name in SHAPES}
+  tx = optax.masked(optax_boost.adasum("replicas"), mask)
+
+  def update(grads):
+    extra = {"value": jnp.ones(()), "grad": grads, "grad_fn": lambda p: grads}
+    return tx.update(grads, tx.init(grads), grads, value_fn=jnp.sum, **extra)[0]
+
+  updates = jax.jit(jax.vmap(update, axis_name="replicas"))(stacked)
+  np.testing.assert_array_equal(updates["conv"], stacked["conv"])
+  np.testing.assert_allclose(
+    updates["dense"][0], tree_of_pairs(stacked["dense"]), rtol=1e-5, atol=1e-5
+  )
+
+
+def test_it_runs_on_a_mesh_with_explicit_axes_eager_and_jitted():
+  mesh = jax.make_mesh((2,), ("replicas",), axis_types=(jax.sharding.AxisType.Explicit,))
+  stacked = {"w": gradients(2)["dense"]}
+  expected = tree_of_pairs(stacked["w"])
+  tx = optax_boost.adasum("replicas")
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(stacked, jax.NamedSharding(mesh, P("replicas")))
+    step = jax.shard_map(
+      lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(g))[0],
+      in_specs=P("replicas"),
+      out_specs=P(),
+    )
+    for run in (step, jax.jit(step)):
+      np.testing.assert_allclose(run(placed)["w"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_complex_leaves_are_refused():
+  grads = {"w": jnp.ones((2, 3), jnp.complex64)}
+  with pytest.raises(TypeError, match=r"`adasum` needs real .* leaf 'w' is complex64"):
+    optax_boost.adasum("replicas").init(grads)
+  with pytest.raises(TypeError, match=r"`adasum_reduce` needs real .* leaf 'params' is complex64"):
+    optax_boost.adasum_reduce(grads["w"])
+  with pytest.raises(ValueError, match=r"leaf 'params'"):
+    optax_boost.adasum_reduce(jnp.ones(()))
+  with pytest.raises(TypeError, match=r"`adasum` needs the state that its own `init` made"):
+    jax.vmap(lambda g: optax_boost.adasum("r").update(g, optax.EmptyState()), axis_name="r")(
+      jnp.ones((2, 3))
+    )

@@ -1,0 +1,351 @@
+"""Gradient centralization against MindSpore's recorded run, and against NumPy."""
+
+import json
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import closeness
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+# With every operation rounded up or down at random: 2.3 ulps at most.
+ULPS = 4
+RNG = np.random.default_rng(0)
+
+
+def gradient(*shape):
+  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def centralized(grads, **kwargs):
+  tx = optax_boost.centralize(**kwargs)
+  return tx.update(grads, tx.init(grads))[0]
+
+
+def recorded():
+  with np.load(GOLDEN / "centralization.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  names = [key.removeprefix("init_") for key in arrays if key.startswith("init_")]
+  return arrays, names
+
+
+def terms_of(grad):
+  """The summed magnitudes of the terms of a centralized gradient."""
+  sizes = np.abs(np.float64(grad))
+  return sizes + sizes.mean(axis=tuple(range(1, grad.ndim)), keepdims=True)
+
+
+def test_agrees_with_mindspore_where_its_gate_is_open():
+  arrays, names = recorded()
+  for name in names:
+    grad = arrays[f"grad_{name}"][0]
+    if grad.ndim >= 2 and grad.shape[1] % 16 == 0:
+      found = centralized({name: jnp.asarray(grad)}, layout="torch")[name]
+      closeness.assert_within_ulps(found, arrays[f"gc_{name}"], terms_of(grad), ULPS)
+
+
+def test_centralizes_the_leaves_that_mindspore_leaves_out_silently():
+  arrays, _ = recorded()
+  for name in ("conv_first_weight", "dense_odd_weight"):
+    grad = arrays[f"grad_{name}"][0]
+    np.testing.assert_array_equal(arrays[f"gc_{name}"], grad)
+    found = centralized({name: jnp.asarray(grad)}, layout="torch")[name]
+    mean = grad.mean(axis=tuple(range(1, grad.ndim)), dtype=np.float64, keepdims=True)
+    closeness.assert_within_ulps(found, grad - mean, terms_of(grad), ULPS)
+
+
+def test_a_chain_in_the_references_order_reproduces_its_training_run():
+  arrays, names = recorded()
+  hyper = json.loads(str(arrays["meta_json"]))["hyper"]
+  closed = [n for n in names if arrays[f"init_{n}"].ndim < 2 or arrays[f"init_{n}"].shape[1] % 16]
+  tx = optax.chain(
+    optax.add_decayed_weights(hyper["weight_decay"]),
+    optax_boost.centralize(layout="torch", exclude=[f"^{name}$" for name in closed]),
+    optax.sgd(hyper["learning_rate"], hyper["momentum"]),
+  )
+  params = {name: jnp.asarray(arrays[f"init_{name}"]) for name in names}
+  state = tx.init(params)
+  weights = {name: np.abs(np.float64(arrays[f"init_{name}"])) for name in names}
+  velocities = dict.fromkeys(names, 0.0)
+  for t in range(hyper["steps"]):
+    grads = {name: jnp.asarray(arrays[f"grad_{name}"][t]) for name in names}
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    for name in names:
+      # The same step with the magnitudes of all terms.
+      decayed = np.abs(grads[name]) + hyper["weight_decay"] * weights[name]
+      step = decayed if name in closed else terms_of(decayed)
+      velocities[name] = hyper["momentum"] * velocities[name] + step
+      weights[name] = weights[name] + hyper["learning_rate"] * velocities[name]
+      expected = arrays[f"weight_{name}"][t]
+      closeness.assert_within_ulps(params[name], expected, weights[name], ULPS)
+
+
+def test_decay_after_centralization_is_not_centralized():
+  params = {"kernel": jnp.full((4, 2), 3.0)}
+  before = optax.chain(optax.add_decayed_weights(0.1), optax_boost.centralize())
+  after = optax.chain(optax_boost.centralize(), optax.add_decayed_weights(0.1))
+  zero = jax.tree.map(jnp.zeros_like, params)
+  first, _ = before.update(zero, before.init(params), params)
+  second, _ = after.update(zero, after.init(params), params)
+  np.testing.assert_allclose(first["kernel"], 0.0, atol=1e-7)
+  np.testing.assert_allclose(second["kernel"], 0.3, rtol=1e-6)
+
+
+def test_selects_what_the_reference_selects():
+  with open(GOLDEN / "centralization_groups.json", encoding="utf-8") as file:
+    groups = json.load(file)["output_groups"]
+  # The reference's names and its torch-like layout; its 16 input features as in the file. The
+  # dense layer `gamma_like` is excluded there for its name alone, and centralized here.
+  shapes = {
+    "conv1": {"weight": (8, 3, 3, 3)},
+    "bn1": {"gamma": (8,), "beta": (8,)},
+    "dw": {"weight": (8, 1, 3, 3)},
+    "conv2": {"weight": (8, 16, 3, 3), "bias": (8,)},
+    "fc1": {"weight": (16, 32), "bias": (16,)},
+    "gamma_like": {"weight": (16, 16), "bias": (16,)},
+    "head": {"weight": (4, 16), "multiplier": (), "bias": (4,)},
+  }
+  grads = jax.tree.map(lambda s: gradient(*s), shapes, is_leaf=lambda s: isinstance(s, tuple))
+  updates = centralized(grads, layout="torch")
+  changed = {
+    f"{layer}.{name}"
+    for layer, leaves in grads.items()
+    for name, leaf in leaves.items()
+    if not np.array_equal(leaf, updates[layer][name])
+  }
+  assert changed == set(groups[0]["params"]) | {"gamma_like.weight"}
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "axes"),
+  [
+    ("dense/kernel", (6, 4), (0,)),
+    ("conv/kernel", (3, 3, 5, 4), (0, 1, 2)),
+    ("conv1d/kernel", (3, 5, 4), (0, 1)),
+    ("attention/query/kernel", (6, 2, 3), (0,)),
+    ("attention/value/kernel", (6, 2, 3), (0,)),
+    ("attention/out/kernel", (2, 3, 6), (0, 1)),
+    ("general/kernel", (2, 3, 6), (0, 1)),
+    ("depthwise/kernel", (3, 3, 1, 4), None),
+    ("embed/embedding", (10, 4), None),
+    ("position_embedding", (10, 4), None),
+    ("embedding/weight", (10, 4), None),
+    ("batch_norm/beta", (1, 1, 1, 4), None),
+    ("dense/bias", (4,), None),
+    ("attention/query/bias", (2, 3), None),
+    ("norm/scale", (4,), None),
+    ("temperature", (), None),
+    ("one_input/kernel", (1, 4), None),
+    ("one_entry/kernel", (1, 1), None),
+    ("pointwise/kernel", (1, 1, 5, 4), (0, 1, 2)),
+  ],
+)
+def test_averages_over_the_fan_in_of_flax_layers(path, shape, axes):
+  grad = gradient(*shape)
+  tree = grad
+  for key in reversed(path.split("/")):
+    tree = {key: tree}
+  tx = optax_boost.centralize()
+  (found,) = jax.tree.leaves(tx.update(tree, optax.EmptyState())[0])
+  expected = grad if axes is None else grad - np.mean(grad, axes, keepdims=True)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_normalized_head_is_left_alone():
+  grads = {"head": {"kernel": gradient(6, 4), "multiplier": gradient()}, "kernel": gradient(6, 4)}
+  updates = centralized(grads)
+  np.testing.assert_array_equal(updates["head"]["kernel"], grads["head"]["kernel"])
+  assert not np.array_equal(updates["kernel"], grads["kernel"])
+
+
+def einsums(params, x):
+  """Projections as in Flax's gemma, and experts with two kernels each."""
+  queries = jnp.einsum("td,ndh->tnh", x, params["attention"]["q_einsum"])
+  keys, values = jnp.einsum("td,sndh->stnh", x, params["attention"]["kv_einsum"])
+  mixed = jax.nn.softmax(jnp.einsum("tnh,snh->nts", queries, keys)) @ values.swapaxes(0, 1)
+  y = jnp.einsum("nth,nhd->td", mixed, params["attention"]["o_einsum"])
+  hidden = jnp.tanh(jnp.einsum("etd,edf->etf", jnp.stack([y, y]), params["experts"]["up"]))
+  out = jnp.einsum(
+    "etf,efd->etd", hidden + params["experts"]["b"][:, None], params["experts"]["down"]
+  )
+  return jnp.sum(out * params["experts"]["gate"])
+
+
+EINSUMS = {
+  "attention": {"q_einsum": (2, 6, 3), "kv_einsum": (2, 2, 6, 3), "o_einsum": (2, 3, 6)},
+  "experts": {"up": (2, 6, 4), "b": (2, 4), "gate": (2, 5, 6), "down": (2, 4, 6)},
+}
+FAN_INS = {"q_einsum": 1, "kv_einsum": 2, "o_einsum": (0, 1), "up": 1, "down": 1}
+
+
+@pytest.mark.parametrize("passed_to", ["factory", "update"])
+def test_the_fan_in_is_what_the_loss_sums_over(passed_to):
+  grads = jax.tree.map(lambda s: gradient(*s), EINSUMS, is_leaf=lambda s: isinstance(s, tuple))
+  layers = optax_boost.layer_axes(einsums, grads, gradient(5, 6))
+  tx = optax_boost.centralize(**({"layers": layers} if passed_to == "factory" else {}))
+  extra = {"layers": layers} if passed_to == "update" else {}
+  updates, _ = tx.update(grads, tx.init(grads), **extra)
+  for module, of_module in grads.items():
+    for name, g in of_module.items():
+      mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
+      np.testing.assert_allclose(updates[module][name], g - mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", ["chain", "loss scale", "accumulation"])
+def test_in_the_train_step_the_fan_in_needs_no_argument(inside):
+  """Einsum kernels and stacked experts of any name."""
+  shapes = jax.tree.map(lambda s: gradient(*s), EINSUMS, is_leaf=lambda s: isinstance(s, tuple))
+  params, x = jax.tree.map(jnp.asarray, shapes), jnp.asarray(gradient(5, 6))
+  tx = optax.chain(optax_boost.centralize(), optax.sgd(1.0))
+  tx = {
+    "chain": tx,
+    "loss scale": optax_boost.dynamic_loss_scale(tx, 8.0),
+    "accumulation": optax_boost.accumulate(tx, 1),
+  }[inside]
+  step = optax_boost.make_train_step(einsums, tx, donate=False)
+  state, _ = step(step.init(params), x)
+  for module, of_module in jax.grad(einsums)(params, x).items():
+    for name, g in of_module.items():
+      mean = np.mean(g, FAN_INS[name], keepdims=True) if name in FAN_INS else 0
+      moved = params[module][name] - state.params[module][name]
+      closeness.assert_within_ulps(
+        moved, g - mean, np.abs(g).max() + np.abs(params[module][name]), 32
+      )
+
+
+def test_convolutions_are_told_apart_by_their_groups():
+  shapes = {"gray": (3, 3, 1, 4), "depthwise": (3, 3, 1, 4), "grouped": (3, 3, 2, 4)}
+  grads = {name: gradient(*shape) for name, shape in shapes.items()}
+
+  def loss_fn(params, x):
+    for name, groups in (("gray", 1), ("depthwise", 4), ("grouped", 2)):
+      numbers = ("NHWC", "HWIO", "NHWC")
+      x = jax.lax.conv_general_dilated(
+        x, params[name], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+      )
+    return jnp.sum(x)
+
+  layers = optax_boost.layer_axes(loss_fn, grads, jnp.ones((2, 6, 6, 1)))
+  updates = centralized(grads, layers=layers)
+  np.testing.assert_array_equal(updates.pop("depthwise"), grads["depthwise"])
+  for update in updates.values():
+    np.testing.assert_allclose(np.mean(update, (0, 1, 2)), 0, atol=1e-6)
+  of_grouped = centralized(grads, layers=layers, exclude="grouped")["grouped"]
+  np.testing.assert_array_equal(of_grouped, grads["grouped"])
+
+
+def test_stacked_layers_are_centralized_one_by_one():
+  grads = {"layers": {"kernel": gradient(5, 4, 4), "bias": gradient(5, 4)}}
+
+  def loss_fn(params, x):
+    def layer(x, of_layer):
+      return jnp.tanh(x @ of_layer["kernel"] + of_layer["bias"]), None
+
+    return jnp.sum(jax.lax.scan(layer, x, params["layers"])[0])
+
+  layers = optax_boost.layer_axes(loss_fn, grads, gradient(3, 4))
+  updates = centralized(grads, layers=layers)["layers"]
+  for i in range(5):
+    alone = centralized({"kernel": grads["layers"]["kernel"][i]})
+    np.testing.assert_allclose(updates["kernel"][i], alone["kernel"], rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(updates["bias"], grads["layers"]["bias"])
+
+
+def test_behind_a_mask_leaves_are_known_by_their_paths():
+  grads = {"a": gradient(6, 2, 3), "b": gradient(2, 6, 3)}
+
+  def loss_fn(params, x):
+    return jnp.einsum("td,dnh->", x, params["a"]) + jnp.einsum("td,ndh->", x, params["b"])
+
+  layers = optax_boost.layer_axes(loss_fn, grads, gradient(5, 6))
+  tx = optax.masked(optax_boost.centralize(), {"a": False, "b": True})
+  updates, _ = tx.update(grads, tx.init(grads), grads, layers=layers)
+  np.testing.assert_array_equal(updates["a"], grads["a"])
+  np.testing.assert_allclose(np.mean(updates["b"], 1), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_means_of_half_precision_gradients_are_taken_in_float32(dtype):
+  grad = jnp.full((4096, 2), 60.0, dtype).at[0].set(0)
+  found = centralized({"kernel": grad})["kernel"]
+  assert found.dtype == grad.dtype
+  wide = np.asarray(grad, np.float64)
+  # Rounding of the result alone: a float16 sum of these would be infinite.
+  np.testing.assert_allclose(
+    found.astype(jnp.float32), wide - wide.mean(0), rtol=2 * jnp.finfo(dtype).eps, atol=1e-3
+  )
+
+
+def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  grads = {"kernel": gradient(16, 4)}
+  tx = optax_boost.centralize(axis_name="rows")
+  spec = jax.sharding.PartitionSpec("rows")
+  step = jax.shard_map(
+    lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh, in_specs=spec, out_specs=spec
+  )
+  found = jax.jit(step)(grads)
+  np.testing.assert_allclose(found["kernel"], centralized(grads)["kernel"], rtol=1e-5, atol=1e-6)
+
+
+def test_axes_by_pattern_keep_outputs_on_other_devices_apart():
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  grads = {"up": {"kernel": gradient(3, 4)}, "down": {"kernel": gradient(4, 3)}}
+  columns, rows = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec("x")
+  specs = {"up": {"kernel": columns}, "down": {"kernel": rows}}
+  tx = optax_boost.centralize(axis_name={"^down/": ("x",)})
+  step = jax.shard_map(
+    lambda g: tx.update(g, optax.EmptyState())[0], mesh=mesh, in_specs=(specs,), out_specs=specs
+  )
+  chex.assert_trees_all_close(jax.jit(step)(grads), centralized(grads), rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match=r"given axis_name=.*'x'.*, but no such axis is bound"):
+    tx.update(grads, optax.EmptyState())
+
+
+def test_nothing_to_centralize_warns():
+  with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: bias"):
+    optax_boost.centralize().init({"bias": jnp.ones(3)})
+
+
+def test_a_bad_gradient_spoils_only_its_own_output():
+  grad = gradient(6, 3).at[2, 1].set(jnp.nan)
+  found = centralized({"kernel": grad})["kernel"]
+  assert np.all(np.isnan(found[:, 1]))
+  assert np.all(np.isfinite(found[:, [0, 2]]))
+
+
+def test_refuses_an_unknown_layout():
+  with pytest.raises(ValueError, match=r"`layout` must be one of 'flax', 'torch'; got 'nchw'"):
+    optax_boost.centralize(layout="nchw")
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 3, 1, 4), (2, 3, 3, 1, 4)])
+def test_depthwise_kernels_of_any_rank_are_left_alone(shape):
+  grads = {"depthwise": {"kernel": jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)}}
+  tx = optax_boost.centralize(exclude="auto")
+  with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel"):
+    state = tx.init(grads)
+  chex.assert_trees_all_equal(tx.update(grads, state)[0], grads)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"layout": 3}, TypeError, "`layout` must be one of 'flax', 'torch'; got 3"),
+    ({"exclude": "("}, ValueError, r"`exclude` has '\(', which is no regular expression"),
+    ({"exclude": 3}, TypeError, "`exclude` must be regular expressions"),
+    ({"layers": {"a": 0}}, TypeError, "`layers` must be the result of `optax_boost.layer_axes"),
+    ({"axis_name": 3}, TypeError, "`axis_name` must be the name of a mesh axis"),
+    ({"axis_name": {"a": 3}}, TypeError, r"`axis_name\['a'\]` must be the name of a mesh axis"),
+  ],
+)
+def test_refuses_arguments_that_make_no_sense(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.centralize(**kwargs)

@@ -1,0 +1,183 @@
+"""Bad input is refused with the argument and the value in the message."""
+
+import functools
+import importlib
+import inspect
+import re
+from typing import Any
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _base
+import optax_boost.linen
+import optax_boost.nnx
+from tests.contract.bad_input import arguments
+
+PARAMS, GRADS = arguments.PARAMS, arguments.GRADS
+# Their arguments are all trees, states or records, which their methods' tests have.
+WITHOUT_CALL = {
+  *("path_mask", "refresh_subspace", "refresh_svrg", "snapshots"),
+  *("linen.load_original", "linen.split_loss", "linen.variables"),
+  *("nnx.averaged_model", "nnx.load_original", "nnx.split_loss"),
+}
+# Words that messages have for some arguments.
+NOUNS = {"opt_state": "state", "batches": "batch", "first": "first|step"}
+
+
+def mentions(message: str, value: Any) -> bool:
+  """Whether a message has a plain value: its repr, type, shape or dtype."""
+  if callable(value) or not isinstance(value, int | float | complex | str | bytes | jax.Array):
+    return True
+  words = [_base.shorten(value, 30).removesuffix("..."), type(value).__name__]
+  words += [str(getattr(value, name)) for name in ("shape", "dtype") if hasattr(value, name)]
+  return any(word in message for word in words)
+
+
+def refusal(call: Any, errors: Any, words: str, value: Any = None) -> str:
+  """How a call is not refused as it must be, or an empty string."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      call()
+  except Exception as error:
+    text = str(error)
+    if isinstance(error, errors) and re.search(words, text) and mentions(text, value):
+      return ""
+    return f"{type(error).__name__}: {text[:300]}"
+  return "accepted"
+
+
+@pytest.mark.parametrize("name", arguments.CALLS)
+def test_a_bad_value_is_refused_by_its_argument(name):
+  complaints = {}
+  for argument, label, value, errors in arguments.bad_values(name):
+    call = functools.partial(arguments.CALLS[name], **{argument: value})
+    complaints[argument, label] = refusal(call, errors, NOUNS.get(argument, argument), value)
+  assert not (found := {k: v for k, v in complaints.items() if v}), found
+
+
+def test_every_argument_of_a_public_function_has_a_kind():
+  race = importlib.import_module("optax_boost.race")  # the attribute is the function
+  for prefix, module in (
+    ("", optax_boost),
+    ("", race),
+    ("", optax_boost.auto),
+    ("nnx.", optax_boost.nnx),
+    ("linen.", optax_boost.linen),
+  ):
+    for name in module.__all__:
+      function = getattr(module, name)
+      if inspect.isfunction(function):
+        known = {*arguments.KINDS, *(k[1] for k in arguments.KINDS if isinstance(k, tuple))}
+        if prefix + name in arguments.CALLS:
+          known |= arguments.CALLS[prefix + name].bad_values.keys()
+        missing = arguments.parameters(function).keys() - known - arguments.FREE
+        assert not missing, (
+          f"{prefix}{name}: {missing} need a kind in tests/contract/bad_input/arguments.py"
+        )
+        assert prefix + name in arguments.CALLS or prefix + name in WITHOUT_CALL, prefix + name
+
+
+def _like_params(leaf: Any) -> Any:
+  return jax.tree.map(lambda p: leaf, PARAMS)
+
+
+LEAVES = {
+  "text": _like_params("a"),
+  "Python floats": _like_params(1.0),
+  "integers": jax.tree.map(lambda p: p.astype(int), PARAMS),
+  "bools": jax.tree.map(lambda p: p > 0, PARAMS),
+  "functions": _like_params(len),
+  "keys": _like_params(jax.random.key(0)),
+}
+TREES = {
+  "other tree": {"other": jnp.ones(2)},
+  "leaf missing": {"conv": GRADS["conv"]},
+  "other shapes": _like_params(jnp.ones(7)),
+}
+STATES = {
+  "None": None,
+  "empty": (),
+  "number": 3,
+  "params": PARAMS,
+  "Adam's": optax.adam(0.1).init(PARAMS),
+}
+# What these do not look at is handed on to the optimizers inside, or to the chain.
+HANDS_ON = {"switch_after": ("updates", "params"), "accumulate": ("params",)}
+
+
+@pytest.mark.parametrize("row", arguments.FIRST_ROWS, ids=lambda row: row.factory)
+def test_params_of_another_kind_are_refused(row):
+  init = row.make().init
+  for label, tree in LEAVES.items():
+    complaint = refusal(lambda: init(tree), TypeError, "leaf")  # noqa: B023
+    assert not complaint, f"{label}: {complaint}"
+
+
+@pytest.mark.parametrize("row", arguments.FIRST_ROWS, ids=lambda row: row.factory)
+def test_gradients_params_and_states_of_others_are_refused(row):
+  tx = row.make()
+  good = {"updates": GRADS, "state": tx.init(PARAMS), "params": PARAMS}
+  if good["state"] == optax.EmptyState():
+    return  # It maps over the gradients alone.
+  calls = [
+    *(("updates", label, tree, ValueError, "gradients|leaf") for label, tree in TREES.items()),
+    *(("params", label, tree, ValueError, "params|leaf") for label, tree in TREES.items()),
+    *(("state", label, state, TypeError, "state") for label, state in STATES.items()),
+  ]
+  if row.needs_params:
+    calls.append(("params", "None", None, ValueError, "params"))
+  for argument, label, value, errors, words in calls:
+    if argument not in HANDS_ON.get(row.factory, ()):
+      complaint = refusal(lambda: tx.update(**good | {argument: value}), errors, words)  # noqa: B023
+      assert not complaint, f"{argument}, {label}: {complaint}"
+
+
+BAD_LOSSES = {
+  "vector": lambda params, batch: jnp.ones(2),
+  "None": lambda params, batch: None,
+  "text": lambda params, batch: "loss",
+  "a pair without has_aux": lambda params, batch: (jnp.ones([]), None),
+  "a Python number": lambda params, batch: 1.0,
+  "integer": lambda params, batch: jnp.ones([], int),
+  "complex": lambda params, batch: jnp.ones([], complex),
+}
+
+
+@pytest.mark.parametrize("loss_fn", BAD_LOSSES.values(), ids=BAD_LOSSES)
+def test_a_loss_that_returns_no_scalar_is_refused(loss_fn):
+  step = optax_boost.make_train_step(loss_fn, arguments.SGD)
+  state = step.init(PARAMS)
+  assert not refusal(lambda: step(state, None), TypeError, "`loss_fn`")
+
+
+FILES = {
+  "empty": b"",
+  "truncated": b'{"boost": {"mode": "au',
+  "not UTF-8": b'{"boost": "\xff\xfe"}',
+  "deeply nested": b"[" * 100_000 + b"]" * 100_000,
+  "a list": b"[]",
+  "NaN": b'{"dim_reduce": {"alpha": NaN}}',
+  "400 digits": b'{"dim_reduce": {"alpha": ' + b"9" * 400 + b"}}",
+  "5000 digits": b'{"dim_reduce": {"alpha": ' + b"9" * 5000 + b"}}",
+  "null character": b'{"boost": {}}\0',
+  "binary": bytes(range(256)),
+  "true as count": b'{"grad_freeze": {"param_groups": true}}',
+  "text as number": b'{"dim_reduce": {"alpha": "0.1"}}',
+  "list as block": b'{"boost": []}',
+  "unknown key": b'{"boost": {"mod": "auto"}}',
+  "share above 1": b'{"grad_freeze": {"freeze_p": 1.5}}',
+}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_a_configuration_that_is_none_is_refused_by_its_file(content, tmp_path):
+  path = tmp_path / "forged.json"
+  path.write_bytes(content)
+  call = functools.partial(optax_boost.auto_boost, "O1", config=path)
+  assert not refusal(call, (TypeError, ValueError), "forged.json")

@@ -1,0 +1,611 @@
+"""What every transformation keeps to: each test is a column, run for every row of the registry."""
+
+import functools
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import chex
+from flax import nnx
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_boost
+from tests import compilations
+from tests import problems
+from tests.contract import registry
+
+every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+# Columns share a row's transformation and its compiled steps: a transformation is pure.
+@functools.cache
+def transformation(row: registry.Row) -> optax.GradientTransformationExtraArgs:
+  return row.make()
+
+
+@functools.cache
+def jitted_update(row: registry.Row) -> Any:
+  return jax.jit(transformation(row).update)
+
+
+@functools.cache
+def first_update(row: registry.Row) -> Any:
+  """The updates of the first step, and the state after it."""
+  params = problems.params()
+  return jitted_update(row)(problems.grads(params), transformation(row).init(params), params)
+
+
+@functools.cache
+def jitted_step(row: registry.Row) -> Any:
+  """One step of the row as an optimizer: from params, state and step to params and state."""
+  return jax.jit(functools.partial(step, row.optimizer()))
+
+
+def step(tx: Any, params: Any, state: Any, t: Any) -> Any:
+  updates, state = update(tx, params, state, t)
+  return optax.apply_updates(params, updates), state
+
+
+def run(row: registry.Row, params: Any, steps: range, state: Any = None) -> Any:
+  """The loop that everything else is compared with."""
+  state = row.optimizer().init(params) if state is None else state
+  for t in steps:
+    params, state = jitted_step(row)(params, state, t)
+  return params, state
+
+
+def program(function: Any, *args: Any) -> str:
+  """What the function computes, without the addresses of Python's functions."""
+  return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
+
+
+def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
+  return tx.update(problems.grads(params, step), state, params, **more)
+
+
+def spec(tree: Any) -> Any:
+  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+@every_row
+def test_acts(row):
+  if row.acts is not None:
+    assert row.acts(row.make(), row.baseline())
+    return
+  params = problems.params()
+  ours, _ = first_update(row)
+  base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
+  change = optax.tree.norm(optax.tree.sub(ours, base)) / optax.tree.norm(base)
+  assert change > 1e-2
+
+
+@every_row
+def test_solves_its_problem(row):
+  params = jax.tree.map(lambda x: 0.1 * x, row.reachable(problems.params()))
+  goal = row.reachable(problems.target(params))
+  params = params if row.start is None else row.start(goal)
+  tx = row.optimizer()
+
+  @jax.jit
+  def solve(params):
+    def body(carry, _):
+      params, state = carry
+      updates, state = tx.update(jax.grad(problems.distance)(params, goal), state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(body, (params, tx.init(params)), length=row.steps)[0][0]
+
+  assert problems.distance(solve(params), goal) < 1e-3 * problems.distance(params, goal)
+
+
+@every_row
+def test_takes_extra_arguments_it_does_not_know(row):
+  params, tx = problems.params(), transformation(row)
+  arguments = problems.grads(params), tx.init(params), params
+  more = functools.partial(tx.update, unheard_of=1)
+  ours, expected = (program(update, *arguments) for update in (more, tx.update))
+  assert ours == expected
+
+
+@every_row
+def test_says_that_it_needs_params(row):
+  tx, params = transformation(row), problems.params()
+  state, grads = tx.init(params), problems.grads(params)
+  if row.needs_params:
+    with pytest.raises(ValueError, match=r"needs the current params; got params=None. Call"):
+      tx.update(grads, state)
+  else:
+    jax.eval_shape(tx.update, grads, state)
+
+
+@every_row
+def test_jit_equals_the_plain_loop(row):
+  tx, params = row.optimizer(), problems.params()
+  after = params, tx.init(params)
+  for t in range(3):
+    after = step(tx, *after, t)
+    # As restored from a file.
+    after = jax.tree.map(np.asarray, after)
+  chex.assert_trees_all_close(run(row, params, range(3)), after, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_scan_equals_the_plain_loop(row):
+  tx, params = row.optimizer(), problems.params()
+
+  start = params, tx.init(params)
+  carry, _ = jax.lax.scan(lambda carry, t: (step(tx, *carry, t), None), start, jnp.arange(3))
+  chex.assert_trees_all_close(carry, run(row, params, range(3)), rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_vmap_over_a_population_equals_the_plain_loop(row):
+  tx = row.optimizer()
+  members = [jax.tree.map(lambda x, s=s: s * x, problems.params()) for s in (0.5, 1.0, 2.0)]
+  population = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+
+  def body(carry, t):
+    return jax.vmap(lambda p, s: step(tx, p, s, t))(*carry), None
+
+  carry = (population, jax.vmap(tx.init)(population))
+  params, _ = jax.lax.scan(body, carry, jnp.arange(3))[0]
+  for i, member in enumerate(members):
+    one = jax.tree.map(lambda x, i=i: x[i], params)
+    chex.assert_trees_all_close(one, run(row, member, range(3))[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", [row for row in registry.ROWS if row.differentiable], ids=str)
+def test_derivatives_of_steps_are_finite(row):
+  """As meta-learning takes them, with respect to initial params and to a learning rate."""
+  tx, params = row.optimizer(), problems.params()
+
+  def distance_after_two_steps(params, rate):
+    target, state = problems.target(params), tx.init(params)
+    for t in range(2):
+      grads = jax.tree.map(lambda g: rate * g, problems.grads(params, t))
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+    return problems.distance(params, target)
+
+  derivatives = jax.jit(jax.grad(distance_after_two_steps, argnums=(0, 1)))
+  # A norm of zero has no derivative.
+  start_at_zero = params | {"conv": jax.tree.map(jnp.zeros_like, params["conv"])}
+  for start in (params, start_at_zero, jax.tree.map(jnp.zeros_like, params)):
+    chex.assert_tree_all_finite(derivatives(start, jnp.float32(1)))
+
+
+@every_row
+def test_compiles_once(row):
+  params = problems.params()
+  state = transformation(row).init(params)
+  for t in range(3):
+    arguments = problems.grads(params, t), state, params
+    (_, state), compiled = compilations.counted(lambda: jitted_update(row)(*arguments))  # noqa: B023
+    assert t == 0 or compiled == 0
+
+
+@every_row
+def test_init_compiles_no_program_for_each_leaf(row):
+  # Of shapes that no other test has compiled for.
+  number = registry.ROWS.index(row)
+
+  def programs(more, shape):
+    params = problems.params() | {"dense": {"kernel": 0, "bias": 0, "more": [0] * more}}
+    params = jax.tree.map(lambda _: jnp.ones(shape), params)
+    return compilations.count(lambda: transformation(row).init(params))
+
+  few = programs(1, (17, number + 3))
+  # A state of one array for all leaves has another shape.
+  assert programs(9, (19, number + 3)) < few + 4
+
+
+@every_row
+def test_params_and_state_can_be_donated_together(row):
+  tx, params = row.optimizer(), problems.params()
+  expected = run(row, params, range(2))
+  donating = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+  params = jax.tree.map(jnp.array, params)
+  state = tx.init(params)
+  old = params
+  for t in range(2):
+    params, state = donating(params, state, t)
+  assert all(x.is_deleted() for x in jax.tree.leaves(old))
+  chex.assert_trees_all_close((params, state), expected, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_none_and_masked_leaves_pass_through(row):
+  tx = transformation(row)
+  params = problems.params()
+  holes = params | {"none": None, "masked": optax.MaskedNode()}
+  grads = problems.grads(params)
+  full = grads | {"none": None, "masked": optax.MaskedNode()}
+  updates, _ = jitted_update(row)(full, tx.init(holes), holes)
+  assert updates.pop("none") is None
+  assert updates.pop("masked") == optax.MaskedNode()
+  chex.assert_trees_all_equal(updates, first_update(row)[0])
+
+
+@every_row
+@pytest.mark.parametrize("params", [{}, ()], ids=repr)
+def test_empty_trees(row, params):
+  state = transformation(row).init(params)
+  updates, after = jitted_update(row)(params, state, params)
+  assert updates == params
+  assert spec(after) == spec(state)
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+@pytest.mark.parametrize("shapes", [[(0,)], [(), (0, 3), (3, 0), (1,), (1, 1)]], ids=str)
+def test_scalars_and_leaves_without_entries(row, shapes):
+  params = {f"{shape}": {"kernel": jnp.ones(shape)} for shape in shapes}
+  state = row.make().init(params)
+  grads = jax.tree.map(lambda p: jnp.full_like(p, 0.5), params)
+  updates, after = jax.jit(row.make().update)(grads, state, params)
+  assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+  chex.assert_tree_all_finite((updates, after))
+  assert spec(after) == spec(state)
+
+
+@pytest.fixture
+def dtype(request):
+  """A dtype by its name, with 64-bit types enabled where it is one."""
+  jax.config.update("jax_enable_x64", request.param == "float64")
+  yield request.param
+  jax.config.update("jax_enable_x64", False)
+
+
+@every_row
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
+def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
+  params, tx = problems.params(dtype), transformation(row)
+  grads, state = problems.grads(params), tx.init(params)
+  updates, after = jax.eval_shape(tx.update, grads, state, params)
+  wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
+  assert spec(after) == spec(state)
+  # The range of the others holds whatever float32's does.
+  if dtype == "float16":
+    chex.assert_tree_all_finite(jitted_update(row)(grads, state, params)[0])
+
+
+@every_row
+def test_no_dtype_and_no_rank_is_promoted_by_itself(row):
+  """What a user forbids to find mixed precision, and arrays of wrong shapes."""
+  params = problems.params("bfloat16")
+  grads, tx = problems.grads(params), transformation(row)
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), grads, params)
+
+
+@every_row
+def test_injected_hyperparams_change_nothing(row):
+  params = problems.params()
+  tx = transformation(row)
+  factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
+  injected = row.feed(factory(**row.kwargs))
+  state = injected.init(params)
+  step = jax.jit(lambda grads, state, params: injected.update(grads, state, params))
+  inner = tx.init(params)
+  for t in range(2):
+    grads = problems.grads(params, t)
+    arguments = grads, state, params
+    (updates, state), compiled = compilations.counted(lambda: step(*arguments))  # noqa: B023
+    assert t == 0 or compiled == 0
+    expected, inner = jitted_update(row)(grads, inner, params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+def test_inside_masked_only_the_chosen_leaves_change(row):
+  params = problems.params()
+  mask = optax_boost.path_mask("kernel$")
+  tx = optax.masked(transformation(row), mask)
+  grads = problems.grads(params, 0)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+  chex.assert_trees_all_equal(updates["norm"], grads["norm"])
+  assert np.allclose(updates["dense"]["kernel"], grads["dense"]["kernel"]) != row.rewrites
+
+
+@every_row
+def test_inside_partition_with_a_schedule(row):
+  params = problems.params()
+  labels = jax.tree.map(lambda x: "ours" if x.ndim > 1 else "other", params)
+  rate = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
+  tx = optax.partition({"ours": optax.chain(row.make(), rate), "other": optax.sgd(0.1)}, labels)
+  state = tx.init(params)
+  step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+  for t in range(2):
+    updates, state = step(problems.grads(params, t), state, params)
+  chex.assert_tree_all_finite(updates)
+  bias = problems.grads(params, 1)["dense"]["bias"]
+  np.testing.assert_allclose(updates["dense"]["bias"], -0.1 * bias, rtol=1e-6)
+
+
+@every_row
+def test_inside_multi_steps_the_mean_gradient_arrives(row):
+  params = problems.params()
+  tx = transformation(row)
+  multi = optax.MultiSteps(tx, every_k_schedule=2)
+  state = multi.init(params)
+  grads = [problems.grads(params, t) for t in range(2)]
+  step = jax.jit(multi.update)
+  updates, state = step(grads[0], state, params)
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
+  updates, state = step(grads[1], state, params)
+  mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+  expected, _ = jitted_update(row)(mean, tx.init(params), params)
+  chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-6)
+
+
+@every_row
+def test_inside_apply_if_finite_a_bad_step_changes_nothing(row):
+  params = problems.params()
+  tx = optax.apply_if_finite(transformation(row), max_consecutive_errors=3)
+  step = jax.jit(tx.update)
+  _, state = step(problems.grads(params), tx.init(params), params)
+  bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), problems.grads(params))
+  updates, after = step(bad, state, params)
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
+  chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+
+
+@every_row
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_step_after_a_bad_gradient_is_good(row, bad):
+  params, step = problems.params(), jitted_update(row)
+  poisoned = problems.grads(params, 0)
+  poisoned["dense"]["kernel"] = poisoned["dense"]["kernel"].at[3, 2].set(bad)
+  poisoned["dense"]["bias"] = poisoned["dense"]["bias"].at[1].set(bad)
+  _, state = step(poisoned, transformation(row).init(params), params)
+  updates, state = step(problems.grads(params, 1), state, params)
+  chex.assert_tree_all_finite((updates, state))
+  assert jnp.any(updates["dense"]["kernel"])
+
+
+@every_row
+def test_init_works_on_abstract_values(row):
+  tx, params = row.make(), problems.params()
+  abstract = jax.eval_shape(lambda: params)
+  assert spec(jax.eval_shape(tx.init, abstract)) == spec(tx.init(params))
+
+
+@every_row
+def test_known_arrays_inside_of_a_trace(row):
+  tx, params = row.optimizer(), problems.params()
+  traced = jax.eval_shape(lambda: step(tx, params, tx.init(params), 0))
+  assert spec(traced) == spec(run(row, params, range(1)))
+  state = tx.init(params)
+  assert spec(jax.eval_shape(lambda: step(tx, params, state, 0))) == spec(traced)
+
+
+@every_row
+def test_boxes_in_the_state_hold_arrays_of_their_params_shapes(row):
+  """Flax shards an array as its box says, by the names of the param's axes."""
+  params = jax.tree.map(lambda x: nnx.Param(x, of_shape=x.shape), problems.params())
+  tx, grads = row.make(), problems.grads(params)
+  state = jax.eval_shape(tx.init, params)
+  is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+  for variable in filter(is_variable, jax.tree.leaves(state, is_leaf=is_variable)):
+    assert jax.tree.leaves(variable)[0].shape == variable.of_shape
+  # In a loop of one's own they may stay in their boxes.
+  updates, after = jax.eval_shape(tx.update, grads, state, params)
+  assert jax.tree.structure((updates, after)) == jax.tree.structure((grads, state))
+
+
+@every_row
+def test_optax_can_map_over_the_params_in_the_state(row):
+  tx, params = row.make(), problems.params()
+  state = tx.init(params)
+  chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda v: v, state), state)
+
+
+@every_row
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+  def place(tree):
+    def sharding(x):
+      axes = [None] * (x.ndim - 1) + ["x"]
+      return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
+
+  params, tx = problems.params(), row.make()
+  grads = problems.grads(params)
+  expected = first_update(row)
+  with jax.set_mesh(mesh):
+    sharded, grads = place(params), place(grads)
+    state = tx.init(sharded)
+    compiled = jax.jit(tx.update).lower(grads, state, sharded).compile()
+    updates, after = compiled(grads, state, sharded)
+  assert row.gathers or "all-gather" not in compiled.as_text()
+  shardings = {x.shape: x.sharding for x in jax.tree.leaves(sharded)}
+  for leaf in jax.tree.leaves((updates, after)):
+    if leaf.shape in shardings:
+      assert leaf.sharding.is_equivalent_to(shardings[leaf.shape], leaf.ndim)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, after)), jax.device_get(expected), rtol=1e-5, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("row", registry.ROWS, ids=str)
+def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row):
+  """As Flax and pickle restore it: NumPy arrays."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+  def abstract(x):
+    spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
+    return x.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+
+  shapes = jax.eval_shape(problems.params)
+  state = jax.eval_shape(transformation(row).init, shapes)
+  restored = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+  with jax.set_mesh(mesh):
+    params = jax.tree.map(abstract, shapes)
+    updates, after = jax.eval_shape(transformation(row).update, params, restored, params)
+  shardings = jax.tree.map(lambda x: x.sharding.spec, (updates, params))
+  assert shardings[0] == shardings[1]
+  assert spec(after) == spec(state)
+
+
+@every_row
+def test_lowers_for_gpus_and_tpus_in_full_precision_without_calls_to_the_host(row):
+  params = problems.params()
+  arguments = problems.grads(params), transformation(row).init(params), params
+  export = jax.export.export(jitted_update(row), platforms=("cuda", "tpu"))
+  if row.calls_host:
+    with pytest.raises(NotImplementedError, match="callback"):
+      export(*arguments)
+  else:
+    module = export(*arguments).mlir_module()
+    assert "callback" not in module
+    # Products of float32 would be of bfloat16's bits on a TPU, by default.
+    products = [line for line in module.splitlines() if "stablehlo.dot_general" in line]
+    assert not [line for line in products if "HIGHEST, HIGHEST" not in line]
+
+
+@every_row
+def test_refuses_gradients_of_another_tree(row):
+  if not row.needs_params:
+    return
+  tx, params = row.make(), problems.params()
+  grads = problems.grads(params)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match=r"same tree structure; got .* Pass the params that"):
+    tx.update({"dense": grads["dense"]}, state, params)
+  grads["dense"]["kernel"] = grads["dense"]["kernel"].T
+  with pytest.raises(ValueError, match=r"got \(8, 16\) for the leaf 'dense/kernel' of shape"):
+    tx.update(grads, state, params)
+
+
+@every_row
+def test_refuses_integer_leaves(row):
+  params = {"kernel": jnp.ones((2, 2)), "steps": jnp.ones((2, 2), jnp.int32)}
+  with pytest.raises(TypeError, match=r"'steps' is int32. Leave it out with `optax.masked`"):
+    row.make().init(params)
+
+
+def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
+  """All rows in one checkpoint and one process, since both take their time to start."""
+  halfway = {str(row): run(row, problems.params(), range(2)) for row in registry.ROWS}
+  assert len(halfway) == len(registry.ROWS)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "halfway", halfway)
+  expected = {}
+  for row in registry.ROWS:
+    params, state = halfway[str(row)]
+    last = run(row, params, range(2, 4), state)
+    expected[str(row)] = [np.asarray(x) for x in jax.tree.leaves(last)]
+  program = pathlib.Path(__file__).with_name("resume.py")
+  root = str(program.parent.parent)
+  result = subprocess.run(
+    [sys.executable, str(program), str(tmp_path)],
+    env=os.environ | {"PYTHONPATH": root},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  for name, leaves in expected.items():
+    with np.load(tmp_path / f"{name}.npz") as resumed:
+      found = [resumed[f"arr_{i}"] for i in range(len(leaves))]
+    chex.assert_trees_all_equal(found, leaves)
+
+
+# Layers in one leaf, along axis 0 or 1, and the same layers in leaves of their own.
+LAYERS, AXES = 3, {"down": 0, "up": 1}
+LAYERWISE = [
+  row
+  for row in registry.ROWS
+  if {"layers", "groups"} & set(inspect.signature(getattr(optax_boost, row.factory)).parameters)
+]
+
+
+def scanned_loss(params, x):
+  def layer(h, w):
+    return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+  up = jnp.moveaxis(params["blocks"]["up"], 1, 0)
+  h, _ = jax.lax.scan(layer, x, {"down": params["blocks"]["down"], "up": up})
+  return jnp.mean((h @ params["head"]) ** 2)
+
+
+def unrolled_loss(params, x):
+  for down, up in zip(*params["blocks"].values(), strict=True):
+    x = x + jnp.tanh(x @ up) @ down
+  return jnp.mean((x @ params["head"]) ** 2)
+
+
+def unrolled(params):
+  blocks = {
+    name: [jnp.take(leaf, i, AXES[name]) for i in range(LAYERS)]
+    for name, leaf in params["blocks"].items()
+  }
+  return params | {"blocks": blocks}
+
+
+def unrolled_subspace(space):
+  return space._replace(mean=unrolled(space.mean), basis=jax.vmap(unrolled)(space.basis))
+
+
+# Numbers that are drawn for a leaf depend on its size.
+WITHOUT_DRAWS = {"sgperm-host": {"lamda": 1.0}, "sgperm-pairs": {"method": "rank"}}
+
+
+@pytest.mark.parametrize("row", LAYERWISE, ids=str)
+def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
+  rng = np.random.default_rng(0)
+  shapes = {"down": (LAYERS, 8, 8), "up": (8, LAYERS, 8)}
+  blocks = {name: jnp.asarray(0.4 * rng.normal(size=s), "f4") for name, s in shapes.items()}
+  params = {"blocks": blocks, "head": jnp.asarray(rng.normal(size=(8, 2)), "f4")}
+  x = jnp.asarray(rng.normal(size=(16, 8)), "f4")
+  arguments = inspect.signature(getattr(optax_boost, row.factory)).parameters
+  results = []
+  for loss, start in ((scanned_loss, params), (unrolled_loss, unrolled(params))):
+    kwargs = row.kwargs | WITHOUT_DRAWS.get(str(row), {})
+    if "layers" in arguments:
+      kwargs["layers"] = optax_boost.layer_axes(loss, start, x)
+    if "subspace" in arguments:
+      space = row.kwargs["subspace"](params)
+      kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)
+    if "groups" in arguments:
+      kwargs["groups"] = ["blocks/down/[01]|blocks/up/[01]", "."]
+      if row.factory == "adasum":
+        kwargs["groups"] = ["head"]
+      elif row.factory == "dim_reduce":
+        # A subspace for each layer, and one for the rest.
+        kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "."]
+        if loss is scanned_loss:
+          kwargs["groups"] = optax_boost.layer_axes(loss, start, x)
+      elif loss is scanned_loss:
+        kwargs["groups"] = optax_boost.layer_groups(loss, start, x, num_groups=2)
+    tx = row.feed(getattr(optax_boost, row.factory)(**kwargs))
+
+    @jax.jit
+    def train(params, loss=loss, tx=tx):
+      def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+      return jax.lax.scan(step, (params, tx.init(params)), length=3)[0][0]
+
+    results.append(train(start))
+  ours, expected = unrolled(results[0]), results[1]
+  chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
+  moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), results[0], params)
+  assert any(jax.tree.leaves(moved))

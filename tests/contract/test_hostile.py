@@ -1,0 +1,352 @@
+"""The contract's columns *hostile programs* and *inner optimizers*: inputs of real programs.
+
+Each row of the registry runs through the train step with every extra argument that it passes.
+"""
+
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import compilations
+from tests import problems
+from tests.contract import registry
+from tests.contract import test_contract
+
+# One row for each factory: its options make no difference to such params.
+ROWS = list({row.factory: row for row in registry.ROWS}.values())
+every_row = pytest.mark.parametrize("row", ROWS, ids=str)
+STEPS = 4
+
+# The problem's leaves under names of state fields. Sorted as before, and groups by layer still fit.
+HOSTILE = {
+  "conv": {"kernel": "curvature"},
+  "dense": {"kernel": "loss_scale", "bias": "frozen_groups"},
+  "norm": {"scale": "notfinite_count"},
+}
+
+# These train in scans, where the depth of freezing is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+
+
+def distance(params: Any, batch: Any) -> jax.Array:
+  return problems.distance(params, problems.target(params)) + 0 * batch
+
+
+def train_step(tx: optax.GradientTransformation, **options: Any) -> optax_boost.TrainStep:
+  """A step whose mean gradient over all of the data is that of its one batch."""
+  return optax_boost.make_train_step(
+    distance, tx, full_grad_fn=lambda grad_fn, params: grad_fn(params, 0.0), **options
+  )
+
+
+def train(step: optax_boost.TrainStep, params: Any, steps: int = STEPS) -> Any:
+  state = step.init(params)
+  for _ in range(steps):
+    state, metrics = step(state, 0.0)
+  return state, metrics
+
+
+@functools.cache
+def trained(row: registry.Row, scale: float = 1.0) -> Any:
+  """The row's training from the scaled params, shared by the columns."""
+  return train(shared_step(row), jax.tree.map(lambda x: scale * x, problems.params()))
+
+
+@functools.cache
+def shared_step(row: registry.Row) -> optax_boost.TrainStep:
+  return train_step(row.optimizer())
+
+
+def spec(tree: Any) -> Any:
+  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+@every_row
+def test_params_named_like_state_fields_train_as_any_others(row):
+  params = problems.params()
+  renamed = {
+    layer: {HOSTILE[layer][name]: leaf for name, leaf in leaves.items()}
+    for layer, leaves in params.items()
+  }
+  expected, metrics = trained(row)
+  ours, hostile_metrics = train(shared_step(row), renamed)
+  assert metrics.keys() == hostile_metrics.keys()
+  pairs = zip(jax.tree.leaves(ours.params), jax.tree.leaves(expected.params), strict=True)
+  for leaf, other in pairs:
+    np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
+
+
+@every_row
+@pytest.mark.parametrize(
+  ("params_dtype", "grads_dtype"), [("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_gradients_of_another_dtype_than_the_params_train(row, params_dtype, grads_dtype):
+  tx, params = row.optimizer(), problems.params(params_dtype)
+
+  @jax.jit
+  def step(params: Any, state: Any, t: jax.Array) -> Any:
+    grads = jax.tree.map(lambda g: g.astype(grads_dtype), problems.grads(params, t))
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, updates
+
+  moved, state = params, tx.init(params)
+  for t in range(STEPS):
+    moved, state, updates = step(moved, state, t)
+  assert spec(moved) == spec(params)
+  assert spec(state) == spec(tx.init(params))
+  chex.assert_tree_all_finite((moved, updates))
+  expected, _ = test_contract.run(row, problems.params(), range(STEPS))
+  # Half of the time the direction counts only: the gradients' rounding decides permutations.
+  gap = optax.tree.norm(jax.tree.map(lambda x, y: x - y.astype("float32"), expected, moved))
+  assert gap < 0.1 * optax.tree.norm(expected) or row.gathers
+
+
+LABELS = {
+  "conv": {"kernel": "ours"},
+  "dense": {"kernel": "ours", "bias": "other"},
+  "norm": {"scale": "other"},
+}
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+def test_inside_partition_with_all_extra_arguments(row):
+  """`optax.partition` masks with `optax.masked`, so this is both."""
+  params = problems.params()
+  tx = optax.partition({"ours": row.optimizer(), "other": optax.sgd(0.1)}, LABELS)
+  state, _ = train(train_step(tx), params)
+  kernels = {layer: {"kernel": params[layer]["kernel"]} for layer in ("conv", "dense")}
+  alone, _ = train(train_step(row.optimizer()), kernels)
+  for layer, leaves in alone.params.items():
+    np.testing.assert_allclose(
+      state.params[layer]["kernel"], leaves["kernel"], rtol=1e-4, atol=1e-5
+    )
+  goal = problems.target(params)["norm"]["scale"]
+  scale = params["norm"]["scale"]
+  np.testing.assert_allclose(
+    state.params["norm"]["scale"], goal + 0.9**STEPS * (scale - goal), rtol=1e-5
+  )
+
+
+# AdaSum's axes must be bound, which sets the mesh. Jitted, with the mesh set, all rows run in
+# test_contract.py.
+UNSET_MESH = [row for row in ROWS if row.factory != "adasum"]
+
+
+@pytest.mark.parametrize("row", UNSET_MESH, ids=str)
+def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
+  if row.factory in ("sgperm", "laperm") and not hasattr(jax.lax, "pcast"):
+    pytest.skip("gathers there, unless jitted, need a newer JAX")
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+  def place(x: jax.Array) -> jax.Array:
+    axes = [None] * (x.ndim - 1) + ["x"]
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+  params, tx = problems.params(), row.make()
+  grads = problems.grads(params)
+  expected = jax.jit(tx.update)(grads, tx.init(params), params)
+  sharded, grads = jax.tree.map(place, params), jax.tree.map(place, grads)
+  updates, state = tx.update(grads, tx.init(sharded), sharded)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, state)), jax.device_get(expected), rtol=1e-5, atol=1e-6
+  )
+  for update_leaf, param in zip(jax.tree.leaves(updates), jax.tree.leaves(sharded), strict=True):
+    assert update_leaf.sharding.is_equivalent_to(param.sharding, param.ndim)
+
+
+@every_row
+def test_two_threads_share_one_train_step(row):
+  scales = (1.0, 0.5)
+  expected = [trained(row, scale)[0] for scale in scales]
+  step = train_step(row.optimizer())
+  finished: dict[float, Any] = {}
+
+  def work(scale: float) -> None:
+    finished[scale] = train(step, jax.tree.map(lambda x: scale * x, problems.params()))[0]
+
+  threads = [threading.Thread(target=work, args=(scale,)) for scale in scales]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  chex.assert_trees_all_equal([finished[scale] for scale in scales], expected)
+
+
+# Methods that select and average; the others need an order or a norm of real numbers.
+COMPLEX = (
+  "accumulate",
+  "average_params",
+  "freeze_layers",
+  "layerwise_decay",
+  "switch_after",
+)
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+def test_complex_leaves_are_trained_or_refused_by_name(row):
+  params = {"dense": {"kernel": jnp.full((4, 2), 1 + 1j), "bias": jnp.ones(2, jnp.complex64)}}
+  tx = dataclasses.replace(row, extra=None).make()
+  if row.factory not in COMPLEX:
+    with pytest.raises(TypeError, match=r"'dense/bias' is complex64.*optax.masked"):
+      tx.init(params)
+    return
+  state = tx.init(params)
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(params, state, params)
+  chex.assert_tree_all_finite(updates)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("complex64")}
+
+
+def in_host_memory(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """Keeps a state in the host's memory between steps, as docs/devices.md shows."""
+  inner = optax.with_extra_args_support(inner)
+
+  def move(state: Any, space: jax.memory.Space) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, space), state)
+
+  def init(params: Any) -> Any:
+    return move(inner.init(params), jax.memory.Space.Host)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    state = move(state, jax.memory.Space.Device)
+    updates, state = inner.update(updates, state, params, **extra)
+    return updates, move(state, jax.memory.Space.Host)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@every_row
+def test_a_jitted_init_changes_nothing(row):
+  """Nor does it hide what a method says in it, of which JAX remembers but the program."""
+  tx = row.optimizer()
+  _, metrics = train(train_step(tx._replace(init=jax.jit(tx.init))), problems.params())
+  _, expected = trained(row)
+  chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
+
+
+def memory_spaces(tx: optax.GradientTransformation) -> set[jax.memory.Space]:
+  """Where the arrays of the optimizer state lie after a step from its init; traced alone."""
+  step = train_step(tx)
+
+  def one_step(params: Any) -> Any:
+    return step(step.init(params), 0.0)[0].opt_state
+
+  return {aval.memory_space for aval in jax.make_jaxpr(one_step)(problems.params()).out_avals}
+
+
+@every_row
+def test_a_state_may_lie_in_the_memory_of_the_host(row):
+  assert memory_spaces(in_host_memory(row.optimizer())) <= {jax.memory.Space.Host}
+  if {"inner", "first"} & row.kwargs.keys():
+    inner = around(row, in_host_memory(optax.adam(0.05)))
+    tx = row.feed(getattr(optax_boost, row.factory)(**inner))
+    assert jax.memory.Space.Host in memory_spaces(tx)
+
+
+@pytest.mark.parametrize("spec", [None, (), ("x",)], ids=["one device", "replicated", "sharded"])
+def test_a_state_in_the_memory_of_the_host_stays_there(spec):
+  host = jax.device_put(jnp.ones(1), jax.memory.Space.Host).sharding.memory_kind
+  if host == jax.devices()[0].default_memory().kind:
+    pytest.skip("older JAX has one memory on a CPU")
+  params = {"kernel": jnp.ones((4, 2))}
+  if spec is not None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P(*spec)))
+  finals = []
+  for tx in (optax.adam(0.1), in_host_memory(optax.adam(0.1))):
+    step = compilations.Watched(train_step(optax_boost.dynamic_loss_scale(tx)))
+    state, _ = train(step, params)
+    assert step.compiled_once()
+    finals.append(state)
+  chex.assert_trees_all_close(finals[0].params, finals[1].params, rtol=1e-6)
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(finals[1].opt_state.inner_state)}
+  assert kinds == {host}
+
+
+# Two kinds for either dtype.
+INNER_OF = {"bfloat16": ("sgd", "adam"), "float16": ("momentum", "lars")}
+INNER = {
+  "sgd": lambda: optax.sgd(0.05),
+  "momentum": lambda: optax.sgd(0.05, momentum=0.5),
+  "adam": lambda: optax.adam(0.05, eps=1e-4),
+  "lars": lambda: optax_boost.lars(0.1, trust_coefficient=0.1, momentum=0.5, exclude=None),
+}
+
+
+def around(row: registry.Row, inner: optax.GradientTransformation) -> dict[str, Any]:
+  """The row's arguments with another optimizer inside."""
+  places = [name for name in ("inner", "first", "second") if name in row.kwargs]
+  return row.kwargs | dict.fromkeys(places, inner)
+
+
+# Replicas of AdaSum share one state. The line search of `dim_reduce` refuses varying losses.
+LOCAL = [row for row in ROWS if row.factory not in ("adasum", "dim_reduce")]
+
+
+@pytest.mark.parametrize("row", LOCAL, ids=str)
+def test_inside_shard_map_each_device_may_have_a_state_of_its_own(row):
+  """Local SGD, around an optimizer whose state has counters and moments."""
+  tx = row.feed(getattr(optax_boost, row.factory)(**around(row, INNER["adam"]())))
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def step(params: Any, state: Any) -> Any:
+    params, state = jax.tree.map(lambda x: x[0], (params, state))
+    updates, state = tx.update(problems.grads(params), state, params)
+    return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
+
+  split = jax.sharding.PartitionSpec("x")
+  local = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
+  one = jax.eval_shape(lambda: (problems.params(), tx.init(problems.params())))
+  both = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), one)
+  assert spec(jax.eval_shape(local, *both)) == spec(both)
+
+
+WRAPPERS = [row for row in registry.ROWS if {"inner", "first"} & row.kwargs.keys()]
+
+
+@pytest.mark.parametrize("row", WRAPPERS, ids=str)
+@pytest.mark.parametrize("dtype", INNER_OF)
+def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
+  rng = np.random.default_rng(0)
+  start = {
+    "conv": jnp.asarray(rng.normal(size=(4, 3)), dtype),
+    "dense": jnp.asarray(rng.normal(size=3), dtype),
+  }
+  steps = 24
+
+  def loss(params: Any, batch: jax.Array) -> jax.Array:
+    h = jnp.tanh(batch @ params["conv"]) * params["dense"]
+    return jnp.mean((h.astype(jnp.float32) - 0.3) ** 2)
+
+  batch = jnp.asarray(rng.normal(size=(8, 4)), dtype)
+  txs = {
+    name: getattr(optax_boost, row.factory)(**around(row, INNER[name]()))
+    for name in INNER_OF[dtype]
+  }
+
+  @jax.jit
+  def run(start: Any) -> Any:
+    results = {}
+    for name, tx in txs.items():
+      step = optax_boost.make_train_step(loss, tx, donate=False)
+      state = step.init(start)
+      after, metrics = jax.lax.scan(lambda s, _, step=step: step(s, batch), state, length=steps)
+      results[name] = state, after, metrics["loss"]
+    return results
+
+  for name, (before, after, losses) in run(start).items():
+    assert spec(after) == spec(before), name
+    chex.assert_tree_all_finite(after.params)
+    # LaPerm's projections, every 20 steps, raise the loss for a while.
+    assert jnp.min(losses) < 0.75 * losses[0], (name, losses)

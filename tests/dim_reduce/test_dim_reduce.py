@@ -1,0 +1,1105 @@
+"""DimReduce against the recorded runs of MindSpore, and against NumPy."""
+
+import functools
+import json
+import pathlib
+import re
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn import datasets
+
+import optax_boost
+from optax_boost._dim_reduce import _quasi_newton
+import optax_boost.nnx
+from tests import compilations
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+# Of "rawproj", whose rows MindSpore takes as they are.
+LONG_ROWS = pytest.mark.filterwarnings("ignore:`dim_reduce` needs a basis of rows:UserWarning")
+TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
+
+
+def subspace_of(rows, like):
+  """A subspace whose basis is a matrix of concatenated rows."""
+  leaves, structure = jax.tree.flatten(like)
+  parts = np.split(rows, np.cumsum([leaf.size for leaf in leaves])[:-1], axis=1)
+  k = len(rows)
+  basis = [part.reshape(k, *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+  ones = np.ones(k, np.float32)
+  return optax_boost.Subspace(like, jax.tree.unflatten(structure, basis), ones, ones / k)
+
+
+# The recorded runs.
+
+
+class Trace:
+  """A recorded run of MindSpore; its params are a list, in the columns' order."""
+
+  def __init__(self, name):
+    with np.load(GOLDEN / f"dimreduce_{name}.npz") as file:
+      self.arrays = {key: file[key] for key in file.files}
+    self.hyper = json.loads(str(self.arrays["meta_json"]))["hyper"]
+    self.names = {"linear": ["w", "b"], "mlp": ["w1", "b1", "w2", "b2"]}[self.hyper["model"]]
+    self.init = [jnp.asarray(self.arrays[f"init_{name}"]) for name in self.names]
+    self.steps = self.hyper["steps"]
+    h = self.hyper
+    subspace = subspace_of(self.arrays["P"], self.init)
+    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
+
+  def __getitem__(self, key):
+    return self.arrays[key]
+
+  def tree(self, prefix, step):
+    return [jnp.asarray(self.arrays[f"{prefix}_{name}"][step]) for name in self.names]
+
+  def loss(self, params, x, y):
+    if len(params) == 2:
+      return jnp.mean((x @ params[0] + params[1] - y) ** 2)
+    logits = jnp.tanh(x @ params[0] + params[1]) @ params[2] + params[3]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+  @functools.cached_property
+  def step(self):
+    @jax.jit
+    def step(params, state, x, y):
+      value_fn = functools.partial(self.loss, x=x, y=y)
+      value, grads = jax.value_and_grad(value_fn)(params)
+      updates, state = self.tx.update(grads, state, params, value=value, value_fn=value_fn)
+      return optax.apply_updates(params, updates), state
+
+    return step
+
+  def state_after(self, step):
+    """Our state after a recorded step; its residual momentum is all in `momentum`."""
+    state = self.tx.init(self.init)
+    if step < 0:
+      return state
+    return state._replace(
+      momentum=self.tree("grm", step),
+      inverse_hessian=jnp.asarray(self["bk"][step])[None],
+      projected_gradient=jnp.asarray(self["gk_last"][step])[None],
+      last_step=jnp.asarray(self["sk"][step])[None],
+    )
+
+  def params_before(self, step):
+    return self.tree("weight", step - 1) if step else self.init
+
+
+@functools.cache
+def trace_of(name):
+  return Trace(name)
+
+
+def residual(state):
+  """The residual momentum, out of its two parts."""
+  (q,) = state.projected_momentum
+  return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
+
+
+def assert_close(found, expected, rtol, over=None):
+  """Relative to the largest entry of all, or of `over`: all steps of a result that cancels."""
+  a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (found, expected))
+  scale = np.abs(b if over is None else over).max()
+  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale + 1e-12)
+
+
+def assert_same_decisions(trace, t, before, state):
+  assert float(state.accepted_rho) == trace["rho"][t]
+  assert int(state.line_search_steps) == np.isfinite(trace["trial_loss"][t]).sum()
+  assert int(state.rejected_count - before.rejected_count) == (not trace["found"][t])
+  if t:
+    # Before any accepted step there is nothing to update with.
+    squared = float(jnp.sum(before.last_step**2))
+    expected = trace["ys"][t] / squared if squared else 0.0
+    np.testing.assert_allclose(state.curvature, expected, rtol=1e-3, atol=1e-5)
+    updated = not np.allclose(state.inverse_hessian, before.inverse_hessian, rtol=0, atol=0)
+    assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
+
+
+@LONG_ROWS
+@pytest.mark.parametrize("name", TRACES)
+def test_every_step_agrees_with_mindspore(name):
+  trace = trace_of(name)
+  for t in range(trace.steps):
+    before = trace.state_after(t - 1)
+    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
+    assert_same_decisions(trace, t, before, state)
+    # MindSpore's tanh is less exact than the rest.
+    rtol = 3e-6 if trace.hyper["model"] == "mlp" else 1e-6
+    assert_close(params, trace.tree("weight", t), rtol)
+    assert_close(residual(state), trace.tree("grm", t), 3e-6)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+    # The gradient cancels to a 100th of its terms as a run converges, the terms do not shrink. With
+    # operations rounded at random: 5e-7 and 2e-6 of the run's largest entries.
+    gradients, steps = trace["gk_last"], trace["sk"]
+    assert_close(state.projected_gradient[0], gradients[t], 1e-6, over=gradients)
+    assert_close(state.last_step[0], steps[t], 4e-6, over=steps)
+
+
+@LONG_ROWS
+@pytest.mark.parametrize("name", TRACES)
+def test_a_whole_run_takes_the_branches_of_mindspore(name):
+  trace = trace_of(name)
+  params, state = trace.init, trace.tx.init(trace.init)
+  for t in range(trace.steps):
+    before = state
+    params, state = trace.step(params, before, trace["x"][t], trace["y"][t])
+    assert_same_decisions(trace, t, before, state)
+    assert_close(params, trace.tree("weight", t), 1e-5)
+    assert_close(residual(state), trace.tree("grm", t), 3e-5)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+  assert int(state.rejected_count) == int(np.sum(~trace["found"]))
+  assert int(state.notfinite_count) == 0
+
+
+def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_ones():
+  with np.load(GOLDEN / "dimreduce_distributed.npz") as file:
+    trace = {key: file[key] for key in file.files}
+  h = json.loads(str(trace["meta_json"]))["hyper"]
+  init = jnp.asarray(trace["init_w"])
+  subspace = subspace_of(trace["P"], init)
+  tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
+
+  @jax.jit
+  def step(params, state, x, y):
+    def value_fn(w):
+      return jnp.mean((x @ w - y) ** 2)
+
+    value, grads = jax.value_and_grad(value_fn)(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  differs = 0
+  for t in range(h["steps"]):
+    state, params = tx.init(init), init
+    if t:
+      params = jnp.asarray(trace["w"][t - 1])
+      state = state._replace(
+        momentum=jnp.asarray(trace["grm"][t - 1]),
+        inverse_hessian=jnp.asarray(trace["bk"][t - 1])[None],
+        projected_gradient=jnp.asarray(trace["gk_last"][t - 1])[None],
+        last_step=jnp.asarray(trace["sk"][t - 1])[None],
+      )
+    # Ranks and their batches side by side, as a sharded batch holds them.
+    params, state = step(params, state, trace["x"][t], trace["y"][t])
+    if t == 18:
+      # Theirs accepts the full step by rounding; what comes after it was not recorded.
+      assert float(state.accepted_rho) < trace["rho"][t] == 1
+    else:
+      assert float(state.accepted_rho) == trace["rho_without_floor"][t]
+    assert_close(residual(state), trace["grm"][t], 1e-6)
+    if trace["rho"][t] == trace["rho_without_floor"][t]:
+      assert_close(params, trace["w"][t], 1e-6)
+      assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-5)
+    else:
+      differs += 1
+  assert (
+    differs
+    == json.loads(str(trace["meta_json"]))["checks"]["steps_where_the_floor_changes_the_decision"]
+  )
+
+
+def test_a_loss_scale_is_divided_out_once_where_mindspore_leaves_it_in_the_residual():
+  trace = trace_of("sens")
+  scale = trace.hyper["sens"]
+  for t in range(trace.steps):
+    before = trace.state_after(t - 1)
+    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
+    assert float(state.accepted_rho) == trace["rho"][t]
+    assert_close(state.projected_gradient[0], trace["gk_last"][t], 5e-6)
+    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
+    # Theirs has (scale - 1) times the gradient too much.
+    excess = [(1 - 1 / scale) * g for g in trace.tree("grad", t)]
+    ours = residual(state)
+    assert_close(jax.tree.map(jnp.add, ours, excess), trace.tree("grm", t), 3e-6)
+    theirs = [w - trace.hyper["alpha"] * e for w, e in zip(params, excess, strict=True)]
+    assert_close(theirs, trace.tree("weight", t), 3e-6)
+
+
+def test_a_dynamic_loss_scale_around_it_changes_nothing():
+  trace = trace_of("linear_hard")
+  plain = trace.tx
+  scaled = optax_boost.dynamic_loss_scale(plain, initial_scale=1024.0)
+  runs = []
+  for tx in (plain, scaled):
+    step = optax_boost.make_train_step(lambda p, batch: trace.loss(p, *batch), tx)
+    state = step.init(trace.init)
+    lengths = []
+    for t in range(8):
+      state, metrics = step(state, (trace["x"][t], trace["y"][t]))
+      lengths.append((float(metrics["accepted_rho"]), int(metrics["line_search_steps"])))
+    runs.append((state.params, lengths))
+  assert runs[0][1] == runs[1][1] == list(zip(trace["rho"][:8], tried(trace)[:8], strict=True))
+  assert_close(runs[1][0], runs[0][0], 1e-6)
+
+
+def tried(trace):
+  return np.isfinite(trace["trial_loss"]).sum(1)
+
+
+# Against NumPy, and against itself.
+
+K = 3
+RNG = np.random.default_rng(0)
+PARAMS = {
+  "conv": jnp.asarray(RNG.normal(size=(3, 2, 8)), jnp.float32),
+  "dense": {"kernel": jnp.asarray(RNG.normal(size=(8, 16)), jnp.float32)},
+  "head": jnp.asarray(RNG.normal(size=8), jnp.float32),
+}
+SIZE = 48 + 128 + 8
+ROWS = np.linalg.qr(RNG.normal(size=(SIZE, K)))[0].T
+CURVATURES = RNG.uniform(0.5, 1.5, SIZE)
+SUBSPACE = subspace_of(ROWS, PARAMS)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def tree_of(vector, like=PARAMS):
+  leaves, structure = jax.tree.flatten(like)
+  parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
+  parts = [jnp.asarray(p.reshape(x.shape), x.dtype) for p, x in zip(parts, leaves, strict=True)]
+  return jax.tree.unflatten(structure, parts)
+
+
+WEIGHTS = tree_of(CURVATURES)
+
+
+def loss_fn(params, batch=1.0):
+  terms = jax.tree.map(lambda p, c: jnp.sum(c * p**2), params, WEIGHTS)
+  return 0.5 * batch * sum(jax.tree.leaves(terms))
+
+
+def gradient(w):
+  return CURVATURES * w
+
+
+def run(tx, steps, params=PARAMS, batch=1.0):
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(params)
+  for _ in range(steps):
+    state, metrics = step(state, batch)
+  return state, metrics
+
+
+def numpy_run(bases, steps, gamma, alpha):
+  """Full quasi-Newton steps without search, in float64, one matrix of rows per group."""
+  w, r = flat(PARAMS), np.zeros(SIZE)
+  b = [np.eye(K) for _ in bases]
+  s, last = [np.zeros(K) for _ in bases], [np.zeros(K) for _ in bases]
+  for _ in range(steps):
+    g = gradient(w)
+    r = gamma * r + g
+    move = np.zeros(SIZE)
+    for i, rows in enumerate(bases):
+      gk = rows @ g
+      y = gk - last[i]
+      if y @ s[i] > 1e-20:
+        t = np.eye(K) - np.outer(y, s[i]) / (y @ s[i])
+        b[i] = t.T @ b[i] @ t + np.outer(s[i], s[i]) / (y @ s[i])
+      s[i], last[i] = -b[i] @ gk, gk
+      move += rows.T @ s[i]
+      r -= rows.T @ gk
+    w = w + move - alpha * r
+  return w
+
+
+def test_without_a_search_the_full_step_is_taken_and_no_loss_is_needed():
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.5, alpha=0.1, max_search=None)
+  params, state = PARAMS, tx.init(PARAMS)
+  for _ in range(6):
+    updates, state = jax.jit(tx.update)(jax.grad(loss_fn)(params), state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(flat(params), numpy_run([ROWS], 6, 0.5, 0.1), rtol=0, atol=5e-6)
+  assert int(state.line_search_steps) == 0
+  assert float(state.accepted_rho) == 1
+
+
+def test_each_group_has_a_subspace_of_its_own():
+  groups = ("conv", "dense|head")
+  mask = np.arange(SIZE) < 48
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.5, alpha=0.1, max_search=None, groups=groups)
+  state, _ = run(tx, 6)
+  expected = numpy_run([ROWS * mask, ROWS * ~mask], 6, 0.5, 0.1)
+  np.testing.assert_allclose(flat(state.params), expected, rtol=0, atol=2e-5)
+  assert state.opt_state.inverse_hessian.shape == (2, K, K)
+
+
+def test_rows_that_are_longer_than_1_within_a_group_get_a_warning():
+  groups = ("conv", "dense|head")
+  parts = [np.where((np.arange(SIZE) < 48) == (group == 0), ROWS, 0) for group in range(2)]
+  joined = sum(part / np.linalg.norm(part, axis=1, keepdims=True) for part in parts)
+  subspace = subspace_of(np.float32(joined), PARAMS)
+  state = optax_boost.dim_reduce(subspace, groups=groups).init(PARAMS)
+  with pytest.warns(
+    UserWarning, match=r"rows of length 1\.41, .* needs the same ones here"
+  ) as caught:
+    alone = optax_boost.dim_reduce(subspace).init(PARAMS)
+  assert caught[0].filename == __file__
+  with pytest.warns(UserWarning, match=r"rows of length 1\.41"):
+    optax_boost.refresh_subspace(alone, subspace)
+  optax_boost.refresh_subspace(state, subspace, groups=groups)
+
+
+def test_the_residual_momentum_in_two_parts_does_not_drift():
+  tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.99, alpha=1e-3, max_search=None)
+  state, inputs = tx.init(PARAMS), RNG.normal(size=(50, SIZE))
+  gradients = jnp.asarray(inputs, jnp.float32)
+
+  @jax.jit
+  def many(state):
+    def body(state, t):
+      vector = gradients[t % 50] + 10.0  # an offset builds up in the momentum
+      parts = jnp.split(vector, [48, 176])
+      leaves = [p.reshape(x.shape) for p, x in zip(parts, jax.tree.leaves(PARAMS), strict=True)]
+      grads = jax.tree.unflatten(jax.tree.structure(PARAMS), leaves)
+      return tx.update(grads, state, PARAMS)[1], None
+
+    return jax.lax.scan(body, state, jnp.arange(5000))[0]
+
+  state = many(state)
+  r = np.zeros(SIZE)
+  for t in range(5000):
+    g = np.float64(np.float32(inputs[t % 50])) + 10.0
+    r = 0.99 * r + g - ROWS.T @ (ROWS @ g)
+  found = flat(residual(state))
+  assert np.abs(found - r).max() < 1e-5 * np.abs(r).max()
+
+
+def test_the_first_trial_costs_one_forward_pass_and_each_that_fails_one_more():
+  calls = []
+
+  def value_fn(params):
+    jax.debug.callback(lambda: calls.append(1))
+    return loss_fn(params)
+
+  tx = optax_boost.dim_reduce(SUBSPACE, max_search=4, rho=0.5, sigma=0.01)
+
+  @jax.jit
+  def step(steepness):
+    grads = jax.tree.map(lambda g: steepness * g, jax.grad(loss_fn)(PARAMS))
+    return tx.update(grads, tx.init(PARAMS), PARAMS, value=loss_fn(PARAMS), value_fn=value_fn)[1]
+
+  for steepness, trials, length in ((1, 1, 1), (3, 2, 0.5), (6, 3, 0.25), (1e6, 4, 0)):
+    calls.clear()
+    state = step(steepness)
+    jax.effects_barrier()
+    assert len(calls) == trials == int(state.line_search_steps)
+    assert float(state.accepted_rho) == length
+
+
+def test_the_share_of_the_gradient_and_the_curvature_are_those_of_the_loss():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.0)
+  train = optax_boost.make_train_step(loss_fn, tx)
+  state, _ = train(train.init(PARAMS), 1.0)
+  first = flat(state.params)
+  _, metrics = train(state, 1.0)
+  g, step = gradient(first), first - flat(PARAMS)
+  share = np.sum((ROWS @ g) ** 2) / np.sum(g**2)
+  np.testing.assert_allclose(metrics["explained_gradient"], share, rtol=1e-4)
+  curvature = step @ (CURVATURES * step) / (step @ step)
+  np.testing.assert_allclose(metrics["curvature"], curvature, rtol=1e-4)
+
+
+# Bad numbers.
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("max_search", "trials"), [(2, 2), ("auto", 30)])
+def test_a_loss_that_is_not_finite_is_never_accepted(max_search, trials, bad):
+  tx = optax_boost.dim_reduce(SUBSPACE, max_search=max_search)
+  grads, value = jax.grad(loss_fn)(PARAMS), loss_fn(PARAMS)
+
+  @jax.jit
+  def step(state, value, batch):
+    value_fn = functools.partial(loss_fn, batch=batch)
+    return tx.update(grads, state, PARAMS, value=value, value_fn=value_fn)
+
+  state = tx.init(PARAMS)
+  _, after = step(state, value, bad)
+  assert float(after.accepted_rho) == 0
+  assert int(after.line_search_steps) == int(after.notfinite_count) == trials
+  assert int(after.rejected_count) == 1
+  chex.assert_trees_all_equal(after.inverse_hessian, state.inverse_hessian)
+  updates, after = step(after, bad, 1.0)
+  assert int(after.line_search_steps) == 0
+  assert int(after.notfinite_count) == trials + 1
+  chex.assert_tree_all_finite((updates, after))
+  _, after = step(after, value, 1.0)
+  assert float(after.accepted_rho) > 0
+
+
+def test_a_matrix_whose_directions_overflow_starts_anew():
+  grads = jax.tree.map(lambda g: 10 * g, jax.grad(loss_fn)(PARAMS))
+  for max_search in (2, "auto"):
+    tx = optax_boost.dim_reduce(SUBSPACE, max_search=max_search)
+    state = tx.init(PARAMS)
+    state = state._replace(inverse_hessian=jnp.full((1, K, K), 3e38))
+    updates, state = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=loss_fn)
+    chex.assert_tree_all_finite((updates, state))
+    np.testing.assert_array_equal(state.inverse_hessian[0], np.eye(K))
+    # The default goes on by steepest descent in the same step.
+    assert (int(state.rejected_count), float(state.accepted_rho) > 0) == (
+      (1, False) if max_search == 2 else (0, True)
+    )
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_but_a_count():
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  step = jax.jit(lambda g, s: tx.update(g, s, PARAMS, value=1.0, value_fn=loss_fn))
+  grads = jax.grad(loss_fn)(PARAMS)
+  _, state = step(grads, tx.init(PARAMS))
+  bad = grads | {"head": grads["head"].at[2].set(jnp.nan)}
+  updates, after = step(bad, state)
+  assert int(after.notfinite_count) == 1
+  assert np.isnan(flat(updates)).sum() == 1
+  assert np.nansum(np.abs(flat(updates))) == 0
+  same = ("momentum", "projected_momentum", "inverse_hessian", "projected_gradient", "last_step")
+  for name in same:
+    chex.assert_trees_all_equal(getattr(after, name), getattr(state, name))
+
+
+# Several devices, and a population.
+
+
+def sharded(tree, mesh):
+  """The last axis over "x", the one before it over "y" where there is one."""
+
+  def place(leaf):
+    axes = [None] * max(leaf.ndim - 2, 0) + ["y", "x"][-min(leaf.ndim, 2) :]
+    spec = jax.sharding.PartitionSpec(*axes)
+    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, tree)
+
+
+def exchanged(program):
+  """Kind of each collective in a compiled program, and the sizes of what it sends."""
+  found = []
+  kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+  for line in program.as_text().splitlines():
+    match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
+    if match:
+      shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+      found += [(match[2], int(np.prod([int(n) for n in s.split(",") if n]))) for s in shapes]
+  return found
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_only_k_numbers_and_losses_cross_devices(kind):
+  axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params, value=loss_fn(PARAMS), value_fn=loss_nearby)
+    return optax.apply_updates(params, updates), state
+
+  def loss_nearby(params):
+    return 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def go(params, grads):
+    state = tx.init(params)
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+    for _ in range(2):
+      params, state = program(params, state, grads)
+    return params, state, program
+
+  grads = jax.grad(loss_fn)(PARAMS)
+  expected = go(jax.tree.map(jnp.array, PARAMS), grads)
+  with jax.set_mesh(mesh):
+    found = go(sharded(PARAMS, mesh), sharded(grads, mesh))
+  assert {name for name, _ in exchanged(found[2])} == {"all-reduce"}
+  assert max(size for _, size in exchanged(found[2])) <= K
+  for rows, leaf in zip(*map(jax.tree.leaves, (found[1].basis, found[0])), strict=True):
+    assert rows.sharding.spec == jax.sharding.PartitionSpec(None, *leaf.sharding.spec)
+  np.testing.assert_allclose(flat(found[0]), flat(expected[0]), rtol=0, atol=1e-5)
+
+
+def test_the_basis_is_sharded_by_init_under_jit_on_an_explicit_mesh():
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  with jax.set_mesh(mesh):
+    state = jax.jit(tx.init)(sharded(PARAMS, mesh))
+  kernel = state.basis["dense"]["kernel"]
+  assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "y", "x")
+
+
+def test_a_population_can_share_one_basis():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, max_search=3)
+  scales = jnp.array([0.5, 1.0, 3.0])
+  population = jax.tree.map(lambda x: scales.reshape(3, *[1] * x.ndim) * x, PARAMS)
+  axes = jax.tree.map(lambda _: 0, tx.init(PARAMS))
+  axes = axes._replace(basis=None)
+
+  def step(params, state, batch):
+    value_fn = functools.partial(loss_fn, batch=batch)
+    value, grads = jax.value_and_grad(value_fn)(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.vmap(tx.init, out_axes=axes)(population)
+  steps = jax.jit(jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes)))
+  # What is too steep for one trial takes more of them than its neighbours.
+  batches = jnp.array([1.0, 2.5, 4.0])
+  single = jax.jit(step)
+  different = []
+  for _ in range(4):
+    population, state = steps(population, state, batches)
+    different.append(len(set(state.line_search_steps.tolist())) > 1)
+  assert any(different)
+  assert state.basis["head"].shape == (K, 8)
+  for i in range(3):
+    one = jax.tree.map(lambda x, i=i: scales[i] * x, PARAMS)
+    alone, alone_state = one, tx.init(one)
+    for _ in range(4):
+      alone, alone_state = single(alone, alone_state, batches[i])
+    member = jax.tree.map(lambda x, i=i: x[i], population)
+    np.testing.assert_allclose(flat(member), flat(alone), rtol=0, atol=1e-5)
+    assert int(state.rejected_count[i]) == int(alone_state.rejected_count)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("max_search", [None, 2])
+def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_state(max_search):
+  like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
+  size, k = sum(x.size for x in like.values()), 8
+  subspace = subspace_of(np.full((k, size), size**-0.5, np.float32), like)
+  tx = optax_boost.dim_reduce(subspace, max_search=max_search)
+
+  def value_fn(params):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def step(params, state, grads):
+    value = value_fn(params)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(like)
+  compiled = jax.jit(step, donate_argnums=(0, 1)).lower(like, state, like).compile()
+  memory = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * 4 * size + 2**14
+  # Params, momentum and basis are all written where they were.
+  assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_small_leaves_of_one_shape_share_a_product(kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+  def step_of(number):
+    rng = np.random.default_rng(0)
+    like = {i: jnp.asarray(rng.normal(size=16), jnp.float32) for i in range(number)}
+    tx = optax_boost.dim_reduce(subspace_of(rng.normal(size=(3, 16 * number)), like))
+
+    def value_fn(params):
+      return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+    def step(params, grads):
+      state = tx.init(params)
+      return tx.update(grads, state, params, value=value_fn(params), value_fn=value_fn)[0]
+
+    return step, like
+
+  def products(number):
+    step, like = step_of(number)
+    lifted = number  # of each leaf, as it comes
+    return str(jax.make_jaxpr(step)(like, like)).count("dot_general") - lifted
+
+  assert products(20) == products(2)
+  step, params = step_of(5)
+  grads = jax.tree.map(jnp.sin, params)
+  with jax.set_mesh(mesh):
+    program = jax.jit(step).lower(sharded(params, mesh), sharded(grads, mesh)).compile()
+    found = program(sharded(params, mesh), sharded(grads, mesh))
+  assert {name for name, _ in exchanged(program)} == {"all-reduce"}
+  np.testing.assert_allclose(flat(found), flat(jax.jit(step)(params, grads)), rtol=0, atol=1e-5)
+
+
+# The subspace is replaced.
+
+
+def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
+  other = subspace_of(np.linalg.qr(RNG.normal(size=(SIZE, K)))[0].T, PARAMS)
+  chain = optax.chain(optax.clip(1e9), optax_boost.dim_reduce(SUBSPACE, alpha=0.1))
+  state, _ = run(chain, 3)
+  before = residual(state.opt_state[1])
+  renewed = optax_boost.refresh_subspace(state.opt_state, other)[1]
+  np.testing.assert_allclose(flat(residual(renewed)), flat(before), rtol=0, atol=1e-5)
+  chex.assert_trees_all_close(renewed.basis, other.basis, rtol=1e-6)
+  assert int(renewed.refresh_count) == 1
+  bad = other._replace(basis=jax.tree.map(lambda x: x * np.nan, other.basis))
+  kept = optax_boost.refresh_subspace(renewed, bad)
+  assert int(kept.notfinite_count) == 1
+  chex.assert_trees_all_equal(kept.basis, renewed.basis)
+  chex.assert_trees_all_equal(kept.momentum, renewed.momentum)
+
+
+# Narrow storage.
+
+
+def test_a_bfloat16_subspace_is_kept_as_it_is():
+  half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), SUBSPACE.basis)
+  state = optax_boost.dim_reduce(SUBSPACE._replace(basis=half)).init(PARAMS)
+  assert state.basis["head"].dtype == jnp.bfloat16
+
+
+# The default trains: no loss stands still in silence.
+
+
+def whole_space(size):
+  return subspace_of(np.eye(size, dtype=np.float32), jnp.zeros(size))
+
+
+def losses_of(tx, value_fn, start, steps):
+  """The losses of a run, one more than steps, and its last metrics."""
+  step = optax_boost.make_train_step(lambda params, batch: value_fn(params), tx)
+  state = step.init(jnp.asarray(start, jnp.float32))
+  losses, counts = [], []
+  for t in range(steps + 1):
+    (state, metrics), compiled = compilations.counted(lambda: step(state, None))  # noqa: B023
+    assert t == 0 or compiled == 0
+    losses.append(float(metrics["loss"]))
+    counts.append(int(metrics["line_search_steps"]))
+  return losses, metrics | {"trials": sum(counts), "most": max(counts)}
+
+
+def rosenbrock(x):
+  return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+
+def test_the_default_minimizes_rosenbrocks_function_where_two_trials_stand_still():
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(4)), rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100
+  )
+  assert min(losses) < 1e-8
+  assert int(metrics["rejected_count"]) <= 5
+  assert metrics["most"] <= 30
+  # MindSpore's search says that it stands still.
+  tx = optax_boost.dim_reduce(whole_space(4), max_search=2)
+  losses, metrics = losses_of(tx, rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100)
+  assert losses[-1] > 0.99 * losses[0]
+  assert int(metrics["rejected_count"]) == 101
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_the_default_minimizes_a_quadratic_of_any_scale(scale):
+  curvatures = jnp.logspace(0, 4, 12) * scale
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(12), alpha=0.0),
+    lambda x: 0.5 * jnp.sum(curvatures * x**2),
+    np.ones(12),
+    60,
+  )
+  assert losses[-1] < 1e-3 * losses[0]
+  # Not a search from the full step each time.
+  assert metrics["trials"] < 2.5 * 60
+
+
+def test_the_default_goes_on_where_rounding_errors_hide_the_decrease():
+  losses, _ = losses_of(
+    optax_boost.dim_reduce(whole_space(3), alpha=0.0),
+    lambda x: 1e4 + jnp.sum(jnp.array([1e-4, 1e-3, 1e-2]) * x**2),
+    10 * np.ones(3),
+    60,
+  )
+  assert losses[-1] - 1e4 < 0.1 * (losses[0] - 1e4)
+
+
+def test_a_gradient_of_zero_is_no_rejected_step():
+  losses, metrics = losses_of(
+    optax_boost.dim_reduce(whole_space(2)), lambda x: jnp.sum(x**2), np.zeros(2), 3
+  )
+  assert losses == [0, 0, 0, 0]
+  assert int(metrics["rejected_count"]) == metrics["trials"] == 0
+
+
+def test_the_default_trains_a_cnn_on_digits():
+  bunch = datasets.load_digits()
+  images = jnp.asarray(bunch.images[:512, ..., None] / 8 - 1, jnp.float32)
+  labels = jnp.asarray(bunch.target[:512])
+  keys = jax.random.split(jax.random.key(0), 2)
+  params = {
+    "conv": 0.3 * jax.random.normal(keys[0], (3, 3, 1, 8)),
+    "dense": 0.1 * jax.random.normal(keys[1], (128, 10)),
+  }
+
+  def cross_entropy(params, rows):
+    x = jax.lax.conv_general_dilated(
+      *(images[rows], params["conv"], (2, 2), "SAME"), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    logits = jax.nn.relu(x).reshape(len(x), -1) @ params["dense"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]))
+
+  def train(tx, params, steps):
+    step = optax_boost.make_train_step(cross_entropy, tx)
+    state, runs = step.init(jax.tree.map(jnp.array, params)), []
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+      state, metrics = step(state, rng.choice(512, 128, replace=False))
+      runs.append((float(metrics["loss"]), int(metrics.get("line_search_steps", 0))))
+    return state, metrics, np.array(runs)
+
+  recorder = optax_boost.record_trajectory(every=2, capacity=16)
+  state, _, _ = train(optax.chain(optax.sgd(0.1), recorder), params, 32)
+  subspace = optax_boost.fit_subspace(state.opt_state, 10)
+  _, metrics, runs = train(optax_boost.dim_reduce(subspace), params, 30)
+  start, end = np.mean(runs[:2, 0]), np.mean(runs[-5:, 0])
+  assert end < 0.25 * start
+  assert int(metrics["rejected_count"]) == 0
+  assert np.mean(runs[:, 1]) < 4
+
+
+# Through an inner optimizer.
+
+
+def numpy_through_sgd(steps, rate, momentum, rho, sigma, gamma, alpha, steepness):
+  """MindSpore's DimReduce with its SGD, whose velocity trials leave as it was; in float64."""
+
+  def loss(w):
+    return 0.5 * steepness * np.sum(CURVATURES * w**2)
+
+  w, r, velocity = flat(PARAMS), np.zeros(SIZE), np.zeros(SIZE)
+  b, s, last, found = np.eye(K), np.zeros(K), np.zeros(K), []
+
+  def sgd(pseudo_gradient):
+    new = momentum * velocity + pseudo_gradient
+    return -rate * new, new
+
+  for t in range(steps):
+    g = steepness * gradient(w)
+    gk, before, last_before = ROWS @ g, b, last
+    y = gk - last
+    if t and y @ s > 1e-20:
+      transform = np.eye(K) - np.outer(y, s) / (y @ s)
+      b = transform.T @ b @ transform + np.outer(s, s) / (y @ s)
+    last, d = gk, -b @ gk
+    length = 0.0
+    for trial in (1.0, rho):
+      change, _ = sgd(-trial * (ROWS.T @ d))
+      if loss(w) + sigma * trial * (gk @ d) > loss(w + change):
+        length, s = trial, trial * d
+        break
+    if not length:
+      b, last = before, last_before
+    found.append(length)
+    r = gamma * r + g - ROWS.T @ gk
+    change, velocity = sgd(alpha * r - length * (ROWS.T @ d))
+    w = w + change
+  return w, velocity, found
+
+
+@pytest.mark.parametrize(("rate", "momentum", "steepness"), [(0.7, 0.3, 1.8), (1.0, 0.5, 1.0)])
+def test_trials_and_steps_go_through_the_inner_optimizer_as_in_mindspore(rate, momentum, steepness):
+  arguments = {"rho": 0.55, "sigma": 0.2, "gamma": 0.5, "alpha": 0.1}
+  w, velocity, lengths = numpy_through_sgd(8, rate, momentum, steepness=steepness, **arguments)
+  inner = optax.sgd(rate, momentum)
+  tx = optax_boost.dim_reduce(SUBSPACE, **arguments, max_search=2, inner=inner)
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state, found = step.init(PARAMS), []
+  for _ in range(8):
+    state, metrics = step(state, steepness)
+    found.append(float(metrics["accepted_rho"]))
+  np.testing.assert_allclose(found, lengths, rtol=1e-6)
+  assert {0.0, 0.55, 1.0} >= set(lengths)
+  assert len(set(lengths)) > 1
+  np.testing.assert_allclose(flat(state.params), w, rtol=0, atol=1e-5)
+  trace = optax.tree.get(state.opt_state.inner_state, "trace")
+  np.testing.assert_allclose(flat(trace), velocity, rtol=0, atol=1e-4)
+
+
+def test_an_inner_optimizer_of_rate_one_changes_nothing_in_mindspores_search():
+  plain, through = [
+    run(optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=inner, max_search=2), 5)[0]
+    for inner in (None, optax.sgd(1.0))
+  ]
+  np.testing.assert_allclose(flat(through.params), flat(plain.params), rtol=0, atol=2e-6)
+
+
+def test_trials_leave_the_state_of_the_inner_optimizer_as_it_was():
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.adam(0.01), max_search=7)
+  grads = jax.grad(loss_fn)(PARAMS)
+
+  def rejecting(params):
+    return 10 + loss_fn(params)
+
+  state = tx.init(PARAMS)
+  _, after = tx.update(grads, state, PARAMS, value=loss_fn(PARAMS), value_fn=rejecting)
+  assert int(after.line_search_steps) == 7
+  # One step with the residual alone.
+  g = flat(grads)
+  expected = tree_of(0.1 * (g - ROWS.T @ (ROWS @ g)))
+  _, adam = optax.adam(0.01).update(expected, state.inner_state, PARAMS)
+  chex.assert_trees_all_close(after.inner_state, adam, rtol=1e-3, atol=1e-6)
+  # A gradient that is not finite makes none.
+  bad = grads | {"head": grads["head"].at[2].set(jnp.nan)}
+  updates, again = tx.update(bad, after, PARAMS, value=1.0, value_fn=rejecting)
+  chex.assert_trees_all_equal(again.inner_state, after.inner_state)
+  assert np.isnan(flat(updates)).sum() == 1
+  assert np.nansum(np.abs(flat(updates))) == 0
+
+
+@pytest.mark.parametrize(
+  "inner", [optax.adam(0.05), optax.sgd(0.03), optax.sgd(0.01, momentum=0.9)]
+)
+def test_it_trains_through_inner_optimizers(inner):
+  tx = optax_boost.dim_reduce(whole_space(4), inner=inner)
+  curvatures = jnp.array([1.0, 3.0, 10.0, 30.0])
+  losses, metrics = losses_of(tx, lambda x: jnp.sum(curvatures * x**2), np.ones(4), 150)
+  assert losses[-1] < 1e-3 * losses[0]
+  assert int(metrics["line_search_steps"]) <= 30
+
+
+def test_refuses_an_inner_optimizer_that_scales_the_loss():
+  inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"`inner` must not scale the loss, .* around `dim_reduce`"):
+    optax_boost.dim_reduce(SUBSPACE, inner=inner).init(PARAMS)
+
+
+# What programs pass.
+
+
+@pytest.mark.parametrize(
+  ("dtypes", "inner"),
+  [
+    (("float16", "float32"), None),
+    (("float32", "float16"), None),
+    (("float32", "float16"), optax.sgd(1.0, momentum=0.1)),
+  ],
+)
+def test_gradients_and_params_may_have_different_dtypes(dtypes, inner):
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
+
+  @jax.jit
+  def step(params, state):
+    value, grads = jax.value_and_grad(loss_fn)(params)
+    grads = jax.tree.map(lambda g: g.astype(dtypes[0]), grads)
+    updates, state = tx.update(grads, state, params, value=value, value_fn=loss_fn)
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {dtypes[1]}
+    return optax.apply_updates(params, updates), state
+
+  params = jax.tree.map(lambda p: p.astype(dtypes[1]), PARAMS)
+  state = tx.init(params)
+  for _ in range(30):
+    params, state = step(params, state)
+  assert float(loss_fn(params)) < 0.1 * float(loss_fn(PARAMS))
+  assert int(state.notfinite_count) == 0
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_inside_masked_and_partition_it_takes_all_that_the_train_step_passes(kind):
+  inner = optax.chain(optax.trace(0.5), takes_grad(), optax.sgd(1.0))
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
+  mask = optax_boost.path_mask("conv|head")
+  if kind == "masked":
+    tx = optax.masked(tx, mask)
+    tx = optax.chain(tx, optax.masked(optax.sgd(0.5), optax_boost.path_mask("dense")))
+  else:
+    labels = jax.tree.map(lambda ours: "ours" if ours else "sgd", mask(PARAMS))
+    tx = optax.partition({"ours": tx, "sgd": optax.sgd(0.5)}, labels)
+  _, metrics = run(tx, 40)
+  assert metrics["loss"] < 0.1 * loss_fn(PARAMS)
+
+
+def takes_grad():
+  """Refuses a `grad` of another tree than its updates."""
+
+  def update(updates, state, params=None, *, grad, value_fn, **extra):
+    assert jax.tree.structure(grad) == jax.tree.structure(updates)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def test_steps_run_eagerly_on_a_mesh_with_explicit_axes():
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.sgd(1.0, 0.1))
+
+  def loss_nearby(params):
+    return 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+  def go(params):
+    state = tx.init(params)
+    for _ in range(2):
+      value = loss_nearby(params)
+      updates, state = tx.update(params, state, params, value=value, value_fn=loss_nearby)
+      params = optax.apply_updates(params, updates)
+    return params
+
+  np.testing.assert_allclose(flat(go(sharded(PARAMS, mesh))), flat(jax.jit(go)(PARAMS)), atol=1e-5)
+
+
+@pytest.mark.parametrize("leaf", [1.0, jnp.ones(8, jnp.complex64), jnp.ones(8, jnp.int32)])
+def test_leaves_that_are_no_real_floating_point_arrays_are_refused(leaf):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  bad = PARAMS | {"head": leaf}
+  text = r"`dim_reduce` needs .*the leaf 'head' is"
+  with pytest.raises(TypeError, match=text):
+    tx.init(bad)
+  grads = PARAMS | {"head": jnp.asarray(leaf) if isinstance(leaf, float) else leaf}
+  with pytest.raises((TypeError, ValueError), match=r"`dim_reduce` needs"):
+    tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
+
+
+@pytest.mark.parametrize("value", [jnp.ones(2), "low", None, 1j])
+def test_a_loss_that_is_no_scalar_is_refused(value):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  state = tx.init(PARAMS)
+  if value is not None:
+    with pytest.raises(TypeError, match=r"extra argument `value` to be the scalar loss; got"):
+      tx.update(PARAMS, state, PARAMS, value=value, value_fn=loss_fn)
+  with pytest.raises(TypeError, match=r"`value_fn\(params\)` that returns the scalar loss; it ret"):
+    tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=lambda params: value)
+  with pytest.raises(TypeError, match=r"`value_fn` must be callable"):
+    tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=3)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  with pytest.raises(TypeError, match=r"`dim_reduce` needs the state that its own `init` made, a"):
+    tx.update(PARAMS, optax.sgd(0.1).init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
+
+
+def test_a_curvature_whose_update_overflows_leaves_the_matrix_as_it_was():
+  b = jnp.eye(2)
+  huge = jnp.array([1e30, 1e30])
+  new, updated = _quasi_newton.bfgs_update(b, huge, jnp.array([1e-30, 1e-32]), 0.0)
+  assert not updated
+  np.testing.assert_array_equal(new, b)
+
+
+# What does not fit.
+
+
+def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
+  mask = optax_boost.path_mask("conv|head")
+  tx = optax.masked(optax_boost.dim_reduce(SUBSPACE), mask)
+  state = tx.init(PARAMS)
+  assert state.inner_state.basis["conv"].shape == (K, 3, 2, 8)
+  assert state.inner_state.basis["dense"] == {"kernel": optax.MaskedNode()}
+
+
+def nnx_model():
+  rngs = nnx.Rngs(0)
+  return nnx.Sequential(nnx.Linear(6, 4, rngs=rngs), nnx.tanh, nnx.Linear(4, 1, rngs=rngs))
+
+
+def test_four_lines_train_an_nnx_model_and_go_on_in_its_subspace():
+  x = jax.random.normal(jax.random.key(0), (32, 6))
+  batch = {"x": x, "y": jnp.tanh(x @ jnp.arange(6.0)[:, None])}
+  model = nnx_model()
+  step = optax_boost.nnx.make_train_step(
+    lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+  )
+  # What the user adds: the recorder here, the subspace, and the optimizer.
+  tx = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(every=2, capacity=16))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  before = [step(model, optimizer, batch)["loss"] for _ in range(32)]
+  subspace = optax_boost.fit_subspace(optimizer.opt_state, components=4)
+  optimizer = nnx.Optimizer(model, optax_boost.dim_reduce(subspace), wrt=nnx.Param)
+  after = [step(model, optimizer, batch) for _ in range(8)]
+  assert all(metrics["accepted_rho"] > 0 for metrics in after)
+  losses = [float(metrics["loss"]) for metrics in after]
+  assert losses == sorted(losses, reverse=True)
+  # More in eight steps than in the eight before.
+  assert before[-1] - losses[-1] > before[-9] - before[-1]
+  renewed = optax_boost.refresh_subspace(optimizer.opt_state, subspace)
+  assert jax.tree.structure(renewed) == jax.tree.structure(optimizer.opt_state)
+  optimizer.opt_state = renewed
+  assert step(model, optimizer, batch)["loss"] < losses[-1]
+
+
+def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
+  state = nnx.state(nnx_model(), nnx.Param)
+  pure = nnx.as_pure(state) if hasattr(nnx, "as_pure") else nnx.pure(state)
+  rows = [jax.tree.map(lambda p, t=t: p + jnp.sin(7.0 * t + p), pure) for t in range(4)]
+  tx = optax_boost.dim_reduce(optax_boost.fit_subspace(rows, 2))
+  found = tx.init(state).basis
+  # Variables tell of the params' shapes.
+  chex.assert_trees_all_equal(found, tx.init(pure).basis)
+  part = optax.masked(tx, optax_boost.path_mask("0/kernel")).init(state).inner_state.basis
+  assert [leaf.shape for leaf in jax.tree.leaves(part)] == [(2, 6, 4)]
+  # Neither less nor more than the params have.
+  for params in (pure | {"more": jnp.ones(3)}, {"layers": {0: pure["layers"][0]}}):
+    with pytest.raises(ValueError, match=r"needs a subspace of its params; got a basis of the st"):
+      tx.init(params)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "text"),
+  [
+    ({"rho": 1.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 1.0"),
+    ({"rho": 0.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 0.0"),
+    ({"sigma": 1.0}, ValueError, r"`sigma` must be finite and >= 0 and < 1; got 1.0"),
+    ({"gamma": -0.1}, ValueError, r"`gamma` must be finite and >= 0 and < 1; got -0.1"),
+    ({"alpha": -1.0}, ValueError, r"`alpha` must be finite and >= 0; got -1.0"),
+    ({"max_search": 0}, ValueError, r"`max_search` must be >= 1; got 0"),
+    ({"max_search": 1.5}, TypeError, r"`max_search` must be a whole number; got 1.5"),
+    ({"min_curvature": -1.0}, ValueError, r"`min_curvature` must be finite and >= 0; got -1.0"),
+    (
+      {"groups": "conv"},
+      TypeError,
+      r"sequence of regular expressions, one per group; got 'conv'",
+    ),
+    ({"groups": ()}, TypeError, r"sequence of regular expressions, one per group; got \(\)"),
+    ({"max_search": "all"}, ValueError, r"`max_search` must be 'auto', .* or None; got 'all'"),
+    ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation; got"),
+    ({"alpha": "fast"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'fast'"),
+    ({"groups": ("(",)}, ValueError, r"`groups` has '\(', which is no regular expression"),
+    (
+      {"subspace": SUBSPACE._replace(explained_variance=3)},
+      TypeError,
+      r"`subspace` must be a Subspace of real floating-point arrays; got int at 'explained_var",
+    ),
+    (
+      {"subspace": SUBSPACE._replace(basis=PARAMS)},
+      ValueError,
+      r"one row per component, 3; got shape \(8, 16\) at 'basis/dense/kernel'",
+    ),
+    ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got 3"),
+  ],
+)
+def test_refuses_arguments_out_of_range(kwargs, error, text):
+  with pytest.raises(error, match=text):
+    optax_boost.dim_reduce(**{"subspace": SUBSPACE} | kwargs)
+
+
+def test_refuses_a_subspace_of_other_params():
+  with pytest.raises(
+    ValueError, match=r"needs a subspace of its params; got a basis of the struct"
+  ):
+    optax_boost.dim_reduce(SUBSPACE).init({"dense": PARAMS["dense"]})
+  other = PARAMS | {"head": jnp.ones(9)}
+  with pytest.raises(ValueError, match=r"got \(3, 8\) for the leaf 'head' of shape \(9,\). Fit"):
+    optax_boost.dim_reduce(SUBSPACE).init(other)
+
+
+def test_refresh_subspace_refuses_what_does_not_fit():
+  state = optax_boost.dim_reduce(SUBSPACE).init(PARAMS)
+  with pytest.raises(ValueError, match=r"needs an optimizer state with a DimReduceState in it"):
+    optax_boost.refresh_subspace(optax.sgd(0.1).init(PARAMS), SUBSPACE)
+  with pytest.raises(ValueError, match=r"needs a subspace of 3 components, as the state's; got 2"):
+    optax_boost.refresh_subspace(state, subspace_of(ROWS[:2], PARAMS))
+  with pytest.raises(ValueError, match=r"needs the 1 groups that `dim_reduce` was given; got \["):
+    optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "."])
+  with pytest.raises(TypeError, match=r"`subspace` must be a Subspace, as `fit_subspace` returns"):
+    optax_boost.refresh_subspace(state, ROWS)
+
+
+@pytest.mark.parametrize("missing", ["value", "value_fn"])
+def test_says_that_a_search_needs_the_loss(missing):
+  tx = optax_boost.dim_reduce(SUBSPACE)
+  extra = {"value": loss_fn(PARAMS), "value_fn": loss_fn}
+  extra.pop(missing)
+  with pytest.raises(ValueError, match=rf"needs the extra argument `{missing}` \(.*make_train_st"):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)

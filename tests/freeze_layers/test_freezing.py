@@ -1,0 +1,1449 @@
+"""Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
+
+import fractions
+import gc
+import itertools
+import pathlib
+import re
+import weakref
+
+import chex
+from flax import core
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_boost
+from optax_boost._freezing import _schedules
+from optax_boost._train_step import _statistics
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "freeze_sequences.npz")
+LAYERS = 4
+
+
+# The reference's sequences; seq_s0_g10_p070_n150: strategy 0, 10 groups, freeze_p 0.70.
+def recorded(strategy):
+  for name in GOLDEN.files:
+    kind, *rest = name.split("_")
+    if kind == "seq" and rest[0] == f"s{strategy}":
+      yield pytest.param(name, int(rest[1][1:]), 1 - int(rest[2][1:]) / 100, id=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*the first group is never trained")
+@pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
+def test_continuous_freezing_is_the_references(name, groups, share):
+  schedule = optax_boost.continuous_freezing(groups, share)
+  steps = jnp.arange(len(GOLDEN[name]))
+  np.testing.assert_array_equal(schedule.frozen_groups(steps, None), GOLDEN[name])
+
+
+@pytest.mark.parametrize(("name", "groups", "share"), list(recorded(1)))
+def test_interval_freezing_is_the_references_given_its_draws(name, groups, share):
+  sequence = GOLDEN[name]
+  if groups == 1:
+    assert not sequence.any()
+    return
+  freezes = _schedules.interval_freezes(jnp.arange(len(sequence)), fractions.Fraction(share))
+  np.testing.assert_array_equal(freezes, sequence > 0)
+  draws = GOLDEN[name.replace("seq", "uniform")]
+  np.testing.assert_array_equal(
+    _schedules.interval_depth(draws, groups), sequence[np.asarray(freezes)]
+  )
+
+
+def test_interval_freezing_draws_depths_as_often_as_the_reference():
+  schedule = optax_boost.interval_freezing(10, 0.5)
+  key = jax.random.key(0)
+  depths = jax.vmap(lambda t: schedule.frozen_groups(t, key))(jnp.arange(20_000))
+  counts = np.bincount(depths, minlength=10)
+  assert counts[0] == 10_000
+  expected = 10_000 * GOLDEN["freq_expected_share_of_nonzero"]
+  assert np.sum((counts[1:] - expected) ** 2 / expected) < 26  # chi-square, 8 degrees, p = 0.001
+
+
+# MindSpore's `freeze_p`, as Python reads the literals.
+FREEZE_P = [float(f"0.{hundredths:02d}") for hundredths in range(1, 100)]
+# More than the longest turn.
+MANY_STEPS = np.arange(4_000)
+
+
+def mindspore_continuous(freeze_p, groups, steps):
+  """MindSpore's continuous strategy, with its quirks of floating point."""
+  turn = [0] * int(np.floor(freeze_p * (groups - 1) / (1 - freeze_p))) + list(range(1, groups))
+  return np.resize(turn, steps)
+
+
+def mindspore_interval(freeze_p, steps):
+  """For an array of `freeze_p`, where MindSpore's interval strategy freezes something."""
+  freezes = np.zeros((steps, len(freeze_p)), bool)
+  nonzero = np.zeros(len(freeze_p))
+  for n in range(1, steps):
+    freezes[n] = nonzero / n < 1 - freeze_p
+    nonzero += freezes[n]
+  return freezes
+
+
+@pytest.mark.filterwarnings("ignore:.*the first group is never trained")
+def test_continuous_freezing_is_mindspores_for_every_freeze_p():
+  for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
+    share = 1 - freeze_p
+    depths = np.asarray(
+      optax_boost.continuous_freezing(groups, share).frozen_groups(MANY_STEPS, None)
+    )
+    expected = mindspore_continuous(freeze_p, groups, len(MANY_STEPS))
+    assert (depths == expected).all(), (freeze_p, groups)
+    turn = np.argmax(depths == groups - 1) + 1
+    assert abs(np.sum(depths[:turn] > 0) - share * turn) <= 1, (freeze_p, groups)
+    if groups in (2, 5, 10):
+      # Who names the share by its decimals gets the same.
+      named = optax_boost.continuous_freezing(groups, round(share, 2))
+      assert (np.asarray(named.frozen_groups(MANY_STEPS, None)) == expected).all()
+
+
+def test_interval_freezing_freezes_when_mindspore_does_for_every_freeze_p():
+  expected = mindspore_interval(np.array(FREEZE_P), len(MANY_STEPS))
+  for i, freeze_p in enumerate(FREEZE_P):
+    freezes = _schedules.interval_freezes(MANY_STEPS, fractions.Fraction(1 - freeze_p))
+    assert (np.asarray(freezes) == expected[:, i]).all(), freeze_p
+    frozen_before = np.cumsum(freezes) - freezes
+    assert np.all(np.abs(frozen_before - (1 - freeze_p) * MANY_STEPS) <= 1)
+
+
+def mindspore_depth(uniform, groups):
+  """NumPy's legacy `choice` among groups - 1, ..., 1 with the weights 1, 2, ..., groups - 1."""
+  bounds = np.cumsum(np.arange(1, groups)) / np.sum(np.arange(1, groups))
+  return groups - 1 - np.searchsorted(bounds, uniform, side="right")
+
+
+def test_interval_freezing_draws_as_mindspore_for_every_number_of_groups():
+  uniform = np.random.default_rng(0).uniform(size=300)
+  for groups in range(2, 41):
+    depths = _schedules.interval_depth(uniform, groups)
+    assert (np.asarray(depths) == mindspore_depth(uniform, groups)).all(), groups
+
+
+@pytest.mark.parametrize(("groups", "freeze_p"), [(2, 0.6), (10, 0.7), (40, 0.2)])
+def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
+  steps, key = MANY_STEPS[:300], jax.random.key(3)
+  schedule = optax_boost.interval_freezing(groups, 1 - freeze_p)
+  uniform = jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(steps)
+  freezes = mindspore_interval(np.array([freeze_p]), len(steps))[:, 0]
+  np.testing.assert_array_equal(
+    jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))(steps),
+    np.where(freezes, mindspore_depth(np.asarray(uniform), groups), 0),
+  )
+
+
+@pytest.mark.parametrize(
+  ("share", "exact"),
+  [
+    (0, 0),
+    (0.1, 0.1),
+    (0.62, 0.62),
+    (1 / 3, 1 / 3),
+    (fractions.Fraction(3, 7), 3 / 7),
+    (np.float32(0.3), 0.3),
+    (np.array(0.9), 0.9),
+  ],
+)
+def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(share, exact):
+  schedule = optax_boost.interval_freezing(2, share)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  assert int(jnp.sum(depth(jnp.arange(10_000, 31_000)) > 0)) == round(21_000 * exact)
+
+
+def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
+  share, steps = 0.6180339887498949, jnp.arange(300_000)
+  freezes = _schedules.interval_freezes(steps, fractions.Fraction(share))
+  assert abs(int(jnp.sum(freezes)) - share * 300_000) <= 1
+  rare = _schedules.interval_freezes(steps, fractions.Fraction(1e-5))
+  assert np.flatnonzero(rare).tolist() == [1, 100_001, 200_001]
+  schedule = optax_boost.continuous_freezing(4, 1e-5)
+  (start,) = np.flatnonzero(schedule.frozen_groups(steps, None) == 1)
+  assert abs(start - 3 * 99_999) <= 1
+
+
+@pytest.mark.parametrize(
+  "make",
+  [optax_boost.continuous_freezing, optax_boost.interval_freezing],
+  ids=["turns", "interval"],
+)
+@pytest.mark.parametrize("share", [1e-300, 1e-12, 0.3, 0.123456789, 0.95])
+def test_schedules_stay_exact_up_to_the_last_step(make, share):
+  schedule = make(40, share)
+  key = jax.random.key(0)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))
+  late = 2**31 - 2 - np.arange(20_000, dtype=np.int32)
+  depths = np.asarray(depth(late))
+  assert depths.min() >= 0
+  assert depths.max() < 40
+  assert abs(np.mean(depths > 0) - share) < 0.01
+  # At the largest count, where a training that is longer stays, everything is trained.
+  assert depth(np.array([2**31 - 1], np.int32)) == 0
+
+
+def test_schedules_stay_exact_after_billions_of_steps():
+  share = fractions.Fraction(3, 10)
+  late = _schedules.interval_freezes(2_000_000_000 + jnp.arange(10), share)
+  np.testing.assert_array_equal(late, _schedules.interval_freezes(10 + jnp.arange(10), share))
+
+
+def test_a_turn_without_a_step_that_trains_everything_is_warned_of():
+  with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
+    optax_boost.continuous_freezing(2, 0.8)
+
+
+def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
+  schedule = optax_boost.progressive_freezing(4, 100, first=0.4, power=3)
+  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(110)]
+  assert depths == sorted(depths)
+  ends = [round(100 * (0.4 + 0.6 * (i / 3) ** 3)) for i in range(3)]
+  assert [depths.index(i) for i in (1, 2, 3)] == ends
+  for t in (0, 17, 39):
+    expected = [0.5 * (1 + np.cos(np.pi * t / end)) for end in [*ends, 100]]
+    np.testing.assert_allclose(schedule.learning_rate_scale(jnp.int32(t)), expected, rtol=1e-4)
+
+
+# Named so that the order of names is the reverse of the forward pass.
+def chain_params(layers=LAYERS, width=8):
+  keys = jax.random.split(jax.random.key(0), layers)
+  return {
+    chr(ord("a") + layers - 1 - i): {
+      "bias": jnp.full(width, 0.1, jnp.float32),
+      "kernel": jax.random.normal(keys[i], (width, width)) / np.sqrt(width),
+    }
+    for i in range(layers)
+  }
+
+
+def layer(params, x):
+  return jnp.tanh(x @ params["kernel"] + params["bias"])
+
+
+def chain_outputs(params, batch, wrap=lambda f: f):
+  h = batch
+  for name in sorted(params, reverse=True):
+    h = wrap(layer)(params[name], h)
+  return h
+
+
+def chain_loss(params, batch, wrap=lambda f: f):
+  return jnp.mean(chain_outputs(params, batch, wrap) ** 2)
+
+
+BATCH = jax.random.normal(jax.random.key(9), (16, 8))
+
+
+@jax.custom_vjp
+def with_custom_vjp(params, x):
+  return layer(params, x)
+
+
+with_custom_vjp.defvjp(
+  lambda params, x: (layer(params, x), (params, x)),
+  lambda saved, g: jax.vjp(layer, *saved)[1](g),
+)
+with_custom_jvp = jax.custom_jvp(layer)
+with_custom_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
+
+
+def in_scan(f):
+  return lambda params, x: jax.lax.scan(lambda h, _: (f(params, h), None), x, length=2)[0]
+
+
+def in_while(f):
+  return lambda params, x: jax.lax.fori_loop(0, x.shape[0], lambda i, h: f(params, h), x)
+
+
+def in_cond(f):
+  return lambda params, x: jax.lax.cond(x[0, 0] > 0, f, lambda p, h: 2 * f(p, h), params, x)
+
+
+WRAPPERS = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+  "remat": jax.checkpoint,
+  "custom_jvp": lambda f: with_custom_jvp,
+  "custom_vjp": lambda f: with_custom_vjp,
+  "scan": in_scan,
+  "while": in_while,
+  "cond": in_cond,
+  "vmap": lambda f: jax.vmap(f, (None, 0)),
+  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp))))),
+}
+IN_ORDER = tuple((f"{n}/kernel", f"{n}/bias") for n in "dcba")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_groups_follow_the_forward_pass_through(wrap):
+  params = chain_params()
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
+  )
+  assert plan.groups == IN_ORDER
+  assert plan.sizes == (72,) * LAYERS
+  assert plan.unused == plan.reused == ()
+
+
+@pytest.mark.parametrize(
+  "prepare",
+  [
+    lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p),
+    lambda p: jax.tree.map(lambda x: x / (1e-6 + jnp.linalg.norm(x)), p),
+    lambda p: jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(0), x.shape), p),
+  ],
+  ids=["cast", "normalized", "noise"],
+)
+def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare):
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(prepare(p), x), chain_params(), BATCH, num_groups=LAYERS
+  )
+  assert plan.groups == IN_ORDER
+
+
+def test_weight_decay_in_the_loss_is_no_use():
+  def loss(params, batch):
+    return 1e-3 * optax.tree.norm(params, squared=True) + chain_loss(params, batch)
+
+  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+  assert plan.reused == ()
+
+
+def test_a_loss_of_nothing_but_params_has_an_order():
+  params = chain_params()
+  plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
+  assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
+
+
+def test_the_plan_says_what_it_could_not_tell():
+  params = {"embed": jnp.ones((8, 8)), "body": jnp.ones((8, 8)), "idle": jnp.ones(3)}
+
+  def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["embed"] @ params["body"]) @ params["embed"].T)
+
+  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
+  assert plan.groups == (("embed",), ("body", "idle"))
+  assert str(plan).splitlines() == [
+    "group 0: 64 parameters (48.9 %): embed",
+    "group 1: 67 parameters (51.1 %), never frozen: body, idle",
+    "not used by the loss, so never frozen: idle",
+    "used again later, frozen where they are used first: embed",
+  ]
+
+
+BASE = {name: layer["kernel"] for name, layer in chain_params().items()}
+
+
+def adapter_params():
+  keys = jax.random.split(jax.random.key(2), LAYERS)
+  return {
+    name: {"down": jax.random.normal(key, (8, 2)), "up": jnp.ones((2, 8))}
+    for name, key in zip("abcd", keys, strict=True)
+  }
+
+
+def adapted(params, base):
+  """Kernels of a base with an update of low rank, computed ahead of the forward pass."""
+  return {
+    name: {"kernel": base[name] + p["down"] @ p["up"], "bias": jnp.zeros(8)}
+    for name, p in params.items()
+  }
+
+
+def in_layers(plan):
+  return [sorted({path.split("/")[0] for path in group}) for group in plan.groups]
+
+
+FORWARD = [["d"], ["c"], ["b"], ["a"]]
+
+
+def test_a_base_that_the_loss_closes_over_is_no_data():
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(adapted(p, BASE), x), adapter_params(), BATCH, num_groups=LAYERS
+  )
+  assert in_layers(plan) == FORWARD
+
+
+def test_a_pruning_mask_that_the_loss_closes_over_is_no_data():
+  masks = jax.tree.map(lambda x: x > 0, chain_params())
+
+  @jax.jit
+  def loss(params, x):
+    return chain_loss(jax.tree.map(jnp.multiply, params, masks), x)
+
+  assert optax_boost.layer_groups(loss, chain_params(), BATCH, num_groups=4).groups == IN_ORDER
+
+
+@pytest.mark.parametrize(
+  "data",
+  [
+    "/x$",
+    ["^0/x"],
+    ({"x": True, "base": False},),
+    lambda args: jax.tree.map_with_path(lambda path, _: "'x'" in str(path), args),
+  ],
+  ids=["pattern", "patterns", "bools", "callable"],
+)
+def test_the_caller_says_which_part_of_the_batch_is_data(data):
+  batch = {"x": BATCH, "base": BASE}
+
+  def loss(params, batch):
+    return chain_loss(adapted(params, batch["base"]), batch["x"])
+
+  def plan(data):
+    return optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS, data=data)
+
+  assert in_layers(plan(data)) == FORWARD
+  # Without a word, the batch is data, and the layers stand in the order in which they are adapted.
+  assert in_layers(plan(None)) == FORWARD[::-1]
+
+
+def test_an_argument_that_is_not_data_is_left_out_by_a_prefix():
+  def loss(params, base, x):
+    return chain_loss(adapted(params, base), x)
+
+  plan = optax_boost.layer_groups(
+    loss, adapter_params(), BASE, BATCH, num_groups=LAYERS, data=(False, True)
+  )
+  assert in_layers(plan) == FORWARD
+
+
+@pytest.mark.parametrize(
+  ("loss", "args"),
+  [
+    (lambda p: chain_loss(p, BATCH), ()),
+    (jax.jit(lambda p: chain_loss(p, BATCH)), ()),
+    (
+      lambda p, key: chain_loss(p, BATCH + jax.random.normal(key, BATCH.shape)),
+      (jax.random.key(0),),
+    ),
+    (lambda p, i: chain_loss(p, BATCH[i][None]), (3,)),
+    # A temperature, or targets alone, meet all params in one place.
+    (lambda p, tau: jnp.mean(chain_outputs(p, BATCH) / tau), (2.0,)),
+    (lambda p, y: jnp.mean((chain_outputs(p, BATCH) - y) ** 2), (BATCH,)),
+  ],
+  ids=["alone", "jit", "noise", "index", "temperature", "targets"],
+)
+def test_data_that_the_loss_closes_over_is_data_where_there_is_no_other(loss, args):
+  plan = optax_boost.layer_groups(loss, chain_params(), *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_noise_on_the_params_is_no_use_of_them(make_key, closed_over):
+  def loss(params, key, x=BATCH):
+    keys = dict(zip(params, jax.random.split(key, len(params)), strict=True))
+    for name, key in keys.items():
+      kernel = params[name]["kernel"]
+      kept = kernel * jax.random.bernoulli(key, 0.9, kernel.shape)
+      params = params | {name: params[name] | {"kernel": kept}}
+    return chain_loss(params, x)
+
+  args = () if closed_over else (BATCH,)
+  plan = optax_boost.layer_groups(loss, chain_params(), make_key(0), *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_noise_is_the_data_of_a_generator(make_key):
+  def loss(params, key):
+    return chain_loss(params, jax.random.normal(key, BATCH.shape))
+
+  plan = optax_boost.layer_groups(loss, chain_params(), make_key(0), num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+def test_a_scalar_that_scales_the_params_is_no_use_of_them():
+  def loss(params, x, scale):
+    return chain_loss(jax.tree.map(lambda p: p * scale, params), x)
+
+  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, 0.5, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+class Adapted(nnx.Module):
+  """Layers whose frozen base weights are variables of their own."""
+
+  def __init__(self):
+    base, params = BASE, adapter_params()
+    layer = getattr(nnx, "Dict", dict)  # flax before 0.12 takes plain containers
+    for name in "abcd":
+      variables = jax.tree.map(nnx.Param, params[name])
+      setattr(self, name, layer(base=nnx.Variable(base[name]), **variables))
+
+  def __call__(self, x):
+    kernels = {n: vars(self)[n] for n in "abcd"}
+    weights = {n: k["base"][...] + k["down"][...] @ k["up"][...] for n, k in kernels.items()}
+    for name in "dcba":
+      x = jnp.tanh(x @ weights[name])
+    return x
+
+
+def test_base_weights_of_a_model_of_nnx_are_no_data():
+  plan = ob_nnx.layer_groups(image_loss, Adapted(), BATCH, num_groups=LAYERS)
+  assert in_layers(plan) == FORWARD
+  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 2)) for n in "abcd"}}
+
+  def loss(model, batch):
+    for name, shift in batch["shift"].items():
+      kernel = vars(model)[name]["down"]
+      kernel[...] = kernel[...] + shift
+    return jnp.mean(model(batch["x"]) ** 2)
+
+  options = {"num_groups": LAYERS, "data": "x$"}
+  assert in_layers(ob_nnx.layer_groups(loss, Adapted(), batch, **options)) == FORWARD
+
+
+class AdaptedModule(nn.Module):
+  """The same in Linen: the base weights are a collection."""
+
+  @nn.compact
+  def __call__(self, x, shift=None):
+    weights = {}
+    for name in "abcd":
+      base = self.variable("base", name, lambda n=name: BASE[n])
+      delta = self.param(name, nn.initializers.ones, (8, 8))
+      weights[name] = base.value + (delta if shift is None else delta + shift[name])
+    for name in "dcba":
+      x = jnp.tanh(x @ weights[name])
+    return x
+
+
+def test_other_collections_of_a_linen_module_are_no_data():
+  module = AdaptedModule()
+  variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
+  plan = ob_linen.layer_groups(image_loss, module, variables, BATCH, num_groups=LAYERS)
+  assert in_layers(plan) == FORWARD
+  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 8)) for n in "abcd"}}
+  plan = ob_linen.layer_groups(
+    lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])),
+    module,
+    variables,
+    batch,
+    num_groups=LAYERS,
+    data={"x": True, "shift": False},
+  )
+  assert in_layers(plan) == FORWARD
+
+
+def test_overrides_beat_the_trace():
+  plan = optax_boost.layer_groups(
+    chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}
+  )
+  assert plan.groups[1] == ("d/bias", "b/kernel", "b/bias")
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`overrides` has patterns .*\['nowhere'\]"):
+    optax_boost.layer_groups(
+      chain_loss, chain_params(), BATCH, num_groups=2, overrides={"nowhere": 1}
+    )
+
+
+class Convolutional(nn.Module):
+  """Convolutions with BatchNorm, and a dense layer."""
+
+  layers: int = 3
+  width: int = 4
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    for _ in range(self.layers):
+      x = nn.Conv(self.width, (3, 3))(x)
+      x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+    return nn.Dense(2)(jnp.mean(x, (1, 2)))
+
+
+IMAGES = jax.random.normal(jax.random.key(4), (4, 6, 6, 3))
+
+
+def image_loss(model, batch):
+  return jnp.mean(model(batch) ** 2)
+
+
+@pytest.fixture(scope="module")
+def variables():
+  return Convolutional().init(jax.random.key(0), IMAGES)
+
+
+def image_plan(variables, num_groups=4):
+  return ob_linen.layer_groups(
+    image_loss, Convolutional(), variables, IMAGES, num_groups=num_groups
+  )
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4])
+def test_bias_and_normalization_stay_with_their_convolution(variables, num_groups):
+  plan = image_plan(variables, num_groups)
+  for i in range(3):
+    (home,) = [g for g in plan.groups if f"Conv_{i}/kernel" in g]
+    assert {f"Conv_{i}/bias", f"BatchNorm_{i}/scale", f"BatchNorm_{i}/bias"} <= set(home)
+  assert "Dense_0/kernel" in plan.groups[-1]
+
+
+# Each depth once in eight steps, out of order.
+DEPTHS = np.array([0, 2, 1, 3, 0, 1, 3, 2])
+
+
+def fixed_schedule(depths=DEPTHS, num_groups=LAYERS):
+  table = jnp.asarray(depths)
+  return optax_boost.FreezeSchedule(num_groups, lambda t, key: table[t % len(depths)])
+
+
+def plan_of_chain():
+  return optax_boost.layer_groups(chain_loss, chain_params(), BATCH, num_groups=LAYERS)
+
+
+def frozen(opt_state):
+  return int(optax.tree.get(opt_state, "frozen_groups"))
+
+
+INNERS = {
+  "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+  "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+  "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2)),
+  "masked decay": lambda: optax.chain(
+    optax.masked(optax.trace(0.9), optax_boost.path_mask("kernel$")), optax.scale(-0.1)
+  ),
+  "partition": lambda: optax.partition(
+    {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
+    lambda p: jax.tree.map_with_path(lambda path, _: "x" if "'b'" in str(path) else "y", p),
+  ),
+  "lars": lambda: optax_boost.lars(0.1, weight_decay=0.1),
+  "loss scale": lambda: optax_boost.dynamic_loss_scale(optax.adam(1e-2), 8.0),
+}
+
+
+def of_group(tree, name):
+  """What a tree (params or a state of them) holds of one layer of the chain."""
+  return [
+    leaf
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    if f"['{name}']" in jax.tree_util.keystr(path)
+  ]
+
+
+@pytest.mark.parametrize("make", INNERS.values(), ids=INNERS)
+def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
+  params = chain_params()
+  tx = optax_boost.freeze_layers(make(), plan_of_chain(), fixed_schedule())
+  state = tx.init(params)
+  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+  for depth in DEPTHS:
+    assert frozen(state) == depth
+    updates, after = step(params, state)
+    moved = optax.apply_updates(params, updates)
+    for group, name in enumerate("dcba"):
+      same = [
+        bool(jnp.all(a == b))
+        for a, b in zip(
+          of_group((params, state.inner_state), name),
+          of_group((moved, after.inner_state), name),
+          strict=True,
+        )
+      ]
+      assert all(same) if group < depth else not any(same)
+    params, state = moved, after
+
+
+def test_clipping_counts_what_is_trained():
+  tx = optax_boost.freeze_layers(
+    optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
+    ("d", "c|b|a"),
+    fixed_schedule([1], 2),
+  )
+  params = chain_params()
+  grads = jax.tree.map(lambda x: 100 * jnp.ones_like(x), params)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-5)
+
+
+def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
+  tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
+  params = chain_params()
+  grads = jax.tree.map(jnp.ones_like, params)
+  grads["d"] = jax.tree.map(lambda x: jnp.nan * x, grads["d"])
+  updates, state = tx.update(grads, tx.init(params), params)
+  chex.assert_tree_all_finite((updates, state))
+  assert not any(jnp.any(u) for u in jax.tree.leaves(updates["d"]))
+
+
+def test_progressive_freezing_leaves_the_rates_alone_if_told_to():
+  options = {"num_groups": 3, "total_steps": 10, "first": 0.4}
+  plain, annealed = (
+    optax_boost.progressive_freezing(**options, anneal=anneal) for anneal in (False, True)
+  )
+  assert plain.learning_rate_scale is None
+  steps = jnp.arange(12)
+  np.testing.assert_array_equal(
+    jax.vmap(lambda t: plain.frozen_groups(t, None))(steps),
+    jax.vmap(lambda t: annealed.frozen_groups(t, None))(steps),
+  )
+
+
+def test_progressive_freezing_scales_the_updates_of_each_group():
+  schedule = optax_boost.progressive_freezing(LAYERS, 8, first=0.5)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), plan_of_chain(), schedule)
+  params = chain_params()
+  state = tx.init(params)
+  ones = jax.tree.map(jnp.ones_like, params)
+  for t in range(8):
+    updates, state = tx.update(ones, state, params)
+    scale = schedule.learning_rate_scale(jnp.int32(t))
+    depth = int(schedule.frozen_groups(jnp.int32(t), None))
+    for group, name in enumerate("dcba"):
+      expected = 0 if group < depth else -scale[group]
+      np.testing.assert_allclose(updates[name]["kernel"], expected, atol=1e-6)
+
+
+def test_the_count_stops_and_all_layers_are_trained_from_then_on():
+  schedule = optax_boost.continuous_freezing(2, 0.5)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), ("d", "c|b|a"), schedule)
+  params = chain_params()
+  state = tx.init(params)._replace(count=jnp.int32(2**31 - 3))
+  ones = jax.tree.map(jnp.ones_like, params)
+  counts, depths = [], []
+  for _ in range(4):
+    updates, state = tx.update(ones, state, params)
+    counts.append(int(state.count))
+    depths.append(frozen(state))
+  assert counts == [2**31 - 2, 2**31 - 1, 2**31 - 1, 2**31 - 1]
+  assert depths[1:] == [0, 0, 0]
+  np.testing.assert_array_equal(updates["d"]["kernel"], -1.0)
+
+
+WITHIN = {
+  "masked": lambda tx: optax.masked(tx, lambda p: mask_of(p, "[ad]")),
+  "partition": lambda tx: optax.partition(
+    {"x": tx, "y": optax.adam(1e-2)},
+    lambda p: jax.tree.map(lambda m: "x" if m else "y", mask_of(p, "[ad]")),
+  ),
+}
+
+
+def mask_of(params, pattern):
+  return jax.tree.map_with_path(
+    lambda path, _: re.search(f"'{pattern}'", str(path)) is not None, params
+  )
+
+
+@pytest.mark.parametrize(("within", "by_plan"), [("masked", True), ("partition", False)])
+def test_some_leaves_freeze_inside(within, by_plan):
+  groups = plan_of_chain() if by_plan else ("^d", "^a")
+  inner = optax.chain(reads_gradients(), optax.sgd(0.1, momentum=0.9))
+  tx = optax_boost.freeze_layers(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
+  step = optax_boost.make_train_step(chain_loss, WITHIN[within](tx), donate=False)
+  state = step.init(chain_params())
+  for depth in (0, 1, 0):
+    after, metrics = step(state, BATCH)
+    assert metrics["frozen_groups"] == depth
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), after.params, state.params)
+    trained = {name: jax.tree.leaves(moved[name]) for name in moved}
+    expected = {name: [name != "d" or depth == 0] * 2 for name in "abcd"}
+    assert trained == expected
+    state = after
+
+
+def reads_gradients():
+  """Needs `grad` and `grad_fn` to have the structure of `updates`, as `svrg` does."""
+
+  def update(updates, state, params=None, *, grad, grad_fn, **extra):
+    del extra
+    same = jax.tree.map(lambda u, g: u + 0 * g, updates, grad)
+    return jax.tree.map(lambda u, g: u + 0 * g, same, grad_fn(chain_params())), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def test_complex_leaves_freeze():
+  params = {"body": jnp.array([1 + 2j, 3.0]), "head": jnp.array([2.0, 1j])}
+
+  def loss(params, x):
+    return jnp.sum(jnp.abs(params["head"] * (params["body"] * x)) ** 2)
+
+  x = jnp.array([1.0, 2j])
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: t % 2, lambda t: jnp.array([0.5, 1.0]))
+  tx = optax_boost.freeze_layers(optax.adam(0.1), ("body", "head"), schedule)
+  step = optax_boost.make_train_step(loss, tx, donate=False)
+  first, _ = step(step.init(params), x)
+  second, metrics = step(first, x)
+  assert metrics["frozen_groups"] == 1
+  np.testing.assert_array_equal(second.params["body"], first.params["body"])
+  assert np.all(np.abs(second.params["head"] - first.params["head"]) > 0.01)
+  # Adam's first step is the rate times the direction of each entry.
+  np.testing.assert_allclose(np.abs(first.params["body"] - params["body"]), 0.05, rtol=1e-4)
+  with pytest.raises(
+    TypeError, match=r"`freeze_layers` needs .*floating.* leaves; the leaf 'n' is int32"
+  ):
+    tx.init({"n": jnp.arange(2)})
+
+
+def test_a_rejected_step_repeats_its_depth():
+  tx = optax.apply_if_finite(
+    optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule()), 5
+  )
+  params = chain_params()
+  state = tx.init(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  _, state = tx.update(grads, state, params)
+  assert frozen(state) == DEPTHS[1]
+  _, state = tx.update(jax.tree.map(lambda g: jnp.nan * g, grads), state, params)
+  assert frozen(state) == DEPTHS[1]
+  _, state = tx.update(grads, state, params)
+  assert frozen(state) == DEPTHS[2]
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax_boost.accumulate(tx, 2)],
+  ids=["MultiSteps", "accumulate"],
+)
+def test_a_window_of_accumulation_has_one_depth(wrap):
+  tx = wrap(optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule()))
+  params = chain_params()
+  state = tx.init(params)
+  seen = []
+  for _ in range(8):
+    seen.append(frozen(state))
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+  assert seen == [d for d in DEPTHS[:4] for _ in range(2)]
+
+
+GOOD = {"inner": optax.sgd(0.1), "groups": ("a", "b"), "schedule": fixed_schedule([0], 2)}
+BAD_ARGUMENTS = [
+  ({"inner": optax.sgd}, TypeError, r"`inner` must be .* Did you pass the factory"),
+  ({"groups": "a"}, TypeError, r"`groups` must be what `layer_groups` returned.*got 'a'"),
+  ({"groups": ()}, TypeError, r"one per group; got \(\)"),
+  ({"schedule": 3}, TypeError, r"must be a FreezeSchedule; got 3. Call `interval_freezing`"),
+  ({"schedule": fixed_schedule([0], 3)}, ValueError, r"same number of groups .* got 3 and 2"),
+  ({"key": 0.5}, TypeError, r"`key` must be a key of `jax.random.key` or an integer seed; got 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD_ARGUMENTS)
+def test_refuses_arguments_of_the_wrong_kind(wrong, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.freeze_layers(**(GOOD | wrong))
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.partition({"x": optax.adam(0.1)}, lambda p: dict.fromkeys(p.keys(), "x")),
+    optax.scale_by_zoom_linesearch(3),
+    optax.lbfgs(),
+  ],
+  ids=["partition", "line search", "lbfgs"],
+)
+def test_refuses_an_inner_optimizer_whose_state_it_cannot_read(inner):
+  tx = optax_boost.freeze_layers(inner, ("a", "b"), fixed_schedule([0], 2))
+  params = {"a": jnp.ones(()), "b": jnp.ones(())}
+  with pytest.raises(TypeError, match=r"map_params` can map.*pass them as trees.*`optax.lbfgs`"):
+    tx.update(
+      params, tx.init(params), params, value=0.0, grad=params, value_fn=lambda p: p["a"] + p["b"]
+    )
+
+
+def test_refuses_the_state_of_another_transformation():
+  tx = optax_boost.freeze_layers(**GOOD)
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  with pytest.raises(
+    TypeError, match=r"`freeze_layers` needs .*a FreezeLayersState; got a EmptyState"
+  ):
+    tx.update(params, optax.EmptyState(), params)
+
+
+@pytest.mark.parametrize("depth", [None, 0.5, True, jnp.ones(2, jnp.int32), jnp.float32(1)])
+def test_refuses_a_schedule_that_returns_no_depth(depth):
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: depth)
+  with pytest.raises(TypeError, match=r"must return a scalar integer.*; it returned"):
+    optax_boost.freeze_layers(**(GOOD | {"schedule": schedule})).init(
+      {"a": jnp.ones(2), "b": jnp.ones(2)}
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, jnp.ones(3), jnp.ones((2, 1)), 1j * jnp.ones(2)])
+def test_refuses_a_schedule_that_returns_no_rates(scale):
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: 0, lambda t: scale)
+  tx = optax_boost.freeze_layers(**(GOOD | {"schedule": schedule}))
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  with pytest.raises(TypeError, match=r"for 2 groups must return an array of as many numbers"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_refuses_groups_of_other_params():
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  with pytest.raises(ValueError, match=r"no group has the leaf 'x'. Make them with `layer_groups`"):
+    tx.init({"x": jnp.ones(2)})
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
+    optax_boost.freeze_layers(**GOOD).init({"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "message"),
+  [
+    (lambda: optax_boost.interval_freezing(2, 1.0), ValueError, r"`frozen_fraction` must .*< 1"),
+    (lambda: optax_boost.continuous_freezing(2, -0.1), ValueError, r">= 0 and < 1; got -0.1"),
+    (lambda: optax_boost.interval_freezing(2, jnp.array(0.1)), TypeError, r"Pass float\("),
+    (
+      lambda: optax_boost.interval_freezing(2.0, 0.1),
+      TypeError,
+      r"`num_groups` must be a whole",
+    ),
+    (lambda: optax_boost.interval_freezing(0, 0.1), ValueError, r"`num_groups` .*>= 1; got 0"),
+    (lambda: optax_boost.interval_freezing(10**9, 0.1), ValueError, r"`num_groups` .*<= 10000"),
+    (lambda: optax_boost.continuous_freezing(2, 10**400), ValueError, r"`frozen_fraction` .*< 1"),
+    (lambda: optax_boost.continuous_freezing(2, "0.5"), TypeError, r"must be a real number"),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, jnp.array(0.5)),
+      TypeError,
+      r"`first` must be a Python number.*Pass float\(first\)",
+    ),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, power=np.nan),
+      ValueError,
+      r"`power` must be finite",
+    ),
+    (
+      lambda: optax_boost.progressive_freezing(2, 9, anneal="no"),
+      TypeError,
+      r"`anneal` must be True or False; got 'no'",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2.5, lambda t, key: t),
+      TypeError,
+      r"`num_groups` must be a whole number; got 2.5",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2, 1),
+      TypeError,
+      r"`frozen_groups` must be callable, called as `frozen_groups\(step, key\)`; got 1",
+    ),
+    (
+      lambda: optax_boost.FreezeSchedule(2, lambda t, key: t, jnp.ones(2)),
+      TypeError,
+      r"`learning_rate_scale` must be callable",
+    ),
+    (
+      lambda: optax_boost.progressive_freezing(2, 1.5),
+      TypeError,
+      r"`total_steps` must be a whole",
+    ),
+    (lambda: optax_boost.progressive_freezing(2, 0), ValueError, r"`total_steps` .*>= 1"),
+    (lambda: optax_boost.progressive_freezing(2, 9, 1.0), ValueError, r"`first` .*< 1; got 1.0"),
+    (lambda: optax_boost.progressive_freezing(2, 9, power=0), ValueError, r"`power` .*> 0; got 0"),
+    (lambda: optax_boost.layer_groups(3, {}), TypeError, r"`loss_fn` must be callable.*; got 3"),
+    (
+      lambda: ob_nnx.layer_groups(3, Adapted(), BATCH),
+      TypeError,
+      r"called as `loss_fn\(model, \*args\)`; got 3",
+    ),
+    (
+      lambda: ob_nnx.layer_groups(image_loss, 3, BATCH),
+      TypeError,
+      r"`model` must be an NNX module; got 3",
+    ),
+    (
+      lambda: ob_nnx.layer_groups(image_loss, nnx.Dropout(0.1), BATCH),
+      ValueError,
+      r"(?s)`model` must be an NNX module with variables of `wrt`.*; got Dropout.*which has none",
+    ),
+    (
+      lambda: ob_linen.layer_groups(image_loss, 3, {}, BATCH),
+      TypeError,
+      r"`module` must be a Linen module; got 3",
+    ),
+    (
+      lambda: ob_linen.layer_groups(image_loss, AdaptedModule(), {"base": 1}, BATCH),
+      ValueError,
+      r"with a collection 'params'; got the keys \['base'\]",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), "text"),
+      TypeError,
+      r"`args` must hold arrays, abstract or not, or numbers; the leaf '0' is 'text' of type str",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, {"w": 10**400}, BATCH),
+      TypeError,
+      r"`params` must hold arrays.* the leaf 'w' is",
+    ),
+    (
+      lambda: optax_boost.layer_groups(lambda p, x: 0.0, chain_params(), BATCH),
+      ValueError,
+      r"found no leaf among the 8 of `params` that the loss uses",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, data=(True, False)),
+      ValueError,
+      r"`data` must be a tree of bools with the structure",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, data=["("]),
+      ValueError,
+      r"`data` has '\(', which is no regular expression",
+    ),
+    (
+      lambda: optax_boost.layer_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides={"(": 1}
+      ),
+      ValueError,
+      r"`overrides` has '\(', which is no regular expression",
+    ),
+    (
+      lambda: optax_boost.layer_groups(chain_loss, chain_params(), BATCH, num_groups=10),
+      ValueError,
+      r"can't make 10 groups of 4 blocks .* Pass num_groups=4 or fewer",
+    ),
+    (
+      lambda: optax_boost.layer_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides={"a": 2}
+      ),
+      ValueError,
+      r"`overrides` must name groups 0 to 1; got 2 for 'a'",
+    ),
+    (
+      lambda: optax_boost.layer_groups(
+        chain_loss, chain_params(), BATCH, num_groups=2, overrides=["a"]
+      ),
+      TypeError,
+      r"`overrides` must map regular expressions to groups",
+    ),
+  ],
+)
+def test_refuses_schedules_and_plans_that_make_no_sense(call, error, message):
+  with pytest.raises(error, match=message):
+    call()
+
+
+# Keeps the gradient that it is given in its state.
+SPY = optax.trace(0.0)
+
+
+def train(step, state, steps=8):
+  history = []
+  for _ in range(steps):
+    state, metrics = step(state, BATCH)
+    history.append(metrics)
+  return state, history
+
+
+def chain_step(inner=None, schedule=None, wrap=lambda tx: tx, **options):
+  tx = optax_boost.freeze_layers(
+    inner or optax.adamw(1e-2, weight_decay=0.1), plan_of_chain(), schedule or fixed_schedule()
+  )
+  return optax_boost.make_train_step(chain_loss, wrap(tx), **options)
+
+
+def masked_by_hand(tx, params):
+  """The whole gradient at every step: what freezing means, without saving anything."""
+  state = tx.init(params)
+  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+  for _ in DEPTHS:
+    updates, state = step(params, state)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+@pytest.mark.parametrize("name", ["momentum", "clip", "masked decay"])
+def test_a_step_is_the_whole_gradient_masked(name):
+  tx = optax_boost.freeze_layers(INNERS[name](), plan_of_chain(), fixed_schedule())
+  expected = masked_by_hand(tx, chain_params())
+  step = optax_boost.make_train_step(chain_loss, tx)
+  state, history = train(step, step.init(chain_params()))
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS)
+  chex.assert_trees_all_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda tx: tx, lambda tx: optax.chain(SPY, tx)], ids=["alone", "spied"]
+)
+def test_inside_a_scan_of_ones_own_frozen_layers_stand_still_and_save_nothing(wrap):
+  step = chain_step(wrap=wrap)
+  expected, _ = train(step, step.init(chain_params()))
+
+  def scan(state):
+    return jax.lax.scan(lambda state, _: step(state, BATCH), state, length=len(DEPTHS))
+
+  with pytest.warns(optax_boost.NoEffectWarning, match="`freeze_layers` saves no time") as caught:
+    carry, metrics = scan(step.init(chain_params()))
+  scan(step.init(chain_params()))
+  assert len(caught) == 1
+  np.testing.assert_array_equal(metrics["frozen_groups"], DEPTHS)
+  chex.assert_trees_all_close(carry, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+def test_a_population_at_several_depths_takes_the_depth_of_each():
+  step = chain_step(donate=False)
+  states = [train(step, step.init(chain_params()), t)[0] for t in range(3)]
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+  together, metrics = jax.vmap(lambda state: step(state, BATCH))(stacked)
+  np.testing.assert_array_equal(metrics["frozen_groups"], DEPTHS[:3])
+  expected = jax.tree.map(lambda *x: jnp.stack(x), *[step(state, BATCH)[0] for state in states])
+  chex.assert_trees_all_close(together, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_key_that_is_put_into_the_state_counts_from_the_next_step_on():
+  schedule = optax_boost.interval_freezing(LAYERS, 0.9)
+  step = chain_step(schedule=schedule, donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  other = jax.random.key(5)
+  # The same arrays as the host knows them, but for the key.
+  state = optax.tree.set(state, key=jax.random.key_data(other))
+  # The next depth is in the state; those that follow are drawn from the key.
+  _, history = train(step, state, 12)
+  expected = [int(schedule.frozen_groups(jnp.int32(t), other)) for t in range(4, 15)]
+  assert [int(m["frozen_groups"]) for m in history[1:]] == expected
+
+
+def test_states_from_elsewhere_are_read():
+  step = chain_step(donate=False)
+  start = step.init(chain_params())
+  state, _ = train(step, start, 5)
+  # Back to an old state, one after the other, and with another depth put in.
+  states = [start, state, start]
+  depths = [int(step(s, BATCH)[1]["frozen_groups"]) for s in states]
+  assert depths == [DEPTHS[0], DEPTHS[5], DEPTHS[0]]
+  other = optax.tree.set(step(start, BATCH)[0], frozen_groups=jnp.int32(LAYERS - 1))
+  state, metrics = step(other, BATCH)
+  assert int(metrics["frozen_groups"]) == LAYERS - 1
+  _, history = train(step, state, 4)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[2:6])
+
+
+def fails(step, start):
+  with pytest.raises(TypeError):
+    step(start, BATCH[:, :3])
+
+
+@pytest.mark.parametrize(
+  "between",
+  [
+    lambda step, start: step.lower(start, BATCH),
+    lambda step, start: step.lower(jax.eval_shape(lambda: start), BATCH),
+    fails,
+    lambda step, start: jax.jit(step)(start, BATCH),
+    lambda step, start: step(jax.tree.map(np.asarray, start), BATCH),
+  ],
+  ids=["lowered", "abstract", "failed", "jitted", "numpy"],
+)
+@pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+def test_what_happens_between_two_steps_does_not_count(between):
+  step = chain_step(donate=False)
+  start = step.init(chain_params())
+  state, _ = train(step, start, 3)
+  between(step, start)
+  _, history = train(step, state, 5)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:8])
+
+
+def test_a_state_restored_as_numpy_goes_on_where_it_was():
+  step = chain_step()
+  state, _ = train(step, step.init(chain_params()), 3)
+  restored = jax.tree.map(np.asarray, state)
+  _, history = train(chain_step(), restored, 5)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:8])
+
+
+def test_a_state_with_known_values_inside_a_trace_takes_its_depth():
+  step = chain_step(donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  depth = jax.jit(lambda batch: step(state, batch)[1]["frozen_groups"])(BATCH)
+  assert int(depth) == DEPTHS[3]
+
+
+@pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+def test_a_program_compiled_ahead_of_time_serves_all_depths():
+  step = chain_step(donate=False)
+  state = step.init(chain_params())
+  compiled = jax.jit(step).lower(state, BATCH).compile()
+  depths = []
+  for _ in range(len(DEPTHS)):
+    state, metrics = compiled(state, BATCH)
+    depths.append(int(metrics["frozen_groups"]))
+  assert depths == list(DEPTHS)
+
+
+def test_steps_without_jit_take_the_depths_of_jitted_ones():
+  """As one looks for errors."""
+  step = chain_step(donate=False)
+  state, _ = train(step, step.init(chain_params()), 3)
+  with jax.disable_jit():
+    _, history = train(step, state, 2)
+  assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:5])
+
+
+def test_the_step_keeps_no_optimizer_state():
+  step = chain_step()
+  state, _ = train(step, step.init(chain_params()), 3)
+  moments = [weakref.ref(leaf) for leaf in jax.tree.leaves(state.opt_state.inner_state)]
+  del state
+  gc.collect()
+  assert not any(ref() is not None for ref in moments)
+
+
+def test_a_wrapper_without_a_state_of_its_own_may_skip_steps():
+  def skipping(tx):
+    def update(grads, state, params, **extra):
+      updates, moved = tx.update(grads, state, params, **extra)
+      skip = ~jnp.isfinite(extra["value"])
+      kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
+      return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+  step = chain_step(wrap=skipping)
+  state = step.init(chain_params())
+  depths = []
+  for t in range(6):
+    asked = int(optax.tree.get(state.opt_state, "frozen_groups"))
+    state, metrics = step(state, BATCH * jnp.nan if t in (1, 2) else BATCH)
+    depths.append(int(metrics["frozen_groups"]))
+    assert depths[-1] == asked
+  assert depths == [DEPTHS[t] for t in (0, 1, 1, 1, 2, 3)]
+
+
+def test_a_step_that_a_wrapper_skips_repeats_its_depth():
+  step = chain_step(wrap=lambda tx: optax.apply_if_finite(tx, 10))
+  state = step.init(chain_params())
+  depths = []
+  for t in range(6):
+    state, metrics = step(state, BATCH * jnp.nan if t in (1, 2) else BATCH)
+    depths.append(int(metrics["frozen_groups"]))
+  assert depths == [DEPTHS[t] for t in (0, 1, 1, 1, 2, 3)]
+
+
+def flops(step, state, batch, depth):
+  state = state._replace(opt_state=optax.tree.set(state.opt_state, frozen_groups=jnp.int32(depth)))
+  return step.lower(state, batch).compile().cost_analysis()["flops"]
+
+
+def test_the_compiled_program_of_each_depth_lacks_the_backward_pass_of_its_prefix():
+  width, batch = 128, jnp.ones((256, 128))
+  params = chain_params(width=width)
+  plan = optax_boost.layer_groups(chain_loss, params, batch, num_groups=LAYERS)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), plan, fixed_schedule())
+  step = optax_boost.make_train_step(chain_loss, tx)
+  state = step.init(params)
+  counts = [flops(step, state, batch, depth) for depth in range(LAYERS)]
+  assert all(a > b for a, b in itertools.pairwise(counts))
+  matmul = 2 * 256 * width * width
+  # Forward, gradient of the weights, and of what comes in for all but the first trained layer.
+  expected = [matmul * (LAYERS + 2 * (LAYERS - d) - 1) for d in range(LAYERS)]
+  np.testing.assert_allclose(counts, expected, rtol=0.05)
+  plain = optax_boost.make_train_step(chain_loss, optax.sgd(0.1, 0.9))
+  none = plain.lower(plain.init(params), batch).compile().cost_analysis()["flops"]
+  assert counts[0] < 1.01 * none
+
+
+WRAPS = {
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+  "clip outside": lambda tx: optax.chain(optax.clip_by_global_norm(1e-3), tx),
+  "loss scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+  "accumulate": lambda tx: optax_boost.accumulate(tx, 2),
+  "master weights": lambda tx: optax_boost.master_weights(tx),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_frozen_layers_stand_still_under(wrap):
+  step = chain_step(optax.adamw(1e-2, weight_decay=0.1), wrap=wrap, donate=False)
+  state = step.init(chain_params())
+  for _ in range(4):
+    after, metrics = step(state, BATCH)
+    for name in "dcba"[: int(metrics["frozen_groups"])]:
+      chex.assert_trees_all_equal(after.params[name], state.params[name])
+    state = after
+  assert int(optax.tree.get(state.opt_state, "frozen_groups")) in DEPTHS[2:5]
+
+
+def test_clipping_in_front_sees_no_gradient_of_frozen_layers():
+  step = chain_step(
+    optax.sgd(1.0), fixed_schedule([3]), lambda tx: optax.chain(optax.clip_by_global_norm(1e-6), tx)
+  )
+  params = chain_params()
+  state, _ = step(step.init(params), BATCH)
+  moved = optax.tree.sub(params, state.params)
+  np.testing.assert_allclose(optax.tree.norm(moved), 1e-6, rtol=0.2)
+
+
+def test_a_depth_that_comes_again_compiles_nothing():
+  traces = itertools.count()
+
+  def counted(params, batch):
+    next(traces)
+    return chain_loss(params, batch)
+
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
+  step = optax_boost.make_train_step(counted, tx)
+  state, _ = train(step, step.init(chain_params()))
+  seen = next(traces)
+  train(step, state)
+  assert next(traces) == seen + 1
+
+
+def test_resuming_mid_schedule_changes_nothing(tmp_path):
+  step = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6), donate=False)
+  state = step.init(chain_params())
+  states = [state]
+  for _ in range(8):
+    state, _ = step(state, BATCH)
+    states.append(state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", states[3])
+  again = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6))
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(tmp_path / "state", again.init(chain_params()))
+  resumed, _ = train(again, restored, 5)
+  chex.assert_trees_all_equal(resumed, states[8])
+
+
+def image_step(variables, depths, **options):
+  tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
+  return ob_linen.make_train_step(image_loss, Convolutional(), tx, **options)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
+  step = image_step(variables, [2], hold_frozen_statistics=hold)
+  state, metrics = step(step.init(variables), IMAGES)
+  assert metrics["frozen_groups"] == 2
+  for i in range(3):
+    before = variables["batch_stats"][f"BatchNorm_{i}"]["mean"]
+    after = state.model_state["batch_stats"][f"BatchNorm_{i}"]["mean"]
+    assert bool(jnp.all(before == after)) == (hold and i < 2)
+
+
+def held(params, statistics, *frozen_paths):
+  """The paths of those statistics that stand still when some leaves of the params are frozen."""
+  paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params)]
+  assert set(frozen_paths) <= set(paths)
+  groups = [int(path not in frozen_paths) for path in paths]
+  after = _statistics.hold_statistics(
+    statistics, jax.tree.map(lambda x: x + 1, statistics), params, groups, np.int32(1), dict
+  )
+  return [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for (path, old), (_, new) in zip(flat(statistics), flat(after), strict=True)
+    if old == new
+  ]
+
+
+flat = lambda tree: jax.tree_util.tree_flatten_with_path(tree)[0]  # noqa: E731
+NORM = {"norm": {"scale": 1.0}}
+MEAN = {"norm": {"mean": 0.0}}
+
+
+@pytest.mark.parametrize("params", [NORM, {"params": NORM}], ids=["bare", "params"])
+@pytest.mark.parametrize("statistics", [MEAN, {"batch_stats": MEAN}], ids=["nnx", "linen"])
+def test_statistics_belong_to_the_params_of_their_path(params, statistics):
+  (scale,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(params))
+  (mean,) = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat(statistics))
+  assert held(params, statistics, scale) == [mean]
+
+
+def test_statistics_stand_still_in_whatever_container_they_come_back():
+  before = {"batch_stats": {"norm": {"mean": 0.0, "wider": jnp.zeros(1)}}}
+  after = {"norm": {"mean": 1.0, "new": 1.0, "wider": jnp.ones(2)}}
+  after = {"batch_stats": core.freeze(after)}
+  found = _statistics.hold_statistics(before, after, NORM, [0], np.int32(1), dict)["batch_stats"]
+  assert isinstance(found, core.FrozenDict)
+  assert [found["norm"]["mean"], found["norm"]["new"]] == [0.0, 1.0]
+  np.testing.assert_array_equal(found["norm"]["wider"], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda s: s, lambda s: {"batch_stats": s, "ema": s}], ids=["nnx", "linen"]
+)
+def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
+  statistics = wrap({"encoder": MEAN, "norm": {"var": 1.0}})
+  still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
+  assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
+  # A module that happens to hold nothing but a norm of the same name.
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"holds none: .* The leaves are: .*mean"):
+    assert held(NORM, wrap({"encoder": MEAN}), "norm/scale") == []
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"encoder": x}], ids=["root", "inside"])
+def test_places_in_lists_of_other_lengths_are_no_names(wrap):
+  norm, dense = {"scale": 1.0}, {"w": 1.0}
+  params = wrap([dense, norm, dense, norm])
+  start = "encoder/" if "encoder" in params else ""
+  with pytest.warns(optax_boost.NoEffectWarning, match="holds none"):
+    assert held(params, wrap([{"mean": 0.0}, {"mean": 0.0}]), f"{start}1/scale") == []
+  aligned = wrap([{}, {"mean": 0.0}, None, {"mean": 0.0}])
+  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
+  # The last layer has no statistics, and lists end with it all the same.
+  aligned = wrap([{}, {"mean": 0.0}, {}, {}])
+  assert held(params, aligned, f"{start}1/scale") == [f"{start}1/mean"]
+
+
+def test_integer_statistics_of_a_frozen_layer_count_on():
+  statistics = {"norm": {"mean": 0.0, "batches": 3, "phase": 1j}}
+  assert held(NORM, statistics, "norm/scale") == ["norm/mean", "norm/phase"]
+
+
+class Network(nnx.Module):
+  def __init__(self, rngs):
+    self.last = nnx.Linear(8, 1, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.first = nnx.Linear(8, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def test_a_model_of_nnx_freezes_its_first_layer():
+  model = Network(nnx.Rngs(0))
+  plan = ob_nnx.layer_groups(image_loss, model, BATCH, num_groups=2)
+  assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
+  optimizer = nnx.Optimizer(
+    model,
+    optax_boost.freeze_layers(optax.adamw(0.1), plan, fixed_schedule([0, 1], 2)),
+    wrt=nnx.Param,
+  )
+  step = ob_nnx.make_train_step(image_loss)
+  pure = lambda: jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))  # noqa: E731
+  history = [pure()]
+  for depth in (0, 1, 0):
+    assert step(model, optimizer, BATCH)["frozen_groups"] == depth
+    history.append(pure())
+  chex.assert_trees_all_equal(history[1]["first"], history[2]["first"])
+  chex.assert_trees_all_equal(history[1]["norm"], history[2]["norm"])
+  assert model.dropout.rngs.count[...] == 3
+  for before, after in ((0, 1), (2, 3)):
+    for name in ("first", "norm", "last"):
+      same = jax.tree.map(
+        lambda a, b: bool(jnp.all(a == b)), *[h[name] for h in (history[before], history[after])]
+      )
+      assert not any(jax.tree.leaves(same))
+
+
+def test_sharded_params_stay_sharded_at_every_depth():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = jax.tree.map(lambda x: jax.device_put(x, place), chain_params())
+  step, alone = chain_step(), chain_step()
+  state, _ = train(step, step.init(params))
+  expected, _ = train(alone, alone.init(chain_params()))
+  assert {x.sharding for x in jax.tree.leaves(state.params)} == {place}
+  chex.assert_trees_all_close(
+    jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-4, atol=1e-6
+  )
+
+
+def test_the_train_step_refuses_two_freezes():
+  tx = optax.chain(*[optax_boost.freeze_layers(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
+  step = optax_boost.make_train_step(chain_loss, tx)
+  with pytest.raises(ValueError, match=r"at most one state with a `frozen_groups`.*holds 2"):
+    step(step.init(chain_params()), BATCH)

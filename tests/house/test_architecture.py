@@ -1,0 +1,171 @@
+"""The house: imports run one way, Flax is optional, and the built wheel is what works."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import optax_boost
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "optax_boost"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# In this order: each may import those before it.
+FOUNDATION = [
+  "_base",
+  "_arrays",
+  "_files",
+  "_jaxpr",
+  "_tree",
+  "_views",
+  "_leaf_uses",
+  "_layers",
+  "_masking",
+  "_protocol",
+  "_method",
+  "_conditional",
+  "_in_place",
+  "_stacked",
+  "_layer_blocks",
+  "_cut_scans",
+  "_groups",
+  "_full_gradient",
+]
+# What may import what of ours: nothing, the foundation, the methods, everything below.
+TOP = {"auto", "race"}
+TRAIN_STEP = "_train_step"
+FLAX = {"nnx", "linen"}
+
+
+def imported(path):
+  """The modules that a file imports, by their first two components."""
+  names = set()
+  for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      names |= {f"{node.module}.{alias.name}" for alias in node.names}
+  return names
+
+
+def ours(path):
+  """The modules of ours that a file imports."""
+  found = set()
+  for name in imported(path):
+    parts = name.split(".")
+    if parts[0] == "optax_boost" and len(parts) > 1:
+      found.add(parts[1])
+  return found
+
+
+def layer(path):
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+  name, below = layer(path), ours(path)
+  if name == "_base":
+    assert not below
+  elif name in FOUNDATION:
+    assert below <= set(FOUNDATION[: FOUNDATION.index(name)])
+  elif name == TRAIN_STEP:
+    assert below <= {*FOUNDATION, name}, "the train step must know no method"
+  elif name in TOP:
+    assert not below & (FLAX | {"__init__"})
+  elif name not in FLAX | {"__init__"}:
+    assert below <= {*FOUNDATION, name}, "a method must not import another"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_public_api_of_optax_is_used(path):
+  assert not re.search(
+    r"optax\._src|from optax import _src|jax\._src", path.read_text(encoding="utf-8")
+  )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_flax_is_imported_in_two_packages_only(path):
+  uses = any(name.split(".")[0] == "flax" for name in imported(path))
+  assert uses == (layer(path) in FLAX and path.name != "__init__.py")
+
+
+def run_python(code, folder, **environment):
+  result = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=folder,
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("wheel")
+  subprocess.run(
+    [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+  )
+  (path,) = folder.glob("*.whl")
+  return path
+
+
+def test_the_built_wheel_holds_the_package_and_its_types(wheel):
+  names = set(zipfile.ZipFile(wheel).namelist())
+  expected = {str(path.relative_to(ROOT)) for path in MODULES} | {"optax_boost/py.typed"}
+  assert expected <= names
+  assert not any(name.startswith(("tests", "benchmarks", "examples")) for name in names)
+
+
+WAYS_TO_IMPORT = [
+  "import optax_boost",
+  "import optax_boost.race",
+  "import optax_boost.race._plot",
+  "from optax_boost.race import RaceResult",
+  "from optax_boost import race",
+  "from optax_boost.race import race",
+  "import optax_boost.nnx",
+  "import optax_boost; import importlib; importlib.import_module('optax_boost.race')",
+]
+
+
+def test_race_is_the_function_however_its_subpackage_is_imported():
+  code = f"""
+import sys
+for statement in {WAYS_TO_IMPORT}:
+  for name in [name for name in sys.modules if name.split(".")[0] == "optax_boost"]:
+    del sys.modules[name]
+  exec(statement, {{}})
+  import optax_boost.race
+  from optax_boost.race import RaceResult, race
+  assert optax_boost.race is race and race.__name__ == "race", statement
+  assert "RaceResult" not in optax_boost.__all__, statement
+  assert RaceResult.__module__ == "optax_boost.race._result", statement
+"""
+  run_python(code, ROOT, PYTHONPATH=str(ROOT))
+
+
+def test_the_built_wheel_trains_and_does_not_import_flax(wheel):
+  code = """
+import sys, optax_boost, jax.numpy as jnp
+step = optax_boost.make_train_step(lambda p, b: jnp.sum((p["w"] - b) ** 2), optax_boost.lars(0.1))
+state = step.init({"w": jnp.ones((2, 2))})
+state, metrics = step(state, 3.0)
+assert "flax" not in sys.modules
+print(optax_boost.__version__, optax_boost.__file__, float(metrics["loss"]))
+"""
+  version, file, loss = run_python(code, wheel.parent, PYTHONPATH=str(wheel)).split()
+  assert version == optax_boost.__version__
+  assert str(wheel) in file
+  assert float(loss) == 16.0

@@ -1,0 +1,127 @@
+"""`make devices`: cases for all methods, figures read rightly, bounds that can break."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from benchmarks.devices import bounds
+from benchmarks.devices import cases
+from benchmarks.devices import chips
+from benchmarks.devices import programs
+from tests.contract import registry
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = """\
+HloModule jit_step
+
+%body (p: f32[8]) -> f32[8] {
+  %inner = f32[8]{0} fusion(%p), kind=kLoop
+  %permuted = bf16[4,2]{1,0} collective-permute(%inner), channel_id=1
+}
+
+ENTRY %main (p0: f32[8]) -> f32[8] {
+  %a = f32[8]{0} fusion(%p0), kind=kLoop, calls=%fused
+  %sum = (f32[3]{0}, f32[]) all-reduce-start(%a, %b), channel_id=2
+  %loop = (f32[8]{0}) while(%a), condition=%c, body=%body
+  %copy.1 = f32[8]{0} copy(%a)
+}
+"""
+
+# `make devices` where the compilers are not installed, whether or not they are here.
+WITHOUT_COMPILERS = """\
+import importlib.util
+import runpy
+
+find_spec = importlib.util.find_spec
+compilers = ("jax_cuda12_plugin", "libtpu")
+importlib.util.find_spec = lambda name, *of: None if name in compilers else find_spec(name, *of)
+runpy.run_module("benchmarks.devices", run_name="__main__")
+"""
+
+
+class Compiled:
+  def as_text(self) -> str:
+    return PROGRAM
+
+  def cost_analysis(self):
+    return {"bytes accessed": 64.0}
+
+  def memory_analysis(self):
+    class Memory:
+      temp_size_in_bytes = 32
+
+    return Memory
+
+
+def test_every_factory_has_a_case():
+  assert {case.factory for case in cases.CASES.values()} - {""} == registry.public_factories()
+
+
+def test_kernels_loops_and_collectives_are_counted():
+  assert programs.read(Compiled()) == {
+    "kernels": 2,
+    "loops": 1,
+    "collectives": {"collective-permute": 1, "all-reduce": 1},
+    "collective bytes": 16 + 16,
+    "temporary bytes": 32,
+    "bytes accessed": 64.0,
+    "HBM bytes": 32 + 3 * 32 + (16 + 32) + 32,
+  }
+
+
+def test_bytes_in_the_fast_memory_of_a_tpu_are_not_counted():
+  program = """
+  %p = f32[8]{0:T(128)} parameter(0)
+  %start = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
+  %done = f32[8]{0:T(128)S(1)} copy-done(%start)
+  %both = (f32[8]{0:T(128)S(1)}, f32[4]{0:T(128)}) fusion(%done), kind=kLoop, calls=%fused
+"""
+  assert programs._hbm_bytes(program) == 32 + 16
+
+
+def test_broken_bounds_are_named(monkeypatch):
+  limits = (
+    ("h100", "replicated", "lars", "kernels", 1),
+    ("h100", "replicated", "svrg", "loops", 0),
+  )
+  monkeypatch.setattr(bounds, "BOUNDS", limits)
+  records = {"h100": {"replicated": {"lars": programs.read(Compiled()), "svrg": {"error": "late"}}}}
+  assert bounds.broken(records) == [
+    "lars on h100, params replicated: kernels 2, at most 1",
+    "svrg on h100, params replicated: loops late, at most 0",
+  ]
+  assert bounds.broken({}) == []
+
+
+def test_bounds_may_be_per_leaf_or_in_parts_of_another_case(monkeypatch):
+  limits = (
+    ("h100", "replicated", "lars", "kernels / leaves", 0.05),
+    ("h100", "replicated", "lars", "kernels / svrg", 0.5),
+    ("h100", "replicated", "lars", "kernels / svrg", 1),
+    ("h100", "replicated", "lars", "kernels / adasum", 0),
+  )
+  monkeypatch.setattr(bounds, "BOUNDS", limits)
+  record = programs.read(Compiled())
+  assert bounds.broken({"h100": {"replicated": {"lars": record, "svrg": record}}}) == [
+    "lars on h100, params replicated: kernels / leaves 0.1, at most 0.05",
+    "lars on h100, params replicated: kernels / svrg 1.0, at most 0.5",
+  ]
+
+
+def test_bounds_name_what_is_measured():
+  for chip, layout, case, _, _ in bounds.BOUNDS:
+    assert layout in chips.layouts(chips.CHIPS[chip])
+    assert case in cases.CASES
+    assert cases.CASES[case].is_for(chip, layout)
+
+
+def test_without_the_packages_it_says_what_to_install(tmp_path):
+  command = [sys.executable, "-c", WITHOUT_COMPILERS, "--out", str(tmp_path), "lars"]
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  result = subprocess.run(
+    command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+  )
+  assert "H100: left out; it needs `pip install jax-cuda12-plugin" in result.stdout
+  assert "TPU v5e 2x4: left out; it needs `pip install libtpu`" in result.stdout
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,165 @@
+"""Every Python block of the docs runs, in order, page by page; every page is linked; all builds."""
+
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.auto
+import optax_boost.linen
+import optax_boost.nnx
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "build" not in p.relative_to(DOCS).parts)
+CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
+RACE = sys.modules["optax_boost.race"]  # the attribute is the function
+
+
+def blocks(page):
+  return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+# tests/house/test_migration.py runs MindSpore's page and reads its output.
+RUN = [p for p in PAGES if blocks(p) and p.name != "mindspore.md"]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(DOCS)))
+def test_the_code_of_a_page_runs(page):
+  namespace = {}
+  for code in blocks(page):
+    exec(compile(code, str(page.relative_to(DOCS)), "exec"), namespace)
+
+
+HEADINGS = (
+  "When to use it, and when not",
+  "Code",
+  "Knobs",
+  "Cost",
+  "Distributed",
+  "Composes with",
+  "Measured",
+  "Differences from the original",
+  "References",
+)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
+def test_a_card_says_all_that_a_card_must(card):
+  text = card.read_text(encoding="utf-8")
+  found = re.findall("^## (.*)$", text, re.MULTILINE)
+  assert not set(HEADINGS) - set(found)
+
+
+def rendered_lines(text):
+  """How many lines of 95 characters a card takes: a heading as two, a picture as eight."""
+  lines = 0
+  for part in re.split(r"(```.*?```)", re.sub(r"\]\(.*?\)", "", text), flags=re.DOTALL):
+    if part.startswith("```"):
+      lines += part.count("\n") - 1
+      continue
+    for block in re.split(r"\n\n+", part.strip()):
+      if block.startswith(("#", "![")):
+        lines += 2 if block.startswith("#") else 8
+      else:
+        pieces = re.split(r"\n(?=- |\|)", re.sub(r"\n\|[-|]+$", "", block, flags=re.MULTILINE))
+        lines += sum(len(textwrap.wrap(piece, 95)) for piece in pieces)
+  return lines
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
+def test_a_card_fits_on_two_screens(card):
+  assert rendered_lines(card.read_text(encoding="utf-8")) <= 120, (
+    "move a long table to benchmarks/results/"
+  )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_a_relative_link_leads_to_a_file(page):
+  links = re.findall(r"\]\((?!https://|#)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+  missing = [link for link in links if not (page.parent / link).exists()]
+  assert not missing
+
+
+def test_the_reference_has_every_public_name_once():
+  documented = re.findall(
+    r"^\.\. auto\w+:: (\S+)", (DOCS / "reference.md").read_text(encoding="utf-8"), re.M
+  )
+  public = {f"optax_boost.{name}" for name in optax_boost.__all__}
+  for module in (optax_boost.nnx, optax_boost.linen, optax_boost.auto, RACE):
+    public |= {f"{module.__name__}.{name}" for name in module.__all__}
+  # The two functions are public in the root, too, where they are documented.
+  public -= {"optax_boost.auto.auto_boost", "optax_boost.race.race"}
+  assert sorted(documented) == sorted(public)
+
+
+def test_the_fields_that_the_reference_names_are_in_the_states():
+  from tests import problems
+  from tests.contract import registry
+
+  table = re.findall(
+    r"^\| (`\w+`.*?) \| (`\w+`.*?) \| .* \|$",
+    (DOCS / "reference.md").read_text(encoding="utf-8"),
+    re.M,
+  )
+  rows = {row.factory: row for row in registry.ROWS}
+  assert table
+  for fields, factories in table:
+    for factory in re.findall(r"`(\w+)`", factories):
+      state = rows[factory].make().init(problems.params())
+      for field in re.findall(r"`(\w+)`", fields):
+        assert optax.tree.get_all_with_path(state, field), f"{factory} has no field {field}"
+
+
+def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():
+  for path, expected in runpy.run_path(str(DOCS / "card_tables.py"))["pages"]().items():
+    assert path.read_text(encoding="utf-8") == expected, f"{path}: run `python docs/card_tables.py`"
+
+
+def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
+  script = runpy.run_path(str(DOCS / "card_tables.py"))
+  (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n", encoding="utf-8")
+  with pytest.raises(ValueError, match=r"method.md must begin with its header"):
+    script["read_cards"](tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_a_picture_is_there_is_small_and_has_a_text_of_its_own(page):
+  for text, target in re.findall(
+    r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"), re.DOTALL
+  ):
+    assert len(text) > 20
+    assert (page.parent / target).stat().st_size < 80_000
+
+
+def test_every_transformation_has_a_card():
+  from tests.contract import registry
+
+  cards = "".join(card.read_text(encoding="utf-8") for card in CARDS)
+  missing = {name for name in registry.public_factories() if f"`{name}" not in cards}
+  assert not missing - {"scale_by_lars_trust_ratio"}
+
+
+@pytest.mark.parametrize("name", ["mxnet", "horovod", "sgperm"])
+def test_a_migration_table_names_only_what_there_is(name):
+  page = (DOCS / "migrating" / f"{name}.md").read_text(encoding="utf-8")
+  for row in re.findall(r"^\|[^|]*\|([^|]*)\|", page, re.MULTILINE):
+    for used in re.findall(r"`([a-z_]+)\(", row):
+      assert hasattr(optax_boost, used), used
+
+
+def test_the_pages_build_without_a_warning(tmp_path):
+  pytest.importorskip("furo")
+  command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "dummy"]
+  result = subprocess.run(
+    [*command, "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "out")],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr[-2000:]

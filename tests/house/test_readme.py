@@ -1,0 +1,93 @@
+"""Every Python block of the README runs, in order, each in a namespace of its own."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+import optax_boost
+from tests.house import test_architecture
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGE = pathlib.Path(optax_boost.__file__).parent
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_quick_starts():
+  assert len(BLOCKS) >= 3
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_block_runs(code):
+  exec(compile(code, "README.md", "exec"), {})
+
+
+def test_readme_names_the_two_commands():
+  assert "make demo" in README
+  assert "make test" in README
+
+
+def test_a_relative_link_leads_to_a_file():
+  links = re.findall(r"\]\((?!https://)([^)]*)\)", README)
+  assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_page_on_pypi_has_no_relative_link_which_would_lead_nowhere():
+  hooks = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+    "metadata"
+  ]["hooks"]
+  page = README
+  for rule in hooks["fancy-pypi-readme"]["substitutions"]:
+    page = re.sub(rule["pattern"], rule["replacement"], page)
+  assert not re.findall(r"\]\((?!https://)[^)]*\)", page)
+  assert re.findall(r"\]\(https://arxiv.org/[^)]*\)", page)
+
+
+def test_the_quick_start_follows_the_table_of_methods():
+  between = README.split("<!-- end -->")[1].split("## Quick start")[0]
+  assert not between.strip()
+
+
+MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", README, re.DOTALL)[1]
+
+
+def named_in_the_map():
+  """The paths in the map: names that end in a slash or .py, left of the descriptions."""
+  folder, paths = "", set()
+  for line in MAP.splitlines():
+    if not line.startswith(" "):
+      folder = line.split()[0]
+      paths.add(folder)
+    elif line[2] != " ":
+      names = re.match(r" *(?:[\w.]+(?:/|\.py)(?: +|$))*", line)[0]
+      paths |= {folder + name for name in names.split()}
+  return paths
+
+
+def test_all_that_the_map_names_is_there():
+  missing = {
+    path
+    for path in named_in_the_map()
+    if not (ROOT / path).exists() and not (PACKAGE.parent / path).exists()
+  }
+  assert not missing, f"README's map names {missing}; correct it"
+
+
+def test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own():
+  parts = {f"optax_boost/{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
+  parts |= {f"optax_boost/{path.name}" for path in PACKAGE.glob("*.py") if shared(path)}
+  missing = parts - named_in_the_map()
+  assert not missing, f"README's map lacks {missing}; add them"
+
+
+def shared(path):
+  return path.stem in (*test_architecture.FOUNDATION, test_architecture.TRAIN_STEP)
+
+
+def test_texts_are_read_as_utf_8_whatever_the_locale_is():
+  folders = ("benchmarks", "docs", "examples", "optax_boost", "tests")
+  files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+  without = re.compile(r"\.read_text\((?!\s*encoding)")
+  assert not [f for f in files if without.search(f.read_text(encoding="utf-8"))]

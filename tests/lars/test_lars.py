@@ -1,0 +1,638 @@
+"""LARS against the recorded runs of MXNet and MindSpore, and against NumPy."""
+
+import json
+import pathlib
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import closeness
+from tests import layer_losses
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+# With every operation rounded up or down at random, weights and momenta err by up to 7 ulps of
+# their terms after ten steps: two norms, a ratio, and some 8 products and sums a step.
+ULPS = 8
+
+
+def load(name):
+  with np.load(GOLDEN / f"{name}.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  return arrays, json.loads(str(arrays["meta_json"]))["hyper"]
+
+
+def unflatten(arrays, vector):
+  """Cuts a trace's concatenated vector into its named tensors."""
+  tree, start = {}, 0
+  for name, text in zip(arrays["param_names"], arrays["param_shapes"], strict=True):
+    shape = tuple(int(n) for n in text.split(","))
+    tree[str(name)] = jnp.asarray(vector[start : start + np.prod(shape)].reshape(shape))
+    start += int(np.prod(shape))
+  return tree
+
+
+def flatten(arrays, tree):
+  return np.concatenate([np.ravel(tree[str(name)]) for name in arrays["param_names"]])
+
+
+def mxnet_lars(arrays, case, **kwargs):
+  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  return optax_boost.lars(
+    lambda count: rates[count],
+    weight_decay=case["wd"],
+    momentum=case["momentum"] or None,
+    trust_coefficient=case["eta"],
+    eps=case["eps"],
+    clip=case["clip_gradient"],
+    exclude="(gamma|beta|bias)$",
+    **kwargs,
+  )
+
+
+def replay(arrays, case, tx):
+  """Weights and momenta after every step of a trace."""
+  grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
+  params = unflatten(arrays, arrays["init"].astype(np.float32))
+  state, update = tx.init(params), jax.jit(tx.update)
+  weights, momenta = [], []
+  for t in range(len(grads)):
+    g = unflatten(arrays, grads[t].astype(np.float32) * np.float32(case["rescale_grad"]))
+    updates, state = update(g, state, params)
+    params = optax.apply_updates(params, updates)
+    weights.append(flatten(arrays, params))
+    if case["momentum"]:
+      momenta.append(flatten(arrays, optax.tree.get(state, "trace")))
+  return np.stack(weights), np.stack(momenta) if momenta else None
+
+
+def assert_weights_agree(found, start, expected):
+  """Weights after each step; their terms are the initial weight and the updates."""
+  closeness.assert_within_ulps(found, expected, closeness.path_lengths(start, expected), ULPS)
+
+
+def assert_momenta_agree(found, expected, decay):
+  """Momenta after each step; their terms are the decayed gradients times the rates."""
+  last = np.concatenate([np.zeros_like(expected[:1]), expected[:-1]])
+  terms = closeness.decayed_sums(expected - decay * last, decay)
+  closeness.assert_within_ulps(found, expected, terms, ULPS)
+
+
+def assert_close(found, expected, rtol):
+  """Relative to the largest entry; of runs that differ by more than roundings."""
+  np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
+
+
+MXNET2 = [("lars_mxnet200beta1_fp32", case) for case in range(26)]
+
+
+@pytest.mark.parametrize(("name", "number"), MXNET2)
+def test_agrees_with_mxnet_2(name, number):
+  arrays, hyper = load(name)
+  case = hyper["cases"][number]
+  weights, momenta = replay(arrays, case, mxnet_lars(arrays, case))
+  assert_weights_agree(weights, arrays["init"], arrays[f"c{number:02}_w"])
+  if case["momentum"]:
+    assert_momenta_agree(momenta, arrays[f"c{number:02}_m"], case["momentum"])
+
+
+def test_agrees_with_mxnet_2_on_float16_gradients_and_float32_masters():
+  arrays, hyper = load("lars_mxnet200beta1_fp16mp")
+  weights, _ = replay(arrays, hyper["cases"][14], mxnet_lars(arrays, hyper["cases"][14]))
+  assert_weights_agree(weights, arrays["init"], arrays["unfused_c14_w"])
+  for number, case in enumerate(hyper["cases"]):
+    # The fused path takes the norm of the float16 copy of the weights, we that of the master.
+    weights, _ = replay(arrays, case, mxnet_lars(arrays, case))
+    assert_close(weights, arrays[f"c{number:02}_w"], 5e-5)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_agrees_with_mxnet_1_9_where_it_has_no_momentum_to_correct(number):
+  arrays, hyper = load("lars_mxnet191_fp32")
+  tx = mxnet_lars(arrays, hyper["cases"][number], weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, hyper["cases"][number], tx)
+  assert_weights_agree(weights, arrays["init"], arrays[f"c{number:02}_w"])
+
+
+def test_agrees_with_mxnet_1_9_without_momentum_correction():
+  arrays, hyper = load("lars_mxnet191_fp32")
+  tx = mxnet_lars(arrays, hyper["cases"][22], weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, hyper["cases"][22], tx)
+  assert_weights_agree(weights, arrays["init"], arrays["nocorrection_c22_w"])
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
+  arrays, hyper = load("lars_mxnet191_fp16mp")
+  case = hyper["cases"][number]
+  if case["momentum"] and number != 14:
+    return
+  tx = mxnet_lars(arrays, case, weight_decay_mask="_weight$")
+  weights, _ = replay(arrays, case, tx)
+  expected = arrays["nocorrection_c14_w" if number == 14 else f"c{number:02}_w"]
+  assert_close(weights, expected, 5e-4)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_agrees_with_mindspore_where_norms_are_not_zero(number):
+  arrays, hyper = load("lars_mindspore")
+  case = hyper["cases"][number]
+  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  rate = (lambda count: rates[count]) if case["schedule"] else float(rates[0])
+  tx = optax.chain(
+    optax.scale(1 / case["loss_scale"]),
+    optax_boost.scale_by_lars_trust_ratio(
+      hyper["coefficient"],
+      case["weight_decay"],
+      hyper["epsilon"],
+      clip_ratio=rate if case["use_clip"] else None,
+      exclude=("LayerNorm", "bias"),
+      weight_decay_mask="^(?!.*(LayerNorm|bias|beta|gamma))",  # as in docs/migrating/mindspore.md
+    ),
+    optax.trace(case["momentum"]),  # MindSpore's SGD keeps the rate outside of the momentum.
+    optax.scale_by_learning_rate(rate),
+  )
+  params = unflatten(arrays, arrays["init"])
+  state = tx.init(params)
+  found = [params]
+  for grads in arrays["grads"]:
+    updates, state = tx.update(unflatten(arrays, grads * case["loss_scale"]), state, params)
+    params = optax.apply_updates(params, updates)
+    found.append(params)
+  expected = [unflatten(arrays, weights) for weights in arrays[f"c{number:02}_w"]]
+  for name in ("fc1.weight", "conv.weight", "bn.gamma", "bn.beta", "fc1.bias"):
+    start, *weights = (tree[name] for tree in found)
+    assert_weights_agree(np.stack(weights), start, np.stack([tree[name] for tree in expected]))
+
+
+@pytest.mark.parametrize("number", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize("of", ["params", "gradients"])
+def test_trust_ratio_is_one_where_a_norm_is_zero_or_not_finite(of, number):
+  trees = {"params": {"kernel": jnp.ones((2, 2))}, "gradients": {"kernel": jnp.ones((2, 2))}}
+  trees[of]["kernel"] *= number
+  tx = optax_boost.scale_by_lars_trust_ratio()
+  _, state = tx.update(trees["gradients"], tx.init(trees["params"]), trees["params"])
+  assert optax.tree.get(state, "trust_ratio") == 1
+  assert optax.tree.get(state, "notfinite_count") == (number != 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norms_of_half_precision_kernels_do_not_overflow(dtype):
+  kernel = {"kernel": jnp.full((1024, 1024), 0.5, dtype)}
+  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.01, eps=0.0)
+  updates, state = tx.update(kernel, tx.init(kernel), kernel)
+  np.testing.assert_allclose(state.trust_ratio, [0.01], rtol=1e-6)
+  assert state.trust_ratio.dtype == jnp.float32
+  np.testing.assert_allclose(updates["kernel"].astype(jnp.float32), 0.005, rtol=1e-2)
+
+
+def test_a_layer_with_a_bad_gradient_stands_still_and_is_counted():
+  params = {"good": jnp.ones((2, 2)), "bad": jnp.ones((2, 2))}
+  grads = {"good": jnp.ones((2, 2)), "bad": jnp.array([[1.0, jnp.nan], [1.0, 1.0]])}
+  tx = optax_boost.lars(1.0, weight_decay=0.1)
+  updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+  assert not jnp.any(updates["bad"])
+  assert jnp.all(updates["good"] < 0)
+  assert optax.tree.get(state, "notfinite_count") == 1
+  _, state = tx.update(params, state, params)
+  assert optax.tree.get(state, "notfinite_count") == 1
+
+
+def test_in_an_excluded_leaf_only_the_bad_entries_stand_still():
+  params = {"bias": jnp.ones(3)}
+  tx = optax_boost.lars(1.0)
+  updates, _ = tx.update({"bias": jnp.array([1.0, jnp.inf, 2.0])}, tx.init(params), params)
+  np.testing.assert_array_equal(updates["bias"], [-1.0, 0.0, -2.0])
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "expected"),
+  [
+    ("dense/kernel", (3, 4), False),
+    ("dense/bias", (4,), True),
+    ("attention/query/bias", (2, 4), True),
+    ("norm/scale", (4,), True),
+    ("batch_norm/gamma", (4,), True),
+    ("batch_norm/beta", (1, 1, 1, 4), True),
+    ("rescale_net/kernel", (3, 3), False),
+    ("vector", (4,), True),
+    ("scalar", (), True),
+    ("embedding", (10, 4), False),
+  ],
+)
+def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, expected):
+  keys = path.split("/")
+  tree = jnp.ones(shape)
+  for key in reversed(keys):
+    tree = {key: tree}
+  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.5)
+  _, state = tx.update(tree, tx.init(tree), tree)
+  (ratio,) = jax.tree.leaves(state.trust_ratio)
+  assert (ratio == 1) == expected
+
+
+def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
+  rng = np.random.default_rng(0)
+  layers = [rng.normal(size=(4, 3)).astype(np.float32) * s for s in (0.1, 1.0, 10.0)]
+  grads = [rng.normal(size=(4, 3)).astype(np.float32) for _ in layers]
+  stacked = {"layers": {"kernel": jnp.stack(layers, 1), "bias": jnp.ones((2, 3))}}
+  stacked_grads = {"layers": {"kernel": jnp.stack(grads, 1), "bias": jnp.ones((2, 3))}}
+  tx = optax_boost.lars(0.1, 1e-2)
+  described = layer_losses.described(stacked, {"kernel": (1,), "bias": (1,)})
+  updates, state = tx.update(stacked_grads, tx.init(stacked), stacked, layers=described)
+  ratios = []
+  alone = optax_boost.lars(0.1, 1e-2)
+  for i, (w, g) in enumerate(zip(layers, grads, strict=True)):
+    expected, own = alone.update({"kernel": g}, alone.init({"kernel": w}), {"kernel": w})
+    ratios.append(optax.tree.get(own, "trust_ratio"))
+    np.testing.assert_allclose(
+      updates["layers"]["kernel"][:, i], expected["kernel"], rtol=1e-5, atol=1e-8
+    )
+  # A number per leaf: bias and kernel.
+  expected = [1, np.mean(ratios)]
+  np.testing.assert_allclose(optax.tree.get(state, "trust_ratio"), expected, rtol=1e-5)
+
+
+def test_weight_decay_mask_leaves_the_others_undecayed():
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  zero = jax.tree.map(jnp.zeros_like, params)
+  for mask in ("kernel", {"kernel": True, "bias": False}, optax_boost.path_mask("kernel")):
+    tx = optax_boost.lars(1.0, 0.5, momentum=None, weight_decay_mask=mask)
+    updates, _ = tx.update(zero, tx.init(params), params)
+    assert jnp.all(updates["kernel"] == -0.5)
+    assert not jnp.any(updates["bias"])
+
+
+def test_nesterov_looks_one_step_ahead():
+  params = {"kernel": jnp.ones((2, 2))}
+  plain = optax_boost.lars(1.0, momentum=0.9)
+  ahead = optax_boost.lars(1.0, momentum=0.9, nesterov=True)
+  first, _ = plain.update(params, plain.init(params), params)
+  second, _ = ahead.update(params, ahead.init(params), params)
+  np.testing.assert_allclose(second["kernel"], 1.9 * first["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["rows", ("rows",)])
+def test_inside_shard_map_norms_run_over_all_shards(axis):
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  rng = np.random.default_rng(0)
+  params = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
+  grads = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
+  whole = optax_boost.lars(0.1, 1e-2)
+  expected, state = whole.update(grads, whole.init(params), params)
+  tx = optax_boost.lars(0.1, 1e-2, axis_name=axis)
+
+  def step(grads, params):
+    updates, state = tx.update(grads, tx.init(params), params)
+    return updates, optax.tree.get(state, "trust_ratio")
+
+  spec = jax.sharding.PartitionSpec("rows")
+  sharded = jax.shard_map(
+    step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, jax.sharding.PartitionSpec())
+  )
+  updates, ratio = jax.jit(sharded)(grads, params)
+  np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-5)
+  np.testing.assert_allclose(ratio, optax.tree.get(state, "trust_ratio"), rtol=1e-6)
+  text = jax.jit(sharded).lower(grads, params).compile().as_text()
+  assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("platform", ["CPU", "GPU"])
+def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platform):
+  if platform == "GPU":
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  rng = np.random.default_rng(0)
+  shapes = {"layers": (4, 3, 2), "head": (8, 3), "tail": (8, 3)}
+  params, grads = (
+    {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    for _ in range(2)
+  )
+  options = {"weight_decay": 0.01, "layers": layer_losses.described(params, {"layers": (0,)})}
+  whole = optax_boost.lars(0.1, **options)
+  expected, _ = whole.update(grads, whole.init(params), params)
+  tx = optax_boost.lars(0.1, axis_name={"head|tail": "x", "layers": ()}, **options)
+  spec = jax.sharding.PartitionSpec("x")
+  step = jax.shard_map(
+    lambda g, p: tx.update(g, tx.init(p), p)[0], mesh=mesh, in_specs=(spec, spec), out_specs=spec
+  )
+  chex.assert_trees_all_close(jax.jit(step)(grads, params), expected, rtol=1e-5)
+
+
+def test_there_is_no_buffer_beyond_the_norms():
+  shapes = [(256, 256), (512, 128), (3, 3, 64, 64)]
+  params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
+  tx = optax_boost.lars(0.1, 1e-4)
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  # Not donated: up to jax 0.8.1, XLA copies the donated arrays first on CPUs.
+  lowered = jax.jit(step).lower(params, tx.init(params), params)
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < 4096
+
+
+def test_accepts_a_schedule_and_keeps_the_rate_inside_the_momentum():
+  params = {"kernel": jnp.ones((1, 1))}
+  tx = optax_boost.lars(lambda count: 1.0 / (1 + count), momentum=0.5, exclude=".*")
+  state = tx.init(params)
+  first, state = tx.update(params, state, params)
+  second, _ = tx.update(params, state, params)
+  np.testing.assert_allclose(first["kernel"], -1.0)
+  np.testing.assert_allclose(second["kernel"], 0.5 * -1.0 - 0.5)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"learning_rate": -1.0}, ValueError, r"`learning_rate` must be finite and >= 0; got -1"),
+    ({"learning_rate": "fast"}, TypeError, r"`learning_rate` must be a real number .* str"),
+    ({"learning_rate": None}, TypeError, r"`learning_rate` must be a real number .* NoneType"),
+    ({"weight_decay": float("nan")}, ValueError, r"`weight_decay` must be finite"),
+    ({"momentum": 1.0}, ValueError, r"`momentum` must be finite and >= 0 and < 1; got 1.0"),
+    ({"trust_coefficient": 0}, ValueError, r"`trust_coefficient` must be finite and > 0"),
+    ({"eps": -1e-8}, ValueError, r"`eps` must be finite and >= 0"),
+    ({"clip": -1.0}, ValueError, r"`clip` must be finite and >= 0"),
+    ({"momentum": True}, TypeError, r"`momentum` must be a real number"),
+    ({"eps": jnp.ones(3)}, ValueError, r"`eps` must be a scalar; got .* \(3,\)"),
+  ],
+  ids=lambda value: str(value)[:30],
+)
+def test_refuses_hyperparameters_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.lars(**({"learning_rate": 0.1} | kwargs))
+
+
+def test_a_pattern_that_matches_nothing_warns_and_shows_the_leaves():
+  tx = optax_boost.lars(0.1, exclude=("bias", "gain"))
+  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gain'\]. The leaves are: bias, ker"):
+    tx.init(params)
+
+
+@pytest.mark.parametrize(
+  ("exclude", "error", "message"),
+  [
+    (3, TypeError, r"`exclude` must be regular expressions, a tree of bools.* got 3"),
+    (lambda params: 1.0, TypeError, r"static_args"),
+    ({"other": True}, ValueError, r"`exclude` must be a tree of bools with the structure"),
+  ],
+)
+def test_refuses_an_exclusion_it_cannot_read(exclude, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.lars(0.1, exclude=exclude).init({"kernel": jnp.ones((2, 2))})
+
+
+def test_a_callable_mask_under_inject_hyperparams_works_as_a_static_argument():
+  params = {"kernel": jnp.ones((2, 2))}
+  factory = optax.inject_hyperparams(
+    optax_boost.scale_by_lars_trust_ratio, static_args=("exclude",)
+  )
+  tx = factory(exclude=lambda tree: jax.tree.map(lambda _: True, tree))
+  updates, _ = tx.update(params, tx.init(params), params)
+  np.testing.assert_array_equal(updates["kernel"], params["kernel"])
+
+
+def test_a_callable_mask_under_inject_hyperparams_is_never_ignored_silently():
+  params = {"kernel": jnp.ones((2, 2))}
+  factory = optax.inject_hyperparams(optax_boost.scale_by_lars_trust_ratio)
+  for mask in (lambda tree: jax.tree.map(lambda _: True, tree), optax_boost.path_mask("kernel")):
+    with (
+      pytest.raises(TypeError, match=r"static_args"),
+      warnings.catch_warnings(action="ignore"),
+    ):
+      factory(exclude=mask).init(params)
+
+
+def test_no_warning_where_the_automatic_rule_excludes_nothing():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    optax_boost.lars(0.1).init({"kernel": jnp.ones((2, 2))})
+
+
+def test_trust_ratios_of_a_population_keep_its_axis():
+  params = {"kernel": jnp.ones((5, 2, 2)), "bias": jnp.ones((5, 2))}
+  tx = optax_boost.lars(0.1)
+  state = jax.vmap(tx.init)(params)
+  assert optax.tree.get(state, "trust_ratio").shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+  "rate", [0.02, optax.linear_schedule(0.0, 0.05, 4)], ids=["constant", "warm-up"]
+)
+def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
+  params = {"slow": jnp.full((2, 2), 1.0), "fast": jnp.full((2, 2), 100.0)}
+  grads = jax.tree.map(jnp.ones_like, params)
+  tx = optax_boost.lars(rate, momentum=None, trust_coefficient=0.01, eps=0.0, clip_ratio=True)
+  state = tx.init(params)
+  for t in range(5):
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    bound = rate(t) if callable(rate) else rate
+    np.testing.assert_allclose(updates["fast"], -min(1.0, bound), rtol=1e-6)
+    np.testing.assert_allclose(updates["slow"], -min(0.01, bound), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_layer_with_a_bad_weight_stands_still_and_is_counted(bad):
+  params = {"broken": jnp.ones((2, 2)).at[0, 0].set(bad), "good": jnp.ones((2, 2))}
+  grads = jax.tree.map(jnp.ones_like, params)
+  tx = optax_boost.lars(1.0, trust_coefficient=0.01, weight_decay=0.1)
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert not jnp.any(updates["broken"])
+  assert jnp.all(updates["good"] < 0)
+  assert optax.tree.get(state, "notfinite_count") == 1
+
+
+@pytest.mark.parametrize("params_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_all_pairs_of_dtypes_train(params_dtype, grads_dtype, momentum):
+  params = {"kernel": jnp.ones((2, 2), params_dtype)}
+  tx = optax_boost.lars(1.0, momentum=momentum, trust_coefficient=0.1)
+
+  def body(carry, _):
+    params, state = carry
+    updates, state = tx.update(jax.tree.map(lambda p: p.astype(grads_dtype), params), state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), length=3)
+  assert params["kernel"].dtype == params_dtype
+  assert jnp.all(params["kernel"] < 0.8)
+
+
+def test_errors_name_the_function_that_was_called():
+  params = {"kernel": jnp.ones((2, 2))}
+  tx = optax_boost.lars(0.1)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match="`lars` needs the current params"):
+    tx.update(params, state)
+  with pytest.raises(TypeError, match="`lars` needs real floating-point leaves; the leaf 'params'"):
+    optax_boost.lars(0.1).init(jnp.ones(3, jnp.int32))
+  with pytest.raises(TypeError, match=r"`scale_by_lars_trust_ratio` needs the state that its own"):
+    optax_boost.scale_by_lars_trust_ratio().update(params, optax.EmptyState(), params)
+  sharded = optax_boost.lars(0.1, axis_name="rows")
+  with pytest.raises(ValueError, match=r"given axis_name='rows', but no such axis is bound"):
+    sharded.update(params, state, params)
+  with pytest.raises(ValueError, match=r"given axis_name='rows', but no such axis is bound"):
+    sharded.update({}, sharded.init({}), {})
+
+
+def test_a_pattern_without_effect_is_warned_of_once():
+  params = {"kernel": jnp.ones((2, 2))}
+  tx = optax_boost.lars(0.1, exclude="bias")
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state = tx.init(params)
+    for _ in range(3):
+      _, state = tx.update(params, state, params)
+    jax.jit(tx.update)(params, state, params)
+  assert sorted(str(w.message).split("`")[1] for w in caught) == ["exclude"]
+
+
+def test_small_steps_of_float16_gradients_reach_float32_params():
+  params = {"kernel": jnp.full((2, 2), 1e-3)}
+  grads = {"kernel": jnp.full((2, 2), 1.0, jnp.float16)}
+  tx = optax_boost.lars(1.0, trust_coefficient=1e-5, eps=0.0)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -1e-8, rtol=1e-5)
+
+
+def test_a_bad_weight_in_a_leaf_of_ratio_one_does_not_enter_the_momentum():
+  params = {"bias": jnp.ones(2).at[0].set(jnp.nan)}
+  tx = optax_boost.lars(1.0, weight_decay=0.1)
+  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  np.testing.assert_allclose(updates["bias"], [0.0, -1.1], rtol=1e-6)
+  assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+def test_a_clipped_ratio_of_a_layer_without_weights_is_one():
+  params = {"kernel": jnp.zeros((2, 2))}
+  tx = optax_boost.lars(4.0, momentum=None, clip_ratio=True)
+  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  np.testing.assert_allclose(updates["kernel"], -4.0, rtol=1e-6)
+
+
+def as_on_gpus(*arguments, cuda, **others):
+  """``jax.lax.platform_dependent`` with the program for NVIDIA's chips."""
+  del others
+  return cuda(*arguments)
+
+
+def small_and_large_leaves():
+  shapes = {f"small_{i}/kernel": (16, 8) for i in range(5)}
+  shapes |= {
+    "w0/kernel": (3, 8),
+    "w1/kernel": (3, 8),
+    "large/kernel": (128, 64),
+    "layers/kernel": (3, 16, 8),
+    "z/bias": (8,),
+    "a/bias": (8,),
+  }
+  rng = np.random.default_rng(0)
+  params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+  grads = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+  params["w0/kernel"] = jnp.zeros((3, 8))
+  grads["small_2/kernel"] = grads["small_2/kernel"].at[0, 0].set(jnp.inf)
+  return params, grads
+
+
+@pytest.mark.parametrize("clip_ratio", [False, True])
+def test_small_leaves_worked_on_together_take_the_same_steps(monkeypatch, clip_ratio):
+  params, grads = small_and_large_leaves()
+  tx = optax_boost.lars(
+    0.1,
+    0.1,
+    clip_ratio=clip_ratio,
+    weight_decay_mask=["^small_[01]", "^w1"],
+    layers=layer_losses.described(params, {"layers/kernel": (0,)}),
+  )
+  state = tx.init(params)
+  apart = tx.update(grads, state, params)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  together = tx.update(grads, state, params)
+  chex.assert_trees_all_close(together, apart, rtol=1e-6)
+  assert optax.tree.get(apart, "notfinite_count") == 1
+
+
+def test_on_gpus_a_thousand_small_leaves_need_one_reduction(monkeypatch):
+  params = {f"{i:03d}": jax.ShapeDtypeStruct((10, 16), jnp.float32) for i in range(30)}
+  tx = optax_boost.lars(0.1)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  program = jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
+  text = str(program)
+  assert text.count("reduce_sum[") == 1
+
+
+# JAX knows `pcast` for about as long as XLA for CPUs joins all-reduces.
+@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="older XLA keeps all-reduces apart")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_gpus_small_sharded_leaves_are_not_gathered(monkeypatch, kind):
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  trees = small_and_large_leaves()
+  tx = optax_boost.lars(0.1, 0.1)
+  expected, _ = tx.update(trees[1], tx.init(trees[0]), trees[0])
+
+  def place(x):
+    spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+  with jax.set_mesh(mesh):
+    params, grads = jax.tree.map(place, trees)
+    compiled = jax.jit(tx.update).lower(grads, tx.init(params), params).compile()
+    updates, _ = compiled(grads, tx.init(params), params)
+  chex.assert_trees_all_close(jax.device_get(updates), expected, rtol=1e-5)
+  text = compiled.as_text()
+  assert "all-gather" not in text
+  assert text.count(" all-reduce(") == 1
+
+
+@pytest.mark.parametrize("platform", ["CPU", "GPU"])
+def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch, platform):
+  if platform == "GPU":
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+  mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  kernels = jnp.sin(jnp.arange(4.0 * 2 * 3 * 4)).reshape(4, 2, 3, 4)
+  params, grads = {"a": kernels, "b": kernels + 1}, {"a": kernels - 1, "b": kernels}
+  tx = optax_boost.lars(0.1, layers=layer_losses.described(params, {"a": (0, 1), "b": (0, 1)}))
+  expected, state = tx.update(grads, tx.init(params), params)
+  with jax.set_mesh(mesh):
+    spec = jax.sharding.PartitionSpec("x", "y")
+    params, grads = jax.device_put(params, spec), jax.device_put(grads, spec)
+    updates, after = jax.jit(tx.update)(grads, tx.init(params), params)
+  chex.assert_trees_all_close(
+    jax.device_get((updates, after)), jax.device_get((expected, state)), rtol=1e-5
+  )
+  assert updates["a"].sharding.is_equivalent_to(params["a"].sharding, 4)
+
+
+def test_derivatives_of_a_step_are_those_of_its_formula():
+  """With respect to the initial params, as in meta-learning; a layer of zeros has ratio 1."""
+  rng = np.random.default_rng(0)
+  kernels = {"hidden": rng.normal(size=(3, 4)), "zeros": np.zeros((4, 2))}
+  gradients = {name: rng.normal(size=x.shape) for name, x in kernels.items()}
+  params, grads = (jax.tree.map(jnp.float32, tree) for tree in (kernels, gradients))
+  tx = optax_boost.lars(0.1, trust_coefficient=0.5, weight_decay=0.01, momentum=0.0)
+
+  def total(params):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(optax.apply_updates(params, updates)))
+
+  def formula(hidden):
+    w, g = np.linalg.norm(hidden), np.linalg.norm(gradients["hidden"])
+    ratio = 0.5 * w / (g + 0.01 * w + 1e-8)
+    return np.sum(np.sin(hidden - 0.1 * ratio * (gradients["hidden"] + 0.01 * hidden)))
+
+  nudges = 1e-6 * np.eye(12).reshape(12, 3, 4)
+  slopes = [formula(kernels["hidden"] + d) - formula(kernels["hidden"] - d) for d in nudges]
+  found = jax.grad(total)(params)
+  np.testing.assert_allclose(np.ravel(found["hidden"]), np.divide(slopes, 2e-6), rtol=1e-4)
+  moved = 0.1 * gradients["zeros"]
+  np.testing.assert_allclose(found["zeros"], np.cos(moved) * (1 - 0.1 * 0.01), rtol=1e-5)
+  chex.assert_tree_all_finite(jax.hessian(total)(params))

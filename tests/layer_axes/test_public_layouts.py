@@ -1,0 +1,305 @@
+"""Per-layer methods on the layouts of public language models, with their layers scanned or not."""
+
+import functools
+
+import chex
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _protocol
+from optax_boost import _tree
+import optax_boost.linen as ob_linen
+from optax_boost.linen import _adapter as linen_adapter
+import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _adapter as nnx_adapter
+from tests.layer_axes import public_layouts
+from tests.layer_axes.public_layouts import LAYERS
+from tests.layer_axes.public_layouts import TOKENS
+
+# Its programs compile faster than those of JAX's default generator.
+KEY = jax.random.key(3, impl="unsafe_rbg")
+
+
+def loss_of_model(model, tokens, *rngs):
+  return public_layouts.next_token_loss(model(tokens, *rngs), tokens)
+
+
+# By name: the model, how its layers are written, the prefix of their leaves' paths, and the axis of
+# layers, None where they are written out.
+LAYOUTS = {
+  "lm1b": (public_layouts.TransformerLM, "layers", "decoder/encoderdecoderblock_", None),
+  "lm1b scan": (public_layouts.TransformerLM, "scan", "decoder/encoderdecoder/", 1),
+  "lm1b remat_scan": (public_layouts.TransformerLM, "remat_scan", "decoder/encoderdecoder/", 0),
+  "gemma linen": (public_layouts.LinenGemma, "layers", "layer_", None),
+  "gemma linen scan": (public_layouts.LinenGemma, "scan", "layers/", 0),
+  "gemma": (public_layouts.Transformer, "layers", "layers/", None),
+  "gemma scan": (public_layouts.Transformer, "scan", "layers/", 0),
+  "gemma pairs": (public_layouts.Transformer, "pairs", "layers/", 0),
+}
+
+
+class Traced:
+  """A layout, its params and its losses."""
+
+  def __init__(self, name):
+    make, form, self.prefix, self.axis = LAYOUTS[name]
+    self.is_nnx = make is public_layouts.Transformer
+    self.units = LAYERS // 2 if form == "remat_scan" else LAYERS
+    if self.is_nnx:
+      self.model = nnx.eval_shape(lambda: make(form, nnx.Rngs(0)))
+      nnx.update(self.model, public_layouts.filled(nnx.state(self.model, nnx.Param)))
+      args = self.model, TOKENS, nnx.Rngs(KEY)
+      loss, self.params, state, rest = nnx_adapter.adapt(
+        loss_of_model, self.model, nnx.Param, args[1:]
+      )
+      self.loss = lambda params: loss(params, state, *rest)[0]
+    else:
+      self.model = make(form)
+      self.variables = public_layouts.filled(jax.eval_shape(self.model.init, KEY, TOKENS))
+      # Draws only where the model does.
+      self.key = KEY if make is public_layouts.TransformerLM else None
+      loss, self.params, state = linen_adapter.adapt(
+        self.model, loss_of_model, self.variables, self.key, ("dropout",)
+      )
+      self.loss = lambda params: loss(params, state, TOKENS, self.key)[0]
+
+  def call(self, function, **options):
+    """A function of `optax_boost.nnx` or `optax_boost.linen` on the model, with its rngs."""
+    if self.is_nnx:
+      return getattr(ob_nnx, function)(loss_of_model, self.model, TOKENS, nnx.Rngs(KEY), **options)
+    of_linen = getattr(ob_linen, function)
+    return of_linen(loss_of_model, self.model, self.variables, TOKENS, self.key, **options)
+
+
+@functools.cache
+def traced(name):
+  return Traced(name)
+
+
+@functools.cache
+def half(name):
+  """Two groups, of which the first has the embedding and the first half of the layers."""
+  return traced(name).call("layer_groups", num_groups=2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stacked_leaves_are_those_of_the_layers(name):
+  layout = traced(name)
+  axes = stacked(layout)
+  paths, found = _tree.leaf_paths(layout.params), set(axes)
+  expected = {path for path in paths if path.startswith(layout.prefix)}
+  assert found == (set() if layout.axis is None else expected)
+  assert all(of_leaf[0] == layout.axis for of_leaf in axes.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layer_is_a_group_and_the_shared_embedding_is_in_the_first(name):
+  layout = traced(name)
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  (embedding,) = plan.groups[0]
+  assert plan.reused == (embedding,)
+  assert "embed" in embedding
+  of_layers = [path for path in _tree.leaf_paths(layout.params) if path.startswith(layout.prefix)]
+  for number, group in enumerate(plan.groups[1:]):
+    if layout.axis is None:
+      expected = {path for path in of_layers if path.startswith(f"{layout.prefix}{number}/")}
+    else:
+      expected = {f"{path}[{':, ' * layout.axis}{number}:{number + 1}]" for path in of_layers}
+    assert expected <= set(group)
+    # The last norm, which is beside the layers, goes with the last of them.
+    last_norm = (number == layout.units - 1) * (2 if "lm1b" in name else 1)
+    assert len(group) - len(expected) == last_norm
+
+
+def frozen_half(name, frozen_groups=1):
+  """A train step whose first half is frozen, which keeps the gradient in its state; and a state."""
+  layout = traced(name)
+  schedule = optax_boost.fixed_freezing(2, frozen_groups)
+  tx = optax.chain(
+    optax.trace(0.0), optax_boost.freeze_layers(optax.sgd(1.0), half(name), schedule)
+  )
+  step = optax_boost.make_train_step(lambda params, batch: layout.loss(params), tx, donate=False)
+  return step, step.init(layout.params)
+
+
+def trained_parts(name):
+  """What of each leaf is trained while the first half is frozen."""
+  layout = traced(name)
+  tx = optax_boost.freeze_layers(optax.sgd(1.0), half(name), optax_boost.fixed_freezing(2, 1))
+  ones = jax.tree.map(jnp.ones_like, layout.params)
+  return jax.tree.map(lambda u: np.asarray(u != 0), tx.update(ones, tx.init(ones))[0])
+
+
+@pytest.mark.parametrize("name", ["lm1b scan"])
+def test_the_gradient_of_the_last_half_is_the_whole_one_bit_for_bit(name):
+  layout = traced(name)
+  step, state = frozen_half(name)
+  ours = jax.device_get(step(state, ())[0].opt_state[0].trace)
+  expected = jax.device_get(jax.jit(jax.grad(layout.loss))(layout.params))
+  trained = trained_parts(name)
+  chex.assert_trees_all_equal(ours, jax.tree.map(lambda t, g: np.where(t, g, 0), trained, expected))
+  assert all(np.any(g) for g in jax.tree.leaves(expected))
+
+
+def matmul_flops(program):
+  """Multiplications of a traced program's matrix products, of each step of its scans."""
+  total = 0
+  for equation in getattr(program, "jaxpr", program).eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      shared = [equation.invars[0].aval.shape[axis] for axis in contracted]
+      total += int(np.prod([*shared, *equation.outvars[0].aval.shape]))
+    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns"))
+    times = equation.params["length"] if equation.primitive.name == "scan" else 1
+    total += times * sum(matmul_flops(part) for part in inner if hasattr(part, "eqns"))
+  return total
+
+
+@pytest.mark.parametrize("name", ["lm1b", "lm1b remat_scan", "gemma linen scan", "gemma"])
+def test_the_backward_pass_of_the_first_half_is_cut(name):
+  layout = traced(name)
+  trained = trained_parts(name)
+  forward = matmul_flops(jax.make_jaxpr(layout.loss)(layout.params))
+  steps = [frozen_half(name, depth) for depth in (1, 0)]
+  ours, whole = (matmul_flops(jax.make_jaxpr(functools.partial(*step))(())) for step in steps)
+  # Of the tied embedding, and of the activations above it, the gradient is not needed.
+  assert 0.45 < (ours - forward) / (whole - forward) < 0.55
+  sizes = [x.size for x in jax.tree.leaves(layout.params)]
+  parts = [np.mean(t) for t in jax.tree.leaves(trained)]
+  assert 0.45 < np.dot(sizes, parts) / sum(sizes) < 0.55
+
+
+def unrolled(tree, layout):
+  """A tree with the layers of its stacked leaves in leaves of their own, and how to go back."""
+  axes = {path: of_leaf for path, of_leaf in stacked(layout).items()}
+  leaves, structure = jax.tree.flatten(tree)
+  paths = _tree.leaf_paths(tree)
+  parts = {}
+  for path, leaf in zip(paths, leaves, strict=True):
+    along = axes.get(path, ())
+    front = np.moveaxis(np.asarray(leaf), along, range(len(along)))
+    for index in np.ndindex(front.shape[: len(along)]):
+      parts.setdefault(f"layer{index}" if along else "rest", {})[path] = front[index]
+
+  def rolled(parts):
+    joined = []
+    for path, leaf in zip(paths, leaves, strict=True):
+      along = axes.get(path, ())
+      layers = [part[path] for part in parts.values() if path in part]
+      if along:
+        shape = [leaf.shape[axis] for axis in along]
+        front = np.stack(layers).reshape(*shape, *layers[0].shape)
+        joined.append(np.moveaxis(front, range(len(along)), along))
+      else:
+        joined += layers
+    return jax.tree.unflatten(structure, joined)
+
+  return parts, rolled
+
+
+def stacked(layout):
+  """The axes of layers of the leaves that scans slice, by path."""
+  layers = layout.call("layer_axes")
+  scanned = [leaf for scan in layers.scans for leaf, _ in scan.axes]
+  return {layers.paths[leaf]: layers.axes[leaf].layers for leaf in scanned}
+
+
+@pytest.mark.parametrize("name", ["lm1b scan", "lm1b remat_scan"])
+def test_methods_take_each_layer_for_itself(name):
+  layout = traced(name)
+  layers = layout.call("layer_axes")
+
+  def step(params, layers=None):
+    tx = optax.chain(optax_boost.centralize(layers=layers), optax_boost.lars(0.1, layers=layers))
+    grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p**2, params)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  ours = jax.jit(lambda p: step(p, layers))(layout.params)
+  parts, rolled = unrolled(layout.params, layout)
+  expected = rolled(jax.device_get(jax.jit(step)(parts)))
+  chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["lm1b scan"])
+def test_the_decay_goes_layer_by_layer(name):
+  layout = traced(name)
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  decay = optax_boost.layerwise_decay(plan, 0.5)
+
+  @jax.jit
+  def decayed(params):
+    return decay.update(jax.tree.map(jnp.ones_like, params), decay.init(params))[0]
+
+  factors = decayed(layout.params)
+  axes = stacked(layout)
+  for path, factor in zip(_tree.leaf_paths(factors), jax.tree.leaves(factors), strict=True):
+    axis = axes.get(path, (None,))[0]
+    if axis is None:
+      assert factor.ravel()[0] == (0.5**layout.units if "embedding" in path else 1), path
+    else:
+      others = tuple(i for i in range(factor.ndim) if i != axis)
+      np.testing.assert_array_equal(
+        np.max(factor, axis=others), 0.5 ** np.arange(layout.units)[::-1], err_msg=path
+      )
+
+
+def trained_in_a_step(name):
+  """A model's params before and after a step of its train step, and the step's metrics."""
+  layout = traced(name)
+  plan = layout.call("layer_groups", num_groups=layout.units + 1)
+  tx = optax.chain(
+    optax_boost.centralize(layers=layout.call("layer_axes")),
+    optax.adamw(1e-2),
+    optax_boost.layerwise_decay(plan, 0.5),
+  )
+  tx = optax_boost.freeze_layers(tx, half(name), optax_boost.fixed_freezing(2, 1))
+  if layout.is_nnx:
+    model = nnx.clone(layout.model)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = ob_nnx.make_train_step(loss_of_model, donate=False)
+    metrics = step(model, optimizer, TOKENS, nnx.Rngs(KEY))
+    return layout.params, nnx_adapter.split(nnx.Param, model)[1], metrics
+  step = ob_linen.make_train_step(loss_of_model, layout.model, tx, donate=False)
+  state, metrics = step(step.init(layout.variables), TOKENS, layout.key)
+  return layout.params, state.params, metrics
+
+
+@pytest.mark.parametrize("name", ["gemma scan"])
+def test_a_step_trains_the_last_half(name):
+  before, after, metrics = trained_in_a_step(name)
+  assert np.isfinite(metrics["loss"])
+  trained = trained_parts(name)
+  moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before, after)
+  for path, m, t in zip(
+    _tree.leaf_paths(moved), *map(jax.tree.leaves, (moved, trained)), strict=True
+  ):
+    assert not np.any(m & ~t), path
+    assert np.any(m) == np.any(t), path
+
+
+@pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
+def test_auto_boost_finds_the_layers_by_itself(name):
+  layout = traced(name)
+  boost = (ob_nnx if layout.is_nnx else ob_linen).auto_boost("O1", total_steps=10)
+  with pytest.warns(optax_boost.NoEffectWarning, match="`less_bn` removes no BatchNorm"):
+    boost.model(layout.model, TOKENS)
+  # No warning of layers that are taken as one: it would be an error.
+  if layout.is_nnx:
+    tx = boost.optimizer(optax.sgd(0.1), loss_of_model, layout.model, TOKENS, nnx.Rngs(KEY))
+    optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
+    boost.train_step(loss_of_model).lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
+  else:
+    args = loss_of_model, layout.model
+    tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)
+    step = boost.train_step(*args, tx)
+    step.lower(step.init(layout.variables), TOKENS, KEY)
+  (groups,) = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
+  numbers = jax.tree.leaves(groups.number(layout.params))
+  for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):
+    if path.startswith(layout.prefix):
+      assert list(np.ravel(number)) == [0, 0, 1, 1], path

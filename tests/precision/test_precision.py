@@ -1,0 +1,569 @@
+"""Loss scaling against MindSpore's recorded scales, and master weights against MXNet's."""
+
+import contextlib
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import closeness
+from tests import compilations
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+  with np.load(GOLDEN / "loss_scale.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  return arrays, json.loads(str(arrays["meta_json"]))["hyper"]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("case", ["basic", "floor", "factor3", "window1", "to_infinity"])
+def test_scales_agree_with_mindspore_exactly(recorded, case):
+  arrays, hyper = recorded[0], recorded[1][case]
+  factor = np.float32(hyper["scale_factor"])
+  tx = optax_boost.dynamic_loss_scale(
+    optax.sgd(0.1),
+    hyper["loss_scale_value"],
+    hyper["scale_window"],
+    growth_factor=factor,
+    backoff_factor=np.float32(1) / factor,
+    maximum=float(np.finfo(np.float32).max),
+  )
+  params = jnp.zeros(2)
+  state, update = tx.init(params), jax.jit(tx.update)
+  for overflow, expected in zip(arrays[f"{case}_overflow"], arrays[f"{case}_scale"], strict=True):
+    grad = jnp.full(2, jnp.inf if overflow else 1.0)
+    _, state = update(grad, state, params)
+    # The reference has no cap: its scale ends at infinity, ours at the largest float32.
+    assert state.loss_scale == min(expected, np.finfo(np.float32).max)
+  assert state.notfinite_count == np.sum(arrays[f"{case}_overflow"])
+
+
+def test_a_step_that_overflows_changes_nothing_but_scale_and_counters():
+  tx = optax_boost.dynamic_loss_scale(optax.adam(0.1), 8.0)
+  params = jnp.ones(2)
+  _, state = tx.update(jnp.ones(2), tx.init(params), params)
+  updates, after = jax.jit(tx.update)(jnp.array([1.0, jnp.nan]), state, params)
+  assert not jnp.any(updates)
+  jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
+  assert (after.loss_scale, after.notfinite_count) == (4.0, 1)
+
+
+def test_the_scale_stays_between_floor_and_cap():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0, 1, minimum=2.0, maximum=8.0)
+  state = tx.init(jnp.zeros(1))
+  for grad, expected in ((1.0, 8.0), (1.0, 8.0), (jnp.inf, 4.0), (jnp.inf, 2.0), (jnp.inf, 2.0)):
+    _, state = tx.update(jnp.full(1, grad), state)
+    assert state.loss_scale == expected
+
+
+def test_train_step_scales_the_loss_it_differentiates_and_reports_the_plain_one():
+  def loss(params, batch):
+    return jnp.sum(params * batch)
+
+  seen = {}
+
+  def spy(updates, state, params=None, *, value, grad, value_fn, grad_fn, **extra):
+    del extra
+    seen.update(value=value, grad=grad, at_zero=value_fn(0 * params), grad_fn=grad_fn(params))
+    return updates, {k: seen[k] for k in state}
+
+  def init(p):
+    scalar, vector = jnp.zeros([]), jnp.zeros_like(p)
+    return {"value": scalar, "grad": vector, "at_zero": scalar, "grad_fn": vector}
+
+  inner = optax.GradientTransformationExtraArgs(init, spy)
+  step = optax_boost.make_train_step(loss, optax_boost.dynamic_loss_scale(inner, 1024.0))
+  batch = jnp.array([1.0, 2.0])
+  state, metrics = step(step.init(jnp.ones(2)), batch)
+  inner_state = state.opt_state.inner_state
+  assert metrics["loss"] == inner_state["value"] == 3.0
+  assert inner_state["at_zero"] == 0.0
+  np.testing.assert_array_equal(inner_state["grad"], batch)
+  np.testing.assert_array_equal(inner_state["grad_fn"], batch)
+  assert metrics["loss_scale"] == 1024.0
+  text = str(jax.make_jaxpr(lambda s, b: step(s, b))(step.init(jnp.ones(2)), batch))
+  assert "1024" not in text, "the scale must come from the state, not be compiled in"
+
+
+def test_line_searches_work_under_a_loss_scale():
+  def loss(params, batch):
+    return jnp.mean((batch @ params - 1.0) ** 2)
+
+  batch = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+  plain = optax_boost.make_train_step(loss, optax.lbfgs())
+  scaled = optax_boost.make_train_step(loss, optax_boost.dynamic_loss_scale(optax.lbfgs(), 1024.0))
+  expected, found = plain.init(jnp.zeros(3)), scaled.init(jnp.zeros(3))
+  for _ in range(3):
+    expected, _ = plain(expected, batch)
+    found, _ = scaled(found, batch)
+  np.testing.assert_allclose(found.params, expected.params, rtol=1e-3, atol=1e-5)
+
+
+def half_precision_loss(params, batch):
+  """A loss whose float16 gradients vanish without a scale."""
+  return jnp.sum((batch["x"] @ params).astype(jnp.float32) * 2e-8)
+
+
+def test_gradients_that_vanish_in_float16_arrive_with_the_stack():
+  batch = {"x": jnp.ones((1, 2), jnp.float16)}
+  params = jnp.ones(2, jnp.float16)
+  assert not jnp.any(jax.grad(half_precision_loss)(params, batch))
+  tx = optax_boost.master_weights(optax_boost.dynamic_loss_scale(optax.sgd(1e6), 2.0**15))
+  step = optax_boost.make_train_step(half_precision_loss, tx)
+  state, _ = step(step.init(params), batch)
+  masters = optax.tree.get(state.opt_state, "master_params")
+  np.testing.assert_allclose(masters, 1 - 0.02, rtol=1e-3)
+
+
+def test_two_scales_in_one_state_are_refused():
+  tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
+  step = optax_boost.make_train_step(lambda p, b: jnp.sum(p), tx)
+  with pytest.raises(ValueError, match=r"one state with a `loss_scale`; the optimizer .* 2"):
+    step(step.init(jnp.ones(2)), ())
+
+
+def test_accumulation_inside_the_loss_scale_drops_what_overflows():
+  tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(optax.sgd(1.0), 2), 4.0)
+  state = tx.init(jnp.zeros(1))
+  for grad in (4.0, jnp.inf, 6.0):
+    updates, state = tx.update(jnp.full(1, grad), state)
+  # 4 / 4 and, the scale having been halved, 6 / 2; the step in between was none.
+  np.testing.assert_array_equal(updates, [-2.0])
+
+
+@pytest.mark.parametrize("kind", ["jit", "shard_map"])
+def test_all_devices_agree_on_an_overflow_of_one(kind):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec("x")
+  tx = optax_boost.dynamic_loss_scale(
+    optax.sgd(1.0), 8.0, axis_name="x" if kind == "shard_map" else None
+  )
+  grad = jnp.ones(8).at[3].set(jnp.inf)
+  state = tx.init(jnp.zeros(8))
+  if kind == "jit":
+    placed = jax.device_put(grad, jax.sharding.NamedSharding(mesh, spec))
+    updates, after = jax.jit(tx.update)(placed, state)
+  else:
+    whole = jax.sharding.PartitionSpec()
+    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(spec, whole), out_specs=(spec, whole))
+    updates, after = jax.jit(step)(grad, state)
+  assert not jnp.any(updates)
+  assert after.loss_scale == 4.0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("wrapper", ["master_weights", "stochastic_rounding"])
+def test_all_devices_skip_a_step_that_is_bad_on_one(wrapper, in_place):
+  """The inner optimizer has collectives, which all devices must take part in."""
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def by_largest(updates, _):
+    return jax.tree.map(lambda u: -u / jax.lax.pmax(jnp.nanmax(jnp.abs(u)), "x"), updates)
+
+  inner = optax.chain(optax.scale_by_adam(), optax.stateless(by_largest))
+  key = () if wrapper == "master_weights" else (0,)
+  tx = getattr(optax_boost, wrapper)(inner, *key, axis_name="x")
+  params = {"kernel": jnp.full((16, 4), 0.5, jnp.bfloat16)}
+  state = tx.init(params)
+  rows, whole = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+  specs = rows, jax.tree.map(lambda x: rows if x.ndim == 2 else whole, state)
+
+  def step(params, state, grads):
+    if in_place:
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*specs, rows), out_specs=specs))
+  good = {"kernel": jnp.ones((16, 4), jnp.bfloat16)}
+  bad = {"kernel": good["kernel"].at[6, 1].set(jnp.nan)}
+  stood, state = step(params, state, bad)
+  np.testing.assert_array_equal(stood["kernel"], params["kernel"])
+  assert state.notfinite_count == 1
+  assert state.inner_state[0].count == 0
+  moved, state = step(stood, state, good)
+  assert jnp.all(moved["kernel"] != params["kernel"])
+  assert state.notfinite_count == 1
+
+
+def test_a_thousand_steps_too_small_for_half_precision_arrive():
+  for dtype in ("float16", "bfloat16"):
+    params = jnp.ones(1, dtype)
+    tx = optax_boost.master_weights(optax.sgd(1.0))
+    state = tx.init(params)
+
+    def body(carry, _, tx=tx):
+      params, state = carry
+      updates, state = tx.update(jnp.full_like(params, -1e-3), state, params)
+      params = optax.apply_updates(params, updates)
+      masters = state.master_params
+      return (params, state), jnp.all(params == masters.astype(params.dtype))
+
+    (params, state), exact = jax.lax.scan(body, (params, state), length=1000)
+    assert jnp.all(exact), "params must always be the rounding of the masters"
+    np.testing.assert_allclose(state.master_params, 2.0, rtol=2e-2 if dtype == "bfloat16" else 1e-3)
+    assert params.dtype == dtype
+
+
+def test_agrees_with_mxnets_float16_lars_with_masters():
+  with np.load(GOLDEN / "lars_mxnet200beta1_fp16mp.npz") as file:
+    arrays = {key: file[key] for key in file.files}
+  case = json.loads(str(arrays["meta_json"]))["hyper"]["cases"][14]
+  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
+  lars = optax_boost.lars(
+    lambda count: rates[count],
+    weight_decay=case["wd"],
+    momentum=case["momentum"],
+    trust_coefficient=case["eta"],
+    eps=case["eps"],
+    clip=case["clip_gradient"],
+    exclude="(gamma|beta|bias)$",
+  )
+  tx = optax_boost.master_weights(optax.chain(optax.scale(case["rescale_grad"]), lars))
+
+  def tree(vector):
+    out, start = {}, 0
+    for name, text in zip(arrays["param_names"], arrays["param_shapes"], strict=True):
+      shape = tuple(int(n) for n in text.split(","))
+      out[str(name)] = jnp.asarray(vector[start : start + np.prod(shape)].reshape(shape))
+      start += int(np.prod(shape))
+    return out
+
+  params = tree(arrays["init"])
+  state, update = tx.init(params), jax.jit(tx.update)
+  grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
+  weights = arrays["unfused_c14_w"]
+  terms = closeness.path_lengths(arrays["init"], weights)
+  for t in range(10):
+    updates, state = update(tree(grads[t]), state, params)
+    params = optax.apply_updates(params, updates)
+    expected, bounds = tree(weights[t]), tree(terms[t])
+    for name, weight in expected.items():
+      # As in LARS's own tests.
+      closeness.assert_within_ulps(state.master_params[name], weight, bounds[name], ulps=8)
+      assert params[name].dtype == jnp.float16
+      np.testing.assert_array_equal(params[name], state.master_params[name].astype(jnp.float16))
+
+
+def test_masters_beyond_the_range_of_the_params_saturate_and_come_back():
+  params = jnp.full(1, 60_000.0, jnp.float16)
+  tx = optax_boost.master_weights(optax.sgd(1.0))
+  state = tx.init(params)
+  for grad, expected in ((-20_000.0, 65504.0), (jnp.nan, 65504.0), (30_000.0, 49_984.0)):
+    updates, state = tx.update(jnp.full(1, grad, jnp.float16), state, params)
+    params = optax.apply_updates(params, updates)
+    assert params == expected
+  assert state.notfinite_count == 1
+
+
+@pytest.mark.parametrize("key", [None, 0], ids=["nearest", "stochastic"])
+def test_infinite_params_stay_as_they_are_and_are_not_counted(key):
+  """An infinite bias may be a mask."""
+  params = jnp.array([-jnp.inf, 1.0], jnp.float16)
+  tx = optax_boost.master_weights(optax.sgd(1.0), key=key)
+  state = tx.init(params)
+  updates, state = jax.jit(tx.update)(jnp.array([0.0, 0.5], jnp.float16), state, params)
+  np.testing.assert_array_equal(optax.apply_updates(params, updates), [-jnp.inf, 0.5])
+  assert state.notfinite_count == 0
+
+
+def test_masters_round_stochastically_with_a_key_and_differently_at_every_step():
+  params = jnp.ones(1000, jnp.bfloat16)
+  tx = optax_boost.master_weights(optax.sgd(1.0), key=jax.random.key(0))
+  state, seen = tx.init(params), []
+  for grad in (-2e-3, 0.0):
+    updates, state = tx.update(jnp.full_like(params, grad), state, params)
+    params = optax.apply_updates(params, updates)
+    seen.append(np.asarray(params, np.float32))
+  assert abs(seen[0].mean() - 1.002) < 5e-4
+  assert not np.array_equal(*seen)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"initial_scale": 0.0}, ValueError, r"`initial_scale` must be finite and > 0"),
+    ({"initial_scale": 1e39}, ValueError, r"`initial_scale` must be a float32 number"),
+    ({"initial_scale": 1e-50}, ValueError, r"`initial_scale` must be a float32 number"),
+    ({"initial_scale": 0.5}, ValueError, r"must be between `minimum` and `maximum`; got 0.5"),
+    ({"initial_scale": 2.0**25}, ValueError, r"must be between `minimum` and `maximum`"),
+    ({"maximum": 1e39}, ValueError, r"`maximum` must be a float32 number"),
+    ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation"),
+    ({"hysteresis": 0}, ValueError, r"`hysteresis` must be >= 1; got 0"),
+    ({"axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis"),
+    ({"growth_interval": 0}, ValueError, r"`growth_interval` must be >= 1; got 0"),
+    ({"growth_factor": 0.5}, ValueError, r"`growth_factor` must be finite and >= 1"),
+    ({"backoff_factor": 1.0}, ValueError, r"`backoff_factor` must be finite and > 0 and < 1"),
+    ({"minimum": 2.0, "maximum": 1.0}, ValueError, r"`minimum` must not be above `maximum`"),
+  ],
+)
+def test_refuses_loss_scales_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.dynamic_loss_scale(**{"inner": optax.sgd(0.1), **kwargs})
+
+
+def test_a_donated_state_leaves_the_key_for_the_next_one():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=jax.random.key(0))
+  step = jax.jit(lambda state, params: tx.update(params, state, params)[1], donate_argnums=0)
+  params = jnp.ones(2, jnp.bfloat16)
+  for _ in range(2):
+    assert int(step(tx.init(params), params).count) == 1
+
+
+@pytest.mark.parametrize("key", [0.5, jnp.zeros(2, jnp.uint32)], ids=["float", "raw"])
+def test_refuses_what_is_no_key(key):
+  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key` or an integer"):
+    optax_boost.master_weights(optax.sgd(0.1), key=key)
+
+
+def wrappers_of(inner):
+  return {
+    "dynamic_loss_scale": optax_boost.dynamic_loss_scale(inner, 8.0),
+    "accumulate": optax_boost.accumulate(inner, 2),
+    "master_weights": optax_boost.master_weights(inner),
+    "switch_after": optax_boost.switch_after(1, inner, inner),
+  }
+
+
+WRAPPERS = tuple(wrappers_of(optax.identity()))
+INNER = {
+  "sgd": lambda: optax.sgd(0.01),
+  "momentum": lambda: optax.sgd(0.01, 0.9),
+  "adam": lambda: optax.adam(0.01),
+  "lars": lambda: optax_boost.lars(0.01, exclude=None),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", INNER)
+def test_float16_gradients_of_float32_params_train_as_float32_ones(name, wrapper):
+  """https://github.com/google-deepmind/optax/issues/1122"""
+  inner = INNER[name]()
+  tx = wrappers_of(inner)[wrapper]
+  params = {"w": jnp.array([1.0, -2.0, 3.0])}
+  grads = {"w": jnp.array([8.0, 4.0, -16.0], jnp.float16)}
+  divisor = 8.0 if "scale" in wrapper or "group" in wrapper else 1.0
+  state, alone = tx.init(params), inner.init(params)
+  plain = jax.tree.map(lambda g: g.astype(jnp.float32) / divisor, grads)
+  for step in range(2):
+    updates, after = tx.update(grads, state, params)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    state = after
+    if wrapper != "accumulate" or step == 1:
+      expected, alone = inner.update(plain, alone, params)
+      np.testing.assert_allclose(updates["w"], expected["w"], rtol=2e-3, atol=3e-7)
+
+
+@pytest.mark.parametrize("where", ["eager", "in a mesh", "jitted"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_params_on_a_mesh_with_explicit_axes_stay_sharded(wrapper, where):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  params = jax.device_put(jnp.arange(1.0, 9.0), sharding)
+  tx = wrappers_of(optax.sgd(0.1, 0.9))[wrapper]
+  update = jax.jit(tx.update) if where == "jitted" else tx.update
+  with jax.set_mesh(mesh) if where == "in a mesh" else contextlib.nullcontext():
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = update(params, state, params)
+  assert updates.sharding == sharding
+  assert jnp.all(updates < 0)
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**-4])
+def test_float16_gradients_are_unscaled_in_float32(scale):
+  tx = optax_boost.dynamic_loss_scale(optax.adam(0.25, eps=1e-20), scale, minimum=2.0**-4)
+  params = jnp.ones(2, jnp.float16)
+  grads = jnp.array([60_000.0, -1e-3], jnp.float16)
+  updates, state = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(updates, [-0.25, 0.25], rtol=1e-2)
+  assert updates.dtype == jnp.float16
+  assert state.notfinite_count == 0
+  np.testing.assert_allclose(
+    optax.tree.get(state, "mu"), 0.1 * grads.astype(jnp.float32) / scale, rtol=1e-6
+  )
+
+
+def test_a_step_that_would_make_a_param_infinite_is_skipped_and_counted():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0, 0.9), 0.125, minimum=0.125)
+  params = jnp.array([1.0, -jnp.inf], jnp.float16)  # what is infinite already hinders no step
+  state = tx.init(params)
+  updates, state = tx.update(jnp.array([60_000.0, 0.0], jnp.float16), state, params)
+  assert not jnp.any(updates)
+  assert not jnp.any(optax.tree.get(state, "trace"))
+  assert (state.notfinite_count, state.loss_scale) == (1, 0.125)
+  updates, state = tx.update(jnp.array([1.0, 0.0], jnp.float16), state, params)
+  np.testing.assert_array_equal(updates, [-8.0, 0.0])
+
+
+def test_a_static_scale_stays_and_skips_what_overflows():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 4.0, growth_interval=None)
+  state = tx.init(jnp.zeros(1))
+  moved = []
+  for value in (4.0, jnp.inf, 4.0):
+    updates, state = jax.jit(tx.update)(jnp.full(1, value), state)
+    moved.append(float(updates[0]))
+  assert moved == [-1.0, 0.0, -1.0]
+  assert (state.loss_scale, state.notfinite_count) == (4.0, 1)
+
+
+def test_hysteresis_lets_overflows_pass_as_megatron_does():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 16.0, 2, hysteresis=2)
+  state, scales = tx.init(jnp.zeros(1)), []
+  # Megatron-LM's DynamicGradScaler(16, 1, 2, 0.5, growth_interval=2, hysteresis=2).
+  for overflow in (1, 1, 1, 0, 1, 0, 0, 1, 1):
+    _, state = tx.update(jnp.full(1, jnp.inf if overflow else 1.0), state)
+    scales.append(float(state.loss_scale))
+  assert scales == [16, 8, 4, 4, 2, 2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loss_scale_may_stand_around_masters(dtype):
+  params = jnp.ones(2, dtype)
+  one = optax_boost.dynamic_loss_scale(optax_boost.master_weights(optax.adam(1e-3)), 4.0)
+  other = optax_boost.master_weights(optax_boost.dynamic_loss_scale(optax.adam(1e-3), 4.0))
+  masters = []
+  for tx in (one, other):
+    state, p = tx.init(params), params
+    for value in (1.0, jnp.inf, 2.0):
+      updates, state = jax.jit(tx.update)(jnp.full_like(params, value), state, p)
+      p = optax.apply_updates(p, updates)
+    assert optax.tree.get(state, "loss_scale") == 2.0
+    masters.append(optax.tree.get(state, "master_params"))
+  np.testing.assert_allclose(*masters, rtol=1e-6)
+  assert masters[0][0] < 0.9985
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [
+    optax.adam(0.1),
+    optax.sgd(0.1, 0.9),
+    optax.lion(0.1),
+    optax_boost.accumulate(optax.sgd(0.1), 1),
+  ],
+  ids=["adam", "momentum", "lion", "accumulate"],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_gradient_leaves_masters_and_the_inner_state_as_they_were(inner, bad):
+  tx = optax_boost.master_weights(inner)
+  params = jnp.ones(2, jnp.bfloat16)
+  _, state = tx.update(params, tx.init(params), params)
+  params = state.master_params.astype(params.dtype)
+  updates, after = jax.jit(tx.update)(jnp.array([bad, 1.0], params.dtype), state, params)
+  assert not jnp.any(updates)
+  np.testing.assert_array_equal(after.master_params, state.master_params)
+  if not hasattr(state.inner_state, "accumulator"):
+    jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
+    assert after.notfinite_count == 1
+  updates, _ = tx.update(params, after, params)
+  assert jnp.all(updates < 0)
+
+
+def test_what_the_inner_optimizer_copes_with_is_no_bad_step():
+  tx = optax_boost.master_weights(optax.chain(optax.zero_nans(), optax.sgd(1.0)))
+  params = jnp.ones(2)
+  updates, state = tx.update(jnp.array([jnp.nan, 0.5]), tx.init(params), params)
+  np.testing.assert_array_equal(updates, [0.0, -0.5])
+  assert state.notfinite_count == 0
+
+
+@pytest.mark.parametrize("key", [None, 3])
+def test_masters_follow_params_that_something_else_has_moved(key):
+  tx = optax_boost.master_weights(optax.sgd(2.0**-9), key=key)
+  params = jnp.ones(100, jnp.bfloat16)
+  state, grads = tx.init(params), jnp.full_like(params, -1.0)
+  for _ in range(3):
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_array_equal(state.master_params, 1 + 3 * 2.0**-9)
+  params = params.at[:50].set(0.5)
+  _, state = tx.update(grads, state, params)
+  np.testing.assert_array_equal(state.master_params[:50], 0.5 + 2.0**-9)
+  np.testing.assert_array_equal(state.master_params[50:], 1 + 4 * 2.0**-9)
+
+
+def test_lookahead_moves_the_masters():
+  def run(inner):
+    tx = optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(jnp.ones(1))
+    state = tx.init(params)
+    for _ in range(6):
+      updates, state = tx.update(params.fast, state, params)
+      params = optax.apply_updates(params, updates)
+    return params.slow
+
+  np.testing.assert_allclose(
+    run(optax_boost.master_weights(optax.sgd(0.1))), run(optax.sgd(0.1)), rtol=1e-6
+  )
+
+
+def test_masters_of_abstract_params_are_abstract():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=0)
+  state = tx.init(jax.ShapeDtypeStruct((2,), jnp.float16))
+  assert state.master_params == jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+def test_the_count_of_masters_stays_at_its_largest():
+  tx = optax_boost.master_weights(optax.sgd(0.1), key=0)
+  params = jnp.ones(1)
+  state = tx.init(params)._replace(count=jnp.int32(2**31 - 1))
+  assert tx.update(params, state, params)[1].count == 2**31 - 1
+
+
+def test_masters_wrap_all_closures():
+  seen = {}
+
+  def update(updates, state, params, *, value_fn, grad_fn, full_grad_fn, **extra):
+    del extra
+    seen.update(value=value_fn(params), grad=grad_fn(params), full=full_grad_fn(params))
+    return updates, state
+
+  inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+  tx = optax_boost.master_weights(inner)
+  params = jnp.ones(2, jnp.float16)
+  closures = {"value_fn": jnp.sum, "grad_fn": lambda p: 2 * p, "full_grad_fn": lambda p: 3 * p}
+  tx.update(params, tx.init(params), params, **closures)
+  assert {name: x.dtype.name for name, x in seen.items()} == {
+    "value": "float16",
+    "grad": "float32",
+    "full": "float32",
+  }
+
+
+@pytest.mark.parametrize(
+  "wrap",
+  [
+    optax_boost.dynamic_loss_scale,
+    optax_boost.master_weights,
+    lambda tx: optax_boost.accumulate(tx, 2),
+  ],
+  ids=["loss scale", "master weights", "accumulate"],
+)
+def test_eager_steps_compile_no_conditional(wrap):
+  tx, params = wrap(optax.adam(0.1)), {"w": jnp.ones(2, jnp.bfloat16)}
+  state = tx.init(params)
+  for value in (1.0, jnp.inf, 1.0, jnp.inf):
+    update = functools.partial(tx.update, {"w": jnp.full(2, value, jnp.bfloat16)}, state, params)
+    compiled = compilations.count(update)
+    _, state = update()
+  assert compiled == 0
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_scale_that_half_precision_makes_infinite_is_refused():
+  static = ("inner", "axis_name", "check_params")
+  factory = optax.inject_hyperparams(optax_boost.dynamic_loss_scale, static_args=static)
+  tx = factory(optax.sgd(0.1), initial_scale=2.0**16)
+  with pytest.raises(ValueError, match=r"finite .*Array\(inf.*hyperparam_dtype=jnp.float32"):
+    tx.init(jnp.ones(2, jnp.float16))

@@ -1,0 +1,699 @@
+"""SGPerm against the recorded runs, and against the published search in plain Python."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _jaxpr
+from optax_boost._sgperm import _device
+from optax_boost._sgperm import _execution
+from optax_boost._sgperm import _host
+from optax_boost._sgperm import _schedules
+from optax_boost._sgperm import _sorting
+from tests import layer_losses
+from tests.sgperm import oracle as oracle
+
+every_trace = pytest.mark.parametrize("name", oracle.NAMES)
+FLOAT64 = ("sgperm_all_f64", "sgperm_slots_f64")
+
+
+@pytest.fixture
+def x64():
+  """64-bit types, for the traces that have them."""
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", False)
+
+
+def same_bits(found, expected):
+  found, expected = np.ascontiguousarray(found), np.ascontiguousarray(expected)
+  assert found.dtype == expected.dtype
+  np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+def brackets(alpha, n, dtype):
+  return (alpha + 1 / np.maximum(np.arange(n + 1), 1)).astype(dtype)
+
+
+def trace_steps(name):
+  """Each step of each variable: weights, recommendations, partition, and weights after."""
+  arrays, meta = oracle.load(name)
+  hyper = meta["hyper"]
+  for t in range(meta["steps"]):
+    for v in range(meta["variables"]):
+      w = arrays[f"w{v}"]
+      weights, n = oracle.vectors(w[t]), oracle.vectors(w[t]).shape[1]
+      size = oracle.subset_size(arrays["lamda"][t], n, hyper["partition_size_min"])
+      order = oracle.recorded_order(arrays, t, v, w[t].shape)
+      wishes = oracle.vectors(arrays[f"m{v}"][t])
+      ranges, after = arrays[f"range{v}"], oracle.vectors(w[t + 1])
+      remainder = hyper["include_partition_remainder"]
+      yield weights, wishes, order, size, ranges, arrays["alpha"][t], remainder, after
+
+
+@every_trace
+def test_the_oracle_is_the_published_algorithm(name):
+  for *given, after in trace_steps(name):
+    same_bits(np.take_along_axis(given[0], oracle.permute(*given), 1), after)
+
+
+@pytest.fixture(params=["python", "numba"])
+def compiler(request, monkeypatch):
+  """Runs the host's search without and with its compiler."""
+  if request.param == "numba":
+    pytest.importorskip("numba")
+  monkeypatch.setattr(_host, "have_numba", lambda: request.param == "numba")
+
+
+def on_host(weights, wishes, order, size, ranges, alpha, remainder):
+  fractions = brackets(alpha, weights.shape[1], weights.dtype)
+  work = _host.Work(weights.T, wishes.T, None, ranges, order.T, size, fractions)
+  return _host.permute(work, remainder=remainder).T
+
+
+@every_trace
+def test_host_kernel_repeats_every_trace(name, compiler):
+  for weights, wishes, order, size, ranges, alpha, remainder, after in trace_steps(name):
+    source = on_host(weights, wishes, order, size, ranges, alpha, remainder)
+    same_bits(np.take_along_axis(weights, source, 1), after)
+
+
+def random_case(seed, tied, n=None, remainder=None):
+  """Small weight vectors, with many ties if wanted, and all that a step needs."""
+  rng = np.random.default_rng(seed)
+  rows, n = 4, n or int(rng.integers(2, 33))
+  if tied:
+    weights = rng.integers(-6, 7, (rows, n)) / 16
+    wishes = rng.integers(-4, 5, (rows, n))
+  else:
+    weights, wishes = rng.normal(size=(2, rows, n))
+  weights, wishes = weights.astype(np.float32), wishes.astype(np.float32)
+  size = int(rng.integers(2, n + 2))
+  order = np.stack([rng.permutation(n) for _ in range(rows)]).astype(np.int32)
+  alpha = float(rng.choice([0.0, 0.03, 0.125, 0.25, 1.0]))
+  remainder = bool(rng.integers(2)) if remainder is None else remainder
+  return weights, wishes, order, size, np.ptp(weights, axis=1), alpha, remainder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_host_kernel_equals_the_published_search_on_random_vectors(tied, compiler):
+  for seed in range(200):
+    given = random_case(seed, tied)
+    np.testing.assert_array_equal(on_host(*given), oracle.permute(*given))
+
+
+def hyperparams(hyper):
+  names = {"alpha0": "alpha", "lamda0": "lamda"}
+  return {names.get(name, name): value for name, value in hyper.items()}
+
+
+def replayed(name, **changes):
+  """Runs the transformation over a trace's gradients; its weights after each step."""
+  arrays, meta = oracle.load(name)
+  tx = optax_boost.sgperm(**hyperparams(meta["hyper"]) | {"key": 0} | changes)
+  variables = range(meta["variables"])
+  feed = "m" if changes.get("momentum") == 0.0 else "g"
+  params = [jnp.asarray(arrays[f"w{v}"][0]) for v in variables]
+  state, step = tx.init(params), jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  for t in range(meta["steps"]):
+    shapes = [p.shape for p in params]
+    orders = [
+      oracle.recorded_order(arrays, t, v, s).T for v, s in zip(variables, shapes, strict=True)
+    ]
+    grads = [jnp.asarray(arrays[f"{feed}{v}"][t]) for v in variables]
+    params, state = step(grads, state, params, partitions=orders)
+    for v in variables:
+      same_bits(params[v], arrays[f"w{v}"][t + 1])
+    np.testing.assert_allclose(state.alpha, arrays["alpha"][t], rtol=1e-6)
+    np.testing.assert_allclose(state.lamda, arrays["lamda"][t], rtol=1e-6)
+  return state
+
+
+# The transformation, given recorded recommendations: with these numbers its momentum is they.
+RECOMMENDED = {"momentum": 0.0, "momentum_lr": 1.0}
+VARIED = ("model", "bounds", "part_noremainder", "ties_weights_part", "zeros_part")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", VARIED)
+def test_transformation_repeats_the_recorded_runs(name):
+  replayed(f"sgperm_{name}", backend="host", **RECOMMENDED)
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_transformation_repeats_the_float64_runs(name, x64):
+  replayed(name, backend="host", **RECOMMENDED)
+
+
+def test_whole_optimizer_repeats_the_run_without_roundings():
+  replayed("sgperm_dyadic", backend="host")
+
+
+@pytest.mark.optimized
+def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_alone():
+  argsort = jax.jit(_sorting.argsort, static_argnames="high_bits")
+  rng = np.random.default_rng(6)
+  normal = rng.normal(size=(300, 3))
+  narrow = 1 + np.finfo(np.float32).eps * rng.integers(0, 512, (300, 3))
+  neighbours = (
+    np.repeat(rng.normal(size=(150, 3)), 2, 0) * (1 - 6e-8 * (np.arange(300) % 2))[:, None]
+  )
+  for keys in (normal, narrow, neighbours, rng.integers(-2, 3, (300, 3)) * -0.5):
+    keys = keys.astype(np.float32)
+    np.testing.assert_array_equal(argsort(keys), np.argsort(keys, 0, kind="stable"))
+    high = rng.integers(0, 4, keys.shape).astype(np.uint32)
+    expected = np.lexsort((keys, high), 0)
+    np.testing.assert_array_equal(argsort(keys, high, high_bits=2), expected)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
+def device_step(weights, wishes, order, size, ranges, fractions, *, sizes, remainder):
+  ranks = _sorting.inverse(_sorting.argsort(weights))
+  work = _host.Work(weights, wishes, ranks, ranges, order, size, fractions)
+  return _device.permute(work, sizes=sizes, remainder=remainder)
+
+
+def on_device(weights, wishes, order, size, ranges, alpha, remainder):
+  n = weights.shape[1]
+  given = (weights.T, wishes.T, order.T, np.int32(size), ranges, brackets(alpha, n, weights.dtype))
+  return np.asarray(device_step(*given, sizes=(min(n, 2), n), remainder=remainder)).T
+
+
+@pytest.mark.parametrize("name", [name for name in oracle.NAMES if name not in FLOAT64])
+def test_device_kernel_repeats_every_float32_trace(name):
+  for *given, after in trace_steps(name):
+    same_bits(np.take_along_axis(given[0], on_device(*given), 1), after)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", FLOAT64)
+def test_device_kernel_repeats_the_float64_traces(name, x64):
+  for *given, after in trace_steps(name):
+    same_bits(np.take_along_axis(given[0], on_device(*given), 1), after)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_device_kernel_equals_the_published_search_on_random_vectors(tied):
+  for seed in range(40):
+    given = random_case(seed, tied, n=24, remainder=True)
+    np.testing.assert_array_equal(on_device(*given), oracle.permute(*given))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_both_kernels_agree_in_half_precision_where_many_weights_are_tied(dtype):
+  for seed in range(10):
+    weights, wishes, order, size, _, alpha, _ = random_case(seed, False, n=24, remainder=True)
+    weights = np.asarray(jnp.asarray(weights, dtype))
+    ranges = np.max(weights, 1) - np.min(weights, 1)
+    given = (weights, wishes, order, size, ranges, alpha, True)
+    np.testing.assert_array_equal(on_device(*given), on_host(*given))
+
+
+@pytest.mark.optimized
+def test_brackets_are_rounded_from_float64_without_float64_on_the_device():
+  schedules = _schedules.Schedules(0.2, 0.1, 0.99, 1.005, 0.01, 0.5)
+  rounded = jax.jit(schedules.brackets, static_argnums=1)
+  alpha = 0.2
+  for count in range(20):
+    alpha = max(0.99 * alpha, 0.01)
+    found = rounded(jnp.int32(count), 784)
+    np.testing.assert_array_equal(found[1:], (alpha + 1 / np.arange(1, 785)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("lamda", "beta2"), [(0.1, 1.3), (1.0, 0.9), (0.5, 0.9), (1.0, 1.0)])
+def test_traced_schedules_follow_the_recurrences(lamda, beta2):
+  numbers = (0.2, lamda, 0.9, beta2, 0.01, 0.5)
+  known = _schedules.Schedules(*numbers)
+  traced = _schedules.Schedules(*(jnp.float32(x) for x in numbers))
+  for count in map(jnp.int32, (0, 1, 5, 100)):
+    np.testing.assert_allclose(traced.alpha(count), known.alpha(count), rtol=1e-6)
+    np.testing.assert_allclose(traced.lamda(count), known.lamda(count), rtol=2e-5)
+
+
+def problem():
+  """A kernel and a bias, and gradients that keep changing their minds."""
+  rng = np.random.default_rng(1)
+  params = {"kernel": rng.normal(size=(12, 3)), "bias": rng.normal(size=12)}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+  def grads(t):
+    return jax.tree.map(
+      lambda p: jnp.sin(jnp.arange(p.size) * 1.7 + 0.3 * t).reshape(p.shape), params
+    )
+
+  return params, grads
+
+
+METHODS = (
+  {"backend": "host", "lamda": 0.5, "partition_size_min": 3, "key": 0},
+  {"method": "pairs", "key": 0},
+  {"method": "rank"},
+)
+LAPERM = optax_boost.laperm(optax.sgd(0.5), sync_every=2)
+each_method = pytest.mark.parametrize("kwargs", METHODS, ids=["exact", "pairs", "rank"])
+each_transformation = pytest.mark.parametrize(
+  "tx",
+  [*(optax_boost.sgperm(**kwargs) for kwargs in METHODS), LAPERM],
+  ids=["exact", "pairs", "rank", "laperm"],
+)
+both = pytest.mark.parametrize(
+  "tx", [optax_boost.sgperm(method="rank"), LAPERM], ids=["sgperm", "laperm"]
+)
+
+
+def test_without_apply_gradients_params_stay_within_one_rounding_of_a_permutation():
+  params, grads = problem()
+  tx = optax_boost.sgperm(alpha_min=0.3, method="pairs", key=0)
+
+  @jax.jit
+  def run(carry):
+    def body(carry, t):
+      params, state = carry
+      updates, state = tx.update(grads(t), state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(body, carry, jnp.arange(10_000))[0]
+
+  last, state = run((params, tx.init(params)))
+  exact = optax_boost.permuted_params(state).params
+  for name in params:
+    slack = 2 * 2**-24 * np.abs(params[name]).max()
+    np.testing.assert_allclose(last[name], exact[name], rtol=0, atol=slack)
+    assert not np.array_equal(exact[name], params[name])
+    np.testing.assert_array_equal(np.sort(exact[name], 0), np.sort(params[name], 0))
+
+
+@pytest.mark.parametrize("length", [3_000, 70_000])
+def test_pairs_of_short_and_long_vectors_come_nearer_to_their_targets(length):
+  # Weight and place of the longer ones don't fit into one integer.
+  start = jax.random.normal(jax.random.key(0), (length,))
+  goal = jnp.flip(start)
+  tx = optax_boost.sgperm(alpha=1.0, method="pairs", momentum=0.0, momentum_lr=1.0, key=0)
+  moved, _ = optax_boost.apply_gradients(tx, start - goal, tx.init(start), start)
+  same_bits(np.sort(moved), np.sort(start))
+  assert jnp.sum((moved - goal) ** 2) < 0.5 * jnp.sum((start - goal) ** 2)
+
+
+@pytest.mark.parametrize("kwargs", [{"method": "rank"}, {"method": "pairs", "key": 0}])
+def test_a_target_that_is_a_permutation_is_found_but_for_neighbours(kwargs):
+  start = jnp.asarray(np.random.default_rng(3).normal(size=(64, 4)), jnp.float32)
+  goal = jnp.flip(start, 0)
+  tx = optax_boost.sgperm(alpha=0.5, momentum=0.0, **kwargs)
+
+  def body(carry, _):
+    params, state = carry
+    updates, state = tx.update(params - goal, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  params, _ = jax.lax.scan(body, (start, tx.init(start)), length=500)[0]
+  assert jnp.sum((params - goal) ** 2) < 1e-3 * jnp.sum((start - goal) ** 2)
+
+
+def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets_grow(monkeypatch):
+  # Several bands of sizes, as in long vectors; and two leaves that the device permutes as one.
+  monkeypatch.setattr(_device, "_FEW_WORDS", 0)
+  monkeypatch.setattr(_device, "_BANDS", 2)
+  assert _device._edges(12, 2, 12) == [2, 5, 12]
+  jax.clear_caches()
+  start, grads = problem()
+  start["twin"] = jnp.cos(start["kernel"])
+  options = {"lamda": 0.2, "beta2": 1.2, "lamda_max": 1.0, "partition_size_min": 2, "key": 7}
+  found = []
+  for backend in ("device", "host"):
+    tx = optax_boost.sgperm(**options, momentum=0.5, momentum_lr=0.5, backend=backend)
+    traces = []
+    update = jax.jit(lambda *args, tx=tx, traces=traces: traces.append(1) or tx.update(*args))
+    params, state, sizes = start, tx.init(start), set()
+    for t in range(12):
+      gradient = grads(t)
+      gradient["twin"] = gradient["kernel"] ** 2
+      updates, state = update(gradient, state, params)
+      params = optax.apply_updates(params, updates)
+      sizes.add(int(np.floor(12 * float(state.lamda))))
+    assert len(sizes) > 5
+    assert len(traces) == 1
+    found.append(optax_boost.permuted_params(state).permutation)
+  jax.tree.map(np.testing.assert_array_equal, *found)
+  assert np.any(found[0]["bias"] != np.arange(12))
+
+
+@pytest.mark.parametrize("method", ["exact", "exact, given subsets", "rank"])
+def test_a_large_leaf_is_permuted_in_blocks_of_vectors_as_at_once(method, monkeypatch):
+  rng = np.random.default_rng(0)
+  params = {"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)}
+  grads = [{"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)} for _ in range(3)]
+  given = {}
+  if "given" in method:
+    orders = rng.permuted(np.tile(np.arange(23)[:, None], (1, 11)), axis=0)
+    given = {"partitions": {"kernel": jnp.asarray(orders, jnp.int32)}}
+  options = {"method": method.partition(",")[0], "key": 0, "lamda": 0.4, "partition_size_min": 3}
+
+  def permutation(backend):
+    # A program made before would not look at the limit.
+    jax.clear_caches()
+    tx = optax_boost.sgperm(**options, backend=backend)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for g in grads:
+      _, state = update(g, state, params, **given)
+    return optax_boost.permuted_params(state).permutation["kernel"]
+
+  # The host's kernel, which agrees with the device's, takes no blocks.
+  at_once = permutation("host")
+  sorted_shapes = []
+  argsort = _sorting.argsort
+
+  def seen(x, *rest):
+    sorted_shapes.append(x.shape)
+    return argsort(x, *rest)
+
+  monkeypatch.setattr(_sorting, "argsort", seen)
+  monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+  # Four vectors at a time; the last block is short of one.
+  monkeypatch.setattr(_execution, "_WEIGHTS", 4 * 23)
+  np.testing.assert_array_equal(permutation("device"), at_once)
+  assert (23, 4) in sorted_shapes
+  assert (23, 11) not in sorted_shapes
+
+
+def test_the_same_key_draws_the_same_and_another_key_does_not():
+  params, grads = problem()
+
+  tx = optax_boost.sgperm(**METHODS[0])
+  update = jax.jit(tx.update)
+
+  def trained(key):
+    # Keys are data of the state: one compiled step serves all.
+    state = optax_boost.sgperm(**METHODS[0] | {"key": key}).init(params)
+    for t in range(3):
+      _, state = update(grads(t), state, params)
+    return optax_boost.permuted_params(state).permutation["bias"].tolist()
+
+  assert trained(1) == trained(jax.random.key(1))
+  assert trained(1) != trained(2)
+
+
+def layers(stacked):
+  """Leaves of which some are alike, and gradients."""
+  rng = np.random.default_rng(2)
+  shapes = {"a": (16, 8), "b": (16, 8), "half": (16, 8), "query": (8, 8, 2), "out": (8, 2, 8)}
+  tree = {name: {"kernel": rng.normal(size=shape)} for name, shape in shapes.items()}
+  if stacked:
+    tree["layers"] = {"kernel": rng.normal(size=(2, 16, 8)), "bias": rng.normal(size=(2, 8))}
+  tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+  tree["half"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree["half"])
+  return tree, jax.tree.map(lambda x: jnp.sin(7 * x), tree)
+
+
+FOR_LAYERS = {
+  "pairs": lambda **options: optax_boost.sgperm(method="pairs", key=0, **options),
+  "rank": lambda **options: optax_boost.sgperm(method="rank", **options),
+  "laperm": lambda **options: optax_boost.laperm(optax.sgd(0.5), sync_every=1, **options),
+}
+for_layers = pytest.mark.parametrize("make", FOR_LAYERS.values(), ids=FOR_LAYERS)
+
+
+@for_layers
+def test_leaves_of_any_kind_are_permuted_together_as_each_alone(make):
+  tree, grads = layers(stacked=True)
+  stacked = {"layers": tree["layers"]}
+  described = layer_losses.described(stacked, {"kernel": (0,), "bias": (0,)})
+  tx = make(layers=described)
+  updates, state = jax.jit(tx.update)(grads, tx.init(tree), tree)
+  for name in tree:
+    alone, part, gradient = make(layers=described if name == "layers" else None), {}, {}
+    part[name], gradient[name] = tree[name], grads[name]
+    expected, after = jax.jit(alone.update)(gradient, alone.init(part), part)
+    jax.tree.map(same_bits, updates[name], expected[name])
+    jax.tree.map(same_bits, state.permutation[name], after.permutation[name])
+    assert np.any(updates[name]["kernel"])
+
+
+def equations(program, names):
+  """How many equations of these primitives a program has, at any depth."""
+  jaxpr = getattr(program, "jaxpr", program)
+  return sum(
+    (equation.primitive.name in names)
+    + sum(equations(part, names) for part in _jaxpr.sub_jaxprs(equation))
+    for equation in jaxpr.eqns
+  )
+
+
+@pytest.mark.parametrize(
+  "make", [*FOR_LAYERS.values(), lambda: optax_boost.sgperm(key=0, backend="device")]
+)
+def test_a_program_for_several_equal_leaves_has_the_loops_and_sorts_of_one(make):
+  tx = make()
+
+  def count(leaves):
+    tree = {f"{i}": jax.ShapeDtypeStruct((16, 8), jnp.float32) for i in range(leaves)}
+    jaxpr = jax.make_jaxpr(tx.update)(tree, jax.eval_shape(tx.init, tree), tree)
+    return equations(jaxpr, {"while", "scan", "sort"})
+
+  assert count(5) == count(1) > 0
+
+
+@pytest.mark.parametrize("axis", ["fan-in", "outputs"])
+@for_layers
+def test_sharded_leaves_cross_devices_together_there_and_back_or_not_at_all(make, axis):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  spec = jax.sharding.PartitionSpec(*(("x",) if axis == "fan-in" else (None, "x")))
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  tree, grads = layers(stacked=False)
+  tree, grads = ({name: x[name]["kernel"] for name in ("a", "b")} for x in (tree, grads))
+  tx = make()
+  expected, _ = jax.jit(tx.update)(grads, tx.init(tree), tree)
+  grads, tree = jax.device_put((grads, tree), sharding)
+  state = tx.init(tree)
+  compiled = jax.jit(tx.update).lower(grads, state, tree).compile()
+  updates, after = compiled(grads, state, tree)
+  jax.tree.map(np.testing.assert_array_equal, updates, expected)
+  for leaf in jax.tree.leaves((updates, after.permutation, after.permuted_params)):
+    assert leaf.sharding.is_equivalent_to(sharding, 2)
+  program = compiled.as_text()
+  for name in ("all-gather(", "collective-permute("):
+    assert name not in program
+  assert program.count(" all-to-all(") == (2 if axis == "fan-in" else 0)
+
+
+@pytest.mark.skipif(
+  not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX needs jax.set_mesh"
+)
+@pytest.mark.parametrize(
+  ("tx", "jit"),
+  [(optax_boost.sgperm(**METHODS[0]), True), (LAPERM, False)],
+  ids=["sgperm jitted", "laperm eager"],
+)
+def test_a_mesh_with_explicit_axes_need_not_be_set(tx, jit):
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  plain, gradient = problem()
+  params, grads = jax.device_put((plain, gradient(0)), sharding)
+
+  step = functools.partial(optax_boost.apply_gradients, tx)
+
+  def trained(params, grads, step):
+    state = tx.init(params)
+    for _ in range(2):
+      params, state = step(grads, state, params)
+    return params, optax_boost.permuted_params(state).permutation
+
+  found = trained(params, grads, jax.jit(step) if jit else step)
+  expected = trained(plain, gradient(0), jax.jit(step))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
+  again = optax_boost.PermutedParams.from_initial(params, found[1])
+  for leaf in jax.tree.leaves((found, again)):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+@pytest.mark.skipif(
+  not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX needs jax.set_mesh"
+)
+def test_leaves_without_entries_stay_on_a_mesh_with_explicit_axes():
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+  params = {"none": jax.device_put(jnp.zeros((0, 4)), sharding)}
+  tx = optax_boost.sgperm(method="rank")
+  trained, state = optax_boost.apply_gradients(tx, params, tx.init(params), params)
+  model = optax_boost.permuted_params(state)
+  again = optax_boost.PermutedParams.from_initial(params, model.permutation)
+  for found in (trained, model.params, again.params):
+    assert found["none"].shape == (0, 4)
+    assert found["none"].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():
+  program = pathlib.Path(__file__).with_name("sgperm_under_load.py")
+  result = subprocess.run(
+    [sys.executable, str(program)],
+    env=os.environ | {"PYTHONPATH": str(program.parent.parent)},
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+  )
+  assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+  ("path", "shape", "kwargs", "vectors"),
+  [
+    ("dense/kernel", (5, 3), {}, 3),
+    ("dense/bias", (3,), {}, 1),
+    ("conv/kernel", (3, 3, 2, 4), {}, 4),
+    ("attention/query/bias", (4, 8), {}, 1),
+    ("scale", (), {}, 1),
+    ("attention/query/kernel", (6, 2, 3), {}, 6),
+    ("attention/out/kernel", (2, 3, 6), {}, 6),
+    ("layers/kernel", (4, 5, 3), {"stacked": (0,)}, 12),
+    ("layers/bias", (4, 3), {"stacked": (0,)}, 4),
+    ("kernel", (5, 2, 3), {"fan_in": (0,)}, 6),
+    ("weight", (3, 5, 2), {"layout": "torch"}, 3),
+    ("conv/bias", (3, 1, 1), {"layout": "torch"}, 1),  # Equinox's
+    ("layers/bias", (4, 3, 1), {"layout": "torch", "stacked": (0,)}, 4),
+  ],
+)
+def test_leaves_of_any_rank_are_cut_into_vectors(path, shape, kwargs, vectors):
+  tree = jnp.zeros(shape)
+  for key in reversed(path.split("/")):
+    tree = {key: tree}
+  name, axes = path.rpartition("/")[2], dict(kwargs)
+  layout = axes.pop("layout", "flax")
+  layers = layer_losses.described(tree, *({name: axes.get(k, ())} for k in ("stacked", "fan_in")))
+  tx = optax_boost.sgperm(method="rank", layout=layout, layers=layers if axes else None)
+  (ranges,) = jax.tree.leaves(tx.init(tree).ranges)
+  assert ranges.shape == (1, vectors)
+
+
+@pytest.mark.parametrize(
+  "tx", [optax_boost.sgperm(method="rank"), LAPERM], ids=["sgperm", "laperm"]
+)
+def test_the_bias_of_all_attention_heads_is_one_vector(tx):
+  params = {"query": {"bias": jnp.arange(12.0).reshape(3, 4) / 12}}
+  state, trained = tx.init(params), params
+  for _ in range(2):
+    grads = jax.tree.map(lambda p: 4 * jnp.cos(9 * p), params)
+    trained, state = optax_boost.apply_gradients(tx, grads, state, trained)
+  source = optax_boost.permuted_params(state).permutation["query"]["bias"]
+  np.testing.assert_array_equal(np.sort(source, None), np.arange(12))
+  assert np.any(source % 4 != np.arange(4)), "each head feature was permuted by itself"
+
+
+@each_method
+def test_zero_ranges_and_single_weights_never_move(kwargs):
+  params = {"zero": jnp.zeros(6), "one": jnp.ones((1, 4)), "scalar": jnp.float32(2)}
+  tx = optax_boost.sgperm(**kwargs)
+  grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
+  bad = jax.tree.map(lambda g: jnp.where(g > 0.5, jnp.nan, g), grads)
+  assert jnp.isnan(bad["scalar"])
+  update, state = jax.jit(tx.update), tx.init(params)
+  for gradient in (grads, bad, grads):
+    updates, state = update(gradient, state, params)
+    assert not any(jnp.any(u != 0) for u in jax.tree.leaves(updates))
+
+
+@each_transformation
+def test_initial_weights_that_are_not_finite_are_refused_or_if_traced_not_lost(tx):
+  params, grads = problem()
+  for bad in (jnp.nan, -jnp.inf):
+    params["kernel"] = params["kernel"].at[2:5, 1].set(bad)
+    with pytest.raises(ValueError, match=r"finite initial weights.*; the leaf 'kernel' has a NaN"):
+      tx.init(params)
+  state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+  for t in range(2):
+    _, state = update(grads(t), state, params)
+  found = optax_boost.permuted_params(state).permutation["kernel"]
+  np.testing.assert_array_equal(np.sort(found, 0), np.arange(36).reshape(12, 3))
+
+
+def test_a_bad_gradient_entry_leaves_its_recommendation_and_is_counted():
+  params, grads = problem()
+  tx = optax_boost.sgperm(method="rank")
+  update = jax.jit(tx.update)
+  _, state = update(grads(0), tx.init(params), params)
+  bad = grads(1)
+  bad["bias"] = bad["bias"].at[2].set(jnp.nan)
+  _, after = update(bad, state, params)
+  assert after.momentum["bias"][2] == state.momentum["bias"][2]
+  assert after.momentum["bias"][3] != state.momentum["bias"][3]
+  assert after.notfinite_count == 1
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_a_prefix_of_the_tree_can_mask_leaves_out(kind):
+  leaves, grads = problem()
+  params, gradient = ({"conv": x, "dense": x} for x in (leaves, grads(0)))
+  tx = optax_boost.sgperm(method="rank")
+  if kind == "masked":
+    tx = optax.masked(tx, {"conv": True, "dense": False})
+  else:
+    labels = {"conv": "permuted", "dense": "free"}
+    tx = optax.partition({"permuted": tx, "free": optax.sgd(0.1)}, labels)
+  updates, _ = tx.update(gradient, tx.init(params), params)
+  last, state = optax_boost.apply_gradients(tx, gradient, tx.init(params), params)
+  integers = optax_boost.permuted_params(state).permutation
+  assert integers["dense"] == optax.MaskedNode()
+  restored = optax_boost.PermutedParams.from_initial(params, integers).params
+  exact = optax_boost.permuted_params(state, params).params
+  expected = last["conv"]
+  assert np.any(expected["kernel"] != leaves["kernel"])
+  for found, free in ((restored, leaves), (exact, leaves), (last, last["dense"])):
+    jax.tree.map(same_bits, found, {"conv": expected, "dense": free})
+  jax.tree.map(same_bits, last["dense"], optax.apply_updates(params, updates)["dense"])
+  with pytest.raises(ValueError, match=r"`params` must be of the tree that was permuted"):
+    optax_boost.permuted_params(state, {"conv": {"bias": leaves["bias"]}, "dense": leaves})
+
+
+@both
+def test_the_state_of_a_population_is_mapped_over_or_refused(tx):
+  params = {"bias": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)}
+  step = jax.vmap(functools.partial(optax_boost.apply_gradients, tx))
+  _, state = step(jax.tree.map(jnp.sin, params), jax.vmap(tx.init)(params), params)
+  with pytest.raises(ValueError, match=r"needs the state of one run; .*`jax\.vmap`"):
+    optax_boost.permuted_params(state)
+  model = jax.vmap(optax_boost.permuted_params)(state)
+  again = jax.vmap(optax_boost.PermutedParams.from_initial)(params, model.permutation)
+  same_bits(again.params["bias"], model.params["bias"])
+  same_bits(np.sort(model.params["bias"]), np.sort(params["bias"]))
+
+
+@both
+def test_refuses_leaves_that_are_complex_or_python_numbers_and_states_of_others(tx):
+  with pytest.raises(TypeError, match=r"the leaf 'a' is complex64"):
+    tx.init({"a": jnp.ones(2, jnp.complex64)})
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'a' is 1.0 of type float"):
+    tx.init({"a": 1.0})
+  params = {"a": jnp.arange(3.0)}
+  with pytest.raises(
+    TypeError, match=r"the state that its own `init` made, a \w+State; got a Trace"
+  ):
+    tx.update(params, optax.trace(0.9).init(params), params)
+  other = {"a": jnp.arange(4.0)}
+  message = r"params that its state was made for, of shapes \[\(3,\)\]; got \[\(4,\)\]"
+  with pytest.raises(ValueError, match=message):
+    tx.update(other, tx.init(params), other)
+
+
+def test_refuses_partitions_of_another_shape():
+  params, grads = problem()
+  tx = optax_boost.sgperm(key=0)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match=r"`partitions` must have the tree structure"):
+    tx.update(grads(0), state, params, partitions={"bias": jnp.arange(12)})
+  orders = {"bias": jnp.arange(12), "kernel": jnp.zeros((12, 3), jnp.int32)}
+  with pytest.raises(ValueError, match=r"for the leaf 'bias' \(12, 1\); got int32 of shape"):
+    tx.update(grads(0), state, params, partitions=orders)
+  orders["bias"] = jnp.zeros((12, 1), jnp.int32)
+  with pytest.raises(
+    ValueError, match=r"`partitions` must hold each index from 0 to 11 of the leaf 'bias' once"
+  ):
+    tx.update(grads(0), state, params, partitions=orders)

@@ -1,0 +1,1159 @@
+"""SVRG against the recorded runs of MXNet, and against NumPy."""
+
+import functools
+import itertools
+import json
+import pathlib
+
+import chex
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests import closeness
+from tests import compilations
+from tests.train_step import test_linen
+from tests.train_step import test_nnx
+from tests.train_step import test_train_step
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TRACES = ("sgd", "momentum", "wd", "partial")
+# With every operation rounded up or down at random: 1.2 ulps at most.
+ULPS = 2
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+# Six batches of five examples, of a linear regression that no params fit.
+X = RNG.normal(size=(6, 5, 4)).astype(np.float32)
+DATA = {"x": X, "y": np.sin(3 * X[..., 0]) + X[..., 1]}
+START = {"w": jnp.asarray(RNG.normal(size=4), jnp.float32), "b": jnp.zeros([])}
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def masked_loss(params, batch):
+  errors = (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+  return jnp.sum(batch["mask"] * errors) / jnp.sum(batch["mask"])
+
+
+GRADIENT = jax.jit(jax.grad(loss_fn))
+
+
+def batch_at(step):
+  return jax.tree.map(lambda x: x[step % len(X)], DATA)
+
+
+def batches():
+  return (batch_at(i) for i in range(len(X)))
+
+
+def everything():
+  """All examples as one batch."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), DATA)
+
+
+def host_step(rate=0.1, coefficient=1.0, **kwargs):
+  tx = optax.chain(optax_boost.svrg(None, coefficient), optax.sgd(rate))
+  return optax_boost.make_train_step(loss_fn, tx, **kwargs)
+
+
+def jit_step(refresh_every, rate=0.1, **kwargs):
+  return optax_boost.make_train_step(
+    loss_fn,
+    optax.chain(optax_boost.svrg(refresh_every), optax.sgd(rate)),
+    full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=DATA),
+    **kwargs,
+  )
+
+
+def svrg_state(state):
+  """The part of an optimizer state that is `svrg`'s."""
+
+  def is_svrg(node):
+    return hasattr(node, "variance_ratio")
+
+  (found,) = filter(is_svrg, jax.tree.leaves(state, is_leaf=is_svrg))
+  return found
+
+
+# The recorded runs.
+
+
+class Trace:
+  """A recorded run of MXNet; its gradients are sums over a batch, ours means."""
+
+  def __init__(self, name):
+    with np.load(GOLDEN / f"svrg_{name}.npz") as file:
+      self.arrays = {key: file[key] for key in file.files}
+    self.hyper = json.loads(str(self.arrays["meta_json"]))["hyper"]
+    self.size = self.hyper["batch"]
+
+  def tree(self, prefix, index, scale=1.0):
+    def get(leaf):
+      return jnp.asarray(self.arrays[prefix + leaf][index] * scale, jnp.float32)
+
+    return {"weight": get("weight"), "bias": get("bias")}
+
+  def batch(self, step):
+    rows = self.arrays["step_rows"][step]
+    return {"x": self.arrays["X"][rows], "y": self.arrays["Y"][rows]}
+
+  def real_batches(self):
+    rows = range(self.hyper["n"])
+    for some in _chunks(rows, self.size):
+      yield {"x": self.arrays["X"][some], "y": self.arrays["Y"][some]}
+
+  def transformation(self):
+    return optax.chain(
+      optax_boost.svrg(refresh_every=None),
+      optax.add_decayed_weights(self.hyper["wd"], {"weight": True, "bias": False}),
+      optax.sgd(self.hyper["lr"], self.hyper["momentum"] or None),
+    )
+
+  def refresh_of(self, step):
+    return (
+      np.searchsorted(self.arrays["refresh_epoch"], self.arrays["step_epoch"][step], "right") - 1
+    )
+
+
+def _chunks(rows, size):
+  rows = list(rows)
+  return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def mxnet_loss(params, batch):
+  return 0.5 * jnp.mean((batch["x"] @ params["weight"].T + params["bias"] - batch["y"]) ** 2)
+
+
+MXNET_GRADIENT = jax.jit(jax.grad(mxnet_loss))
+
+
+def gradient_terms(trace, params, rows):
+  """The summed magnitudes of the terms of a gradient of `mxnet_loss`."""
+  x, y = (np.abs(np.float64(trace.arrays[key][rows])) for key in "XY")
+  weight, bias = np.abs(params["weight"]), np.abs(params["bias"])
+  errors = x @ weight.T + bias + y
+  return {"weight": errors.T @ x / len(x), "bias": errors.mean(axis=0)}
+
+
+def step_terms(trace, t, velocity):
+  """The summed magnitudes of the terms of a step's velocity, given the ones of the last."""
+  h, period = trace.hyper, trace.refresh_of(t)
+  params = trace.tree("", t - 1) if t else trace.tree("init_", ...)
+  plain, at_snapshot = (
+    gradient_terms(trace, at, trace.arrays["step_rows"][t])
+    for at in (params, trace.tree("anchor_", period))
+  )
+  full = trace.tree("full_grad_", period, 1 / trace.size)
+
+  def terms(leaf):
+    decay = h["wd"] * np.abs(params[leaf]) if leaf == "weight" else 0
+    gradient = plain[leaf] + at_snapshot[leaf] + np.abs(full[leaf]) + decay
+    return h["momentum"] * velocity[leaf] + gradient
+
+  return {leaf: terms(leaf) for leaf in ("weight", "bias")}
+
+
+def assert_close(found, expected, terms, ulps=ULPS):
+  for leaf, bound in terms.items():
+    closeness.assert_within_ulps(found[leaf], expected[leaf], bound, ulps)
+
+
+@functools.cache
+def trace_of(name):
+  return Trace(name)
+
+
+def replay(trace, steps, resync):
+  """Yields what our chain does on a recorded run, given the recorded full gradients."""
+  tx = trace.transformation()
+  params = trace.tree("init_", ...)
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, batch):
+    gradient = functools.partial(jax.grad(mxnet_loss), batch=batch)
+    updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
+    return optax.apply_updates(params, updates), state
+
+  period = -1
+  for t in range(steps):
+    if trace.refresh_of(t) != period:
+      period = trace.refresh_of(t)
+      full = trace.tree("full_grad_", period, 1 / trace.size)
+      state = optax_boost.refresh_svrg(state, trace.tree("anchor_", period), full)
+    params, state = step(params, state, trace.batch(t))
+    yield t, params
+    if resync:
+      params = trace.tree("", t)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_step_agrees_with_mxnet(name):
+  trace = trace_of(name)
+  before, velocity = trace.tree("init_", ...), {"weight": 0.0, "bias": 0.0}
+  for t, params in replay(trace, len(trace.arrays["step_epoch"]), resync=True):
+    velocity = step_terms(trace, t, velocity)
+    terms = {leaf: np.abs(w) + trace.hyper["lr"] * velocity[leaf] for leaf, w in before.items()}
+    before = trace.tree("", t)
+    assert_close(params, before, terms)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
+def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
+  trace = trace_of(name)
+  first_period = int(np.sum(trace.arrays["step_epoch"] < trace.hyper["freq"]))
+  tx = trace.transformation()
+  params = trace.tree("init_", ...)
+  full = optax_boost.full_gradient(MXNET_GRADIENT, params, trace.real_batches())
+  terms = gradient_terms(trace, params, ...)
+  assert_close(full, trace.tree("full_grad_", 0, 1 / trace.size), terms)
+  state = optax_boost.refresh_svrg(tx.init(params), params, full)
+  sums, velocity = jax.tree.map(np.abs, params), {"weight": 0.0, "bias": 0.0}
+  for t in range(first_period):
+    gradient = functools.partial(MXNET_GRADIENT, batch=trace.batch(t))
+    updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
+    params = optax.apply_updates(params, updates)
+    velocity = step_terms(trace, t, velocity)
+    sums = {leaf: w + trace.hyper["lr"] * velocity[leaf] for leaf, w in sums.items()}
+    assert_close(params, trace.tree("", t), sums)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
+def test_the_full_gradient_is_the_true_mean_where_mxnet_carries_the_last_one_over(name):
+  trace = trace_of(name)
+  count = trace.hyper["n"] // trace.size
+  for k in range(1, len(trace.arrays["refresh_epoch"])):
+    anchor = trace.tree("anchor_", k)
+    ours = optax_boost.full_gradient(MXNET_GRADIENT, anchor, trace.real_batches())
+    recorded = trace.tree("full_grad_", k, 1 / trace.size)
+    previous = trace.tree("full_grad_", k - 1, 1 / trace.size)
+    terms = gradient_terms(trace, anchor, ...)
+    clean = {leaf: trace.arrays[f"full_grad_{leaf}_clean"][k] / trace.size for leaf in terms}
+    assert_close(ours, clean, terms)
+    with_last = {leaf: ours[leaf] + previous[leaf] / count for leaf in terms}
+    more_terms = {leaf: terms[leaf] + np.abs(previous[leaf]) / count for leaf in terms}
+    assert_close(with_last, recorded, more_terms)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_last_batch_that_is_padded_or_smaller_counts_each_example_once(padded):
+  trace = trace_of("partial")
+  anchor = trace.tree("anchor_", 1)
+  x, y = trace.arrays["X"].astype(np.float64), trace.arrays["Y"].astype(np.float64)
+  error = x @ np.asarray(anchor["weight"], np.float64).T + np.asarray(anchor["bias"]) - y
+  expected = {"weight": (error.T @ x) / len(x), "bias": error.mean(0)}
+
+  def loss(params, batch):
+    errors = (batch["x"] @ params["weight"].T + params["bias"] - batch["y"])[:, 0] ** 2
+    return 0.5 * jnp.sum(batch["mask"] * errors) / jnp.sum(batch["mask"])
+
+  def padded_batches():
+    for t in range(8):
+      mask = np.arange(trace.size) < trace.size - trace.arrays["step_pad"][t]
+      yield trace.batch(t) | {"mask": mask.astype(np.float32)}
+
+  if padded:
+    ours = optax_boost.full_gradient(
+      jax.grad(loss), anchor, padded_batches(), weight_fn=lambda batch: batch["mask"].sum()
+    )
+  else:
+    ours = optax_boost.full_gradient(MXNET_GRADIENT, anchor, trace.real_batches())
+  assert_close(ours, expected, gradient_terms(trace, anchor, ...))
+  # The reference counts the padding as examples.
+  theirs = trace.arrays["full_grad_weight_clean"][1] / trace.size
+  assert np.abs(theirs - expected["weight"]).max() > 0.01 * np.abs(expected["weight"]).max()
+
+
+# The mathematics.
+
+
+def test_the_correction_equals_numpy():
+  g, h, mu = (np.array(x) for x in ([3.0, 1.0, 4.0], [1.0, 2.0, -3.0], [0.5, 1.0, 1.0]))
+  tx = optax_boost.svrg(None, 0.25)
+  state = optax_boost.refresh_svrg(tx.init(jnp.zeros(3)), jnp.zeros(3), jnp.asarray(mu))
+  found, _ = tx.update(jnp.asarray(g), state, jnp.zeros(3), grad_fn=lambda _: jnp.asarray(h))
+  np.testing.assert_allclose(found, g - 0.25 * (h - mu), rtol=1e-6)
+
+
+def corrected(params, snapshot, coefficient=1.0):
+  """The corrected gradient of every batch, and the state after all of them."""
+  tx = optax_boost.svrg(None, coefficient)
+  full = optax_boost.full_gradient(GRADIENT, snapshot, batches())
+  state = optax_boost.refresh_svrg(tx.init(params), snapshot, full)
+  found = []
+  for batch in batches():
+    gradient = functools.partial(GRADIENT, batch=batch)
+    updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
+    found.append(updates)
+  return found, state
+
+
+SNAPSHOT = jax.tree.map(lambda p: p + 0.1, START)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5, 1.0, 2.0])
+def test_corrected_gradients_have_the_mean_of_the_plain_ones(coefficient):
+  found, _ = corrected(START, SNAPSHOT, coefficient)
+  mean = jax.tree.map(lambda *v: np.mean(v, 0), *found)
+  chex.assert_trees_all_close(mean, GRADIENT(START, everything()), rtol=1e-5, atol=1e-6)
+
+
+def deviations(gradients, centre):
+  flat = [jax.flatten_util.ravel_pytree(g)[0] for g in gradients]
+  return float(np.mean([np.sum((g - centre) ** 2) for g in np.asarray(flat, np.float64)]))
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5, 1.0, 2.0])
+def test_variance_ratio_is_on_the_right_side_of_one_and_what_its_docstring_says(coefficient):
+  found, state = corrected(START, SNAPSHOT, coefficient)
+  plain = [GRADIENT(START, batch) for batch in batches()]
+  mu = jax.flatten_util.ravel_pytree(state.full_gradient)[0]
+  mean = jax.flatten_util.ravel_pytree(GRADIENT(START, everything()))[0]
+  ratio = deviations(found, mu) / deviations(plain, mu)
+  np.testing.assert_allclose(state.variance_ratio, ratio, rtol=1e-4)
+  variances = deviations(found, mean) / deviations(plain, mean)
+  moved = float(jnp.sum((mean - mu) ** 2))
+  expected = (deviations(found, mean) + moved) / (deviations(plain, mean) + moved)
+  np.testing.assert_allclose(state.variance_ratio, expected, rtol=1e-4)
+  assert (state.variance_ratio < 0.999) == (variances < 0.999)
+  assert (state.variance_ratio > 1.001) == (variances > 1.001)
+
+
+def test_at_the_snapshot_the_corrected_gradient_is_the_full_one():
+  found, state = corrected(START, START)
+  for v in found:
+    chex.assert_trees_all_close(v, GRADIENT(START, everything()), rtol=1e-5, atol=1e-6)
+  assert state.variance_ratio < 1e-10
+
+
+def test_the_variance_ratio_starts_anew_at_a_refresh():
+  _, state = corrected(START, SNAPSHOT)
+  assert jnp.all(state.squared_deviations > 0)
+  state = optax_boost.refresh_svrg(state, START, state.full_gradient)
+  np.testing.assert_array_equal(state.squared_deviations, 0)
+
+
+def test_the_coefficient_follows_its_schedule():
+  schedule = optax_boost.alpha_svrg_schedule(steps=6)
+  found, _ = corrected(START, SNAPSHOT, schedule)
+  for t, (v, batch) in enumerate(zip(found, batches(), strict=True)):
+    alpha = 0.75 * (1 - t / 6)
+    full = GRADIENT(SNAPSHOT, everything())
+    expected = jax.tree.map(
+      lambda g, h, mu, a=alpha: g - a * (h - mu),
+      GRADIENT(START, batch),
+      GRADIENT(SNAPSHOT, batch),
+      full,
+    )
+    chex.assert_trees_all_close(v, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_params_keep_a_full_gradient_in_float32():
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), START)
+  state = optax_boost.svrg(None).init(params)
+  full = jax.tree.map(lambda p: jnp.full(p.shape, 1.001), params)
+  state = optax_boost.refresh_svrg(state, params, full)
+  assert state.full_gradient["w"].dtype == jnp.float32
+  assert state.snapshot["w"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(state.full_gradient["w"], full["w"])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_every_step_of_many_sharded_params_is_measured_and_every_bad_one_counted(kind):
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+  tx = optax_boost.svrg(None)
+  with jax.set_mesh(mesh):
+    params = {"w": jax.device_put(jnp.ones((16, 8192)), rows)}
+    ones = jax.tree.map(jnp.ones_like, params)
+    state = optax_boost.refresh_svrg(tx.init(params), params, ones)
+    grads = jax.tree.map(lambda w: 3 * w, ones)
+    step = jax.jit(lambda s, p, h: tx.update(grads, s, p, grad_fn=lambda _: h))
+    twos = jax.tree.map(jnp.add, params, params)
+    for count in range(1, 4):
+      updates, state = step(state, params, twos)
+      np.testing.assert_allclose(state.squared_deviations[1], 4 * count * ones["w"].size, rtol=1e-6)
+    assert "all-gather" not in step.lower(state, params, twos).compile().as_text()
+    # g = 3, h = 2, mu = 1, so that v = 2.
+    np.testing.assert_array_equal(updates["w"], 2 * ones["w"])
+    np.testing.assert_allclose(state.variance_ratio, 0.25, rtol=1e-6)
+    bad = {"w": jax.device_put(np.diag([np.nan] + 8191 * [2.0])[:16], rows)}
+    for count in range(1, 9):
+      _, state = step(state, params, bad)
+      assert state.notfinite_count == count
+
+
+def test_loops_over_small_leaves_do_not_grow_with_their_number():
+  def longest(leaves):
+    tx, params = optax_boost.svrg(refresh_every=None), [jnp.ones(100)] * leaves
+    step = jax.jit(lambda p, s: tx.update(p, s, p, grad_fn=lambda at: at))
+    return max(compilations.loops(step.lower(params, tx.init(params)).compile()))
+
+  assert longest(64) < 1.2 * longest(32)
+
+
+# Refreshing.
+
+
+def test_until_the_first_refresh_gradients_pass_unchanged():
+  step, plain = host_step(), optax_boost.make_train_step(loss_fn, optax.sgd(0.1))
+  state, expected = step.init(START), plain.init(START)
+  for t in range(2):
+    state, metrics = step(state, batch_at(t))
+    expected, _ = plain(expected, batch_at(t))
+  chex.assert_trees_all_close(state.params, expected.params, rtol=1e-6)
+  assert metrics["variance_ratio"] == 1
+
+
+def test_refreshes_inside_the_step_come_every_n_steps_and_equal_those_on_the_host():
+  inside, outside = jit_step(refresh_every=3), host_step()
+  one, other = inside.init(START), outside.init(START)
+  for t in range(7):
+    if t % 3 == 0:
+      other = outside.refresh(other, batches())
+      at_refresh = jax.device_get(one.params)
+    one, _ = inside(one, batch_at(t))
+    other, _ = outside(other, batch_at(t))
+    chex.assert_trees_all_equal(svrg_state(one).snapshot, at_refresh)
+    assert svrg_state(one).refresh_count == t // 3 + 1
+    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_converges_where_sgd_at_the_same_rate_stalls():
+  optimum = jnp.linalg.lstsq(
+    jnp.concatenate([everything()["x"], jnp.ones((30, 1))], 1), everything()["y"]
+  )[0]
+  step = jit_step(refresh_every=12, rate=0.05)
+  plain = optax_boost.make_train_step(loss_fn, optax.sgd(0.05))
+
+  def distance(step):
+    def body(state, batch):
+      return step(state, batch)[0], None
+
+    repeated = jax.tree.map(lambda x: jnp.tile(x, (80,) + (1,) * (x.ndim - 1)), DATA)
+    state, _ = jax.lax.scan(body, step.init(START), repeated)
+    found = jnp.append(state.params["w"], state.params["b"])
+    return jnp.abs(found - optimum).max()
+
+  assert distance(step) < 1e-5
+  assert distance(plain) > 1e-3
+
+
+def test_a_refresh_does_not_recompile_the_step_and_nothing_is_shared_with_the_params():
+  step = host_step()
+  state = step.init(START)
+  for t in range(4):
+    state = step.refresh(state, batches())
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(pointers)) == len(pointers)
+    batch = batch_at(t)
+    (state, _), compiled = compilations.counted(lambda: step(state, batch))  # noqa: B023
+    assert t == 0 or compiled == 0
+
+
+def test_the_data_of_a_scan_is_an_argument_of_the_compiled_step():
+  big = jax.tree.map(lambda x: np.tile(x, (1000,) + (1,) * (x.ndim - 1)), DATA)
+  full = functools.partial(optax_boost.scan_full_gradient, batches=big)
+  step = optax_boost.make_train_step(loss_fn, optax_boost.svrg(10), full_grad_fn=full)
+  text = step.lower(step.init(START), batch_at(0)).as_text()
+  assert len(text) < big["x"].size
+
+
+def test_a_refresh_reaches_into_chains_masks_and_partitions():
+  mask = {"w": True, "b": False}
+  parts = optax.partition(
+    {"ours": optax.chain(optax.clip(1.0), optax_boost.svrg(None)), "rest": optax.sgd(0.1)},
+    {"w": "ours", "b": "rest"},
+  )
+  full = jax.tree.map(jnp.ones_like, START)
+  for tx in (parts, optax.masked(optax_boost.svrg(None), mask)):
+    state = svrg_state(optax_boost.refresh_svrg(tx.init(START), SNAPSHOT, full))
+    np.testing.assert_array_equal(state.snapshot["w"], SNAPSHOT["w"])
+    assert state.snapshot["b"] == optax.MaskedNode()
+    assert state.refresh_count == 1
+
+
+LABELS = {"w": "ours", "b": "rest"}
+
+
+def hidden(kind, refresh_every):
+  """SVRG of `w` alone."""
+  if kind == "masked":
+    return optax.chain(
+      optax.masked(optax_boost.svrg(refresh_every), {"w": True, "b": False}), optax.sgd(0.1)
+    )
+  ours = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(0.1))
+  return optax.partition({"ours": ours, "rest": optax.sgd(0.1)}, LABELS)
+
+
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_inside_masked_and_partition_closures_that_fill_in_hidden_leaves_serve_it(kind):
+  tx = hidden(kind, 2)
+  filled = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+  def gradients(point, params, batch, mask):
+    whole = filled(lambda q, p: p if isinstance(q, optax.MaskedNode) else q, point, params)
+    found = jax.grad(loss_fn)(whole, batch)
+    return filled(lambda q, g: q if mask and q == optax.MaskedNode() else g, point, found)
+
+  def train(mask):
+    params, state = START, tx.init(START)
+    for t in range(3):
+      updates, state = tx.update(
+        GRADIENT(params, batch_at(t)),
+        state,
+        params,
+        grad_fn=functools.partial(gradients, params=params, batch=batch_at(t), mask=mask),
+        full_grad_fn=functools.partial(gradients, params=params, batch=everything(), mask=mask),
+      )
+      params = optax.apply_updates(params, updates)
+    return params, svrg_state(state)
+
+  last, state = train(mask=True)
+  assert state.refresh_count == 2
+  assert state.full_gradient["b"] == optax.MaskedNode()
+  # By hand: the snapshot holds `w` of the last refresh, and `b` is the current one.
+  params = snapshot = START
+  for t in range(3):
+    if t % 2 == 0:
+      snapshot, full = params, GRADIENT(params, everything())
+    g, h = (GRADIENT(p, batch_at(t)) for p in (params, params | {"w": snapshot["w"]}))
+    g["w"] = g["w"] - (h["w"] - full["w"])
+    params = jax.tree.map(lambda p, x: p - 0.1 * x, params, g)
+  chex.assert_trees_all_close(last, params, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_equal(train(mask=False)[0], last)
+  # The train step's closures do it by themselves.
+  step = optax_boost.make_train_step(
+    loss_fn, tx, full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=DATA)
+  )
+  state = step.init(START)
+  for t in range(3):
+    state, _ = step(state, batch_at(t))
+  chex.assert_trees_all_close(state.params, params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
+def test_inside_masked_a_closure_that_knows_no_hidden_leaves_gets_advice(name):
+  tx = hidden("masked", 2)
+  extra = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: p}
+  extra[name] = functools.partial(GRADIENT, batch=batch_at(0))
+  message = rf"calls `{name}` with params whose hidden leaves .* Put `svrg` first in the chain"
+  with pytest.raises(ValueError, match=message):
+    tx.update(START, tx.init(START), START, **extra)
+  extra[name] = lambda p: {"w": p["w"]}
+  with pytest.raises(ValueError, match=rf"`{name}` must give a tree of the params' structure"):
+    tx.update(START, tx.init(START), START, **extra)
+
+
+def test_a_line_search_behind_it_does_not_refuse_the_full_gradient():
+  step = optax_boost.make_train_step(
+    loss_fn,
+    optax.chain(optax_boost.svrg(4), optax.lbfgs()),
+    full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=DATA),
+  )
+  state, metrics = step(step.init(START), batch_at(0))
+  assert loss_fn(state.params, batch_at(0)) < metrics["loss"]
+
+
+def test_over_eight_devices_state_and_full_pass_stay_sharded_and_equal_one_device():
+  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def place(x, *axes):
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+  rng = np.random.default_rng(1)
+  data = {"x": rng.normal(size=(3, 16, 8)).astype(np.float32), "y": np.ones((3, 16), np.float32)}
+  params = {"w": jnp.asarray(rng.normal(size=8), jnp.float32), "b": jnp.zeros([])}
+  results = []
+  for sharded in (False, True):
+    stacked = {k: place(v, None, "d") for k, v in data.items()} if sharded else data
+    start = {"w": place(params["w"], "d"), "b": place(params["b"])} if sharded else params
+    step = optax_boost.make_train_step(
+      loss_fn,
+      optax.chain(optax_boost.svrg(2), optax.sgd(0.1)),
+      full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=stacked),
+    )
+    state = step.init(start)
+    for t in range(3):
+      state, _ = step(state, {k: v[t] for k, v in stacked.items()})
+    one_by_one = [{k: v[i] for k, v in stacked.items()} for i in range(3)]
+    state = step.refresh(state, one_by_one)
+    (state, _), compiled = compilations.counted(lambda: step(state, one_by_one[0]))  # noqa: B023
+    assert compiled == 0
+    results.append(state)
+  found = svrg_state(results[1])
+  for leaf in (found.snapshot["w"], found.full_gradient["w"], results[1].params["w"]):
+    assert leaf.sharding.spec == jax.sharding.PartitionSpec("d")
+  chex.assert_trees_all_close(*map(jax.device_get, results), rtol=1e-4, atol=1e-5)
+
+
+def test_resuming_in_the_middle_of_epoch_and_period_changes_no_bit(tmp_path):
+  """Epochs have 4 steps, periods 3."""
+  step = test_train_step.normed_step(
+    optax.chain(optax_boost.svrg(3, optax_boost.alpha_svrg_schedule(20)), optax.sgd(0.05, 0.9)),
+    full_grad_fn=functools.partial(
+      optax_boost.scan_full_gradient,
+      batches=jax.tree.map(lambda x: x.reshape(4, 8, *x.shape[1:]), test_train_step.BATCH),
+    ),
+  )
+  quarters = [jax.tree.map(lambda x, t=t: x[t::4], test_train_step.BATCH) for t in range(4)]
+  state = step.init(*test_train_step.initial())
+  with ocp.StandardCheckpointer() as checkpointer:
+    for t in range(9):
+      if t in (5, 6):
+        checkpointer.save(tmp_path / str(t), state)
+      state, _ = step(state, quarters[t % 4], KEY)
+  for start in (5, 6):
+    with ocp.StandardCheckpointer() as checkpointer:
+      resumed = checkpointer.restore(tmp_path / str(start), step.init(*test_train_step.initial()))
+    assert svrg_state(resumed).refresh_count == 2
+    for t in range(start, 9):
+      resumed, _ = step(resumed, quarters[t % 4], KEY)
+    chex.assert_trees_all_equal(resumed, state)
+
+
+# Dropout and BatchNorm.
+
+
+def test_dropout_masks_are_shared_and_statistics_untouched():
+  params, stats = test_train_step.initial()
+  step = test_train_step.normed_step(optax.chain(optax_boost.svrg(None), optax.sgd(1.0)))
+  batch = test_train_step.BATCH
+  state = step.refresh(step.init(params, stats), [batch, batch], KEY)
+  chex.assert_trees_all_equal(state.model_state, stats)
+  base = jax.random.fold_in(KEY, 0)
+
+  def gradient(rng):
+    return jax.grad(lambda p: test_train_step.normed_loss(p, stats, batch, rng)[0])(params)
+
+  keys = [jax.random.fold_in(base, i) for i in range(2)]
+  mean = jax.tree.map(lambda a, b: (a + b) / 2, *map(gradient, keys))
+  full = svrg_state(state).full_gradient
+  chex.assert_trees_all_close(full, mean, rtol=1e-5, atol=1e-6)
+  _, (expected, _) = test_train_step.normed_loss(params, stats, batch, base)
+  state, _ = step(state, batch, KEY)
+  # With masks of its own, the snapshot gradient would not cancel the plain one.
+  moved = jax.tree.map(jnp.subtract, params, state.params)
+  chex.assert_trees_all_close(moved, mean, rtol=1e-4, atol=1e-6)
+  assert state.model_state["calls"] == 1
+  chex.assert_trees_all_close(state.model_state, expected, rtol=1e-5, atol=1e-6)
+
+
+def inside_and_outside():
+  halves = jax.tree.map(lambda x: x.reshape(2, 16, *x.shape[1:]), test_train_step.BATCH)
+  full = functools.partial(optax_boost.scan_full_gradient, batches=halves)
+  parts = [jax.tree.map(lambda x, i=i: x[i], halves) for i in range(2)]
+  return {"inside": (100, full, None), "outside": (None, None, parts)}
+
+
+@pytest.mark.parametrize("kind", ["inside", "outside"])
+def test_nnx_shares_masks_and_leaves_statistics_and_rng_counts_alone(kind):
+  refresh_every, full_grad_fn, parts = inside_and_outside()[kind]
+  tx = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(1.0))
+  model, optimizer = test_nnx.make(tx)
+  twin, _ = test_nnx.make(tx)
+  step = optax_boost.nnx.make_train_step(test_nnx.loss_fn, has_aux=True, full_grad_fn=full_grad_fn)
+  before = test_nnx.pure(model)
+  if parts:
+    step.refresh(model, optimizer, parts)
+    chex.assert_trees_all_equal(test_nnx.pure(model), before)
+    assert model.dropout.rngs.count[...] == 0
+  metrics = step(model, optimizer, test_train_step.BATCH)
+  test_nnx.loss_fn(twin, test_train_step.BATCH)
+  assert model.dropout.rngs.count[...] == twin.dropout.rngs.count[...] == 1
+  chex.assert_trees_all_close(
+    nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
+    nnx.to_pure_dict(nnx.state(twin, nnx.BatchStat)),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  # At the snapshot the step is the full gradient, if the masks are the same.
+  full = optax.tree.get(nnx.to_pure_dict(nnx.state(optimizer.opt_state)), "full_gradient")
+  after = test_nnx.pure(model)
+  np.testing.assert_allclose(
+    before["hidden"]["kernel"] - after["hidden"]["kernel"],
+    full["hidden"]["kernel"],
+    rtol=1e-4,
+    atol=1e-6,
+  )
+  assert metrics["variance_ratio"] < 1e-6
+
+
+def test_nnx_draws_masks_of_its_own_for_each_batch_of_a_full_pass():
+  class Masks(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones(64))
+      self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+  def loss(model, batch):
+    return jnp.mean(model.dropout(model.w[...]) * batch)
+
+  model = Masks()
+  optimizer = nnx.Optimizer(model, optax_boost.svrg(None), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(loss)
+  step.refresh(model, optimizer, [jnp.ones(64)] * 2)
+  full = optax.tree.get(nnx.to_pure_dict(nnx.state(optimizer.opt_state)), "full_gradient")["w"]
+  # One mask for both batches would give twos and zeros only.
+  assert {round(float(x), 6) for x in 64 * full} == {0.0, 1.0, 2.0}
+
+
+@pytest.mark.parametrize("kind", ["inside", "outside"])
+def test_linen_shares_masks_and_leaves_statistics_alone(kind):
+  refresh_every, full_grad_fn, parts = inside_and_outside()[kind]
+  tx = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(1.0))
+  step = optax_boost.linen.make_train_step(
+    test_linen.loss_fn, test_linen.Network(), tx, has_aux=True, full_grad_fn=full_grad_fn
+  )
+  state = test_linen.start(step)
+  _, _, changed = test_linen.by_hand(state, KEY)
+  before = jax.device_get(state)
+  if parts:
+    state = step.refresh(state, parts, KEY)
+    chex.assert_trees_all_equal(state.model_state, before.model_state)
+  state, metrics = step(state, test_train_step.BATCH, KEY)
+  chex.assert_trees_all_close(state.model_state, changed, rtol=1e-5, atol=1e-6)
+  moved = jax.tree.map(jnp.subtract, before.params, state.params)
+  chex.assert_trees_all_close(moved, svrg_state(state).full_gradient, rtol=1e-4, atol=1e-6)
+  assert metrics["variance_ratio"] < 1e-6
+
+
+def test_a_linen_module_without_dropout_refreshes_without_a_key():
+  step = optax_boost.linen.make_train_step(
+    lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), nn.Dense(1), optax_boost.svrg(None)
+  )
+  state = step.init(nn.Dense(1).init(KEY, X[0]))
+  assert svrg_state(step.refresh(state, batches())).refresh_count == 1
+
+
+# Streaming.
+
+
+class Foreign:
+  """An array of another library, such as PyTorch."""
+
+  def __init__(self, array):
+    self.array = array
+
+  def __array__(self, dtype=None, copy=None):
+    return np.asarray(self.array, dtype)
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    lambda: list(batches()),
+    batches,
+    lambda: (jax.tree.map(jnp.asarray, batch) for batch in batches()),
+    lambda: (jax.tree.map(Foreign, batch) for batch in batches()),
+    lambda: [everything()],
+  ],
+  ids=["list", "generator", "jax", "foreign arrays", "one batch"],
+)
+def test_any_iterable_gives_the_true_mean(source):
+  found = optax_boost.full_gradient(GRADIENT, START, source())
+  expected = GRADIENT(START, everything())
+  chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_count_by_their_size():
+  uneven = [jax.tree.map(lambda x, a=a, b=b: x[a:b], everything()) for a, b in ((0, 4), (4, 30))]
+  found = optax_boost.full_gradient(GRADIENT, START, uneven)
+  chex.assert_trees_all_close(found, GRADIENT(START, everything()), rtol=1e-5, atol=1e-6)
+
+
+def padded():
+  """The last batch is two examples and three rows of rubbish; another one is all rubbish."""
+  stacked = {k: np.concatenate([v, np.full_like(v[:1], np.nan)]) for k, v in DATA.items()}
+  stacked["mask"] = np.ones((7, 5), np.float32)
+  stacked["mask"][5, 2:] = 0
+  stacked["mask"][6] = 0
+  stacked["x"][5, 2:] = 7.0
+  return stacked
+
+
+def test_padding_is_no_example_streamed_or_scanned():
+  stacked = padded()
+  weigh = {"weight_fn": lambda batch: batch["mask"].sum()}
+  gradient = jax.grad(masked_loss)
+  stream = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(7)]
+  streamed = optax_boost.full_gradient(gradient, START, stream, **weigh)
+  scanned = jax.jit(lambda p, b: optax_boost.scan_full_gradient(gradient, p, b, **weigh))(
+    START, stacked
+  )
+  real = jax.tree.map(lambda x: x[:27], everything())
+  for found in (streamed, scanned):
+    chex.assert_trees_all_close(found, GRADIENT(START, real), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scan_is_one_loop_and_equals_the_stream():
+  def scan(params, data):
+    return optax_boost.scan_full_gradient(jax.grad(loss_fn), params, data)
+
+  streamed = optax_boost.full_gradient(GRADIENT, START, batches())
+  chex.assert_trees_all_close(jax.jit(scan)(START, DATA), streamed, rtol=1e-5, atol=1e-6)
+  names = [e.primitive.name for e in jax.make_jaxpr(scan)(START, DATA).jaxpr.eqns]
+  assert names.count("scan") == 1
+  assert "dot_general" not in names
+
+
+def test_streamed_and_scanned_batches_draw_the_same_masks():
+  def noisy(params, batch, rng):
+    return loss_fn(params, batch | {"x": batch["x"] * jax.random.bernoulli(rng, 0.5, (5, 4))})
+
+  gradient = jax.grad(noisy)
+  streamed = optax_boost.full_gradient(gradient, START, batches(), rng=KEY)
+  scanned = optax_boost.scan_full_gradient(gradient, START, DATA, rng=KEY)
+  chex.assert_trees_all_close(streamed, scanned, rtol=1e-5, atol=1e-6)
+  other = optax_boost.full_gradient(gradient, START, batches(), rng=jax.random.key(1))
+  assert not np.allclose(other["w"], streamed["w"])
+
+
+def test_a_second_pass_compiles_nothing():
+  traces = itertools.count()
+
+  def gradient(params, batch):
+    next(traces)
+    return jax.grad(loss_fn)(params, batch)
+
+  for _ in range(3):
+    optax_boost.full_gradient(gradient, START, batches())
+  assert next(traces) == 1
+
+
+def test_a_refresh_of_the_train_step_compiles_once():
+  traces = itertools.count()
+
+  def counted(params, batch):
+    next(traces)
+    return loss_fn(params, batch)
+
+  step = optax_boost.make_train_step(counted, optax_boost.svrg(None))
+  state = step.init(START)
+  for _ in range(3):
+    state = step.refresh(state, batches())
+  assert next(traces) == 1
+
+
+def test_the_progress_bar_counts_batches(capfd):
+  optax_boost.full_gradient(GRADIENT, START, list(batches()), progress=True)
+  assert "6/6" in capfd.readouterr().err
+  optax_boost.full_gradient(GRADIENT, START, list(batches()))
+  assert not capfd.readouterr().err
+
+
+def test_without_tqdm_there_is_no_bar_and_no_error(monkeypatch):
+  monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+  found = optax_boost.full_gradient(GRADIENT, START, batches(), progress=True)
+  chex.assert_trees_all_close(found, GRADIENT(START, everything()), rtol=1e-5, atol=1e-6)
+
+
+# Numbers that are not finite.
+
+
+def test_a_snapshot_gradient_that_is_not_finite_is_left_out_and_counted():
+  _, state = corrected(START, SNAPSHOT)
+  gradient = GRADIENT(START, batch_at(0))
+  tx = optax_boost.svrg(None)
+
+  def bad(params):
+    return jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), params)
+
+  updates, after = tx.update(gradient, state, START, grad_fn=bad)
+  chex.assert_trees_all_close(updates, gradient)
+  assert after.notfinite_count == 1
+  chex.assert_tree_all_finite(after)
+
+
+def test_a_gradient_that_is_not_finite_stays_so_and_leaves_no_trace():
+  _, state = corrected(START, SNAPSHOT)
+  gradient = GRADIENT(START, batch_at(0)) | {"b": jnp.array(jnp.inf)}
+  updates, after = optax_boost.svrg(None).update(
+    gradient, state, START, grad_fn=lambda p: GRADIENT(p, batch_at(0))
+  )
+  assert jnp.isinf(updates["b"])
+  assert jnp.all(jnp.isfinite(updates["w"]))
+  chex.assert_trees_all_equal(after, state._replace(count=state.count + 1))
+
+
+@pytest.mark.parametrize("where", ["full gradient", "params"])
+def test_a_refresh_that_is_not_finite_is_not_made_but_counted(where):
+  _, state = corrected(START, SNAPSHOT)
+  params, full = START, GRADIENT(START, everything())
+  if where == "params":
+    params = params | {"b": jnp.array(jnp.nan)}
+  else:
+    full = full | {"w": full["w"].at[2].set(jnp.inf)}
+  after = optax_boost.refresh_svrg(state, params, full)
+  chex.assert_trees_all_equal(after, state._replace(notfinite_count=jnp.array(1)))
+
+
+# What is refused.
+
+
+def test_a_missing_grad_fn_is_named():
+  tx = optax_boost.svrg(None)
+  with pytest.raises(ValueError, match=r"`svrg` needs the extra argument `grad_fn` .*got none.*"):
+    tx.update(START, tx.init(START), START)
+
+
+def test_a_missing_full_grad_fn_is_named_with_both_ways_out():
+  step = optax_boost.make_train_step(loss_fn, optax_boost.svrg(3))
+  message = r"needs the extra argument `full_grad_fn` .* got none. .*make_train_step.*or refresh on"
+  with pytest.raises(ValueError, match=message):
+    step(step.init(START), batch_at(0))
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"refresh_every": 0}, ValueError, r"`refresh_every` must be >= 1; got 0"),
+    ({"refresh_every": 2**31}, ValueError, r"`refresh_every` must be <= 2147483647; got 2147"),
+    ({"refresh_every": 2.5}, TypeError, r"`refresh_every` must be a whole number; got 2.5"),
+    ({"refresh_every": "often"}, TypeError, r"`refresh_every` must be a whole number"),
+    (
+      {"refresh_every": 1, "coefficient": -0.1},
+      ValueError,
+      r"`coefficient` must be finite and >= 0; got -0.1",
+    ),
+    ({"refresh_every": 1, "coefficient": None}, TypeError, r"`coefficient` must be a real number"),
+  ],
+)
+def test_refuses_hyperparameters_out_of_range(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.svrg(**kwargs)
+
+
+@pytest.mark.parametrize(
+  ("args", "error", "message"),
+  [
+    ((0,), ValueError, r"`steps` must be >= 1; got 0"),
+    ((10, 10**400), ValueError, r"`initial` must be finite and >= 0; got 1000"),
+    ((10, -1.0), ValueError, r"`initial` must be finite and >= 0; got -1.0"),
+  ],
+)
+def test_the_schedule_refuses_arguments_out_of_range(args, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.alpha_svrg_schedule(*args)
+
+
+def used_up():
+  iterator = batches()
+  list(iterator)
+  return iterator
+
+
+@pytest.mark.parametrize(
+  ("source", "gradient", "error", "message"),
+  [
+    (list, GRADIENT, ValueError, r"at least one batch; got none. An iterator that was used up"),
+    (used_up, GRADIENT, ValueError, r"at least one batch; got none. An iterator that was used up"),
+    (
+      lambda: [batch_at(0), batch_at(1) | {"more": X[0]}],
+      GRADIENT,
+      ValueError,
+      r"one tree structure; batch 1 has PyTreeDef.*more.* the first had",
+    ),
+    (
+      batches,
+      lambda p, b: (loss_fn(p, b), p),
+      ValueError,
+      r"`grad_fn` must give gradients of the params' tree structure and shapes; got PyTreeDef",
+    ),
+    (
+      lambda: [batch_at(0) | {"y": np.ones(3)}],
+      GRADIENT,
+      ValueError,
+      r"can't tell the number of examples from arrays of shapes .* Pass `weight_fn`",
+    ),
+    (lambda: [np.float32(1)], lambda p, b: p, ValueError, r"can't tell the number of examples"),
+    (lambda: 3, GRADIENT, TypeError, r"`batches` must be an iterable of batches; got 3"),
+    (lambda: batch_at(0), GRADIENT, TypeError, r"(?s)got \{'x': .* A single batch is"),
+    (lambda: list, GRADIENT, TypeError, r"`batches` must be an iterable of batches; got <class"),
+    (
+      lambda: [batch_at(0), batch_at(1) | {"name": np.array(["cat"])}],
+      GRADIENT,
+      TypeError,
+      r"the leaf 'name' of batch 1 is array\(\['cat'\].* of dtype <U3. Leave it out",
+    ),
+    (batches, None, TypeError, r"`grad_fn` must be callable, called as `grad_fn\(params, batch\)`"),
+    (batches, lambda p, b: jax.tree.map(str, p), TypeError, r"`grad_fn` needs arrays as leaves"),
+  ],
+)
+def test_full_gradient_refuses_what_it_cannot_average(source, gradient, error, message):
+  with pytest.raises(error, match=message):
+    optax_boost.full_gradient(gradient, START, source())
+
+
+def test_full_gradient_refuses_weights_that_sum_to_nothing():
+  with pytest.raises(ValueError, match=r"the weights of all batches sum to 0.0"):
+    optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=lambda batch: 0)
+  with pytest.raises(TypeError, match=r"`weight_fn` must be callable, called as .*; got 3"):
+    optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=3)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, jnp.float32("inf"), np.float32(-2)])
+def test_a_weight_that_is_not_finite_or_negative_is_refused_or_in_a_scan_not_taken(weight):
+  def weigh(batch):
+    return weight
+
+  with pytest.raises(ValueError, match=r"`weight_fn` must return a finite number >= 0; it"):
+    optax_boost.full_gradient(GRADIENT, START, batches(), weight_fn=weigh)
+  full = optax_boost.scan_full_gradient(GRADIENT, START, DATA, weight_fn=weigh)
+  state = optax_boost.refresh_svrg(optax_boost.svrg(None).init(START), START, full)
+  assert (int(state.refresh_count), int(state.notfinite_count)) == (0, 1)
+
+
+@pytest.mark.parametrize("weight", ["5", np.ones(5), None, jnp.ones([]) * 1j])
+def test_a_weight_that_is_no_number_is_refused(weight):
+  for average, data in (
+    (optax_boost.full_gradient, batches()),
+    (optax_boost.scan_full_gradient, DATA),
+  ):
+    with pytest.raises(TypeError, match=r"`weight_fn` must return a number, .*; it returned"):
+      average(GRADIENT, START, data, weight_fn=lambda batch: weight)
+
+
+def test_other_bad_arguments_of_a_full_pass_are_named():
+  for kwargs, message in (
+    ({"rng": 0.5}, r"`rng` must be a key of `jax.random.key` or an integer seed; got 0.5"),
+    ({"progress": 3}, r"`progress` must be True or False; got 3"),
+  ):
+    with pytest.raises(TypeError, match=message):
+      optax_boost.full_gradient(GRADIENT, START, batches(), **kwargs)
+  with pytest.raises(TypeError, match=r"needs arrays as leaves; the leaf 'b' is 0.0 of type float"):
+    optax_boost.full_gradient(GRADIENT, START | {"b": 0.0}, batches())
+  with pytest.raises(ValueError, match=r"can't run inside `jit`. Call it between two steps"):
+    jax.jit(lambda p: optax_boost.full_gradient(GRADIENT, p, batches()))(START)
+
+
+@pytest.mark.parametrize(
+  "stacked", [{}, {"x": X[:0]}, {"x": X, "y": X[:2]}, {"x": 1.0}], ids=["{}", "0", "2", "scalar"]
+)
+def test_scan_refuses_arrays_that_are_not_stacked_batches(stacked):
+  with pytest.raises(ValueError, match=r"at least one batch, and arrays whose first axis .* got"):
+    optax_boost.scan_full_gradient(GRADIENT, START, stacked)
+
+
+def test_a_refresh_refuses_a_state_without_svrg_and_trees_that_do_not_fit():
+  state = optax_boost.svrg(None).init(START)
+  with pytest.raises(ValueError, match=r"with a SvrgState in it; got .* part of the chain\?"):
+    optax_boost.refresh_svrg(optax.sgd(0.1).init(START), START, START)
+  with pytest.raises(ValueError, match=r"`full_gradient` must give gradients of the params'"):
+    optax_boost.refresh_svrg(state, START, {"w": START["w"]})
+  other = {"w": jnp.ones(3), "b": jnp.zeros([])}
+  with pytest.raises(ValueError, match=r"`refresh_svrg` needs the params that its state was made"):
+    optax_boost.refresh_svrg(state, other, other)
+
+
+def test_refuses_other_states_other_params_and_other_leaves():
+  tx = optax_boost.svrg(None)
+  extra = {"grad_fn": lambda p: p}
+  with pytest.raises(TypeError, match=r"its own `init` made, a SvrgState; got a TraceState"):
+    tx.update(START, optax.trace(0.9).init(START), START, **extra)
+  other = START | {"w": jnp.ones(3)}
+  with pytest.raises(ValueError, match=r"`svrg` needs the params that its state was made for; got"):
+    tx.update(other, tx.init(START), other, **extra)
+  for leaf, message in ((1j, "the leaf 'w' is complex64"), (1.0, "the leaf 'w' is 1.0 of type")):
+    leaf = leaf if leaf == 1.0 else jnp.asarray(leaf)
+    with pytest.raises(TypeError, match=message):
+      tx.init(START | {"w": leaf})
+  with pytest.raises(TypeError, match=r"`grad_fn` must be callable, called as `grad_fn\(params\)`"):
+    tx.update(START, tx.init(START), START, grad_fn=START)
+  with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable, called as"):
+    optax_boost.svrg(1).update(START, tx.init(START), START, full_grad_fn=START, **extra)
+  schedule = optax_boost.svrg(None, lambda count: jnp.ones(2))
+  with pytest.raises(ValueError, match=r"`coefficient` must be a schedule that returns a scalar"):
+    schedule.update(START, tx.init(START), START, **extra)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float16"), ("float16", "float32")], ids=str)
+def test_gradients_of_another_dtype_are_corrected_in_theirs(dtypes):
+  of_params, of_grads = dtypes
+  params = jax.tree.map(lambda p: p.astype(of_params), START)
+  tx = optax_boost.svrg(1)
+  state = tx.init(params)
+
+  def grad_fn(point):
+    return jax.tree.map(lambda q: (2 * q).astype(of_grads), point)
+
+  def full_grad_fn(point):
+    return jax.tree.map(lambda q: (3 * q).astype(of_grads), point)
+
+  extra = {"grad_fn": grad_fn, "full_grad_fn": full_grad_fn}
+  updates, after = jax.jit(lambda s: tx.update(grad_fn(params), s, params, **extra))(state)
+  chex.assert_trees_all_close(updates, full_grad_fn(params), rtol=2e-3)
+  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(of_grads)}
+  assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
+
+
+def test_init_of_abstract_params_is_a_template_of_the_state():
+  abstract = jax.eval_shape(lambda: START)
+  template, state = optax_boost.svrg(None).init(abstract), optax_boost.svrg(None).init(START)
+  assert template.snapshot == abstract
+  shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), s) for s in (template, state)]
+  assert shapes[0] == shapes[1]
+
+
+def test_params_may_bear_the_names_of_state_fields():
+  params = {"snapshot": jnp.ones(2), "full_gradient": jnp.ones(3), "count": jnp.ones([])}
+  state = optax.chain(optax_boost.svrg(None), optax.adam(0.1)).init(params)
+  full = jax.tree.map(lambda p: 2 * p, params)
+  state = optax_boost.refresh_svrg(state, params, full)
+  chex.assert_trees_all_equal(svrg_state(state).full_gradient, full)
+  assert svrg_state(state).refresh_count == 1
+
+
+def test_counters_stay_at_the_largest_int32():
+  largest = jnp.int32(2**31 - 1)
+  state = optax_boost.svrg(None).init(START)
+  state = state._replace(count=largest, refresh_count=largest, notfinite_count=largest)
+  state = optax_boost.refresh_svrg(state, START, START)
+  bad = jax.tree.map(lambda p: p * jnp.nan, START)
+  state = optax_boost.refresh_svrg(state, START, bad)
+  _, state = optax_boost.svrg(None).update(START, state, START, grad_fn=lambda p: p)
+  assert state.count == state.refresh_count == state.notfinite_count == largest
+
+
+@pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
+def test_closures_that_return_other_trees_are_named(name):
+  tx = optax_boost.svrg(2)
+  extra = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: p} | {name: lambda p: (p, None)}
+  with pytest.raises(ValueError, match=rf"`{name}` must give gradients of the params' tree"):
+    tx.update(START, tx.init(START), START, **extra)
+
+
+def test_a_full_grad_fn_that_cannot_be_called_is_refused():
+  with pytest.raises(TypeError, match=r"`full_grad_fn` must be callable.*; got 3"):
+    optax_boost.make_train_step(loss_fn, optax_boost.svrg(3), full_grad_fn=3)
+
+
+def test_before_a_loss_scale_it_is_refused():
+  """The full gradient is not scaled, the gradients of a batch would be."""
+  scaled = optax_boost.dynamic_loss_scale
+
+  def trained(tx):
+    step = optax_boost.make_train_step(
+      lambda w, batch: jnp.sum((w - batch) ** 2),
+      tx,
+      full_grad_fn=lambda grad_fn, params: grad_fn(params, jnp.ones(3)),
+    )
+    return step(step.init(jnp.zeros(3)), jnp.arange(3.0))[0].params
+
+  svrg = optax_boost.svrg(refresh_every=1)
+  with pytest.raises(ValueError, match=r"with a SvrgState inside a loss scale, .* Put the scale"):
+    trained(optax.chain(svrg, optax.chain(scaled(optax.sgd(0.1)))))
+  for tx in (
+    scaled(optax.chain(svrg, optax.sgd(0.1))),
+    optax.chain(optax.identity(), scaled(optax.chain(svrg, optax.sgd(0.1)))),
+  ):
+    np.testing.assert_allclose(trained(tx), trained(optax.chain(svrg, optax.sgd(0.1))), rtol=1e-6)

@@ -1,0 +1,281 @@
+"""The train step on a Flax Linen module with BatchNorm, dropout and aux."""
+
+import itertools
+
+import chex
+from flax import core
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import linen
+from tests import compilations
+from tests.train_step.test_train_step import BATCH
+from tests.train_step.test_train_step import CLOSURE_USERS
+
+KEY = jax.random.key(0)
+
+
+class Network(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    h = nn.Dense(16)(x)
+    h = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(h))
+    return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(h))[:, 0]
+
+
+def loss_fn(model, batch):
+  prediction = model(batch["x"], train=True)
+  return jnp.mean((prediction - batch["y"]) ** 2), {"prediction": prediction}
+
+
+def start(step):
+  return step.init(Network().init(jax.random.key(1), BATCH["x"], train=False))
+
+
+def by_hand(state, key):
+  """The forward pass as a user of Linen writes it."""
+  key = jax.random.split(jax.random.fold_in(key, state.step), 1)[0]
+  prediction, changed = Network().apply(
+    linen.variables(state),
+    BATCH["x"],
+    train=True,
+    mutable=["batch_stats"],
+    rngs={"dropout": jax.random.fold_in(key, 0)},
+  )
+  return jnp.mean((prediction - BATCH["y"]) ** 2), prediction, changed
+
+
+@pytest.mark.parametrize("name", CLOSURE_USERS)
+def test_trains_with_methods_that_need_closures(name):
+  traces = itertools.count()
+
+  def counted(model, batch):
+    next(traces)
+    return loss_fn(model, batch)
+
+  step = linen.make_train_step(counted, Network(), CLOSURE_USERS[name](), has_aux=True)
+  state = start(step)
+  losses = []
+  for t in range(5):
+    loss, prediction, changed = by_hand(state, KEY)
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(metrics["loss"])
+    if t == 0:
+      seen = next(traces)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["aux"]["prediction"], prediction, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(state.model_state, changed, rtol=1e-5, atol=1e-6)
+  assert losses[-1] < losses[0]
+  assert next(traces) == seen + 1, "the loss was traced again after the first step"
+
+
+def test_two_calls_in_one_loss_draw_different_masks_and_chain_their_statistics():
+  seen = {}
+
+  def twice(model, batch):
+    first, second = model(batch["x"]), model(batch["x"])
+    seen["collections"] = len(model.collections)
+    return jnp.mean((first - second) ** 2), None
+
+  step = linen.make_train_step(twice, Network(), optax.sgd(0.0), has_aux=True)
+  state = start(step)
+  after, metrics = step(state, BATCH, KEY)
+  assert metrics["loss"] > 0
+  assert seen["collections"] == 1
+  one = linen.make_train_step(loss_fn, Network(), optax.sgd(0.0), has_aux=True)
+  once, _ = one(start(one), BATCH, KEY)
+  mean = after.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+  np.testing.assert_allclose(
+    mean, 1.9 * once.model_state["batch_stats"]["BatchNorm_0"]["mean"], rtol=1e-4, atol=1e-6
+  )
+
+
+class Inner(nn.Module):
+  """Holds the values that the scan sows."""
+
+
+class Sowing(nn.Module):
+  """Sows into a tuple and into an array, in a scan, and keeps a tuple of its own."""
+
+  @nn.compact
+  def __call__(self, x):
+    def body(module, x, _):
+      module.sow("losses", "mean", x.mean())
+      return x + 1, None
+
+    last = self.variable("carry", "last", lambda: (x[0], x[1]))
+    last.value = last.value[1], x[0]
+    self.sow("calls", "count", 1, init_fn=lambda: 0, reduce_fn=jnp.add)
+    x = nn.Dense(1)(x)
+    return nn.scan(body, variable_axes={"losses": 0}, length=2)(Inner(), x, None)[0]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_step_sees_what_its_own_calls_have_sown(calls):
+  module, x = Sowing(), BATCH["x"]
+
+  def loss_fn(model, batch):
+    for _ in range(calls):
+      model(batch)
+    (sown,) = model.collections["losses"].values()
+    assert len(sown["mean"]) == calls
+    return sum(map(jnp.mean, sown["mean"]))
+
+  step = compilations.Watched(linen.make_train_step(loss_fn, module, optax.sgd(0.0)))
+  variables = module.init(KEY, x)
+  state = step.init(variables)
+  structure = jax.tree.structure(state)
+  mean = module.apply(variables, x, mutable=True)[0].mean() - 1.5
+  for t in range(3):
+    state, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], calls * mean, rtol=1e-6)
+    assert state.model_state["calls"]["count"] == 1 + calls * (t + 1)
+    assert len(state.model_state["carry"]["last"]) == 2
+  if calls == 1:
+    assert step.compiled_once()
+    assert jax.tree.structure(state) == structure
+    jax.eval_shape(lambda s: jax.lax.scan(lambda s, _: step(s, x), s, None, length=2), state)
+
+
+def test_frozen_dicts_train_as_plain_ones():
+  variables = Network().init(jax.random.key(1), BATCH["x"], train=False)
+  groups = linen.layer_groups(
+    lambda *args: loss_fn(*args)[0], Network(), core.freeze(variables), BATCH, KEY, num_groups=2
+  )
+  assert "BatchNorm_0/scale" in groups.groups[0]
+  schedule = optax_boost.FreezeSchedule(2, lambda count, key: 1)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
+  ends = []
+  for wrap in (dict, core.freeze, core.FrozenDict):
+    step = compilations.Watched(linen.make_train_step(loss_fn, Network(), tx, has_aux=True))
+    state = step.init(wrap(variables))
+    structure = jax.tree.structure(state)
+    for _ in range(2):
+      state, _ = step(state, BATCH, KEY)
+    assert step.compiled_once()
+    assert jax.tree.structure(state) == structure
+    ends.append(core.unfreeze(linen.variables(state)))
+    chex.assert_trees_all_equal(ends[-1], ends[0])
+  chex.assert_trees_all_equal(ends[0]["batch_stats"], variables["batch_stats"])
+
+
+class Noisy(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(4)(x)
+    return nn.Dense(1)(x + jax.random.normal(self.make_rng("noise"), x.shape))
+
+
+def test_a_level_takes_the_names_of_rng_streams():
+  module, loss_fn, x = Noisy(), lambda model, x: jnp.mean(model(x) ** 2), BATCH["x"]
+  boost = linen.auto_boost("O1", total_steps=10)
+  assert "grad_freeze" in boost.on
+  variables = module.init({"params": KEY, "noise": KEY}, x)
+  tx = boost.optimizer(optax.sgd(0.1), loss_fn, module, variables, x, KEY, rngs=("noise",))
+  step = boost.train_step(loss_fn, module, tx, rngs=("noise",))
+  _, metrics = step(step.init(variables), x, KEY)
+  assert metrics["frozen_groups"] == 0
+  with pytest.raises(TypeError, match=r"`rngs` must be a sequence of names"):
+    boost.optimizer(optax.sgd(0.1), loss_fn, module, variables, x, KEY, rngs="noise")
+
+
+def test_a_module_without_statistics_or_dropout_needs_no_key():
+  step = linen.make_train_step(
+    lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), nn.Dense(1), optax.lbfgs()
+  )
+  state = step.init(nn.Dense(1).init(KEY, BATCH["x"]))
+  first = None
+  for _ in range(5):
+    state, metrics = step(state, BATCH)
+    first = metrics["loss"] if first is None else first
+  assert metrics["loss"] < first
+  assert nn.Dense(1).apply(linen.variables(state), BATCH["x"]).shape == (32, 1)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    ((loss_fn, nn.Dense, optax.sgd(0.1)), r"`module` must be a Linen module"),
+    ((None, nn.Dense(1), optax.sgd(0.1)), r"`loss_fn` must be callable"),
+    ((loss_fn, nn.Dense(1), optax.sgd), r"Did you pass the factory"),
+  ],
+)
+def test_refuses_arguments_of_the_wrong_kind(args, message):
+  with pytest.raises(TypeError, match=message):
+    linen.make_train_step(*args)
+
+
+STEP = linen.make_train_step(loss_fn, nn.Dense(1), optax.sgd(0.1), has_aux=True)
+PLAIN = optax_boost.make_train_step(lambda p, b: p, optax.sgd(0.1)).init(jnp.ones(1))
+STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: STEP.init(3), r"`variables` must be a dict of collections; got 3"),
+    (lambda: STEP.init({"params": {"n": jnp.arange(3)}}), r"'n' is int32. .* another collection"),
+    (lambda: STEP({"params": {}}, BATCH), r"`state` must be an `optax_boost.TrainState`: what"),
+    (lambda: linen.variables({"params": {}}), r"`state` must be an `optax_boost.TrainState`: what"),
+    (
+      lambda: STEP(PLAIN, BATCH),
+      r"`state` must have .* got None. Make it with the `init` of Linen",
+    ),
+    (
+      lambda: linen.variables(PLAIN),
+      r"`state` must have .* got None. Make it with the `init` of L",
+    ),
+    (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
+    (lambda: STEP(STATE, BATCH, 3), r"`rng` must be one key of `jax.random.key`; got 3"),
+    (lambda: STEP(STATE, BATCH, jax.random.split(KEY)), r"`rng` must be one key"),
+    (
+      lambda: linen.make_train_step(loss_fn, nn.Dense(1), optax.sgd(0.1), rngs="dropout"),
+      r"`rngs` must be a sequence of names",
+    ),
+    (
+      lambda: linen.layer_groups(loss_fn, nn.Dense, {"params": {}}, BATCH),
+      r"`module` must be a Linen",
+    ),
+    (lambda: linen.layer_groups(3, nn.Dense(1), {"params": {}}, BATCH), r"`loss_fn` must be call"),
+    (lambda: linen.layer_groups(loss_fn, nn.Dense(1), None, BATCH), r"`variables` must be"),
+  ],
+)
+def test_refuses_to_step_with_arguments_of_the_wrong_kind(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()
+
+
+def test_the_step_can_be_inspected_without_making_one():
+  step = linen.make_train_step(loss_fn, Network(), optax.sgd(0.1), has_aux=True)
+  state = start(step)
+  assert "stablehlo" in step.lower(state, BATCH, KEY).as_text()
+  assert "dot_general" in step.lower(jax.eval_shape(lambda: state), BATCH, KEY).as_text()
+
+
+OTHER_CLOSURES = {
+  "sam": lambda: optax.contrib.sam(
+    optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True
+  ),
+  "sophia": lambda: optax.contrib.sophia(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLOSURES)
+def test_trains_with_methods_that_call_closures_in_their_own_way(name):
+  step = linen.make_train_step(loss_fn, Network(), OTHER_CLOSURES[name](), has_aux=True)
+  state, losses = start(step), []
+  for _ in range(8):
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(float(metrics["loss"]))
+  assert losses[-1] < 0.9 * losses[0]
+
+
+def test_refuses_variables_without_params():
+  step = linen.make_train_step(loss_fn, Network(), optax.sgd(0.1), has_aux=True)
+  with pytest.raises(ValueError, match=r"with a collection 'params'; got the keys \['kernel'\]"):
+    step.init({"kernel": jnp.ones(3)})
