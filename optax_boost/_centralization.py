@@ -3,7 +3,6 @@ r"""Gradient centralization: arXiv:2004.01461.
 G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead to it
 """
 
-import functools
 import math
 import re
 from typing import Any
@@ -20,41 +19,13 @@ from optax_boost import _method
 from optax_boost import _tree
 
 _EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
-_Layout = Literal["flax", "torch"]
 
 
-def _centred(g: jax.Array, fan_in: tuple[int, ...], mesh_axes: Any) -> jax.Array:
-  # A mean of one entry is that entry, and would stop the leaf.
-  if mesh_axes is None and math.prod(g.shape[i] for i in fan_in) == 1:
-    return g
-  wide = _arrays.widen(g)
-  mean = jnp.mean(wide, fan_in, keepdims=True)
-  mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
-  return (wide - mean).astype(g.dtype)
-
-
-def _left_alone(leaves: list[_layers.Leaf], layout: _Layout) -> list[bool]:
-  """Whether ``exclude="auto"`` leaves each leaf alone."""
-  # A normalized head divides its kernel by its norm, and has a `multiplier`.
-  places = [leaf.path.rpartition("/") for leaf in leaves]
-  heads = {module for module, _, name in places if name == "multiplier"}
-  input_axis = 1 if layout == "torch" else -2
-
-  def is_kernel(leaf: _layers.Leaf) -> bool:
-    if leaf.axes is not None:
-      return leaf.axes.mixes_inputs
-    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
-      return False
-    return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
-
-  pairs = zip(leaves, places, strict=True)
-  return [module in heads or not is_kernel(leaf) for leaf, (module, _, _) in pairs]
-
-
+@_method.wants_layers
 def centralize(
   *,
   exclude: _base.LeafSelector = "auto",
-  layout: _Layout = "flax",
+  layout: Literal["flax", "torch"] = "flax",
   layers: _layers.Layers | None = None,
   axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,13 +34,10 @@ def centralize(
   .. math::
     G_{\cdot j} \leftarrow G_{\cdot j} - \frac{1}{n} \sum_{i=1}^{n} G_{ij}
 
-  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it: a projection onto
-  the hyperplane orthogonal to the vector of ones. It goes before the optimizer in a chain; after
-  ``optax.add_decayed_weights``, as in MindSpore, it centralizes the decay too. A gradient that is
-  not finite stays so, within the output it belongs to.
-
-  Kernels with one weight per output, as of a dense layer with one input, are left alone: their mean
-  is all of them.
+  for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
+  the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes the
+  decay too. A gradient that is not finite stays so, within the output it belongs to. Kernels with
+  one weight per output are left alone: their mean is all of them.
 
   :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In a loop of
   your own pass `layers`: without it, leaves are known by name and `layout` alone, and kernels of
@@ -85,17 +53,13 @@ def centralize(
     layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
       the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
-      sharded into equal parts: means are taken across them. Where an output axis or a stacked one
-      is sharded, too, name them by regular expression, as in ``{"down/": "model"}``: means of
-      leaves that no pattern matches are taken on each device. Not needed under ``jit``.
+      sharded into equal parts: means are taken across them. If an output axis or a stacked one is
+      sharded, too, name them by regular expression, as in ``{"down/": "model"}``. Not needed under
+      ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'
     dtype; means are taken in float32 (float64 for float64).
-
-  Raises:
-    ValueError: `layout` is unknown.
-    TypeError: an argument is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -104,7 +68,6 @@ def centralize(
     >>> updates, _ = tx.update(grads, tx.init(grads))
     >>> updates["kernel"].tolist(), updates["bias"].tolist()
     ([[-1.0, -10.0], [1.0, 10.0]], [1.0, 1.0])
-    >>> sgd = optax.chain(optax_boost.centralize(), optax.sgd(0.1))
 
   References:
     Yong, Huang, Hua, Zhang, `Gradient Centralization
@@ -115,37 +78,48 @@ def centralize(
     kernel, not of a Flax one.
   """
   _base.check_name("layout", layout, ("flax", "torch"))
-  auto = functools.partial(_left_alone, layout=layout)
-  leaves = _method.Leaves("centralize", exclude, auto, layers, axis_name)
+  kernels = _method.Leaves(
+    "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
+  )
 
-  def fan_ins(tree: optax.Updates, layers: Any) -> list[tuple[int, ...]]:
-    def axes(leaf: _layers.Leaf) -> tuple[int, ...]:
-      return _layers.fan_in(leaf, layout) if leaf.axes is None else leaf.axes.fan_in
+  def fan_in(kernel: _layers.Leaf) -> tuple[int, ...]:
+    return _layers.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
 
-    return [() if skip else axes(leaf) for leaf, skip in leaves.of(tree, layers)]
+  def centred(g: jax.Array, kernel: _layers.Leaf, mesh_axes: Any) -> jax.Array:
+    i = fan_in(kernel)
+    # A mean of one entry is that entry, and would stop the leaf.
+    if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
+      return g
+    wide = _arrays.widen(g)
+    mean = jnp.mean(wide, i, keepdims=True)
+    mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
+    return (wide - mean).astype(g.dtype)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    _tree.check_floating(params, "centralize")
+  def init(params: optax.Params) -> optax.EmptyState:
     paths = _tree.leaf_paths(params)
-    if paths and not any(fan_ins(params, None)):
+    if paths and not any(fan_in(leaf) for leaf, skip in kernels.of(params) if not skip):
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
     return optax.EmptyState()
 
-  @_method.wants_layers
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-    *,
-    layers: _layers.Layers | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params, extra_args
-    _tree.check_floating(updates, "centralize")
-    paths, axes = _tree.leaf_paths(updates), fan_ins(updates, layers)
-    grads, structure = jax.tree.flatten(updates)
-    columns = zip(grads, axes, leaves.mesh_axes(paths), strict=True)
-    centred = [_centred(g, own, mesh) if own and g.size else g for g, own, mesh in columns]
-    return jax.tree.unflatten(structure, centred), state
+  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    return kernels.map(centred, updates, layers), state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation("centralize", optax.EmptyState, init, step)
+
+
+def _left_alone(leaves: list[_layers.Leaf], layout: str) -> list[bool]:
+  """Whether ``exclude="auto"`` leaves each leaf alone."""
+  # A normalized head divides its kernel by its norm, and has a `multiplier`.
+  modules = [leaf.path.rpartition("/") for leaf in leaves]
+  heads = {module for module, _, name in modules if name == "multiplier"}
+  input_axis = 1 if layout == "torch" else -2
+
+  def is_kernel(leaf: _layers.Leaf) -> bool:
+    if leaf.axes is not None:
+      return leaf.axes.mixes_inputs
+    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
+      return False
+    return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
+
+  pairs = zip(leaves, modules, strict=True)
+  return [module in heads or not is_kernel(leaf) for leaf, (module, _, _) in pairs]

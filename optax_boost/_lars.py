@@ -12,6 +12,7 @@ arXiv:1708.03888, in the form of MXNet 2's ``optimizer.LARS``.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -29,44 +30,38 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 
-def trust_ratio(w: jax.Array, g: jax.Array, eta: Any, weight_decay: Any, eps: Any) -> jax.Array:
-  """The ratio of layers with these norms: 1 where one is zero, NaN where one is not finite."""
+@jax.jit
+def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> jax.Array:
+  """The ratio of layers with these squared norms: 1 where one is zero, NaN where not finite.
+
+  With a rate, min(ratio / rate, 1).
+  """
+  w, g = _root(w2), _root(g2)
   finite = jnp.isfinite(w + g)
   usable = finite & (jnp.minimum(w, g) > 0)
   numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
   # Division last: XLA on CPUs would fuse what is cheaper into the loop of each leaf.
-  return numerator / jnp.where(usable, g + weight_decay * w + eps, 1.0)
-
-
-@jax.jit
-def _scale(w2: jax.Array, g2: jax.Array, eta: Any, weight_decay: Any, eps: Any, rate: Any) -> Any:
-  """The trust ratio of layers with these squared norms, clipped to min(ratio / rate, 1)."""
-  scale = trust_ratio(_root(w2), _root(g2), eta, weight_decay, eps)
+  ratio = numerator / jnp.where(usable, g + wd * w + eps, 1.0)
   if rate is None:
-    return scale
+    return ratio
   # Layers whose norm is zero keep ratio 1, as in apex, whatever the rate.
-  clipped = (w2 != 0) & (g2 != 0) & ~(scale >= rate)
-  return jnp.where(clipped, scale, 1.0) / jnp.where(clipped, rate, 1.0)
+  clipped = (w2 != 0) & (g2 != 0) & ~(ratio >= rate)
+  return jnp.where(clipped, ratio, 1.0) / jnp.where(clipped, rate, 1.0)
 
 
 @jax.jit
-def _direction(g: jax.Array, w: jax.Array, scale: Any, clip: Any, weight_decay: Any) -> jax.Array:
-  """The scale times clip(g) + wd w, in at least float32; 0 where it is NaN.
+def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> jax.Array:
+  """The direction ratio (clip(g) + wd w), in at least float32; 0 where the ratio is NaN.
 
-  Without a scale, 0 where an entry is not finite.
+  Without a ratio, 0 where an entry is not finite.
   """
-  wide = _arrays.widen(g)
+  d = _arrays.widen(g)
   if clip is not None:
-    wide = jnp.clip(wide, -jnp.asarray(clip), clip)
-  wide += weight_decay * w.astype(wide.dtype)
-  if scale is None:
-    return jnp.where(jnp.isfinite(g) & jnp.isfinite(w), wide, 0)
-  return jnp.where(jnp.isnan(scale), 0, scale.astype(wide.dtype) * wide)
-
-
-def _bias_or_norm(leaves: list[_layers.Leaf]) -> list[bool]:
-  """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
-  return [_tree.is_bias_or_norm(x.path) or len(x.layer_shape) <= 1 for x in leaves]
+    d = jnp.clip(d, -jnp.asarray(clip), clip)
+  d += wd * w.astype(d.dtype)
+  if ratio is None:
+    return jnp.where(jnp.isfinite(g) & jnp.isfinite(w), d, 0)
+  return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
 
 
 @_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
@@ -87,6 +82,7 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
 
 
+@_method.wants_layers
 def scale_by_lars_trust_ratio(
   trust_coefficient: jax.typing.ArrayLike = 0.01,
   weight_decay: jax.typing.ArrayLike = 0.0,
@@ -120,7 +116,7 @@ def scale_by_lars_trust_ratio(
     exclude: the leaves that keep ratio 1: regular expressions searched in the leaf's path
       (``"block_1/conv/kernel"``), a tree of bools, a callable from params to one, or None.
       ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one axis.
-    weight_decay_mask: the leaves that are decayed, given in the same ways. None: all of them.
+    weight_decay_mask: the leaves that are decayed, given in the same ways. None: all, as in MXNet.
     layers: what :func:`layer_axes` returns, for leaves that hold many layers or experts: each of
       these gets a ratio of its own. None: the extra argument `layers` of ``update``, which the
       train step passes; without it, too, a leaf has one ratio.
@@ -133,10 +129,6 @@ def scale_by_lars_trust_ratio(
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
     gradients' dtype, norms are taken in float32 (float64 for float64).
 
-  Raises:
-    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> params = {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.zeros(2)}
@@ -145,17 +137,10 @@ def scale_by_lars_trust_ratio(
     >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> [round(float(r), 6) for r in optax.tree.get(state, "trust_ratio")]  # bias, kernel
     [1.0, 0.03]
-    >>> [round(float(u), 6) for u in updates["kernel"].ravel()]
-    [0.03, 0.03, 0.03, 0.03]
-
-  References:
-    You, Gitman, Ginsburg, `Large Batch Training of Convolutional Networks
-    <https://arxiv.org/abs/1708.03888>`_, 2017.
 
   .. note::
-    ``optax.scale_by_trust_ratio`` divides by :math:`|g + \lambda w|`, this by
-    :math:`|g| + \lambda |w|`, as the paper does. A callable for `exclude` or `weight_decay_mask`
-    under ``optax.inject_hyperparams`` belongs into its `static_args`.
+    A callable for `exclude` or `weight_decay_mask` under ``optax.inject_hyperparams`` must be
+    listed in its `static_args`.
   """
   method = "scale_by_lars_trust_ratio"
   leaves = _method.Leaves(method, exclude, _bias_or_norm, layers, axis_name)
@@ -163,6 +148,7 @@ def scale_by_lars_trust_ratio(
   return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
 
 
+@_method.wants_layers
 def lars(
   learning_rate: optax.ScalarOrSchedule,
   weight_decay: jax.typing.ArrayLike = 0.0,
@@ -181,11 +167,11 @@ def lars(
   r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
 
   .. math::
-    m \leftarrow \mu m - \alpha \frac{\eta |w|}{|g| + \lambda |w| + \epsilon}
-      (\mathrm{clip}(g) + \lambda w), \qquad w \leftarrow w + m
+    m \leftarrow \mu m - \alpha d, \qquad w \leftarrow w + m
 
-  For batches of thousands, where one learning rate for all layers diverges before it is high
-  enough. On small batches plain momentum SGD does as well.
+  for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. For batches of thousands, where
+  one learning rate for all layers diverges before it is high enough. On small batches plain momentum
+  SGD does as well.
 
   Args:
     learning_rate: :math:`\alpha`, a number or a schedule; inside the momentum, so a change of it
@@ -193,28 +179,21 @@ def lars(
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
     trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
-      normalizations at `learning_rate` itself. The paper's, MXNet's and optax's default is 0.001,
-      for learning rates ten times as high.
-    eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
+      normalizations at `learning_rate` itself. With the paper's 0.001, learning rates are ten times
+      as high.
+    eps: as in :func:`scale_by_lars_trust_ratio`, like `clip` and the arguments after `clip_ratio`.
     nesterov: whether the momentum looks one step ahead.
-    clip: bound on each gradient entry, after the ratio was formed and before the decay is added.
-      None: no clipping.
+    clip: bound on each gradient entry.
     clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
       slows layers down: apex's LARC, MindSpore's `use_clip`.
-    exclude: leaves that keep ratio 1; see :func:`scale_by_lars_trust_ratio`.
-    weight_decay_mask: leaves that are decayed; None: all, as in MXNet 2.
-    layers: what :func:`layer_axes` returns, for one ratio per layer; see
-      :func:`scale_by_lars_trust_ratio`.
-    axis_name: inside ``shard_map``, the axes over which the params are sharded; see
-      :func:`scale_by_lars_trust_ratio`.
+    exclude: leaves that keep ratio 1.
+    weight_decay_mask: leaves that are decayed.
+    layers: what :func:`layer_axes` returns, for one ratio per layer.
+    axis_name: inside ``shard_map``, the mesh axes over which the params are sharded.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates and momentum
     have the params' dtype.
-
-  Raises:
-    ValueError: a number is out of range; in ``update``: no params, or a tree that does not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -234,8 +213,8 @@ def lars(
     <https://arxiv.org/abs/1708.03888>`_, 2017.
 
   .. note::
-    ``optax.lars`` divides by :math:`|g + \lambda w|`, gives biases a ratio of their own unless
-    masked, and overflows in float16.
+    ``optax.lars`` divides by :math:`|g + \lambda w|` instead of :math:`|g| + \lambda |w|`, gives
+    biases a ratio of their own unless masked, and overflows in float16.
   """
   _base.check_learning_rate(learning_rate)
   _base.check_bool("nesterov", nesterov)
@@ -244,31 +223,20 @@ def lars(
     _base.check_number("momentum", momentum, minimum=0.0, below=1.0)
   leaves = _method.Leaves("lars", exclude, _bias_or_norm, layers, axis_name)
   numbers = (trust_coefficient, weight_decay, eps, clip, learning_rate if clip_ratio else None)
-  parts = [
-    _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, like_params=True),
-    optax.scale_by_learning_rate(learning_rate),
-  ]
-  if momentum is not None:
-    parts.append(optax.trace(momentum, nesterov))
-  chain = optax.chain(*parts)
+  ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, like_params=True)
+  descent = optax.scale_by_learning_rate(learning_rate)
+  trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
+  return optax.chain(ratio, descent, trace)
 
-  @_method.wants_layers
-  def update_fn(
-    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-  ) -> tuple[optax.Updates, Any]:
-    if not (isinstance(state, tuple) and len(state) == len(parts)):
-      raise TypeError(
-        f"`lars` needs the state that its own `init` made, a tuple of {len(parts)}; got"
-        f" {_base.shorten(state)}. Pass the state of this transformation."
-      )
-    return chain.update(updates, state, params, **extra_args)
 
-  return optax.GradientTransformationExtraArgs(chain.init, update_fn)
+def _bias_or_norm(leaves: list[_layers.Leaf]) -> list[bool]:
+  """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
+  return [_tree.is_bias_or_norm(x.path) or len(x.layer_shape) <= 1 for x in leaves]
 
 
 def _scale_by_trust_ratio(
   leaves: _method.Leaves,
-  trust_coefficient: Any,
+  eta: Any,
   weight_decay: Any,
   eps: Any,
   clip: Any,
@@ -277,7 +245,7 @@ def _scale_by_trust_ratio(
   like_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """The transformation; with `like_params` updates have the dtype of the params and momentum."""
-  _base.check_number("trust_coefficient", trust_coefficient, positive=True)
+  _base.check_number("trust_coefficient", eta, positive=True)
   _base.check_number("weight_decay", weight_decay, minimum=0.0)
   _base.check_number("eps", eps, minimum=0.0)
   if clip is not None:
@@ -292,8 +260,7 @@ def _scale_by_trust_ratio(
       return [True] * len(jax.tree.leaves(params))
     return _tree.select(params, weight_decay_mask, "weight_decay_mask")
 
-  def init_fn(params: optax.Params) -> ScaleByLarsTrustRatioState:
-    _tree.check_floating(params, leaves.method)
+  def init(params: optax.Params) -> ScaleByLarsTrustRatioState:
     decayed(params)
     return ScaleByLarsTrustRatioState(
       trust_ratio=jnp.ones(len(leaves.of(params)), _arrays.widest_dtype(params)),
@@ -301,66 +268,49 @@ def _scale_by_trust_ratio(
       count=jnp.zeros([], jnp.int32) if callable(clip_ratio) else None,
     )
 
-  @_method.wants_layers
-  def update_fn(
-    updates: optax.Updates,
-    state: ScaleByLarsTrustRatioState,
-    params: optax.Params | None = None,
-    *,
-    layers: _layers.Layers | None = None,
-    **extra_args: Any,
+  def step(
+    updates: optax.Updates, state: Any, params: optax.Params, *, layers: Any = None
   ) -> tuple[optax.Updates, ScaleByLarsTrustRatioState]:
-    del extra_args
-    state_type = ScaleByLarsTrustRatioState
-    _tree.check_update(leaves.method, updates, state, state_type, params, needs_params=True)
     plan = leaves.of(params, layers)
-    mesh_axes = leaves.mesh_axes([leaf.path for leaf, _ in plan])
     if not plan:
       return updates, state
     rate = clip_ratio(state.count) if callable(clip_ratio) else clip_ratio
     dtype = state.trust_ratio.dtype
 
-    def scale_of(w2: jax.Array, g2: jax.Array, decays: Any) -> jax.Array:
-      decay = weight_decay if np.all(decays) else jnp.where(decays, weight_decay, 0.0)
-      return _scale(w2, g2, trust_coefficient, decay, eps, rate).astype(dtype)
+    def ratio_of(w2: jax.Array, g2: jax.Array, decays: Any) -> jax.Array:
+      wd = weight_decay if np.all(decays) else jnp.where(decays, weight_decay, 0.0)
+      return _trust_ratio(w2, g2, eta, wd, eps, rate).astype(dtype)
 
-    columns = [
-      _Column(leaf, w, g, decays)
-      for (leaf, _), w, g, decays in zip(
-        plan, jax.tree.leaves(params), jax.tree.leaves(updates), decayed(params), strict=True
-      )
-    ]
-    scales: list[Any] = [None] * len(columns)
-    # In the order of the leaves, so that all processes compile the same program.
-    for axes in dict.fromkeys(mesh_axes):
-      own = [i for i, (_, skip) in enumerate(plan) if mesh_axes[i] == axes and not skip]
-      for i, scale in zip(own, _scales([columns[i] for i in own], scale_of, axes), strict=True):
-        scales[i] = scale
-    outputs, ratios = [], []
-    for (leaf, w, g, decays), scale in zip(columns, scales, strict=True):
-      factor = None if scale is None else jnp.expand_dims(scale, leaf.layer_axes)
-      direction = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
-      outputs.append(direction.astype(w.dtype if like_params else g.dtype))
-      ratios.append(_mean_of_layers(scale, dtype))
-    means = jnp.stack(ratios)
+    trees = (jax.tree.leaves(params), jax.tree.leaves(updates), decayed(params))
+    parts = [_Part(leaf, *own) for (leaf, _), *own in zip(plan, *trees, strict=True)]
+    acting = [None if skip else part for part, (_, skip) in zip(parts, plan, strict=True)]
+    ratios = _ratios(acting, ratio_of, leaves.mesh_axes([part.leaf for part in parts]))
+    outputs = []
+    for (leaf, w, g, decays), ratio in zip(parts, ratios, strict=True):
+      factor = None if ratio is None else jnp.expand_dims(ratio, leaf.layer_axes)
+      d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
+      outputs.append(d.astype(w.dtype if like_params else g.dtype))
+    means = jnp.stack([_mean_of_layers(ratio, dtype) for ratio in ratios])
     bad = jnp.isnan(means)
-    return jax.tree.unflatten(jax.tree.structure(updates), outputs), state_type(
+    return jax.tree.unflatten(jax.tree.structure(updates), outputs), state._replace(
       trust_ratio=jnp.where(bad, 1, means),
       notfinite_count=_arrays.increment_if(jnp.any(bad), state.notfinite_count),
       count=None if state.count is None else optax.safe_increment(state.count),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation(
+    leaves.method, ScaleByLarsTrustRatioState, init, step, needs_params=True
+  )
 
 
-def _mean_of_layers(scale: jax.Array | None, dtype: Any) -> jax.Array:
-  if scale is None or not scale.size:
+def _mean_of_layers(ratio: jax.Array | None, dtype: Any) -> jax.Array:
+  if ratio is None or not ratio.size:
     return jnp.ones([], dtype)
-  return jnp.mean(scale) if scale.ndim else scale
+  return jnp.mean(ratio) if ratio.ndim else ratio
 
 
-class _Column(NamedTuple):
-  """A leaf in the sums of squares."""
+class _Part(NamedTuple):
+  """A leaf of the params, its gradient, and whether it is decayed."""
 
   leaf: _layers.Leaf
   w: jax.Array
@@ -368,13 +318,25 @@ class _Column(NamedTuple):
   decays: bool
 
 
-def _scales(
-  columns: list[_Column], scale_of: Callable[..., jax.Array], mesh_axes: Any
+def _ratios(
+  parts: Sequence[_Part | None], ratio_of: Callable[..., jax.Array], mesh_axes: Sequence[Any]
+) -> list[jax.Array | None]:
+  """The trust ratios of each leaf's layers, with norms over the leaf's mesh axes."""
+  ratios: list[jax.Array | None] = [None] * len(parts)
+  # In the order of the leaves, so that all processes compile the same program.
+  for axes in dict.fromkeys(mesh_axes):
+    own = {i: p for i, p in enumerate(parts) if p is not None and mesh_axes[i] == axes}
+    if own:
+      for i, ratio in zip(own, _ratios_along(axes, list(own.values()), ratio_of), strict=True):
+        ratios[i] = ratio
+  return ratios
+
+
+def _ratios_along(
+  mesh_axes: Any, parts: list[_Part], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
-  """`scale_of` the squared norms of weights and gradients, of each leaf's layers."""
-  if not columns:
-    return []
-  leaves, weights, grads, decays = map(list, zip(*columns, strict=True))
+  """`ratio_of` the squared norms of weights and gradients, summed over mesh axes."""
+  leaves, weights, grads, decays = map(list, zip(*parts, strict=True))
 
   def total(squares: Any) -> Any:
     return squares if mesh_axes is None else jax.lax.psum(squares, mesh_axes)
@@ -382,7 +344,7 @@ def _scales(
   def one_by_one(weights: Any, grads: Any) -> Any:
     trios = zip(leaves, weights, grads, strict=True)
     squares = total([_sums_of_squares((w, g), leaf.layer_axes) for leaf, w, g in trios])
-    return [scale_of(w2, g2, own) for (w2, g2), own in zip(squares, decays, strict=True)]
+    return [ratio_of(w2, g2, own) for (w2, g2), own in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
     groups = _arrays.alike([leaf.stacked for leaf in leaves], weights, grads)
@@ -398,11 +360,10 @@ def _scales(
     places = [i for group in groups for i in group]
     layers = [leaves[i].layers for i in places]
     w2, g2 = total(jnp.concatenate(sums, axis=1))
-    scale = scale_of(w2, g2, np.repeat([decays[i] for i in places], layers))
-    parts = jnp.split(jax.lax.optimization_barrier(scale), np.cumsum(layers)[:-1])
-    shaped = zip(places, parts, strict=True)
-    scales = {i: part.reshape(leaves[i].stacked_shape) for i, part in shaped}
-    return [scales[i] for i in range(len(leaves))]
+    ratio = ratio_of(w2, g2, np.repeat([decays[i] for i in places], layers))
+    split = jnp.split(jax.lax.optimization_barrier(ratio), np.cumsum(layers)[:-1])
+    ratios = dict(zip(places, split, strict=True))
+    return [ratios[i].reshape(leaf.stacked_shape) for i, leaf in enumerate(leaves)]
 
   # A kernel costs a GPU more than a copy of a small leaf. A CPU's takes XLA longer to compile if it
   # reads a part of a vector: then no two leaves can share it.

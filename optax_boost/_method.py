@@ -1,13 +1,59 @@
-"""Arguments that many methods share, and the leaves that a method acts on."""
+"""Plumbing of methods: the checks of ``update``, and the leaves that a method acts on."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+import inspect
 from typing import Any
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
 
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _tree
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def transformation(
+  method: str,
+  state_type: Any,
+  init: Callable[[optax.Params], Any],
+  step: Callable[..., tuple[optax.Updates, Any]],
+  *,
+  needs_params: bool = False,
+  allows_complex: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation of ``init(params)`` and ``step(updates, state, params, **named)``.
+
+  Both get checked arguments, and the step those extra arguments that are its keywords.
+  """
+  check_leaves = _tree.check_inexact if allows_complex else _tree.check_floating
+  parameters = inspect.signature(step).parameters.values()
+  named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+  def init_fn(params: optax.Params) -> Any:
+    check_leaves(params, method)
+    return init(params)
+
+  def update_fn(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    if needs_params:
+      _base.require_params(params, method)
+    _base.require_state(state, state_type, method)
+    check_leaves(updates, method)
+    if params is not None:
+      _tree.check_same_tree(updates, params, method)
+    own = {name: value for name, value in extra_args.items() if name in named}
+    return step(updates, state, params, **own)
+
+  update = wants_layers(update_fn) if "layers" in named else update_fn
+  return optax.GradientTransformationExtraArgs(init_fn, update)
 
 
 class Leaves:
@@ -26,7 +72,7 @@ class Leaves:
     axis_name: _base.AxisNames | None,
   ) -> None:
     _tree.check_selector("exclude", exclude)
-    _tree.check_axis_names("axis_name", axis_name)
+    _check_axis_names(axis_name)
     self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
 
     def plan(tree: Any, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
@@ -45,9 +91,45 @@ class Leaves:
       _protocol.announce_layers(self.method, [leaf.path for leaf, skip in leaves if not skip])
     return leaves
 
-  def mesh_axes(self, paths: Sequence[str]) -> list[Any]:
+  def mesh_axes(self, leaves: Sequence[_layers.Leaf]) -> list[Any]:
     """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
-    return _tree.axis_names(paths, self._axis_name, "axis_name", self.method)
+    names = self._axis_name
+    if isinstance(names, Mapping):
+      first = _tree.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
+      of_patterns = [of_pattern or None for of_pattern in names.values()]
+      found = [None if index is None else of_patterns[index] for index in first]
+    else:
+      found = [names] * len(leaves)
+    for of_leaf in dict.fromkeys(found):
+      _base.require_axis("axis_name", of_leaf, self.method)
+    return found
+
+  def map(
+    self,
+    function: Callable[[jax.Array, _layers.Leaf, Any], jax.Array],
+    tree: Any,
+    layers: Any,
+  ) -> Any:
+    """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
+    plan = self.of(tree, layers)
+    mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
+    arrays, structure = jax.tree.flatten(tree)
+    mapped = [
+      x if skip or not jnp.size(x) else function(x, leaf, mesh)
+      for x, (leaf, skip), mesh in zip(arrays, plan, mesh_axes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, mapped)
+
+
+def _check_axis_names(names: _base.AxisNames | None) -> None:
+  """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
+  if not isinstance(names, Mapping):
+    _base.check_axis_name("axis_name", names)
+    return
+  for pattern, of_pattern in names.items():
+    _base.compile_pattern("axis_name", pattern)
+    if not isinstance(of_pattern, tuple) or of_pattern:
+      _base.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
 
 
 def check_layers(layers: Any) -> _layers.Layers | None:
@@ -60,7 +142,10 @@ def check_layers(layers: Any) -> _layers.Layers | None:
   return layers
 
 
-def wants_layers(update: Any) -> Any:
-  """Marks a method's ``update``: the train step passes it `layers`, from its trace of the loss."""
-  update.wants_layers = True
-  return update
+def wants_layers(function: _Function) -> _Function:
+  """Marks an ``update`` to which the train step passes `layers`, from its trace of the loss.
+
+  Also its factory, which ``optax.inject_hyperparams`` holds in place of the transformation.
+  """
+  function.wants_layers = True  # type: ignore[attr-defined]
+  return function

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Hashable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import re
 from typing import Any
@@ -101,35 +100,6 @@ def masked_paths(tree: Any) -> list[str]:
 def is_bias_or_norm(path: str) -> bool:
   """Whether a leaf has the name of a bias or a normalization in Flax or MXNet."""
   return _BIAS_OR_NORM.search(path) is not None
-
-
-def check_axis_names(argument: str, names: _base.AxisNames | None) -> None:
-  """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
-  if not isinstance(names, Mapping):
-    return _base.check_axis_name(argument, names)
-  for pattern, of_pattern in names.items():
-    _base.compile_pattern(argument, pattern)
-    if not isinstance(of_pattern, tuple) or of_pattern:
-      _base.check_axis_name(f"{argument}[{pattern!r}]", of_pattern)
-  return None
-
-
-def axis_names(
-  paths: Sequence[str], names: _base.AxisNames | None, argument: str, method: str
-) -> list[Any]:
-  """The names of each leaf's mesh axes, by the first pattern that matches, or None.
-
-  All of them must be bound.
-  """
-  if not isinstance(names, Mapping):
-    _base.require_axis(argument, names, method)
-    return [names] * len(paths)
-  keys = list(names)
-  first = first_match(argument, keys, paths)
-  found = [None if index is None else names[keys[index]] or None for index in first]
-  for of_leaf in dict.fromkeys(found):
-    _base.require_axis(argument, of_leaf, method)
-  return found
 
 
 def first_match(

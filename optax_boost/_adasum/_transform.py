@@ -76,6 +76,7 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   return jax.tree.unflatten(structure, reduced)
 
 
+@_method.wants_layers
 def adasum(
   axis_name: AxisName,
   *,
