@@ -170,8 +170,8 @@ def lars(
     m \leftarrow \mu m - \alpha d, \qquad w \leftarrow w + m
 
   for the direction :math:`d` of :func:`scale_by_lars_trust_ratio`. For batches of thousands, where
-  one learning rate for all layers diverges before it is high enough. On small batches plain momentum
-  SGD does as well.
+  one learning rate for all layers diverges before it is high enough. On small batches plain
+  momentum SGD does as well.
 
   Args:
     learning_rate: :math:`\alpha`, a number or a schedule; inside the momentum, so a change of it
@@ -226,7 +226,12 @@ def lars(
   ratio = _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask, like_params=True)
   descent = optax.scale_by_learning_rate(learning_rate)
   trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
-  return optax.chain(ratio, descent, trace)
+  chain = optax.chain(ratio, descent, trace)
+
+  def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    return chain.update(updates, state, params, layers=layers)
+
+  return _method.transformation("lars", tuple, chain.init, step, needs_params=True)
 
 
 def _bias_or_norm(leaves: list[_layers.Leaf]) -> list[bool]:

@@ -258,6 +258,23 @@ def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
   np.testing.assert_allclose(optax.tree.get(state, "trust_ratio"), expected, rtol=1e-5)
 
 
+def test_a_train_step_tells_stacked_layers_to_lars_inside_inject_hyperparams():
+  def loss_fn(params, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
+
+  params = jnp.stack([jnp.eye(3), 4 * jnp.eye(3)])
+  after = []
+  for factory in (optax_boost.lars, optax.inject_hyperparams(optax_boost.lars)):
+    step = optax_boost.make_train_step(loss_fn, factory(learning_rate=0.1), donate=False)
+    state, _ = step(step.init(params), jnp.ones((2, 3)))
+    after.append(state.params)
+  chex.assert_trees_all_close(*after, rtol=1e-6)
+  one_ratio = optax_boost.lars(0.1)
+  grads = jax.grad(loss_fn)(params, jnp.ones((2, 3)))
+  alone, _ = one_ratio.update(grads, one_ratio.init(params), params)
+  assert jnp.max(jnp.abs(params + alone - after[1])) > 1e-3
+
+
 def test_weight_decay_mask_leaves_the_others_undecayed():
   params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
   zero = jax.tree.map(jnp.zeros_like, params)
