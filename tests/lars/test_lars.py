@@ -191,23 +191,22 @@ def test_norms_of_half_precision_kernels_do_not_overflow(dtype):
   np.testing.assert_allclose(updates["kernel"].astype(jnp.float32), 0.005, rtol=1e-2)
 
 
-def test_a_layer_with_a_bad_gradient_stands_still_and_is_counted():
-  params = {"good": jnp.ones((2, 2)), "bad": jnp.ones((2, 2))}
-  grads = {"good": jnp.ones((2, 2)), "bad": jnp.array([[1.0, jnp.nan], [1.0, 1.0]])}
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("of", ["params", "gradients"])
+def test_a_layer_with_a_bad_number_is_not_updated_and_is_counted(of, bad):
+  good = {"good": jnp.ones((2, 2)), "bad": jnp.ones((2, 2)), "bias": jnp.ones(3)}
+  spoilt = good | {"bad": good["bad"].at[0, 1].set(bad), "bias": good["bias"].at[1].set(bad)}
+  params, grads = (spoilt, good) if of == "params" else (good, spoilt)
   tx = optax_boost.lars(1.0, weight_decay=0.1)
   updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
   assert not jnp.any(updates["bad"])
   assert jnp.all(updates["good"] < 0)
+  # In a leaf of ratio 1, single entries are not updated.
+  np.testing.assert_allclose(updates["bias"], [-1.1, 0.0, -1.1], rtol=1e-6)
   assert optax.tree.get(state, "notfinite_count") == 1
-  _, state = tx.update(params, state, params)
+  updates, state = tx.update(good, state, good)
   assert optax.tree.get(state, "notfinite_count") == 1
-
-
-def test_in_an_excluded_leaf_only_the_bad_entries_stand_still():
-  params = {"bias": jnp.ones(3)}
-  tx = optax_boost.lars(1.0)
-  updates, _ = tx.update({"bias": jnp.array([1.0, jnp.inf, 2.0])}, tx.init(params), params)
-  np.testing.assert_array_equal(updates["bias"], [-1.0, 0.0, -2.0])
+  chex.assert_tree_all_finite((updates, state))
 
 
 @pytest.mark.parametrize(
@@ -269,10 +268,6 @@ def test_a_train_step_tells_stacked_layers_to_lars_inside_inject_hyperparams():
     state, _ = step(step.init(params), jnp.ones((2, 3)))
     after.append(state.params)
   chex.assert_trees_all_close(*after, rtol=1e-6)
-  one_ratio = optax_boost.lars(0.1)
-  grads = jax.grad(loss_fn)(params, jnp.ones((2, 3)))
-  alone, _ = one_ratio.update(grads, one_ratio.init(params), params)
-  assert jnp.max(jnp.abs(params + alone - after[1])) > 1e-3
 
 
 def test_weight_decay_mask_leaves_the_others_undecayed():
@@ -365,45 +360,11 @@ def test_accepts_a_schedule_and_keeps_the_rate_inside_the_momentum():
   np.testing.assert_allclose(second["kernel"], 0.5 * -1.0 - 0.5)
 
 
-@pytest.mark.parametrize(
-  ("kwargs", "error", "message"),
-  [
-    ({"learning_rate": -1.0}, ValueError, r"`learning_rate` must be finite and >= 0; got -1"),
-    ({"learning_rate": "fast"}, TypeError, r"`learning_rate` must be a real number .* str"),
-    ({"learning_rate": None}, TypeError, r"`learning_rate` must be a real number .* NoneType"),
-    ({"weight_decay": float("nan")}, ValueError, r"`weight_decay` must be finite"),
-    ({"momentum": 1.0}, ValueError, r"`momentum` must be finite and >= 0 and < 1; got 1.0"),
-    ({"trust_coefficient": 0}, ValueError, r"`trust_coefficient` must be finite and > 0"),
-    ({"eps": -1e-8}, ValueError, r"`eps` must be finite and >= 0"),
-    ({"clip": -1.0}, ValueError, r"`clip` must be finite and >= 0"),
-    ({"momentum": True}, TypeError, r"`momentum` must be a real number"),
-    ({"eps": jnp.ones(3)}, ValueError, r"`eps` must be a scalar; got .* \(3,\)"),
-  ],
-  ids=lambda value: str(value)[:30],
-)
-def test_refuses_hyperparameters_out_of_range(kwargs, error, message):
-  with pytest.raises(error, match=message):
-    optax_boost.lars(**({"learning_rate": 0.1} | kwargs))
-
-
 def test_a_pattern_that_matches_nothing_warns_and_shows_the_leaves():
   tx = optax_boost.lars(0.1, exclude=("bias", "gain"))
   params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
   with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gain'\]. The leaves are: bias, ker"):
     tx.init(params)
-
-
-@pytest.mark.parametrize(
-  ("exclude", "error", "message"),
-  [
-    (3, TypeError, r"`exclude` must be regular expressions, a tree of bools.* got 3"),
-    (lambda params: 1.0, TypeError, r"static_args"),
-    ({"other": True}, ValueError, r"`exclude` must be a tree of bools with the structure"),
-  ],
-)
-def test_refuses_an_exclusion_it_cannot_read(exclude, error, message):
-  with pytest.raises(error, match=message):
-    optax_boost.lars(0.1, exclude=exclude).init({"kernel": jnp.ones((2, 2))})
 
 
 def test_a_callable_mask_under_inject_hyperparams_works_as_a_static_argument():
@@ -427,24 +388,11 @@ def test_a_callable_mask_under_inject_hyperparams_is_never_ignored_silently():
       factory(exclude=mask).init(params)
 
 
-def test_no_warning_where_the_automatic_rule_excludes_nothing():
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    optax_boost.lars(0.1).init({"kernel": jnp.ones((2, 2))})
-
-
-def test_trust_ratios_of_a_population_keep_its_axis():
-  params = {"kernel": jnp.ones((5, 2, 2)), "bias": jnp.ones((5, 2))}
-  tx = optax_boost.lars(0.1)
-  state = jax.vmap(tx.init)(params)
-  assert optax.tree.get(state, "trust_ratio").shape == (5, 2)
-
-
 @pytest.mark.parametrize(
   "rate", [0.02, optax.linear_schedule(0.0, 0.05, 4)], ids=["constant", "warm-up"]
 )
 def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
-  params = {"slow": jnp.full((2, 2), 1.0), "fast": jnp.full((2, 2), 100.0)}
+  params = {"slow": jnp.ones((2, 2)), "fast": jnp.full((2, 2), 100.0), "zero": jnp.zeros((2, 2))}
   grads = jax.tree.map(jnp.ones_like, params)
   tx = optax_boost.lars(rate, momentum=None, trust_coefficient=0.01, eps=0.0, clip_ratio=True)
   state = tx.init(params)
@@ -453,17 +401,7 @@ def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
     bound = rate(t) if callable(rate) else rate
     np.testing.assert_allclose(updates["fast"], -min(1.0, bound), rtol=1e-6)
     np.testing.assert_allclose(updates["slow"], -min(0.01, bound), rtol=1e-6)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_layer_with_a_bad_weight_stands_still_and_is_counted(bad):
-  params = {"broken": jnp.ones((2, 2)).at[0, 0].set(bad), "good": jnp.ones((2, 2))}
-  grads = jax.tree.map(jnp.ones_like, params)
-  tx = optax_boost.lars(1.0, trust_coefficient=0.01, weight_decay=0.1)
-  updates, state = tx.update(grads, tx.init(params), params)
-  assert not jnp.any(updates["broken"])
-  assert jnp.all(updates["good"] < 0)
-  assert optax.tree.get(state, "notfinite_count") == 1
+    np.testing.assert_allclose(updates["zero"], -bound, rtol=1e-6)
 
 
 @pytest.mark.parametrize("params_dtype", ["float16", "bfloat16", "float32"])
@@ -481,21 +419,6 @@ def test_all_pairs_of_dtypes_train(params_dtype, grads_dtype, momentum):
   (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), length=3)
   assert params["kernel"].dtype == params_dtype
   assert jnp.all(params["kernel"] < 0.8)
-
-
-def test_errors_name_the_function_that_was_called():
-  params = {"kernel": jnp.ones((2, 2))}
-  tx = optax_boost.lars(0.1)
-  state = tx.init(params)
-  with pytest.raises(ValueError, match="`lars` needs the current params"):
-    tx.update(params, state)
-  with pytest.raises(TypeError, match="`lars` needs real floating-point leaves; the leaf 'params'"):
-    optax_boost.lars(0.1).init(jnp.ones(3, jnp.int32))
-  with pytest.raises(TypeError, match=r"`scale_by_lars_trust_ratio` needs the state that its own"):
-    optax_boost.scale_by_lars_trust_ratio().update(params, optax.EmptyState(), params)
-  sharded = optax_boost.lars(0.1, axis_name="rows")
-  with pytest.raises(ValueError, match=r"given axis_name='rows', but no such axis is bound"):
-    sharded.update(params, state, params)
 
 
 def test_a_pattern_without_effect_is_warned_of_once():
@@ -516,21 +439,6 @@ def test_small_steps_of_float16_gradients_reach_float32_params():
   tx = optax_boost.lars(1.0, trust_coefficient=1e-5, eps=0.0)
   updates, _ = tx.update(grads, tx.init(params), params)
   np.testing.assert_allclose(updates["kernel"], -1e-8, rtol=1e-5)
-
-
-def test_a_bad_weight_in_a_leaf_of_ratio_one_does_not_enter_the_momentum():
-  params = {"bias": jnp.ones(2).at[0].set(jnp.nan)}
-  tx = optax_boost.lars(1.0, weight_decay=0.1)
-  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  np.testing.assert_allclose(updates["bias"], [0.0, -1.1], rtol=1e-6)
-  assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state))
-
-
-def test_a_clipped_ratio_of_a_layer_without_weights_is_one():
-  params = {"kernel": jnp.zeros((2, 2))}
-  tx = optax_boost.lars(4.0, momentum=None, clip_ratio=True)
-  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  np.testing.assert_allclose(updates["kernel"], -4.0, rtol=1e-6)
 
 
 def as_on_gpus(*arguments, cuda, **others):
