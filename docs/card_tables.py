@@ -13,9 +13,20 @@ CARDS = DOCS / "cards"
 HEADER = re.compile(
   r"# (?P<title>`.+)\n\n"
   r"- \*\*Does:\*\* (?P<does>.+)\n"
-  r"- \*\*Verdict:\*\* (?P<verdict>.+)\n"
+  r"- \*\*Verdict:\*\* (?P<verdict>(?:Yes|No|Sometimes)\b.+)\n"
+  r"- \*\*For:\*\* (?P<wish>.+)\n"
   r"- \*\*From:\*\* (?P<source>.+)\n"
   r"- \*\*API:\*\* (?P<names>.+)\n\n"
+)
+# What users want, in the order of how many want it.
+WISHES = (
+  "fine-tune a part of a model (`requires_grad`, LLRD)",
+  "larger batches than fit (`MultiSteps`)",
+  "half precision (AMP, `GradScaler`)",
+  "a better model from the same run (EMA, SWA)",
+  "large batches",
+  "wiring, comparison, levels",
+  "for study",
 )
 MADE = re.compile(r"(<!-- made by `python docs/card_tables.py` -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -27,7 +38,8 @@ class Card(NamedTuple):
     file: its file name.
     title: the names of the method.
     does: the effect of the method, in one line.
-    verdict: whether it helps, in one line.
+    verdict: whether it helps: yes, no or sometimes, in at most twelve words.
+    wish: the wish that it serves, of `WISHES`.
     source: the software and the papers that it comes from.
     names: the public names that the card describes.
   """
@@ -36,12 +48,13 @@ class Card(NamedTuple):
   title: str
   does: str
   verdict: str
+  wish: str
   source: str
   names: str
 
 
 def read_cards(folder: pathlib.Path = CARDS) -> list[Card]:
-  """The headers of all cards in `folder`, in the order of their file names.
+  """The headers of all cards in `folder`, in the order of their wishes.
 
   Raises:
     ValueError: a card's header has another form.
@@ -53,34 +66,39 @@ def read_cards(folder: pathlib.Path = CARDS) -> list[Card]:
     header = HEADER.match(path.read_text(encoding="utf-8"))
     if header is None:
       raise ValueError(
-        f"{path} must begin with its header: '# `name`', then a list of four lines, "
-        "'- **Does:**', '- **Verdict:**', '- **From:**' and '- **API:**'. "
+        f"{path} must begin with its header: '# `name`', then a list of five lines, '- **Does:**', "
+        "'- **Verdict:** Yes, No or Sometimes ...', '- **For:**', '- **From:**' and '- **API:**'. "
         "Copy another card's header."
       )
-    cards.append(Card(path.name, **header.groupdict()))
-  return cards
+    card = Card(path.name, **header.groupdict())
+    if card.wish not in WISHES:
+      raise ValueError(f"{path}: **For:** must be one of {WISHES}; got {card.wish!r}.")
+    cards.append(card)
+  return sorted(cards, key=lambda card: WISHES.index(card.wish))
 
 
-def readme_table(cards: list[Card]) -> Iterator[str]:
+def wishes_table(cards: list[Card], folder: str) -> Iterator[str]:
+  """Each wish with the methods that serve it, and whether they help."""
+  yield "| you want | take | does it help? |"
+  yield "|---|---|---|"
+  last = ""
+  for card in cards:
+    wish = "" if card.wish == last else card.wish
+    yield f"| {wish} | [{card.title}]({folder}{card.file}) | {card.verdict} |"
+    last = card.wish
+
+
+def cards_table(cards: list[Card]) -> Iterator[str]:
   """Each method with its effect, its verdict and its origin."""
-  yield "| method | effect | measured verdict | origin |"
+  yield "| method | effect | does it help? | origin |"
   yield "|---|---|---|---|"
   for card in cards:
-    link = f"[{card.title}](docs/cards/{card.file})"
-    yield f"| {link} | {card.does} | {card.verdict} | {card.source} |"
-
-
-def index_table(cards: list[Card], folder: str) -> Iterator[str]:
-  """Each card with its effect and its verdict."""
-  yield "| card | effect | verdict |"
-  yield "|---|---|---|"
-  for card in cards:
-    yield f"| [{card.title}]({folder}{card.file}) | {card.does} | {card.verdict} |"
+    yield f"| [{card.title}]({card.file}) | {card.does} | {card.verdict} | {card.source} |"
 
 
 def reference(cards: list[Card]) -> Iterator[str]:
-  """A section for each card, with the public names in its header."""
-  for card in cards:
+  """A section for each card, with the public names in its header, by file name."""
+  for card in sorted(cards):
     yield f"## {card.title}\n\n[Card](cards/{card.file})\n\n```{{eval-rst}}"
     for name in re.findall(r"`(.+?)`", card.names):
       is_class = name.split(".")[-1][0].isupper()
@@ -98,9 +116,9 @@ def pages() -> dict[pathlib.Path, str]:
   """The pages with their generated parts renewed."""
   cards = read_cards()
   parts = {
-    DOCS.parent / "README.md": readme_table(cards),
-    DOCS / "index.md": index_table(cards, "cards/"),
-    CARDS / "index.md": index_table(cards, ""),
+    DOCS.parent / "README.md": wishes_table(cards, "docs/cards/"),
+    DOCS / "index.md": wishes_table(cards, "cards/"),
+    CARDS / "index.md": cards_table(cards),
     DOCS / "reference.md": reference(cards),
   }
   texts = {}

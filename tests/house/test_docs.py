@@ -121,6 +121,12 @@ def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():
     assert path.read_text(encoding="utf-8") == expected, f"{path}: run `python docs/card_tables.py`"
 
 
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.stem)
+def test_a_verdict_has_at_most_twelve_words(card):
+  verdict = re.search(r"- \*\*Verdict:\*\* (.+)", card.read_text(encoding="utf-8"))[1]
+  assert len(verdict.split()) <= 12
+
+
 def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
   script = runpy.run_path(str(DOCS / "card_tables.py"))
   (tmp_path / "method.md").write_text("# `method`\n\n**Verdict:** helps.\n", encoding="utf-8")

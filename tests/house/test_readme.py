@@ -42,7 +42,6 @@ def test_the_page_on_pypi_has_no_relative_link_which_would_lead_nowhere():
   for rule in hooks["fancy-pypi-readme"]["substitutions"]:
     page = re.sub(rule["pattern"], rule["replacement"], page)
   assert not re.findall(r"\]\((?!https://)[^)]*\)", page)
-  assert re.findall(r"\]\(https://arxiv.org/[^)]*\)", page)
 
 
 def test_the_quick_start_follows_the_table_of_methods():
