@@ -223,7 +223,8 @@ class Trainer:
 
   def accuracy(self, model: Any, images: np.ndarray, labels: np.ndarray) -> float:
     """Test accuracy in percent."""
-    evaluated = self._boost.eval_model(self.fresh(0), model, self._batch["x"])
+    evaluated = nnx.clone(model)
+    evaluated.eval()
     predict = nnx.jit(lambda model, x: jnp.argmax(model(x), -1))
     parts = range(0, len(labels), 500)
     found = [predict(evaluated, images[i : i + 500]) for i in parts]

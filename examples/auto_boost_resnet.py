@@ -93,7 +93,7 @@ class Result(NamedTuple):
   seconds: float
 
 
-def run(boost: optax_boost.nnx.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iterator[Result]:
+def run(boost: optax_boost.auto.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iterator[Result]:
   """Trains and evaluates a model per seed.
 
   Args:
@@ -137,8 +137,8 @@ def run(boost: optax_boost.nnx.AutoBoost, epochs: int, seeds: Iterable[int]) -> 
       model = optax_boost.nnx.averaged_model(optimizer, model)
       images = [batch["images"] for batch in batches(data.train, BATCH_SIZE, 1, seed)]
       model = optax_boost.nnx.estimate_batch_stats(model, images)
-    evaluated = boost.eval_model(fresh(seed), model, sample["images"])
-    right = jnp.argmax(evaluated(data.test.images), -1) == data.test.labels
+    model.eval()
+    right = jnp.argmax(model(data.test.images), -1) == data.test.labels
     yield Result(float(jnp.mean(right)), float(np.mean(seconds)))
 
 
@@ -182,13 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     check_writable(options.out)
   except (ValueError, NotImplementedError, OSError) as error:
     parser.error(str(error))
-  images = jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32)
   results: dict[str, list[Result]] = {}
   for level, boost in boosts.items():
     print(boost.explain())
-    if less_bn := boost.on.get("less_bn"):
-      network, fn_flag = ResNet(10, rngs=nnx.Rngs(0)), less_bn["fn_flag"]
-      print(optax_boost.nnx.plan_less_bn(network, images, fn_flag=fn_flag))
     print()
     runs = run(boost, options.epochs, range(options.seeds))
     results[level] = list(tqdm(runs, desc=level, unit="seed", total=options.seeds, leave=False))

@@ -14,7 +14,6 @@ Source: MindSpore Boost's ``CommonHeadLastFN``. Its backward pass clamps small n
 place than its forward pass; this gradient is that of the forward pass.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,28 +26,10 @@ from optax_boost import _base
 EPS = 1e-4
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-  """Checks the settings of the layer by their names, which NNX and Linen share."""
-  for name, value in settings.items():
-    if name.endswith("features"):
-      _base.check_whole_number(name, value, static=True)
-    elif name.endswith("_init"):
-      _base.check_callable(name, value, f"{name}(key, shape, dtype)")
-  _base.check_floating_dtype("dtype", settings["dtype"], optional=True)
-  _base.check_floating_dtype("param_dtype", settings["param_dtype"])
-  _base.check_bool("use_bias", settings["use_bias"])
-  _base.check_number("eps", settings["eps"], positive=True)
-
-
-def check_inputs(x: Any, features: int | None = None) -> None:
-  """Checks that the inputs are an array whose last axis has `features` entries, if given."""
-  if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-    raise TypeError(f"`NormalizedDense` needs an array; got {_base.shorten(x)}.")
-  if len(x.shape) == 0 or x.shape[-1] != (features or x.shape[-1]):
-    raise ValueError(
-      f"`NormalizedDense` needs inputs of shape (..., {features or 'features'}); got shape"
-      f" {x.shape}."
-    )
+def check_settings(multiplier_init: Any, eps: Any) -> None:
+  """Checks the settings of the layer that a dense layer doesn't have."""
+  _base.check_callable("multiplier_init", multiplier_init, "multiplier_init(key, shape, dtype)")
+  _base.check_number("eps", eps, positive=True)
 
 
 def l2_normalize(x: jax.Array, axis: int, eps: float = EPS) -> jax.Array:

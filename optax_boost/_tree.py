@@ -1,7 +1,6 @@
 """Leaf paths, selecting leaves by pattern, and checks of trees."""
 
 from collections.abc import Callable
-from collections.abc import Container
 from collections.abc import Hashable
 from collections.abc import Sequence
 import re
@@ -72,18 +71,6 @@ def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
   structure: Any
   leaves, structure = jax.tree.flatten(tree)
   return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, rest))))
-
-
-def paths_among(expected: Container[str], tree: Any) -> list[str]:
-  """The path of every leaf of a restored checkpoint, as the tree that it was saved from has them.
-
-  Orbax restores an NNX variable as a dict with its value in it.
-  """
-  paths = []
-  for path in leaf_paths(tree):
-    variable = re.sub(r"(^|/)(raw_)?value$", "", path)
-    paths.append(variable if path not in expected and variable in expected else path)
-  return paths
 
 
 def is_masked(value: Any) -> bool:

@@ -7,10 +7,10 @@ sides, the one with more layers is the branch; a side with at most one layer is 
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 from typing import Literal
+from typing import NamedTuple
 from typing import TypeAlias
 
 import jax
@@ -23,8 +23,7 @@ Role: TypeAlias = Literal["outside", "shortcut", "inner", "last"]
 _BOTTLENECK = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class NormPlace:
+class NormPlace(NamedTuple):
   """Where a BatchNorm stands.
 
   Attributes:
@@ -41,43 +40,24 @@ class NormPlace:
 
 
 Predicate: TypeAlias = Callable[[NormPlace], bool]
-# A traced model: the flow of each of its inputs, and the paths of its BatchNorms, of its
-# convolutions and dense layers without bias, and of its dense layers.
-Trace: TypeAlias = tuple[list[_flow.Flow], list[str], list[str], list[str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class LessBNPlan:
-  """The changes that ``less_bn`` makes to a model; ``print`` shows them.
+class Trace(NamedTuple):
+  """A traced model: the flow of each of its inputs, and paths of its modules."""
 
-  Attributes:
-    places: where each BatchNorm stands.
-    removed: the paths of those that go.
-    biases: the layers that get a bias in exchange.
-    head: the dense layer that becomes a ``NormalizedDense``, or None.
-    multiplier: the initial value of the head's multiplier.
-  """
+  flows: list[_flow.Flow]
+  norms: list[str]
+  without_bias: list[str]  # convolutions and dense layers
+  dense: list[str]
 
-  places: tuple[NormPlace, ...]
+
+class Plan(NamedTuple):
+  """The changes to a model: paths of BatchNorms that go, of layers that get a bias, of the head."""
+
   removed: tuple[str, ...]
-  biases: tuple[str, ...] = ()
-  head: str | None = None
-  multiplier: float = 1.0
-
-  def __str__(self) -> str:
-    def kept(role: Role) -> list[str]:
-      return [p.path for p in self.places if p.role == role and p.path not in self.removed]
-
-    rows = (
-      (f"removed {len(self.removed)} of {len(self.places)} BatchNorms", self.removed or ["none"]),
-      ("kept, inside of a residual branch", kept("inner")),
-      ("kept, last of its residual branch", kept("last")),
-      ("kept, on a shortcut", kept("shortcut")),
-      ("kept, in no residual block", kept("outside")),
-      ("new biases", self.biases),
-      ("normalized head", [] if self.head is None else [self.head]),
-    )
-    return "\n".join(f"{words}: {', '.join(paths)}" for words, paths in rows if paths)
+  biases: tuple[str, ...]
+  head: str | None
+  multiplier: float
 
 
 def make_plan(
@@ -88,12 +68,8 @@ def make_plan(
   bias: bool,
   predicate: Predicate | None,
   multiplier: float,
-  plan: LessBNPlan | None = None,
-) -> LessBNPlan:
-  """Plans by the trace of a model's call, unless there is a plan; called by a public function."""
-  if plan is not None:
-    _base.check_type("plan", plan, LessBNPlan, "what `plan_less_bn` returned")
-    return plan
+) -> Plan:
+  """Plans by the trace of a model's call; called by a public function."""
   _base.check_bool("fn_flag", fn_flag)
   _base.check_bool("bias", bias)
   _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
@@ -102,18 +78,17 @@ def make_plan(
     got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
-      f" jax.ShapeDtypeStruct, as for a call; got {got}. Or pass plan=..."
+      f" jax.ShapeDtypeStruct, as for a call; got {got}."
     )
   flows, norms, without_bias, dense = trace(args, kwargs)
-  traced = {path: place for path, place in _places(flows).items() if path in norms}
-  unseen = {path: NormPlace(path, "outside") for path in norms if path not in traced}
-  places = tuple((traced | unseen).values())
-  removed = tuple(place.path for place in places if _goes(predicate, place))
+  places = {path: NormPlace(path, "outside") for path in norms}
+  places |= {path: place for path, place in _places(flows).items() if path in places}
+  removed = tuple(path for path, place in places.items() if (predicate or _goes)(place))
   if not removed:
-    shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places) or "  none"
+    shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places.values())
     _base.warn(
       "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
-      f" `predicate` selects none. The model's BatchNorms:\n{shown}",
+      f" `predicate` selects none. The model's BatchNorms:\n{shown or '  none'}",
       _base.NoEffectWarning,
     )
   head = _last_dense(flows, dense) if fn_flag else None
@@ -123,21 +98,12 @@ def make_plan(
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
     )
-  biases = _layers_before(flows, removed) if bias else []
-  biases = [path for path in biases if path in without_bias]
-  return LessBNPlan(places, removed, tuple(biases), head, multiplier)
+  before = _layers_before(flows, removed) if bias else []
+  return Plan(removed, tuple(p for p in before if p in without_bias), head, multiplier)
 
 
-def _goes(predicate: Predicate | None, place: NormPlace) -> bool:
-  if predicate is None:
-    return place.role == "inner" and place.layers >= _BOTTLENECK
-  verdict = predicate(place)
-  try:
-    return bool(verdict)
-  except Exception as error:
-    raise TypeError(
-      f"`predicate` must return True or False; got {_base.shorten(verdict)} for '{place.path}'."
-    ) from error
+def _goes(place: NormPlace) -> bool:
+  return place.role == "inner" and place.layers >= _BOTTLENECK
 
 
 def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
-from typing import ClassVar
+from typing import NamedTuple
 
 import jax
 import optax
@@ -17,6 +16,24 @@ from optax_boost.auto import _levels
 from optax_boost.auto import _methods
 
 
+class Forms(NamedTuple):
+  """The functions of an API, whose first arguments are the loss, and the model or the params."""
+
+  params_of: Callable[..., Any]
+  layer_groups: Callable[..., Any]
+  layer_axes: Callable[..., Any]
+  make_train_step: Callable[..., Any]
+  less_bn: Callable[..., Any] | None = None
+
+
+_PLAIN = Forms(
+  lambda params, *args: params,
+  optax_boost.layer_groups,
+  optax_boost.layer_axes,
+  optax_boost.make_train_step,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoBoost:
   """The methods that a level or a configuration turns on; made by :func:`auto_boost`.
@@ -27,6 +44,7 @@ class AutoBoost:
     why: the reason of each method, on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
+    forms: the functions for params, NNX or Linen.
   """
 
   title: str
@@ -34,7 +52,7 @@ class AutoBoost:
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
-  _changes_models: ClassVar[bool] = False
+  forms: Forms = dataclasses.field(default=_PLAIN, repr=False)
 
   def explain(self) -> str:
     """A table: each method, whether it is on, why, and its settings."""
@@ -42,19 +60,29 @@ class AutoBoost:
     for name, reason in self.why.items():
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       lines.append(f"{name:17} {'on ' if name in self.on else 'off'}  {reason:38}  {settings}")
-    if "less_bn" in self.on and not self._changes_models:
+    if "less_bn" in self.on and self.forms.less_bn is None:
       lines.append("less_bn: models change in optax_boost.nnx and optax_boost.linen only")
     if self.ignored:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
 
+  def model(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a Flax model for training; it is traced with its arguments.
+
+    Returns:
+      In NNX a copy after `less_bn`, in Linen a module; or `model` itself if `less_bn` is off.
+    """
+    if "less_bn" not in self.on or self.forms.less_bn is None:
+      return model
+    return self.forms.less_bn(model, *args, fn_flag=self.on["less_bn"]["fn_flag"], **kwargs)
+
   def optimizer(
     self,
     tx: optax.GradientTransformation,
     loss_fn: Callable[..., Any] | None = None,
-    params: optax.Params | None = None,
     *args: Any,
     groups: Any = None,
+    **options: Any,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
@@ -63,42 +91,42 @@ class AutoBoost:
 
     Args:
       tx: the optimizer.
-      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too.
-      params: the params.
-      *args: the loss's other arguments.
+      loss_fn: the loss, whose trace gives the layers, in scans, too.
+      *args: the params and the loss's other arguments; in NNX the model of :meth:`model` in the
+        place of the params; in Linen the module, its variables, a batch and, if it draws, a key.
       groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
+      **options: in NNX `wrt`, in Linen `rngs`, as for their `layer_groups`.
 
     Raises:
       TypeError: `tx` is not a transformation.
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
         on without params or a subspace.
     """
-    trace = None if loss_fn is None or params is None else (loss_fn, params, *args)
-    find_groups = trace and functools.partial(optax_boost.layer_groups, *trace)
-    find_layers = trace and functools.partial(optax_boost.layer_axes, *trace)
-    return self._wrap(tx, params, find_groups, find_layers, groups)
-
-  def _wrap(self, tx: Any, params: Any, find_groups: Any, find_layers: Any, groups: Any) -> Any:
-    """:meth:`optimizer` of all forms; two functions read the layers from a trace, or are None."""
     tx = _base.check_transformation("tx", tx)
+    params = self.forms.params_of(*args, **options) if args else None
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
+    has_trace = loss_fn is not None and params is not None
+    layers = None
     centralizes = self.on.get("less_bn", {}).get("gc_flag", False)
-    layers = find_layers() if find_layers and (centralizes or "adasum" in self.on) else None
+    if has_trace and (centralizes or "adasum" in self.on):
+      layers = self.forms.layer_axes(loss_fn, *args, **options)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(optax_boost.centralize(layers=layers), tx)
     if "adasum" in self.on:
       tx = _methods.with_adasum(tx, layers, **self.on["adasum"])
     if freezing := self.on.get("grad_freeze"):
-      if groups is None and find_groups is None:
+      if groups is None and not has_trace:
         raise ValueError(
-          "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the params or"
-          " the model, the loss and its arguments, or groups=..."
+          "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the loss, the"
+          " params or the model, and the loss's arguments, or groups=..."
         )
-      groups = find_groups(num_groups=freezing["param_groups"]) if groups is None else groups
+      if groups is None:
+        count = freezing["param_groups"]
+        groups = self.forms.layer_groups(loss_fn, *args, num_groups=count, **options)
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := self.on.get("grad_accumulation"):
       tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
@@ -106,35 +134,13 @@ class AutoBoost:
       tx = optax_boost.average_params(tx, **average)
     return tx
 
-  def train_step(self, loss_fn: Callable[..., Any], tx: Any, **options: Any) -> Any:
-    """Makes the train step: :func:`make_train_step` with the result of :meth:`optimizer`."""
-    return optax_boost.make_train_step(loss_fn, tx, **options)
+  def train_step(self, loss_fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Makes the train step, with the arguments of `make_train_step`.
 
-
-def build(form: Any, level: Any, config: Any, total_steps: Any, key: Any, **axes: Any) -> Any:
-  """Checks the arguments of :func:`auto_boost`, for all forms, and decides."""
-  _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
-  if level not in _levels.LEVELS:
-    hint = _config.nearest(level.upper(), _levels.LEVELS)
-    raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
-  for argument, name in axes.items():
-    _base.check_axis_name(argument, name)
-  if axes["axis_name"] is None and axes["local_axis_name"] is not None:
-    raise ValueError(
-      "`axis_name` must be the axis over servers with a `local_axis_name`; got None."
-    )
-  if total_steps is not None:
-    _base.check_whole_number("total_steps", total_steps, static=True)
-  _base.as_key("key", key)
-  if config is None:
-    return form(f"level {level}", *_levels.decide_level(level, total_steps, axes), key=key)
-  values = _config.read_config(config)
-  on, why, ignored = _levels.decide_config(level, values, axes)
-  if ignored:
-    message = f"keys of MindSpore's configuration without effect here: {ignored}."
-    _base.warn(message, _base.NoEffectWarning)
-  mode = values.get("boost", {}).get("mode", "auto")
-  return form(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)
+    These are the loss and the result of :meth:`optimizer`; in Linen the module before the latter;
+    in NNX the loss alone.
+    """
+    return self.forms.make_train_step(loss_fn, *args, **options)
 
 
 def auto_boost(
@@ -168,7 +174,7 @@ def auto_boost(
     key: the seed of the freezing schedule, or a key.
 
   Returns:
-    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
+    An :class:`optax_boost.auto.AutoBoost`, used as below; ``print(boost.explain())`` shows it.
 
   Raises:
     ValueError: a level, block or key is unknown, or a value can't be honoured.
@@ -185,5 +191,26 @@ def auto_boost(
     >>> list(boost.on)
     ['less_bn', 'grad_freeze', 'average']
   """
+  _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
+  if level not in _levels.LEVELS:
+    hint = _config.nearest(level.upper(), _levels.LEVELS)
+    raise ValueError(f"There is no level {_base.shorten(level)}.{hint}")
   axes = {"axis_name": axis_name, "local_axis_name": local_axis_name}
-  return build(AutoBoost, level, config, total_steps, key, **axes)
+  for argument, name in axes.items():
+    _base.check_axis_name(argument, name)
+  if axis_name is None and local_axis_name is not None:
+    raise ValueError(
+      "`axis_name` must be the axis over servers with a `local_axis_name`; got None."
+    )
+  if total_steps is not None:
+    _base.check_whole_number("total_steps", total_steps, static=True)
+  _base.as_key("key", key)
+  if config is None:
+    return AutoBoost(f"level {level}", *_levels.decide_level(level, total_steps, axes), key=key)
+  values = _config.read_config(config)
+  on, why, ignored = _levels.decide_config(level, values, axes)
+  if ignored:
+    message = f"keys of MindSpore's configuration without effect here: {ignored}."
+    _base.warn(message, _base.NoEffectWarning)
+  mode = values.get("boost", {}).get("mode", "auto")
+  return AutoBoost(f"MindSpore's configuration, level {level}, mode {mode}", on, why, ignored, key)

@@ -6,24 +6,18 @@ with variables in the place of params. Needs the extra ``flax``.
 
 from optax_boost.linen._adapter import BoundModel
 from optax_boost.linen._adapter import split_loss
-from optax_boost.linen._auto import AutoBoost
 from optax_boost.linen._auto import auto_boost
 from optax_boost.linen._batch_stats import estimate_batch_stats
 from optax_boost.linen._groups import layer_axes
 from optax_boost.linen._groups import layer_groups
 from optax_boost.linen._head import NormalizedDense
-from optax_boost.linen._less_bn import LessBN
 from optax_boost.linen._less_bn import less_bn
-from optax_boost.linen._less_bn import load_original
-from optax_boost.linen._less_bn import plan_less_bn
 from optax_boost.linen._train_step import TrainStep
 from optax_boost.linen._train_step import make_train_step
 from optax_boost.linen._train_step import variables
 
 __all__ = [
-  "AutoBoost",
   "BoundModel",
-  "LessBN",
   "NormalizedDense",
   "TrainStep",
   "auto_boost",
@@ -31,9 +25,7 @@ __all__ = [
   "layer_axes",
   "layer_groups",
   "less_bn",
-  "load_original",
   "make_train_step",
-  "plan_less_bn",
   "split_loss",
   "variables",
 ]

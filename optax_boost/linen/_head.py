@@ -4,22 +4,16 @@ from typing import Any
 
 from flax import linen as nn
 import jax
-import jax.numpy as jnp
 
 from optax_boost import _normalized_dense
 
 
-class NormalizedDense(nn.Module):
+class NormalizedDense(nn.Dense):
   """:class:`optax_boost.nnx.NormalizedDense` for Linen.
 
   Attributes:
-    features: the number of outputs.
-    use_bias, dtype, param_dtype, kernel_init, bias_init, multiplier_init, eps: as for
-      :class:`optax_boost.nnx.NormalizedDense`.
-
-  Raises:
-    TypeError: an attribute is of the wrong kind; when called: the input is no array.
-    ValueError: `features` is below 1, or `eps` is not positive; when called: the input is a scalar.
+    multiplier_init, eps: as for :class:`optax_boost.nnx.NormalizedDense`. The others are those of
+      ``nn.Dense``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost.linen
@@ -30,23 +24,16 @@ class NormalizedDense(nn.Module):
     True
   """
 
-  features: int
-  use_bias: bool = True
-  dtype: Any = None
-  param_dtype: Any = jnp.float32
-  kernel_init: Any = nn.initializers.lecun_normal()
-  bias_init: Any = nn.initializers.zeros_init()
   multiplier_init: Any = nn.initializers.ones_init()
   eps: float = _normalized_dense.EPS
 
   def __post_init__(self) -> None:
-    _normalized_dense.check_settings(vars(self))
+    _normalized_dense.check_settings(self.multiplier_init, self.eps)
     super().__post_init__()
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """From inputs (..., n) to outputs (..., features)."""
-    _normalized_dense.check_inputs(x)
     kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
     bias = None
     if self.use_bias:

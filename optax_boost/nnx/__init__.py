@@ -5,24 +5,18 @@ of params. Needs the extra ``flax``.
 """
 
 from optax_boost.nnx._adapter import split_loss
-from optax_boost.nnx._auto import AutoBoost
 from optax_boost.nnx._auto import auto_boost
 from optax_boost.nnx._batch_stats import averaged_model
 from optax_boost.nnx._batch_stats import estimate_batch_stats
 from optax_boost.nnx._groups import layer_axes
 from optax_boost.nnx._groups import layer_groups
 from optax_boost.nnx._head import NormalizedDense
-from optax_boost.nnx._less_bn import RemovedBatchNorm
 from optax_boost.nnx._less_bn import less_bn
-from optax_boost.nnx._less_bn import load_original
-from optax_boost.nnx._less_bn import plan_less_bn
 from optax_boost.nnx._train_step import TrainStep
 from optax_boost.nnx._train_step import make_train_step
 
 __all__ = [
-  "AutoBoost",
   "NormalizedDense",
-  "RemovedBatchNorm",
   "TrainStep",
   "auto_boost",
   "averaged_model",
@@ -30,8 +24,6 @@ __all__ = [
   "layer_axes",
   "layer_groups",
   "less_bn",
-  "load_original",
   "make_train_step",
-  "plan_less_bn",
   "split_loss",
 ]

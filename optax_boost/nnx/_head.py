@@ -6,11 +6,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _base
 from optax_boost import _normalized_dense
 
 
-class NormalizedDense(nnx.Module):
+class NormalizedDense(nnx.Linear):
   r"""A dense layer whose inputs and kernel are L2-normalized, times a learned multiplier.
 
   .. math::
@@ -22,20 +21,12 @@ class NormalizedDense(nnx.Module):
   Args:
     in_features: the size of the inputs' last axis.
     out_features: the number of outputs.
-    use_bias: whether there is a bias; the multiplier scales it too.
-    dtype: the dtype of the computation; None: that of inputs and params.
-    param_dtype: the dtype of the params.
-    kernel_init: initializer of the kernel; its scale does not matter.
-    bias_init: initializer of the bias.
     multiplier_init: initializer of the multiplier. Raising it sharpens a classifier from the start,
       where 1 makes it learn to.
     eps: smallest squared norm to divide by.
     rngs: the rngs.
-
-  Raises:
-    TypeError: an argument is of the wrong kind; when called: the input is no array.
-    ValueError: a size is below 1, or `eps` is not positive; when called: the input's last axis has
-      another size.
+    **options: those of ``nnx.Linear``: `use_bias` (the multiplier scales the bias, too), `dtype`,
+      `param_dtype`, `kernel_init`, `bias_init`. `precision` and `dot_general` have no effect.
 
   Examples:
     >>> from flax import nnx
@@ -54,32 +45,26 @@ class NormalizedDense(nnx.Module):
     in_features: int,
     out_features: int,
     *,
-    use_bias: bool = True,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
-    kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
-    bias_init: Any = nnx.initializers.zeros_init(),  # noqa: B008
     multiplier_init: Any = nnx.initializers.ones_init(),  # noqa: B008
     eps: float = _normalized_dense.EPS,
     rngs: nnx.Rngs,
+    **options: Any,
   ):
-    _normalized_dense.check_settings(locals())
-    _base.check_type("rngs", rngs, nnx.Rngs, "nnx.Rngs")
-    self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
-    bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
-    self.bias = None if bias is None else nnx.Param(bias)
-    self.multiplier = nnx.Param(multiplier_init(rngs.params(), (1,), param_dtype))
-    self.in_features = in_features
-    self.out_features = out_features
-    self.use_bias = use_bias
-    self.dtype = dtype
-    self.param_dtype = param_dtype
+    _normalized_dense.check_settings(multiplier_init, eps)
+    super().__init__(in_features, out_features, rngs=rngs, **options)
+    self.multiplier = nnx.Param(multiplier_init(rngs.params(), (1,), self.param_dtype))
     self.eps = eps
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
     """From inputs (..., in_features) to outputs (..., out_features)."""
-    _normalized_dense.check_inputs(x, self.in_features)
     bias = None if self.bias is None else self.bias[...]
     arrays = (x, self.kernel[...], self.multiplier[...], bias)
     promoted = nnx.nn.dtypes.promote_dtype(arrays, dtype=self.dtype)
     return _normalized_dense.normalized_dense(*promoted, eps=self.eps)
+
+
+def normalize(dense: Any, multiplier: float) -> None:
+  """Turns a dense layer into a normalized one, in place, with its kernel and bias."""
+  dense.__class__ = NormalizedDense
+  dense.multiplier = nnx.Param(jnp.full((1,), multiplier, dense.param_dtype))
+  dense.eps = _normalized_dense.EPS

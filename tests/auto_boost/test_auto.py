@@ -79,7 +79,7 @@ def test_the_documented_configuration_is_taken_word_for_word(level, mode, tmp_pa
     boost = auto_boost(level, config=config)
   if mode == "enable_all":
     with pytest.raises(ValueError, match=r"`dim_reduce.pca_mat_path` must .*; got None and None"):
-      boost.optimizer(optax.sgd(0.1), params=PARAMS)
+      boost.optimizer(optax.sgd(0.1), None, PARAMS)
   else:
     trained, depths = train(boost.optimizer(optax.sgd(0.01), loss_fn, PARAMS, DATA))
     assert loss_fn(trained, DATA) < loss_fn(PARAMS, DATA)
@@ -370,7 +370,7 @@ def nnx_loss(model, x):
 @pytest.mark.parametrize("config", [None, {"grad_freeze": {"param_groups": 2, "freeze_p": 0.5}}])
 def test_ten_lines_with_nnx(config):
   boost = ob_nnx.auto_boost("O1", total_steps=3, config=config)
-  original, other = filled_nnx_net(0), filled_nnx_net(5)
+  original = filled_nnx_net(0)
   model = boost.model(original, X)
   tx = boost.optimizer(optax.sgd(0.01), nnx_loss, model, X)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -379,16 +379,8 @@ def test_ten_lines_with_nnx(config):
   assert metrics[-1]["loss"] < metrics[0]["loss"]
   assert {int(m["frozen_groups"]) for m in metrics} == {0, 1}
   assert isinstance(model.last, ob_nnx.NormalizedDense) == (config is not None)
-  assert isinstance(model.blocks[0].norms[2], ob_nnx.RemovedBatchNorm)
-  evaluated = boost.eval_model(other, model, X)
-  model.eval()
-  predict = nnx.jit(lambda model: model(X))
-  np.testing.assert_array_equal(predict(evaluated), predict(model))
-  # O0 changes no model, and evaluates a copy.
-  plain = ob_nnx.auto_boost("O0")
-  assert plain.model(original, X) is original
-  assert plain.eval_model(original, original, X).norm9.use_running_average
-  assert not original.norm9.use_running_average
+  assert not isinstance(model.blocks[0].norms[2], nnx.BatchNorm)
+  assert ob_nnx.auto_boost("O0").model(original, X) is original
 
 
 @pytest.mark.parametrize("config", [None, {"grad_freeze": {"param_groups": 2}}])
@@ -423,7 +415,7 @@ def test_dim_reduce_takes_mindspores_steps_in_the_place_of_the_optimizer(tmp_pat
   def loss(params, batch):
     return jnp.mean((batch[0] @ params[0] + params[1] - batch[1]) ** 2)
 
-  tx = auto_boost("O1", config=config).optimizer(optax.adam(3.0), params=params)
+  tx = auto_boost("O1", config=config).optimizer(optax.adam(3.0), None, params)
   step = optax_boost.make_train_step(loss, tx)
   state = step.init(params)
   for t in range(hyper["steps"]):
@@ -433,16 +425,16 @@ def test_dim_reduce_takes_mindspores_steps_in_the_place_of_the_optimizer(tmp_pat
     np.testing.assert_allclose(state.params[1], trace["weight_b"][t], atol=5e-6)
   config["dim_reduce"]["n_components"] = 3
   with pytest.raises(ValueError, match=rf"n_components` must be .*, {len(trace['P'])}; got 3"):
-    auto_boost("O1", config=config).optimizer(optax.sgd(0.1), params=params)
+    auto_boost("O1", config=config).optimizer(optax.sgd(0.1), None, params)
 
 
 # How each form starts: the params, and the arguments of `optimizer`.
 MODEL = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 VARIABLES = nn.Dense(2).init(jax.random.key(0), DATA)
 STARTS = {
-  "plain": (auto_boost, SMALL, {"params": SMALL}),
-  "nnx": (ob_nnx.auto_boost, nnx.state(MODEL, nnx.Param), {"model": MODEL}),
-  "linen": (ob_linen.auto_boost, VARIABLES["params"], {"variables": VARIABLES}),
+  "plain": (auto_boost, SMALL, (SMALL,)),
+  "nnx": (ob_nnx.auto_boost, nnx.state(MODEL, nnx.Param), (MODEL,)),
+  "linen": (ob_linen.auto_boost, VARIABLES["params"], (nn.Dense(2), VARIABLES)),
 }
 
 
@@ -455,7 +447,7 @@ def test_a_subspace_is_fitted_to_checkpoints(form, tmp_path):
       manager.save(step, args=ocp.args.StandardSave(snapshot))
   block = {"n_components": 2, "alpha": 0.05, "weight_load_dir": str(tmp_path / "weights")}
   boost = make(config=manual({"dim_reduce": block}, dim_reduce=True))
-  found = boost.optimizer(optax.sgd(0.1), **arguments).init(params)
+  found = boost.optimizer(optax.sgd(0.1), None, *arguments).init(params)
   subspace = optax_boost.fit_subspace(path, 2)
   expected = optax_boost.dim_reduce(subspace, alpha=0.05, max_search=2).init(params)
   chex.assert_trees_all_equal(found, expected)

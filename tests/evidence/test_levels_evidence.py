@@ -163,7 +163,8 @@ class Images:
       model = optax_boost.nnx.averaged_model(optimizer, model)
       x = self.parts["train"][0][: 40 * BATCH]
       model = optax_boost.nnx.estimate_batch_stats(model, np.split(x, len(x) // BATCH))
-    model = self.boost.eval_model(self.fresh(0), model, self.sample["x"])
+    model = nnx.clone(model)
+    model.eval()
     predict = nnx.jit(lambda model, x: jnp.argmax(model(x), -1))
 
     def accuracy(x, y):

@@ -230,13 +230,9 @@ def _calls() -> Iterator[tuple[str, Call]]:
     module, linen = getattr(optax_boost, form), form == "linen"
     model = {"module": nn.Dense(2)} if linen else {"model": MODEL}
     stepping = model | {"tx": SGD} if linen else {}
-    sizes = {"features": 2} if linen else {"in_features": 3, "out_features": 2}
     yield f"{form}.auto_boost", Call(module.auto_boost, {})
     yield f"{form}.make_train_step", Call(module.make_train_step, stepping | {"loss_fn": loss_fn})
     yield f"{form}.less_bn", Call(module.less_bn, model, (X,))
-    yield f"{form}.plan_less_bn", Call(module.plan_less_bn, model, (X,))
-    more = {} if linen else {"rngs": nnx.Rngs(0)}
-    yield f"{form}.NormalizedDense", Call(module.NormalizedDense, sizes | more)
     norm = {"module": _NORM, "variables": _NORM_VARIABLES} if linen else {"model": _NNX_NORM}
     statistics = norm | {"batches": [X]}
     yield f"{form}.estimate_batch_stats", Call(module.estimate_batch_stats, statistics)
