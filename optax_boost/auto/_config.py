@@ -41,7 +41,11 @@ def _count(default: int, ignored: str = "") -> Key:
 _FLAG = Key(True, "true or false", lambda v: isinstance(v, bool))
 _PATH = Key(None, "a path", lambda v: isinstance(v, str) and v != "" and "\0" not in v)
 _INSIDE = Key(None, "a number > 0 and < 1", lambda v: _is_number(v) and 0 < v < 1)
-_SPLITS = Key(None, "a list of integers", lambda v: type(v) in (list, tuple, int))
+_SPLITS = Key(
+  None,
+  "a list of integers",
+  lambda v: all(type(i) is int for i in (v if isinstance(v, list | tuple) else [v])),
+)
 SCHEMA: dict[str, dict[str, Key]] = {
   "boost": {
     "mode": Key("auto", f"one of {', '.join(map(repr, MODES))}", lambda v: str(v) in MODES),

@@ -86,6 +86,17 @@ def test_the_documented_configuration_is_taken_word_for_word(level, mode, tmp_pa
     assert (max(depths) > 0) == ("grad_freeze" in on)
 
 
+@pytest.mark.parametrize("mode", [None, "auto", "manual", "enable_all", "disable_all"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_key_that_is_none_has_its_default_and_no_warning(level, mode, tmp_path):
+  config = {block: dict.fromkeys(keys) for block, keys in DOCUMENTED.items()}
+  config["boost"]["mode"] = mode
+  (tmp_path / "boost.json").write_text(json.dumps(config), encoding="utf-8")
+  expected = auto_boost(level, config={"boost": {"mode": mode or "auto"}}).on
+  for given in (config, tmp_path / "boost.json"):
+    assert auto_boost(level, config=given).on == expected
+
+
 def manual(block=None, **switches):
   return {"boost": {"mode": "manual"} | switches} | (block or {})
 
@@ -164,6 +175,7 @@ ERRORS = [
   (manual(loss_scale_group=True), r"`boost.loss_scale_group` must be .*dynamic_loss_scale"),
   ({"common": {"gradient_split_groups": "50"}}, r"must be a list of integers; got '50'"),
   ({"common": {"device_number": 0}}, r"must be an integer >= 1 and <= 2147483647; got 0"),
+  ({"common": {"gradient_split_groups": [50, "100"]}}, r"list of integers; got \[50, '100'\]"),
   ({"grad_freeze": {"freeze_type": 2}}, r"`grad_freeze.freeze_type` must be 0 or 1; got 2"),
   ({"grad_freeze": {"freeze_type": True}}, r"must be 0 or 1; got True"),
   ({"grad_freeze": {"freeze_p": 0}}, r"must be a number > 0 and <= 1; got 0"),
