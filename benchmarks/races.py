@@ -96,7 +96,7 @@ def convex() -> RaceResult:
     )  # fmt: skip
   optimum, above = float(found.fun), "loss above the optimum"
   batches = jax.tree.map(lambda a: jnp.asarray(a).reshape(32, 32, *a.shape[1:]), data)
-  full = functools.partial(optax_boost.scan_full_gradient, batches=batches)
+  full = functools.partial(optax_boost.full_gradient, stacked=True, batches=batches)
   return optax_boost.race(
     loss_fn,
     lambda key: 0.1 * jax.random.normal(key, (x.shape[1], 10)),

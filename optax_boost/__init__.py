@@ -25,7 +25,6 @@ from optax_boost._freezing import gradual_unfreezing
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
 from optax_boost._full_gradient import full_gradient
-from optax_boost._full_gradient import scan_full_gradient
 from optax_boost._groups import LayerGroups
 from optax_boost._groups import layer_groups
 from optax_boost._in_place import apply_gradients
@@ -40,7 +39,6 @@ from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permuted_params
 from optax_boost._sgperm import sgperm
-from optax_boost._svrg import alpha_svrg_schedule
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
@@ -67,7 +65,6 @@ __all__ = [
   "accumulate",
   "adasum",
   "adasum_reduce",
-  "alpha_svrg_schedule",
   "apply_gradients",
   "auto_boost",
   "average_params",
@@ -97,7 +94,6 @@ __all__ = [
   "refresh_subspace",
   "refresh_svrg",
   "scale_by_lars_trust_ratio",
-  "scan_full_gradient",
   "sgperm",
   "snapshots",
   "stochastic_rounding",

@@ -17,17 +17,20 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
 
+_METHOD = "full_gradient"
+
 
 def full_gradient(
   grad_fn: Callable[..., Any],
   params: optax.Params,
-  batches: Iterable[Any],
+  batches: Any,
   *,
+  stacked: bool = False,
   rng: jax.Array | None = None,
   weight_fn: Callable[[Any], Any] | None = None,
   progress: bool = False,
 ) -> optax.Updates:
-  r"""The mean gradient over data that is streamed in batches.
+  r"""The mean gradient over all of the data.
 
   .. math::
     \mu = \sum_b n_b \, \nabla f_b(s) \Big/ \sum_b n_b
@@ -42,18 +45,22 @@ def full_gradient(
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
+    stacked: whether `batches` is instead one tree of arrays of shapes ``(batches, examples, ...)``,
+      over which a ``lax.scan`` runs, also under ``jit`` and sharded: for ``make_train_step(...,
+      full_grad_fn=functools.partial(full_gradient, batches=data, stacked=True))``. On CPUs
+      gradients of convolutions are slow inside a scan.
     rng: a key, for losses with dropout; ``grad_fn(params, batch, key)`` then gets one per batch.
     weight_fn: from a batch to the number of its real examples. A batch of weight 0 is left out.
       None: the length of the leaves' first axis.
     progress: whether to show a progress bar, if ``tqdm`` is installed.
 
   Returns:
-    A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`.
+    A tree like `params`, in float32 (float64 for float64), for :func:`refresh_svrg`. With `stacked`
+    not finite if no batch has weight.
 
   Raises:
     ValueError: there is no batch, or none with weight; trees of batches or of gradients differ; the
       shapes do not tell the number of examples.
-    TypeError: an argument is of the wrong kind.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_boost
@@ -69,14 +76,22 @@ def full_gradient(
     ...   jax.grad(loss_fn), jnp.zeros([]), padded, weight_fn=lambda batch: batch["mask"].sum()))
     -3.0
   """
-  rng = _check_pass(grad_fn, weight_fn, params, rng, "full_gradient")
+  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _base.check_bool("stacked", stacked)
+  _tree.check_floating(params, _METHOD, _tree.CLOSE_OVER)
+  # A key of `jax.random.PRNGKey` stays as it is.
+  raw = getattr(rng, "dtype", None) == jnp.uint32 and getattr(rng, "ndim", 0) == 1
+  rng = rng if rng is None or raw else _base.as_key("rng", rng)
+  if stacked:
+    return _scan(grad_fn, params, batches, rng, weight_fn)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
     raise ValueError(
       "`full_gradient` streams batches on the host and can't run inside `jit`. Call it between two"
-      " steps, or `scan_full_gradient` inside."
+      " steps, or pass `stacked=True` and all batches as one tree of arrays."
     )
   return mean_over_batches(
-    grad_fn, params, batches, rng, weight_fn, progress, "full_gradient", "full gradient"
+    grad_fn, params, batches, rng, weight_fn, progress, _METHOD, "full gradient"
   )
 
 
@@ -127,48 +142,14 @@ def mean_over_batches(
   return _mean(carry)
 
 
-def scan_full_gradient(
-  grad_fn: Callable[..., Any],
-  params: optax.Params,
-  batches: Any,
-  *,
-  rng: jax.Array | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
-) -> optax.Updates:
-  """The mean gradient over data on the device, as one ``lax.scan``.
-
-  Made for ``make_train_step(..., full_grad_fn=functools.partial(scan_full_gradient,
-  batches=...))``; works under jit and sharding, with the examples' axis over the devices. On CPUs
-  the gradients of convolutions are slow inside a scan: stream them by :func:`full_gradient`.
-
-  Args:
-    grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch.
-    params: where the gradient is taken.
-    batches: a tree of arrays of shapes ``(batches, examples, ...)``.
-    rng: as in :func:`full_gradient`.
-    weight_fn: as in :func:`full_gradient`; None: all batches count the same.
-
-  Returns:
-    A tree like `params`, in float32 (float64 for float64). Not finite if no batch has weight.
-
-  Raises:
-    ValueError: there is no batch, the leaves' first axes or the gradients' tree differ.
-    TypeError: an argument is of the wrong kind.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_boost
-    >>> gradient = jax.grad(lambda w, batch: jnp.mean((w - batch) ** 2) / 2)
-    >>> batches = jnp.array([[1.0, 2.0], [3.0, 6.0]])
-    >>> float(optax_boost.scan_full_gradient(gradient, jnp.zeros([]), batches))
-    -3.0
-  """
-  rng = _check_pass(grad_fn, weight_fn, params, rng, "scan_full_gradient")
+def _scan(grad_fn: Any, params: Any, batches: Any, rng: Any, weight_fn: Any) -> optax.Updates:
+  """The mean gradient over stacked batches."""
   shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or not all(n and n[0] for n in lengths):
     raise ValueError(
-      "`scan_full_gradient` needs at least one batch, and arrays whose first axis runs over the"
-      f" batches; got shapes {shapes}."
+      "`full_gradient(stacked=True)` needs at least one batch, and arrays whose first axis runs"
+      f" over the batches; got shapes {shapes}."
     )
   ((length,),) = lengths
 
@@ -237,16 +218,6 @@ def _check_weight(weight: Any) -> Any:
       f"`weight_fn` must return a number, how many real examples the batch has; it returned {got}."
     )
   return weight
-
-
-def _check_pass(grad_fn: Any, weight_fn: Any, params: Any, rng: Any, method: str) -> Any:
-  """Checks the arguments that both passes have; returns the key, also of a seed."""
-  _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  _tree.check_floating(params, method, _tree.CLOSE_OVER)
-  # A key of `jax.random.PRNGKey` stays as it is.
-  raw = getattr(rng, "dtype", None) == jnp.uint32 and jnp.ndim(rng) == 1
-  return rng if rng is None or raw else _base.as_key("rng", rng)
 
 
 def _as_array(index: int, path: Any, leaf: Any) -> Any:

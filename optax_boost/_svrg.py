@@ -28,13 +28,11 @@ from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _full_gradient
 from optax_boost import _masking
+from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "svrg"
-_GRAD_FN = (
-  "a function from params to the gradient on the current batch, with its rng and statistics"
-)
 
 
 @_protocol.declares(metrics=("variance_ratio", "svrg/notfinite_count"), requests=("full_gradient",))
@@ -73,33 +71,54 @@ class SvrgState(NamedTuple):
     return _renew(self, params, full_gradient)
 
 
-def alpha_svrg_schedule(steps: int, initial: float = 0.75) -> optax.Schedule:
-  """The coefficient of alpha-SVRG: falls linearly from `initial` to 0.
+def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
+  """Corrected gradients v, and the state after them."""
 
-  Args:
-    steps: the steps of the whole training, not of one refresh period; 0 is reached after them.
-    initial: the first step's coefficient, for deep networks below 1. Raising it corrects more.
+  def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    return g.astype(mu.dtype) - a.astype(mu.dtype) * (h.astype(mu.dtype) - mu)
 
-  Returns:
-    A schedule, for the `coefficient` of :func:`svrg`.
+  def squares(of: Callable[..., jax.Array]) -> jax.Array:
+    """The sum of ``|of(g, h, mu) - mu|^2``."""
+    sums = [jnp.zeros([], state.squared_deviations.dtype)]
+    for leaves in _arrays.alike_parts(g, h, state.full_gradient):
+      deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
+      sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
+    return jnp.sum(jnp.stack(sums))
 
-  Raises:
-    ValueError: `steps` is below 1, or `initial` is below 0.
-    TypeError: an argument is of the wrong kind.
+  squared = jnp.stack([squares(corrected), squares(lambda g, h, mu: g.astype(mu.dtype))])
+  finite = jnp.isfinite(squared)
+  total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
+  # The inner `where` keeps the untaken branch from dividing by zero.
+  known = total[1] > 0
+  ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
 
-  Examples:
-    >>> import optax_boost
-    >>> schedule = optax_boost.alpha_svrg_schedule(steps=100)
-    >>> [float(schedule(step)) for step in (0, 50, 100, 1000)]
-    [0.75, 0.375, 0.0, 0.0]
+  def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
+    v = corrected(g, h, mu)
+    return jnp.where(jnp.isfinite(v), v, g.astype(v.dtype)).astype(g.dtype)
 
-  References:
-    Yin, Xu, Li, Darrell, Liu, `A Coefficient Makes SVRG Effective
-    <https://arxiv.org/abs/2311.05589>`_, 2025.
-  """
-  _base.check_whole_number("steps", steps)
-  _base.check_number("initial", initial, minimum=0.0)
-  return optax.linear_schedule(initial, 0.0, steps)
+  return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
+    count=optax.safe_increment(state.count),
+    squared_deviations=total,
+    variance_ratio=ratio,
+    notfinite_count=_arrays.increment_if(finite[1] & ~finite[0], state.notfinite_count),
+  )
+
+
+@jax.jit
+def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
+  """The state after a refresh, or as it was, with a count, where a number is not finite."""
+  good = _arrays.all_finite((params, full))
+
+  def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(good, new.astype(old.dtype), old)
+
+  return state._replace(
+    snapshot=jax.tree.map(chosen, params, state.snapshot),
+    full_gradient=jax.tree.map(chosen, full, state.full_gradient),
+    refresh_count=_arrays.increment_if(good, state.refresh_count),
+    squared_deviations=jnp.where(good, 0, state.squared_deviations),
+    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+  )
 
 
 def svrg(
@@ -114,7 +133,7 @@ def svrg(
   for the batch :math:`B`, the params :math:`w` and their snapshot :math:`s`. It goes first in a
   chain, before ``optax.masked`` and ``optax.partition``, and needs the plain gradient. On convex
   problems the error shrinks geometrically at a constant learning rate, where SGD stalls. Deep
-  networks gain little, best with :func:`alpha_svrg_schedule`: compare with SGD given the same work.
+  networks gain little: compare with SGD given the same work.
 
   Each step costs a second gradient. The snapshot is renewed in one of two ways:
 
@@ -123,7 +142,7 @@ def svrg(
     networks on CPUs, where XLA is slow on convolutions inside control flow.
   - Inside the step: ``svrg(refresh_every=n)`` calls the extra argument
     ``full_grad_fn(params) -> grads`` on steps 0, n, 2n, ... under ``lax.cond``. For data on the
-    device; see :func:`scan_full_gradient`.
+    device; see :func:`full_gradient`, `stacked`.
 
   Until the first refresh gradients pass unchanged. If an entry of the snapshot gradient is not
   finite, it is not corrected; a refresh with a number that is not finite is not made. Both are
@@ -133,18 +152,14 @@ def svrg(
     refresh_every: steps from one refresh inside ``update`` to the next, about one to five epochs.
       Raising it saves full passes; the snapshot grows stale. None: on the host only.
     coefficient: :math:`\alpha`, a number >= 0 or a schedule of the step count. Raising it trusts
-      the snapshot more; 1 is SVRG.
+      the snapshot more; 1 is SVRG. alpha-SVRG, for deep networks, lets it fall over the whole
+      training: ``optax.linear_schedule(0.75, 0.0, steps)``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params` and the extra argument
     ``grad_fn(params) -> grads``, as ``make_train_step`` supplies: the gradient on the batch of the
     updates, with the same dropout masks and statistics. Neither it nor `full_grad_fn` may update
     statistics. Updates have the gradients' dtype.
-
-  Raises:
-    ValueError: a number is out of range; in ``update``: params or an extra argument are missing,
-      or a tree does not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
@@ -156,7 +171,7 @@ def svrg(
     >>> step = optax_boost.make_train_step(
     ...   loss_fn,
     ...   optax.chain(optax_boost.svrg(refresh_every=16), optax.sgd(0.1)),
-    ...   full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=data),
+    ...   full_grad_fn=functools.partial(optax_boost.full_gradient, stacked=True, batches=data),
     ... )
     >>> state = step.init(jnp.zeros(3))
     >>> for t in range(320):
@@ -172,18 +187,15 @@ def svrg(
     <https://arxiv.org/abs/2311.05589>`_, 2025.
 
   .. note::
-    MXNet's ``SVRGModule`` adds each full gradient to the last one divided by the number of
-    batches, and counts the padding of the last batch in the sum but not in the divisor; ours is
-    the mean. Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is
-    biased, and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
+    Inside ``optax.masked`` and ``optax.partition`` a snapshot of a part of the params is biased,
+    and your own `grad_fn` and `full_grad_fn` must fill in the hidden leaves. Inside
     ``optax.MultiSteps`` only the last batch is corrected.
   """
   if refresh_every is not None:
     _base.check_whole_number("refresh_every", refresh_every)
   _base.check_learning_rate(coefficient, "coefficient")
 
-  def init_fn(params: optax.Params) -> SvrgState:
-    _tree.check_floating(params, _METHOD)
+  def init(params: optax.Params) -> SvrgState:
     dtype = _arrays.widest_dtype(params)
     return SvrgState(
       snapshot=_arrays.copy_arrays(params),
@@ -195,32 +207,20 @@ def svrg(
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: SvrgState,
-    params: optax.Params | None = None,
-    *,
-    grad_fn: Any = None,
-    full_grad_fn: Any = None,
-    **extra_args: Any,
+  def step(
+    g: optax.Updates, state: SvrgState, w: Any, *, grad_fn: Any = None, full_grad_fn: Any = None
   ) -> tuple[optax.Updates, SvrgState]:
-    _tree.check_update(_METHOD, updates, state, SvrgState, params, needs_params=True)
-    _check_state(state, params, _METHOD)
-    _base.require_extra(grad_fn, "grad_fn", _METHOD, _GRAD_FN)
-    _base.check_callable("grad_fn", grad_fn, "grad_fn(params)")
+    _check_state(state, w, _METHOD)
+    purpose = "a function from params to the gradient on the current batch"
+    _base.require_extra(grad_fn, "grad_fn", _METHOD, purpose)
     if refresh_every is not None:
-      state = _refresh_if_due(state, params, full_grad_fn, state.count % refresh_every == 0)
-    alpha = coefficient(state.count) if callable(coefficient) else coefficient
-    if jnp.ndim(alpha) != 0:
-      raise ValueError(
-        "`coefficient` must be a schedule that returns a scalar; it returned an array of shape"
-        f" {jnp.shape(alpha)}."
-      )
-    alpha = jnp.where(state.refresh_count > 0, alpha, 0.0)
-    snapshot_gradient = _gradients_at(state.snapshot, grad_fn, "grad_fn")
-    return _correct(updates, snapshot_gradient, alpha, state)
+      state = _refresh_if_due(state, w, full_grad_fn, state.count % refresh_every == 0)
+    a = coefficient(state.count) if callable(coefficient) else coefficient
+    a = jnp.where(state.refresh_count > 0, a, 0.0)
+    h = _gradients_at(state.snapshot, grad_fn, "grad_fn")
+    return _correct(g, h, a, state)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation(_METHOD, SvrgState, init, step, needs_params=True)
 
 
 def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.Array) -> SvrgState:
@@ -231,7 +231,6 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
       " `optax_boost.make_train_step` or to `tx.update`; or refresh on the host, with"
       " `refresh_every=None` and `step.refresh(state, batches)`."
     )
-  _base.check_callable("full_grad_fn", full_grad_fn, "full_grad_fn(params)")
 
   def renewed() -> SvrgState:
     return _renew(state, params, _gradients_at(params, full_grad_fn, "full_grad_fn"))
@@ -280,57 +279,6 @@ def _check_state(state: SvrgState, params: Any, method: str) -> None:
     )
 
 
-@jax.jit
-def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
-  """The state after a refresh, or as it was, with a count, where a number is not finite."""
-  good = _arrays.all_finite((params, full))
-
-  def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(good, new.astype(old.dtype), old)
-
-  return state._replace(
-    snapshot=jax.tree.map(chosen, params, state.snapshot),
-    full_gradient=jax.tree.map(chosen, full, state.full_gradient),
-    refresh_count=_arrays.increment_if(good, state.refresh_count),
-    squared_deviations=jnp.where(good, 0, state.squared_deviations),
-    notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
-  )
-
-
-def _correct(g: Any, h: Any, alpha: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
-  """Corrected gradients and the state after them."""
-
-  def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
-    a = alpha.astype(mu.dtype)
-    return g.astype(mu.dtype) - a * (h.astype(mu.dtype) - mu)
-
-  def squares(of: Callable[..., jax.Array]) -> jax.Array:
-    """The sum of ``|of(g, h, mu) - mu|^2``."""
-    sums = [jnp.zeros([], state.squared_deviations.dtype)]
-    for leaves in _arrays.alike_parts(g, h, state.full_gradient):
-      deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
-      sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
-    return jnp.sum(jnp.stack(sums))
-
-  squared = jnp.stack([squares(corrected), squares(lambda g, h, mu: g.astype(mu.dtype))])
-  finite = jnp.isfinite(squared)
-  total = state.squared_deviations + jnp.where(jnp.all(finite), squared, 0)
-  # The inner `where` keeps the untaken branch from dividing by zero.
-  known = total[1] > 0
-  ratio = jnp.where(known, total[0] / jnp.where(known, total[1], 1), state.variance_ratio)
-
-  def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
-    v = corrected(g, h, mu)
-    return jnp.where(jnp.isfinite(v), v, g.astype(v.dtype)).astype(g.dtype)
-
-  return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
-    count=optax.safe_increment(state.count),
-    squared_deviations=total,
-    variance_ratio=ratio,
-    notfinite_count=_arrays.increment_if(finite[1] & ~finite[0], state.notfinite_count),
-  )
-
-
 def refresh_svrg(
   opt_state: optax.OptState, params: optax.Params, full_gradient: optax.Updates
 ) -> optax.OptState:
@@ -344,9 +292,6 @@ def refresh_svrg(
 
   Returns:
     The new optimizer state; its other parts are not copied.
-
-  Raises:
-    ValueError: `opt_state` holds no state of :func:`svrg`, or a tree does not fit.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost

@@ -188,7 +188,7 @@ def make_train_step(
       ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss;
       with a key ``full_grad_fn(grad_fn, params, rng=key)`` and ``grad_fn(params, batch, key)``.
       Arrays bound by ``functools.partial`` are arguments of the compiled step, not constants:
-      ``functools.partial(scan_full_gradient, batches=data)``.
+      ``functools.partial(full_gradient, stacked=True, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
     hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
       whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside. In lists

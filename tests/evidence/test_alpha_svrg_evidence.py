@@ -108,7 +108,7 @@ def train(setting, seed):
   # As arrays in the state, rates need no program of their own.
   tx = optax.inject_hyperparams(optax.adamw)(0.0, weight_decay=WEIGHT_DECAY)
   if ours:
-    tx = optax.chain(optax_boost.svrg(None, optax_boost.alpha_svrg_schedule(steps)), tx)
+    tx = optax.chain(optax_boost.svrg(None, optax.linear_schedule(0.75, 0.0, steps)), tx)
   step = optax_boost.linen.make_train_step(loss_fn, Network(), tx)
   state = step.init(Network().init(jax.random.key(seed), x[:1]))
   rng = np.random.default_rng(seed)

@@ -84,7 +84,7 @@ def solve(data, tx, rate, steps, every, full, dtype):
     step = optax_boost.make_train_step(
       objective,
       optax.chain(tx, optax.sgd(rate)),
-      full_grad_fn=functools.partial(optax_boost.scan_full_gradient, batches=whole)
+      full_grad_fn=functools.partial(optax_boost.full_gradient, stacked=True, batches=whole)
       if full
       else None,
     )
@@ -180,7 +180,7 @@ METHODS = {
   "SGD": (None, EPOCHS),
   "SGD, three times the epochs": (None, 3 * EPOCHS),
   "SVRG": (1.0, EPOCHS),
-  "alpha-SVRG": (optax_boost.alpha_svrg_schedule(EPOCHS * (TRAIN // BATCH)), EPOCHS),
+  "alpha-SVRG": (optax.linear_schedule(0.75, 0.0, EPOCHS * (TRAIN // BATCH)), EPOCHS),
 }
 
 

@@ -116,7 +116,7 @@ def test_gradient_evaluations_are_counted():
     "scaled": optax_boost.dynamic_loss_scale(optax.sgd(0.05)),
     "search": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
   }
-  full_grad_fn = functools.partial(optax_boost.scan_full_gradient, batches=batches)
+  full_grad_fn = functools.partial(optax_boost.full_gradient, stacked=True, batches=batches)
   spent = small(methods, seeds=1, full_grad_fn=full_grad_fn).spent
   counts = {name: spent[name]["gradient_evaluations"].tolist() for name in methods}
   assert counts["sgd"] == counts["scaled"] == [2, 4, 6]

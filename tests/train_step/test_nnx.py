@@ -378,7 +378,7 @@ def test_a_full_pass_draws_for_each_batch_and_leaves_the_rngs_alone(rng):
     return noisy_loss(model, batch, rng if key is not rng else nnx.Rngs(rng))
 
   def full(grad_fn, params, *, rng):
-    return optax_boost.scan_full_gradient(grad_fn, params, batches, rng=rng)
+    return optax_boost.full_gradient(grad_fn, params, batches, rng=rng, stacked=True)
 
   model, optimizer, _ = make_noisy(optax_boost.svrg(refresh_every=1))
   step = ob_nnx.make_train_step(loss, full_grad_fn=full)

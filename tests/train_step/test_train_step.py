@@ -516,7 +516,9 @@ def test_an_integer_among_the_params_is_named_before_the_step(tx):
     ),
     lambda: optax_boost.auto_boost("O0").optimizer(optax.sgd(0.1), quadratic, WITH_COUNT, BATCH),
     lambda: optax_boost.full_gradient(jax.grad(quadratic), WITH_COUNT, [BATCH]),
-    lambda: optax_boost.scan_full_gradient(jax.grad(quadratic), WITH_COUNT, jnp.ones((1, 8))),
+    lambda: optax_boost.full_gradient(
+      jax.grad(quadratic), WITH_COUNT, jnp.ones((1, 8)), stacked=True
+    ),
     lambda: optax_boost.refresh_svrg(optax_boost.svrg(None).init(BATCH), WITH_COUNT, WITH_COUNT),
   ],
   ids=["race", "auto_boost", "full_gradient", "scan", "refresh_svrg"],

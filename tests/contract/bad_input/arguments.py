@@ -77,7 +77,6 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("steps", "total_steps", "points", "batch_size"), kinds.count(static=True)),
   **dict.fromkeys(("features", "in_features", "out_features"), kinds.count(static=True)),
   ("gradual_unfreezing", "every"): kinds.count(static=True),
-  ("alpha_svrg_schedule", "steps"): kinds.count(),
   ("fixed_freezing", "frozen_groups"): kinds.count(0, static=True),
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),
@@ -93,7 +92,6 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "key": kinds.KEY,
   "rng": kinds.RNG,
   ("full_gradient", "rng"): kinds.SEED,
-  ("scan_full_gradient", "rng"): kinds.SEED,
   ("auto_boost", "axis_name"): kinds.AXIS_WORD,
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
   **dict.fromkeys(("layout", "method", "backend", "not_finite", "level"), kinds.NAME),
@@ -101,7 +99,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
   **dict.fromkeys(
-    ("fn_flag", "bias", "use_bias", "vmap_seeds", "progress", "check_params"), kinds.FLAG
+    ("fn_flag", "bias", "use_bias", "vmap_seeds", "progress", "stacked", "check_params"), kinds.FLAG
   ),
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
   **dict.fromkeys(("forward_fn", "predicate", "evaluate", "weight"), kinds.FUNCTION),
@@ -186,7 +184,6 @@ def _calls() -> Iterator[tuple[str, Call]]:
   good: dict[str, dict[str, Any]] = {
     "FreezeSchedule": {"num_groups": 2, "frozen_groups": lambda step, key: step},
     "adasum_reduce": {"stacked": jax.tree.map(lambda x: jnp.stack([x, x]), dense)},
-    "alpha_svrg_schedule": {"steps": 10},
     "auto_boost": {},
     "averaged_params": {
       "opt_state": optax_boost.average_params(SGD, decay=0.9).init(dense),
@@ -199,7 +196,6 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "progressive_freezing": {"num_groups": 2, "total_steps": 10},
     "fit_subspace": {"snapshots": [dense, VARIABLES["params"]], "components": 1},
     "full_gradient": gradient | {"batches": [X]},
-    "scan_full_gradient": gradient | {"batches": X[None]},
     "make_train_step": {"loss_fn": loss_fn, "tx": SGD},
     "apply_gradients": {"tx": lars, "grads": dense, "opt_state": lars.init(dense), "params": dense},
     "permuted_params": {"opt_state": sgperm},
