@@ -1,29 +1,25 @@
-"""BatchNorm statistics of a Linen module, estimated anew for given params."""
+"""BatchNorm statistics of a Linen module, estimated again for given params."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 import dataclasses
 import inspect
 import operator
 from typing import Any
 
 from flax import linen as nn
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
 from optax_boost import _base
-from optax_boost import _full_gradient
-from optax_boost import _tree
+from optax_boost import _batch_stats
 from optax_boost.linen import _adapter
 
-_METHOD = "estimate_batch_stats"
 _COLLECTION = "batch_stats"
 _CALL = inspect.unwrap(nn.BatchNorm.__call__)
-# After the name of a statistic.
-_SUM, _USES = "_sum", "_uses"
-# Stands for a statistic that no call has computed.
-_UNREACHED = -jnp.inf
+# Counts a BatchNorm's uses, in its collection, so that scans handle it as they do the statistics.
+_USES = "uses"
 
 
 def estimate_batch_stats(
@@ -35,7 +31,7 @@ def estimate_batch_stats(
   weight_fn: Callable[[Any], Any] | None = None,
   progress: bool = False,
 ) -> dict[str, Any]:
-  """Estimates BatchNorm statistics anew: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
+  """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
   BatchNorms normalize by the batch whatever the call says. All other layers are as the call sets
   them: call the module in its evaluation mode, and there is no dropout.
@@ -50,11 +46,10 @@ def estimate_batch_stats(
     progress: whether to show a progress bar.
 
   Returns:
-    The variables with the new statistics; params and the other collections are those given.
-    :class:`optax_boost.NoEffectWarning` names statistics that no batch has reached; they stay.
+    The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names statistics
+    that no batch has reached; they are kept.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
     ValueError: `variables` has no params, there is no batch, or batches differ in structure.
 
   Examples:
@@ -69,65 +64,32 @@ def estimate_batch_stats(
   """
   _adapter.check_module(module)
   params, collections = _adapter.split_variables(variables)
-  variables = {"params": params, **collections}
-  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  given = collections.get(_COLLECTION)
-  if not jax.tree.leaves(given):
-    _tree.warn_no_effect(
-      f"`{_METHOD}` found no collection '{_COLLECTION}' in the variables.",
-      _tree.leaf_paths(variables),
-    )
-    return variables
-  estimated = _full_gradient.mean_over_batches(
-    jax.tree_util.Partial(_Statistics(module, forward_fn or operator.call), variables),
-    given,
-    batches,
-    None,
-    weight_fn,
-    progress,
-    _METHOD,
-    "batch statistics",
-  )
-  paths = _tree.leaf_paths(given)
-  idle = [
-    path
-    for path, leaf in zip(paths, jax.tree.leaves(estimated), strict=True)
-    if jnp.all(leaf == _UNREACHED)
-  ]
-  if idle:
-    _tree.warn_no_effect(
-      f"`{_METHOD}` has reached no BatchNorm with the statistics {idle}: the call leaves it out.",
-      paths,
-    )
-  triples = zip(paths, jax.tree.leaves(estimated), jax.tree.leaves(given), strict=True)
-  kept = [old if path in idle else new.astype(old.dtype) for path, new, old in triples]
-  return {**variables, _COLLECTION: jax.tree.unflatten(jax.tree.structure(given), kept)}
+  _batch_stats.check_functions(forward_fn, weight_fn)
+  given = collections.get(_COLLECTION, {})
+  of_batch = _OfBatch(module, forward_fn or operator.call)
+  others = {name: value for name, value in collections.items() if name != _COLLECTION}
+  partial = jax.tree_util.Partial(of_batch, params, others)
+  estimated = _batch_stats.estimate(partial, given, batches, weight_fn, progress)
+  return {"params": params, **collections, **({_COLLECTION: estimated} if estimated else {})}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Statistics:
-  """Computes a batch's statistics; equal ones share a compiled program."""
+class _OfBatch:
+  """Computes a batch's statistics; those of one module share a compiled program."""
 
   module: nn.Module
   forward_fn: Any
 
   def __eq__(self, other: object) -> bool:
-    if not isinstance(other, _Statistics):
+    if not isinstance(other, _OfBatch):
       return NotImplemented
-    try:
-      return bool(self.module == other.module and self.forward_fn == other.forward_fn)
-    except (TypeError, ValueError):
-      # Arrays in fields of the modules have no single truth value.
-      return self.module is other.module and self.forward_fn is other.forward_fn
+    return self.module is other.module and bool(self.forward_fn == other.forward_fn)
 
   def __hash__(self) -> int:
-    return hash(type(self.module))
+    return hash((id(self.module), self.forward_fn))
 
-  def __call__(self, variables: Any, unused: Any, batch: Any) -> Any:
-    params, collections = _adapter.split_variables(variables)
-    # In the same collection, so that scans handle them as they do the statistics.
-    collections = {**collections, _COLLECTION: _with_sums(collections[_COLLECTION])}
+  def __call__(self, params: Any, others: Any, given: Any, batch: Any) -> Any:
+    collections = {**others, _COLLECTION: _zeros(given)}
     model = _adapter.BoundModel(self.module, params, collections, {})
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -140,48 +102,42 @@ class _Statistics:
 
     with nn.intercept_methods(intercept):
       self.forward_fn(model, batch)
-    return _means(model.collections[_COLLECTION], variables[_COLLECTION])
+    return _means(model.collections[_COLLECTION], given)
 
 
-def _with_sums(statistics: Any) -> Any:
-  """Statistics, each with its sum over the uses in a forward pass and their number."""
-  by_path = traverse_util.flatten_dict(statistics)
-  for (*module, name), value in list(by_path.items()):
-    by_path |= {(*module, name + total): jnp.zeros_like(value) for total in (_SUM, _USES)}
-  return traverse_util.unflatten_dict(by_path)
+def _zeros(given: Mapping[str, Any]) -> dict[str, Any]:
+  """Zeros for statistics, and for the number of uses of each BatchNorm."""
+  zeros = {k: _zeros(v) if isinstance(v, Mapping) else jnp.zeros_like(v) for k, v in given.items()}
+  is_norm = isinstance(zeros.get("mean"), jax.Array)
+  return {**zeros, _USES: zeros["mean"]} if is_norm else zeros
 
 
-def _means(extended: Any, statistics: Any) -> Any:
-  """The mean of each statistic over the uses."""
-  by_path = traverse_util.flatten_dict(extended)
-
-  def mean(path: Any, unused: Any) -> jax.Array:
-    *module, name = (entry.key for entry in path)
-    uses = by_path[*module, name + _USES]
-    return jnp.where(uses > 0, by_path[*module, name + _SUM] / jnp.maximum(uses, 1), _UNREACHED)
-
-  return jax.tree.map_with_path(mean, statistics)
+def _means(statistics: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The statistics without the numbers of uses, marked where these are zero."""
+  reached = statistics.get(_USES, jnp.zeros([])) > 0
+  return {
+    name: _means(statistics[name], value)
+    if isinstance(value, Mapping)
+    else jnp.where(reached, statistics[name], _batch_stats.UNREACHED)
+    for name, value in given.items()
+  }
 
 
 def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any:
-  """Calls a BatchNorm that normalizes by the batch, and adds up its statistics."""
+  """Calls a BatchNorm that normalizes by the batch, and averages its statistics over the uses."""
   # Outside of the training's `shard_map` the batch is whole.
   axis_name = _base.bound_axis(norm.axis_name)
   settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
   own = {name: getattr(norm, name) for name in settings}
-  old: dict[str, Any] = {name: norm.get_variable(_COLLECTION, name) for name in ("mean", "var")}
-  # Times a momentum of zero, old statistics that are not finite would be NaN.
-  for name, value in old.items():
-    norm.put_variable(_COLLECTION, name, jnp.zeros_like(value))
+  before: dict[str, Any] = {n: norm.get_variable(_COLLECTION, n) for n in ("mean", "var", _USES)}
   # Linen's modules are frozen; this one is bound for this call.
   vars(norm).update(settings)
   try:
     out = call(*args[:1], **{**kwargs, "use_running_average": False})
   finally:
     vars(norm).update(own)
-  for name, value in old.items():
-    for total, term in ((_SUM, norm.get_variable(_COLLECTION, name)), (_USES, 1)):
-      earlier: Any = norm.get_variable(_COLLECTION, name + total)
-      norm.put_variable(_COLLECTION, name + total, earlier + term)
-    norm.put_variable(_COLLECTION, name, value)
+  for name in ("mean", "var"):
+    new: Any = norm.get_variable(_COLLECTION, name)
+    norm.put_variable(_COLLECTION, name, _batch_stats.add_use(before[name], new, before[_USES]))
+  norm.put_variable(_COLLECTION, _USES, before[_USES] + 1)
   return out

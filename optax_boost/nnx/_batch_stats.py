@@ -12,14 +12,9 @@ import jax.numpy as jnp
 
 from optax_boost import _average_params
 from optax_boost import _base
-from optax_boost import _full_gradient
-from optax_boost import _tree
+from optax_boost import _batch_stats
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _less_bn
-
-_METHOD = "estimate_batch_stats"
-# Of the uses of a BatchNorm in a forward pass.
-_TOTALS = ("sum_of_means", "sum_of_vars", "uses")
 
 
 def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
@@ -32,12 +27,10 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
 
   Returns:
     A model of the same class, with arrays of its own. Variables that the optimizer does not train
-    are those of `model`; estimate the statistics of its BatchNorms with
-    :func:`estimate_batch_stats`.
+    are `model`'s; estimate the statistics of its BatchNorms with :func:`estimate_batch_stats`.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
-    ValueError: the optimizer keeps no averages, or those of another model.
+    ValueError: the optimizer keeps no averages, or another model's.
 
   Examples:
     >>> from flax import nnx
@@ -71,33 +64,30 @@ def estimate_batch_stats(
   weight_fn: Callable[[Any], Any] | None = None,
   progress: bool = False,
 ) -> Any:
-  """Estimates the statistics of a model's BatchNorms anew, in one pass over batches.
+  """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
-  Needed where params did not come from training alone, as averages: the running statistics are then
-  those of other params. The new statistics are the exact means, over all batches, of the batches'
-  means and variances, and not exponential averages, in which the last batches count most. Of a
-  BatchNorm that a forward pass uses several times, all uses count alike.
+  Needed where params did not come from training alone, as averages: the running statistics then
+  belong to other params. The new statistics are the exact means, over all batches, of the batches'
+  means and variances, and not exponential averages, in which the last batches count most. If a
+  forward pass uses a BatchNorm several times, all uses count the same.
 
-  BatchNorms normalize by the batch, all other layers are in evaluation mode: no dropout. Params
-  and all other variables stay as they are.
+  BatchNorms normalize by the batch, whatever the call says; all other layers are in evaluation
+  mode: no dropout. Params and all other variables are not changed.
 
   Args:
     model: the model; it is not changed.
     batches: any iterable of trees of arrays, of the training data, in the size of training batches.
     forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
-      ``model(batch)``. A model whose call says ``use_running_average`` to its BatchNorms, as by an
-      argument `train`, needs one that sets it to False: ``lambda model, x: model(x, train=True)``.
+      ``model(batch)``.
     weight_fn: from a batch to its weight in the means. None: the number of its examples, which is
       the length of the leaves' first axis.
     progress: whether to show a progress bar, if ``tqdm`` is installed.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
-    :class:`optax_boost.NoEffectWarning` names BatchNorms that no batch has reached in training
-    mode; they keep their statistics.
+    :class:`optax_boost.NoEffectWarning` names statistics that no batch has reached; they are kept.
 
   Raises:
-    TypeError: an argument is of the wrong kind.
     ValueError: there is no batch, or batches differ in structure.
 
   Examples:
@@ -110,95 +100,61 @@ def estimate_batch_stats(
     ([3.5], [5.0])
   """
   _adapter.check_model(model)
-  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
+  _batch_stats.check_functions(forward_fn, weight_fn)
   copy = _less_bn.copy_model(model)
-  norms = _less_bn.modules(copy, nnx.BatchNorm)
-  if not norms:
-    _tree.warn_no_effect(
-      f"`{_METHOD}` found no `nnx.BatchNorm` in the model.",
-      _tree.leaf_paths(_adapter.as_pure(nnx.state(copy))),
-    )
-    return copy
   working = nnx.clone(copy)
   working.eval()
-  found: dict[str, nnx.BatchNorm] = _less_bn.modules(working, nnx.BatchNorm)
-  for norm in found.values():
-    norm.use_running_average = False
-    norm.__class__ = _summing(type(norm))
-    for name in _TOTALS:
-      setattr(norm, name, nnx.BatchStat(jnp.zeros_like(norm.mean[...])))
-  graphdef, state = nnx.split(working)
-  estimated = _full_gradient.mean_over_batches(
-    # Of one function and structure, all share a compiled program.
-    jax.tree_util.Partial(
-      _batch_statistics, jax.tree_util.Partial(forward_fn or operator.call), graphdef, state
-    ),
-    {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()},
-    batches,
-    None,
-    weight_fn,
-    progress,
-    _METHOD,
-    "batch statistics",
-  )
-  idle = [path for path, (_, var) in estimated.items() if not jnp.all(var >= 0)]
-  if idle:
-    _tree.warn_no_effect(
-      f"`{_METHOD}` has reached no training mode of {idle}: the call leaves these BatchNorms out,"
-      " or tells them to use running averages. Pass `forward_fn`.",
-      list(norms),
-    )
+  for norm in _less_bn.modules(working, nnx.BatchNorm).values():
+    kind: Any = type(norm)
+    norm.__class__ = _averaging(kind)
+    norm.use_running_average, norm.momentum = False, 0.0
+    zeros = jnp.zeros_like(norm.mean[...])
+    # A variance below zero is kept where no call computes one.
+    norm.mean[...], norm.var[...], norm.uses = zeros, zeros - 1, nnx.BatchStat(zeros)
+  # Of one function and structure, all share a compiled program.
+  forward = jax.tree_util.Partial(forward_fn or operator.call)
+  of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
+  norms = _less_bn.modules(copy, nnx.BatchNorm)
+  given = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
+  estimated = _batch_stats.estimate(of_batch, given, batches, weight_fn, progress)
   for path, norm in norms.items():
-    if path not in idle:
-      mean, var = estimated[path]
-      norm.mean[...] = mean.astype(norm.mean.dtype)
-      norm.var[...] = var.astype(norm.var.dtype)
+    norm.mean[...], norm.var[...] = estimated[path]
   return copy
 
 
-def _batch_statistics(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
+def _of_batch(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
   """The mean and the variance of each BatchNorm, by its path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, batch)
-  norms = _less_bn.modules(model, nnx.BatchNorm)
-  return {path: _means(norm) for path, norm in norms.items()}
+  pairs = {p: (n.mean[...], n.var[...]) for p, n in _less_bn.modules(model, nnx.BatchNorm).items()}
+  return {
+    path: tuple(jnp.where(jnp.all(pair[1] >= 0), x, _batch_stats.UNREACHED) for x in pair)
+    for path, pair in pairs.items()
+  }
 
 
 @functools.cache
-def _summing(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-  """A class of BatchNorms that sum the statistics of all their uses in a forward pass."""
+def _averaging(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+  """A class of BatchNorms that average the statistics of all their uses in a forward pass."""
 
-  class Summing(kind):  # type: ignore[misc, valid-type]
+  class Averaging(kind):  # type: ignore[misc, valid-type]
     """An instance of `kind` becomes one of this."""
 
-    momentum: float
     axis_name: Any
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-      named = [*args[1:2], kwargs.get("use_running_average"), self.use_running_average]
-      if next(mode for mode in named if mode is not None):
-        return super().__call__(*args, **kwargs)
-      own = self.mean[...], self.var[...], self.momentum, self.axis_name
-      # Times a momentum of zero, old statistics that are not finite would be NaN. A class of the
-      # user's may leave them alone: then the variance stays below zero.
-      self.mean[...], self.var[...] = jnp.zeros_like(own[0]), jnp.full_like(own[1], -1)
-      self.momentum = 0.0
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+      if "use_running_average" in kwargs:
+        kwargs["use_running_average"] = False
+      elif kind.__call__ is nnx.BatchNorm.__call__:
+        args = ()
+      before, axis_name = (self.mean[...], self.var[...]), self.axis_name
       # Outside of the training's `shard_map` the batch is whole.
-      self.axis_name = _base.bound_axis(self.axis_name)
-      out = super().__call__(*args, **kwargs)
-      reached = jnp.all(self.var[...] >= 0)
-      for name, value in zip(_TOTALS, (self.mean[...], self.var[...], 1), strict=True):
-        total = getattr(self, name)
-        total[...] += jnp.where(reached, value, 0)
-      self.mean[...], self.var[...], self.momentum, self.axis_name = own
+      self.axis_name = _base.bound_axis(axis_name)
+      out = super().__call__(x, *args, **kwargs)
+      self.axis_name = axis_name
+      for statistic, mean in zip((self.mean, self.var), before, strict=True):
+        statistic[...] = _batch_stats.add_use(mean, statistic[...], self.uses[...])
+      self.uses[...] += 1
       return out
 
-  return Summing
-
-
-def _means(norm: nnx.BatchNorm) -> tuple[jax.Array, jax.Array]:
-  """The mean over a norm's uses of means and of variances; variances of -1 where there was none."""
-  mean, var, uses = (getattr(norm, name)[...] for name in _TOTALS)
-  some = jnp.maximum(uses, 1)
-  return mean / some, jnp.where(uses > 0, var / some, -1)
+  return Averaging
