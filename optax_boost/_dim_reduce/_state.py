@@ -14,7 +14,7 @@ from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._dim_reduce import _layers
+from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _subspace
 
@@ -82,36 +82,37 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
 
   bfloat16 stays and all else is widened. Refuses the basis of other params.
   """
-  k = subspace.components
-
-  def stored(path: str, leaf: Any, r: Any) -> jax.Array:
-    if jnp.shape(r) != (k, *jnp.shape(leaf)):
+  targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
+  # Trees that don't match have rows for no leaf.
+  rows = _masking.leaves_like(subspace.basis, params) or [optax.MaskedNode()] * len(targets)
+  pairs = [(r, p) for r, p in zip(rows, targets, strict=True) if not _tree.is_masked(p)]
+  if any(_tree.is_masked(r) for r, _ in pairs):
+    raise ValueError(
+      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
+      f" {jax.tree.structure(subspace.basis)} for params {jax.tree.structure(params)}. Fit the"
+      " subspace to snapshots of these params."
+    )
+  basis = []
+  for path, (r, p) in zip(_tree.leaf_paths(params), pairs, strict=True):
+    if jnp.shape(r) != (subspace.components, *jnp.shape(p)):
       raise ValueError(
-        f"`{METHOD}` needs a basis of {k} rows of the params' shapes; got {jnp.shape(r)} for the"
-        f" leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(leaf)}. Fit the subspace to snapshots"
-        " of these params."
+        f"`{METHOD}` needs a basis of {subspace.components} rows of the params' shapes; got"
+        f" {jnp.shape(r)} for the leaf '{_tree.leaf_name(path)}' of shape {jnp.shape(p)}. Fit the"
+        " subspace to snapshots of these params."
       )
-    narrow = jnp.result_type(r) == jnp.bfloat16
-    dtype = jnp.bfloat16 if narrow else _arrays.accumulator_dtype(jnp.result_type(leaf))
-    return jnp.array(_subspace.placed(r, leaf).astype(dtype))
-
-  leaves, structure = jax.tree.flatten(params)
-  triples = zip(_tree.leaf_paths(params), leaves, _rows_of(subspace.basis, params), strict=True)
-  return _tree.unboxed(jax.tree.unflatten(structure, [stored(*triple) for triple in triples]))
+    dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
+    basis.append(jnp.array(_subspace.placed(r, p).astype(dtype)))
+  return _tree.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
-def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number: int) -> None:
+def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:
   """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
-  squares = _squares(jax.tree.leaves(basis), tuple(of_leaf.axes for of_leaf in groups))
-  if any(isinstance(x, jax.core.Tracer) or not _arrays.is_whole_here(x) for x in squares):
+  leaves = jax.tree.leaves(basis)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
     return
-  total = np.zeros((number, len(squares[0]) if squares else 0))
-  for x, of_leaf in zip(squares, groups, strict=True):
-    of_layers = np.asarray(x).reshape(len(x), -1)
-    np.add.at(total, list(of_leaf.numbers), of_layers.T)
-  longest = np.sqrt(np.max(total, initial=0))
+  squares = _squared_lengths(basis, groups)
   # Rounded to bfloat16 they may be longer than 1.
-  if longest > 1.05:
+  if _arrays.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
     _base.warn(
       f"`{METHOD}` needs a basis of rows that are orthonormal within each group; got rows of length"
       f" {longest:.3g}, of which training may diverge. A subspace that was fitted with `groups`"
@@ -120,30 +121,7 @@ def warn_of_long_rows(basis: Any, groups: tuple[_layers.LeafGroups, ...], number
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _squares(rows: list[jax.Array], axes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
-  """The sums of squares of each leaf's rows, by layer."""
-
-  def one(x: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-    summed = set(range(1, x.ndim)) - {1 + axis for axis in layers}
-    return jnp.sum(jnp.square(_arrays.widen(x)), tuple(summed))
-
-  return list(map(one, rows, axes))
-
-
-def _rows_of(basis: Any, params: Any) -> list[Any]:
-  """The rows of a basis for each unmasked leaf of the params."""
-  leaves = jax.tree.leaves(params, is_leaf=_tree.is_masked)
-  # Trees that don't match have rows for no leaf.
-  rows = _masking.leaves_like(basis, params) or [optax.MaskedNode()] * len(leaves)
-  rows = [row for row, leaf in zip(rows, leaves, strict=True) if not _tree.is_masked(leaf)]
-  if any(map(_tree.is_masked, rows)):
-    raise ValueError(
-      f"`{METHOD}` needs a subspace of its params; got a basis of the structure"
-      f" {jax.tree.structure(basis)} for params {jax.tree.structure(params)}. Fit the subspace to"
-      " snapshots of these params."
-    )
-  return rows
+_squared_lengths = jax.jit(_linalg.squared_lengths, static_argnums=1)
 
 
 def identities(state: DimReduceState) -> jax.Array:
@@ -154,7 +132,7 @@ def identities(state: DimReduceState) -> jax.Array:
 
 
 def refresh_subspace(
-  opt_state: optax.OptState, subspace: _subspace.Subspace, groups: _layers.Groups | None = None
+  opt_state: optax.OptState, subspace: _subspace.Subspace, groups: _groups.Plan = None
 ) -> optax.OptState:
   """Replaces the subspace in an optimizer state, on the host or under jit.
 
@@ -184,7 +162,7 @@ def refresh_subspace(
     [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
   """
   _subspace.check_subspace(subspace)
-  plan = _layers.checked_groups(groups)
+  _groups.check_groups(groups)
 
   def is_state(node: Any) -> bool:
     return isinstance(node, DimReduceState)
@@ -192,22 +170,19 @@ def refresh_subspace(
   def renewed(node: Any) -> Any:
     if not is_state(node):
       return node
-    number, components = node.projected_gradient.shape
+    of_tree = _groups.find_groups(node.momentum, groups, "refresh_subspace")
+    shape = (of_tree.number, subspace.components)
+    if shape != node.projected_gradient.shape:
+      raise ValueError(
+        "`refresh_subspace` needs the number of groups and of components of the state's subspace,"
+        f" {node.projected_gradient.shape}; got {shape}. Pass the `groups` of `dim_reduce` and fit"
+        " that many components."
+      )
     basis = basis_like(subspace, node.momentum)
-    if subspace.components != components:
-      raise ValueError(
-        f"`refresh_subspace` needs a subspace of {components} components, as the state's; got"
-        f" {subspace.components}. Fit {components}, or make a new transformation."
-      )
-    of_leaves, count = _layers.find_groups(node.momentum, plan, "refresh_subspace")
-    if count != number:
-      raise ValueError(
-        f"`refresh_subspace` needs the {number} groups that `dim_reduce` was given; got {groups!r}."
-      )
-    warn_of_long_rows(basis, of_leaves, number)
-    new = _renew(node, basis, of_leaves, _arrays.all_finite(basis))
+    warn_of_long_rows(basis, of_tree)
     # An NNX optimizer wraps each array in a variable.
-    return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
+    new = jax.tree.leaves(_renew(node, basis, of_tree))
+    return jax.tree.unflatten(jax.tree.structure(node), new)
 
   if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(
@@ -218,21 +193,18 @@ def refresh_subspace(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _renew(
-  state: DimReduceState, basis: Any, groups: tuple[_layers.LeafGroups, ...], good: jax.Array
-) -> DimReduceState:
-  """The state with another basis, if it is `good`: M <- M - P' q and q <- 0, for the old P."""
+def _renew(state: DimReduceState, basis: Any, groups: _linalg.Groups) -> DimReduceState:
+  """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
+  good = _arrays.all_finite(basis)
   taken = jnp.where(good, state.projected_momentum, 0)
+  inside = _linalg.combine(taken, state.basis, groups)
 
   def fresh(new: Any, old: Any) -> Any:
     return jnp.where(good, new, old).astype(old.dtype)
 
-  def unchanged(m: jax.Array, rows: jax.Array, of_leaf: _layers.LeafGroups) -> jax.Array:
-    return m - _linalg.lift(taken.astype(m.dtype), rows, of_leaf)
-
   return state._replace(
     basis=_tree.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
-    momentum=_tree.map_leaves(unchanged, state.momentum, state.basis, groups),
+    momentum=_tree.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
     projected_momentum=fresh(0, state.projected_momentum),
     inverse_hessian=fresh(identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),

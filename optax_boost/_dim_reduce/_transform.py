@@ -37,7 +37,7 @@ from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._dim_reduce import _layers
+from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
 from optax_boost._dim_reduce import _state
@@ -57,7 +57,7 @@ def dim_reduce(
   gamma: jax.typing.ArrayLike = 0.9,
   alpha: optax.ScalarOrSchedule = 1e-3,
   max_search: int | str | None = "auto",
-  groups: _layers.Groups | None = None,
+  groups: _groups.Plan = None,
   *,
   inner: optax.GradientTransformation | None = None,
   min_curvature: jax.typing.ArrayLike | None = None,
@@ -162,22 +162,21 @@ def dim_reduce(
   """
   method = _DimReduce(
     *(subspace, rho, sigma, gamma, alpha, max_search),
-    *(_layers.checked_groups(groups), inner, min_curvature),
+    *(groups, inner, min_curvature),
   )
   return optax.GradientTransformationExtraArgs(method.init, method.update)
 
 
-class _Direction(NamedTuple):
-  """A step in the subspace, before its length is known."""
+class _QuasiNewton(NamedTuple):
+  """The step in the subspace, before its length is known."""
 
-  gradient: jax.Array  # projected, [G, k]
-  inverse_hessian: jax.Array  # updated, [G, k, k]
-  direction: jax.Array  # [G, k]; zeros unless `usable`
+  gradient: jax.Array  # g_k, [G, k]
+  inverse_hessian: jax.Array  # B, updated, [G, k, k]
+  direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
   first: jax.Array  # the first length that a search tries
   steepest: jax.Array  # whether it falls back to steepest descent
   scale: jax.Array  # from distances in the subspace to the units of `direction`; 1 without `inner`
-  finite: jax.Array  # whether the gradient is
-  usable: jax.Array  # whether the direction is finite, too
+  usable: jax.Array  # whether the direction is finite
 
 
 @dataclasses.dataclass
@@ -190,7 +189,7 @@ class _DimReduce:
   gamma: jax.typing.ArrayLike
   alpha: optax.ScalarOrSchedule
   max_search: int | str | None
-  groups: _layers.Groups
+  groups: _groups.Plan
   inner: optax.GradientTransformation | None
   min_curvature: jax.typing.ArrayLike | None
 
@@ -202,6 +201,7 @@ class _DimReduce:
         "`subspace` must be a Subspace or a callable from params to one; got"
         f" {_base.shorten(self.subspace)}."
       )
+    _groups.check_groups(self.groups)
     _base.check_number("rho", self.rho, positive=True, below=1.0)
     _base.check_number("sigma", self.sigma, minimum=0.0, below=1.0)
     _base.check_number("gamma", self.gamma, minimum=0.0, below=1.0)
@@ -235,17 +235,17 @@ class _DimReduce:
     if not isinstance(subspace, Subspace):
       subspace = subspace(params)
       check_subspace(subspace)
-    of_leaves, number = _layers.find_groups(params, self.groups, _METHOD)
+    groups = _groups.find_groups(params, self.groups, _METHOD)
     basis = _state.basis_like(subspace, params)
-    _state.warn_of_long_rows(basis, of_leaves, number)
+    _state.warn_of_long_rows(basis, groups)
     k = subspace.components
     dtype = _arrays.widest_dtype(params)
-    scalar, vectors = functools.partial(jnp.zeros, ()), (number, k)
+    scalar, vectors = functools.partial(jnp.zeros, ()), (groups.number, k)
     return DimReduceState(
       basis=basis,
       momentum=_arrays.zeros_like_wide(params),
       projected_momentum=jnp.zeros(vectors, dtype),
-      inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (number, 1, 1)),
+      inverse_hessian=jnp.tile(jnp.eye(k, dtype=dtype), (groups.number, 1, 1)),
       projected_gradient=jnp.zeros(vectors, dtype),
       last_step=jnp.zeros(vectors, dtype),
       inner_state=self._init_inner(params),
@@ -289,29 +289,34 @@ class _DimReduce:
     _, extra = _masking.map_gradients(lambda g: g, updates, extra_args)
     extra |= {"value": value, "value_fn": value_fn}
     extra = {name: argument for name, argument in extra.items() if argument is not None}
-    groups, _ = _layers.find_groups(params, self.groups, _METHOD)
-    rate = self.alpha(state.count) if callable(self.alpha) else self.alpha
-    quasi = self._direction(updates, state, groups)
-    projected_momentum = self.gamma * state.projected_momentum + quasi.gradient
-    # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
-    momentum = jax.tree.map(
-      lambda m, g: jnp.where(quasi.finite, self.gamma * m + g.astype(m.dtype), m),
-      *(state.momentum, updates),
-    )
+    groups = _groups.find_groups(params, self.groups, _METHOD)
 
     def through_inner(changes: Any) -> tuple[Any, Any]:
-      return self._through_inner(changes, state.inner_state, params, extra)
+      """The inner optimizer's updates for changes of the params, and its state."""
+      narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
+      if self.inner is None:
+        return narrow, None
+      pseudo_gradient = jax.tree.map(jnp.negative, narrow)
+      return self.inner.update(pseudo_gradient, state.inner_state, params, **extra)
 
     def lift(columns: jax.Array) -> Any:
-      return _tree.map_leaves(
-        lambda m, rows, of_leaf: _linalg.lift(columns.astype(m.dtype), rows, of_leaf),
-        *(momentum, state.basis, groups),
-      )
+      lifted = jax.tree.leaves(_linalg.combine(columns, state.basis, groups))
+      return jax.tree.unflatten(jax.tree.structure(state.momentum), lifted)
 
-    # The step in the subspace, and P' q, by which M exceeds the residual momentum.
-    columns = quasi.direction, rate * projected_momentum
+    alpha = self.alpha(state.count) if callable(self.alpha) else self.alpha
+    g_k = _project(state, updates, groups)
+    finite = jnp.all(jnp.isfinite(g_k))
+    quasi = self._direction(state, g_k)
+    q = self.gamma * state.projected_momentum + g_k
+    # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
+    momentum = jax.tree.map(
+      lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
+      *(state.momentum, updates),
+    )
+    # The two parts of the step in the subspace: M exceeds the residual momentum by P' q.
+    columns = quasi.direction, alpha * q
     if self.max_search is None:
-      search = _quasi_newton.Search.begin(quasi.usable.astype(quasi.gradient.dtype))
+      search = _quasi_newton.Search.begin(quasi.usable.astype(g_k.dtype))
       search = search._replace(accepted=search.step)
       inside = lift(columns[0] + columns[1])
     else:
@@ -321,40 +326,31 @@ class _DimReduce:
       # Not only times 0: the direction may overflow.
       inside = jax.tree.map(lambda x: jnp.where(t > 0, t.astype(x.dtype) * x[0], 0) + x[1], lifted)
     moves = jax.tree.map(
-      lambda x, m: jnp.where(quasi.finite, x - jnp.asarray(rate, m.dtype) * m, 0), inside, momentum
+      lambda x, m: jnp.where(finite, x - jnp.asarray(alpha, m.dtype) * m, 0), inside, momentum
     )
     changes, inner_state = through_inner(moves)
-    changes = _show_nonfinite(quasi.finite, changes, updates)
+    changes = _show_nonfinite(finite, changes, updates)
 
     step = search.accepted * quasi.direction
     if self.rescales:
       # The distance that the params went, which caused the change of the gradient.
-      step = _linalg.project(state.basis, changes, groups, step.shape).astype(step.dtype)
-      step = quasi.scale * step
-    projected_momentum, inner_state = jax.tree.map(
-      lambda new, old: jnp.where(quasi.finite, new, old),
-      (projected_momentum, inner_state),
-      (state.projected_momentum, state.inner_state),
+      step = quasi.scale * _project(state, changes, groups)
+    learned: dict[str, Any] = self._learn(
+      state, quasi, search, step, _in_place.sum_squares(updates)
     )
-    return changes, self._after(state, quasi, updates, search, step)._replace(
-      momentum=momentum, projected_momentum=projected_momentum, inner_state=inner_state
+    learned |= {"projected_momentum": q, "inner_state": inner_state}
+    old = {name: getattr(state, name) for name in learned}
+    learned = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, old)
+    return changes, state._replace(
+      **learned,
+      momentum=momentum,
+      count=optax.safe_increment(state.count),
+      line_search_steps=search.tried,
+      accepted_rho=search.accepted,
+      notfinite_count=_arrays.increment_if(~finite, state.notfinite_count) + search.notfinite,
     )
 
-  def _through_inner(
-    self, changes: Any, inner_state: Any, params: Any, extra: dict[str, Any]
-  ) -> tuple[Any, Any]:
-    """The inner optimizer's updates for changes of the params, and its state."""
-    narrow = jax.tree.map(lambda p, x: x.astype(p.dtype), params, changes)
-    if self.inner is None:
-      return narrow, None
-    pseudo_gradient = jax.tree.map(jnp.negative, narrow)
-    return self.inner.update(pseudo_gradient, inner_state, params, **extra)
-
-  def _direction(
-    self, updates: optax.Updates, state: DimReduceState, groups: tuple[_layers.LeafGroups, ...]
-  ) -> _Direction:
-    shape, dtype = state.projected_gradient.shape, state.projected_gradient.dtype
-    gradient = _linalg.project(state.basis, updates, groups, shape).astype(dtype)
+  def _direction(self, state: DimReduceState, gradient: jax.Array) -> _QuasiNewton:
     last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
     if self.rescales:
       # B starts as the identity and keeps its magnitude: directions are as long as gradients, so
@@ -365,20 +361,19 @@ class _DimReduce:
       begins = identity & (stiffness > 0) & jnp.isfinite(stiffness)
       scale = jnp.where(begins, stiffness, scale)
       last_step = jnp.where(begins, stiffness * last_step, last_step)
-      last_length = jnp.ones([], dtype)
+      last_length = jnp.ones_like(last_length)
     hessian, direction, first, steepest = _quasi_newton.directions(
       *(state.inverse_hessian, last_step, gradient, state.projected_gradient, self.min_curvature),
       *(state.next_rho, last_length),
       adaptive=self.adaptive,
     )
-    finite = jnp.all(jnp.isfinite(gradient))
-    usable = finite & jnp.all(jnp.isfinite(direction))
+    usable = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(direction))
     direction, scale = jnp.where(usable, direction, 0), jnp.where(steepest, 1, scale)
-    return _Direction(gradient, hessian, direction, first, steepest, scale, finite, usable)
+    return _QuasiNewton(gradient, hessian, direction, first, steepest, scale, usable)
 
   def _search(
     self,
-    quasi: _Direction,
+    quasi: _QuasiNewton,
     updates: optax.Updates,
     params: optax.Params,
     lifted: Any,
@@ -388,22 +383,20 @@ class _DimReduce:
     """The line search along the direction, the first column of `lifted`."""
     value, dtype, possible = extra["value"], quasi.gradient.dtype, quasi.usable
     start, offset = value.astype(dtype), jnp.zeros([], dtype)
+    slope = jnp.sum(quasi.gradient * quasi.direction)
 
     def trial(length: jax.Array) -> tuple[jax.Array, jax.Array]:
       """The loss after a step of this length, and its linear change."""
       step = jax.tree.map(lambda x: length.astype(x.dtype) * x[0], lifted)
       changes, _ = through_inner(step)
-      if self.rescales:
-        change = _inner_product(updates, changes)
-      else:
-        change = length * jnp.sum(quasi.gradient * quasi.direction)
+      change = _inner_product(updates, changes) if self.rescales else length * slope
       return extra["value_fn"](optax.apply_updates(params, changes)), change - offset
 
     if self.rescales:
       # The inner momentum moves the params whether or not a step is found.
       start, offset = (x.astype(dtype) for x in trial(offset))
     if self.adaptive:
-      possible &= jnp.sum(quasi.gradient * quasi.direction) < 0
+      possible &= slope < 0
     search = _quasi_newton.backtrack(
       trial,
       start,
@@ -418,46 +411,46 @@ class _DimReduce:
     # The inner learning rate bounds the steps; Adam's do not grow with the gradient.
     return search if self.inner is None else search._replace(short=jnp.asarray(False))
 
-  def _after(
+  def _learn(
     self,
     state: DimReduceState,
-    quasi: _Direction,
-    updates: optax.Updates,
+    quasi: _QuasiNewton,
     search: _quasi_newton.Search,
     step: jax.Array,
-  ) -> DimReduceState:
-    """The state after a search, except for the momenta and the inner state."""
+    squares: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """The parts of the state that a finite gradient changes, but for momenta and inner state."""
     moved = search.accepted > 0
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
     # B restarts if its directions overflow, or if no step along them was accepted.
-    restarts = (quasi.finite & ~quasi.usable) | failed
+    restarts = ~quasi.usable | failed
     old = jnp.where(restarts, _state.identities(state), state.inverse_hessian)
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
-    curvature = _ratio(jnp.sum(change * state.last_step), squared_step)
-    squares = _in_place.sum_squares(updates)
-    explained = _ratio(squared_gradient, squares.astype(change.dtype))
-    rejected, next_rho = quasi.finite & ~moved, state.next_rho
+    rejected, next_rho = ~moved, state.next_rho
     if self.adaptive:
       rejected &= jnp.any(quasi.gradient != 0)
       # The length at which this gradient moves as far as the last accepted step.
       length = jnp.sqrt(squared_step / squared_gradient)
-      length = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
-      next_rho = jnp.where(quasi.finite, length, next_rho)
-    return state._replace(
-      inverse_hessian=jnp.where(moved, quasi.inverse_hessian, old),
-      projected_gradient=jnp.where(moved, quasi.gradient, state.projected_gradient),
-      last_step=jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
-      accepted_rho=search.accepted,
-      next_rho=next_rho,
-      inner_scale=jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
-      curvature=jnp.where(quasi.finite, curvature, state.curvature),
-      explained_gradient=jnp.where(quasi.finite, explained, state.explained_gradient),
-      rejected_count=_arrays.increment_if(rejected, state.rejected_count),
-      count=optax.safe_increment(state.count),
-      line_search_steps=search.tried,
-      notfinite_count=_arrays.increment_if(~quasi.finite, state.notfinite_count) + search.notfinite,
-    )
+      next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
+    return {
+      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, old),
+      "projected_gradient": jnp.where(moved, quasi.gradient, state.projected_gradient),
+      "last_step": jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
+      "next_rho": next_rho,
+      "inner_scale": jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
+      "curvature": _ratio(jnp.sum(change * state.last_step), squared_step),
+      "explained_gradient": _ratio(squared_gradient, squares.astype(change.dtype)),
+      "rejected_count": _arrays.increment_if(rejected, state.rejected_count),
+    }
+
+
+def _project(state: DimReduceState, tree: Any, groups: _linalg.Groups) -> jax.Array:
+  """P g, [G, k], for a tree like the params."""
+  if not jax.tree.leaves(tree):
+    return jnp.zeros_like(state.projected_gradient)
+  projected = _linalg.products(state.basis, tree, groups)
+  return projected.astype(state.projected_gradient.dtype)
 
 
 def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., jax.Array]]:
@@ -484,6 +477,7 @@ def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
 def _inner_product(a: Any, b: Any) -> jax.Array:
   """The inner product of two trees, in at least float32."""
   dtype = _arrays.widest_dtype((a, b))
+  # Not `optax.tree.vdot`, which reshapes leaves, sharded ones too.
   parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
   return jax.tree.reduce(jnp.add, parts, jnp.zeros([], dtype))
 

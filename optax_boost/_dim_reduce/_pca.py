@@ -1,0 +1,228 @@
+r"""Principal component analysis of m snapshots of n numbers, read in blocks; m is far below n.
+
+  C = X - mean(X)        [m, n]   centred snapshots
+  G = C C'               [m, m]   Gram matrix
+  G = U diag(s^2) U'              s: singular values of C, descending
+  B = diag(1/s) U' C     [k, n]   the first k rows: the components
+
+Forming G squares the condition: eigenvectors for s below sqrt(eps) s_1 are mixed with each other
+and B's rows are no longer orthogonal. So a few rows more than wanted are taken, normalised and
+orthogonalised, and a Rayleigh-Ritz step, an SVD of C B' [m, l] without squaring, sets them right.
+
+The randomized form replaces the first two lines by a sketch Q' C with l rows, in which l is far
+below m. Source: Halko, Martinsson, Tropp, "Finding Structure with Randomness", SIAM Review 53
+(2011), with one power iteration.
+
+Each of G groups of leaves and layers is analysed by itself: m x m matrices are [G, m, m].
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_boost import _arrays
+from optax_boost._dim_reduce import _linalg
+from optax_boost._dim_reduce._linalg import Groups
+from optax_boost._dim_reduce._linalg import matmul
+
+# More directions than wanted, of which the last are inaccurate.
+GUARD = 8
+
+_combine = jax.jit(_linalg.combine, static_argnums=2)
+_products = jax.jit(_linalg.products, static_argnums=2)
+
+
+class Components(NamedTuple):
+  """Components of G groups, with their variances."""
+
+  rows: Any  # a stacked tree of k orthonormal rows; zeros beyond the rank of a group's snapshots
+  variances: jax.Array  # [G, k], squared singular values, descending
+  total: jax.Array  # scalar, the sum of all squared singular values
+
+
+class Centred:
+  """Reads blocks of snapshots minus their mean, as often as it is iterated over.
+
+  A block is a stacked tree, and flags of the rows in use; others, and bad ones that are not finite,
+  become zero.
+  """
+
+  def __init__(self, blocks: Iterable[tuple[Any, jax.Array]]) -> None:
+    self._blocks = blocks
+    self._good: list[jax.Array] = []
+    bad = []
+    for rows, used in blocks:
+      finite = _finite_rows(rows)
+      good = used & finite
+      if not self._good:
+        # Snapshots differ little from each other: distances to the first are exact and small, and
+        # so is the rounding of their mean. The snapshots' mean would be rounded to their size.
+        self._origin = _first_row(rows, good)
+        total = zero = jax.tree.map(jnp.zeros_like, self._origin)
+      distances = _distances(rows, good, self._origin, zero)
+      total = jax.tree.map(lambda t, x: t + jnp.sum(x, axis=0), total, distances)
+      bad.append(used & ~finite)
+      self._good.append(good)
+    self.bad, self.count = jnp.concatenate(bad), jnp.sum(jnp.concatenate(self._good))
+    self._shift = jax.tree.map(lambda x: x / jnp.maximum(self.count, 1).astype(x.dtype), total)
+    self.mean = jax.tree.map(jnp.add, self._origin, self._shift)
+
+  def __iter__(self) -> Iterator[Any]:
+    def centre(block: tuple[Any, jax.Array], good: jax.Array) -> Any:
+      return _distances(block[0], good, self._origin, self._shift)
+
+    # Not a generator, whose variables would keep the last block in memory.
+    return map(centre, self._blocks, self._good)
+
+
+@jax.jit
+def _finite_rows(rows: Any) -> jax.Array:
+  """Which rows of a stacked tree hold finite numbers only: [m], bool."""
+  parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
+  # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
+  # compile for long where there are hundreds.
+  flags = jnp.stack(parts).astype(jnp.float32)
+  return matmul(jnp.ones(len(parts)), flags) == len(parts)
+
+
+@jax.jit
+def _squares(rows: Any) -> jax.Array:
+  return jax.tree.reduce(jnp.add, jax.tree.map(_arrays.sum_squares, rows))
+
+
+@jax.jit
+def _first_row(rows: Any, good: jax.Array) -> Any:
+  first = jnp.argmax(good)
+  return jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(_arrays.widen(x), first, keepdims=False), rows
+  )
+
+
+@jax.jit
+def _distances(rows: Any, good: jax.Array, origin: Any, shift: Any) -> Any:
+  def one(x: jax.Array, o: jax.Array, s: jax.Array) -> jax.Array:
+    row_is_good = jnp.expand_dims(good, tuple(range(1, x.ndim)))
+    return jnp.where(row_is_good, _arrays.widen(x) - o - s, 0)
+
+  return jax.tree.map(one, rows, origin, shift)
+
+
+def principal_components(
+  centred: Iterable[Any], k: int, sketch: jax.Array | None, groups: Groups
+) -> Components:
+  """The first k components of centred snapshots, fewer than m of these.
+
+  `sketch`, [m, l] normal numbers, is for the randomized form; None: the exact one.
+  """
+
+  def products(others: Any) -> jax.Array:
+    return jnp.concatenate([_products(rows, others, groups) for rows in centred], axis=1)
+
+  def combine(coefficients: jax.Array) -> Any:
+    start, total = 0, None
+    for rows in centred:
+      stop = start + len(jax.tree.leaves(rows)[0])
+      part = _combine(coefficients[..., start:stop], rows, groups)
+      start, total = stop, part if total is None else jax.tree.map(jnp.add, total, part)
+    return total
+
+  if sketch is None:
+    gram = jnp.concatenate([products(rows) for rows in centred], axis=2)
+    m = gram.shape[-1]
+    rows = combine(_leading_directions(gram, min(k + GUARD, max(m - 1, k))))
+  else:
+    everywhere = jnp.broadcast_to(sketch.T, (groups.number, *sketch.T.shape))
+    seen, _ = jnp.linalg.qr(products(combine(everywhere)))
+    small = combine(seen.mT)
+    directions = _leading_directions(_products(small, small, groups), sketch.shape[1])
+    rows = _combine(directions, small, groups)
+  basis = _orthonormalize(rows, groups)
+  total = sum(_squares(rows) for rows in centred)
+  return _rayleigh_ritz(basis, products(basis), total, k, groups)
+
+
+def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
+  """The eigenvectors of the largest eigenvalues, one to a row, the largest first."""
+  _, vectors = jnp.linalg.eigh(gram)
+  return vectors[..., ::-1][..., :count].mT
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _orthonormalize(rows: Any, groups: Groups) -> Any:
+  """Orthonormal rows: the first j span the space of the first j of `rows`, for every j.
+
+  A row whose distance from the span of the earlier rows is below 1 % of its length (in float32;
+  sqrt(1000 eps)) is treated as a rounding error and becomes zero.
+  """
+  gram = _linalg.products(rows, rows, groups)
+  norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
+  # Unit rows are near to orthogonal even if their lengths were not comparable.
+  scale = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+  unit = gram * scale[:, :, None] * scale[:, None, :]
+  return _linalg.combine(jax.vmap(_orthonormalizer)(unit) * scale[:, None, :], rows, groups)
+
+
+def _orthonormalizer(gram: jax.Array) -> jax.Array:
+  """The lower triangular T for which T G T' is the identity, by the Gram-Schmidt process.
+
+  A Cholesky factor, but with rows of zeros for dependent rows, instead of NaN everywhere.
+  """
+  size = len(gram)
+  least = 1000 * jnp.finfo(gram.dtype).eps
+
+  def add(j: jax.Array, done: jax.Array) -> jax.Array:
+    row = (jnp.arange(size) == j).astype(gram.dtype)
+    for _ in range(2):  # Twice is enough.
+      row = row - matmul(matmul(done, matmul(gram, row)), done)
+    square = matmul(row, matmul(gram, row))
+    good = square > least
+    row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
+    return jax.lax.dynamic_update_index_in_dim(done, row, j, 0)
+
+  # On the mesh of `gram`, where Explicit axes are part of types: `zeros_like` need not be.
+  return jax.lax.fori_loop(0, size, add, jnp.where(False, gram, 0))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _rayleigh_ritz(
+  basis: Any, coordinates: jax.Array, total: jax.Array, k: int, groups: Groups
+) -> Components:
+  """The components within the span of l rows that are nearly orthonormal, or zero.
+
+  `coordinates` are the centred snapshots' products with them. Components with less than 100 eps of
+  the first one's singular value are rounding errors: they and their variances are zero.
+  """
+
+  @jax.vmap
+  def rotation(gram: jax.Array, coordinates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gram += jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0).astype(gram.dtype))
+    unit = jnp.eye(len(gram), dtype=gram.dtype)
+    inverse = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), unit, lower=True)
+    _, singular, right = jnp.linalg.svd(matmul(coordinates, inverse.T), full_matrices=False)
+    singular, right = singular[:k], right[:k]
+    real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[0]
+    rows = jnp.where(real[:, None], matmul(right, inverse), 0)
+    return rows, jnp.where(real, singular**2, 0)
+
+  rows, variances = rotation(_linalg.products(basis, basis, groups), coordinates)
+  return Components(_fix_signs(_linalg.combine(rows, basis, groups), groups), variances, total)
+
+
+def _fix_signs(rows: Any, groups: Groups) -> Any:
+  """Turns each group's part of each row so that its largest entry by magnitude is positive."""
+  extremes = []
+  for extreme in (jnp.max, jnp.min):
+    parts, numbers = _linalg.by_group(extreme, rows, groups)
+    if not parts:
+      return rows
+    own = np.equal.outer(np.arange(groups.number), numbers)
+    # Sorting is not fused into the kernels of the leaves, as a maximum would be.
+    extremes.append(jnp.sort(jnp.where(own[..., None], jnp.concatenate(parts), 0), axis=1))
+  sign = jnp.where(extremes[0][:, -1] >= -extremes[1][:, 0], 1, -1)
+  return _linalg.scale_rows(sign, rows, groups)
