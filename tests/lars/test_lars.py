@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import warnings
 
 import chex
@@ -233,6 +234,23 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   _, state = tx.update(tree, tx.init(tree), tree)
   (ratio,) = jax.tree.leaves(state.trust_ratio)
   assert (ratio == 1) == expected
+
+
+def test_the_docstring_names_what_is_excluded_and_where_the_gradient_is_clipped():
+  doc = optax_boost.scale_by_lars_trust_ratio.__doc__
+  names = re.findall(r"\w+", re.search(r"leaves named (.*), and layers", doc)[1])
+  named = {name for name in names if name not in ("or", "and")}
+  assert named == {"bias", "scale", "beta", "gamma"}
+  params = {name: jnp.full((2, 2), 3.0) for name in (*named, "offset", "kernel")}
+  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.5, clip=0.5)
+  assert "the ratio is of the gradient as" in doc
+  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+  ratios = dict(zip(sorted(params), optax.tree.get(state, "trust_ratio"), strict=True))
+  for name, update in updates.items():
+    # 0.5 |w| / |g| with |w| = 6 and, unclipped, |g| = 2; what is multiplied is clipped to 0.5.
+    ratio = 1.0 if name in named else 1.5
+    np.testing.assert_allclose(ratios[name], ratio, rtol=1e-6)
+    np.testing.assert_allclose(update, 0.5 * ratio, rtol=1e-6)
 
 
 def test_each_stacked_layer_has_the_ratio_it_would_have_alone():

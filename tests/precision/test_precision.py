@@ -66,6 +66,22 @@ def test_the_scale_stays_between_floor_and_cap():
     assert state.loss_scale == expected
 
 
+def test_float32s_largest_number_as_numpy_prints_it_may_be_the_cap():
+  """NumPy prints it rounded up, to 3.4028235e38: larger than it is in float64."""
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 2.0**127, 1, maximum=3.4028235e38)
+  _, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
+  assert state.loss_scale == np.finfo(np.float32).max
+
+
+def test_an_overflow_restarts_the_count_to_growth_also_where_hysteresis_keeps_the_scale():
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0, 2, hysteresis=3)
+  state, seen = tx.init(jnp.zeros(1)), []
+  for grad in (1.0, jnp.inf, 1.0, 1.0):
+    _, state = tx.update(jnp.full(1, grad), state)
+    seen.append((float(state.loss_scale), int(state.growth_count)))
+  assert seen == [(4, 1), (4, 0), (4, 1), (8, 0)]
+
+
 def test_train_step_scales_the_loss_it_differentiates_and_reports_the_plain_one():
   def loss(params, batch):
     return jnp.sum(params * batch)
