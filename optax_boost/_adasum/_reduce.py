@@ -77,8 +77,7 @@ def _units(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
 
 def _gram(chunks: Sequence[_layout.Chunk], units: jax.Array) -> jax.Array:
   """The chunks' part of the groups' Gram matrices ``(G, N, N)``, in units' squares."""
-  grams = [_gram_of_chunk(chunk, units) for chunk in chunks]
-  return functools.reduce(jnp.add, grams)
+  return functools.reduce(jnp.add, [_gram_of_chunk(chunk, units) for chunk in chunks])
 
 
 def _gram_of_chunk(chunk: _layout.Chunk, units: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import itertools
 from typing import Any
 from typing import NamedTuple
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
-
-AxisName: TypeAlias = str | tuple[str, ...]
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
@@ -48,10 +45,6 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   Returns:
     The tree without the first axis, in the leaves' dtypes.
 
-  Raises:
-    ValueError: leaves have no first axis, or first axes of different length.
-    TypeError: a leaf is not of real floating-point numbers, or `groups` is of the wrong kind.
-
   Examples:
     >>> import jax.numpy as jnp, optax_boost
     >>> grads = {"w": jnp.array([[1.0, 0.0], [0.0, 1.0], [3.0, 3.0]])}  # three replicas
@@ -78,11 +71,11 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
 
 @_method.wants_layers
 def adasum(
-  axis_name: AxisName,
+  axis_name: str | tuple[str, ...],
   *,
-  local_axis_name: AxisName | None = None,
+  local_axis_name: str | tuple[str, ...] | None = None,
   groups: str | Sequence[str] | None = None,
-  shard_axis_name: AxisName | None = None,
+  shard_axis_name: str | tuple[str, ...] | None = None,
   layers: _layers.Layers | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
@@ -93,24 +86,21 @@ def adasum(
 
   over a binary tree of the N replicas, neighbours first: if their gradients agree it averages, if
   they are orthogonal it sums. So the step grows as gradients decorrelate, and a learning rate tuned
-  for one replica stays usable with many. All replicas get the same bits.
+  for one replica stays usable with many. All replicas get the same bits; N need not be a power of
+  two.
 
   It runs inside ``jax.shard_map`` (or ``vmap`` with an axis name) in place of ``jax.lax.pmean``.
   First in a chain it acts on gradients; last, after an inner optimizer, on updates, as in Horovod.
   The inner state then differs from replica to replica and must be kept so, as in
   ``examples/adasum_processes.py``, which runs it over several processes or machines.
 
-  N need not be a power of two; N = 1 is the identity. The order of the replicas matters, beyond the
-  two of a pair. Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce,
-  and each group N x N numbers in one all-reduce. Inner products cost N multiplications per entry
-  and device; above some 64 replicas, use `local_axis_name`.
+  Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce, and each group
+  N x N numbers in one all-reduce. Inner products cost N multiplications per entry and device; above
+  some 64 replicas, use `local_axis_name`. They are taken in float32, of gradients divided by the
+  group's largest entry, so gradients may have any magnitude from 1e-30 to 1e30.
 
   A group that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
   untouched, and no state but `notfinite_count` remembers it.
-
-  Inner products are taken in float32, of gradients divided by the group's largest entry, so
-  gradients may have any magnitude from 1e-30 to 1e30. Results beyond the dtype's range are
-  infinite. The mean over `local_axis_name` is summed in the gradients' dtype.
 
   Args:
     axis_name: the mesh axis, or axes, along which the replicas lie.
@@ -121,20 +111,18 @@ def adasum(
       counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
       are summed over them. Replicated leaves count as often as they occur, which matters only in a
-      group with sharded ones. Not an axis along which devices hold different layers: their inner
-      products do not belong together. None: every device has whole leaves, or whole layers.
+      group with sharded ones. Not an axis along which devices hold different layers.
     layers: what :func:`layer_axes` returns, for leaves that hold many layers: each layer has
       coefficients of its own, unless `groups` names its leaf. None: the extra argument `layers` of
       ``update``, which the train step passes; without it, too, such a leaf counts as one layer.
 
   Returns:
-    An :class:`optax.GradientTransformationExtraArgs` that does not need `params`. Updates have
-    the gradients' dtype; inner products of float64 are taken in float64.
+    An :class:`optax.GradientTransformationExtraArgs`. Updates have the gradients' dtype; inner
+    products of float64 are taken in float64.
 
   Raises:
-    TypeError: an argument is of the wrong kind; a leaf is not of real floating-point numbers.
-    ValueError: an axis occurs twice; in ``update``: an axis is not bound, the gradients were
-      summed already, or their tree does not fit the params.
+    ValueError: an axis occurs twice; in ``update``: an axis is not bound, or the gradients were
+      summed already.
 
   Examples:
     On gradients. The params go in replicated; ``pcast`` makes them vary, or ``shard_map`` would
@@ -166,66 +154,48 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    Horovod takes powers of two only, with inner products in float64. The relative error here is
-    below 1e-4 where gradients cancel tenfold over the whole tree. A node that cancels to less than
-    1 part in 512 of its summands counts as zero: its direction is a rounding error. No sure gain
-    over the mean; see the method's card.
+    The relative error is below 1e-4 if gradients cancel tenfold over the whole tree. A node that
+    cancels to less than 1 part in 512 of its summands counts as zero: its direction is a rounding
+    error. No sure gain over the mean; see the method's card.
   """
-  method = "adasum"
-  arguments = {
+  names = {
     "axis_name": axis_name,
     "local_axis_name": local_axis_name,
     "shard_axis_name": shard_axis_name,
   }
-  axes, local_axes, shard_axes = itertools.starmap(_axes, arguments.items())
+  axes, local_axes, shard_axes = every_axis = list(itertools.starmap(_axes, names.items()))
   if not axes:
-    raise TypeError(
-      f"`axis_name` must be the name of a mesh axis or a tuple of names; got {axis_name!r}."
-    )
-  every_axis = axes + local_axes + shard_axes
-  if len(set(every_axis)) < len(every_axis):
-    raise ValueError(
-      f"`{method}` needs an axis of its own for each purpose; got axis_name={axis_name!r},"
-      f" local_axis_name={local_axis_name!r}, shard_axis_name={shard_axis_name!r}."
-    )
+    raise TypeError(f"`axis_name` must be the name of a mesh axis; got {axis_name!r}.")
+  if len({*axes, *local_axes, *shard_axes}) < sum(map(len, every_axis)):
+    raise ValueError(f"`adasum` needs an axis of its own for each purpose; got {names}.")
   patterns = _check_groups(groups)
   own_layers = _method.check_layers(layers)
 
-  def init_fn(params: optax.Params) -> AdasumState:
-    _tree.check_floating(params, method)
+  def init(params: optax.Params) -> AdasumState:
     _group_numbers(_tree.leaf_paths(params), patterns)
     return AdasumState(jnp.ones([], jnp.float32), jnp.zeros([], jnp.int32))
 
-  @_method.wants_layers
-  def update_fn(
-    updates: optax.Updates,
-    state: AdasumState,
-    params: optax.Params | None = None,
-    *,
-    layers: _layers.Layers | None = None,
-    **extra_args: Any,
+  def step(
+    updates: optax.Updates, state: AdasumState, params: Any, *, layers: Any = None
   ) -> tuple[optax.Updates, AdasumState]:
-    _tree.check_update(method, updates, state, AdasumState, params)
-    for argument, names in arguments.items():
-      _base.require_axis(argument, names, method, optional=argument != "axis_name")
+    for argument, value in names.items():
+      _base.require_axis(argument, value, "adasum", optional=argument != "axis_name")
     known = own_layers or _method.check_layers(layers)
     paths, parts, join = _layers.split_layers(updates, known)
     if not parts:
       return updates, state
     check_not_summed(parts, axes + local_axes)
-
-    numbers = _group_numbers(paths, patterns)
     if known is None and not patterns:
-      _protocol.announce_layers(method, paths)
+      _protocol.announce_layers("adasum", paths)
     outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
-      parts, numbers, axes, local_axes, shard_axes
+      parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes
     )
     return join(outputs), AdasumState(
       orthogonality=orthogonality,
       notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation("adasum", AdasumState, init, step)
 
 
 def _axes(argument: str, names: Any) -> tuple[str, ...]:
@@ -251,10 +221,10 @@ def check_not_summed(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> None
 
 
 def _check_groups(groups: Any) -> tuple[str, ...]:
-  patterns = () if groups is None else (groups,) if isinstance(groups, str) else groups
-  _base.check_type("groups", patterns, list | tuple, "regular expressions or None")
-  for pattern in patterns:
-    _base.compile_pattern("groups", pattern)
+  if groups is None:
+    return ()
+  patterns = (groups,) if isinstance(groups, str) else groups
+  _base.check_patterns("groups", patterns, "regular expressions or None")
   return tuple(patterns)
 
 
