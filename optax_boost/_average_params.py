@@ -1,8 +1,7 @@
-"""Averages of the params along the training, beside any optimizer.
+"""Averages of the params along the training, with any optimizer.
 
 The snapshots x_1, ..., x_k are the params after the steps that are due. Their average is one of
 
-  last = n:   (x_(k-n+1) + ... + x_k) / n, from a ring of n copies
   start:      a <- a + (x_k - a) / k, the mean of all snapshots
   decay = d:  a <- a + (x_k - a) (1 - d) / (1 - d^k), weights d^(k-i) divided by their sum
 """
@@ -25,6 +24,18 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "average_params"
+
+
+def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
+  """The average after the k-th snapshot x; an entry that is not finite is not taken."""
+  dtype = a.real.dtype
+  k = k.astype(dtype)
+  share = 1 / k
+  if decay is not None:
+    fresh = jnp.asarray(1 - decay, dtype)
+    share = fresh / -jnp.expm1(k * jnp.log1p(-fresh))
+  mixed = jnp.where(k == 1, x, a + share * (x - a))
+  return jnp.where(jnp.isfinite(mixed), mixed, a)
 
 
 @_protocol.declares(
@@ -70,10 +81,8 @@ def average_params(
   Args:
     inner: the optimizer. The params after a step are the given ones plus its updates, so put the
       wrapper around everything that changes updates: ``average_params(optax.chain(...), ...)``. A
-      step that a wrapper inside skips (:func:`accumulate`, loss scales, :func:`master_weights`,
-      ``optax.MultiSteps``, ``optax.apply_if_finite``) is not counted, nor one that a wrapper
-      around it skips. Around ``optax.lookahead`` the average is a pair, too; inside, it would be of
-      params that a synchronization changes afterwards.
+      step that a wrapper inside or around it skips is not counted. Around ``optax.lookahead`` the
+      average is a pair, too.
     start: the mean of all snapshots after this many steps. Lowering it takes in older, worse
       params.
     decay: exponential weights, above 0 and below 1, corrected for the start: after the first
@@ -87,11 +96,6 @@ def average_params(
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Averages are kept in
     float32 (float64 for float64 params), sharded as the params are. Steps without a snapshot do not
     touch them. An entry that is not finite is not taken: the average keeps its old value.
-
-  Raises:
-    ValueError: not exactly one of `start` and `decay` is given, or a number is out of range; in
-      ``update``: no params, or gradients that do not fit.
-    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -120,20 +124,33 @@ def average_params(
       "`average_params` needs exactly one of `start` (the mean of all snapshots after a step) and"
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
+  always = isinstance(every, int) and every == 1 and not (start is not None and start)
 
-  method = _Averaging(inner, start, decay, every)
-  return _in_place.transformation(method.init, method.step)
+  def observe(
+    state: AverageParamsState, inner_state: optax.OptState, stepped: Any, *operands: Any
+  ) -> AverageParamsState:
+    """The state after a step; ``stepped(*operands)`` makes the params after it, for a snapshot."""
+    made = _protocol.step_made(state.inner_state, inner_state)
+    count = jnp.where(made, optax.safe_increment(state.count), state.count)
+    after = count - (0 if start is None else start)
+    due = made if always else made & (after > 0) & (after % every == 0)
+    number = jnp.where(due, optax.safe_increment(state.snapshot_count), state.snapshot_count)
 
+    def snapshot(number: jax.Array, kept: optax.Params, d: Any, *operands: Any) -> optax.Params:
+      def take(a: jax.Array, p: jax.Array) -> jax.Array:
+        return _blend(a, p.astype(a.dtype), number, decay if d is None else d)
 
-class _Averaging(NamedTuple):
-  """The checked arguments of :func:`average_params`."""
+      return _tree.map_leaves(take, kept, stepped(*operands))
 
-  inner: optax.GradientTransformationExtraArgs
-  start: Any
-  decay: Any
-  every: Any
+    average = state.average
+    # Without a leaf there is nothing to carry.
+    if jax.tree.leaves(average):
+      # A Python number stays one: it is rounded once.
+      d = decay if _base.is_array(decay) else None
+      average = _snapshot_if(due, snapshot, number, average, d, *operands)
+    return AverageParamsState(average, count, number, inner_state)
 
-  def init(self, params: optax.Params) -> AverageParamsState:
+  def init(params: optax.Params) -> AverageParamsState:
     _tree.check_inexact(params, _METHOD)
 
     def copy(p: Any) -> jax.Array:
@@ -142,72 +159,23 @@ class _Averaging(NamedTuple):
       abstract = isinstance(p, jax.ShapeDtypeStruct)
       return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
 
-    return AverageParamsState(
-      average=jax.tree.map(copy, params),
-      count=jnp.zeros([], jnp.int32),
-      snapshot_count=jnp.zeros([], jnp.int32),
-      inner_state=self.inner.init(params),
-    )
+    counts = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+    return AverageParamsState(jax.tree.map(copy, params), *counts, inner.init(params))
 
   def step(
-    self,
-    gradients: _in_place.Gradients,
-    state: AverageParamsState,
-    params: optax.Params | None,
-    landing: _in_place.Landing,
+    gradients: _in_place.Gradients, state: Any, params: Any, landing: _in_place.Landing
   ) -> tuple[Any, AverageParamsState]:
     updates, _ = gradients()
     _base.require_params(params, _METHOD)
     _base.require_state(state, AverageParamsState, _METHOD)
     _tree.check_same_tree(updates, _tree.differentiated(params), _METHOD)
     _tree.check_inexact(updates, _METHOD)
-    result, inner_state = landing.step(self.inner, gradients, state.inner_state, params)
+    result, inner_state = landing.step(inner, gradients, state.inner_state, params)
     if landing.in_params:
-      return result, self._observe(state, inner_state, lambda params: params, result)
-    return result, self._observe(state, inner_state, optax.apply_updates, params, result)
+      return result, observe(state, inner_state, lambda params: params, result)
+    return result, observe(state, inner_state, optax.apply_updates, params, result)
 
-  def _observe(
-    self, state: AverageParamsState, inner_state: optax.OptState, stepped: Any, *operands: Any
-  ) -> AverageParamsState:
-    """The state after a step; ``stepped(*operands)`` makes the params after it, for a snapshot."""
-    made = _protocol.step_made(state.inner_state, inner_state)
-    count = jnp.where(made, optax.safe_increment(state.count), state.count)
-    due = made
-    if not (_is(self.every, 1) and (self.start is None or _is(self.start, 0))):
-      after = count - (0 if self.start is None else self.start)
-      due = made & (after > 0) & (after % self.every == 0)
-    number = jnp.where(due, optax.safe_increment(state.snapshot_count), state.snapshot_count)
-
-    def snapshot(number: jax.Array, kept: optax.Params, decay: Any, *operands: Any) -> optax.Params:
-      def take(a: jax.Array, p: jax.Array) -> jax.Array:
-        return self._blend(number, a, p.astype(a.dtype), decay)
-
-      return _tree.map_leaves(take, kept, stepped(*operands))
-
-    average = state.average
-    # Without a leaf there is nothing to carry.
-    if jax.tree.leaves(average):
-      # A Python number stays one: it is rounded once.
-      decay = self.decay if _base.is_array(self.decay) else None
-      average = _snapshot_if(due, snapshot, number, average, decay, *operands)
-    return AverageParamsState(
-      average=average,
-      count=count,
-      snapshot_count=number,
-      inner_state=inner_state,
-    )
-
-  def _blend(
-    self, number: jax.Array, average: jax.Array, now: jax.Array, decay: jax.Array | None
-  ) -> jax.Array:
-    """The average with snapshot number `number`, counted from 1."""
-    dtype = average.real.dtype
-    share = 1 / number.astype(dtype)
-    if self.decay is not None:
-      fresh = jnp.asarray(1 - (self.decay if decay is None else decay), dtype)
-      share = fresh / -jnp.expm1(number.astype(dtype) * jnp.log1p(-fresh))
-    mixed = jnp.where(number == 1, now, average + share * (now - average))
-    return jnp.where(jnp.isfinite(mixed), mixed, average)
+  return _in_place.transformation(init, step)
 
 
 def _snapshot_if(
@@ -237,11 +205,6 @@ def _snapshot_if(
   if _conditional.is_concrete(due):
     return snapshot(number, kept, *operands) if due else kept
   return after(due, number, kept, *operands)
-
-
-def _is(value: Any, number: int) -> bool:
-  """Whether a value is a Python number, and this one."""
-  return _base.is_integer(value) and value == number
 
 
 def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -299,28 +262,17 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   _base.require_one_run(state.snapshot_count, "averaged_params", advice)
   # An NNX optimizer holds each array in a variable.
   (taken,) = jax.tree.leaves(state.snapshot_count)
-
-  leaves = _masking.leaves_like(state.average, params)
-  if leaves is None:
-    raise ValueError(
-      "`averaged_params` needs the params that the state is of; got"
-      f" {_base.shorten(jax.tree.structure(params), 200)} for averages of"
-      f" {_base.shorten(jax.tree.structure(state.average), 200)}."
-    )
   targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
-  averages = [a for a, p in zip(leaves, targets, strict=True) if not _tree.is_masked(p)]
-  found: list[jax.Array | None] = []
-  for average, param, path in zip(
-    averages, jax.tree.leaves(params), _tree.leaf_paths(params), strict=True
-  ):
-    if _tree.is_masked(average):
-      found.append(None)
-      continue
-    if jnp.shape(average) != jnp.shape(param):
-      raise ValueError(
-        "`averaged_params` needs the params that the state is of; the leaf"
-        f" '{_tree.leaf_name(path)}' has shape {jnp.shape(param)}, its average"
-        f" {jnp.shape(average)}."
-      )
-    found.append(jnp.where(taken > 0, average.astype(param.dtype), param))
-  return found
+  averages = _masking.leaves_like(state.average, params)
+  pairs = list(zip(averages or [None] * len(targets), targets, strict=True))
+  if not all(_tree.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs):
+    raise ValueError(
+      "`averaged_params` needs the params that the state is of; got the shapes"
+      f" {_base.shorten(jax.tree.map(jnp.shape, params), 200)} for averages of the shapes"
+      f" {_base.shorten(jax.tree.map(jnp.shape, state.average), 200)}."
+    )
+  return [
+    None if _tree.is_masked(a) else jnp.where(taken > 0, a.astype(p.dtype), p)
+    for a, p in pairs
+    if not _tree.is_masked(p)
+  ]
