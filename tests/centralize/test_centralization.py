@@ -60,33 +60,6 @@ def test_centralizes_the_leaves_that_mindspore_leaves_out_silently():
     closeness.assert_within_ulps(found, grad - mean, terms_of(grad), ULPS)
 
 
-def test_a_chain_in_the_references_order_reproduces_its_training_run():
-  arrays, names = recorded()
-  hyper = json.loads(str(arrays["meta_json"]))["hyper"]
-  closed = [n for n in names if arrays[f"init_{n}"].ndim < 2 or arrays[f"init_{n}"].shape[1] % 16]
-  tx = optax.chain(
-    optax.add_decayed_weights(hyper["weight_decay"]),
-    optax_boost.centralize(layout="torch", exclude=[f"^{name}$" for name in closed]),
-    optax.sgd(hyper["learning_rate"], hyper["momentum"]),
-  )
-  params = {name: jnp.asarray(arrays[f"init_{name}"]) for name in names}
-  state = tx.init(params)
-  weights = {name: np.abs(np.float64(arrays[f"init_{name}"])) for name in names}
-  velocities = dict.fromkeys(names, 0.0)
-  for t in range(hyper["steps"]):
-    grads = {name: jnp.asarray(arrays[f"grad_{name}"][t]) for name in names}
-    updates, state = tx.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
-    for name in names:
-      # The same step with the magnitudes of all terms.
-      decayed = np.abs(grads[name]) + hyper["weight_decay"] * weights[name]
-      step = decayed if name in closed else terms_of(decayed)
-      velocities[name] = hyper["momentum"] * velocities[name] + step
-      weights[name] = weights[name] + hyper["learning_rate"] * velocities[name]
-      expected = arrays[f"weight_{name}"][t]
-      closeness.assert_within_ulps(params[name], expected, weights[name], ULPS)
-
-
 def test_decay_after_centralization_is_not_centralized():
   params = {"kernel": jnp.full((4, 2), 3.0)}
   before = optax.chain(optax.add_decayed_weights(0.1), optax_boost.centralize())

@@ -96,6 +96,10 @@ class Trace:
     self.hyper = json.loads(str(self.arrays["meta_json"]))["hyper"]
     self.size = self.hyper["batch"]
 
+  @property
+  def first_period(self):
+    return int(np.sum(self.arrays["step_epoch"] < self.hyper["freq"]))
+
   def tree(self, prefix, index, scale=1.0):
     def get(leaf):
       return jnp.asarray(self.arrays[prefix + leaf][index] * scale, jnp.float32)
@@ -207,24 +211,30 @@ def test_every_step_agrees_with_mxnet(name):
     assert_close(params, before, terms)
 
 
+def assert_period_agrees(trace, found):
+  """Compares stacked weights with the recorded ones, until MXNet's accumulator is not cleared."""
+  start = trace.tree("init_", ...)
+  sums, velocity = jax.tree.map(np.abs, start), {"weight": 0.0, "bias": 0.0}
+  for t in range(trace.first_period):
+    velocity = step_terms(trace, t, velocity)
+    sums = {leaf: w + trace.hyper["lr"] * velocity[leaf] for leaf, w in sums.items()}
+    assert_close(jax.tree.map(lambda x, t=t: x[t], found), trace.tree("", t), sums)
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
 def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
   trace = trace_of(name)
-  first_period = int(np.sum(trace.arrays["step_epoch"] < trace.hyper["freq"]))
-  tx = trace.transformation()
-  params = trace.tree("init_", ...)
+  tx, params, found = trace.transformation(), trace.tree("init_", ...), []
   full = optax_boost.full_gradient(MXNET_GRADIENT, params, trace.real_batches())
   terms = gradient_terms(trace, params, ...)
   assert_close(full, trace.tree("full_grad_", 0, 1 / trace.size), terms)
   state = optax_boost.refresh_svrg(tx.init(params), params, full)
-  sums, velocity = jax.tree.map(np.abs, params), {"weight": 0.0, "bias": 0.0}
-  for t in range(first_period):
+  for t in range(trace.first_period):
     gradient = functools.partial(MXNET_GRADIENT, batch=trace.batch(t))
     updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
     params = optax.apply_updates(params, updates)
-    velocity = step_terms(trace, t, velocity)
-    sums = {leaf: w + trace.hyper["lr"] * velocity[leaf] for leaf, w in sums.items()}
-    assert_close(params, trace.tree("", t), sums)
+    found.append(params)
+  assert_period_agrees(trace, jax.tree.map(lambda *steps: jnp.stack(steps), *found))
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])

@@ -1,0 +1,267 @@
+"""Recorded runs through every door: `update`, `apply_gradients`, and the three train steps.
+
+Not here: the normalized head, a layer that its own test runs in NNX and Linen, and adaptive
+summation, which needs a mesh.
+"""
+
+import functools
+import json
+import pathlib
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen as ob_linen
+import optax_boost.nnx as ob_nnx
+from tests import closeness
+from tests.accumulate import test_accumulation
+from tests.centralize import test_centralization
+from tests.dim_reduce import test_dim_reduce
+from tests.lars import test_lars
+from tests.sgperm import oracle
+from tests.sgperm import test_laperm
+from tests.sgperm import test_sgperm
+from tests.svrg import test_svrg
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+
+
+def dot(params, gradients):
+  """A loss with the given gradients, to the bit."""
+  return sum(jnp.sum(gradients[name] * p) for name, p in params.items())
+
+
+def by_hand(move, tx, params, loss):
+  def step(carry, batch):
+    params, state = carry
+    scale = optax.tree.get(state, "loss_scale", 1.0)
+
+    def value_fn(params):
+      return loss(params, batch)
+
+    grad_fn = jax.grad(lambda params: scale * value_fn(params))
+    closures = {"value": value_fn(params), "value_fn": value_fn, "grad_fn": grad_fn}
+    carry = move(tx, grad_fn(params), state, params, **closures)
+    return carry, carry
+
+  return (params, tx.init(params)), step
+
+
+def updated(tx, gradients, state, params, **closures):
+  updates, state = tx.update(gradients, state, params, **closures)
+  return optax.apply_updates(params, updates), state
+
+
+def in_train_step(tx, params, loss):
+  take = optax_boost.make_train_step(loss, tx)
+
+  def step(state, batch):
+    state, _ = take(state, batch)
+    return state, (state.params, state.opt_state)
+
+  return take.init(params), step
+
+
+class Net(nnx.Module):
+  def __init__(self, params):
+    self.leaves = nnx.Dict({name: nnx.Param(jnp.copy(p)) for name, p in params.items()})
+
+
+def in_nnx(tx, params, loss):
+  net = Net(params)
+  take = ob_nnx.make_train_step(
+    lambda net, batch: loss({name: p[...] for name, p in net.leaves.items()}, batch)
+  )
+
+  def step(carry, batch):
+    take(*carry, batch)
+    net, optimizer = carry
+    return carry, ({n: p[...] for n, p in net.leaves.items()}, nnx.as_pure(optimizer.opt_state))
+
+  return (net, nnx.Optimizer(net, tx, wrt=nnx.Param)), step
+
+
+def in_linen(tx, params, loss):
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self):
+      return {name: self.param(name, lambda _, p=p: p) for name, p in params.items()}
+
+  take = ob_linen.make_train_step(lambda net, batch: loss(net(), batch), Net(), tx)
+
+  def step(state, batch):
+    state, _ = take(state, batch)
+    return state, (state.params, state.opt_state)
+
+  return take.init({"params": params}), step
+
+
+DOORS = {
+  "update": functools.partial(by_hand, updated),
+  "apply_gradients": functools.partial(by_hand, optax_boost.apply_gradients),
+  "train_step": in_train_step,
+  "nnx": in_nnx,
+  "linen": in_linen,
+}
+
+
+def through(door, tx, params, batches, loss=dot):
+  """Params and optimizer state after each step, stacked."""
+  name, how = door
+  carry, step = DOORS[name](tx, params, loss)
+  if how == "scan":
+    scan = nnx.scan(step) if name == "nnx" else functools.partial(jax.lax.scan, step)
+    return (nnx.jit if name == "nnx" else jax.jit)(scan)(carry, batches)[1]
+  step, after = jax.jit(step) if how == "jit" else step, []
+  for t in range(len(jax.tree.leaves(batches)[0])):
+    carry, found = step(carry, jax.tree.map(lambda x, t=t: x[t], batches))
+    after.append(jax.tree.map(jnp.copy, found))  # the next step donates it
+  return jax.tree.map(lambda *steps: jnp.stack(steps), *after)
+
+
+every_door = pytest.mark.parametrize(
+  "door",
+  [("update", "eager"), ("update", "jit"), ("apply_gradients", "jit")]
+  + [(name, "") for name in ("train_step", "nnx", "linen")]
+  + [(name, "scan") for name in DOORS],
+  ids=lambda door: "-".join(filter(None, door)),
+)
+
+
+@every_door
+def test_lars_of_mxnet(door):
+  arrays, hyper = test_lars.load("lars_mxnet200beta1_fp32")
+  tx = test_lars.mxnet_lars(arrays, hyper["cases"][22])
+  params = test_lars.unflatten(arrays, arrays["init"])
+  grads = jax.vmap(functools.partial(test_lars.unflatten, arrays))(arrays["grads_r1"])
+  found, _ = through(door, tx, params, grads)
+  found = [test_lars.flatten(arrays, {n: p[t] for n, p in found.items()}) for t in range(10)]
+  test_lars.assert_weights_agree(np.stack(found), arrays["init"], arrays["c22_w"])
+
+
+@every_door
+def test_centralize_of_mindspore_in_its_order(door):
+  arrays, names = test_centralization.recorded()
+  hyper = json.loads(str(arrays["meta_json"]))["hyper"]
+  init, grads = ({n: jnp.asarray(arrays[kind + n]) for n in names} for kind in ("init_", "grad_"))
+  closed = [n for n, p in init.items() if p.ndim < 2 or p.shape[1] % 16]
+  tx = optax.chain(
+    optax.add_decayed_weights(hyper["weight_decay"]),
+    optax_boost.centralize(layout="torch", exclude=[f"{name}$" for name in closed]),
+    optax.sgd(hyper["learning_rate"], hyper["momentum"]),
+  )
+
+  def loss(params, batch):
+    """As `dot`, with the fan-in of each leaf contracted with data, where train steps see it."""
+    gradients, eyes = batch
+    used = {n: jnp.tensordot(p, eyes[n], p.ndim - 1) for n, p in params.items()}
+    return dot(used, {n: g.reshape(used[n].shape) for n, g in gradients.items()})
+
+  eyes = {n: np.eye(p[0].size).reshape(*p.shape[1:], -1) for n, p in init.items()}
+  eyes = {n: jnp.asarray([eye] * hyper["steps"], jnp.float32) for n, eye in eyes.items()}
+  found, _ = through(door, tx, init, (grads, eyes), loss)
+  for name in names:
+    # The same steps with the magnitudes of all terms.
+    weight, velocity = np.abs(np.float64(init[name])), 0.0
+    for t in range(hyper["steps"]):
+      decayed = np.abs(grads[name][t]) + hyper["weight_decay"] * weight
+      step = decayed if name in closed else test_centralization.terms_of(decayed)
+      velocity = hyper["momentum"] * velocity + step
+      weight = weight + hyper["learning_rate"] * velocity
+      expected, ulps = arrays[f"weight_{name}"][t], test_centralization.ULPS
+      closeness.assert_within_ulps(found[name][t], expected, weight, ulps)
+
+
+@every_door
+def test_accumulate_of_mindspore(door):
+  with np.load(GOLDEN / "grad_accumulation.npz") as file:
+    arrays = dict(file)
+  decayed = optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9))
+  init, grads = ({n: jnp.asarray(arrays[kind + n]) for n in "wb"} for kind in ("init_", "grad_"))
+  found, _ = through(door, optax_boost.accumulate(decayed, every=4), init, grads)
+  for leaf in "wb":
+    terms = test_accumulation.magnitudes(arrays, leaf, 0.01)["weight"]
+    expected, ulps = arrays[f"momentum_weight_{leaf}"], test_accumulation.ULPS
+    closeness.assert_within_ulps(found[leaf], expected, terms, ulps)
+
+
+@every_door
+def test_dynamic_loss_scale_of_mindspore(door):
+  with np.load(GOLDEN / "loss_scale.npz") as file:
+    overflow, scales = file["basic_overflow"], file["basic_scale"]
+  tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 4096.0, 4)
+  grads = {"w": np.where(overflow[:, None], np.inf, -np.ones(2)).astype(np.float32)}
+  found, state = through(door, tx, {"w": jnp.ones(2)}, grads)
+  np.testing.assert_array_equal(optax.tree.get(state, "loss_scale"), scales)
+  np.testing.assert_array_equal(found["w"][:, 0], 1 + np.cumsum(~overflow))
+
+
+@every_door
+def test_svrg_of_mxnet(door):
+  run = test_svrg.trace_of("momentum")
+  full = run.tree("full_grad_", 0, 1 / run.size)
+  inner = optax.chain(optax_boost.svrg(None), optax.sgd(run.hyper["lr"], run.hyper["momentum"]))
+
+  def init(params):
+    mu = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(full))
+    return optax_boost.refresh_svrg(inner.init(params), params, mu)
+
+  tx = optax.GradientTransformationExtraArgs(init, inner.update)
+  batches = run.batch(slice(run.first_period))
+  found, _ = through(door, tx, run.tree("init_", ...), batches, test_svrg.mxnet_loss)
+  test_svrg.assert_period_agrees(run, found)
+
+
+@every_door
+def test_dim_reduce_of_mindspore(door):
+  run = test_dim_reduce.trace_of("linear")
+  params = {"a": run.init[0], "b": run.init[1]}
+
+  def loss(params, batch):
+    return jnp.mean((batch[0] @ params["a"] + params["b"] - batch[1]) ** 2)
+
+  h = run.hyper
+  tx = optax_boost.dim_reduce(
+    functools.partial(test_dim_reduce.subspace_of, run["P"]),
+    h["rho"],
+    h["sigma"],
+    h["gamma"],
+    h["alpha"],
+    2,
+  )
+  found, state = through(door, tx, params, (run["x"], run["y"]), loss)
+  np.testing.assert_allclose(optax.tree.get(state, "accepted_rho"), run["rho"])
+  for t in range(run.steps):
+    weights = [found["a"][t], found["b"][t]]
+    test_dim_reduce.assert_close(weights, run.tree("weight", t), 1e-5)
+
+
+# Recorded recommendations, weights whose sums are exact: to the bit.
+@every_door
+def test_sgperm_of_sgperm_py(door):
+  arrays, meta = oracle.load("sgperm_bounds")
+  hyper = test_sgperm.hyperparams(meta["hyper"]) | test_sgperm.RECOMMENDED
+  params, grads = {"kernel": jnp.asarray(arrays["w0"][0])}, {"kernel": jnp.asarray(arrays["m0"])}
+  found, _ = through(door, optax_boost.sgperm(**hyper, key=0), params, grads)
+  np.testing.assert_array_equal(found["kernel"], arrays["w0"][1:])
+
+
+@every_door
+def test_laperm_of_numpy(door):
+  start = np.random.default_rng(0).permutation(64).reshape(8, 8).astype(np.float32)
+  grads = np.random.default_rng(1).integers(-99, 99, (6, 8, 8)).astype(np.float32)
+  tx = optax_boost.laperm(optax.sgd(1.0, momentum=0.5), sync_every=3)
+  found, _ = through(door, tx, {"kernel": jnp.asarray(start)}, {"kernel": jnp.asarray(grads)})
+  expected, momentum = start, 0.0
+  for t, grad in enumerate(grads):
+    momentum = 0.5 * momentum + grad
+    expected = expected - momentum
+    if t % 3 == 2:
+      expected = test_laperm.synchronized(start, expected)
+    np.testing.assert_array_equal(found["kernel"][t], expected)
