@@ -215,7 +215,7 @@ def test_svrg_of_mxnet(door):
   tx = optax.GradientTransformationExtraArgs(init, inner.update)
   batches = run.batch(slice(run.first_period))
   found, _ = through(door, tx, run.tree("init_", ...), batches, test_svrg.mxnet_loss)
-  test_svrg.assert_period_agrees(run, found)
+  test_svrg.assert_agrees(run, found)
 
 
 @every_door

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 
 import chex
 from flax import nnx
@@ -211,11 +212,11 @@ def test_every_step_agrees_with_mxnet(name):
     assert_close(params, before, terms)
 
 
-def assert_period_agrees(trace, found):
-  """Compares stacked weights with the recorded ones, until MXNet's accumulator is not cleared."""
+def assert_agrees(trace, found):
+  """Compares stacked weights with the recorded ones, as many steps as there are."""
   start = trace.tree("init_", ...)
   sums, velocity = jax.tree.map(np.abs, start), {"weight": 0.0, "bias": 0.0}
-  for t in range(trace.first_period):
+  for t in range(len(found["weight"])):
     velocity = step_terms(trace, t, velocity)
     sums = {leaf: w + trace.hyper["lr"] * velocity[leaf] for leaf, w in sums.items()}
     assert_close(jax.tree.map(lambda x, t=t: x[t], found), trace.tree("", t), sums)
@@ -234,7 +235,21 @@ def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
     updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
     params = optax.apply_updates(params, updates)
     found.append(params)
-  assert_period_agrees(trace, jax.tree.map(lambda *steps: jnp.stack(steps), *found))
+  assert_agrees(trace, jax.tree.map(lambda *steps: jnp.stack(steps), *found))
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_the_program_of_the_migration_page_takes_the_steps_of_mxnet(name):
+  trace = trace_of(name)
+  text = (GOLDEN.parents[1] / "docs" / "migrating" / "mxnet.md").read_text(encoding="utf-8")
+  program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1]
+  assert program.count("\n") <= 40
+  exec(compile(program, "mxnet.md", "exec"), page := {})
+  h, arrays = trace.hyper, trace.arrays
+  numbers = h["batch"], h["freq"], h["epochs"], h["lr"], h["momentum"]
+  start = trace.tree("init_", ...)
+  history = page["fit"](start, arrays["X"], arrays["Y"], *numbers, carry_over=True)
+  assert_agrees(trace, jax.tree.map(lambda *steps: np.stack(steps), *(p for _, p in history)))
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
