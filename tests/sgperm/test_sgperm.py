@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -159,6 +160,21 @@ def test_whole_optimizer_repeats_the_run_without_roundings():
 
 
 @pytest.mark.optimized
+# Their recommendations differ by at least 40 ulps of their terms: no rounding changes the order.
+@pytest.mark.parametrize("name", ["sgperm_bounds", "sgperm_full_conv", "sgperm_full_bias"])
+def test_the_program_of_the_migration_page_repeats_runs_that_draw_nothing(name):
+  text = (oracle.GOLDEN.parents[1] / "docs" / "migrating" / "sgperm.md").read_text(encoding="utf-8")
+  program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+  assert program.count("\n") <= 40
+  exec(compile(program, "sgperm.md", "exec"), page := {})
+  arrays, meta = oracle.load(name)
+  arguments = hyperparams(meta["hyper"])
+  _, history = page["fit"](
+    lambda w, g: jnp.sum(w * g), np.array, jnp.asarray(arrays["w0"][0]), arrays["g0"], **arguments
+  )
+  same_bits(np.stack(history), arrays["w0"])
+
+
 def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_alone():
   argsort = jax.jit(_sorting.argsort, static_argnames="high_bits")
   rng = np.random.default_rng(6)
