@@ -32,10 +32,9 @@ class LayerGroups:
   """Which leaf belongs to which group; ``print`` shows it. Made by :func:`layer_groups`.
 
   Attributes:
-    groups: for each group, the paths of its leaves in the order of the forward pass. Of leaves
-      that hold many layers, those of the group are in brackets: ``"blocks/kernel[0:4]"``, or, with
-      the layers along axis 1, ``"blocks/kernel[:, 0:4]"``. :func:`freeze_layers`,
-      :func:`layerwise_decay` and :func:`dim_reduce` split such leaves.
+    groups: for each group, the paths of its leaves in the order of the forward pass. Of a leaf
+      that holds many layers, the group's are in brackets: ``"blocks/kernel[0:4]"``, or, with the
+      layers along axis 1, ``"blocks/kernel[:, 0:4]"``. Methods split such leaves.
     sizes: for each group, the number of its parameters.
     unused: leaves that the loss does not depend on. They are in the last group.
     reused: leaves that are used again after a later layer (tied weights, unrolled recurrences).
@@ -77,17 +76,14 @@ def layer_groups(
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
-  A leaf's place is where it first meets the data; casts and reshapes of params do not count. Blocks
-  are shared out evenly: modules with numbers in their names of which two or more are alike
-  (``layers/0``, ``Block_3``; ``block`` before ``block_1`` counts, too), wherever their kernels are
-  used one after the other; a kernel outside them is a block of its own, and a bias or a
-  normalization stays with the kernel before it. A block is cut inside, into the numbered modules in
-  it and at last into kernels, only where more groups are asked for than there are blocks. Nothing
-  is computed; arrays may be abstract.
-
-  Of a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the
-  outermost scan is a block, with its slices of all leaves that the scan slices; in a reverse scan
-  the last layer comes first. A leaf that all layers share is frozen with the first of them.
+  A leaf's place is where it first meets the data; casts and reshapes of params do not count. The
+  blocks between which groups are cut are numbered modules of which two or more have the same
+  leaves (``layers/0``, ``Block_3``); a kernel outside them is a block of its own, and a bias or a
+  normalization stays with the kernel before it. If more groups are asked for than there are blocks,
+  blocks are cut into the numbered modules in them and at last into kernels. In a model that scans
+  over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the outermost scan is a
+  block; a leaf that all layers share is frozen with the first of them. Nothing is computed; arrays
+  may be abstract.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
   only where the params would otherwise meet data in one place or nowhere.
@@ -110,7 +106,6 @@ def layer_groups(
   Raises:
     ValueError: there are fewer kernels than groups, the loss uses no leaf, an override names no
       group, or `data` does not fit `args`.
-    TypeError: an argument is of the wrong kind, or a leaf is no array.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -186,9 +181,9 @@ def group_by_use(
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
   reused = _layer_blocks.reused(events, places).union(*(stack.shared for stack in stacks))
+  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes}
   members: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
-  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes}
   for i in [*order, *unused]:
     size = math.prod(leaves[i].shape) // len(group[i])
     end = 0
@@ -211,11 +206,8 @@ def _overridden(
 ) -> dict[int, int]:
   if overrides is None:
     return {}
-  if not isinstance(overrides, Mapping):
-    raise TypeError(
-      f"`overrides` must map regular expressions to groups, as in {{'embed': 0}}; got"
-      f" {_base.shorten(overrides)}."
-    )
+  words = "a dict from regular expressions to groups, as {'embed': 0}"
+  _base.check_type("overrides", overrides, Mapping, words)
   for pattern, number in overrides.items():
     if not (_base.is_integer(number) and 0 <= number < num_groups):
       raise ValueError(
@@ -234,39 +226,32 @@ GroupNumber: TypeAlias = int | np.ndarray
 def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf, or those of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _layers.leaves_of(tree)
-  if isinstance(groups, LayerGroups):
-    entries = [(entry, g) for g, group in enumerate(groups.groups) for entry in group]
-    whole = dict(entries)
-    parts: dict[str, list[tuple[int, int, int, int]]] = {}
-    for entry, g in entries:
-      if match := _LAYERS.fullmatch(entry):
-        path, before, first, end = match.groups()
-        parts.setdefault(path, []).append((len(before) // 3, int(first), int(end), g))
-    return [
-      whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, parts, method)
-      for leaf in leaves
-    ]
-  last = len(groups) - 1
-  matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])
-  return [last if match is None else match for match in matches]
+  if not isinstance(groups, LayerGroups):
+    matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])
+    return [len(groups) - 1 if match is None else match for match in matches]
+  whole = {entry: g for g, group in enumerate(groups.groups) for entry in group}
+  # By path, the axis of the layers and their groups.
+  parts: dict[str, tuple[int, dict[int, int]]] = {}
+  for entry, g in whole.items():
+    if match := _LAYERS.fullmatch(entry):
+      path, before, first, end = match.groups()
+      _, numbers = parts.setdefault(path, (len(before) // 3, {}))
+      numbers |= dict.fromkeys(range(int(first), int(end)), g)
+  return [
+    whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, parts, method)
+    for leaf in leaves
+  ]
 
 
 def _numbers_of_layers(
-  leaf: _layers.Leaf, parts: dict[str, list[tuple[int, int, int, int]]], method: str
+  leaf: _layers.Leaf, parts: dict[str, tuple[int, dict[int, int]]], method: str
 ) -> np.ndarray:
-  """The groups of a leaf's layers; `parts` are axis, start, end and group."""
-  slices = parts.get(leaf.path, [])
-  numbers: dict[int, int] = {i: g for _, first, end, g in slices for i in range(first, end)}
-  axis = slices[0][0] if slices else 0
-  if not slices or len(numbers) != (*leaf.shape, *[0] * (axis + 1))[axis]:
-    lacks = f"no group has the leaf '{_tree.leaf_name(leaf.path)}'"
-    if slices:
-      lacks = (
-        f"the groups have {len(numbers)} layers along axis {axis} of the leaf '{leaf.path}', whose"
-        f" shape is {leaf.shape}"
-      )
+  axis, numbers = parts.get(leaf.path, (0, {}))
+  if not numbers or leaf.shape[axis : axis + 1] != (len(numbers),):
+    has = f"{len(numbers)} layers along axis {axis} of" if numbers else "no group with"
     raise ValueError(
-      f"`{method}` was given groups for other params: {lacks}. Make them with `layer_groups` from"
+      f"`{method}` was given groups for other params: they have {has} the leaf"
+      f" '{_tree.leaf_name(leaf.path)}' of shape {leaf.shape}. Make them with `layer_groups` from"
       " these params."
     )
   along = [-1 if i == axis else 1 for i in range(len(leaf.shape))]
@@ -313,8 +298,8 @@ def select_state(
     raise TypeError(
       f"`{method}` needs an inner optimizer over whose state `optax.tree.map_params` can map; it"
       f" failed: {error}. Masks and labels that are callables must take any tree: use"
-      " `jax.tree.map_with_path` or `optax_boost.path_mask`, or pass them as trees. An `init` that"
-      " computes with the params, as that of `optax.lbfgs`, can't be used here."
+      " `optax_boost.path_mask`, or pass them as trees. An `init` that computes with the params, as"
+      " in `optax.lbfgs`, can't be used here."
     ) from error
   return jax.tree.map(
     lambda group, old, new: new if group is None else select(group, old, new),
@@ -326,11 +311,9 @@ def select_state(
 
 
 def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
-  """One of two values, or parts of both, by which groups are frozen.
+  """One of two values, or parts of both; decided while tracing if the depth is a NumPy integer.
 
-  Decided while tracing where the depth is a NumPy integer, as that for which a train step is
-  compiled: nothing is computed for frozen leaves. A value without the leaf's axes (a factored
-  moment) is frozen with the last of its layers.
+  A value without the leaf's axes (a factored moment) is frozen with the last of its layers.
   """
   if isinstance(group, np.ndarray):
     shape = jnp.shape(otherwise)

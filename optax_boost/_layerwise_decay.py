@@ -39,7 +39,6 @@ def layerwise_decay(
 
   Raises:
     ValueError: `decay` is out of range, or the groups are of other params.
-    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

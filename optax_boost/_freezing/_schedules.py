@@ -37,10 +37,6 @@ class FreezeSchedule:
       frozen in that step, a scalar integer that is clipped to 0, ..., num_groups - 1.
     learning_rate_scale: a function of the step to the factors of the groups' updates, an array of
       `num_groups` numbers; None: ones.
-
-  Raises:
-    TypeError: `num_groups` is no whole number, or a function can't be called.
-    ValueError: `num_groups` is out of range.
   """
 
   num_groups: int
@@ -59,27 +55,24 @@ def scalar_depth(depth: Any) -> jax.Array:
   """Raises TypeError unless a schedule returned a scalar integer."""
   if _base.is_integer(depth):
     depth = np.int32(min(max(int(depth), 0), _base.LARGEST_COUNT))
-  required = "a scalar integer, how many groups are frozen"
-  _check_returned("frozen_groups(step, key)", "a FreezeSchedule", depth, (), jnp.integer, required)
+  words = "a scalar integer, how many groups are frozen"
+  _check_returned("frozen_groups(step, key)", depth, (), jnp.integer, words)
   return jnp.asarray(depth)
 
 
 def scale_per_group(scale: Any, num_groups: int) -> jax.Array:
   """Raises TypeError unless a schedule returned a learning rate scale for each group."""
-  owner, required = f"a FreezeSchedule for {num_groups} groups", "an array of as many numbers"
-  _check_returned("learning_rate_scale(step)", owner, scale, (num_groups,), None, required)
+  words = f"an array of {num_groups} numbers, one per group"
+  _check_returned("learning_rate_scale(step)", scale, (num_groups,), jnp.number, words)
   return jnp.asarray(scale)
 
 
-def _check_returned(
-  call: str, owner: str, value: Any, shape: tuple[int, ...], kind: Any, required: str
-) -> None:
+def _check_returned(call: str, value: Any, shape: tuple[int, ...], kind: Any, words: str) -> None:
   array = _base.is_any_array(value) or isinstance(value, np.generic)
   fits = array and jnp.shape(value) == shape and jnp.isrealobj(value)
-  if fits and (kind is None or jnp.issubdtype(jnp.result_type(value), kind)):
-    return
-  got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
-  raise TypeError(f"`{call}` of {owner} must return {required}; it returned {got}.")
+  if not (fits and jnp.issubdtype(jnp.result_type(value), kind)):
+    got = f"{jnp.result_type(value)}{jnp.shape(value)}" if array else _base.shorten(value)
+    raise TypeError(f"`{call}` of a FreezeSchedule must return {words}; it returned {got}.")
 
 
 def _check_num_groups(num_groups: Any) -> int:
@@ -132,12 +125,8 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
       (G - 1) / G the first group is never trained, with a warning.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze_layers`, step by step that of MindSpore. From step
-    2^31 - 1 on, where the count stops, nothing is frozen.
-
-  Raises:
-    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
-    TypeError: an argument is of the wrong kind.
+    A :class:`FreezeSchedule`, step by step MindSpore's. From step 2^31 - 1 on, where the count
+    stops, nothing is frozen.
 
   Examples:
     >>> import optax_boost
@@ -174,17 +163,11 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
 
   Args:
     num_groups: the number of groups G.
-    frozen_fraction: the share of steps in which something is frozen; raising it saves more time
-      and trains the first layers less. (MindSpore's `freeze_p` is one minus this.)
+    frozen_fraction: as for :func:`continuous_freezing`.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze_layers`, which freezes in the same steps as
-    MindSpore. Its depths are drawn from the key of :func:`freeze_layers`, independently in each
-    step. From step 2^31 - 1 on, where the count stops, nothing is frozen.
-
-  Raises:
-    ValueError: `frozen_fraction` is not in [0, 1), or `num_groups` out of range.
-    TypeError: an argument is of the wrong kind.
+    A :class:`FreezeSchedule` that freezes in the same steps as MindSpore, with depths drawn from
+    the key of :func:`freeze_layers`, independently in each step.
 
   Examples:
     >>> import jax, optax_boost
@@ -273,11 +256,7 @@ def progressive_freezing(
     anneal: whether updates are multiplied.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze_layers`.
-
-  Raises:
-    ValueError: a number is out of range.
-    TypeError: an argument is of the wrong kind.
+    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -320,11 +299,7 @@ def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
     frozen_groups: how many are frozen, at most G - 1. Raising it saves more time and trains less.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze_layers`.
-
-  Raises:
-    ValueError: a number is out of range.
-    TypeError: an argument is of the wrong kind.
+    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import optax_boost
@@ -350,11 +325,7 @@ def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
       longer and saves more time.
 
   Returns:
-    A :class:`FreezeSchedule` for :func:`freeze_layers`.
-
-  Raises:
-    ValueError: a number is out of range.
-    TypeError: an argument is of the wrong kind.
+    A :class:`FreezeSchedule`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost

@@ -1,4 +1,4 @@
-r"""Gradient freezing: on some steps the first layers stand still.
+"""Gradient freezing: on some steps the first layers are not updated.
 
 The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i frozen groups trains
 the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
@@ -49,21 +49,21 @@ def freeze_layers(
 ) -> optax.GradientTransformationExtraArgs:
   """Freezes the first groups of leaves on the steps that a schedule says.
 
-  A frozen leaf gets no update and no weight decay, and its optimizer state stands still. Frozen
+  A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
   gradients are zeroed before `inner`, so norm clipping measures trained leaves only.
-  :func:`make_train_step` does not compute the backward pass of frozen groups; without it, gradients
-  of frozen leaves are ignored, which saves nothing. It reads the depth from the state before each
-  step and compiles one program per depth; inside your own ``jit``, ``scan`` or ``vmap`` it can't
-  know the depth, and computes the whole backward pass. Leaves may be complex.
+  :func:`make_train_step` reads the depth from the state before each step, compiles one program per
+  depth and does not compute the backward pass of frozen groups. Inside your own ``jit``, ``scan``
+  or ``vmap`` it can't know the depth and computes the whole backward pass, as does a loop without
+  it. Leaves may be complex.
 
-  Of leaves that hold many layers (``nn.scan``, ``nnx.scan``) those of the frozen groups stand
-  still, with their slices of the optimizer's state. A state without the axis of layers, as a
-  factored moment, stands still with the last of them. The train step cuts the scans of the loss,
-  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
-  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
+  Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
+  slices of the optimizer's state; a state without the axis of layers, as a factored moment, is
+  frozen with the last of them. The train step cuts the scans of the loss, but not those inside a
+  ``cond``, a ``shard_map`` or a function with a derivative of its own, nor the backward pass of
+  frozen layers whose inputs depend on trained params: freeze these, too.
 
-  Put it around everything that must stand still: ``freeze_layers(optax.chain(clip, adamw), ...)``.
-  Around it go ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
+  Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. Around it go
+  ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
 
   Args:
@@ -72,9 +72,7 @@ def freeze_layers(
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
       searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
       the last group.
-    schedule: a :class:`FreezeSchedule` for as many groups: :func:`fixed_freezing`,
-      :func:`gradual_unfreezing`, :func:`progressive_freezing`, :func:`continuous_freezing`,
-      :func:`interval_freezing` or your own.
+    schedule: a :class:`FreezeSchedule` for as many groups, as of :func:`fixed_freezing`.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
 
   Returns:
@@ -84,7 +82,6 @@ def freeze_layers(
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
       params, or `inner` holds an :func:`average_params`, which goes around the whole.
-    TypeError: an argument or a leaf is of the wrong kind, or the schedule returns no depth.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -104,18 +101,13 @@ def freeze_layers(
   """
   inner = _base.check_transformation("inner", inner)
   num_groups = _groups.count_groups(groups)
-  if not isinstance(schedule, _schedules.FreezeSchedule):
-    raise TypeError(
-      f"`schedule` must be a FreezeSchedule; got {_base.shorten(schedule)}. Call"
-      " `interval_freezing`, `continuous_freezing` or `progressive_freezing`, or make your own."
-    )
+  _base.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
   if schedule.num_groups != num_groups:
     raise ValueError(
       f"`schedule` must be for the same number of groups as `groups`; got {schedule.num_groups}"
       f" and {num_groups}."
     )
   key = _base.as_key("key", key)
-
   number = _groups.numbering(groups, "freeze_layers")
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:

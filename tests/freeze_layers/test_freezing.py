@@ -821,7 +821,7 @@ BAD_ARGUMENTS = [
   ({"inner": optax.sgd}, TypeError, r"`inner` must be .* Did you pass the factory"),
   ({"groups": "a"}, TypeError, r"`groups` must be what `layer_groups` returned.*got 'a'"),
   ({"groups": ()}, TypeError, r"one per group; got \(\)"),
-  ({"schedule": 3}, TypeError, r"must be a FreezeSchedule; got 3. Call `interval_freezing`"),
+  ({"schedule": 3}, TypeError, r"must be a FreezeSchedule; got 3"),
   ({"schedule": fixed_schedule([0], 3)}, ValueError, r"same number of groups .* got 3 and 2"),
   ({"key": 0.5}, TypeError, r"`key` must be a key of `jax.random.key` or an integer seed; got 0"),
 ]
@@ -874,13 +874,13 @@ def test_refuses_a_schedule_that_returns_no_rates(scale):
   schedule = optax_boost.FreezeSchedule(2, lambda t, key: 0, lambda t: scale)
   tx = optax_boost.freeze_layers(**(GOOD | {"schedule": schedule}))
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  with pytest.raises(TypeError, match=r"for 2 groups must return an array of as many numbers"):
+  with pytest.raises(TypeError, match=r"must return an array of 2 numbers, one per group"):
     tx.update(params, tx.init(params), params)
 
 
 def test_refuses_groups_of_other_params():
   tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
-  with pytest.raises(ValueError, match=r"no group has the leaf 'x'. Make them with `layer_groups`"):
+  with pytest.raises(ValueError, match=r"no group with the leaf 'x' .* with `layer_groups`"):
     tx.init({"x": jnp.ones(2)})
   with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
     optax_boost.freeze_layers(**GOOD).init({"a": jnp.ones(2)})
@@ -1014,7 +1014,7 @@ def test_refuses_groups_of_other_params():
         chain_loss, chain_params(), BATCH, num_groups=2, overrides=["a"]
       ),
       TypeError,
-      r"`overrides` must map regular expressions to groups",
+      r"`overrides` must be a dict from regular expressions to groups",
     ),
   ],
 )
