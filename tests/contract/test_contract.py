@@ -511,7 +511,7 @@ def test_resuming_in_a_fresh_process_changes_nothing(tmp_path):
     last = run(row, params, range(2, 4), state)
     expected[str(row)] = [np.asarray(x) for x in jax.tree.leaves(last)]
   program = pathlib.Path(__file__).with_name("resume.py")
-  root = str(program.parent.parent)
+  root = str(program.parents[2])
   result = subprocess.run(
     [sys.executable, str(program), str(tmp_path)],
     env=os.environ | {"PYTHONPATH": root},

@@ -548,10 +548,10 @@ def test_leaves_without_entries_stay_on_a_mesh_with_explicit_axes():
 
 
 def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():
-  program = pathlib.Path(__file__).with_name("sgperm_under_load.py")
+  program = pathlib.Path(__file__).with_name("under_load.py")
   result = subprocess.run(
     [sys.executable, str(program)],
-    env=os.environ | {"PYTHONPATH": str(program.parent.parent)},
+    env=os.environ | {"PYTHONPATH": str(program.parents[2])},
     capture_output=True,
     text=True,
     check=False,
