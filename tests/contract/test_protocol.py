@@ -16,52 +16,9 @@ import pytest
 import optax_boost
 from optax_boost import _protocol
 
-# Names that are fields of states somewhere, so a lookup by bare name would find them.
-HOSTILE_NAMES = (
-  "count",
-  "curvature",
-  "frozen_groups",
-  "grad",
-  "inner_state",
-  "key",
-  "loss_scale",
-  "notfinite_count",
-  "params",
-  "snapshot",
-  "trust_ratio",
-)
-
 
 def bowl(params: Any, batch: Any) -> jax.Array:
   return sum(jnp.sum((leaf - batch) ** 2) for leaf in jax.tree.leaves(params))
-
-
-def hostile(shape: tuple[int, ...] = (3,)) -> dict[str, jax.Array]:
-  return {name: jnp.zeros(shape) for name in HOSTILE_NAMES}
-
-
-@pytest.mark.parametrize(
-  "tx",
-  [
-    optax.sgd(0.1, momentum=0.9),
-    optax.adam(0.1),
-    optax_boost.dynamic_loss_scale(optax.adam(0.1)),
-    optax_boost.freeze_layers(optax.adam(0.1), ["."], optax_boost.continuous_freezing(1, 0.0)),
-  ],
-  ids=["momentum", "adam", "loss scale", "freeze_layers"],
-)
-@pytest.mark.parametrize("shape", [(), (3,)], ids=str)
-def test_params_may_bear_the_names_of_state_fields(tx, shape):
-  plain = {f"w{i}": leaf for i, leaf in enumerate(hostile(shape).values())}
-  step = optax_boost.make_train_step(bowl, tx)
-  ours, plain = step.init(hostile(shape)), step.init(plain)
-  for _ in range(3):
-    ours, metrics = step(ours, 1.0)
-    plain, expected = step(plain, 1.0)
-  assert metrics.keys() == expected.keys()
-  chex.assert_trees_all_equal(
-    list(ours.params.values()), [plain.params[f"w{i}"] for i in range(len(HOSTILE_NAMES))]
-  )
 
 
 class ClippedState(NamedTuple):

@@ -157,45 +157,22 @@ def test_experts_that_each_token_looks_up():
   assert found["bias"][0] == ()
 
 
-class Block(nn.Module):
-  @nn.compact
-  def __call__(self, x, _):
-    return nn.LayerNorm()(nn.tanh(nn.Dense(8)(x))), None
+class SideBySide(nnx.Module):
+  """Layers made and run by ``nnx.vmap``."""
 
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("remat", [False, True])
-def test_linen_scans(axis, remat):
-  block = nn.remat(Block) if remat else Block
-  scanned = nn.scan(block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)()
-  params = scanned.init(KEY, X, None)["params"]
-  found = axes(lambda p, x: jnp.sum(scanned.apply({"params": p}, x, None)[0]), params, X)
-  kernel = found.pop("Dense_0/kernel")
-  assert kernel == ((1 - axis,), (axis,))
-  assert set(found.values()) == {((), (axis,))}
-
-
-class Stacked(nnx.Module):
-  """Layers made by ``nnx.vmap``, and run by ``nnx.scan`` or side by side."""
-
-  def __init__(self, scanned):
+  def __init__(self):
     @nnx.vmap(in_axes=0)
     def make(key):
       return nnx.Linear(8, 8, rngs=nnx.Rngs(key))
 
-    self.scanned = scanned
     self.blocks = make(jax.random.split(KEY, 3))
 
   def __call__(self, x):
-    if self.scanned:
-      run = nnx.scan(lambda x, m: jnp.tanh(m(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-      return run(x, self.blocks)
     return nnx.vmap(lambda m, x: jnp.tanh(m(x)), in_axes=(0, 0))(self.blocks, jnp.stack([x] * 3))
 
 
-@pytest.mark.parametrize("scanned", [True, False])
-def test_nnx_layers(scanned):
-  found = nnx_axes(Stacked(scanned), X)
+def test_layers_of_nnx_side_by_side():
+  found = nnx_axes(SideBySide(), X)
   assert found == {"blocks/bias": ((), (0,)), "blocks/kernel": ((1,), (0,))}
 
 

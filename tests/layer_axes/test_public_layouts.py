@@ -174,112 +174,11 @@ def test_the_backward_pass_of_the_first_half_is_cut(name):
   assert 0.45 < np.dot(sizes, parts) / sum(sizes) < 0.55
 
 
-def unrolled(tree, layout):
-  """A tree with the layers of its stacked leaves in leaves of their own, and how to go back."""
-  axes = {path: of_leaf for path, of_leaf in stacked(layout).items()}
-  leaves, structure = jax.tree.flatten(tree)
-  paths = _tree.leaf_paths(tree)
-  parts = {}
-  for path, leaf in zip(paths, leaves, strict=True):
-    along = axes.get(path, ())
-    front = np.moveaxis(np.asarray(leaf), along, range(len(along)))
-    for index in np.ndindex(front.shape[: len(along)]):
-      parts.setdefault(f"layer{index}" if along else "rest", {})[path] = front[index]
-
-  def rolled(parts):
-    joined = []
-    for path, leaf in zip(paths, leaves, strict=True):
-      along = axes.get(path, ())
-      layers = [part[path] for part in parts.values() if path in part]
-      if along:
-        shape = [leaf.shape[axis] for axis in along]
-        front = np.stack(layers).reshape(*shape, *layers[0].shape)
-        joined.append(np.moveaxis(front, range(len(along)), along))
-      else:
-        joined += layers
-    return jax.tree.unflatten(structure, joined)
-
-  return parts, rolled
-
-
 def stacked(layout):
   """The axes of layers of the leaves that scans slice, by path."""
   layers = layout.call("layer_axes")
   scanned = [leaf for scan in layers.scans for leaf, _ in scan.axes]
   return {layers.paths[leaf]: layers.axes[leaf].layers for leaf in scanned}
-
-
-@pytest.mark.parametrize("name", ["lm1b scan", "lm1b remat_scan"])
-def test_methods_take_each_layer_for_itself(name):
-  layout = traced(name)
-  layers = layout.call("layer_axes")
-
-  def step(params, layers=None):
-    tx = optax.chain(optax_boost.centralize(layers=layers), optax_boost.lars(0.1, layers=layers))
-    grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p**2, params)
-    return tx.update(grads, tx.init(params), params)[0]
-
-  ours = jax.jit(lambda p: step(p, layers))(layout.params)
-  parts, rolled = unrolled(layout.params, layout)
-  expected = rolled(jax.device_get(jax.jit(step)(parts)))
-  chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["lm1b scan"])
-def test_the_decay_goes_layer_by_layer(name):
-  layout = traced(name)
-  plan = layout.call("layer_groups", num_groups=layout.units + 1)
-  decay = optax_boost.layerwise_decay(plan, 0.5)
-
-  @jax.jit
-  def decayed(params):
-    return decay.update(jax.tree.map(jnp.ones_like, params), decay.init(params))[0]
-
-  factors = decayed(layout.params)
-  axes = stacked(layout)
-  for path, factor in zip(_tree.leaf_paths(factors), jax.tree.leaves(factors), strict=True):
-    axis = axes.get(path, (None,))[0]
-    if axis is None:
-      assert factor.ravel()[0] == (0.5**layout.units if "embedding" in path else 1), path
-    else:
-      others = tuple(i for i in range(factor.ndim) if i != axis)
-      np.testing.assert_array_equal(
-        np.max(factor, axis=others), 0.5 ** np.arange(layout.units)[::-1], err_msg=path
-      )
-
-
-def trained_in_a_step(name):
-  """A model's params before and after a step of its train step, and the step's metrics."""
-  layout = traced(name)
-  plan = layout.call("layer_groups", num_groups=layout.units + 1)
-  tx = optax.chain(
-    optax_boost.centralize(layers=layout.call("layer_axes")),
-    optax.adamw(1e-2),
-    optax_boost.layerwise_decay(plan, 0.5),
-  )
-  tx = optax_boost.freeze_layers(tx, half(name), optax_boost.fixed_freezing(2, 1))
-  if layout.is_nnx:
-    model = nnx.clone(layout.model)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = ob_nnx.make_train_step(loss_of_model, donate=False)
-    metrics = step(model, optimizer, TOKENS, nnx.Rngs(KEY))
-    return layout.params, nnx_adapter.split(nnx.Param, model)[1], metrics
-  step = ob_linen.make_train_step(loss_of_model, layout.model, tx, donate=False)
-  state, metrics = step(step.init(layout.variables), TOKENS, layout.key)
-  return layout.params, state.params, metrics
-
-
-@pytest.mark.parametrize("name", ["gemma scan"])
-def test_a_step_trains_the_last_half(name):
-  before, after, metrics = trained_in_a_step(name)
-  assert np.isfinite(metrics["loss"])
-  trained = trained_parts(name)
-  moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before, after)
-  for path, m, t in zip(
-    _tree.leaf_paths(moved), *map(jax.tree.leaves, (moved, trained)), strict=True
-  ):
-    assert not np.any(m & ~t), path
-    assert np.any(m) == np.any(t), path
 
 
 @pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
