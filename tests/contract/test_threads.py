@@ -68,8 +68,8 @@ class Plain:
   """A trajectory of the plain train step."""
 
   @staticmethod
-  def make_step(tx, **options):
-    return optax_boost.make_train_step(plain_loss, tx, **options)
+  def make_step(tx):
+    return optax_boost.make_train_step(plain_loss, tx)
 
   def __init__(self, step, seed):
     keys = jax.random.split(jax.random.key(seed), len(LAYERS))
@@ -88,8 +88,8 @@ class Linen(Plain):
   """A trajectory of the Linen train step."""
 
   @staticmethod
-  def make_step(tx, **options):
-    return ob_linen.make_train_step(model_loss, LinenNet(), tx, **options)
+  def make_step(tx):
+    return ob_linen.make_train_step(model_loss, LinenNet(), tx)
 
   def __init__(self, step, seed):
     keys = jax.random.split(jax.random.key(seed))
@@ -105,8 +105,8 @@ class Nnx:
   """A trajectory of the NNX train step."""
 
   @staticmethod
-  def make_step(tx, **options):
-    step = ob_nnx.make_train_step(model_loss, **options)
+  def make_step(tx):
+    step = ob_nnx.make_train_step(model_loss)
     step.tx = tx
     return step
 
@@ -126,19 +126,18 @@ FORMS = {"plain": Plain, "linen": Linen, "nnx": Nnx}
 
 
 @functools.cache
-def make_step(form, frozen, donate):
+def make_step(form, frozen):
   tx = optax.adam(1e-2)
   if frozen:
     tx = optax_boost.freeze_layers(tx, LAYERS, optax_boost.continuous_freezing(len(LAYERS), 0.6))
-  return FORMS[form].make_step(tx, donate=donate)
+  return FORMS[form].make_step(tx)
 
 
-def begin(form, step, seed):
-  """A trajectory with initial values of its own, at a place of its own in the schedule."""
-  trajectory = FORMS[form](step, seed)
-  for _ in range(seed):
-    trajectory.advance()
-  return trajectory
+def begin(form, frozen):
+  """Two trajectories of one step, each with its initial values and its place in the schedule."""
+  trajectories = [FORMS[form](make_step(form, frozen), seed) for seed in (0, 1)]
+  trajectories[1].advance()
+  return trajectories
 
 
 def train(trajectory):
@@ -146,41 +145,20 @@ def train(trajectory):
   return jax.device_get((history, trajectory.result()))
 
 
-@functools.cache
-def alone(form, frozen, donate):
-  """Two trajectories, one after the other."""
-  step = make_step(form, frozen, donate)
-  return [train(begin(form, step, seed)) for seed in (0, 1)]
-
-
-CASES = [
-  pytest.param(
-    form,
-    frozen,
-    donate,
-    id=f"{form}, {'frozen' if frozen else 'all trained'}, {'donated' if donate else 'kept'}",
-  )
-  for form in FORMS
-  for frozen in (True, False)
-  # Whether the core's step donates is the same to the forms around it.
-  for donate in ((True, False) if form == "plain" else (True,))
-]
-
-
-@pytest.mark.parametrize(("form", "frozen", "donate"), CASES)
-def test_two_threads_on_one_train_step_get_what_each_gets_alone(form, frozen, donate):
-  step = make_step(form, frozen, donate)
-  trajectories = [begin(form, step, seed) for seed in (0, 1)]
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    together = list(pool.map(train, trajectories))
-  chex.assert_trees_all_equal(together, alone(form, frozen, donate))
-
-
-@pytest.mark.parametrize(("form", "frozen", "donate"), CASES)
-def test_two_trajectories_in_turns_get_what_each_gets_alone(form, frozen, donate):
-  step = make_step(form, frozen, donate)
-  trajectories = [begin(form, step, seed) for seed in (0, 1)]
+def in_turns(trajectories):
   histories = zip(*[[t.advance() for t in trajectories] for _ in range(STEPS)], strict=True)
   results = [t.result() for t in trajectories]
-  in_turns = list(zip(map(list, histories), results, strict=True))
-  chex.assert_trees_all_equal(jax.device_get(in_turns), alone(form, frozen, donate))
+  return jax.device_get(list(zip(map(list, histories), results, strict=True)))
+
+
+def in_threads(trajectories):
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    return list(pool.map(train, trajectories))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "all trained"])
+def test_two_trajectories_of_one_step_get_what_each_gets_alone(form, frozen):
+  alone = [train(trajectory) for trajectory in begin(form, frozen)]
+  for together in (in_turns, in_threads):
+    chex.assert_trees_all_equal(together(begin(form, frozen)), alone)
