@@ -222,22 +222,6 @@ def assert_agrees(trace, found):
     assert_close(jax.tree.map(lambda x, t=t: x[t], found), trace.tree("", t), sums)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
-def test_runs_like_mxnet_until_its_accumulator_is_not_cleared(name):
-  trace = trace_of(name)
-  tx, params, found = trace.transformation(), trace.tree("init_", ...), []
-  full = optax_boost.full_gradient(MXNET_GRADIENT, params, trace.real_batches())
-  terms = gradient_terms(trace, params, ...)
-  assert_close(full, trace.tree("full_grad_", 0, 1 / trace.size), terms)
-  state = optax_boost.refresh_svrg(tx.init(params), params, full)
-  for t in range(trace.first_period):
-    gradient = functools.partial(MXNET_GRADIENT, batch=trace.batch(t))
-    updates, state = tx.update(gradient(params), state, params, grad_fn=gradient)
-    params = optax.apply_updates(params, updates)
-    found.append(params)
-  assert_agrees(trace, jax.tree.map(lambda *steps: jnp.stack(steps), *found))
-
-
 @pytest.mark.parametrize("name", ["sgd", "momentum"])
 def test_the_program_of_the_migration_page_takes_the_steps_of_mxnet(name):
   trace = trace_of(name)
