@@ -3,6 +3,4 @@
 from optax_boost._sgperm._laperm import laperm as laperm
 from optax_boost._sgperm._permuted_params import PermutedParams as PermutedParams
 from optax_boost._sgperm._permuted_params import permuted_params as permuted_params
-from optax_boost._sgperm._states import LapermState as LapermState
-from optax_boost._sgperm._states import SgpermState as SgpermState
-from optax_boost._sgperm._transform import sgperm as sgperm
+from optax_boost._sgperm._sgperm import sgperm as sgperm

@@ -10,9 +10,9 @@ grows.
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
   base     (P, 1), where a lane starts: its entries follow, by rising weight
 
-Weights are sorted once, in ``init``, for their ranks move with them. Each source looks for the
-nearest live entry of the other direction in a few words of bits; each cycle leaves a pair of links.
-The links of entries in a cycle freeze, and in the end tell which weight each receives.
+Each source looks for the nearest live entry of the other direction in a few words of bits; each
+cycle leaves a pair of links. The links of entries in a cycle freeze, and in the end tell which
+weight each receives.
 """
 
 import functools
@@ -37,7 +37,8 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
   """One exact step, as that of the host; `sizes`: the least and the largest of a subset, ever."""
   n = work.weights.shape[0]
   size = jnp.minimum(work.size, n)
-  position, values = _arranged(work.weights, work.ranks, work.order, size)
+  position = _arranged(work.weights, work.order, size)
+  values = _sorting.gather(work.weights, position)
   wanted = _sorting.gather(work.momentum, position)
   segment = jnp.arange(n, dtype=jnp.int32) // size
   pieces = -(-n // size)
@@ -52,7 +53,7 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
   def search(least: int, most: int) -> jax.Array:
     lanes, words = -(-n // least), -(-most // 32)
     found = _Search(values, up, down, order, size, lanes, words)
-    return found.run(work.ranges, work.brackets)
+    return found.run(_ranges(work.weights), work.brackets)
 
   edges = _edges(n, *sizes)
   bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
@@ -71,38 +72,30 @@ def _edges(n: int, least: int, most: int) -> list[int]:
   return [round(least * (most / least) ** (k / bands)) for k in range(bands + 1)]
 
 
-def _arranged(
-  weights: jax.Array, ranks: jax.Array, order: jax.Array, size: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Positions and weights, subset after subset, each by rising weight."""
-  position = _sorting.inverse(ranks)
-  values = _sorting.gather(weights, position)
-  rows = jnp.arange(len(weights), dtype=jnp.int32)
+def _arranged(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
+  """Positions, subset after subset, each by rising weight; equal weights in the subset's order."""
   whole = size == len(weights)
-  own_orders = order.ndim == 2
-  if own_orders:
-    # A single subset is in natural order.
-    order = jnp.where(whole, rows[:, None], order)
-    place = _sorting.inverse(order)
-  new_value = jnp.concatenate([jnp.zeros_like(values[:1], bool), values[1:] != values[:-1]])
+  if order.ndim == 1:
+    label = jnp.where(whole, 0, _sorting.inverse(order) // size)
+    return _sorting.argsort(weights)[_sorting.within_groups(label, jnp.arange(len(weights)))]
+  rows = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 0)
+  # A single subset is in natural order.
+  order = jnp.where(whole, rows, order)
+  place = _sorting.argsort(_sorting.gather(weights, order))
+  index = _sorting.within_groups(place // size, rows)
+  return _sorting.gather(_sorting.gather(order, place), index)
 
-  def with_ties() -> jax.Array:
-    group = jnp.cumsum(new_value, axis=0, dtype=jnp.int32)
-    if not own_orders:
-      return _sorting.within_groups(group, position)
-    return _sorting.gather(order, _sorting.within_groups(group, _sorting.gather(place, position)))
 
-  # Equal weights are in the order of their places; ranks tell only those of the first step.
-  position = jax.lax.cond(jnp.all(new_value[1:]), lambda: position, with_ties)
-  if own_orders:
-    label = _sorting.gather(place, position) // size
-    index = _sorting.within_groups(label, jax.lax.broadcasted_iota(jnp.int32, label.shape, 0))
-    position = _sorting.gather(position, index)
-    return position, _sorting.gather(weights, position)
-  label = jnp.zeros_like(rows).at[order].set(rows // size, unique_indices=True)
-  index = _sorting.within_groups(jnp.where(whole, 0, label), rows)
-  # Only equal weights have changed places: `values` are still sorted.
-  return position[index], values[index]
+def _ranges(weights: jax.Array) -> jax.Array:
+  """The value range of each vector, rounded to the dtype of the weights; no step changes it."""
+  spread = jnp.max(weights, axis=0) - jnp.min(weights, axis=0)
+  return _rounded(spread, weights.dtype)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Rounds as a cast would that the compiler may leave out."""
+  info: Any = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
 
 def _by_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
@@ -228,10 +221,7 @@ class _Search:
     """Rounded to the dtype of the weights, here and not in a sum that a compiler may fuse."""
     dtype = _arrays.accumulator_dtype(self.dtype)
     product = ranges.astype(dtype) * brackets.astype(dtype)[count]
-    if self.dtype != dtype:
-      info: Any = jnp.finfo(self.dtype)
-      product = jax.lax.reduce_precision(product, int(info.nexp), int(info.nmant))
-    return product.astype(self.values.dtype)
+    return _rounded(product, self.dtype).astype(self.values.dtype)
 
   def _bit(self, q: jax.Array) -> jax.Array:
     """The number of the bit of entry `q` as seen from each word."""

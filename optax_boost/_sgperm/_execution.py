@@ -1,13 +1,12 @@
 """How SGPerm's kernels run: once for all leaves of one kind, some weight vectors at a time.
 
-However leaves are sharded, each weight vector lies whole on a device.
+However leaves are sharded, each weight vector is whole on a device.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import math
 from typing import Any
-from typing import NamedTuple
 from typing import TypeAlias
 
 import jax
@@ -15,99 +14,94 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _arrays
+from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
-# Weights of a stack of leaves on an accelerator. It is a copy of them, which on a CPU takes longer
-# than compiling is worth: there a stack is no larger than a block.
-_STACKED_WEIGHTS = 2**25
+# Weights of leaves that are joined on an accelerator. It is a copy of them, which on a CPU takes
+# longer than compiling is worth: there, leaves of no more weights than a block are joined.
+_JOINED_WEIGHTS = 2**25
+
+# Gets arrays (n, *vectors): the weights, their entries in the raveled initial leaf, and others.
+# Returns the new weights, entries, and perhaps more; each vector by itself. If there are several
+# axes of vectors, the first is one of leaves.
+Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
-class Weights(NamedTuple):
-  """The weights of a leaf, and arrays of its shape that move with them."""
+def permute(
+  run: Callable[..., Sequence[Sequence[jax.Array]]],
+  args: Any,
+  layouts: Sequence[_layout.Layout],
+  params: Sequence[jax.Array],
+  moving: Sequence[Sequence[jax.Array]],
+  others: Sequence[Sequence[jax.Array]],
+) -> list[Sequence[jax.Array]]:
+  """The arrays `moving` of all leaves after a step, sharded as the params are.
 
-  values: Any
-  permutation: Any  # int32, each weight's entry in the raveled initial leaf
-  ranks: Any = None  # int32, each weight's rank in its vector
-
-
-# Gets weights and more arrays, (n, vectors) or (1, vectors), each vector by itself; `vectors` may
-# be several axes, the first then that of leaves. Returns (n, vectors) int32: for each position the
-# one whose weight it receives.
-Kernel: TypeAlias = Callable[..., jax.Array]
-
-
-def over_leaves(
-  kernel: Callable[[Any], Kernel], leaves: Sequence[tuple[Any, Weights, Sequence[jax.Array]]]
-) -> list[Weights]:
-  """Runs the kernel for a layout once for leaves of the same shapes, fan-in axes and dtypes.
-
-  `leaves`: of each leaf the layout, its weights (*fan_in, *outputs), and the kernel's other arrays,
-  of the same shape or (1, ..., *outputs). Returns the moved weights.
+  Args:
+    run: makes the step of movable leaves: gets layouts, `args`, `moving`, `others`, closes over no
+      other arrays, and returns the new `moving` as :meth:`_layout.Layout.fan_in_first` or columns.
+    args: a tuple of arrays.
+    layouts: of each leaf.
+    params: the leaves; a state restored without shardings has none of its own.
+    moving: of each leaf the arrays of its shape that `run` changes.
+    others: of each leaf further arrays of its shape.
   """
-  columns = [[*jax.tree.leaves(weights), *others] for _, weights, others in leaves]
+  movable = [i for i, lay in enumerate(layouts) if lay.movable]
+  if not movable:
+    return list(moving)
+  own = [layouts[i] for i in movable]
+
+  def step(args: Any, moving: Any, others: Any) -> list[list[jax.Array]]:
+    return [
+      [sharded_like(old, lay.leaf(x), mine[0]) for old, x in zip(mine, new, strict=True)]
+      for lay, mine, new in zip(own, moving, run(own, args, moving, others), strict=True)
+    ]
+
+  like = [[params[i]] * len(moving[i]) for i in movable]
+  chosen = [[arrays[i] for i in movable] for arrays in (moving, others)]
+  results = dict(zip(movable, auto_sharded(step, like)(args, *chosen), strict=True))
+  return [results.get(i, arrays) for i, arrays in enumerate(moving)]
+
+
+def together(
+  kernel: Kernel,
+  layouts: Sequence[_layout.Layout],
+  moving: Sequence[Sequence[jax.Array]],
+  others: Sequence[Sequence[jax.Array]],
+) -> list[Sequence[jax.Array]]:
+  """Runs a kernel once for leaves of the same shapes, fan-in axes and dtypes."""
+  columns = [
+    [lay.fan_in_first(x) for x in (*mine, *more)]
+    for lay, mine, more in zip(layouts, moving, others, strict=True)
+  ]
+  number = len(moving[0])
   mesh = _mesh_of([x for arrays in columns for x in arrays])
   kinds: dict[Any, list[int]] = {}
-  for i, ((layout, *_), arrays) in enumerate(zip(leaves, columns, strict=True)):
+  for i, (layout, arrays) in enumerate(zip(layouts, columns, strict=True)):
     kinds.setdefault((layout, *(x.dtype for x in arrays)), []).append(i)
-  results: list[Any] = [None] * len(leaves)
+  results: list[Any] = [None] * len(layouts)
   for members in kinds.values():
-    layout, weights, others = leaves[members[0]]
-    size, moving = weights.values.size, len(columns[members[0]]) - len(others)
-    run = _Run(kernel(layout), len(layout.fan_in), moving, mesh)
-    chunk = max(1, (_WEIGHTS if _on_cpu(weights.values) else _STACKED_WEIGHTS) // max(1, size))
-    for start in range(0, len(members), chunk):
-      some = members[start : start + chunk]
-      moved = run(list(zip(*(columns[i] for i in some), strict=True)))
-      for i, arrays in zip(some, moved, strict=True):
-        results[i] = Weights(*arrays)
+    first, layout = columns[members[0]][0], layouts[members[0]]
+    most = max(1, (_WEIGHTS if _on_cpu(first) else _JOINED_WEIGHTS) // first.size)
+    for start in range(0, len(members), most):
+      some = members[start : start + most]
+      leaves = list(zip(*(columns[i] for i in some), strict=True))
+      moved: list[Any]
+      if mesh is None:
+        joined = [jnp.concatenate([x.reshape(layout.length, -1) for x in xs], 1) for xs in leaves]
+        moved = [jnp.split(x, len(some), 1) for x in _in_blocks(kernel, joined, number)]
+      else:
+        moved = _across_devices(kernel, leaves, len(layout.fan_in), mesh)
+      for i, new in zip(some, zip(*moved, strict=True), strict=True):
+        results[i] = new
   return results
 
 
-class _Run(NamedTuple):
-  """Runs a kernel on the vectors of several leaves side by side."""
-
-  kernel: Kernel
-  axes: int  # of the fan-in
-  moving: int  # how many of the arrays move
-  mesh: jax.sharding.AbstractMesh | None
-
-  def __call__(self, stacks: list[tuple[jax.Array, ...]]) -> list[list[jax.Array]]:
-    """`stacks`: of each array the leaves' ones. Returns of each leaf the moved ones."""
-    if self.mesh is not None:
-      return self._sharded(stacks, self.mesh)
-    shape = stacks[0][0].shape
-    columns = [[self._columns(x) for x in xs] for xs in stacks]
-    stacked = list(map(jnp.stack, columns))
-    sources = in_blocks(self.kernel, stacked)
-    if not _on_cpu(stacked[0]):
-      # A gather for each leaf would be a kernel for each.
-      gather = jax.vmap(_sorting.gather)
-      moved = (gather(x, sources).reshape(len(x), *shape) for x in stacked[: self.moving])
-      return [list(arrays) for arrays in zip(*moved, strict=True)]
-    # Gathers leaf by leaf need no stack of results.
-    return [
-      [_sorting.gather(x, source).reshape(shape) for x in arrays]
-      for source, arrays in zip(sources, zip(*columns[: self.moving], strict=True), strict=True)
-    ]
-
-  def _columns(self, x: jax.Array) -> jax.Array:
-    return x.reshape(math.prod(x.shape[: self.axes]), math.prod(x.shape[self.axes :]))
-
-  def _sharded(
-    self, stacks: list[tuple[jax.Array, ...]], mesh: jax.sharding.AbstractMesh
-  ) -> list[list[jax.Array]]:
-    """The same where all cross devices in one exchange, or not at all."""
-    axes, shape, count = self.axes, stacks[0][0].shape, len(stacks[0])
-    hint = _hint(stacks[0][0], axes, mesh.size)
-    stacked = _exchanged(stacks, axes, mesh, hint)
-    vectors = [x.reshape(math.prod(x.shape[:axes]), *x.shape[axes:]) for x in stacked]
-    source = self.kernel(*vectors)
-    moved = [_sorting.gather(x, source) for x in vectors[: self.moving]]
-    parts = [jnp.moveaxis(x.reshape(*shape[:axes], count, *shape[axes:]), axes, 0) for x in moved]
-    back = _exchanged([tuple(part) for part in parts], axes, mesh)
-    return [list(arrays) for arrays in zip(*(jnp.moveaxis(x, axes, 0) for x in back), strict=True)]
+def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
+  """Arrays (n, *vectors) after each position received the entries of another one."""
+  return [_sorting.gather(x, source) for x in arrays]
 
 
 def _on_cpu(x: jax.Array) -> bool:
@@ -116,37 +110,46 @@ def _on_cpu(x: jax.Array) -> bool:
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
 
-def in_blocks(kernel: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-  """Applies a kernel on (n, vectors) to arrays (leaves, n or 1, vectors), each vector by itself."""
-  leaves, n, vectors = arrays[0].shape
+def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
+  """Applies a kernel to arrays (n, vectors), some vectors at a time."""
   # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
-  # vectors at once than keep a device busy: on a CPU, those that fit into its cache.
-  most = _WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS
-  width = max(1, most // max(1, n))
-  # The vectors may lie on all of several devices.
-  if jax.device_count() > 1:
-    width = leaves * vectors
-  # A block is some whole leaves, or a part of one.
-  some = min(leaves, max(1, width // max(1, vectors)))
-  pieces = -(-vectors // width) if vectors else 1
-  width = -(-vectors // pieces)
+  # vectors at once than keep a device busy: on a CPU, as many as fit into its cache. On several
+  # devices the vectors may be spread over all.
+  n, vectors = arrays[0].shape
+  width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
+  blocks = -(-vectors // width) if jax.device_count() == 1 else 1
+  if blocks == 1:
+    return kernel(*arrays)
+  width = -(-vectors // blocks)
 
-  def block(*parts: jax.Array) -> jax.Array:
-    found = kernel(*(jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in parts))
-    return jnp.moveaxis(found.reshape(n, some, width), 1, 0)
-
-  if some == leaves and pieces == 1:
-    return block(*arrays)
-
-  def one(k: jax.Array, done: jax.Array) -> jax.Array:
+  def one(k: jax.Array, done: Sequence[jax.Array]) -> list[jax.Array]:
     # The last block overlaps the one before it, and repeats its results.
-    leaf = jnp.minimum(k // pieces * some, leaves - some)
-    start = (leaf, 0, jnp.minimum(k % pieces * width, vectors - width))
-    parts = [jax.lax.dynamic_slice(x, start, (some, x.shape[1], width)) for x in arrays]
-    return jax.lax.dynamic_update_slice(done, block(*parts), start)
+    start = jnp.minimum(k * width, vectors - width)
+    parts = kernel(*(jax.lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays))
+    return [
+      jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)
+      for x, part in zip(done, parts, strict=True)
+    ]
 
-  blocks = -(-leaves // some) * pieces
-  return jax.lax.fori_loop(0, blocks, one, jnp.zeros((leaves, n, vectors), jnp.int32))
+  return jax.lax.fori_loop(0, blocks, one, list(map(jnp.zeros_like, arrays[:moving])))
+
+
+def _across_devices(
+  kernel: Kernel,
+  leaves: Sequence[Sequence[jax.Array]],
+  axes: int,
+  mesh: jax.sharding.AbstractMesh,
+) -> list[Sequence[jax.Array]]:
+  """Applies a kernel to sharded leaves, which all cross devices in one exchange, or not at all.
+
+  `leaves`: for each of the kernel's arguments the leaves' arrays (*fan_in, *outputs).
+  """
+  first = leaves[0][0]
+  joined = _exchanged(leaves, axes, mesh, _hint(first, axes, mesh.size))
+  moved = kernel(*(x.reshape(-1, *x.shape[axes:]) for x in joined))
+  parts = [x.reshape(*first.shape[:axes], *x.shape[1:]) for x in moved]
+  apart = [[jax.lax.index_in_dim(x, i, axes, False) for i in range(x.shape[axes])] for x in parts]
+  return [list(jnp.moveaxis(x, axes, 0)) for x in _exchanged(apart, axes, mesh)]
 
 
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
@@ -156,7 +159,7 @@ def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
 
 
 def _exchanged(
-  stacks: list[tuple[jax.Array, ...]],
+  stacks: Sequence[Sequence[jax.Array]],
   axes: int,
   mesh: jax.sharding.AbstractMesh,
   hint: jax.Array | None = None,
@@ -204,7 +207,7 @@ def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
   """Leaves the shardings inside a function without closures over arrays to the compiler.
 
   Meshes with explicit axes ask how each result of a sort or gather is sharded. Results are sharded
-  as the arrays of `like`, a tree like the results; None: not sharded.
+  as the arrays of `like`, a tree like the results.
   """
 
   def call(*args: Any) -> Any:
@@ -214,12 +217,7 @@ def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
         return call(*args)
     if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
       return function(*args)
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shardings = jax.tree.map(
-      lambda x: replicated if x is None else jax.typeof(x).sharding,
-      like,
-      is_leaf=lambda x: x is None,
-    )
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
     return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
   return call

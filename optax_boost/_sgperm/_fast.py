@@ -26,20 +26,18 @@ ROUNDS = 32
 _LEAST_BITS = 16
 
 
-@jax.jit
-def targets(
-  weights: jax.Array, momentum: jax.Array, ranges: jax.Array, bracket: jax.Array
-) -> jax.Array:
-  """The targets t in at least float32; `bracket` is ``alpha + 1 / n``, NaN counts as zero."""
+def targets(weights: jax.Array, momentum: jax.Array, alpha: jax.Array) -> jax.Array:
+  """The targets t in at least float32; a momentum of NaN counts as zero."""
   dtype = _arrays.accumulator_dtype(weights.dtype)
+  bracket = alpha.astype(dtype) + 1 / len(weights)
+  spread = (jnp.max(weights, 0, keepdims=True) - jnp.min(weights, 0, keepdims=True)).astype(dtype)
   momentum = jnp.where(jnp.isnan(momentum), 0, momentum).astype(dtype)
   largest = jnp.max(jnp.abs(momentum), axis=0, keepdims=True)
   # The inner `where` keeps vectors without momentum from dividing by zero.
-  epsilon = jnp.where(largest > 0, ranges.astype(dtype) * bracket.astype(dtype), 0)
+  epsilon = jnp.where(largest > 0, spread * bracket, 0)
   return weights.astype(dtype) - epsilon * (momentum / jnp.where(largest > 0, largest, 1))
 
 
-@jax.jit
 def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
   """Swaps pairs of weights towards their targets, a round for each of the random `bits` (uint32).
 
@@ -82,7 +80,6 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
   return level.astype(jnp.int32) - 2 ** (bits - 1)
 
 
-@jax.jit
-def by_rank(target: jax.Array, ranks: jax.Array) -> jax.Array:
-  """Gives the weight of rank r to the position with the r-th smallest target (no NaN)."""
-  return _sorting.gather(_sorting.inverse(ranks), _sorting.inverse(_sorting.argsort(target)))
+def ranks(x: jax.Array) -> jax.Array:
+  """Each entry's rank in its column, equal ones in natural order; no NaN."""
+  return _sorting.inverse(_sorting.argsort(x))

@@ -18,10 +18,6 @@ class Work(NamedTuple):
 
   weights: Any  # (n, vectors), before the step
   momentum: Any  # (n, vectors), the recommendations
-  # (n, vectors) int32, the weights' ranks in their vectors, ties in any order; unused by the
-  # host, which sorts faster than they would travel.
-  ranks: Any
-  ranges: Any  # (vectors,), in the dtype of the weights
   # int32. Of shape (n, vectors), each vector's positions after its shuffle; of shape (n,), the
   # ranks (by weight, then position) after a shuffle that all vectors share.
   order: Any
@@ -85,7 +81,8 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   by_size = by_size[np.argsort(group[by_size], kind="stable")[:total]]
   slot = np.empty(len(group), np.int64)
   slot[entries] = np.arange(total)
-  epsilon = work.ranges[:, None] * work.brackets[count.reshape(rows, pieces)]
+  ranges = np.max(weights, axis=1) - np.min(weights, axis=1)
+  epsilon = ranges[:, None] * work.brackets[count.reshape(rows, pieces)]
   flat = flat.ravel()[entries]
   received = _run_search(
     values.ravel()[flat].astype(np.float64),

@@ -11,6 +11,7 @@ Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import Literal
@@ -24,14 +25,35 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _layers
+from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
-from optax_boost._sgperm._execution import Weights
-from optax_boost._sgperm._states import LapermState
+from optax_boost._sgperm import _sorting
 
 _METHOD = "laperm"
+
+
+@_protocol.declares(exact=("permuted_params",))
+class LapermState(NamedTuple):
+  """State of :func:`laperm`: two copies of the params and the inner state.
+
+  Leaves that are excluded are ``optax.MaskedNode()`` in the two trees.
+
+  Attributes:
+    count: scalar int32, the number of inner steps made.
+    synced: scalar bool, whether the last of them ended in a permutation.
+    permuted_params: the exact params of the last synchronization.
+    permutation: as in :func:`sgperm`'s state, of the last synchronization.
+    inner_state: the inner optimizer's state.
+  """
+
+  count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
+  synced: jax.Array
+  permuted_params: optax.Params
+  permutation: Any
+  inner_state: optax.OptState
 
 
 def laperm(
@@ -44,17 +66,16 @@ def laperm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
-  At a synchronization each weight vector gets its initial values back, in the order of the trained
-  ones: of all their permutations the nearest. Between two synchronizations params are no
-  permutation: evaluate and save :func:`permuted_params` of the state, those of the last
-  synchronization. After a synchronization params are the permutation to
-  the bit with :func:`make_train_step` and :func:`apply_gradients`, and within one rounding of it
-  with ``optax.apply_updates``.
+  At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
+  the order of the trained ones: of all their permutations the nearest. Between two synchronizations
+  params are not a permutation: evaluate and save :func:`permuted_params` of the state, the params
+  of the last synchronization. After a synchronization params are the permutation to the bit with
+  :func:`make_train_step` and :func:`apply_gradients`, and within one rounding of it with
+  ``optax.apply_updates``.
 
-  A weight vector holds the weights into one output: for Flax all axes but the last, and a whole
-  bias, of any rank. A vector whose initial weights are all equal, such as a zero bias, returns to
-  them, which undoes its training: exclude such leaves, or start them at random. Inside
-  ``shard_map`` leaves must be whole: a permutation counts their entries.
+  A vector whose initial weights are all equal, such as a zero bias, returns to them, which undoes
+  its training: exclude such leaves, or start them at random. Inside ``shard_map`` leaves must be
+  whole: a permutation counts their entries.
 
   Weights that become NaN count as the largest of their vector at the next synchronization. A step
   whose updates are all zero, as between two inner steps of ``accumulate`` and after an overflow
@@ -66,8 +87,10 @@ def laperm(
       inner steps made, with which it can grow: a synchronization follows the steps whose number is
       a multiple. Raising it trains more freely.
     exclude: the leaves that `inner` trains alone, as in :func:`lars`.
-    layout: where a kernel has its output axis: ``"flax"``, last; ``"torch"``, first.
-    layers: what :func:`layer_axes` returns, for the axes along a weight vector; see :func:`sgperm`.
+    layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last;
+      ``"torch"``, first.
+    layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
+      the train step passes.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params` and hands its extra
@@ -114,23 +137,20 @@ class _Laperm(NamedTuple):
   def init(self, params: optax.Params) -> LapermState:
     layouts = self.cutter.for_init(params)
     leaves, structure = jax.tree.flatten(params)
-
-    def held(of_leaves: Iterable[Any]) -> Any:
-      pairs = zip(layouts, of_leaves, strict=True)
-      masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
-      return jax.tree.unflatten(structure, masked)
-
+    pairs = list(zip(layouts, leaves, strict=True))
+    masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
+    held = jax.tree.unflatten(structure, masked)
     inner_state = self.inner.init(params)
     _protocol.refuse_observers(_METHOD, inner_state)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      permuted_params=held(map(_arrays.copy_arrays, leaves)),
-      permutation=held(map(_layout.identity, leaves)),
-      ranks=held(map(_layout.ranks, layouts, leaves)),
+      permuted_params=_arrays.copy_arrays(held),
+      permutation=jax.tree.map(_layout.identity, held),
       inner_state=inner_state,
     )
 
+  @_method.wants_layers
   def update(
     self,
     updates: optax.Updates,
@@ -138,7 +158,8 @@ class _Laperm(NamedTuple):
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LapermState]:
-    layouts = self.cutter.for_update(updates, state, LapermState, params)
+    layers = extra_args.get("layers")
+    layouts = self.cutter.for_update(updates, state, LapermState, params, layers)
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
     structure: Any = jax.tree.structure(params)
     steps = structure.flatten_up_to(updates)
@@ -154,27 +175,29 @@ class _Laperm(NamedTuple):
       steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
       for i, w in zip(held, currents, strict=True)
     ]
-    trees = (state.permuted_params, state.permutation, state.ranks)
-    weights = list(map(Weights, *map(jax.tree.leaves, trees)))
-    # Sharded as the params: a state restored without shardings has none.
-    like = (wide, [Weights(w, w, w) for w in currents])
-    synchronize = _execution.auto_sharded(functools.partial(_synchronize, ours), like)
+    trees = (state.permuted_params, state.permutation)
+    weights = list(map(list, zip(*map(jax.tree.leaves, trees), strict=True)))
     # Sorts run only when they are due.
     wide, weights = _conditional.cond(
-      due, synchronize, lambda *lists: lists[:2], wide, weights, currents
+      due,
+      functools.partial(_synchronize, ours),
+      lambda *lists: lists[:2],
+      wide,
+      weights,
+      currents,
     )
 
-    def tree(of_leaves: Iterable[Any], others: Any) -> Any:
-      return jax.tree.unflatten(structure, _replaced(others, held, of_leaves))
+    def tree(of_leaves: Iterable[Any], others: Sequence[Any]) -> Any:
+      new = dict(zip(held, of_leaves, strict=True))
+      return jax.tree.unflatten(structure, [new.get(i, x) for i, x in enumerate(others)])
 
     masked = [optax.MaskedNode()] * len(layouts)
-    exact, permutation, ranks = (tree([new[k] for new in weights], masked) for k in range(3))
+    exact, permutation = (tree([new[k] for new in weights], masked) for k in range(2))
     return tree(wide, steps), LapermState(
       count=count,
       synced=jnp.where(stepped, due, state.synced),
       permuted_params=exact,
       permutation=permutation,
-      ranks=ranks,
       inner_state=inner_state,
     )
 
@@ -192,33 +215,23 @@ class _Laperm(NamedTuple):
 def _synchronize(
   layouts: list[_layout.Layout],
   steps: list[jax.Array],
-  weights: list[Weights],
+  weights: list[Sequence[jax.Array]],
   params: list[jax.Array],
-) -> tuple[list[jax.Array], list[Weights]]:
+) -> tuple[list[jax.Array], list[Sequence[jax.Array]]]:
   """The updates that lead to the permutation nearest to free steps, and the weights there."""
-
-  def vectors(k: int) -> tuple[_layout.Layout, Weights, list[jax.Array]]:
-    trained = optax.apply_updates(params[k], steps[k])
-    first = layouts[k].fan_in_first
-    return layouts[k], jax.tree.map(first, weights[k]), [first(trained)]
-
-  moving = [k for k, lay in enumerate(layouts) if lay.movable]
-  moved = _execution.over_leaves(lambda layout: _nearest, list(map(vectors, moving)))
-  whole = [_layout.whole(layouts[k], weights[k], new) for k, new in zip(moving, moved, strict=True)]
-  weights = _replaced(weights, moving, whole)
+  trained = [(x,) for x in optax.apply_updates(params, steps)]
+  moved = _execution.permute(_to_nearest, (), layouts, params, weights, trained)
   found = [
-    _layout.difference(p, new.values, u.dtype)
-    for p, new, u in zip(params, weights, steps, strict=True)
+    _layout.difference(p, new[0], u.dtype) for p, new, u in zip(params, moved, steps, strict=True)
   ]
-  return found, weights
+  return found, moved
 
 
-def _nearest(values: Any, permutation: Any, ranks: jax.Array, trained: jax.Array) -> jax.Array:
-  """For each position the weight that it receives, in the order of the trained; NaN the largest."""
-  return _fast.by_rank(jnp.where(jnp.isnan(trained), jnp.inf, trained), ranks)
+def _to_nearest(layouts: Any, args: Any, weights: Any, trained: Any) -> Any:
+  def kernel(values: jax.Array, entries: jax.Array, trained: jax.Array) -> list[jax.Array]:
+    # NaN counts as the largest.
+    ranks = _fast.ranks(jnp.where(jnp.isnan(trained), jnp.inf, trained))
+    source = _sorting.gather(_sorting.argsort(values), ranks)
+    return _execution.gather([values, entries], source)
 
-
-def _replaced(values: list[Any], places: list[int], new: Iterable[Any]) -> list[Any]:
-  """A list with other values in some places."""
-  others = dict(zip(places, new, strict=True))
-  return [others.get(i, value) for i, value in enumerate(values)]
+  return _execution.together(kernel, layouts, weights, trained)

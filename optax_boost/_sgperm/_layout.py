@@ -1,11 +1,6 @@
-"""Leaves as stacks of weight vectors: one column per output, its incoming weights in it.
-
-Functions here and in the kernels are jitted each for itself: outside of a user's ``jit``, as in
-``init``, their many small operations would be compiled one by one.
-"""
+"""Leaves as stacks of weight vectors: one column per output, its incoming weights in it."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 from typing import Literal
@@ -17,31 +12,22 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
-from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._sgperm import _execution
-from optax_boost._sgperm import _sorting
-from optax_boost._sgperm._execution import Weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """How a leaf is cut into weight vectors."""
 
-  path: str = dataclasses.field(compare=False)  # leaves that differ in it alone share programs
+  name: str = dataclasses.field(compare=False)  # leaves that differ in it alone share programs
   shape: tuple[int, ...]
-  fan_in: tuple[int, ...]  # the axes that run along a weight vector, ascending
+  fan_in: tuple[int, ...]  # the axes that run along a weight vector
   excluded: bool = False  # not permuted
 
   @property
-  def name(self) -> str:
-    """The path, for messages."""
-    return _tree.leaf_name(self.path)
-
-  @property
-  def outputs(self) -> tuple[int, ...]:
-    """The axes that number the vectors."""
-    return tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
+  def axes(self) -> tuple[int, ...]:
+    """All axes, those that number the vectors last."""
+    return self.fan_in + tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
 
   @property
   def length(self) -> int:
@@ -51,7 +37,7 @@ class Layout:
   @property
   def vectors(self) -> int:
     """The number of vectors."""
-    return math.prod(self.shape[axis] for axis in self.outputs)
+    return math.prod(self.shape[axis] for axis in self.axes[len(self.fan_in) :])
 
   @property
   def movable(self) -> bool:
@@ -60,7 +46,7 @@ class Layout:
 
   def fan_in_first(self, x: jax.Array) -> jax.Array:
     """The leaf as (*fan_in, *outputs)."""
-    return jnp.transpose(x, self.fan_in + self.outputs)
+    return jnp.transpose(x, self.axes)
 
   def columns(self, x: jax.Array) -> jax.Array:
     """The leaf as (n, vectors)."""
@@ -68,8 +54,8 @@ class Layout:
 
   def leaf(self, columns: jax.Array) -> jax.Array:
     """The inverse of :meth:`columns` and of :meth:`fan_in_first`."""
-    axes = self.fan_in + self.outputs
-    return jnp.transpose(columns.reshape([self.shape[a] for a in axes]), np.argsort(axes).tolist())
+    shape = [self.shape[axis] for axis in self.axes]
+    return jnp.transpose(columns.reshape(shape), np.argsort(self.axes).tolist())
 
 
 class Cutter:
@@ -85,8 +71,7 @@ class Cutter:
     _base.check_name("layout", layout, ("flax", "torch"))
     self._method, self._layers = method, _method.check_layers(layers)
 
-    def layouts(tree: Any) -> list[Layout]:
-      leaves = _layers.leaves_of(tree, layers)
+    def layouts(tree: Any, layers: _layers.Layers | None) -> list[Layout]:
       excluded = _tree.select(tree, exclude, "exclude")
 
       def fan_in(leaf: _layers.Leaf) -> tuple[int, ...]:
@@ -94,17 +79,16 @@ class Cutter:
         return leaf.layer_axes if vector else _layers.fan_in(leaf, layout)
 
       return [
-        Layout(leaf.path, leaf.shape, fan_in(leaf), skip)
-        for leaf, skip in zip(leaves, excluded, strict=True)
+        Layout(_tree.leaf_name(leaf.path), leaf.shape, fan_in(leaf), skip)
+        for leaf, skip in zip(_layers.leaves_of(tree, layers), excluded, strict=True)
       ]
 
-    # Of every leaf, in the order of `jax.tree.leaves`.
-    self.layouts = _tree.once_per_tree(layouts)
+    self._layouts = _tree.once_per_tree(layouts)
 
   def for_init(self, params: Any) -> list[Layout]:
-    """The layouts of params whose values, if they are known, are finite."""
+    """The layouts of all leaves, whose axes are not final; known values must be finite."""
     _tree.check_floating(params, self._method)
-    layouts = self.layouts(params)
+    layouts: list[Layout] = self._layouts(params, self._layers)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
       unknown = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
       if not (lay.excluded or unknown or _finite(x)):
@@ -115,10 +99,12 @@ class Cutter:
         )
     return layouts
 
-  def for_update(self, updates: Any, state: Any, state_type: type, params: Any) -> list[Layout]:
-    """The layouts of params that fit the gradients and the state."""
+  def for_update(
+    self, updates: Any, state: Any, state_type: type, params: Any, layers: Any
+  ) -> list[Layout]:
+    """The layouts of params that fit gradients and state; `layers` as ``update`` gets it."""
     _tree.check_update(self._method, updates, state, state_type, params, needs_params=True)
-    layouts = self.layouts(params)
+    layouts: list[Layout] = self._layouts(params, self._layers or _method.check_layers(layers))
     held = [lay.shape for lay in layouts if not lay.excluded]
     shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
     if held != shapes:
@@ -126,8 +112,6 @@ class Cutter:
         f"`{self._method}` needs the params that its state was made for, of shapes"
         f" {_base.shorten(shapes)}; got {_base.shorten(held)}. Start from `tx.init(params)`."
       )
-    if self._layers is None:
-      _protocol.announce_layers(self._method, [lay.path for lay in layouts if lay.movable])
     return layouts
 
 
@@ -143,42 +127,6 @@ def _largest_is_finite(x: jax.Array) -> jax.Array:
   return jnp.isfinite(jnp.max(jnp.abs(x), initial=0))
 
 
-def ranks(layout: Layout, x: Any) -> Any:
-  """The ranks of a leaf's weights in their vectors, equal ones in natural order; int32."""
-  return x.update(dtype=jnp.int32) if isinstance(x, jax.ShapeDtypeStruct) else _ranks(layout, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _ranks(layout: Layout, x: jax.Array) -> jax.Array:
-  if not layout.movable:
-    return jnp.zeros(layout.shape, jnp.int32)
-
-  def sort(x: jax.Array) -> jax.Array:
-    columns = layout.columns(x)
-    rows = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-    # Once in a training: XLA's own sort compiles four times as fast as `_sorting.argsort`.
-    _, order = jax.lax.sort((columns, rows), dimension=0, num_keys=1)
-    ranks = layout.leaf(_sorting.inverse(order))
-    return _execution.sharded_like(jnp.zeros_like(x, jnp.int32), ranks, x)
-
-  return _execution.auto_sharded(sort, x)(x)
-
-
-def ranges(layout: Layout, x: Any) -> Any:
-  """The value range of each weight vector, (1, vectors) in the dtype of the leaf."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct((1, layout.vectors), x.dtype)
-  return _ranges(layout, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _ranges(layout: Layout, x: jax.Array) -> jax.Array:
-  if not layout.movable:
-    return jnp.zeros((1, layout.vectors), x.dtype)
-  spread = functools.partial(jnp.ptp, axis=0, keepdims=True)
-  return _execution.auto_sharded(lambda x: spread(layout.columns(x)), None)(x)
-
-
 def identity(x: Any) -> Any:
   """The permutation of a leaf that changes nothing, int32."""
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -189,22 +137,11 @@ def identity(x: Any) -> Any:
 
 @jax.jit
 def _entries(x: jax.Array) -> jax.Array:
-  """The entries of a raveled leaf, in its shape."""
   if x.size > np.iinfo(np.int32).max:
     raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
   entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
   # No weight is above infinity: zeros, sharded like the leaf.
   return entries + (x > jnp.inf).astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def whole(layout: Layout, held: Weights, moved: Weights) -> Weights:
-  """A leaf's weights, moved as (*fan_in, *outputs), in the leaf's shape and with its sharding."""
-
-  def one(old: jax.Array, new: jax.Array) -> jax.Array:
-    return _execution.sharded_like(old, layout.leaf(new), held.values)
-
-  return jax.tree.map(one, held, moved)
 
 
 def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:

@@ -16,10 +16,9 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _files
 from optax_boost import _masking
+from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._sgperm import _execution
-from optax_boost._sgperm._states import LapermState
-from optax_boost._sgperm._states import SgpermState
 
 
 class PermutedParams(NamedTuple):
@@ -163,8 +162,7 @@ def permuted_params(
     >>> model.params["bias"].tolist(), model.permutation["bias"].tolist()
     ([0.125, 0.25, 0.5], [2, 0, 1])
   """
-  kinds: tuple[Any, ...] = (SgpermState, LapermState)
-  states = [state for kind in kinds for state in _tree.find_states(opt_state, kind)]
+  states: list[Any] = list(_protocol.declaring_states(opt_state, "exact"))
   if len(states) != 1:
     raise ValueError(
       "`permuted_params` needs a state with exactly one of `sgperm` and `laperm` in it; got"

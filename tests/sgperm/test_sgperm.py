@@ -1,6 +1,7 @@
 """SGPerm against the recorded runs, and against the published search in plain Python."""
 
 import functools
+import math
 import os
 import pathlib
 import re
@@ -77,7 +78,7 @@ def compiler(request, monkeypatch):
 
 def on_host(weights, wishes, order, size, ranges, alpha, remainder):
   fractions = brackets(alpha, weights.shape[1], weights.dtype)
-  work = _host.Work(weights.T, wishes.T, None, ranges, order.T, size, fractions)
+  work = _host.Work(weights.T, wishes.T, order.T, size, fractions)
   return _host.permute(work, remainder=remainder).T
 
 
@@ -192,15 +193,14 @@ def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
-def device_step(weights, wishes, order, size, ranges, fractions, *, sizes, remainder):
-  ranks = _sorting.inverse(_sorting.argsort(weights))
-  work = _host.Work(weights, wishes, ranks, ranges, order, size, fractions)
+def device_step(weights, wishes, order, size, fractions, *, sizes, remainder):
+  work = _host.Work(weights, wishes, order, size, fractions)
   return _device.permute(work, sizes=sizes, remainder=remainder)
 
 
 def on_device(weights, wishes, order, size, ranges, alpha, remainder):
   n = weights.shape[1]
-  given = (weights.T, wishes.T, order.T, np.int32(size), ranges, brackets(alpha, n, weights.dtype))
+  given = (weights.T, wishes.T, order.T, np.int32(size), brackets(alpha, n, weights.dtype))
   return np.asarray(device_step(*given, sizes=(min(n, 2), n), remainder=remainder)).T
 
 
@@ -585,9 +585,10 @@ def test_leaves_of_any_rank_are_cut_into_vectors(path, shape, kwargs, vectors):
   name, axes = path.rpartition("/")[2], dict(kwargs)
   layout = axes.pop("layout", "flax")
   layers = layer_losses.described(tree, *({name: axes.get(k, ())} for k in ("stacked", "fan_in")))
-  tx = optax_boost.sgperm(method="rank", layout=layout, layers=layers if axes else None)
-  (ranges,) = jax.tree.leaves(tx.init(tree).ranges)
-  assert ranges.shape == (1, vectors)
+  tx = optax_boost.sgperm(key=0, layout=layout, layers=layers if axes else None)
+  wrong = jax.tree.map(lambda _: jnp.zeros(0), tree)
+  with pytest.raises(ValueError, match=rf"\({math.prod(shape) // vectors}, {vectors}\); got"):
+    tx.update(tree, tx.init(tree), tree, partitions=wrong)
 
 
 @pytest.mark.parametrize(
