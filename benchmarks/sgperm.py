@@ -264,8 +264,6 @@ def growth(length: int, vectors: int, rounds: int) -> dict[str, Any]:
   work = _host.Work(
     weights=jnp.asarray(weights),
     momentum=jnp.asarray(momentum),
-    ranks=jnp.asarray(weights.argsort(axis=0).argsort(axis=0), jnp.int32),
-    ranges=jnp.asarray(np.ptp(weights, axis=0)),
     order=jnp.asarray(rng.permuted(np.indices(weights.shape)[0], axis=0), jnp.int32),
     size=jnp.int32(least),
     brackets=jnp.asarray(brackets, jnp.float32),

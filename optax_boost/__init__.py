@@ -9,7 +9,6 @@ from optax_boost._adasum import adasum_reduce
 from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
-from optax_boost._base import StackedLayersWarning
 from optax_boost._centralization import centralize
 from optax_boost._dim_reduce import Subspace
 from optax_boost._dim_reduce import dim_reduce
@@ -58,7 +57,6 @@ __all__ = [
   "LayerGroups",
   "NoEffectWarning",
   "PermutedParams",
-  "StackedLayersWarning",
   "Subspace",
   "TrainState",
   "TrainStep",

@@ -38,10 +38,6 @@ class NoEffectWarning(UserWarning):
   """A pattern, mask or method was given a tree in which it matches nothing."""
 
 
-class StackedLayersWarning(UserWarning):
-  """A method takes a leaf that holds many layers as one layer."""
-
-
 def warn(message: str, category: type[Warning]) -> None:
   """Warns of the user's line: the innermost one that is not in these libraries."""
   frame, level = sys._getframe(1), 2

@@ -18,7 +18,7 @@ import numpy as np
 
 from optax_boost import _arrays
 from optax_boost import _jaxpr
-from optax_boost import _stacked
+from optax_boost import _views
 
 
 @jax.tree_util.register_dataclass
@@ -98,12 +98,30 @@ def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
   return result
 
 
+def _axes(equation: Any, operand: int) -> tuple[int | None, ...]:
+  """For each axis of a result the operand's along which entries keep their places; () if lost."""
+  shape = equation.invars[operand].aval.shape
+  if _passes_each(equation):
+    return tuple(range(len(shape)))
+  if equation.primitive.name not in ("transpose", "reshape", *_views.POINTWISE):
+    return ()
+  view = _views.follow(equation, operand, _views.whole(0, shape), 0)
+  dims = view.dims if view is not None else ()
+  return tuple(dim[0].axis if _views.is_axis(dim, shape) else None for dim in dims)
+
+
+def _passes_each(equation: Any) -> bool:
+  """Whether each result of an equation is the operand in its place."""
+  names = ("optimization_barrier", "pvary", "reshard", "sharding_constraint")
+  return equation.primitive.name in names
+
+
 class _CutScans(_jaxpr.Evaluator[Any]):
   """Computes a program with some of its leaves in parts."""
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
     in_parts = any(isinstance(value, _Parts) for value in inputs)
-    if in_parts or _stacked.passes_each(equation):
+    if in_parts or _passes_each(equation):
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)
 
@@ -111,17 +129,17 @@ class _CutScans(_jaxpr.Evaluator[Any]):
     if equation.primitive.name == "scan":
       return self._scan(equation, inputs)
     operands = range(len(inputs))
-    if _stacked.passes_each(equation):
+    if _passes_each(equation):
       # Each alone: of a barrier, JAX gives all results a derivative if one operand has one.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
-    if any(_stacked.operand_axes(equation, i) for i in operands if isinstance(inputs[i], _Parts)):
+    if any(_axes(equation, i) for i in operands if isinstance(inputs[i], _Parts)):
       return [self._result(equation, dict(enumerate(inputs)))]
     return self.bind(equation, _whole(inputs, equation.invars))
 
   def _result(self, equation: Any, operands: dict[int, Any]) -> Any:
-    """The result of an equation that :func:`_stacked.operand_axes` follows, in parts if it can."""
+    """The result of an equation that :func:`_axes` follows, in parts if it can."""
     cut = {i: value for i, value in operands.items() if isinstance(value, _Parts)}
-    orders = [(_stacked.operand_axes(equation, i), value.axis) for i, value in cut.items()]
+    orders = [(_axes(equation, i), value.axis) for i, value in cut.items()]
     if not orders or orders[0][1] not in orders[0][0]:
       values = _whole(list(operands.values()), [equation.invars[i] for i in operands])
       (result,) = jax.tree.leaves(equation.primitive.bind(*values, **equation.params))

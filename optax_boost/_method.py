@@ -13,7 +13,6 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _layers
-from optax_boost import _protocol
 from optax_boost import _tree
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -85,11 +84,7 @@ class Leaves:
 
   def of(self, tree: Any, layers: Any = None) -> list[tuple[_layers.Leaf, bool]]:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
-    known = self._layers or check_layers(layers)
-    leaves = self._plan(tree, known)
-    if known is None:
-      _protocol.announce_layers(self.method, [leaf.path for leaf, skip in leaves if not skip])
-    return leaves
+    return self._plan(tree, self._layers or check_layers(layers))
 
   def mesh_axes(self, leaves: Sequence[_layers.Leaf]) -> list[Any]:
     """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""

@@ -30,9 +30,6 @@ from its method.
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Sequence
-import contextlib
-import contextvars
 import functools
 import itertools
 import operator
@@ -253,33 +250,6 @@ class GroupAssignment(NamedTuple):
   # broadcasts against the leaf.
   number: Callable[[Any], Any]
   num_groups: int
-
-
-# The leaves that methods take as one layer each, with the method's name, by path.
-_LAYERS: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
-  "layers", default=None
-)
-
-
-@contextlib.contextmanager
-def collect_layers() -> Iterator[dict[str, str]]:
-  """Collects the announcements that methods make inside the context."""
-  collected: dict[str, str] = {}
-  token = _LAYERS.set(collected)
-  try:
-    yield collected
-  finally:
-    _LAYERS.reset(token)
-
-
-def announce_layers(method: str, paths: Sequence[str]) -> None:
-  """Announces, in a method's ``update``, the leaves that it takes as one layer each.
-
-  Not for leaves whose stacked axes the method was told.
-  """
-  collected = _LAYERS.get()
-  if collected is not None:
-    collected.update(dict.fromkeys(paths, method))
 
 
 def with_attributes(**attributes: Any) -> Callable[[_Function], _Function]:

@@ -25,9 +25,9 @@ _FUNCTIONS = (
 )
 _COMPARISONS = ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor")
 _COLLECTIVES = ("pmax", "pmin", "psum", "psum2", "psum_invariant")
-ENTRYWISE = frozenset(
-  (*_PLACING, *_SUMS, *_CHOICES, *_CASTS, *_FUNCTIONS, *_COMPARISONS, *_COLLECTIVES, "rev")
-)
+# Primitives that compute each entry from the entries in its place, or from scalars.
+POINTWISE = (*_SUMS, *_CHOICES, *_CASTS, *_FUNCTIONS, *_COMPARISONS)
+ENTRYWISE = frozenset((*POINTWISE, *_PLACING, *_COLLECTIVES, "rev"))
 # Primitives whose result holds some entries of an operand, or an operand among others.
 _PARTS = frozenset(("concatenate", "dynamic_slice", "pad", "slice", "split"))
 LOOKUPS = frozenset(("dynamic_slice", "gather"))

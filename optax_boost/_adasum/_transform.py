@@ -185,8 +185,6 @@ def adasum(
     if not parts:
       return updates, state
     check_not_summed(parts, axes + local_axes)
-    if known is None and not patterns:
-      _protocol.announce_layers("adasum", paths)
     outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
       parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes
     )

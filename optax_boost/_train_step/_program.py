@@ -20,7 +20,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
-import re
 from typing import Any
 from typing import TypeAlias
 
@@ -32,7 +31,6 @@ from optax_boost import _base
 from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _stacked
 from optax_boost._train_step import _gradient
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _state
@@ -110,15 +108,13 @@ class Program:
       extra["layers"] = loss.layers()
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
-    with _protocol.collect_layers() as layerwise:
-      try:
-        params, opt_state = _in_place.PARAMS.step(
-          self.tx, lambda: (grad, dict(extra)), requests.opt_state, start
-        )
-      except (AttributeError, TypeError, ValueError) as error:
-        _state.explain_other_state(error, state, self.tx)
-        raise
-    self._warn_of_stacked_layers(layerwise, loss, state.params)
+    try:
+      params, opt_state = _in_place.PARAMS.step(
+        self.tx, lambda: (grad, dict(extra)), requests.opt_state, start
+      )
+    except (AttributeError, TypeError, ValueError) as error:
+      _state.explain_other_state(error, state, self.tx)
+      raise
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
     if requests.groups is not None:
@@ -150,26 +146,6 @@ class Program:
         " the batch."
       )
     return aux[self.weight]
-
-  def _warn_of_stacked_layers(
-    self, layerwise: dict[str, str], loss: _loss.TracedLoss, params: optax.Params
-  ) -> None:
-    """Warns once of leaves that hold many layers but are taken as one."""
-    found = _stacked.stacked_axes_of(loss.program, params) if layerwise else {}
-    methods = {
-      pattern: method
-      for pattern in found
-      for path, method in layerwise.items()
-      if re.search(pattern, path)
-    }
-    if methods:
-      axes = {pattern: found[pattern] for pattern in methods}
-      self._warn_once(
-        f"`{next(iter(methods.values()))}` takes leaves that hold many layers as one layer each:"
-        f" the loss scans over them, along {_base.shorten(axes, 400)}. Pass `layers`, as"
-        " `optax_boost.layer_axes(loss_fn, params, batch)` returns it.",
-        _base.StackedLayersWarning,
-      )
 
   def _warn_once(self, message: str, kind: type[Warning]) -> None:
     if kind not in self.warnings_given:

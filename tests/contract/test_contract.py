@@ -562,10 +562,6 @@ def unrolled_subspace(space):
   return space._replace(mean=unrolled(space.mean), basis=jax.vmap(unrolled)(space.basis))
 
 
-# Numbers that are drawn for a leaf depend on its size.
-WITHOUT_DRAWS = {"sgperm-host": {"lamda": 1.0}, "sgperm-pairs": {"method": "rank"}}
-
-
 @pytest.mark.parametrize("row", LAYERWISE, ids=str)
 def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
   rng = np.random.default_rng(0)
@@ -576,7 +572,7 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
   arguments = inspect.signature(getattr(optax_boost, row.factory)).parameters
   results = []
   for loss, start in ((scanned_loss, params), (unrolled_loss, unrolled(params))):
-    kwargs = row.kwargs | WITHOUT_DRAWS.get(str(row), {})
+    kwargs = dict(row.kwargs)
     if "layers" in arguments:
       kwargs["layers"] = optax_boost.layer_axes(loss, start, x)
     if "subspace" in arguments:

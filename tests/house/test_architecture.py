@@ -30,7 +30,6 @@ FOUNDATION = [
   "_method",
   "_conditional",
   "_in_place",
-  "_stacked",
   "_layer_blocks",
   "_cut_scans",
   "_groups",

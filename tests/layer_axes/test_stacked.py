@@ -1,7 +1,6 @@
 """Stacked layers are read from a trace of the loss."""
 
 import functools
-import warnings
 
 import chex
 from flax import linen as nn
@@ -190,42 +189,56 @@ def test_nnx_scans():
 
 
 METHODS = {
-  "lars": optax_boost.lars,
-  "centralize": lambda rate, **kwargs: optax.chain(
-    optax_boost.centralize(**kwargs), optax.sgd(rate)
-  ),
+  "lars": lambda **kwargs: optax_boost.lars(0.1, **kwargs),
+  "centralize": lambda **kwargs: optax.chain(optax_boost.centralize(**kwargs), optax.sgd(0.1)),
+  "laperm": lambda **kwargs: optax_boost.laperm(optax.sgd(3.0), 1, **kwargs),
+  "exact": lambda **kwargs: optax_boost.sgperm(alpha_min=0.2, lamda=0.5, key=0, **kwargs),
+  "pairs": lambda **kwargs: optax_boost.sgperm(alpha_min=0.2, method="pairs", key=0, **kwargs),
+  "rank": lambda **kwargs: optax_boost.sgperm(alpha_min=0.2, method="rank", **kwargs),
 }
+each_method = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_train_step_tells_methods_the_layers(name):
-  told = METHODS[name](0.1, layers=optax_boost.layer_axes(plain, params(), X))
-  results = []
-  for tx in (METHODS[name](0.1), told):
-    step = optax_boost.make_train_step(plain, tx)
-    results.append(step(step.init(params()), X)[0].params)
-  chex.assert_trees_all_equal(*results)
+def drawn_params():
+  leaves, structure = jax.tree.flatten(params())
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  drawn = [jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+  return jax.tree.unflatten(structure, drawn)
 
 
-@pytest.mark.parametrize(
-  "make",
-  [
-    lambda rate, **kwargs: optax_boost.sgperm(method="pairs", key=0, **kwargs),
-    lambda rate, **kwargs: optax_boost.laperm(optax.sgd(rate), 2, **kwargs),
-  ],
-  ids=["sgperm", "laperm"],
-)
-def test_the_train_step_warns_once_of_stacked_layers_taken_as_one(make):
-  step = optax_boost.make_train_step(plain, make(0.1))
-  state = step.init(params())
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    step.lower(state, X)
-    step.lower(state, jnp.ones((4, 8)))
-  assert [w.category for w in caught] == [optax_boost.StackedLayersWarning]
-  assert r"'^blocks/kernel$': (0,)" in str(caught[0].message)
-  told = make(0.1, layers=optax_boost.layer_axes(plain, params(), X))
-  step = optax_boost.make_train_step(plain, told)
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    step.lower(step.init(params()), X)
+def unrolled(params, x):
+  for i in range(3):
+    x, _ = layer(x, params[f"block_{i}"])
+  return jnp.mean(x @ params["head"])
+
+
+def unroll(params):
+  blocks = {f"block_{i}": jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(3)}
+  return blocks | {"head": params["head"]}
+
+
+@each_method
+def test_a_train_step_treats_layers_of_a_scan_as_unrolled_ones(make):
+  x = jax.random.normal(jax.random.key(9), (16, 8))
+  trained = []
+  for loss_fn, start in ((plain, drawn_params()), (unrolled, unroll(drawn_params()))):
+    step = optax_boost.make_train_step(loss_fn, make())
+    state = step.init(start)
+    for _ in range(3):
+      state, _ = step(state, x)
+    trained.append(state.params)
+  chex.assert_trees_all_close(unroll(trained[0]), trained[1], rtol=1e-5, atol=1e-6)
+  moved = jax.tree.map(lambda x, y: bool(jnp.any(x != y)), trained[0], drawn_params())
+  assert all(jax.tree.leaves(moved["blocks"]))
+
+
+def test_ranks_are_sorted_again_where_a_later_step_knows_the_layers():
+  tx, start = METHODS["rank"](), drawn_params()
+  state = tx.init(start)
+  updates, state = tx.update(start, state, start)
+  layers = optax_boost.layer_axes(plain, start, X)
+  _, state = tx.update(start, state, optax.apply_updates(start, updates), layers=layers)
+  for moved, first in zip(
+    jax.tree.leaves(optax_boost.permuted_params(state).params), jax.tree.leaves(start), strict=True
+  ):
+    chex.assert_trees_all_equal(jnp.sort(moved, None), jnp.sort(first, None))
