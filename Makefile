@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs dist clean
+.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs dist release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -94,6 +94,13 @@ dist: $(READY)
 	rm -r $(DIST)/src/optax_boost
 	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
 	  --ignore tests/house/test_architecture.py
+
+# Addresses and dates that a release needs, which have placeholders until then.
+release-check:
+	@! grep -n 'optax-boost\.invalid\|1970-01-01' pyproject.toml CITATION.cff || \
+	  { echo "release-check: put the public address, and the date, in the place of these."; exit 1; }
+	@grep -q '^## 0\.[0-9.]* (20' CHANGELOG.md || \
+	  { echo "release-check: CHANGELOG.md has no date for this version."; exit 1; }
 
 # Not compiled: pip does it on one core for all packages, the first import for what it needs. Images
 # for containers often forbid that to Python; then every process would compile for itself.

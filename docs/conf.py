@@ -1,7 +1,12 @@
 """Sphinx settings; `make docs` builds strictly, so that a broken reference fails."""
 
+import os
 import pathlib
 import re
+
+import jax
+import optax
+from sphinx.util.typing import stringify_annotation
 
 import optax_boost
 
@@ -11,18 +16,35 @@ release = version = optax_boost.__version__
 extensions = [
   "myst_parser",
   "sphinx.ext.autodoc",
+  "sphinx.ext.intersphinx",
   "sphinx.ext.mathjax",
   "sphinx.ext.napoleon",
+  "sphinx.ext.viewcode",
+  "sphinx_copybutton",
+  "sphinx_design",
 ]
+# Machines without a way out build the pages, too, with no links to others' pages.
+intersphinx_mapping = (
+  {
+    "jax": ("https://docs.jax.dev/en/latest/", None),
+    "optax": ("https://optax.readthedocs.io/en/latest/", None),
+    "flax": ("https://flax.readthedocs.io/en/latest/", None),
+    "orbax": ("https://orbax.readthedocs.io/en/latest/", None),
+  }
+  if "READTHEDOCS" in os.environ
+  else {}
+)
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 html_theme = "furo"
-html_title = "optax_boost"
+html_title = f"optax_boost {release}"
 html_static_path = ["_static"]
 html_css_files = ["layout.css"]
 html_show_sourcelink = False
 exclude_patterns = ["build"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say more than the types
+autodoc_typehints = "signature"
 napoleon_attr_annotations = False  # likewise
 napoleon_use_ivar = True
 napoleon_use_rtype = False  # the text before a colon in Returns is no type
@@ -44,6 +66,23 @@ def hide_tuple_fields(app, what, name, obj, skip, options):
   return skip or type(obj).__name__ == "_tuplegetter"
 
 
+# The names that JAX and optax have for these unions, longest first.
+UNIONS = {
+  stringify_annotation(union, "smart"): name
+  for union, name in (
+    (optax.ScalarOrSchedule, "optax.ScalarOrSchedule"),
+    (jax.typing.ArrayLike, "jax.typing.ArrayLike"),
+  )
+}
+
+
+def name_unions(app, what, name, obj, options, signature, result):
+  """Writes a union of types in a signature by the name that JAX or optax gives it."""
+  for union, short in UNIONS.items():
+    signature = signature and signature.replace(union, short)
+  return signature, result
+
+
 def link(app, docname, source):
   """Makes links that hold in the repository hold in the pages, which lie elsewhere."""
   text = source[0]
@@ -57,6 +96,7 @@ def link(app, docname, source):
 
 
 def setup(app):
-  """Connects the two functions above."""
+  """Connects the functions above."""
+  app.connect("autodoc-process-signature", name_unions)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
