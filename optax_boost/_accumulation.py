@@ -78,10 +78,6 @@ def accumulate(
     last micro-step, and as `grad` the mean gradient; an :func:`accumulate` in it gets the window's
     weight.
 
-  Raises:
-    ValueError: a number is out of range, or `not_finite` unknown.
-    TypeError: an argument or a leaf is of the wrong kind.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
@@ -106,125 +102,88 @@ def accumulate(
     _base.check_name("not_finite", not_finite, ("drop", "keep"))
   _base.check_axis_name("axis_name", axis_name)
 
-  method = _Accumulation(inner, every, not_finite, axis_name)
-  return _in_place.transformation(method.init, method.step)
-
-
-class _MicroStep(NamedTuple):
-  """The effect of a micro-batch on its window."""
-
-  used: jax.Array
-  weight_sum: jax.Array
-  full: jax.Array
-  stepping: jax.Array
-  state: AccumulateState  # after it, but for the accumulator and the inner state
-
-
-class _Accumulation(NamedTuple):
-  """The checked arguments of :func:`accumulate`."""
-
-  inner: optax.GradientTransformationExtraArgs
-  every: Any
-  not_finite: str | None
-  axis_name: str | tuple[str, ...] | None
-
-  def init(self, params: optax.Params) -> AccumulateState:
+  def init(params: optax.Params) -> AccumulateState:
     _tree.check_inexact(params, _METHOD)
     return AccumulateState(
       count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], jnp.float32),
-      accumulator=jax.tree.map(
-        lambda p: jnp.zeros_like(p, _arrays.accumulator_dtype(p.dtype)), params
-      ),
+      accumulator=_arrays.zeros_like_wide(params),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=self.inner.init(params),
+      inner_state=inner.init(params),
     )
 
   def step(
-    self,
-    gradients: _in_place.Gradients,
-    state: AccumulateState,
-    params: optax.Params | None,
-    landing: _in_place.Landing,
+    gradients: _in_place.Gradients, state: Any, params: Any, landing: _in_place.Landing
   ) -> tuple[Any, AccumulateState]:
-    updates, extra_args = gradients()
-    weight = _checked(updates, state, extra_args.pop("weight", 1.0))
-    micro = self._decide(state, weight, self._is_finite(updates, state, weight))
-
-    def grow(total: jax.Array, g: jax.Array) -> jax.Array:
-      return jnp.where(micro.used, _plus(weight, total, g), total)
+    g, extra_args = gradients()
+    n = _checked(g, state, extra_args.pop("weight", 1.0))
+    finite = _is_finite(g, n, state, not_finite)
+    weight_sum = state.weight_sum + n
+    weighted = jnp.isfinite(weight_sum) & (n >= 0)
+    if axis_name is not None:
+      weighted, finite = _conditional.agree(jnp.stack([weighted, finite]), axis_name, _METHOD)
+    used = weighted & (finite | _keeps(state, not_finite))
+    weight_sum = jnp.where(used, weight_sum, state.weight_sum)
+    full = state.count + 1 >= _window(every, state.inner_count)
+    stepping = full & (weight_sum > 0)
 
     def mean() -> tuple[optax.Updates, dict[str, Any]]:
-      return self._mean(total, micro, updates, extra_args)
+      """The mean gradient of the window, also as `grad`, and its weight."""
+      of_window = jax.tree.map(lambda t: _in_place.divide(t, weight_sum), total)
+      of_window = _conditional.cast_like(of_window, g)
+      extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
+      # Not for all: optax's line searches refuse arguments that their closures do not take.
+      if _tree.find_states(state.inner_state, AccumulateState):
+        extra["weight"] = weight_sum
+      return of_window, extra
 
-    def step(params: Any, inner_state: optax.OptState) -> tuple[Any, optax.OptState]:
-      return landing.step(self.inner, mean, inner_state, params)
+    def make(params: Any, inner_state: optax.OptState) -> tuple[Any, optax.OptState]:
+      return landing.step(inner, mean, inner_state, params)
 
     def emptied(total: Any) -> tuple[Any]:
       # Without a value to read, all leaves of a shape would share one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
 
-    total = jax.tree.map(grow, state.accumulator, updates)
-    made, result, inner_state = landing.step_if(micro.stepping, step, params, state.inner_state)
+    total = jax.tree.map(lambda t, own: jnp.where(used, _plus(n, t, own), t), state.accumulator, g)
+    made, result, inner_state = landing.step_if(stepping, make, params, state.inner_state)
     # A window of nothing but bad gradients ends without a step.
-    ended = made | micro.full
+    ended = made | full
     _, accumulator = landing.change_if(ended, emptied, total)
-    return result, micro.state._replace(accumulator=accumulator, inner_state=inner_state)
-
-  def _keeps(self, state: AccumulateState) -> bool:
-    # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
-    return self.not_finite != "drop" or _conditional.scales_loss(state.inner_state)
-
-  def _is_finite(
-    self, updates: optax.Updates, state: AccumulateState, weight: jax.Array
-  ) -> jax.Array:
-    """Whether a micro-batch's gradient, or its sum with the window's others, is finite."""
-    finite = jnp.asarray(True)
-    if self.not_finite is None:
-      return finite
-
-    def check() -> tuple[jax.Array]:
-      if self._keeps(state):
-        return (_arrays.all_finite(updates),)
-      added = jax.tree.map(functools.partial(_plus, weight), state.accumulator, updates)
-      return (_arrays.all_finite(added),)
-
-    if not (self._keeps(state) or _in_place.has_wide_range(state.accumulator)):
-      return check()[0]
-    usual = _in_place.ordinary(_in_place.sum_squares(updates), weight, {})
-    return _in_place.checked_unless(usual, check, finite)[0]
-
-  def _decide(self, state: AccumulateState, weight: jax.Array, finite: jax.Array) -> _MicroStep:
-    """Decides whether a micro-batch counts, and whether its window ends in a step."""
-    weight_sum = state.weight_sum + weight
-    weighted = jnp.isfinite(weight_sum) & (weight >= 0)
-    if self.axis_name is not None:
-      flags = jnp.stack([weighted, finite])
-      weighted, finite = _conditional.agree(flags, self.axis_name, _METHOD)
-    used = weighted & (finite | self._keeps(state))
-    weight_sum = jnp.where(used, weight_sum, state.weight_sum)
-    full = state.count + 1 >= _window(self.every, state.inner_count)
-    stepping = full & (weight_sum > 0)
-    after = state._replace(
+    return result, AccumulateState(
       count=jnp.where(full, 0, state.count + 1),
       inner_count=_arrays.increment_if(stepping, state.inner_count),
       weight_sum=jnp.where(full, 0.0, weight_sum),
+      accumulator=accumulator,
       notfinite_count=_arrays.increment_if(~(finite & weighted), state.notfinite_count),
+      inner_state=inner_state,
     )
-    return _MicroStep(used, weight_sum, full, stepping, after)
 
-  def _mean(
-    self, total: optax.Updates, micro: _MicroStep, like: optax.Updates, extra_args: dict[str, Any]
-  ) -> tuple[optax.Updates, dict[str, Any]]:
-    """The mean gradient of a window, also as the extra argument `grad`, and its weight."""
-    mean = jax.tree.map(lambda t: _in_place.divide(t, micro.weight_sum), total)
-    mean = _conditional.cast_like(mean, like)
-    of_window = {"grad": mean} if "grad" in extra_args else {}
-    # Not for all: optax's line searches refuse arguments that their closures do not take.
-    if _tree.find_states(micro.state.inner_state, AccumulateState):
-      of_window["weight"] = micro.weight_sum
-    return mean, extra_args | of_window
+  return _in_place.transformation(init, step)
+
+
+def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
+  # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
+  return not_finite != "drop" or _conditional.scales_loss(state.inner_state)
+
+
+def _is_finite(
+  g: optax.Updates, n: jax.Array, state: AccumulateState, not_finite: str | None
+) -> jax.Array:
+  """Whether a micro-batch's gradient, or its sum with the window's others, is finite."""
+  finite = jnp.asarray(True)
+  if not_finite is None:
+    return finite
+  keeps = _keeps(state, not_finite)
+
+  def check() -> tuple[jax.Array]:
+    add = functools.partial(_plus, n)
+    return (_arrays.all_finite(g if keeps else jax.tree.map(add, state.accumulator, g)),)
+
+  if not (keeps or _in_place.has_wide_range(state.accumulator)):
+    return check()[0]
+  usual = _in_place.ordinary(_in_place.sum_squares(g), n, {})
+  return _in_place.checked_unless(usual, check, finite)[0]
 
 
 def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:

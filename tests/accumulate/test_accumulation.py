@@ -220,22 +220,6 @@ def test_train_step_with_accumulation_equals_the_large_batch():
   assert metrics["trust_ratio"].shape == (1,)
 
 
-@pytest.mark.parametrize(
-  ("kwargs", "error", "message"),
-  [
-    ({"every": 0}, ValueError, r"`every` must be >= 1; got 0"),
-    ({"every": 2.5}, TypeError, r"`every` must be a whole number; got 2.5"),
-    ({"every": 2, "not_finite": "skip"}, ValueError, r"must be one of 'drop', 'keep'; got 'skip'"),
-    ({"every": 10**400}, ValueError, r"`every` must be <= 2147483647"),
-    ({"every": 2, "inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransf"),
-    ({"every": 2, "axis_name": 3}, TypeError, r"`axis_name` must be the name of a mesh axis"),
-  ],
-)
-def test_refuses_arguments_out_of_range(kwargs, error, message):
-  with pytest.raises(error, match=message):
-    optax_boost.accumulate(**{"inner": optax.sgd(0.1), **kwargs})
-
-
 def test_refuses_a_weight_per_example():
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(
