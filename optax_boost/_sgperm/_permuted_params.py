@@ -1,5 +1,6 @@
 """Models that are permuted initial params: exact params, integers, and their file."""
 
+from collections.abc import Sequence
 import math
 import os
 from typing import Any
@@ -43,9 +44,6 @@ class PermutedParams(NamedTuple):
     >>> again = optax_boost.PermutedParams.load(path, init(7))
     >>> bool(jnp.all(again.params["kernel"] == params["kernel"]))
     True
-    >>> again = optax_boost.PermutedParams.from_initial(init(7), model.permutation)
-    >>> bool(jnp.all(again.params["kernel"] == params["kernel"]))
-    True
   """
 
   params: optax.Params
@@ -68,8 +66,7 @@ class PermutedParams(NamedTuple):
     """
     leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
     names = map(_tree.leaf_name, _tree.leaf_paths(initial, _tree.is_masked))
-    indices = _aligned(permutation, initial)
-    permuted = map(_permuted, names, leaves, indices)
+    permuted = map(_permuted, names, leaves, _aligned(permutation, initial))
     return cls(jax.tree.unflatten(structure, list(permuted)), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,8 +116,7 @@ class PermutedParams(NamedTuple):
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is damaged or of another kind, or `initial` are other params; the message
-        names the leaf.
+      ValueError: the file is damaged or of another kind, or `initial` are other params.
     """
     arrays = _read(path)
     leaves, structure = jax.tree.flatten(initial)
@@ -242,21 +238,19 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
     return _arrays.put(values.astype(start.dtype), sharding), optax.MaskedNode()
-  ranks, axes, checksum = (
-    arrays.get(f"{kind}/{name}", np.zeros(0, int)) for kind in ("ranks", "axes", "checksum")
-  )
-  moving = tuple(axis for axis in axes.tolist() if 0 <= axis < start.ndim)
-  if values is None:
-    first = _columns(_bits(start), moving)
+  axes = arrays[f"axes/{name}"].tolist() if f"axes/{name}" in arrays else None
+  if axes is not None and all(axis < start.ndim for axis in axes):
+    ranks, first = arrays[f"ranks/{name}"], _columns(_bits(start), axes)
     if ranks.shape == first.shape:
       # Equal values keep their order: any order gives the same params.
-      source = np.empty(ranks.shape, np.int64)
+      entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
       held, order = (np.argsort(x, axis=0, kind="stable") for x in (ranks, first))
-      np.put_along_axis(source, held, order, 0)
-      entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), moving)
-      index = _from_columns(np.take_along_axis(entries, source, 0), start.shape, moving)
+      moved = np.empty_like(entries)
+      np.put_along_axis(moved, held, np.take_along_axis(entries, order, 0), 0)
+      index = np.empty_like(entries, shape=start.shape)
+      index.reshape(-1)[entries] = moved
       values = start.reshape(-1)[index]
-      if _checksum(values) == checksum:
+      if _checksum(values) == arrays[f"checksum/{name}"]:
         return _arrays.put(values, sharding), _arrays.put(index, sharding)
   raise ValueError(
     "`initial` must be the params that the training started from; the leaf"
@@ -265,25 +259,19 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
   )
 
 
-def _moving_axes(index: np.ndarray) -> tuple[int, ...]:
+def _moving_axes(index: np.ndarray) -> list[int]:
   """The axes along which a permutation moves entries: at most those of the weight vectors."""
   if not index.size:
-    return ()
+    return []
   own, held = np.indices(index.shape, sparse=True), np.unravel_index(index, index.shape)
-  return tuple(axis for axis in range(index.ndim) if np.any(held[axis] != own[axis]))
+  return [axis for axis in range(index.ndim) if np.any(held[axis] != own[axis])]
 
 
-def _columns(x: np.ndarray, moving: tuple[int, ...]) -> np.ndarray:
-  """A leaf with its weight vectors as columns."""
-  rest = tuple(axis for axis in range(x.ndim) if axis not in moving)
-  shape = [math.prod(x.shape[axis] for axis in axes) for axes in (moving, rest)]
-  return x.transpose(moving + rest).reshape(shape)
-
-
-def _from_columns(columns: np.ndarray, shape: tuple[int, ...], moving: tuple[int, ...]) -> Any:
-  """The inverse of :func:`_columns`."""
-  axes = moving + tuple(axis for axis in range(len(shape)) if axis not in moving)
-  return columns.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes).astype(int))
+def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+  """A leaf with its weight vectors, which run along `axes`, as columns."""
+  front = np.moveaxis(x, axes, range(len(axes)))
+  length = math.prod(front.shape[: len(axes)])
+  return front.reshape(length, math.prod(front.shape[len(axes) :]))
 
 
 def _dense_ranks(columns: np.ndarray) -> np.ndarray:
