@@ -34,19 +34,20 @@ def permute(
   args: Any,
   layouts: Sequence[_layout.Layout],
   params: Sequence[jax.Array],
-  moving: Sequence[Sequence[jax.Array]],
-  others: Sequence[Sequence[jax.Array]],
-) -> list[Sequence[jax.Array]]:
-  """The arrays `moving` of all leaves after a step, sharded as the params are.
+  moving: Sequence[Any],
+  others: Sequence[Any],
+) -> list[Any]:
+  """Trees after a step of their movable leaves, sharded as the params are.
 
   Args:
-    run: makes the step of movable leaves: gets layouts, `args`, `moving`, `others`, closes over no
-      other arrays, and returns the new `moving` as :meth:`_layout.Layout.fan_in_first` or columns.
+    run: makes the step: gets the movable leaves' layouts, `args`, and of each leaf the arrays in
+      `moving` and in `others`; it closes over no other arrays, and returns of each leaf the new
+      ones of `moving`, as :meth:`_layout.Layout.fan_in_first` or columns.
     args: a tuple of arrays.
     layouts: of each leaf.
     params: the leaves; a state restored without shardings has none of its own.
-    moving: of each leaf the arrays of its shape that `run` changes.
-    others: of each leaf further arrays of its shape.
+    moving: trees of these leaves, which `run` changes.
+    others: trees or lists of arrays of the leaves' shapes.
   """
   movable = [i for i, lay in enumerate(layouts) if lay.movable]
   if not movable:
@@ -59,10 +60,16 @@ def permute(
       for lay, mine, new in zip(own, moving, run(own, args, moving, others), strict=True)
     ]
 
-  like = [[params[i]] * len(moving[i]) for i in movable]
-  chosen = [[arrays[i] for i in movable] for arrays in (moving, others)]
-  results = dict(zip(movable, auto_sharded(step, like)(args, *chosen), strict=True))
-  return [results.get(i, arrays) for i, arrays in enumerate(moving)]
+  columns = [[jax.tree.leaves(tree) for tree in trees] for trees in (moving, others)]
+  arrays = [[[leaves[i] for leaves in trees] for i in movable] for trees in columns]
+  like = [[params[i]] * len(moving) for i in movable]
+  new = dict(zip(movable, auto_sharded(step, like)(args, *arrays), strict=True))
+  return [
+    jax.tree.unflatten(
+      jax.tree.structure(tree), [new[i][k] if i in new else x for i, x in enumerate(columns[0][k])]
+    )
+    for k, tree in enumerate(moving)
+  ]
 
 
 def together(

@@ -10,8 +10,6 @@ Of all permutations of v this is the nearest to w in the Euclidean norm: arXiv:2
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import Literal
@@ -169,35 +167,24 @@ class _Laperm(NamedTuple):
     due = stepped & (count % self._period(state.count) == 0)
 
     held = [i for i, lay in enumerate(layouts) if not lay.excluded]
-    ours = [layouts[i] for i in held]
     currents = [jax.tree.leaves(params)[i] for i in held]
     wide = [
       steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
       for i, w in zip(held, currents, strict=True)
     ]
-    trees = (state.permuted_params, state.permutation)
-    weights = list(map(list, zip(*map(jax.tree.leaves, trees), strict=True)))
+    weights = [state.permuted_params, state.permutation]
+    synchronize = functools.partial(_synchronize, [layouts[i] for i in held])
     # Sorts run only when they are due.
     wide, weights = _conditional.cond(
-      due,
-      functools.partial(_synchronize, ours),
-      lambda *lists: lists[:2],
-      wide,
-      weights,
-      currents,
+      due, synchronize, lambda *lists: lists[:2], wide, weights, currents
     )
-
-    def tree(of_leaves: Iterable[Any], others: Sequence[Any]) -> Any:
-      new = dict(zip(held, of_leaves, strict=True))
-      return jax.tree.unflatten(structure, [new.get(i, x) for i, x in enumerate(others)])
-
-    masked = [optax.MaskedNode()] * len(layouts)
-    exact, permutation = (tree([new[k] for new in weights], masked) for k in range(2))
-    return tree(wide, steps), LapermState(
+    new = dict(zip(held, wide, strict=True))
+    steps = [new.get(i, u) for i, u in enumerate(steps)]
+    return jax.tree.unflatten(structure, steps), LapermState(
       count=count,
       synced=jnp.where(stepped, due, state.synced),
-      permuted_params=exact,
-      permutation=permutation,
+      permuted_params=weights[0],
+      permutation=weights[1],
       inner_state=inner_state,
     )
 
@@ -213,18 +200,12 @@ class _Laperm(NamedTuple):
 
 
 def _synchronize(
-  layouts: list[_layout.Layout],
-  steps: list[jax.Array],
-  weights: list[Sequence[jax.Array]],
-  params: list[jax.Array],
-) -> tuple[list[jax.Array], list[Sequence[jax.Array]]]:
+  layouts: list[_layout.Layout], steps: list[jax.Array], weights: list[Any], params: list[jax.Array]
+) -> tuple[list[jax.Array], list[Any]]:
   """The updates that lead to the permutation nearest to free steps, and the weights there."""
-  trained = [(x,) for x in optax.apply_updates(params, steps)]
-  moved = _execution.permute(_to_nearest, (), layouts, params, weights, trained)
-  found = [
-    _layout.difference(p, new[0], u.dtype) for p, new, u in zip(params, moved, steps, strict=True)
-  ]
-  return found, moved
+  trained = optax.apply_updates(params, steps)
+  moved = _execution.permute(_to_nearest, (), layouts, params, weights, [trained])
+  return list(map(_layout.difference, steps, params, jax.tree.leaves(moved[0]))), moved
 
 
 def _to_nearest(layouts: Any, args: Any, weights: Any, trained: Any) -> Any:

@@ -144,7 +144,7 @@ def _entries(x: jax.Array) -> jax.Array:
   return entries + (x > jnp.inf).astype(jnp.int32)
 
 
-def difference(current: jax.Array, target: jax.Array, dtype: Any) -> jax.Array:
-  """The update from weights to others of their dtype, in the wider of that and another."""
-  wide = jnp.promote_types(current.dtype, dtype)
+def difference(gradient: jax.Array, current: jax.Array, target: jax.Array) -> jax.Array:
+  """The update from weights to others of their dtype, in the wider of this and a gradient's."""
+  wide = jnp.promote_types(current.dtype, gradient.dtype)
   return target.astype(wide) - current.astype(wide)

@@ -32,6 +32,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _tree
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
@@ -251,25 +252,17 @@ class _Sgperm:
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(updates, state, SgpermState, params, layers)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
-    grads, structure = jax.tree.flatten(updates)
-    currents, directions = jax.tree.leaves(params), jax.tree.leaves(momentum)
-    # Only "rank" has ranks.
-    trees = (state.permuted_params, state.permutation, state.ranks)
-    columns = map(jax.tree.leaves, trees if self.method == "rank" else trees[:2])
-    weights = list(zip(*columns, strict=True))
-    orders = _given_orders(partitions, updates, layouts)
     ranked_axes = zlib.crc32(repr([lay.fan_in for lay in layouts]).encode()) >> 1
-    args = (state.count, state.key, state.ranked_axes != ranked_axes)
-    others = [(m, *order) for m, order in zip(directions, orders, strict=True)]
-    moved = _execution.permute(self._run, args, layouts, currents, weights, others)
-    steps = [
-      _layout.difference(p, new[0], g.dtype)
-      for p, new, g in zip(currents, moved, grads, strict=True)
-    ]
-    exact, permutation, *ranks = (
-      jax.tree.unflatten(structure, list(tree)) for tree in zip(*moved, strict=True)
+    exact, permutation, *ranks = _execution.permute(
+      self._run,
+      (state.count, state.key, state.ranked_axes != ranked_axes),
+      layouts,
+      jax.tree.leaves(params),
+      [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
+      [momentum, *_given_orders(partitions, updates, layouts)],
     )
-    return jax.tree.unflatten(structure, steps), state._replace(
+    steps = _tree.map_leaves(_layout.difference, updates, params, exact)
+    return steps, state._replace(
       count=optax.safe_increment(state.count),
       alpha=self.schedules.alpha(state.count),
       lamda=self.schedules.lamda(state.count),
@@ -405,10 +398,10 @@ def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.nda
 
 def _given_orders(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
-) -> list[tuple[jax.Array, ...]]:
+) -> list[list[jax.Array]]:
   """The partitions to replay, each in its leaf's shape; none if they are drawn."""
   if partitions is None:
-    return [()] * len(layouts)
+    return []
   structure: Any = jax.tree.structure(updates)
   if jax.tree.structure(partitions) != structure:
     raise ValueError(
@@ -424,6 +417,4 @@ def _given_orders(
         f" {(lay.length, lay.vectors)}; got {dtype} of shape {jnp.shape(order)}."
       )
     _permuted_params.check_indices(order, lay.length, "partitions", lay.name)
-  return [
-    (lay.leaf(jnp.asarray(order, jnp.int32)),) for lay, order in zip(layouts, orders, strict=True)
-  ]
+  return [[lay.leaf(jnp.asarray(x, jnp.int32)) for lay, x in zip(layouts, orders, strict=True)]]
