@@ -49,3 +49,23 @@ def _gradient(x: jax.Array, step: jax.typing.ArrayLike) -> jax.Array:
 def _wave(shape: tuple[int, ...], phase: jax.typing.ArrayLike) -> jax.Array:
   positions = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
   return jnp.asarray(1.4 * jnp.sin(1.7 * positions + phase), jnp.float32)
+
+
+def spec(tree: Any) -> Any:
+  """Shapes and dtypes, and whether these are weak."""
+  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+def mesh(kind: str) -> jax.sharding.Mesh:
+  """Eight devices along one axis of a kind."""
+  return jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+
+
+def last_axis_over(devices: jax.sharding.Mesh, x: Any) -> jax.NamedSharding:
+  """The sharding of an array's last axis."""
+  return jax.NamedSharding(devices, jax.P(*[None] * (x.ndim - 1), "x"))
+
+
+def sharded(tree: Any, devices: jax.sharding.Mesh) -> Any:
+  """Arrays whose last axis is spread over the devices."""
+  return jax.tree.map(lambda x: jax.device_put(x, last_axis_over(devices, x)), tree)

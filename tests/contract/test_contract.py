@@ -74,10 +74,6 @@ def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
   return tx.update(problems.grads(params, step), state, params, **more)
 
 
-def spec(tree: Any) -> Any:
-  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
-
-
 @every_row
 def test_acts(row):
   if row.acts is not None:
@@ -243,7 +239,7 @@ def test_empty_trees(row, params):
   state = transformation(row).init(params)
   updates, after = jitted_update(row)(params, state, params)
   assert updates == params
-  assert spec(after) == spec(state)
+  assert problems.spec(after) == problems.spec(state)
 
 
 @every_row
@@ -256,7 +252,7 @@ def test_scalars_and_leaves_without_entries(row, shapes):
   updates, after = jax.jit(row.make().update)(grads, state, params)
   assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
   chex.assert_tree_all_finite((updates, after))
-  assert spec(after) == spec(state)
+  assert problems.spec(after) == problems.spec(state)
 
 
 @pytest.fixture
@@ -275,7 +271,7 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
   updates, after = jax.eval_shape(tx.update, grads, state, params)
   wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
   assert {u.dtype for u in jax.tree.leaves(updates)} == {wide}
-  assert spec(after) == spec(state)
+  assert problems.spec(after) == problems.spec(state)
   # The range of the others holds whatever float32's does.
   if dtype == "float16":
     chex.assert_tree_all_finite(jitted_update(row)(grads, state, params)[0])
@@ -379,16 +375,16 @@ def test_the_step_after_a_bad_gradient_is_good(row, bad):
 def test_init_works_on_abstract_values(row):
   tx, params = row.make(), problems.params()
   abstract = jax.eval_shape(lambda: params)
-  assert spec(jax.eval_shape(tx.init, abstract)) == spec(tx.init(params))
+  assert problems.spec(jax.eval_shape(tx.init, abstract)) == problems.spec(tx.init(params))
 
 
 @every_row
 def test_known_arrays_inside_of_a_trace(row):
   tx, params = row.optimizer(), problems.params()
   traced = jax.eval_shape(lambda: step(tx, params, tx.init(params), 0))
-  assert spec(traced) == spec(run(row, params, range(1)))
+  assert problems.spec(traced) == problems.spec(run(row, params, range(1)))
   state = tx.init(params)
-  assert spec(jax.eval_shape(lambda: step(tx, params, state, 0))) == spec(traced)
+  assert problems.spec(jax.eval_shape(lambda: step(tx, params, state, 0))) == problems.spec(traced)
 
 
 @every_row
@@ -415,20 +411,11 @@ def test_optax_can_map_over_the_params_in_the_state(row):
 @every_row
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-
-  def place(tree):
-    def sharding(x):
-      axes = [None] * (x.ndim - 1) + ["x"]
-      return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-
-    return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
-
-  params, tx = problems.params(), row.make()
+  mesh, params, tx = problems.mesh(kind), problems.params(), row.make()
   grads = problems.grads(params)
   expected = first_update(row)
   with jax.set_mesh(mesh):
-    sharded, grads = place(params), place(grads)
+    sharded, grads = problems.sharded((params, grads), mesh)
     state = tx.init(sharded)
     compiled = jax.jit(tx.update).lower(grads, state, sharded).compile()
     updates, after = compiled(grads, state, sharded)
@@ -442,24 +429,19 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
   )
 
 
-@pytest.mark.parametrize("row", registry.ROWS, ids=str)
+@every_row
 def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row):
   """As Flax and pickle restore it: NumPy arrays."""
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-
-  def abstract(x):
-    spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
-    return x.update(sharding=jax.sharding.NamedSharding(mesh, spec))
-
+  mesh = problems.mesh("Explicit")
   shapes = jax.eval_shape(problems.params)
   state = jax.eval_shape(transformation(row).init, shapes)
   restored = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
   with jax.set_mesh(mesh):
-    params = jax.tree.map(abstract, shapes)
+    params = jax.tree.map(lambda x: x.update(sharding=problems.last_axis_over(mesh, x)), shapes)
     updates, after = jax.eval_shape(transformation(row).update, params, restored, params)
   shardings = jax.tree.map(lambda x: x.sharding.spec, (updates, params))
   assert shardings[0] == shardings[1]
-  assert spec(after) == spec(state)
+  assert problems.spec(after) == problems.spec(state)
 
 
 @every_row

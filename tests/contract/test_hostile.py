@@ -66,10 +66,6 @@ def shared_step(row: registry.Row) -> optax_boost.TrainStep:
   return train_step(row.optimizer())
 
 
-def spec(tree: Any) -> Any:
-  return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
-
-
 @every_row
 def test_params_named_like_state_fields_train_as_any_others(row):
   params = problems.params()
@@ -101,8 +97,8 @@ def test_gradients_of_another_dtype_than_the_params_train(row, params_dtype, gra
   moved, state = params, tx.init(params)
   for t in range(STEPS):
     moved, state, updates = step(moved, state, t)
-  assert spec(moved) == spec(params)
-  assert spec(state) == spec(tx.init(params))
+  assert problems.spec(moved) == problems.spec(params)
+  assert problems.spec(state) == problems.spec(tx.init(params))
   chex.assert_tree_all_finite((moved, updates))
   expected, _ = test_contract.run(row, problems.params(), range(STEPS))
   # Half of the time the direction counts only: the gradients' rounding decides permutations.
@@ -146,16 +142,10 @@ UNSET_MESH = [row for row in ROWS if row.factory != "adasum"]
 def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
   if row.factory in ("sgperm", "laperm") and not hasattr(jax.lax, "pcast"):
     pytest.skip("gathers there, unless jitted, need a newer JAX")
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-
-  def place(x: jax.Array) -> jax.Array:
-    axes = [None] * (x.ndim - 1) + ["x"]
-    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
-
   params, tx = problems.params(), row.make()
   grads = problems.grads(params)
   expected = jax.jit(tx.update)(grads, tx.init(params), params)
-  sharded, grads = jax.tree.map(place, params), jax.tree.map(place, grads)
+  sharded, grads = problems.sharded((params, grads), problems.mesh("Explicit"))
   updates, state = tx.update(grads, tx.init(sharded), sharded)
   chex.assert_trees_all_close(
     jax.device_get((updates, state)), jax.device_get(expected), rtol=1e-5, atol=1e-6
@@ -309,7 +299,7 @@ def test_inside_shard_map_each_device_may_have_a_state_of_its_own(row):
   local = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split)
   one = jax.eval_shape(lambda: (problems.params(), tx.init(problems.params())))
   both = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), one)
-  assert spec(jax.eval_shape(local, *both)) == spec(both)
+  assert problems.spec(jax.eval_shape(local, *both)) == problems.spec(both)
 
 
 WRAPPERS = [row for row in registry.ROWS if {"inner", "first"} & row.kwargs.keys()]
@@ -346,7 +336,7 @@ def test_wrappers_train_around_every_kind_of_optimizer(row, dtype):
     return results
 
   for name, (before, after, losses) in run(start).items():
-    assert spec(after) == spec(before), name
+    assert problems.spec(after) == problems.spec(before), name
     chex.assert_tree_all_finite(after.params)
     # LaPerm's projections, every 20 steps, raise the loss for a while.
     assert jnp.min(losses) < 0.75 * losses[0], (name, losses)

@@ -346,18 +346,13 @@ def test_an_idle_step_makes_no_updates():
   ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_sharded_params_stay_sharded_and_are_not_gathered(names, kind):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-
-  def place(x: jax.Array) -> jax.Array:
-    axes = [None] * (x.ndim - 1) + ["x"]
-    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
-
   tx, params = wrap(names, optax.adam(0.1)), problems.params()
   grads = problems.grads(params)
   step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
   expected = step(grads, tx.init(params), params)
+  mesh = problems.mesh(kind)
   with jax.set_mesh(mesh):
-    sharded, placed = jax.tree.map(place, (params, grads))
+    sharded, placed = problems.sharded((params, grads), mesh)
     state = tx.init(sharded)
     program = step.lower(placed, state, sharded).compile()
     after = program(placed, state, sharded)
@@ -372,7 +367,7 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(names, kind):
 @pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale", "master_weights"])
 def test_an_ordinary_sharded_step_is_checked_in_one_all_reduce(name, leaves):
   """Outside of the loop with the exact check, which runs for gradients whose squares overflow."""
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = problems.mesh("Auto")
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   params = [jax.device_put(jnp.ones(8 * (1000 + i)), sharding) for i in range(leaves)]
   tx = WRAPPERS[name](optax.adam(0.1))
@@ -384,7 +379,7 @@ def test_an_ordinary_sharded_step_is_checked_in_one_all_reduce(name, leaves):
 
 @pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale"])
 def test_all_devices_agree_on_an_overflow_of_one(name):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = problems.mesh("Auto")
   factory = {
     "accumulate": lambda tx: optax_boost.accumulate(tx, 1, axis_name="x"),
     "dynamic_loss_scale": lambda tx: optax_boost.dynamic_loss_scale(tx, 8.0, axis_name="x"),
