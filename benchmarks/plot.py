@@ -10,7 +10,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-import numpy as np
 from PIL import Image
 
 FIGURES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures"
@@ -142,42 +141,3 @@ def small(figure: Figure, path: pathlib.Path) -> None:
   partial = path.with_suffix(".partial")
   few.save(partial, format="png", optimize=True)
   partial.replace(path)
-
-
-def dim_reduce(found: Mapping[str, Any]) -> Figure:
-  """Draws test losses by gradients spent.
-
-  Args:
-    found: the results of ``tests/evidence/test_dim_reduce_evidence.py``, by data set.
-
-  Returns:
-    The figure: a panel for each data set, a line for each method.
-  """
-  colours = {
-    "SGD, rate dropped twice": OTHERS,
-    "average of the snapshots": "#E69F00",
-    "DimReduce": OURS,
-  }
-  figure = Figure(figsize=(12, 3.6), layout="constrained")
-  for axes, (name, data) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
-    before, _ = _mean_losses([seed["first"] for seed in data["seeds"]])
-    budget = data["epochs"]
-    for method, colour in colours.items():
-      x, y = _mean_losses([seed[method]["points"] for seed in data["seeds"]])
-      if len(x) == 1:
-        axes.axhline(y[0], color=colour, linestyle=":", lw=2, label=method)
-        continue
-      within = before[-1] + x <= 1.02 * budget  # whole steps
-      axes.plot(before[-1] + x[within], y[within], marker=".", color=colour, lw=2, label=method)
-    axes.set_xlabel("epochs of gradients")
-    axes.set_title(f"{name}: test loss", loc="left", fontsize=11)
-    axes.grid(color="#E5E5E5")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(y=0.35)
-    axes.legend(frameon=False, fontsize=9)
-  return figure
-
-
-def _mean_losses(runs: Sequence[Sequence[Mapping[str, float]]]) -> tuple[Any, ...]:
-  keys = ("epochs", "test loss")
-  return tuple(np.mean([[point[key] for point in run] for run in runs], 0) for key in keys)

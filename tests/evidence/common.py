@@ -1,76 +1,105 @@
-"""What evidence runs share: their data, and results that outlive the data's absence."""
+"""What evidence runs share: images and text, batches, losses and scores."""
 
-import json
+import functools
 import os
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from sklearn import datasets
 
-from benchmarks import _harness
+PARTS = ("train", "validation", "test")
 
 
 def file_of(name):
-  """The npz file of a data set in the folder OPTAX_BOOST_DATA, or None."""
+  """The file of a data set in the folder OPTAX_BOOST_DATA, or None."""
   folder = os.environ.get("OPTAX_BOOST_DATA")
-  found = sorted(pathlib.Path(folder).glob(f"{name}*.npz")) if folder else []
-  return found[0] if found else None
+  files = sorted(pathlib.Path(folder).glob(f"{name}*")) if folder else []
+  return files[0] if files else None
 
 
-def digits():
-  """Parts ``train``, ``validation`` and ``test`` of the digits: images (n, 8, 8), labels."""
-  y, x = (bunch := datasets.load_digits()).target, bunch.images
-  order = np.random.default_rng(0).permutation(len(y))
-  x, y = x[order], y[order]
-  cut = {"train": (0, 1024), "validation": (1024, 1397), "test": (1397, None)}
-  return {part: (x[a:b], y[a:b]) for part, (a, b) in cut.items()}
+def need(*names):
+  """Skips the test if a data set is missing; digits come with scikit-learn."""
+  for name in names:
+    if name != "digits" and file_of(name) is None:
+      pytest.skip(f"no {name}* in the folder OPTAX_BOOST_DATA")
 
 
-def images(name, halved=False):
-  """Parts of MNIST or CIFAR-10: standardized images (n, height, width, channels), labels.
-
-  Args:
-    name: ``"mnist"``, whose parts have 50,000, 10,000 and 10,000 images, or ``"cifar10"``, of the
-      24,000 of which 16,000, 4,000 and 4,000.
-    halved: whether to average squares of four pixels.
-  """
+def _raw(name):
+  """The three parts of a data set, pixels as stored, and the largest pixel."""
+  if name == "digits":
+    x, y = datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(y))
+    x, y = x[order].reshape(-1, 8, 8, 1), y[order]
+    return [(x[a:b], y[a:b]) for a, b in ((0, 1024), (1024, 1397), (1397, None))], 16
   with np.load(file_of(name)) as file:
-    x, y, test_x, test_y = (
-      file[key] for key in ("train_images", "train_labels", "test_images", "test_labels")
+    x, y, *test = (
+      file[f"{part}_{of}"] for part in ("train", "test") for of in ("images", "labels")
     )
   cut = len(x) - {"mnist": 10_000, "cifar10": 4_000}[name]
-  parts = {"train": (x[:cut], y[:cut]), "validation": (x[cut:], y[cut:]), "test": (test_x, test_y)}
+  return [(x[:cut], y[:cut]), (x[cut:], y[cut:]), tuple(test)], 255
+
+
+@functools.cache
+def images(name, halved=False, unit=False):
+  """Images (n, height, width, channels) and labels by part.
+
+  Args:
+    name: ``"digits"``, with 1,024, 373 and 400 images, ``"mnist"`` (50,000, 10,000 and 10,000), or
+      ``"cifar10"``, of which 24,000 are used (16,000, 4,000 and 4,000).
+    halved: whether to average squares of four pixels.
+    unit: whether pixels are from 0 to 1, instead of standardized by channel.
+  """
+  parts, largest = _raw(name)
 
   def floats(x):
-    x = x.reshape(*x.shape[:3], -1).astype(np.float32)
+    x = x.reshape(*x.shape[:3], -1).astype(np.float32) / largest
     n, height, width, channels = x.shape
     return x.reshape(n, height // 2, 2, width // 2, 2, channels).mean((2, 4)) if halved else x
 
-  parts = {part: (floats(x), y.astype(np.int32)) for part, (x, y) in parts.items()}
+  parts = {p: (floats(x), y.astype(np.int32)) for p, (x, y) in zip(PARTS, parts, strict=True)}
   mean, spread = (f(parts["train"][0], (0, 1, 2)) for f in (np.mean, np.std))
-  return {part: ((x - mean) / spread, y) for part, (x, y) in parts.items()}
+  return parts if unit else {p: ((x - mean) / spread, y) for p, (x, y) in parts.items()}
 
 
-def need(name):
-  """Skips the test where a data set is not there."""
-  if file_of(name) is None:
-    pytest.skip(f"no {name}*.npz in the folder OPTAX_BOOST_DATA")
+@functools.cache
+def text():
+  """Tiny Shakespeare by part: characters as integers below 128."""
+  characters = np.frombuffer(file_of("tinyshakespeare").read_bytes(), np.uint8).astype(np.int32)
+  ends = [len(characters) * 8 // 10, len(characters) * 9 // 10]
+  return dict(zip(PARTS, np.split(characters, ends), strict=True))
 
 
-def added(part, found, order):
-  """Adds results to those of earlier runs, whose data may not be here now, and saves all of them.
+def batches(x, y, size, rng):
+  """Batches in random order without end; an epoch's incomplete last one is left out."""
+  while True:
+    order = rng.permutation(len(y))
+    for i in range(len(y) // size):
+      rows = order[i * size : (i + 1) * size]
+      yield {"x": x[rows], "y": y[rows]}
 
-  Args:
-    part: of the evidence; the results are kept in ``out/<part>_evidence.json``.
-    found: new results, by task.
-    order: all tasks.
 
-  Returns:
-    All results, in that order.
-  """
-  path = _harness.OUT / f"{part}_evidence.json"
-  known = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | found
-  known = {name: known[name] for name in order if name in known}
-  _harness.replace(path, json.dumps(known) + "\n")
-  return known
+def cross_entropy(logits, labels):
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def classify(model, batch):
+  """The loss of a Linen or NNX model."""
+  return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def scores(predict, x, y):
+  """The mean loss, and the accuracy in percent, of logits computed 1,000 images at a time."""
+  logits = np.concatenate([predict(x[i : i + 1000]) for i in range(0, len(y), 1000)])
+  loss, accuracy = cross_entropy(logits, y), np.mean(logits.argmax(-1) == y)
+  return {"loss": float(loss), "accuracy": 100 * float(accuracy)}
+
+
+def assert_permuted(before, after):
+  """Asserts that each weight vector of an output holds the same values, to the bit."""
+  for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    vectors = (np.sort(np.reshape(kernel, (-1, kernel.shape[-1])), 0) for kernel in (was, now))
+    assert np.array_equal(*vectors), "not a permutation of the initial weights"

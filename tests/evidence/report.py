@@ -1,11 +1,9 @@
-"""Pages of evidence: tables of means and standard deviations, and where they are kept."""
+"""Pages of evidence: tables of means and standard deviations, panels, and where they are kept."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
-import json
 import pathlib
-from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 import numpy as np
 
@@ -13,38 +11,73 @@ from benchmarks import _harness
 from benchmarks import plot
 
 RESULTS = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "results"
+# Okabe and Ito's, and two greys.
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+SKY, YELLOW, GREY, LIGHT = "#56B4E9", "#E69F00", "#5A5A5A", "#9A9A9A"
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-  """Mean ± standard deviation, the latter of a sample."""
-  deviation = np.std(values, ddof=1) if len(values) > 1 else 0.0
-  return f"{form.format(np.mean(values))} ± {form.format(deviation)}"
+  """Mean ± standard deviation, the latter of a sample; one value alone."""
+  mean = form.format(np.mean(values))
+  deviation = form.replace("+", "").format(np.std(values, ddof=1)) if len(values) > 1 else ""
+  return f"{mean} ± {deviation}" if deviation else mean
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A table in Markdown."""
   lines = [header, ["---"] * len(header), *rows]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+  return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def write(part: str, title: str, about: str, body: str, data: Any, figure: Figure) -> None:
-  """Writes ``<part>_evidence.md`` and ``.png`` to the results, and a smaller picture.
+def panels(titles: Sequence[str], width: float = 4.0, height: float = 3.8) -> tuple[Figure, list]:
+  """A figure with a panel for each title, side by side."""
+  figure = Figure(figsize=(width * len(titles), height), layout="constrained")
+  places = list(figure.subplots(1, len(titles), squeeze=False)[0])
+  for axes, title in zip(places, titles, strict=True):
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(axis="y", color="#E5E5E5")
+    axes.spines[["top", "right"]].set_visible(False)
+  return figure, places
+
+
+def curve(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], label: str, **style):
+  """The mean of several seeds' curves, and a band from the least to the largest."""
+  (line,) = axes.plot(x, np.mean(runs, 0), label=label, **style)
+  band = (np.min(runs, 0), np.max(runs, 0))
+  axes.fill_between(x, *band, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def points(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], label: str, **style):
+  """Means and standard deviations of several seeds at each x."""
+  deviations = np.std(runs, 1, ddof=1) if len(runs[0]) > 1 else None
+  axes.errorbar(x, np.mean(runs, 1), deviations, label=label, capsize=3, **style)
+
+
+def legend_below(figure: Figure, columns: int) -> None:
+  """One legend for all panels, with the first one's labels."""
+  handles, labels = figure.axes[0].get_legend_handles_labels()
+  place = {"loc": "outside lower center", "ncols": columns}
+  figure.legend(handles, labels, frameon=False, fontsize=9, **place)
+
+
+def write(
+  part: str, title: str, about: str, body: str, figure: Figure, *, in_card: bool = True
+) -> None:
+  """Writes ``<part>_evidence.md`` and ``.png`` to the results.
 
   Args:
     part: as in ``make evidence PARTS=<part>``.
     title: of the page.
     about: a paragraph on the networks, the data and the choice of settings.
     body: tables.
-    data: all figures, JSON-able, for ``out/<part>_evidence.json``.
-    figure: the picture, which also goes to ``docs/figures`` in the size of a card.
+    figure: the picture.
+    in_card: whether a smaller picture goes to ``docs/figures``.
   """
   where = _harness.machine(["jax", "jaxlib", "optax"])
   about = f"{about}\n\nMade by `make evidence PARTS={part}`."
   picture = f"\n![{title}]({part}_evidence.png)\n"
-  _harness.replace(
-    RESULTS / f"{part}_evidence.md", _harness.page(title, about, where, body + picture)
-  )
-  record: Mapping[str, Any] = {"machine": where, "results": data}
-  _harness.replace(_harness.OUT / f"{part}_evidence.json", json.dumps(record) + "\n")
+  page = _harness.page(title, about, where, body + picture)
+  _harness.replace(RESULTS / f"{part}_evidence.md", page)
   figure.savefig(RESULTS / f"{part}_evidence.png", dpi=110)
-  plot.small(figure, plot.FIGURES / f"{part}_evidence.png")
+  if in_card:
+    plot.small(figure, plot.FIGURES / f"{part}_evidence.png")

@@ -22,6 +22,7 @@ import jax
 from tqdm import tqdm
 
 from benchmarks import _process
+from tests.evidence import report
 
 KEPT = pathlib.Path(__file__).parent.parent.parent / "out" / "evidence"
 # Of no reported seed.
@@ -47,6 +48,19 @@ class Tuned(NamedTuple):
   def at_edge(self) -> bool:
     """Whether the best setting is the first or last of several: the grid may be too narrow."""
     return len(self.tried) > 1 and self.setting in (self.tried[0][0], self.tried[-1][0])
+
+  @property
+  def rate(self) -> str:
+    """The best setting's rate, for a table."""
+    return f"{self.setting.rate:g}{' (edge of the grid)' if self.at_edge else ''}"
+
+  def values(self, key: str) -> list[Any]:
+    """One entry of the results, for each seed."""
+    return [result[key] for result in self.results]
+
+  def spread(self, key: str, form: str = "{:.2f}") -> str:
+    """Mean and standard deviation of an entry."""
+    return report.spread(self.values(key), form)
 
 
 def train_all(train: Train, runs: Sequence[tuple[Hashable, int]]) -> list[Result]:

@@ -1,4 +1,4 @@
-"""MindSpore's claim for DimReduce in MindSpore's form, beside averages of the same snapshots.
+"""MindSpore's claim for DimReduce in MindSpore's form, against averages of the same snapshots.
 
 A training is cut at 70 of 90 units; SGD, a cool-down or DimReduce goes on for two units, or the
 snapshots are averaged, which takes none. ``make evidence PARTS=averaging`` writes
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 import numpy as np
 import optax
 import pytest
@@ -52,7 +51,7 @@ class Second(NamedTuple):
 
 
 class Block(nn.Module):
-  """Two convolutions beside a shortcut."""
+  """Two convolutions and a shortcut."""
 
   width: int
   stride: int
@@ -83,23 +82,15 @@ NETWORK = ResNet()
 
 
 def loss_fn(model, batch):
-  logits = model(batch["x"], train=True)
-  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+  return common.cross_entropy(model(batch["x"], train=True), batch["y"])
 
 
-@functools.cache
 def data():
   return common.images("cifar10", halved=True)
 
 
 def batches(size, seed):
-  x, y = data()["train"]
-  rng = np.random.default_rng(seed)
-  while True:
-    order = rng.permutation(len(y))
-    for i in range(len(y) // size):
-      some = order[i * size : (i + 1) * size]
-      yield {"x": x[some], "y": y[some]}
+  return common.batches(*data()["train"], size, np.random.default_rng(seed))
 
 
 @functools.cache
@@ -120,37 +111,27 @@ def go_on(state, rates, some):
   return state
 
 
-@jax.jit
-def _scores(variables, x, y):
-  logits = NETWORK.apply(variables, x)
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-  return jnp.stack([jnp.mean(jnp.argmax(logits, -1) == y) * 100, jnp.mean(losses)])
+predict = jax.jit(NETWORK.apply)
 
 
-def measure(params, statistics, anew=True):
-  """Accuracy and loss, with statistics estimated anew or the running ones."""
+def measure(params, statistics, estimated=True):
+  """Accuracy and loss, with statistics that are estimated again or the running ones."""
   variables = {"params": params, **statistics}
-  if anew:
+  if estimated:
     some = batches(BATCH, 12345)
-    images = (next(some)["x"] for _ in range(STATISTICS))
-    variables = optax_boost.linen.estimate_batch_stats(NETWORK, variables, images)
-  found = {}
-  for part in ("validation", "test"):
-    x, y = data()[part]
-    parts = [_scores(variables, x[i : i + 1000], y[i : i + 1000]) for i in range(0, len(y), 1000)]
-    accuracy, loss = np.mean(parts, 0)
-    found |= {f"{part} accuracy": float(accuracy), f"{part} loss": float(loss)}
-  return found
-
-
-def in_order(state):
-  """The snapshots, the oldest first."""
-  return optax_boost.snapshots(state.opt_state)
+    inputs = (next(some)["x"] for _ in range(STATISTICS))
+    variables = optax_boost.linen.estimate_batch_stats(NETWORK, variables, inputs)
+  predict_with = functools.partial(predict, variables)
+  return {
+    f"{part} {key}": value
+    for part in ("validation", "test")
+    for key, value in common.scores(predict_with, *data()[part]).items()
+  }
 
 
 def averages(state):
-  """The average of each window."""
-  rows = in_order(state)
+  """The average of each window of snapshots."""
+  rows = optax_boost.snapshots(state.opt_state)
   return {n: jax.tree.map(lambda x, n=n: jnp.mean(x[-n:], 0), rows) for n in WINDOWS}
 
 
@@ -178,7 +159,7 @@ def first(rate, seed):
   state, rates = at_cut(rate, seed), schedule(rate)
   copy = functools.partial(jax.tree.map, jnp.array)
   found = {AT_CUT: measure(state.params, state.model_state)}
-  found[f"{AT_CUT}, running statistics"] = measure(state.params, state.model_state, anew=False)
+  found[f"{AT_CUT}, running statistics"] = measure(state.params, state.model_state, estimated=False)
 
   def add_averages(state, units):
     for n, average in averages(state).items():
@@ -207,7 +188,7 @@ def first(rate, seed):
 def second(setting, seed):
   """DimReduce for two units of gradients; the trials of its line search come on top."""
   state = at_cut(setting.rate, seed)
-  subspace = optax_boost.fit_subspace(in_order(state), setting.components)
+  subspace = optax_boost.fit_subspace(optax_boost.snapshots(state.opt_state), setting.components)
   # A callable, so that one program serves every subspace.
   tx = optax_boost.dim_reduce(
     lambda params: subspace, alpha=setting.alpha, max_search=setting.max_search
@@ -248,45 +229,6 @@ def settings(rate):
   ]
 
 
-@functools.cache
-def results():
-  sgd = runs.tune(first, {"SGD": RATES}, SEEDS)["SGD"]
-  grids = {OURS: settings(sgd.setting), MINDSPORE: [mindspores(sgd.setting)]}
-  reduced = runs.tune(second, grids, SEEDS)
-  # The window is chosen by the training by which the rate was chosen.
-  (tuning,) = runs.train_all(first, [(sgd.setting, runs.TUNING_SEED)])
-  return sgd, reduced, tuning
-
-
-def window_name(tuning, units):
-  """The window with the best validation accuracy in the training for tuning."""
-  names = [f"average of the last {n}, {units} units" for n in WINDOWS]
-  return max(names, key=lambda name: tuning["contenders"][name]["validation accuracy"])
-
-
-def scores_of(sgd, reduced):
-  """By contender, the scores of all seeds."""
-  scores = {
-    name: [result["contenders"][name] for result in sgd.results]
-    for name in sgd.results[0]["contenders"]
-  }
-  for name, tuned in reduced.items():
-    scores[name] = [result["scores"] for result in tuned.results]
-  return scores
-
-
-def test_every_contender_keeps_what_the_cut_training_has_learnt():
-  common.need("cifar10")
-  sgd, reduced, tuning = results()
-  assert not sgd.at_edge
-  for result in sgd.results:
-    assert result["snapshots"] == 2 * WHOLE
-    assert result["validation"] > 45
-  for name, scores in scores_of(sgd, reduced).items():
-    assert min(score["test accuracy"] for score in scores) > 40, name
-  write(sgd, reduced, tuning)
-
-
 def units_of(name):
   if name == FULL:
     return WHOLE
@@ -294,44 +236,69 @@ def units_of(name):
   return CUT + MORE if more else CUT
 
 
-def write(sgd, reduced, tuning):
-  scores = scores_of(sgd, reduced)
-  order = sorted(scores, key=lambda name: (units_of(name), list(scores).index(name)))
+def picture(scores):
+  """Test accuracies, with lines at the cut and at the end of the schedule."""
+  names = sorted((name for name in scores if "running" not in name), key=units_of)
+  figure, (axes,) = report.panels(["test accuracy, %"], 7.5, 4.6)
+  colours = {CUT: "tab:blue", CUT + MORE: "tab:orange", WHOLE: "black"}
+  for place, name in enumerate(names):
+    values, colour = [score["test accuracy"] for score in scores[name]], colours[units_of(name)]
+    deviation = np.std(values, ddof=1)
+    axes.errorbar(np.mean(values), -place, xerr=deviation, fmt="o", color=colour, capsize=3)
+    if name in (AT_CUT, FULL):
+      axes.axvline(np.mean(values), color=colour, linewidth=0.8, linestyle=":")
+  labels = [name if "units" in name else f"{name}, {units_of(name)} units" for name in names]
+  axes.set_yticks([-i for i in range(len(names))], labels)
+  axes.set_xlabel("mean and standard deviation of three seeds")
+  return figure
+
+
+def test_every_contender_keeps_what_the_cut_training_has_learnt():
+  common.need("cifar10")
+  sgd = runs.tune(first, {"SGD": RATES}, SEEDS)["SGD"]
+  grids = {OURS: settings(sgd.setting), MINDSPORE: [mindspores(sgd.setting)]}
+  reduced = runs.tune(second, grids, SEEDS)
+  scores = {
+    name: [contenders[name] for contenders in sgd.values("contenders")]
+    for name in sgd.values("contenders")[0]
+  } | {name: tuned.values("scores") for name, tuned in reduced.items()}
+  # The windows are chosen by the training by which the rate was chosen.
+  (tuning,) = runs.train_all(first, [(sgd.setting, runs.TUNING_SEED)])
+  windows = [
+    max(
+      (f"average of the last {n}, {units} units" for n in WINDOWS),
+      key=lambda name: tuning["contenders"][name]["validation accuracy"],
+    )
+    for units in (CUT, CUT + MORE)
+  ]
+  forms = {"test accuracy": "{:.2f}", "test loss": "{:.4f}", "validation accuracy": "{:.2f}"}
   rows = [
     [
       name,
-      str(units_of(name)),
-      *(
-        report.spread([score[key] for score in scores[name]], form)
-        for key, form in (
-          ("test accuracy", "{:.2f}"),
-          ("test loss", "{:.4f}"),
-          ("validation accuracy", "{:.2f}"),
-        )
-      ),
+      units_of(name),
+      *(report.spread([score[key] for score in scores[name]], form) for key, form in forms.items()),
     ]
-    for name in order
+    for name in sorted(scores, key=units_of)
   ]
   header = ("", "units", "test accuracy, %", "test loss", "validation accuracy, %")
   body = report.table(header, rows)
-  chosen = {units: window_name(tuning, units) for units in (CUT, CUT + MORE)}
-  body += f"\nWindows chosen on validation images: {', '.join(chosen.values())}.\n"
+  body += f"\nWindows chosen on validation images: {', '.join(windows)}.\n"
   body += "\n## Settings\n\n" + report.table(
     ("SGD's peak rate", "validation accuracy, %"),
     [[f"{rate:g}", f"{value:.2f}"] for rate, value in sgd.tried],
   )
   body += "\n" + report.table(
     ("components", "batch", "alpha", "max_search", "validation accuracy, %"),
-    [[*map(str, setting[1:]), f"{value:.2f}"] for setting, value in reduced[OURS].tried],
+    [[*setting[1:], f"{value:.2f}"] for setting, value in reduced[OURS].tried],
   )
   for name, tuned in reduced.items():
     facts = [
-      f"{key} {report.spread([result[key] for result in tuned.results])}"
+      f"{key} {tuned.spread(key)}"
       for key in ("trials per step", "rejected, %", "variance explained, %")
     ]
     body += f"\n{name} ({', '.join(map(str, tuned.setting[1:]))}): {'; '.join(facts)}.\n"
   about = (
-    f"A ResNet-8 with BatchNorm ({sgd.results[0]['params']:,} params) on 16,000 CIFAR-10 images,"
+    f"A ResNet-8 with BatchNorm ({sgd.values('params')[0]:,} params) on 16,000 CIFAR-10 images,"
     f" averaged to 16 x 16 pixels; SGD with momentum 0.9, weight decay 5e-4, batches of {BATCH},"
     f" {UNIT} steps in a unit; a cosine over {WHOLE} units, cut at {CUT}. After it, for {MORE}"
     " units: SGD goes on with its schedule; its rate falls linearly to 0; or DimReduce in the"
@@ -340,42 +307,12 @@ def write(sgd, reduced, tuning):
     " SGD's rate is the one with the best validation accuracy after the whole schedule; the"
     " settings of DimReduce are those with the best after the second phase, and the windows those"
     " with the best average, all in trainings with a seed of their own. Statistics of BatchNorms"
-    f" are estimated anew from {STATISTICS} batches in every row but one."
+    f" are estimated again from {STATISTICS} batches in every row but one."
   )
-  data = {"scores": scores, "windows": chosen, "rates": sgd.tried, "settings": reduced[OURS].tried}
-  data["facts"] = {name: tuned.results for name, tuned in reduced.items()}
-  report.write(
-    "averaging", "Averages, DimReduce and cool-downs: evidence", about, body, data, draw(scores)
-  )
-
-
-def draw(scores):
-  """Test accuracies, with lines at the cut and at the end of the schedule."""
-  names = [
-    AT_CUT,
-    *(f"average of the last {n}, {CUT} units" for n in WINDOWS),
-    GOES_ON,
-    COOL_DOWN,
-    MINDSPORE,
-    OURS,
-    *(f"average of the last {n}, {CUT + MORE} units" for n in WINDOWS),
-    FULL,
-  ]
-  figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-  axes = figure.subplots()
-  colors = {CUT: "tab:blue", CUT + MORE: "tab:orange", WHOLE: "black"}
-  for place, name in enumerate(names):
-    values = [score["test accuracy"] for score in scores[name]]
-    color = colors[units_of(name)]
-    axes.errorbar(
-      np.mean(values), -place, xerr=np.std(values, ddof=1), fmt="o", color=color, capsize=3
-    )
-    axes.plot(values, [-place] * len(values), "|", color=color, alpha=0.5)
-  for name in (AT_CUT, FULL):
-    mean = np.mean([score["test accuracy"] for score in scores[name]])
-    axes.axvline(mean, color=colors[units_of(name)], linewidth=0.8, linestyle=":")
-  labels = [name if "units" in name else f"{name}, {units_of(name)} units" for name in names]
-  axes.set_yticks([-i for i in range(len(names))], labels)
-  axes.set_xlabel("test accuracy, %; mean and standard deviation of three seeds")
-  axes.grid(axis="x", alpha=0.3)
-  return figure
+  title = "Averages, DimReduce and cool-downs: evidence"
+  report.write("averaging", title, about, body, picture(scores))
+  assert not sgd.at_edge
+  assert min(sgd.values("validation")) > 45
+  assert set(sgd.values("snapshots")) == {2 * WHOLE}
+  for name, several in scores.items():
+    assert min(score["test accuracy"] for score in several) > 40, name

@@ -8,12 +8,10 @@ Each model is saved as a seed and integers, loaded again, and compared with file
 import functools
 import pathlib
 import tempfile
-from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -97,35 +95,27 @@ RATES = {LAPERM: (3e-3, 1e-2, 3e-2, 1e-1), ADAM: _ADAM_RATES, HELD: _ADAM_RATES}
 PAPER = {"F1": 85.46, "F2": 78.14}
 
 
-def grid(task: str, start: str, method: str) -> list[Setting]:
-  """The settings among which a contender's is chosen."""
-  periods = PERIODS if method == LAPERM else ((0, 0),)
-  return [
-    Setting(task, start, method, rate, *period) for rate in RATES[method] for period in periods
-  ]
-
-
-def contenders(task: str) -> dict[tuple[str, str], list[Setting]]:
-  """By initial weights and method, the settings."""
+def contenders(task):
+  """By initial weights and method, the settings among which one is chosen."""
+  pairs = [("dense", ADAM), ("10 %", HELD), *((start, LAPERM) for start in STARTS)]
   if task in ONE_VALUE:
     pairs = [("dense", ADAM), ("one value", LAPERM)]
-  else:
-    pairs = [("dense", ADAM), ("10 %", HELD), *((start, LAPERM) for start in STARTS)]
-  return {(start, method): grid(task, start, method) for start, method in pairs}
+  return {
+    (start, method): [
+      Setting(task, start, method, rate, *period)
+      for rate in RATES[method]
+      for period in (PERIODS if method == LAPERM else [(0, 0)])
+    ]
+    for start, method in pairs
+  }
 
 
-@functools.cache
-def data(task: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def data(task):
   """The parts of a task's data; pixels from 0 to 1 for weights of one value, as in the paper."""
-  parts = common.images(TASKS[task].data, TASKS[task].halved)
-  if task in ONE_VALUE:
-    low = parts["train"][0].min()
-    high = parts["train"][0].max()
-    parts = {part: ((x - low) / (high - low), y) for part, (x, y) in parts.items()}
-  return parts
+  return common.images(TASKS[task].data, TASKS[task].halved, unit=task in ONE_VALUE)
 
 
-def initial(task: str, start: str, seed: int) -> dict[str, jax.Array]:
+def initial(task, start, seed):
   """Kernels from He's uniform distribution, with zeros, of one magnitude, or of one value.
 
   Zeros are drawn; the others grow, so that a layer's variance stays. Random signs are times the
@@ -152,7 +142,7 @@ def initial(task: str, start: str, seed: int) -> dict[str, jax.Array]:
   return kernels
 
 
-def logits_of(task: str, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def logits_of(task, params, x):
   """The network's output, without biases and normalization."""
   *hidden, last = params.values()
   for i, kernel in enumerate(hidden):
@@ -170,65 +160,52 @@ def logits_of(task: str, params: dict[str, jax.Array], x: jax.Array) -> jax.Arra
 
 
 @functools.cache
-def programs(task: str, reconnects: bool) -> tuple[Any, Any, Any]:
+def programs(task, reconnects):
   """The optimizer's `init`, the step and the prediction, compiled once for all settings."""
 
-  def transformation(rate: Any, every: Any) -> optax.GradientTransformation:
+  def transformation(rate, every):
     adam = optax.adam(rate)
     return optax_boost.laperm(adam, lambda count: every) if reconnects else adam
 
-  def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    logits = logits_of(task, params, x)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
-
   @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params: Any, state: Any, held: Any, x: Any, y: Any, rate: Any, every: Any) -> Any:
-    gradients = jax.grad(loss_of)(params, x, y)
+  def step(params, state, held, x, y, rate, every):
+    grads = jax.grad(lambda params: common.cross_entropy(logits_of(task, params, x), y))(params)
+    tx = transformation(rate, every)
     if reconnects:
-      tx = transformation(rate, every)
-      return optax_boost.apply_gradients(tx, gradients, state, params)
-    updates, state = transformation(rate, every).update(gradients, state, params)
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state)
     updates = jax.tree.map(lambda u, zero: jnp.where(zero, 0, u), updates, held)
     return optax.apply_updates(params, updates), state
 
-  predict = jax.jit(lambda params, x: jnp.argmax(logits_of(task, params, x), -1))
+  predict = jax.jit(functools.partial(logits_of, task))
   return transformation(0.0, 1).init, step, predict
 
 
-def train(setting: Setting, seed: int) -> dict[str, Any]:
+def train(setting, seed):
   """Accuracy on validation images, of reported seeds on test images, and the sizes of files."""
-  task = TASKS[setting.task]
-  init, step, predict = programs(setting.task, setting.method == LAPERM)
+  task, ours = TASKS[setting.task], setting.method == LAPERM
+  init, step, predict = programs(setting.task, ours)
   start = initial(setting.task, setting.start, seed)
   held = jax.tree.map(lambda kernel: (kernel == 0) & (setting.method == HELD), start)
   params = jax.tree.map(jnp.array, start)
   state = init(params)
-  x, y = data(setting.task)["train"]
-  rng, order = np.random.default_rng(seed), np.zeros(0, int)
+  parts = data(setting.task)
+  batches = common.batches(*parts["train"], task.batch, np.random.default_rng(seed))
   for count in range(task.steps):
-    if len(order) < task.batch:
-      order = rng.permutation(len(y))
-    rows, order = order[: task.batch], order[task.batch :]
     rate = np.float32(setting.rate * (1 + np.cos(np.pi * count / task.steps)) / 2)
     every = np.int32(setting.every if count < task.steps // 2 else setting.later)
-    params, state = step(params, state, held, x[rows], y[rows], rate, every)
-  model = optax_boost.permuted_params(state).params if setting.method == LAPERM else params
+    params, state = step(params, state, held, *next(batches).values(), rate, every)
+  model = optax_boost.permuted_params(state).params if ours else params
   part = "validation" if seed == runs.TUNING_SEED else "test"
-  x, y = data(setting.task)[part]
-  blocks = range(0, len(y), 1000)
-  right = [np.asarray(predict(model, x[i : i + 1000]) == y[i : i + 1000]) for i in blocks]
-  result: dict[str, Any] = {part: 100 * float(np.mean(np.concatenate(right)))}
-  if setting.method == LAPERM and part == "test":
-    moved = [np.mean(np.asarray(model[name] != start[name])) for name in model]
-    result |= {"moved": float(np.mean(moved)), "bytes": sizes(setting, start, model, state)}
+  result = {part: common.scores(functools.partial(predict, model), *parts[part])["accuracy"]}
+  if ours and part == "test":
+    common.assert_permuted(start, model)
+    result["bytes"] = sizes(setting, start, model, state)
   return result
 
 
-def sizes(setting: Setting, start: Any, model: Any, state: Any) -> dict[str, int]:
+def sizes(setting, start, model, state):
   """Bytes on disk of a model as a seed and integers, loaded again to the last bit, and others."""
-  for was, now in zip(start.values(), model.values(), strict=True):
-    vectors = (np.sort(np.reshape(kernel, (-1, kernel.shape[-1])), 0) for kernel in (was, now))
-    assert np.array_equal(*vectors), "no permutation of the initial weights"
   arrays = {name: np.asarray(kernel) for name, kernel in model.items()}
   indices = jax.tree.map(np.asarray, optax_boost.permuted_params(state).permutation)
   with tempfile.TemporaryDirectory() as folder:
@@ -257,167 +234,100 @@ def sizes(setting: Setting, start: Any, model: Any, state: Any) -> dict[str, int
 
 
 @functools.cache
-def results(task: str) -> dict[str, dict[str, Any]]:
-  """Settings and outcomes by contender, JSON-able."""
+def results(task):
+  """Outcomes by the contender's name."""
   tuned = runs.tune(train, contenders(task), SEEDS)
-  return {
-    f"{method}, {start}": {
-      "start": start,
-      "method": method,
-      "setting": found.setting._asdict(),
-      "tried": [[setting._asdict(), value] for setting, value in found.tried],
-      "test": [result["test"] for result in found.results],
-      "moved": [result.get("moved") for result in found.results],
-      "bytes": found.results[0].get("bytes"),
-    }
-    for (start, method), found in tuned.items()
-  }
+  return {f"{method}, {start}": found for (start, method), found in tuned.items()}
 
 
-def needed(task: str) -> dict[str, dict[str, Any]]:
-  """The outcomes of a task, or a skipped test."""
-  common.need(TASKS[task].data)
-  return results(task)
-
-
-def mean_of(task: str, name: str) -> float:
-  return float(np.mean(needed(task)[name]["test"]))
-
-
-@pytest.mark.parametrize("task", CNNS)
-def test_every_start_trains_above_chance(task):
-  for name, found in needed(task).items():
-    assert np.mean(found["test"]) > {"MNIST": 50, "CIFAR-10": 15}[task], name
-
-
-@pytest.mark.parametrize("task", ONE_VALUE)
-def test_one_value_and_zeros_classify_far_better_than_chance(task):
-  assert mean_of(task, f"{LAPERM}, one value") > 30
-
-
-@pytest.mark.parametrize("task", CNNS)
-def test_a_model_of_integers_is_smaller_than_its_floats(task):
-  for name, found in needed(task).items():
-    if found["method"] == LAPERM:
-      assert found["bytes"]["ours"] < 0.5 * found["bytes"]["float32"], name
-
-
-def words(setting: dict[str, Any]) -> str:
+def words(setting):
   """A setting in a table."""
-  text = f"{setting['rate']:g}"
-  if setting["method"] == LAPERM:
-    every, later = setting["every"], setting["later"]
-    text += f", every {every}" + (f", then {later}" if later != every else "")
+  text = f"{setting.rate:g}"
+  if setting.method == LAPERM:
+    later = f", then {setting.later}" if setting.later != setting.every else ""
+    text += f", every {setting.every}{later}"
   return text
 
 
-def accuracy_table(task: str) -> str:
-  """Test accuracies beside Adam's with dense weights."""
-  found = results(task)
-  reference = np.mean(found[f"{ADAM}, dense"]["test"])
-  rows = []
-  for entry in found.values():
-    difference = np.mean(entry["test"]) - reference
-    is_reference = entry["method"] == ADAM
-    rows.append(
-      [
-        f"{entry['method']}, {entry['start']}",
-        report.spread(entry["test"]),
-        "" if is_reference else f"{difference:+.2f}",
-        words(entry["setting"]),
-        f"{max(value for _, value in entry['tried']):.2f}",
-      ]
-    )
-  header = [
-    "method, initial weights",
-    "test accuracy, %",
-    "minus Adam, dense",
-    "rate, steps between synchronizations",
-    "validation",
-  ]
-  return report.table(header, rows)
-
-
-def size_table() -> str:
-  """Bytes on disk by task and initial weights."""
-  rows = []
-  for task in CNNS:
-    for entry in results(task).values():
-      files = entry["bytes"]
-      if files is not None:
-        rows.append(
-          [
-            task,
-            entry["start"],
-            f"{files['ours']:,}",
-            f"{8 * files['ours'] / files['weights']:.1f}",
-            f"{files['ours'] / files['float32']:.2f}",
-            *(f"{files[key]:,}" for key in ("float32", "deflated", "checkpoint")),
-            f"{files['plain']:,}",
-            f"{files['indices']:,}",
-          ]
-        )
-  header = [
-    "network",
-    "initial weights",
-    "seed and integers",
-    "bits a weight",
-    "of float32",
-    "float32, `np.savez`",
-    "float32, `np.savez_compressed`",
-    "float32, Orbax",
-    "without a seed",
-    "int32 of `permutation`",
-  ]
-  return report.table(header, rows)
-
-
-def value_table() -> str:
-  """Weights of one value, beside the paper's figures."""
+def accuracy_table(task):
+  """Test accuracies, and their distance from Adam's with dense weights."""
+  reference = np.mean(results(task)[f"{ADAM}, dense"].values("test"))
   rows = [
     [
-      task,
-      "-".join(map(str, [TASKS[task].kernels[0][0], *(k[1] for k in TASKS[task].kernels)])),
-      report.spread(results(task)[f"{LAPERM}, one value"]["test"]),
-      f"{PAPER[task]:.2f}",
-      report.spread(results(task)[f"{ADAM}, dense"]["test"]),
-      words(results(task)[f"{LAPERM}, one value"]["setting"]),
+      name,
+      tuned.spread("test"),
+      f"{np.mean(tuned.values('test')) - reference:+.2f}" if tuned.setting.method != ADAM else "",
+      words(tuned.setting),
+      f"{max(value for _, value in tuned.tried):.2f}",
     ]
-    for task in ONE_VALUE
+    for name, tuned in results(task).items()
   ]
+  header = ["method, initial weights", "test accuracy, %", "minus Adam, dense"]
+  return report.table([*header, "rate, steps between synchronizations", "validation"], rows)
+
+
+SIZES = {
+  "float32": "float32, `np.savez`",
+  "deflated": "float32, `np.savez_compressed`",
+  "checkpoint": "float32, Orbax",
+  "plain": "without a seed",
+  "indices": "int32 of `permutation`",
+}
+
+
+def models():
+  """By CNN and initial weights, the bytes of the first seed's model."""
+  return {
+    (task, tuned.setting.start): tuned.values("bytes")[0]
+    for task in CNNS
+    for tuned in results(task).values()
+    if tuned.setting.method == LAPERM
+  }
+
+
+def size_table():
+  """Bytes on disk by task and initial weights."""
+  rows = [
+    [
+      *key,
+      f"{files['ours']:,}",
+      f"{8 * files['ours'] / files['weights']:.1f}",
+      f"{files['ours'] / files['float32']:.2f}",
+      *(f"{files[name]:,}" for name in SIZES),
+    ]
+    for key, files in models().items()
+  ]
+  header = ["network", "initial weights", "seed and integers", "bits a weight", "of float32"]
+  return report.table([*header, *SIZES.values()], rows)
+
+
+def value_table():
+  """Weights of one value, and the paper's figures."""
+  rows = []
+  for task in ONE_VALUE:
+    ours, adam = (results(task)[name] for name in (f"{LAPERM}, one value", f"{ADAM}, dense"))
+    widths = [784, *(shape[1] for shape in TASKS[task].kernels)]
+    accuracies = [ours.spread("test"), f"{PAPER[task]:.2f}", adam.spread("test")]
+    rows.append([task, "-".join(map(str, widths)), *accuracies, words(ours.setting)])
   header = ["network", "widths", "LaPerm, one value", "the paper", "Adam, dense", "setting"]
   return report.table(header, rows)
 
 
-# Okabe and Ito's.
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#5A5A5A"
-
-
-def picture() -> Figure:
+def picture():
   """Accuracy by initial weights, a panel for each CNN."""
-  figure = Figure(figsize=(9.6, 3.8), dpi=90, layout="constrained")
-  for axes, task in zip(figure.subplots(1, len(CNNS)), CNNS, strict=True):
+  figure, panels = report.panels(CNNS, 4.8)
+  for axes, task in zip(panels, CNNS, strict=True):
     found = results(task)
-    reference = found[f"{ADAM}, dense"]["test"]
-    axes.axhline(np.mean(reference), color=GREY, linestyle="--", linewidth=1.5, label="Adam, dense")
-    for method, colour, marker in ((LAPERM, BLUE, "o"), (HELD, ORANGE, "s")):
+    dense = np.mean(found[f"{ADAM}, dense"].values("test"))
+    axes.axhline(dense, color=report.GREY, linestyle="--", linewidth=1.5, label="Adam, dense")
+    for method, colour, fmt in ((LAPERM, report.BLUE, "o"), (HELD, report.ORANGE, "s")):
       starts = [start for start in STARTS if f"{method}, {start}" in found]
-      values = [found[f"{method}, {start}"]["test"] for start in starts]
+      values = [found[f"{method}, {start}"].values("test") for start in starts]
       places = [STARTS.index(start) for start in starts]
-      axes.errorbar(
-        places,
-        np.mean(values, 1),
-        np.std(values, 1, ddof=1),
-        fmt=marker,
-        color=colour,
-        capsize=3,
-        label=method,
-      )
+      report.points(axes, places, values, method, fmt=fmt, color=colour)
     axes.set_xticks(range(len(STARTS)), STARTS)
-    axes.set(xlim=(-0.4, len(STARTS) - 0.6), title=task)
+    axes.set(xlim=(-0.4, len(STARTS) - 0.6))
     axes.set(xlabel="initial weights: share not zero, or random signs", ylabel="test accuracy, %")
-    axes.grid(axis="y", color="#E5E5E5")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="lower left")
   return figure
 
@@ -438,26 +348,20 @@ ABOUT = (
 )
 
 
-def edges() -> str:
-  """The contenders whose best rate is at an end of the grid."""
-  found = [
-    f"{task}: {name}"
-    for task in TASKS
-    for name, entry in results(task).items()
-    if entry["setting"]["rate"] in (RATES[entry["method"]][0], RATES[entry["method"]][-1])
-  ]
-  return f"Rates at an end of their grid: {'; '.join(found) or 'none'}.\n"
-
-
-def test_the_results_are_written():
-  for task in TASKS:
-    needed(task)
+def test_reconnection_alone_trains():
+  common.need("mnist", "cifar10")
   weights = [sum(np.prod(shape) for shape in TASKS[task].kernels) for task in CNNS]
   about = ABOUT.format(mnist=weights[0], cifar=weights[1], a=TASKS["MNIST"], b=TASKS["CIFAR-10"])
+  edges = [
+    f"{task}: {name}"
+    for task in TASKS
+    for name, tuned in results(task).items()
+    if tuned.setting.rate in (RATES[tuned.setting.method][0], RATES[tuned.setting.method][-1])
+  ]
   body = "\n".join(
     [
       *(f"\n## {task}\n\n{accuracy_table(task)}" for task in CNNS),
-      edges(),
+      f"Rates at an end of their grid: {'; '.join(edges) or 'none'}.\n",
       "\n## Weights of one value or zero\n",
       "The paper's F1 and F2 (section 5.5): dense networks without biases, on MNIST, weights 0.08"
       " or 0 (4 of 7 not zero), and 0.03 or 0 (1 of 15, 7 and 3, by layer); 3,000 batches of 128."
@@ -473,6 +377,11 @@ def test_the_results_are_written():
       size_table(),
     ]
   )
-  report.write(
-    "laperm", "LaPerm: reconnection alone", about, body, {t: results(t) for t in TASKS}, picture()
-  )
+  report.write("laperm", "LaPerm: reconnection alone", about, body, picture())
+  for task, chance in {"MNIST": 50, "CIFAR-10": 15}.items():
+    for name, tuned in results(task).items():
+      assert np.mean(tuned.values("test")) > chance, (task, name)
+  for task in ONE_VALUE:
+    assert np.mean(results(task)[f"{LAPERM}, one value"].values("test")) > 30
+  for key, files in models().items():
+    assert files["ours"] < 0.5 * files["float32"], key

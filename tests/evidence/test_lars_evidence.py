@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 import numpy as np
 import optax
@@ -53,15 +52,6 @@ class Run(NamedTuple):
   warmup: float = 0.1
   epochs: int = EPOCHS
   widths: tuple[int, ...] = LECUNS
-
-
-@functools.cache
-def mnist(scaled_as_mxnet):
-  parts = common.images("mnist")
-  if scaled_as_mxnet:  # to [0, 1]
-    low, high = (f(parts["train"][0]) for f in (np.min, np.max))
-    parts = {part: ((x - low) / (high - low), y) for part, (x, y) in parts.items()}
-  return {part: (x[..., 0], y) for part, (x, y) in parts.items()}
 
 
 def init(key, widths, normalized, mxnets):
@@ -130,7 +120,7 @@ def logits_of(params, x, statistics=None):
 
 
 def loss_fn(params, x, y):
-  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x)[0], y))
+  return common.cross_entropy(logits_of(params, x)[0], y)
 
 
 def make_tx(run, rate, steps):
@@ -180,16 +170,8 @@ def statistics_of(params, x):
 
 
 @jax.jit
-def correct(params, statistics, x, y):
-  def of(pair):
-    return jnp.sum(jnp.argmax(logits_of(params, pair[0], statistics)[0], -1) == pair[1])
-
-  chunks = (x.reshape(-1, CHUNK, *x.shape[1:]), y.reshape(-1, CHUNK))
-  return jnp.sum(jax.lax.map(of, chunks))
-
-
-def accuracy(params, statistics, x, y):
-  return 100 * int(correct(params, statistics, x, y)) / len(y)
+def predict(params, statistics, x):
+  return logits_of(params, x, statistics)[0]
 
 
 def train(run, seed):
@@ -197,10 +179,10 @@ def train(run, seed):
 
   Under the tuning seed 10,000 images are kept for validation, else they are trained on, too.
   """
-  literal = run.optimizer == LITERAL
-  parts = mnist(literal)
+  literal, tuning = run.optimizer == LITERAL, seed == runs.TUNING_SEED
+  parts = {part: (x[..., 0], y) for part, (x, y) in common.images("mnist", unit=literal).items()}
   x, y = parts["train"]
-  if seed != runs.TUNING_SEED:
+  if not tuning:
     x, y = (np.concatenate(pair) for pair in zip(parts["train"], parts["validation"], strict=True))
   size = len(y)
   params = init(jax.random.key(seed), run.widths, run.normalized, literal)
@@ -215,11 +197,9 @@ def train(run, seed):
     order = order[: len(order) // run.batch * run.batch].reshape(-1, run.batch)
     params, opt_state, losses = epoch(program, run.rate, params, opt_state, x, y, order)
   statistics = statistics_of(params, x) if run.normalized else None
-  found = {
-    part: accuracy(params, statistics, *parts[part])
-    for part in ("validation", "test")
-    if part == "test" or seed == runs.TUNING_SEED
-  }
+  held_out = ["validation", "test"] if tuning else ["test"]
+  logits = functools.partial(predict, params, statistics)
+  found = {part: common.scores(logits, *parts[part])["accuracy"] for part in held_out}
   return found | {"train loss": float(jnp.mean(losses))}
 
 
@@ -260,39 +240,31 @@ def rates_tuned():
       cell.update({run: None for run in near if run not in cell})
 
 
-def drawn(tried, found):
+def picture(tried, outcome):
   """Accuracy by rate where batches are 8,000, and of the best settings by batch."""
-  figure = Figure(figsize=(11, 3.6), layout="constrained")
-  colours = {SGD: "#9A9A9A", LARS: "#0072B2"}
-  panels = figure.subplots(1, 3)
-  for axes, normalized in zip(panels, (False, True), strict=False):
-    for optimizer, colour in colours.items():
+  titles = [
+    *(f"batch 8,000, {bn} BatchNorm: validation, %" for bn in ("no", "with")),
+    "no BatchNorm, tuned: test, %",
+  ]
+  figure, panels = report.panels(titles, 3.7, 3.6)
+  batches = [cell[0] for cell in CELLS[1:]]
+  for optimizer, colour in {SGD: report.LIGHT, LARS: report.BLUE}.items():
+    style = {"marker": "o", "color": colour, "label": optimizer}
+    for axes, normalized in zip(panels, (False, True), strict=False):
       cell = tried[8000, normalized, optimizer]
-      points = sorted((run.rate, cell[run]) for run in cell if run.warmup == 0.1)
-      axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=optimizer)
+      rates = sorted((run.rate, cell[run]) for run in cell if run.warmup == 0.1)
+      axes.plot(*zip(*rates, strict=True), **style)
+      axes.set(xlabel="highest rate", ylim=(90, 99.5))
+    scores = [outcome[batch, False, optimizer].values("test") for batch in batches]
+    report.points(panels[2], batches, scores, **style)
+  for axes in panels:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.minorticks_off()
-    axes.set_xlabel("highest rate")
-    title = f"batch 8,000, {'BatchNorm' if normalized else 'no BatchNorm'}: validation, %"
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_ylim(90, 99.5)
-  for optimizer, colour in colours.items():
-    keys = [key for key in found if key[1:] == (False, optimizer)]
-    mean = [np.mean([result["test"] for result in found[key][1]]) for key in keys]
-    error = [np.std([result["test"] for result in found[key][1]], ddof=1) for key in keys]
-    panels[2].errorbar([key[0] for key in keys], mean, error, marker="o", color=colour)
-  panels[2].set_xscale("log")
-  panels[2].set_xticks([key[0] for key in CELLS[1:]], [f"{key[0]:,}" for key in CELLS[1:]])
-  panels[2].minorticks_off()
+  panels[2].set_xticks(batches, [f"{batch:,}" for batch in batches])
   panels[2].set_xlabel("batch")
-  panels[2].set_title("no BatchNorm, tuned: test, %", loc="left", fontsize=10)
-  for axes in panels:
-    axes.grid(axis="y", color="#E5E5E5")
-    axes.spines[["top", "right"]].set_visible(False)
-  handles, labels = panels[0].get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+  report.legend_below(figure, 2)
   return figure
 
 
@@ -304,27 +276,20 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
   best = {key: max(cell, key=cell.get)._replace(epochs=EPOCHS) for key, cell in tried.items()}
   for widths in literal:
     best[8000, False, LITERAL, widths] = Run(LITERAL, 8000, False, 0.01, widths=widths)
-  pairs = [(run, seed) for run in best.values() for seed in SEEDS]
-  results = dict(zip(pairs, runs.train_all(train, pairs), strict=True))
-  found = {key: (run, [results[run, seed] for seed in SEEDS]) for key, run in best.items()}
-  rows = []
-  for (batch, normalized, optimizer, *widths), (run, outcome) in found.items():
-    rows.append(
-      [
-        f"{batch:,}",
-        "after each hidden layer" if normalized else "none",
-        optimizer + (f", {'-'.join(map(str, widths[0]))}" if widths else ""),
-        f"{run.rate:g}",
-        "one epoch" if widths else f"{100 * run.warmup:.0f} %",
-        report.spread([result["test"] for result in outcome]),
-        f"{min(result['test'] for result in outcome):.2f}",
-        report.spread([result["train loss"] for result in outcome], "{:.4f}"),
-      ]
-    )
-  header = ["batch", "BatchNorm", "optimizer", "rate", "warm-up"]
-  header += ["test accuracy, %", "least", "training loss"]
-  body = "\n" + report.table(header, rows)
-  body += "\n## Tuning: accuracy on validation images, %\n\n"
+  outcome = runs.tune(train, {key: [run] for key, run in best.items()}, SEEDS)
+  rows = [
+    [
+      f"{batch:,}",
+      "after each hidden layer" if normalized else "none",
+      optimizer + (f", {'-'.join(map(str, widths[0]))}" if widths else ""),
+      f"{found.setting.rate:g}",
+      "one epoch" if widths else f"{100 * found.setting.warmup:.0f} %",
+      found.spread("test"),
+      f"{min(found.values('test')):.2f}",
+      found.spread("train loss", "{:.4f}"),
+    ]
+    for (batch, normalized, optimizer, *widths), found in outcome.items()
+  ]
   lines = [
     [
       f"{run.batch:,}",
@@ -337,7 +302,10 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
     for cell in tried.values()
     for run, value in sorted(cell.items())
   ]
-  body += report.table(["batch", "BatchNorm", "optimizer", "rate", "warm-up", "accuracy"], lines)
+  header = ["batch", "BatchNorm", "optimizer", "rate", "warm-up"]
+  body = report.table([*header, "test accuracy, %", "least", "training loss"], rows)
+  body += "\n## Tuning: accuracy on validation images, %\n\n"
+  body += report.table([*header, "accuracy"], lines)
   about = (
     f"LeNet-5 (two convolutions of 5 x 5 with maximum pooling, tanh; {'-'.join(map(str, LECUNS))}"
     f" channels, as LeCun's) on MNIST, {EPOCHS} epochs. The rate rises linearly and falls with the"
@@ -354,15 +322,7 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
     " coefficient 14, rate 0.01, weights from -0.01 to 0.01, pixels from 0 to 1; in LeCun's network"
     f" and in MXNet's, which is wider ({'-'.join(map(str, MXNETS))})."
   )
-  data = [
-    {
-      "run": run._asdict(),
-      "results": outcome,
-      "tried": [[*item] for item in tried.get(key, {}).items()],
-    }
-    for key, (run, outcome) in found.items()
-  ]
-  report.write("lars", "LARS: evidence", about, body, data, drawn(tried, found))
-  for (_, _, optimizer, *_), (_, outcome) in found.items():
+  report.write("lars", "LARS: evidence", about, body, picture(tried, outcome))
+  for (_, _, optimizer, *_), found in outcome.items():
     if optimizer != LITERAL:
-      assert min(result["test"] for result in outcome) > 90
+      assert min(found.values("test")) > 90

@@ -1,21 +1,18 @@
 """AutoBoost's levels at equal time: accuracy after t seconds, against O0 with shorter schedules.
 
-``make evidence PARTS=levels`` trains on digits and, where the environment variable
-``OPTAX_BOOST_DATA`` names a folder with them, on ``cifar10*.npz`` and ``tinyshakespeare.txt``.
+``make evidence PARTS=levels`` trains on digits and on ``cifar10*.npz`` and ``tinyshakespeare.txt``
+in the folder of the environment variable ``OPTAX_BOOST_DATA``.
 """
 
 import dataclasses
 import functools
 import itertools
-import os
-import pathlib
 import time
 from typing import NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 import numpy as np
 import optax
 import pytest
@@ -51,6 +48,12 @@ TASKS = {
   "cifar10": Task(800, (0.7, 0.85, 1.0), "test accuracy, %"),
   "cifar10, augmented": Task(5000, (0.7, 0.85, 1.0), "test accuracy, %", augmented=True),
   "transformer": Task(1000, (0.7, 0.85, 1.0), "test loss", ("freezing", "average")),
+}
+DATA = {
+  "digits": "digits",
+  "cifar10": "cifar10",
+  "cifar10, augmented": "cifar10",
+  "transformer": "tinyshakespeare",
 }
 TITLES = {
   "digits": "Digits: ResNet-11",
@@ -107,23 +110,9 @@ def rate(boost, peak, steps):
   return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, last)
 
 
-@functools.cache
 def parts(task):
   """Training, validation and test data."""
-  if task == "transformer":
-    text = np.frombuffer(text_file().read_bytes(), np.uint8).astype(np.int32)
-    ends = [len(text) * 8 // 10, len(text) * 9 // 10]
-    return dict(zip(("train", "validation", "test"), np.split(text, ends), strict=True))
-  if task == "digits":
-    return {
-      part: (((x[..., None] - 4.9) / 6.0).astype(np.float32), y.astype(np.int32))
-      for part, (x, y) in common.digits().items()
-    }
-  return common.images("cifar10", halved=True)
-
-
-def text_file():
-  return pathlib.Path(os.environ.get("OPTAX_BOOST_DATA", "")) / "tinyshakespeare.txt"
+  return common.text() if task == "transformer" else common.images(DATA[task], task != "digits")
 
 
 class Images:
@@ -165,13 +154,10 @@ class Images:
       model = optax_boost.nnx.estimate_batch_stats(model, np.split(x, len(x) // BATCH))
     model = nnx.clone(model)
     model.eval()
-    predict = nnx.jit(lambda model, x: jnp.argmax(model(x), -1))
-
-    def accuracy(x, y):
-      found = [predict(model, x[i : i + 500]) for i in range(0, len(y), 500)]
-      return 100 * float(np.mean(np.concatenate(found) == y))
-
-    return {part: accuracy(*self.parts[part]) for part in ("validation", "test")}
+    predict = functools.partial(nnx.jit(lambda model, x: model(x)), model)
+    return {
+      part: common.scores(predict, *self.parts[part])["accuracy"] for part in ("validation", "test")
+    }
 
 
 class Text:
@@ -285,38 +271,10 @@ def outcome(task):
   return rows
 
 
-def wanted():
-  """The tasks whose data are there."""
-  cifar = common.file_of("cifar10") is not None
-  there = {"digits": True, "cifar10": cifar, "cifar10, augmented": cifar}
-  there["transformer"] = text_file().is_file()
-  return [task for task in TASKS if there[task]]
-
-
-@functools.cache
-def outcomes():
-  return {task: outcome(task) for task in wanted()}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_levels_take_less_time_and_train(task):
-  if task not in wanted():
-    pytest.skip("no data for it in OPTAX_BOOST_DATA")
-  for row in outcomes()[task]:
-    if row["name"] in LEVELS:
-      assert row["time"] < 0.97, row
-      least = {"transformer": -2.8, "digits": 95}.get(task, 45)
-      assert min(row["scores"]) > least, row
-
-
 def section(task, rows):
   sign = -1 if task == "transformer" else 1
   form = "{:.3f}" if task == "transformer" else "{:.2f}"
   signed = form.replace(":", ":+")
-
-  def gain(values):
-    return report.spread(values, signed).replace("± +", "± ")
-
   lines = [
     (
       row["name"],
@@ -324,8 +282,10 @@ def section(task, rows):
       f"{row['time']:.2f}",
       f"{row['share'] / row['time']:.2f}",
       report.spread(np.multiply(sign, row["scores"]), form),
-      gain(np.multiply(sign, row["against O0"])),
-      gain(np.multiply(sign, row["against O0 at equal time"])) if row["name"] != O0 else "",
+      report.spread(np.multiply(sign, row["against O0"]), signed),
+      report.spread(np.multiply(sign, row["against O0 at equal time"]), signed)
+      if row["name"] != O0
+      else "",
     )
     for row in rows
   ]
@@ -336,28 +296,24 @@ def section(task, rows):
 
 
 def picture(found):
-  figure = Figure(figsize=(4.2 * len(found), 3.8), layout="constrained")
-  panels = figure.subplots(1, len(found), squeeze=False)[0]
+  figure, panels = report.panels([TITLES[task] for task in found], 4.2)
   for axes, (task, rows) in zip(panels, found.items(), strict=True):
     sign = -1 if task == "transformer" else 1
     base = [row for row in rows if row["name"] == O0]
-    means = [sign * np.mean(row["scores"]) for row in base]
-    errors = [np.std(row["scores"], ddof=1) for row in base]
-    times = [row["time"] for row in base]
-    axes.errorbar(times, means, errors, color="grey", marker="o", capsize=3, label=O0)
+    scores = np.multiply(sign, [row["scores"] for row in base])
+    report.points(axes, [row["time"] for row in base], scores, O0, color="grey", marker="o")
     for row in (row for row in rows if row["name"] != O0):
-      mean, error = sign * np.mean(row["scores"]), np.std(row["scores"], ddof=1)
-      mark = "s" if row["name"] in LEVELS else "^"
-      colour = COLOURS[row["name"]]
-      axes.errorbar(row["time"], mean, error, fmt=mark, color=colour, capsize=3, label=row["name"])
+      style = {"fmt": "s" if row["name"] in LEVELS else "^", "color": COLOURS[row["name"]]}
+      scores = [np.multiply(sign, row["scores"])]
+      report.points(axes, [row["time"]], scores, row["name"], **style)
     axes.set(xlabel="processor time, O0 = 1", ylabel=TASKS[task].score)
-    axes.set_title(TITLES[task], fontsize=9)
     axes.legend(fontsize=7)
   return figure
 
 
-def test_the_results_are_written():
-  found = outcomes()
+def test_levels_take_less_time_and_train():
+  common.need(*DATA.values())
+  found = {task: outcome(task) for task in TASKS}
   about = (
     "`optax_boost.auto_boost` at equal time. Each contender's learning rate follows its own"
     " schedule: it rises in the first tenth of the steps and falls (cosine) to 0, or, where an"
@@ -372,4 +328,9 @@ def test_the_results_are_written():
     " AdamW, peak rate 0.003, blocks rematerialized; test loss in nats."
   )
   body = "\n".join(section(task, rows) for task, rows in found.items())
-  report.write("levels", "AutoBoost at equal time", about, body, found, picture(found))
+  report.write("levels", "AutoBoost at equal time", about, body, picture(found))
+  for task, rows in found.items():
+    least = {"transformer": -2.8, "digits": 95}.get(task, 45)
+    for row in (row for row in rows if row["name"] in LEVELS):
+      assert row["time"] < 0.97, (task, row)
+      assert min(row["scores"]) > least, (task, row)
