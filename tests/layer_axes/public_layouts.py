@@ -1,4 +1,4 @@
-"""The layouts of public language models at tiny sizes: Flax's lm1b, and gemma in NNX and Linen.
+"""The layouts of public language models at tiny sizes: Flax's lm1b in Linen, and gemma in NNX.
 
 Names, shapes and the order of modules are theirs: a shared embedding, pre- and post-normalization,
 attention with grouped heads, a gated MLP, dropout. `form` is how the layers are written.
@@ -148,69 +148,6 @@ def filled(tree):
   """Abstract params with numbers."""
   rng = np.random.default_rng(0)
   return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), tree)
-
-
-class GemmaNorm(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],))
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * (1 + scale)
-
-
-class GemmaEinsum(nn.Module):
-  shape: tuple[int, ...]
-
-  @nn.compact
-  def __call__(self, equation, x):
-    return jnp.einsum(equation, x, self.param("w", nn.initializers.normal(0.3), self.shape))
-
-
-class GemmaAttention(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    query = GemmaEinsum((HEADS, WIDTH, HEAD), name="q_einsum")("BTD,NDH->BTNH", x)
-    kv_einsum = GemmaEinsum((2, KV_HEADS, WIDTH, HEAD), name="kv_einsum")
-    key, value = kv_einsum("BSD,CKDH->CBSKH", x)
-    query, key = GemmaNorm(name="_query_norm")(query), GemmaNorm(name="_key_norm")(key)
-    mask = causal(x.shape[1])
-    encoded = grouped_attention(rotate(query), rotate(key), value, mask, lambda probs: probs)
-    return GemmaEinsum((HEADS, HEAD, WIDTH), name="attn_vec_einsum")("BTNH,NHD->BTD", encoded)
-
-
-class GemmaFeedForward(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    gating = self.param("gating_einsum", nn.initializers.normal(0.3), (2, WIDTH, HIDDEN))
-    linear = self.param("linear", nn.initializers.normal(0.3), (HIDDEN, WIDTH))
-    return (nn.gelu(x @ gating[0]) * (x @ gating[1])) @ linear
-
-
-class GemmaBlock(nn.Module):
-  @nn.compact
-  def __call__(self, x, _=None):
-    attended = GemmaAttention(name="attn")(GemmaNorm(name="pre_attention_norm")(x))
-    x = x + GemmaNorm(name="post_attention_norm")(attended)
-    out = GemmaFeedForward(name="mlp")(GemmaNorm(name="pre_ffw_norm")(x))
-    return x + GemmaNorm(name="post_ffw_norm")(out), None
-
-
-class LinenGemma(nn.Module):
-  """Gemma as its authors have it in Linen: ``layer_0``, ... or one scanned ``layers``."""
-
-  form: str
-
-  @nn.compact
-  def __call__(self, tokens):
-    embedder = nn.Embed(VOCAB, WIDTH, name="embedder")
-    x = embedder(tokens) * jnp.sqrt(WIDTH)
-    if self.form == "scan":
-      layers = nn.scan(GemmaBlock, {"params": 0}, split_rngs={"params": True}, length=LAYERS)
-      x, _ = layers(name="layers")(x, None)
-    else:
-      for layer in range(LAYERS):
-        x, _ = GemmaBlock(name=f"layer_{layer}")(x)
-    logits = embedder.attend(GemmaNorm(name="final_norm")(x))
-    return jnp.tanh(logits / 30.0) * 30.0
 
 
 class RMSNorm(nnx.Module):
