@@ -20,7 +20,7 @@ import numpy as np
 from optax_boost import _base
 
 # Shares of steps are exact as fractions up to this denominator.
-_LARGEST_PERIOD = 10_000
+_LONGEST_PERIOD = 10_000
 # How far a share that is computed from decimals, as 1 - 0.7, may be from the decimal that is meant.
 _ROUNDING = 2.0**-52
 # Schedules hold arrays of this length.
@@ -80,8 +80,8 @@ def _check_num_groups(num_groups: Any) -> int:
   return int(num_groups)
 
 
-def _python_number(name: str, value: Any, **limits: Any) -> fractions.Fraction:
-  """Checks a number from which a schedule is computed on the host, and makes it exact."""
+def _python_number(name: str, value: Any, **limits: Any) -> float:
+  """Checks a number from which a schedule is computed on the host."""
   _base.check_number(name, value, **limits)
   if _base.is_array(value):
     raise TypeError(
@@ -89,27 +89,14 @@ def _python_number(name: str, value: Any, **limits: Any) -> fractions.Fraction:
       f" array. Pass float({name})."
     )
   # NumPy's float32 0.3 stands for that decimal, not for 0.30000001192092896.
-  return fractions.Fraction(
-    float(str(value)) if isinstance(value, np.ndarray | np.generic) else value
-  )
+  return float(str(value)) if isinstance(value, np.ndarray | np.generic) else float(value)
 
 
-def _is_rounded(share: fractions.Fraction, near: fractions.Fraction) -> bool:
-  """Whether a share differs from a fraction by a rounding error only."""
-  return abs(share - near) <= _ROUNDING
-
-
-def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, fractions.Fraction]:
-  """The number of groups and the share of frozen steps, 0 where nothing can be frozen."""
+def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, float]:
+  """The number of groups and the share of frozen steps, 0 if nothing can be frozen."""
   num_groups = _check_num_groups(num_groups)
   share = _python_number("frozen_fraction", frozen_fraction, minimum=0.0, below=1.0)
-  nothing = num_groups == 1 or _is_rounded(share, fractions.Fraction(0))
-  return num_groups, fractions.Fraction(0) if nothing else share
-
-
-def _until_the_count_stops(count: jax.typing.ArrayLike, depth: jax.Array) -> jax.Array:
-  """Freezes nothing at the largest count, at which all later steps stay."""
-  return jnp.where(jnp.asarray(count) == _base.LARGEST_COUNT, 0, depth)
+  return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
 
 
 def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
@@ -125,8 +112,7 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
       (G - 1) / G the first group is never trained, with a warning.
 
   Returns:
-    A :class:`FreezeSchedule`, step by step MindSpore's. From step 2^31 - 1 on, where the count
-    stops, nothing is frozen.
+    A :class:`FreezeSchedule`, step by step MindSpore's.
 
   Examples:
     >>> import optax_boost
@@ -138,12 +124,12 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   if not share:
     return fixed_freezing(num_groups, 0)
   # MindSpore's number of steps with nothing frozen, in its floats.
-  near = share.limit_denominator(_LARGEST_PERIOD)
-  freeze_p = float(1 - (near if _is_rounded(share, near) else share))
+  near = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
+  freeze_p = float(1 - near) if abs(near - share) <= _ROUNDING else 1 - share
   full = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
   if full == 0:
     _base.warn(
-      f"`continuous_freezing` of {num_groups} groups in {float(share):.4g} of the steps freezes"
+      f"`continuous_freezing` of {num_groups} groups in {share:.4g} of the steps freezes"
       " something in every step: the first group is never trained. Lower `frozen_fraction` to"
       f" {(num_groups - 1) / num_groups:.4g} or less, or use `interval_freezing`.",
       UserWarning,
@@ -153,7 +139,7 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
   turn = full + num_groups - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return _until_the_count_stops(count, jnp.maximum(count % turn - full + 1, 0))
+    return jnp.maximum(count % turn - full + 1, 0)
 
   return FreezeSchedule(num_groups, frozen_groups)
 
@@ -180,43 +166,26 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
   if not share:
     return fixed_freezing(num_groups, 0)
 
+  pattern = _interval_pattern(share)
+
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
-    depth = jnp.where(interval_freezes(count, share), interval_depth(uniform, num_groups), 0)
-    return _until_the_count_stops(count, depth)
+    freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
+    return jnp.where(freezes, interval_depth(uniform, num_groups), 0)
 
   return FreezeSchedule(num_groups, frozen_groups)
 
 
-def interval_freezes(count: jax.typing.ArrayLike, share: fractions.Fraction) -> jax.Array:
-  """Whether the interval schedule, freezing in a share f of steps, freezes in step n = `count`."""
-  # MindSpore freezes in step n if it froze in fewer than f n of the n steps before. By induction
-  # that is whether ceil(f n) > ceil(f (n - 1)), and n may be taken modulo f's denominator: no step
-  # depends on those before it, and no float loses digits.
-  near = _periodic(share)
-  # MindSpore compares floats: 1 - 0.7 is a little more than 0.3, so that a tie in decimals
-  # freezes, while 1 - 0.6 is 0.4.
-  ties_freeze = _is_rounded(share, near) and float(share) > float(near)
-  count = jnp.asarray(count)
-  n = jnp.where(count > 0, (count - 1) % near.denominator + 1, 0)
-
-  def frozen_before(n: jax.Array) -> jax.Array:
-    product = n * near.numerator
-    whole = product // near.denominator
-    return whole + (1 if ties_freeze else jnp.sign(product % near.denominator))
-
-  first = share > 0
-  return jnp.where(count > 1, frozen_before(n) > frozen_before(n - 1), first & (count == 1))
-
-
-def _periodic(share: fractions.Fraction) -> fractions.Fraction:
-  """The decimal that a share stands for, or the nearest fraction whose multiples fit int32."""
-  near = share.limit_denominator(_LARGEST_PERIOD)
-  if _is_rounded(share, near):
-    return near
-  finer = (share.limit_denominator(10**digits) for digits in range(9, 4, -1))
-  fitting = (f for f in finer if f.denominator * f.numerator <= _base.LARGEST_COUNT)
-  return next(fitting, near)
+def _interval_pattern(share: float) -> np.ndarray:
+  """Whether MindSpore freezes in the steps 2, 3, ... of one period; it does in step 1."""
+  period = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD).denominator
+  freezes: list[bool] = []
+  frozen = 0
+  for step in range(1, period + 2):
+    # In MindSpore's floats: 1 - 0.7 is a little more than 0.3, so a tie freezes.
+    freezes.append(frozen / step < share)
+    frozen += freezes[-1]
+  return np.array(freezes[1:])
 
 
 def interval_depth(uniform: jax.typing.ArrayLike, num_groups: int) -> jax.Array:

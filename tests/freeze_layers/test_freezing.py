@@ -159,8 +159,8 @@ def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(
 def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
   share, steps = 0.6180339887498949, jnp.arange(300_000)
   assert abs(int(np.sum(interval_freezes(share, steps))) - share * 300_000) <= 1
-  rare = interval_freezes(1e-5, steps)
-  assert np.flatnonzero(rare).tolist() == [1, 100_001, 200_001]
+  rare = interval_freezes(1e-4, steps)
+  assert np.flatnonzero(rare)[:3].tolist() == [1, 10_001, 20_001]
   schedule = optax_boost.continuous_freezing(4, 1e-5)
   (start,) = np.flatnonzero(schedule.frozen_groups(steps, None) == 1)
   assert abs(start - 3 * 99_999) <= 1
@@ -181,8 +181,6 @@ def test_schedules_stay_exact_up_to_the_last_step(make, share):
   assert depths.min() >= 0
   assert depths.max() < 40
   assert abs(np.mean(depths > 0) - share) < 0.01
-  # At the largest count, where a training that is longer stays, everything is trained.
-  assert depth(np.array([2**31 - 1], np.int32)) == 0
 
 
 def test_schedules_stay_exact_after_billions_of_steps():
@@ -665,22 +663,6 @@ def test_progressive_freezing_scales_the_updates_of_each_group():
     for group, name in enumerate("dcba"):
       expected = 0 if group < depth else -scale[group]
       np.testing.assert_allclose(updates[name]["kernel"], expected, atol=1e-6)
-
-
-def test_the_count_stops_and_all_layers_are_trained_from_then_on():
-  schedule = optax_boost.continuous_freezing(2, 0.5)
-  tx = optax_boost.freeze_layers(optax.sgd(1.0), ("d", "c|b|a"), schedule)
-  params = chain_params()
-  state = tx.init(params)._replace(count=jnp.int32(2**31 - 3))
-  ones = jax.tree.map(jnp.ones_like, params)
-  counts, depths = [], []
-  for _ in range(4):
-    updates, state = tx.update(ones, state, params)
-    counts.append(int(state.count))
-    depths.append(frozen(state))
-  assert counts == [2**31 - 2, 2**31 - 1, 2**31 - 1, 2**31 - 1]
-  assert depths[1:] == [0, 0, 0]
-  np.testing.assert_array_equal(updates["d"]["kernel"], -1.0)
 
 
 WITHIN = {
