@@ -1,7 +1,6 @@
 """Recorded runs through every door: `update`, `apply_gradients`, and the three train steps.
 
-Not here: the normalized head, a layer that its own test runs in NNX and Linen, and adaptive
-summation, which needs a mesh.
+Not here: the normalized head, a layer that its own test runs in NNX and Linen.
 """
 
 import functools
@@ -20,6 +19,7 @@ import optax_boost
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests import closeness
+from tests.adasum import test_adasum
 from tests.centralize import test_centralization
 from tests.dim_reduce import test_dim_reduce
 from tests.lars import test_lars
@@ -217,6 +217,41 @@ def test_dynamic_loss_scale_of_mindspore(door):
   found, state = through(door, tx, {"w": jnp.ones(2)}, grads)
   np.testing.assert_array_equal(optax.tree.get(state, "loss_scale"), scales)
   np.testing.assert_array_equal(found["w"][:, 0], 1 + np.cumsum(~overflow))
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adasum_of_horovod_with_a_momentum_per_replica(name, ranks):
+  with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as file:
+    run = {k.removeprefix("opt_"): file[k] for k in file.files if k.startswith("opt_")}
+  init = {leaf: jnp.asarray(run[f"init_{leaf}"]) for leaf in ("weight", "bias")}
+  tx = optax.chain(optax.sgd(0.1, momentum=0.9), optax_boost.adasum("replicas"))
+
+  def loss(params, batch):
+    return jnp.mean((batch[0] @ params["weight"].T + params["bias"] - batch[1]) ** 2)
+
+  replica = functools.partial(through, (name, "scan"), tx, init, loss=loss)
+  found, state = jax.vmap(replica, in_axes=1, axis_name="replicas")((run["x"], run["y"]))
+  for leaf, start in init.items():
+    terms = closeness.path_lengths(start, run[leaf])
+    closeness.assert_within_ulps(found[leaf][0], run[leaf], terms, test_adasum.ULPS)
+  velocity, *_ = jax.tree.leaves(optax.tree.get(state, "trace"))
+  assert np.abs(velocity[0] - velocity[1]).max() > 1e-3
+
+
+# Inside scans the train steps freeze, but skip no backward pass, and say so.
+@pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+@every_door
+def test_freeze_layers_of_numpy(door):
+  strategy = np.array([0, 1, 0, 0, 1, 0])
+  schedule = optax_boost.FreezeSchedule(2, lambda step, key: jnp.asarray(strategy)[step % 6])
+  tx = optax_boost.freeze_layers(optax.sgd(0.5), ["body$", "head$"], schedule)
+  grads = np.random.default_rng(0).integers(-9, 9, (6, 4)).astype(np.float32)
+  params, grads = {"body": jnp.ones(4), "head": jnp.ones(4)}, {"body": grads, "head": grads[::-1]}
+  found, _ = through(door, tx, params, grads)
+  trained = (strategy == 0)[:, None] * grads["body"]
+  np.testing.assert_array_equal(found["body"], 1 - 0.5 * np.cumsum(trained, 0))
+  np.testing.assert_array_equal(found["head"], 1 - 0.5 * np.cumsum(grads["head"], 0))
 
 
 @every_door
