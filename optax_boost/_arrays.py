@@ -97,12 +97,6 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def on_device(x: jax.Array) -> jax.Array:
-  """An array in the devices' own memory; a state may be kept in that of their host."""
-  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
-  return jax.device_put(x, jax.memory.Space.Device) if on_host else x
-
-
 def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 
@@ -176,11 +170,7 @@ def alike_parts(*trees: Any) -> list[list[list[jax.Array]]]:
 
 def all_finite(tree: Any) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
-  return all_true([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
-
-
-def all_true(flags: Sequence[jax.Array]) -> jax.Array:
-  """Whether all of a list of scalar flags hold."""
+  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   if not flags:
     return jnp.asarray(True)
   bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)

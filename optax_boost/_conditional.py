@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 
@@ -80,27 +79,9 @@ def scales_loss(state: optax.OptState) -> bool:
   )
 
 
-def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
-  """One of two trees of the same structure, in the dtypes of the second."""
-  chosen = jax.tree.map(lambda x, y: jnp.where(condition, x, y), on_true, on_false)
-  return cast_like(chosen, on_false)
-
-
 def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
   """Whether flags hold on all devices along the mesh axes; None: on this one."""
   if axis_name is None:
     return flags
   _base.require_axis("axis_name", axis_name, method)
   return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0
-
-
-def no_entry_lost(new: Any, old: Any) -> jax.Array:
-  """Whether no finite entry has become NaN or infinite; infinities in `old` may be meant."""
-  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  return _arrays.all_true(
-    [
-      jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
-      for after, before in pairs
-      if jnp.issubdtype(_dtype(before), jnp.inexact)
-    ]
-  )

@@ -173,7 +173,7 @@ def add_updates(
   def reach(total: Any, param: Any, update: Any, exact: Any) -> Any:
     if _tree.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
       return total
-    exact = _arrays.on_device(exact).astype(total.dtype)
+    exact = _on_device(exact).astype(total.dtype)
     wide = jnp.promote_types(total.dtype, update.dtype)
     step = exact.astype(wide) - param.astype(wide)
     # Relative to the step: whatever else changes an update, as a frozen leaf's zero, is added.
@@ -190,6 +190,12 @@ def add_updates(
       if len(fitting) == len(trees):
         new = jax.tree.unflatten(structure, list(map(reach, *fitting)))
   return new
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+  """An array in the devices' own memory; a state may be kept in that of their host."""
+  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
 
 def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
@@ -294,7 +300,7 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
   for news, olds in _arrays.alike_parts(new, old):
     if jnp.issubdtype(news[0].dtype, jnp.inexact):
-      news, olds = (list(map(_arrays.on_device, leaves)) for leaves in (news, olds))
+      news, olds = (list(map(_on_device, leaves)) for leaves in (news, olds))
       sums.append(_arrays.sum_squares_together(list(map(small, news, olds))))
   return jnp.isfinite(jnp.sum(jnp.stack(sums)))
 

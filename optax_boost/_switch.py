@@ -110,7 +110,7 @@ def switch_after(
     first_acts = state.count < step
     from_first, first_state = _conditional.update_if(first_acts, act, state.first_state)
     from_second = jax.tree.map(widened, from_second, from_first)
-    out = _conditional.select(first_acts, from_first, from_second)
+    out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
     made = jnp.where(
       first_acts,
       _protocol.step_made(state.first_state, first_state),

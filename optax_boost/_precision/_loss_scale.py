@@ -12,6 +12,7 @@ Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of
 ``DynamicGradScaler``.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -20,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_boost import _arrays
@@ -32,6 +32,32 @@ from optax_boost import _protocol
 from optax_boost import _tree
 
 _METHOD = "dynamic_loss_scale"
+
+
+def _next_scale(
+  scale: jax.Array,
+  count: jax.Array,
+  overflows: jax.Array,
+  finite: jax.Array,
+  *,
+  growth_interval: Any,
+  hysteresis: Any,
+  growth_factor: Any,
+  backoff_factor: Any,
+  minimum: Any,
+  maximum: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The scale, its growth count and its hysteresis count after a step."""
+  if growth_interval is None:
+    return scale, count, overflows
+  overflows = _arrays.increment_if(~finite, overflows)
+  grows = finite & (count + 1 >= growth_interval)
+  grown = jnp.minimum(scale * jnp.float32(growth_factor), jnp.float32(maximum))
+  shrunk = jnp.maximum(scale * jnp.float32(backoff_factor), jnp.float32(minimum))
+  shrinks = ~finite & (overflows >= hysteresis)
+  scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
+  count = jnp.where(finite & ~grows, count + 1, 0)
+  return scale, count, jnp.where(grows, 0, overflows)
 
 
 @_protocol.declares(
@@ -109,10 +135,6 @@ def dynamic_loss_scale(
     unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype that
     `inner` gives without a scale around it.
 
-  Raises:
-    ValueError: a number is out of range, or the scales are not in order.
-    TypeError: an argument or a leaf is of the wrong kind.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), initial_scale=4.0)
@@ -138,79 +160,48 @@ def dynamic_loss_scale(
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
   _base.check_axis_name("axis_name", axis_name)
   _base.check_bool("check_params", check_params)
-  _check_scales(initial_scale, minimum, maximum)
-  rule = _Rule(growth_interval, hysteresis, growth_factor, backoff_factor, minimum, maximum)
+  _check_scales(minimum, initial_scale, maximum)
   inner = _base.check_transformation("inner", inner)
-  method = _LossScale(inner, initial_scale, rule, axis_name, check_params)
+  next_scale = functools.partial(
+    _next_scale,
+    growth_interval=growth_interval,
+    hysteresis=hysteresis,
+    growth_factor=growth_factor,
+    backoff_factor=backoff_factor,
+    minimum=minimum,
+    maximum=maximum,
+  )
+  known = _base.known_number(maximum)
+  largest = math.inf if known is None else float(known)
+  method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check_params)
   return _in_place.transformation(method.init, method.step)
 
 
-class _Rule(NamedTuple):
-  """By which the scale grows and shrinks."""
-
-  growth_interval: Any
-  hysteresis: Any
-  growth_factor: Any
-  backoff_factor: Any
-  minimum: Any
-  maximum: Any
-
-  def next(
-    self, scale: jax.Array, count: jax.Array, overflows: jax.Array, finite: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scale, its growth count and its hysteresis count after a step."""
-    if self.growth_interval is None:
-      return scale, count, overflows
-    overflows = _arrays.increment_if(~finite, overflows)
-    grows = finite & (count + 1 >= self.growth_interval)
-    grown = jnp.minimum(scale * jnp.float32(self.growth_factor), jnp.float32(self.maximum))
-    shrunk = jnp.maximum(scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
-    shrinks = ~finite & (overflows >= self.hysteresis)
-    scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
-    count = jnp.where(finite & ~grows, count + 1, 0)
-    return scale, count, jnp.where(grows, 0, overflows)
-
-
-def _check_scales(initial_scale: Any, minimum: Any, maximum: Any) -> None:
-  """Checks the first scale, its floor and its cap, all of which must be float32 numbers."""
-  info = np.finfo(np.float32)
-  scales = {"minimum": minimum, "maximum": maximum, "initial_scale": initial_scale}
-  known: dict[str, float] = {}
+def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
+  """Checks the first scale, its floor and its cap: float32 numbers in this order."""
+  scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    _base.check_number(name, value, positive=True)
-    if (number := _base.known_number(value)) is None:
-      continue
-    known[name] = float(number)
-    # Compared in float32, whose largest number NumPy prints rounded up.
-    with np.errstate(over="ignore"):
-      in_range = info.tiny <= np.float32(known[name]) <= info.max
-    if not in_range:
-      raise ValueError(
-        f"`{name}` must be a float32 number, between {info.tiny:g} and {info.max:g}; got"
-        f" {_base.shorten(value)}."
-      )
-  if known.keys() != scales.keys():
-    return
-  if known["minimum"] > known["maximum"]:
-    raise ValueError(f"`minimum` must not be above `maximum`; got {minimum!r} and {maximum!r}.")
-  if not known["minimum"] <= known["initial_scale"] <= known["maximum"]:
+    # NumPy prints the largest number rounded up.
+    _base.check_number(
+      name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
+    )
+  low, first, high = map(_base.known_number, scales.values())
+  if None not in (low, first, high) and not low <= first <= high:
     raise ValueError(
-      "`initial_scale` must be between `minimum` and `maximum`; got"
-      f" {initial_scale!r}, not between {minimum!r} and {maximum!r}."
+      "`minimum`, `initial_scale` and `maximum` must be in this order, from the smallest to the"
+      f" largest; got {', '.join(map(_base.shorten, scales.values()))}."
     )
 
 
-@dataclasses.dataclass(eq=False)
-class _LossScale:
+class _LossScale(NamedTuple):
   """The checked arguments of :func:`dynamic_loss_scale`."""
 
   inner: optax.GradientTransformationExtraArgs
   initial_scale: Any
-  rule: _Rule
+  largest: float  # if the cap of the scale is known
+  next_scale: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
   axis_name: str | tuple[str, ...] | None
   check_params: bool
-  # Shapes with the dtypes of the inner updates, for each kind of gradients and params.
-  output_shapes: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
   def init(self, params: optax.Params) -> DynamicLossScaleState:
     _tree.check_floating(params, _METHOD)
@@ -258,7 +249,7 @@ class _LossScale:
       params,
       state.inner_state,
     )
-    scale, count, overflows = self.rule.next(
+    scale, count, overflows = self.next_scale(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )
     return result, state._replace(
@@ -306,9 +297,7 @@ class _LossScale:
 
   def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scale, in at least float32."""
-    known = _base.known_number(self.rule.maximum)
-    maximum = math.inf if known is None else float(known)
-    return jax.tree.map(lambda g: _in_place.divide(_arrays.widen(g), scale, maximum), grads)
+    return jax.tree.map(lambda g: _in_place.divide(_arrays.widen(g), scale, self.largest), grads)
 
   def _cast(self, shapes: Any) -> optax.GradientTransformationExtraArgs:
     """The inner optimizer, with its updates in the dtypes of `shapes`, its states in their own."""
@@ -327,18 +316,15 @@ class _LossScale:
     Updates belong to the params: with float32 params they are float32. None: nothing has half
     precision.
     """
-    leaves, structure = jax.tree.flatten((updates, params))
+    leaves = jax.tree.leaves((updates, params))
     if all(leaf.dtype == _arrays.accumulator_dtype(leaf.dtype) for leaf in leaves):
       return None
-    kind = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-    if kind not in self.output_shapes:
-      like = updates if params is None else params
 
-      def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
-        gradients = jax.tree.map(
-          lambda g, p: g.astype(jnp.promote_types(g.dtype, p.dtype)), updates, like
-        )
-        return self.inner.update(gradients, self.inner.init(like), params, **extra_args)[0]
+    def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
+      def promote(g: jax.Array, p: jax.Array) -> jax.Array:
+        return g.astype(jnp.promote_types(g.dtype, p.dtype))
 
-      self.output_shapes[kind] = jax.eval_shape(update, updates, like)
-    return self.output_shapes[kind]
+      gradients = jax.tree.map(promote, updates, like)
+      return self.inner.update(gradients, self.inner.init(like), params, **extra_args)[0]
+
+    return jax.eval_shape(update, updates, updates if params is None else params)

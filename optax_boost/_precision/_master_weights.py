@@ -66,10 +66,6 @@ def master_weights(
     follows the param. Wrappers of optax that skip steps go inside, as in
     ``master_weights(optax.apply_if_finite(inner, 5))``.
 
-  Raises:
-    ValueError: in ``update``: no params, gradients that do not fit, or an axis that is not bound.
-    TypeError: a leaf is not floating-point, or an argument is of the wrong kind.
-
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.master_weights(optax.sgd(1.0))

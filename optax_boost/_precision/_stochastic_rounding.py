@@ -73,10 +73,6 @@ def stochastic_rounding(
     Params in float32 and float64 are not rounded. Wrappers of optax that skip steps go inside, as
     in ``stochastic_rounding(optax.apply_if_finite(inner, 5), key)``.
 
-  Raises:
-    ValueError: in ``update``: no params, gradients that do not fit, or an axis that is not bound.
-    TypeError: a leaf is not floating-point, or an argument is of the wrong kind.
-
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.stochastic_rounding(optax.sgd(1.0), key=0)

@@ -215,9 +215,3 @@ def test_params_in_float32_are_not_rounded():
   after, _ = train(tx, params, lambda p: jax.tree.map(lambda x: jnp.full(3, 1e-4), p), 1)
   np.testing.assert_array_equal(after["norm"], jnp.full(3, np.float32(1) - np.float32(1e-4)))
   assert after["w"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("key", [0.5, None, jnp.zeros(2, jnp.uint32)], ids=str)
-def test_refuses_what_is_no_key(key):
-  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key` or an integer"):
-    optax_boost.stochastic_rounding(optax.sgd(0.1), key)
