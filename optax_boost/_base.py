@@ -336,32 +336,6 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
-def scalar_loss(value: Any, requirement: str) -> jax.Array:
-  """A loss as a floating-point array; TypeError for anything but a real scalar."""
-  number = is_any_array(value) or isinstance(value, numbers.Real)
-  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
-    got = f"an array of shape {jnp.shape(value)}" if number else shorten(value)
-    raise TypeError(f"{requirement} {got}.")
-  dtype = jnp.result_type(value)
-  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
-
-
-def scalar_value_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., jax.Array]:
-  """Makes `value_fn` raise TypeError if it returns anything but a real scalar."""
-  check_callable("value_fn", value_fn, "value_fn(params)")
-
-  def checked(*args: Any, **kwargs: Any) -> jax.Array:
-    requirement = f"`{method}` needs a `value_fn(params)` that returns the scalar loss; it returned"
-    return scalar_loss(value_fn(*args, **kwargs), requirement)
-
-  return checked
-
-
-def install_advice(extra: str) -> str:
-  """What to do if a package of one of our extras is not installed."""
-  return f'Install it, or run `pip install ".[{extra}]"` in a clone of optax_boost.'
-
-
 def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
   """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
   check_bool("progress", progress)

@@ -272,16 +272,6 @@ def check_update(
   check_floating(updates, method)
 
 
-def check_ring(snapshots: Any, argument: str, length: int, method: str) -> None:
-  """Raises ValueError if a ring of snapshots has another length than an argument."""
-  lengths = {len(ring) for ring in jax.tree.leaves(snapshots)}
-  if lengths - {length}:
-    raise ValueError(
-      f"`{method}` needs a state with room for `{argument}` snapshots, {length}; got one for"
-      f" {lengths.pop()}. Pass the `{argument}` of the run that made it."
-    )
-
-
 def check_same_tree(updates: Any, params: Any, method: str) -> None:
   """Raises ValueError for gradients whose structure or shapes differ from the params'."""
   if isinstance(params, optax.LookaheadParams) and not isinstance(updates, optax.LookaheadParams):

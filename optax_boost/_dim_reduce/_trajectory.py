@@ -112,7 +112,11 @@ def record_trajectory(
     _base.require_params(params, _METHOD)
     _base.require_state(state, TrajectoryState, _METHOD)
     _tree.check_same_tree(updates, params, _METHOD)
-    _tree.check_ring(state.snapshots, "capacity", capacity, _METHOD)
+    if lengths := {len(ring) for ring in jax.tree.leaves(state.snapshots)} - {capacity}:
+      raise ValueError(
+        f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
+        f" {lengths.pop()}. Pass the `capacity` of the run that made it."
+      )
 
     def taken() -> TrajectoryState:
       good = _conditional.agree(_arrays.all_finite(params), axis_name, _METHOD)

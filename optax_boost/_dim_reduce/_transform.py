@@ -24,6 +24,7 @@ Tiny Subspaces", arXiv:2103.11154; steps as in MindSpore's ``boost.dim_reduce``.
 from collections.abc import Callable
 import dataclasses
 import functools
+import numbers
 from typing import Any
 from typing import NamedTuple
 
@@ -458,8 +459,20 @@ def _checked_loss(value: Any, value_fn: Any) -> tuple[jax.Array, Callable[..., j
   _base.require_extra(value, "value", _METHOD, "the loss at the params, on the current batch")
   purpose = "a function from params to the loss on the current batch"
   _base.require_extra(value_fn, "value_fn", _METHOD, purpose)
-  requirement = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
-  return _base.scalar_loss(value, requirement), _base.scalar_value_fn(value_fn, _METHOD)
+  _base.check_callable("value_fn", value_fn, "value_fn(params)")
+  needs_value = f"`{_METHOD}` needs the extra argument `value` to be the scalar loss; got"
+  returned = f"`{_METHOD}` needs a `value_fn(params)` that returns the scalar loss; it returned"
+  return _scalar(value, needs_value), lambda params: _scalar(value_fn(params), returned)
+
+
+def _scalar(value: Any, requirement: str) -> jax.Array:
+  """A loss as a floating-point array; TypeError for anything but a real scalar."""
+  number = _base.is_any_array(value) or isinstance(value, numbers.Real)
+  if not number or jnp.shape(value) != () or not jnp.isrealobj(value):
+    got = f"an array of shape {jnp.shape(value)}" if number else _base.shorten(value)
+    raise TypeError(f"{requirement} {got}.")
+  dtype = jnp.result_type(value)
+  return jnp.asarray(value, dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
 
 
 def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from optax_boost import _base
 from optax_boost.race import _result
 
 if TYPE_CHECKING:
@@ -23,7 +22,8 @@ def draw(result: _result.RaceResult, quantities: Sequence[str], against: Sequenc
     from matplotlib.figure import Figure
   except ImportError as error:
     raise ImportError(
-      f"`RaceResult.plot` needs matplotlib. {_base.install_advice('race')}"
+      '`RaceResult.plot` needs matplotlib. Install it, or run `pip install ".[race]"` in a clone of'
+      " optax_boost."
     ) from error
   # A single column is laid on its side.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
