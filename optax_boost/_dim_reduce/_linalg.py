@@ -6,7 +6,6 @@ are [G, m, l]; these are small and kept whole. No leaf is reshaped or concatenat
 leaf stays on its devices, and only the small matrices cross them.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -118,38 +117,5 @@ def combine(coefficients: jax.Array, rows: Any, groups: Groups) -> Any:
     )
     several = coefficients.ndim - 2
     return jnp.moveaxis(combined, batch[0], [several + axis for axis in of_leaf.axes])
-
-  return _tree.map_leaves(one, rows, groups.leaves)
-
-
-def by_group(
-  reduce: Callable[..., jax.Array], rows: Any, groups: Groups
-) -> tuple[list[jax.Array], list[int]]:
-  """Reduces each row of each layer to a number: arrays [L, k], and the groups of their layers."""
-  parts: list[jax.Array] = []
-  numbers: list[int] = []
-  for x, of_leaf in zip(jax.tree.leaves(rows), groups.leaves, strict=True):
-    if x.size:
-      rest = tuple(i for i in range(1, x.ndim) if i - 1 not in of_leaf.axes)
-      reduced = reduce(_arrays.widen(x), rest)
-      reduced = _arrays.gather_axes(reduced, range(reduced.ndim))
-      parts.append(reduced.reshape(len(x), -1).T)
-      numbers += of_leaf.numbers
-  return parts, numbers
-
-
-def squared_lengths(rows: Any, groups: Groups) -> jax.Array:
-  """The squared lengths [G, k] of the rows of a tree with leaves, in each group."""
-  parts, numbers = by_group(_arrays.sum_squares, rows, groups)
-  return _sum_by_group(parts, numbers, groups)
-
-
-def scale_rows(values: jax.Array, rows: Any, groups: Groups) -> Any:
-  """Each row times a number, each layer's by its group's: `values` are [G, k]."""
-
-  def one(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
-    own = values[np.array(of_leaf.numbers, int)].astype(x.dtype).T
-    kept = (0, *(1 + axis for axis in of_leaf.axes))
-    return x * own.reshape([n if axis in kept else 1 for axis, n in enumerate(x.shape)])
 
   return _tree.map_leaves(one, rows, groups.leaves)

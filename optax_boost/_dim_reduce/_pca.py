@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_boost import _arrays
 from optax_boost._dim_reduce import _linalg
@@ -153,40 +152,28 @@ def _leading_directions(gram: jax.Array, count: int) -> jax.Array:
   return vectors[..., ::-1][..., :count].mT
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _orthonormalize(rows: Any, groups: Groups) -> Any:
-  """Orthonormal rows: the first j span the space of the first j of `rows`, for every j.
+def _orthonormalizer(gram: jax.Array) -> jax.Array:
+  """T for which T X has orthonormal rows, from the Gram matrix [G, l, l] of X.
 
-  A row whose distance from the span of the earlier rows is below 1 % of its length (in float32;
-  sqrt(1000 eps)) is treated as a rounding error and becomes zero.
+  Combinations shorter than 1 % of their rows (in float32; sqrt(1000 eps)) are treated as rounding
+  errors and become zero.
   """
-  gram = _linalg.products(rows, rows, groups)
   norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
   # Unit rows are near to orthogonal even if their lengths were not comparable.
-  scale = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
-  unit = gram * scale[:, :, None] * scale[:, None, :]
-  return _linalg.combine(jax.vmap(_orthonormalizer)(unit) * scale[:, None, :], rows, groups)
+  scale = _inverse(norms, norms > 0)
+  squares, vectors = jnp.linalg.eigh(gram * scale[:, :, None] * scale[:, None, :])
+  lengths = jnp.sqrt(jnp.maximum(squares, 0))
+  kept = squares > 1000 * jnp.finfo(gram.dtype).eps
+  return _inverse(lengths, kept)[:, :, None] * vectors.mT * scale[:, None, :]
 
 
-def _orthonormalizer(gram: jax.Array) -> jax.Array:
-  """The lower triangular T for which T G T' is the identity, by the Gram-Schmidt process.
+def _inverse(x: jax.Array, kept: jax.Array) -> jax.Array:
+  return jnp.where(kept, 1 / jnp.where(kept, x, 1), 0)
 
-  A Cholesky factor, but with rows of zeros for dependent rows, instead of NaN everywhere.
-  """
-  size = len(gram)
-  least = 1000 * jnp.finfo(gram.dtype).eps
 
-  def add(j: jax.Array, done: jax.Array) -> jax.Array:
-    row = (jnp.arange(size) == j).astype(gram.dtype)
-    for _ in range(2):  # Twice is enough.
-      row = row - matmul(matmul(done, matmul(gram, row)), done)
-    square = matmul(row, matmul(gram, row))
-    good = square > least
-    row = jnp.where(good, row / jnp.sqrt(jnp.where(good, square, 1)), 0)
-    return jax.lax.dynamic_update_index_in_dim(done, row, j, 0)
-
-  # On the mesh of `gram`, where Explicit axes are part of types: `zeros_like` need not be.
-  return jax.lax.fori_loop(0, size, add, jnp.where(False, gram, 0))
+@functools.partial(jax.jit, static_argnums=1)
+def _orthonormalize(rows: Any, groups: Groups) -> Any:
+  return _linalg.combine(_orthonormalizer(_linalg.products(rows, rows, groups)), rows, groups)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -198,31 +185,13 @@ def _rayleigh_ritz(
   `coordinates` are the centred snapshots' products with them. Components with less than 100 eps of
   the first one's singular value are rounding errors: they and their variances are zero.
   """
-
-  @jax.vmap
-  def rotation(gram: jax.Array, coordinates: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gram += jnp.diag(jnp.where(jnp.diagonal(gram) > 0, 0.0, 1.0).astype(gram.dtype))
-    unit = jnp.eye(len(gram), dtype=gram.dtype)
-    inverse = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), unit, lower=True)
-    _, singular, right = jnp.linalg.svd(matmul(coordinates, inverse.T), full_matrices=False)
-    singular, right = singular[:k], right[:k]
-    real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[0]
-    rows = jnp.where(real[:, None], matmul(right, inverse), 0)
-    return rows, jnp.where(real, singular**2, 0)
-
-  rows, variances = rotation(_linalg.products(basis, basis, groups), coordinates)
-  return Components(_fix_signs(_linalg.combine(rows, basis, groups), groups), variances, total)
-
-
-def _fix_signs(rows: Any, groups: Groups) -> Any:
-  """Turns each group's part of each row so that its largest entry by magnitude is positive."""
-  extremes = []
-  for extreme in (jnp.max, jnp.min):
-    parts, numbers = _linalg.by_group(extreme, rows, groups)
-    if not parts:
-      return rows
-    own = np.equal.outer(np.arange(groups.number), numbers)
-    # Sorting is not fused into the kernels of the leaves, as a maximum would be.
-    extremes.append(jnp.sort(jnp.where(own[..., None], jnp.concatenate(parts), 0), axis=1))
-  sign = jnp.where(extremes[0][:, -1] >= -extremes[1][:, 0], 1, -1)
-  return _linalg.scale_rows(sign, rows, groups)
+  exact = _orthonormalizer(_linalg.products(basis, basis, groups))
+  _, singular, right = jnp.linalg.svd(matmul(coordinates, exact.mT), full_matrices=False)
+  singular, right = singular[:, :k], right[:, :k]
+  real = singular > 100 * jnp.finfo(singular.dtype).eps * singular[:, :1]
+  rotation = jnp.where(real[..., None], matmul(right, exact), 0)
+  # The entries of each component sum to a positive number, in each group.
+  ones = jax.tree.map(lambda x: jnp.ones_like(x[0]), basis)
+  sums = jnp.sum(rotation * _linalg.products(basis, ones, groups)[:, None], axis=-1)
+  rows = _linalg.combine(jnp.where(sums < 0, -1, 1)[..., None] * rotation, basis, groups)
+  return Components(rows, jnp.where(real, singular**2, 0), total)

@@ -110,7 +110,7 @@ def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
     return
-  squares = _squared_lengths(basis, groups)
+  squares = jnp.diagonal(_products(basis, basis, groups), axis1=1, axis2=2)
   # Rounded to bfloat16 they may be longer than 1.
   if _arrays.is_whole_here(squares) and (longest := np.sqrt(np.max(squares))) > 1.05:
     _base.warn(
@@ -121,7 +121,7 @@ def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:
     )
 
 
-_squared_lengths = jax.jit(_linalg.squared_lengths, static_argnums=1)
+_products = jax.jit(_linalg.products, static_argnums=2)
 
 
 def identities(state: DimReduceState) -> jax.Array:
