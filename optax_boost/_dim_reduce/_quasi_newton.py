@@ -28,7 +28,7 @@ def bfgs_update(
   inverse_hessian: jax.Array,
   step: jax.Array,
   gradient_change: jax.Array,
-  min_curvature: jax.typing.ArrayLike,
+  min_curvature: float,
 ) -> tuple[jax.Array, jax.Array]:
   """One BFGS update of B [k, k] by s and y, and whether it was made.
 
@@ -51,7 +51,6 @@ def directions(
   step: jax.Array,
   gradient: jax.Array,
   last_gradient: jax.Array,
-  min_curvature: jax.typing.ArrayLike,
   next_step: jax.Array,
   last_length: jax.Array,
   adaptive: bool,
@@ -66,7 +65,8 @@ def directions(
   fresh = adaptive & jnp.all(inverse_hessian == identity)
   start = jnp.where(fresh & (last_length > 0), last_length, 1) * inverse_hessian
   change = gradient - last_gradient
-  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(start, step, change, min_curvature)
+  least = 0.0 if adaptive else 1e-20  # as in MindSpore
+  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(start, step, change, least)
   direction = -jax.vmap(_matmul)(new, gradient)
   if not adaptive:
     return new, direction, jnp.ones_like(next_step), fresh

@@ -1,8 +1,6 @@
-"""DimReduce against the recorded runs of MindSpore, and against NumPy."""
+"""dim_reduce against NumPy, and what it promises."""
 
 import functools
-import json
-import pathlib
 import re
 
 import chex
@@ -15,14 +13,8 @@ import pytest
 from sklearn import datasets
 
 import optax_boost
-from optax_boost._dim_reduce import _quasi_newton
 import optax_boost.nnx
 from tests import compilations
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-# Of "rawproj", whose rows MindSpore takes as they are.
-LONG_ROWS = pytest.mark.filterwarnings("ignore:`dim_reduce` needs a basis of rows:UserWarning")
-TRACES = ("linear", "linear_hard", "mlp", "mlp_noisy", "rawproj")
 
 
 def subspace_of(rows, like):
@@ -34,216 +26,6 @@ def subspace_of(rows, like):
   ones = np.ones(k, np.float32)
   return optax_boost.Subspace(like, jax.tree.unflatten(structure, basis), ones, ones / k)
 
-
-# The recorded runs.
-
-
-class Trace:
-  """A recorded run of MindSpore; its params are a list, in the columns' order."""
-
-  def __init__(self, name):
-    with np.load(GOLDEN / f"dimreduce_{name}.npz") as file:
-      self.arrays = {key: file[key] for key in file.files}
-    self.hyper = json.loads(str(self.arrays["meta_json"]))["hyper"]
-    self.names = {"linear": ["w", "b"], "mlp": ["w1", "b1", "w2", "b2"]}[self.hyper["model"]]
-    self.init = [jnp.asarray(self.arrays[f"init_{name}"]) for name in self.names]
-    self.steps = self.hyper["steps"]
-    h = self.hyper
-    subspace = subspace_of(self.arrays["P"], self.init)
-    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
-
-  def __getitem__(self, key):
-    return self.arrays[key]
-
-  def tree(self, prefix, step):
-    return [jnp.asarray(self.arrays[f"{prefix}_{name}"][step]) for name in self.names]
-
-  def loss(self, params, x, y):
-    if len(params) == 2:
-      return jnp.mean((x @ params[0] + params[1] - y) ** 2)
-    logits = jnp.tanh(x @ params[0] + params[1]) @ params[2] + params[3]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
-
-  @functools.cached_property
-  def step(self):
-    @jax.jit
-    def step(params, state, x, y):
-      value_fn = functools.partial(self.loss, x=x, y=y)
-      value, grads = jax.value_and_grad(value_fn)(params)
-      updates, state = self.tx.update(grads, state, params, value=value, value_fn=value_fn)
-      return optax.apply_updates(params, updates), state
-
-    return step
-
-  def state_after(self, step):
-    """Our state after a recorded step; its residual momentum is all in `momentum`."""
-    state = self.tx.init(self.init)
-    if step < 0:
-      return state
-    return state._replace(
-      momentum=self.tree("grm", step),
-      inverse_hessian=jnp.asarray(self["bk"][step])[None],
-      projected_gradient=jnp.asarray(self["gk_last"][step])[None],
-      last_step=jnp.asarray(self["sk"][step])[None],
-    )
-
-  def params_before(self, step):
-    return self.tree("weight", step - 1) if step else self.init
-
-
-@functools.cache
-def trace_of(name):
-  return Trace(name)
-
-
-def residual(state):
-  """The residual momentum, out of its two parts."""
-  (q,) = state.projected_momentum
-  return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
-
-
-def assert_close(found, expected, rtol, over=None):
-  """Relative to the largest entry of all, or of `over`: all steps of a result that cancels."""
-  a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (found, expected))
-  scale = np.abs(b if over is None else over).max()
-  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * scale + 1e-12)
-
-
-def assert_same_decisions(trace, t, before, state):
-  assert float(state.accepted_rho) == trace["rho"][t]
-  assert int(state.line_search_steps) == np.isfinite(trace["trial_loss"][t]).sum()
-  assert int(state.rejected_count - before.rejected_count) == (not trace["found"][t])
-  if t:
-    # Before any accepted step there is nothing to update with.
-    squared = float(jnp.sum(before.last_step**2))
-    expected = trace["ys"][t] / squared if squared else 0.0
-    np.testing.assert_allclose(state.curvature, expected, rtol=1e-3, atol=1e-5)
-    updated = not np.allclose(state.inverse_hessian, before.inverse_hessian, rtol=0, atol=0)
-    assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
-
-
-@LONG_ROWS
-@pytest.mark.parametrize("name", TRACES)
-def test_every_step_agrees_with_mindspore(name):
-  trace = trace_of(name)
-  for t in range(trace.steps):
-    before = trace.state_after(t - 1)
-    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
-    assert_same_decisions(trace, t, before, state)
-    # MindSpore's tanh is less exact than the rest.
-    rtol = 3e-6 if trace.hyper["model"] == "mlp" else 1e-6
-    assert_close(params, trace.tree("weight", t), rtol)
-    assert_close(residual(state), trace.tree("grm", t), 3e-6)
-    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
-    # The gradient cancels to a 100th of its terms as a run converges, the terms do not shrink. With
-    # operations rounded at random: 5e-7 and 2e-6 of the run's largest entries.
-    gradients, steps = trace["gk_last"], trace["sk"]
-    assert_close(state.projected_gradient[0], gradients[t], 1e-6, over=gradients)
-    assert_close(state.last_step[0], steps[t], 4e-6, over=steps)
-
-
-@LONG_ROWS
-@pytest.mark.parametrize("name", TRACES)
-def test_a_whole_run_takes_the_branches_of_mindspore(name):
-  trace = trace_of(name)
-  params, state = trace.init, trace.tx.init(trace.init)
-  for t in range(trace.steps):
-    before = state
-    params, state = trace.step(params, before, trace["x"][t], trace["y"][t])
-    assert_same_decisions(trace, t, before, state)
-    assert_close(params, trace.tree("weight", t), 1e-5)
-    assert_close(residual(state), trace.tree("grm", t), 3e-5)
-    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
-  assert int(state.rejected_count) == int(np.sum(~trace["found"]))
-  assert int(state.notfinite_count) == 0
-
-
-def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_ones():
-  with np.load(GOLDEN / "dimreduce_distributed.npz") as file:
-    trace = {key: file[key] for key in file.files}
-  h = json.loads(str(trace["meta_json"]))["hyper"]
-  init = jnp.asarray(trace["init_w"])
-  subspace = subspace_of(trace["P"], init)
-  tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
-
-  @jax.jit
-  def step(params, state, x, y):
-    def value_fn(w):
-      return jnp.mean((x @ w - y) ** 2)
-
-    value, grads = jax.value_and_grad(value_fn)(params)
-    updates, state = tx.update(grads, state, params, value=value, value_fn=value_fn)
-    return optax.apply_updates(params, updates), state
-
-  differs = 0
-  for t in range(h["steps"]):
-    state, params = tx.init(init), init
-    if t:
-      params = jnp.asarray(trace["w"][t - 1])
-      state = state._replace(
-        momentum=jnp.asarray(trace["grm"][t - 1]),
-        inverse_hessian=jnp.asarray(trace["bk"][t - 1])[None],
-        projected_gradient=jnp.asarray(trace["gk_last"][t - 1])[None],
-        last_step=jnp.asarray(trace["sk"][t - 1])[None],
-      )
-    # Ranks and their batches side by side, as a sharded batch holds them.
-    params, state = step(params, state, trace["x"][t], trace["y"][t])
-    if t == 18:
-      # Theirs accepts the full step by rounding; what comes after it was not recorded.
-      assert float(state.accepted_rho) < trace["rho"][t] == 1
-    else:
-      assert float(state.accepted_rho) == trace["rho_without_floor"][t]
-    assert_close(residual(state), trace["grm"][t], 1e-6)
-    if trace["rho"][t] == trace["rho_without_floor"][t]:
-      assert_close(params, trace["w"][t], 1e-6)
-      assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-5)
-    else:
-      differs += 1
-  assert (
-    differs
-    == json.loads(str(trace["meta_json"]))["checks"]["steps_where_the_floor_changes_the_decision"]
-  )
-
-
-def test_a_loss_scale_is_divided_out_once_where_mindspore_leaves_it_in_the_residual():
-  trace = trace_of("sens")
-  scale = trace.hyper["sens"]
-  for t in range(trace.steps):
-    before = trace.state_after(t - 1)
-    params, state = trace.step(trace.params_before(t), before, trace["x"][t], trace["y"][t])
-    assert float(state.accepted_rho) == trace["rho"][t]
-    assert_close(state.projected_gradient[0], trace["gk_last"][t], 5e-6)
-    assert_close(state.inverse_hessian[0], trace["bk"][t], 1e-4)
-    # Theirs has (scale - 1) times the gradient too much.
-    excess = [(1 - 1 / scale) * g for g in trace.tree("grad", t)]
-    ours = residual(state)
-    assert_close(jax.tree.map(jnp.add, ours, excess), trace.tree("grm", t), 3e-6)
-    theirs = [w - trace.hyper["alpha"] * e for w, e in zip(params, excess, strict=True)]
-    assert_close(theirs, trace.tree("weight", t), 3e-6)
-
-
-def test_a_dynamic_loss_scale_around_it_changes_nothing():
-  trace = trace_of("linear_hard")
-  plain = trace.tx
-  scaled = optax_boost.dynamic_loss_scale(plain, initial_scale=1024.0)
-  runs = []
-  for tx in (plain, scaled):
-    step = optax_boost.make_train_step(lambda p, batch: trace.loss(p, *batch), tx)
-    state = step.init(trace.init)
-    lengths = []
-    for t in range(8):
-      state, metrics = step(state, (trace["x"][t], trace["y"][t]))
-      lengths.append((float(metrics["accepted_rho"]), int(metrics["line_search_steps"])))
-    runs.append((state.params, lengths))
-  assert runs[0][1] == runs[1][1] == list(zip(trace["rho"][:8], tried(trace)[:8], strict=True))
-  assert_close(runs[1][0], runs[0][0], 1e-6)
-
-
-def tried(trace):
-  return np.isfinite(trace["trial_loss"]).sum(1)
-
-
-# Against NumPy, and against itself.
 
 K = 3
 RNG = np.random.default_rng(0)
@@ -279,6 +61,12 @@ def loss_fn(params, batch=1.0):
 
 def gradient(w):
   return CURVATURES * w
+
+
+def residual(state):
+  """The residual momentum, out of its two parts."""
+  (q,) = state.projected_momentum
+  return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
 
 
 def run(tx, steps, params=PARAMS, batch=1.0):
@@ -408,9 +196,6 @@ def test_the_share_of_the_gradient_and_the_curvature_are_those_of_the_loss():
   np.testing.assert_allclose(metrics["curvature"], curvature, rtol=1e-4)
 
 
-# Bad numbers.
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("max_search", "trials"), [(2, 2), ("auto", 30)])
 def test_a_loss_that_is_not_finite_is_never_accepted(max_search, trials, bad):
@@ -464,9 +249,6 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_but_a_count()
   same = ("momentum", "projected_momentum", "inverse_hessian", "projected_gradient", "last_step")
   for name in same:
     chex.assert_trees_all_equal(getattr(after, name), getattr(state, name))
-
-
-# Several devices, and a population.
 
 
 def sharded(tree, mesh):
@@ -566,9 +348,6 @@ def test_a_population_can_share_one_basis():
     assert int(state.rejected_count[i]) == int(alone_state.rejected_count)
 
 
-# Memory.
-
-
 @pytest.mark.parametrize("max_search", [None, 2])
 def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_state(max_search):
   like = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((3, 3, 16, 64)), "c": jnp.zeros(512)}
@@ -592,40 +371,19 @@ def test_a_step_needs_less_than_four_copies_of_the_params_beside_its_donated_sta
   assert memory.alias_size_in_bytes >= 4 * (k + 2) * size
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_small_leaves_of_one_shape_share_a_product(kind):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
-
-  def step_of(number):
-    rng = np.random.default_rng(0)
-    like = {i: jnp.asarray(rng.normal(size=16), jnp.float32) for i in range(number)}
-    tx = optax_boost.dim_reduce(subspace_of(rng.normal(size=(3, 16 * number)), like))
-
-    def value_fn(params):
-      return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-
-    def step(params, grads):
-      state = tx.init(params)
-      return tx.update(grads, state, params, value=value_fn(params), value_fn=value_fn)[0]
-
-    return step, like
-
+def test_small_leaves_of_one_shape_share_a_product():
   def products(number):
-    step, like = step_of(number)
-    lifted = number  # of each leaf, as it comes
-    return str(jax.make_jaxpr(step)(like, like)).count("dot_general") - lifted
+    like = {i: jnp.ones(16) for i in range(number)}
+    tx = optax_boost.dim_reduce(subspace_of(np.eye(3, 16 * number), like))
+
+    def step(params):
+      state = tx.init(params)
+      return tx.update(params, state, params, value=1.0, value_fn=lambda p: jnp.sum(p[0]))
+
+    lifted = number  # of each leaf
+    return str(jax.make_jaxpr(step)(like)).count("dot_general") - lifted
 
   assert products(20) == products(2)
-  step, params = step_of(5)
-  grads = jax.tree.map(jnp.sin, params)
-  with jax.set_mesh(mesh):
-    program = jax.jit(step).lower(sharded(params, mesh), sharded(grads, mesh)).compile()
-    found = program(sharded(params, mesh), sharded(grads, mesh))
-  assert {name for name, _ in exchanged(program)} == {"all-reduce"}
-  np.testing.assert_allclose(flat(found), flat(jax.jit(step)(params, grads)), rtol=0, atol=1e-5)
-
-
-# The subspace is replaced.
 
 
 def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
@@ -644,16 +402,10 @@ def test_refresh_subspace_replaces_the_basis_anywhere_in_a_chain():
   chex.assert_trees_all_equal(kept.momentum, renewed.momentum)
 
 
-# Narrow storage.
-
-
 def test_a_bfloat16_subspace_is_kept_as_it_is():
   half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), SUBSPACE.basis)
   state = optax_boost.dim_reduce(SUBSPACE._replace(basis=half)).init(PARAMS)
   assert state.basis["head"].dtype == jnp.bfloat16
-
-
-# The default trains: no loss stands still in silence.
 
 
 def whole_space(size):
@@ -760,9 +512,6 @@ def test_the_default_trains_a_cnn_on_digits():
   assert np.mean(runs[:, 1]) < 4
 
 
-# Through an inner optimizer.
-
-
 def numpy_through_sgd(steps, rate, momentum, rho, sigma, gamma, alpha, steepness):
   """MindSpore's DimReduce with its SGD, whose velocity trials leave as it was; in float64."""
 
@@ -866,36 +615,6 @@ def test_refuses_an_inner_optimizer_that_scales_the_loss():
     optax_boost.dim_reduce(SUBSPACE, inner=inner).init(PARAMS)
 
 
-# What programs pass.
-
-
-@pytest.mark.parametrize(
-  ("dtypes", "inner"),
-  [
-    (("float16", "float32"), None),
-    (("float32", "float16"), None),
-    (("float32", "float16"), optax.sgd(1.0, momentum=0.1)),
-  ],
-)
-def test_gradients_and_params_may_have_different_dtypes(dtypes, inner):
-  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
-
-  @jax.jit
-  def step(params, state):
-    value, grads = jax.value_and_grad(loss_fn)(params)
-    grads = jax.tree.map(lambda g: g.astype(dtypes[0]), grads)
-    updates, state = tx.update(grads, state, params, value=value, value_fn=loss_fn)
-    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {dtypes[1]}
-    return optax.apply_updates(params, updates), state
-
-  params = jax.tree.map(lambda p: p.astype(dtypes[1]), PARAMS)
-  state = tx.init(params)
-  for _ in range(30):
-    params, state = step(params, state)
-  assert float(loss_fn(params)) < 0.1 * float(loss_fn(PARAMS))
-  assert int(state.notfinite_count) == 0
-
-
 @pytest.mark.parametrize("kind", ["masked", "partition"])
 def test_inside_masked_and_partition_it_takes_all_that_the_train_step_passes(kind):
   inner = optax.chain(optax.trace(0.5), takes_grad(), optax.sgd(1.0))
@@ -921,36 +640,6 @@ def takes_grad():
   return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-def test_steps_run_eagerly_on_a_mesh_with_explicit_axes():
-  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-  tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.sgd(1.0, 0.1))
-
-  def loss_nearby(params):
-    return 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-
-  def go(params):
-    state = tx.init(params)
-    for _ in range(2):
-      value = loss_nearby(params)
-      updates, state = tx.update(params, state, params, value=value, value_fn=loss_nearby)
-      params = optax.apply_updates(params, updates)
-    return params
-
-  np.testing.assert_allclose(flat(go(sharded(PARAMS, mesh))), flat(jax.jit(go)(PARAMS)), atol=1e-5)
-
-
-@pytest.mark.parametrize("leaf", [1.0, jnp.ones(8, jnp.complex64), jnp.ones(8, jnp.int32)])
-def test_leaves_that_are_no_real_floating_point_arrays_are_refused(leaf):
-  tx = optax_boost.dim_reduce(SUBSPACE)
-  bad = PARAMS | {"head": leaf}
-  text = r"`dim_reduce` needs .*the leaf 'head' is"
-  with pytest.raises(TypeError, match=text):
-    tx.init(bad)
-  grads = PARAMS | {"head": jnp.asarray(leaf) if isinstance(leaf, float) else leaf}
-  with pytest.raises((TypeError, ValueError), match=r"`dim_reduce` needs"):
-    tx.update(grads, tx.init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
-
-
 @pytest.mark.parametrize("value", [jnp.ones(2), "low", None, 1j])
 def test_a_loss_that_is_no_scalar_is_refused(value):
   tx = optax_boost.dim_reduce(SUBSPACE)
@@ -962,23 +651,6 @@ def test_a_loss_that_is_no_scalar_is_refused(value):
     tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=lambda params: value)
   with pytest.raises(TypeError, match=r"`value_fn` must be callable"):
     tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=3)
-
-
-def test_the_state_of_another_optimizer_is_refused():
-  tx = optax_boost.dim_reduce(SUBSPACE)
-  with pytest.raises(TypeError, match=r"`dim_reduce` needs the state that its own `init` made, a"):
-    tx.update(PARAMS, optax.sgd(0.1).init(PARAMS), PARAMS, value=1.0, value_fn=loss_fn)
-
-
-def test_a_curvature_whose_update_overflows_leaves_the_matrix_as_it_was():
-  b = jnp.eye(2)
-  huge = jnp.array([1e30, 1e30])
-  new, updated = _quasi_newton.bfgs_update(b, huge, jnp.array([1e-30, 1e-32]), 0.0)
-  assert not updated
-  np.testing.assert_array_equal(new, b)
-
-
-# What does not fit.
 
 
 def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
@@ -1038,24 +710,6 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
 @pytest.mark.parametrize(
   ("kwargs", "error", "text"),
   [
-    ({"rho": 1.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 1.0"),
-    ({"rho": 0.0}, ValueError, r"`rho` must be finite and > 0 and < 1; got 0.0"),
-    ({"sigma": 1.0}, ValueError, r"`sigma` must be finite and >= 0 and < 1; got 1.0"),
-    ({"gamma": -0.1}, ValueError, r"`gamma` must be finite and >= 0 and < 1; got -0.1"),
-    ({"alpha": -1.0}, ValueError, r"`alpha` must be finite and >= 0; got -1.0"),
-    ({"max_search": 0}, ValueError, r"`max_search` must be >= 1; got 0"),
-    ({"max_search": 1.5}, TypeError, r"`max_search` must be a whole number; got 1.5"),
-    ({"min_curvature": -1.0}, ValueError, r"`min_curvature` must be finite and >= 0; got -1.0"),
-    (
-      {"groups": "conv"},
-      TypeError,
-      r"sequence of regular expressions, one per group; got 'conv'",
-    ),
-    ({"groups": ()}, TypeError, r"sequence of regular expressions, one per group; got \(\)"),
-    ({"max_search": "all"}, ValueError, r"`max_search` must be 'auto', .* or None; got 'all'"),
-    ({"inner": optax.sgd}, TypeError, r"`inner` must be an optax.GradientTransformation; got"),
-    ({"alpha": "fast"}, TypeError, r"`alpha` must be a real number or a scalar array; got 'fast'"),
-    ({"groups": ("(",)}, ValueError, r"`groups` has '\(', which is no regular expression"),
     (
       {"subspace": SUBSPACE._replace(explained_variance=np.arange(3))},
       TypeError,
@@ -1066,10 +720,10 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
       ValueError,
       r"one row of the basis per component; got \(3,\) variances and shape .* at 'basis/dense",
     ),
-    ({"subspace": 3}, TypeError, r"must be a Subspace or a callable from params to one; got 3"),
+    ({"max_search": "all"}, ValueError, r"`max_search` must be one of 'auto'; got 'all'"),
   ],
 )
-def test_refuses_arguments_out_of_range(kwargs, error, text):
+def test_refuses_what_is_no_subspace_and_no_search(kwargs, error, text):
   with pytest.raises(error, match=text):
     optax_boost.dim_reduce(**{"subspace": SUBSPACE} | kwargs)
 
