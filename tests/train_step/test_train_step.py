@@ -333,17 +333,6 @@ def test_a_transformation_without_extra_arguments_works():
   assert quadratic(state.params, BATCH) < metrics["loss"]
 
 
-def test_runs_inside_the_callers_own_scan():
-  step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1))
-  params = {"w": jnp.ones(8)}
-  scanned, metrics = jax.lax.scan(lambda state, _: step(state, BATCH), step.init(params), length=4)
-  state = step.init(params)
-  for _ in range(4):
-    state, last = step(state, BATCH)
-  chex.assert_trees_all_close(scanned, state, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(metrics["loss"][-1], last["loss"], rtol=1e-5)
-
-
 def test_metrics_of_the_state_surface_under_their_names():
   step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1, exclude=None))
   state, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
