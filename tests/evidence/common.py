@@ -98,6 +98,27 @@ def scores(predict, x, y):
   return {"loss": float(loss), "accuracy": 100 * float(accuracy)}
 
 
+def rectified(params, x, padding, pooled):
+  """The logits of layers without biases: kernels of convolutions, then of dense layers, in order.
+
+  After the convolutions whose numbers are in `pooled`, squares of four are reduced to their
+  maximum.
+  """
+  *hidden, last = params.values()
+  for i, kernel in enumerate(hidden):
+    if kernel.ndim == 4:
+      names = ("NHWC", "HWIO", "NHWC")
+      x = jax.lax.conv_general_dilated(x, kernel, (1, 1), padding, dimension_numbers=names)
+      if i in pooled:
+        n, height, width, channels = x.shape
+        x = x[:, : height // 2 * 2, : width // 2 * 2]
+        x = x.reshape(n, height // 2, 2, width // 2, 2, channels).max((2, 4))
+    else:
+      x = x.reshape(len(x), -1) @ kernel
+    x = jax.nn.relu(x)
+  return x.reshape(len(x), -1) @ last
+
+
 def assert_permuted(before, after):
   """Asserts that each weight vector of an output holds the same values, to the bit."""
   for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

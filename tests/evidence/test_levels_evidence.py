@@ -34,32 +34,28 @@ TIMED, TURN, ROUNDS = 31, 3, 12
 
 
 class Task(NamedTuple):
-  """The steps, the shares of them that O0 gets, and the methods that are tried alone."""
+  """A training: its data, steps, the shares of them that O0 gets, and the methods tried alone."""
 
+  title: str
+  data: str
   steps: int
-  shares: tuple[float, ...]
-  score: str
+  shares: tuple[float, ...] = (0.7, 0.85, 1.0)
+  least: float = 45  # score of a level
+  score: str = "test accuracy, %"
   alone: tuple[str, ...] = ("fewer BatchNorms", "freezing", "average")
-  augmented: bool = False
 
 
+AUGMENTED, TEXT = "cifar10, augmented", "transformer"
 TASKS = {
-  "digits": Task(300, (0.6, 0.8, 1.0), "test accuracy, %"),
-  "cifar10": Task(800, (0.7, 0.85, 1.0), "test accuracy, %"),
-  "cifar10, augmented": Task(5000, (0.7, 0.85, 1.0), "test accuracy, %", augmented=True),
-  "transformer": Task(1000, (0.7, 0.85, 1.0), "test loss", ("freezing", "average")),
-}
-DATA = {
-  "digits": "digits",
-  "cifar10": "cifar10",
-  "cifar10, augmented": "cifar10",
-  "transformer": "tinyshakespeare",
-}
-TITLES = {
-  "digits": "Digits: ResNet-11",
-  "cifar10": "CIFAR-10 at 16 x 16: ResNet-11",
-  "cifar10, augmented": "CIFAR-10 at 16 x 16, augmented: ResNet-11",
-  "transformer": "Tiny Shakespeare: transformer of 6 blocks",
+  "digits": Task("Digits: ResNet-11", "digits", 300, (0.6, 0.8, 1.0), 95),
+  "cifar10": Task("CIFAR-10 at 16 x 16: ResNet-11", "cifar10", 800),
+  AUGMENTED: Task("CIFAR-10 at 16 x 16, augmented: ResNet-11", "cifar10", 5000),
+  TEXT: Task(
+    *("Tiny Shakespeare: transformer of 6 blocks", "tinyshakespeare", 1000),
+    least=-2.8,
+    score="test loss",
+    alone=("freezing", "average"),
+  ),
 }
 O0 = "O0"
 # Methods alone, by their names in `AutoBoost.on`.
@@ -93,7 +89,7 @@ def settings(task):
 
 def boost_of(setting, steps):
   """The decision of `optax_boost.auto_boost` for a setting."""
-  make = optax_boost.auto_boost if setting.task == "transformer" else optax_boost.nnx.auto_boost
+  make = optax_boost.auto_boost if setting.task == TEXT else optax_boost.nnx.auto_boost
   level = "O1" if setting.name in ALONE else setting.name
   boost, whole = make(level, total_steps=steps), make(level, total_steps=setting.steps)
   on = dict(boost.on)
@@ -110,17 +106,12 @@ def rate(boost, peak, steps):
   return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, last)
 
 
-def parts(task):
-  """Training, validation and test data."""
-  return common.text() if task == "transformer" else common.images(DATA[task], task != "digits")
-
-
 class Images:
   """A ResNet-11 with BatchNorm, Nesterov momentum and weight decay."""
 
   def __init__(self, setting, steps):
-    self.setting, self.steps, self.parts = setting, steps, parts(setting.task)
-    self.boost = boost_of(setting, steps)
+    self.setting, self.steps, self.boost = setting, steps, boost_of(setting, steps)
+    self.parts = common.images(TASKS[setting.task].data, halved=setting.task != "digits")
     x, y = self.parts["train"]
     self.sample = {"x": x[:BATCH], "y": y[:BATCH]}
     sgd = optax.sgd(rate(self.boost, 0.05, steps), momentum=0.9, nesterov=True)
@@ -143,7 +134,7 @@ class Images:
     return state, metrics
 
   def batches(self, seed):
-    augmented = TASKS[self.setting.task].augmented
+    augmented = self.setting.task == AUGMENTED
     return networks.batches(*self.parts["train"], self.steps, seed, augmented, BATCH)
 
   def scores(self, state):
@@ -166,8 +157,7 @@ class Text:
   network = models.GPT2(layers=6, width=64, heads=4, vocabulary=128, length=64, dtype=jnp.float32)
 
   def __init__(self, setting, steps):
-    self.setting, self.steps, self.parts = setting, steps, parts(setting.task)
-    self.boost = boost_of(setting, steps)
+    self.steps, self.boost, self.parts = steps, boost_of(setting, steps), common.text()
     params, sample = self.network.init(jax.random.key(0)), next(self.batches(0))
     adamw = optax.adamw(rate(self.boost, 3e-3, steps), weight_decay=0.1)
     tx = self.boost.optimizer(adamw, self.network.loss, params, sample)
@@ -199,7 +189,7 @@ class Text:
 
 
 def trainer(setting, steps):
-  return (Text if setting.task == "transformer" else Images)(setting, steps)
+  return (Text if setting.task == TEXT else Images)(setting, steps)
 
 
 def train(setting, seed):
@@ -272,8 +262,8 @@ def outcome(task):
 
 
 def section(task, rows):
-  sign = -1 if task == "transformer" else 1
-  form = "{:.3f}" if task == "transformer" else "{:.2f}"
+  sign = -1 if task == TEXT else 1
+  form = "{:.3f}" if task == TEXT else "{:.2f}"
   signed = form.replace(":", ":+")
   lines = [
     (
@@ -291,14 +281,14 @@ def section(task, rows):
   ]
   header = ("", "steps", "time", "steps per time", TASKS[task].score)
   header += ("against O0", "against O0 in as much time")
-  title = f"## {TITLES[task]}, {TASKS[task].steps:,} steps\n\n"
+  title = f"## {TASKS[task].title}, {TASKS[task].steps:,} steps\n\n"
   return title + report.table(header, lines)
 
 
 def picture(found):
-  figure, panels = report.panels([TITLES[task] for task in found], 4.2)
+  figure, panels = report.panels([TASKS[task].title for task in found], 4.2)
   for axes, (task, rows) in zip(panels, found.items(), strict=True):
-    sign = -1 if task == "transformer" else 1
+    sign = -1 if task == TEXT else 1
     base = [row for row in rows if row["name"] == O0]
     scores = np.multiply(sign, [row["scores"] for row in base])
     report.points(axes, [row["time"] for row in base], scores, O0, color="grey", marker="o")
@@ -312,7 +302,7 @@ def picture(found):
 
 
 def test_levels_take_less_time_and_train():
-  common.need(*DATA.values())
+  common.need(*(task.data for task in TASKS.values()))
   found = {task: outcome(task) for task in TASKS}
   about = (
     "`optax_boost.auto_boost` at equal time. Each contender's learning rate follows its own"
@@ -330,7 +320,6 @@ def test_levels_take_less_time_and_train():
   body = "\n".join(section(task, rows) for task, rows in found.items())
   report.write("levels", "AutoBoost at equal time", about, body, picture(found))
   for task, rows in found.items():
-    least = {"transformer": -2.8, "digits": 95}.get(task, 45)
     for row in (row for row in rows if row["name"] in LEVELS):
       assert row["time"] < 0.97, (task, row)
-      assert min(row["scores"]) > least, (task, row)
+      assert min(row["scores"]) > TASKS[task].least, (task, row)

@@ -98,25 +98,13 @@ def initial(kernels, seed):
   }
 
 
+@jax.jit
 def logits_of(params, x):
-  *hidden, last = params.values()
-  for kernel in hidden:
-    if kernel.ndim == 4:
-      x = jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-      )
-      x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    else:
-      x = x.reshape(len(x), -1) @ kernel
-    x = jax.nn.relu(x)
-  return x.reshape(len(x), -1) @ last
+  return common.rectified(params, x, "VALID", pooled=(0, 1))
 
 
 def loss_of(params, x, y):
   return common.cross_entropy(logits_of(params, x), y)
-
-
-_logits = jax.jit(logits_of)
 
 
 @functools.lru_cache(maxsize=1)
@@ -157,7 +145,7 @@ def train(setting, seed):
     if count % (task.steps // task.looks) == 0:
       # LaPerm's params are a permutation now and then only.
       model = optax_boost.permuted_params(state).params if permutes else params
-      curve.append(common.scores(functools.partial(_logits, model), *held_out)["accuracy"])
+      curve.append(common.scores(functools.partial(logits_of, model), *held_out)["accuracy"])
   if permutes:
     common.assert_permuted(start, model)
   return {"validation": curve[-1], "curve": curve}
