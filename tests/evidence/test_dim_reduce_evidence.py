@@ -240,7 +240,8 @@ def test_every_method_trains():
     " digits and CIFAR-10 they were shortened after validation losses on longer ones no longer fell"
     " in the second phase. DimReduce stops when it has spent as many gradients as SGD, a trial of"
     " its line search counted as a third of a gradient on its batch. Seconds are without"
-    " compilation and the fit of the subspace. The average is of the snapshots that a subspace is fitted to, and costs nothing."
+    " compilation and the fit of the subspace. The average is of the snapshots that a subspace is"
+    " fitted to, and costs nothing."
   )
   report.write("dim_reduce", "DimReduce: evidence", about, "".join(map(section, TASKS)), picture())
   for task in TASKS:
