@@ -19,9 +19,9 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[1]
 # Golden traces, and references in NumPy.
 FILES = (
-  *("accumulate", "adasum/test_adasum.py", "centralize", "dim_reduce/test_dim_reduce.py"),
-  *("dim_reduce/test_subspace.py", "lars", "normalized_dense", "precision/test_precision.py"),
-  "svrg",
+  *("accumulate", "adasum/test_adasum.py", "centralize", "lars", "normalized_dense"),
+  *(f"dim_reduce/test_{name}.py" for name in ("mindspore", "dim_reduce", "subspace")),
+  *("precision/test_precision.py", "svrg"),
 )
 SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "own")
 

@@ -39,11 +39,16 @@ class Trace:
     self.names = [key.removeprefix("init_") for key in self.arrays if key.startswith("init_")]
     self.init = [jnp.asarray(self.arrays[f"init_{name}"]) for name in self.names]
     self.steps = self.hyper["steps"]
-    h, k = self.hyper, len(self["P"])
-    parts = np.split(self["P"], np.cumsum([x.size for x in self.init])[:-1], axis=1)
-    rows = [part.reshape(k, *x.shape) for part, x in zip(parts, self.init, strict=True)]
-    subspace = optax_boost.Subspace(self.init, rows, *np.ones((2, k), np.float32))
-    self.tx = optax_boost.dim_reduce(subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
+    h = self.hyper
+    self.tx = optax_boost.dim_reduce(self.subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
+
+  def subspace(self, params):
+    """The recorded subspace of params in any tree."""
+    leaves, structure = jax.tree.flatten(params)
+    parts = np.split(self["P"], np.cumsum([x.size for x in leaves])[:-1], axis=1)
+    rows = [part.reshape(-1, *x.shape) for part, x in zip(parts, leaves, strict=True)]
+    ones = np.ones(len(self["P"]), np.float32)
+    return optax_boost.Subspace(params, jax.tree.unflatten(structure, rows), ones, ones)
 
   def __getitem__(self, key):
     return self.arrays[key]
@@ -252,15 +257,22 @@ def test_a_loss_scale_is_divided_out_once_where_mindspore_leaves_it_in_the_resid
     assert_close(found, expected, terms)
 
 
+def assert_weights_agree(trace, weights):
+  """Weights after each step of a run from the start, flat."""
+  total = 0
+  for t, found in enumerate(weights):
+    total = total + trace.terms[t]["w"]
+    closeness.assert_within_ulps(found, flat(trace.tree("weight", t)), total, ULPS)
+
+
 def test_a_dynamic_loss_scale_around_it_changes_nothing():
   trace, steps = trace_of("linear_hard"), 8
   scaled = optax_boost.dynamic_loss_scale(trace.tx, initial_scale=1024.0)
   step = optax_boost.make_train_step(lambda p, batch: trace.loss(p, *batch), scaled)
-  state, total = step.init(trace.init), 0
+  state, weights = step.init(trace.init), []
   for t in range(steps):
     state, metrics = step(state, (trace["x"][t], trace["y"][t]))
     assert float(metrics["accepted_rho"]) == trace["rho"][t]
     assert int(metrics["line_search_steps"]) == np.isfinite(trace["trial_loss"][t]).sum()
-    total = total + trace.terms[t]["w"]
-  expected = flat(trace.tree("weight", steps - 1))
-  closeness.assert_within_ulps(flat(state.params), expected, total, ULPS)
+    weights.append(flat(state.params))
+  assert_weights_agree(trace, weights)
