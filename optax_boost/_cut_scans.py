@@ -1,6 +1,6 @@
 """Scans over layers of which some are frozen, in a program that is differentiated.
 
-A leaf whose layers are partly frozen enters the program in parts, the frozen ones behind
+A leaf whose layers are partly frozen enters the program in parts, the frozen ones through
 ``stop_gradient``. A scan that slices the leaf runs over one part after the other, and JAX drops the
 backward pass of a part that no trained param enters. No result changes: where a trained param does
 enter, through constants or the carry, the backward pass stays. Other equations see the leaf whole.
@@ -54,7 +54,7 @@ def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
-  """A value in parts between bounds, among which are those of its own parts."""
+  """A value in parts between bounds, which include the bounds of its own parts."""
   if isinstance(value, _Parts) and value.axis == axis:
     own = zip(value.arrays, itertools.pairwise(value.bounds), strict=True)
     return tuple(

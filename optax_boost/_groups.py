@@ -224,7 +224,7 @@ GroupNumber: TypeAlias = int | np.ndarray
 
 
 def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
-  """The group of each leaf, or those of its layers; ValueError for a leaf that a plan lacks."""
+  """The group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _layers.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])

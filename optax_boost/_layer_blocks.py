@@ -14,9 +14,10 @@ _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 def find(
   leaves: list[_layers.Leaf], order: list[int], stacks: Sequence[_leaf_uses.Scan], wanted: int
 ) -> tuple[dict[int, list[int]], int]:
-  """For each leaf in `order` its block, or those of its layers; and the number of blocks.
+  """For each leaf its block, or its layers' blocks; and the number of blocks.
 
-  The largest blocks of which there are `wanted`, else the smallest; `order` is that of first use.
+  The largest blocks of which there are `wanted`, else the smallest; `order` lists leaves by first
+  use.
   """
   kernels = [i for i in order if not _is_attached(leaves[i])]
   modules = _modules(leaves, kernels, stacks)
@@ -73,7 +74,7 @@ def _modules(
   chains: list[list[str]] = [[] for _ in leaves]
   for modules in kinds.values():
     if len(set(map(contents, modules))) == len(modules):
-      continue  # no two are alike
+      continue  # no two have the same leaves
     for module in filter(is_block, modules):
       for i in members[module]:
         chains[i].append(module)
@@ -86,7 +87,7 @@ def _places(
   stacks: Sequence[_leaf_uses.Scan],
   units: Sequence[str | None],
 ) -> tuple[dict[int, list[int]], int]:
-  """For each leaf its block, or those of its layers; and the number of blocks."""
+  """For each leaf its block, or its layers' blocks; and the number of blocks."""
   # By the leaf of a stack that is used first; the others follow it.
   stack_of: dict[int, _leaf_uses.Scan] = {}
   followers: dict[int, list[int]] = {}

@@ -19,7 +19,7 @@ _METHOD = "layerwise_decay"
 def layerwise_decay(
   groups: _groups.Groups, decay: jax.typing.ArrayLike = 0.75
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Multiplies the updates of each group by a power of `decay`, those of the last group by one.
+  r"""Multiplies the updates of each group by a power of `decay`, of the last group by one.
 
   .. math::
     u \leftarrow \text{decay}^{G - 1 - i} \, u

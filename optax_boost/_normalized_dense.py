@@ -11,7 +11,7 @@ r"""The normalized head: a dense layer on the directions of its inputs and its k
 so that, b aside, y_j = s cos(x, W_j) wherever the norms exceed sqrt(eps).
 
 Source: MindSpore Boost's ``CommonHeadLastFN``. Its backward pass clamps small norms at another
-place than its forward pass; this gradient is that of the forward pass.
+place than its forward pass; this is the forward pass's gradient.
 """
 
 from typing import Any

@@ -72,7 +72,7 @@ def freeze_layers(
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
       searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
       the last group.
-    schedule: a :class:`FreezeSchedule` for as many groups, as of :func:`fixed_freezing`.
+    schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
 
   Returns:

@@ -98,7 +98,6 @@ class AutoBoost:
       **options: in NNX `wrt`, in Linen `rngs`, as for their `layer_groups`.
 
     Raises:
-      TypeError: `tx` is not a transformation.
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
         on without params or a subspace.
     """
@@ -178,7 +177,6 @@ def auto_boost(
 
   Raises:
     ValueError: a level, block or key is unknown, or a value can't be honoured.
-    TypeError: an argument is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

@@ -75,7 +75,7 @@ def estimate_batch_stats(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OfBatch:
-  """Computes a batch's statistics; those of one module share a compiled program."""
+  """Computes a batch's statistics; calls for one module share a compiled program."""
 
   module: nn.Module
   forward_fn: Any

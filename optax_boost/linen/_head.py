@@ -12,7 +12,7 @@ class NormalizedDense(nn.Dense):
   """:class:`optax_boost.nnx.NormalizedDense` for Linen.
 
   Attributes:
-    multiplier_init, eps: as for :class:`optax_boost.nnx.NormalizedDense`. The others are those of
+    multiplier_init, eps: as for :class:`optax_boost.nnx.NormalizedDense`; the others are as for
       ``nn.Dense``.
 
   Examples:

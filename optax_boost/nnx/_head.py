@@ -25,7 +25,7 @@ class NormalizedDense(nnx.Linear):
       where 1 makes it learn to.
     eps: smallest squared norm to divide by.
     rngs: the rngs.
-    **options: those of ``nnx.Linear``: `use_bias` (the multiplier scales the bias, too), `dtype`,
+    **options: as for ``nnx.Linear``: `use_bias` (the multiplier scales the bias, too), `dtype`,
       `param_dtype`, `kernel_init`, `bias_init`. `precision` and `dot_general` have no effect.
 
   Examples:

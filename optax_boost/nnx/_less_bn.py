@@ -39,8 +39,8 @@ def less_bn(
 
   Which BatchNorm stands where is read from a trace of the model, not from names: a residual
   block is an addition whose two operands stem from one value; its branch is the side with more
-  layers. The stem's and the shortcuts' BatchNorms stay, as do those of basic blocks (two layers),
-  as in MindSpore.
+  layers. The stem's and the shortcuts' BatchNorms stay, as do BatchNorms of basic blocks (two
+  layers), as in MindSpore.
 
   The copy has the model's weights, in arrays of its own. Removing BatchNorms changes the function,
   so do it before training, or very early. A checkpoint of the copy is restored into a copy that the
