@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
@@ -202,6 +201,9 @@ def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
   for t in (0, 17, 39):
     expected = [0.5 * (1 + np.cos(np.pi * t / end)) for end in [*ends, 100]]
     np.testing.assert_allclose(schedule.learning_rate_scale(jnp.int32(t)), expected, rtol=1e-4)
+  plain = optax_boost.progressive_freezing(4, 100, first=0.4, power=3, anneal=False)
+  assert plain.learning_rate_scale is None
+  assert [int(plain.frozen_groups(jnp.int32(t), None)) for t in range(110)] == depths
 
 
 # Named so that the order of names is the reverse of the forward pass.
@@ -637,19 +639,6 @@ def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
   assert not any(jnp.any(u) for u in jax.tree.leaves(updates["d"]))
 
 
-def test_progressive_freezing_leaves_the_rates_alone_if_told_to():
-  options = {"num_groups": 3, "total_steps": 10, "first": 0.4}
-  plain, annealed = (
-    optax_boost.progressive_freezing(**options, anneal=anneal) for anneal in (False, True)
-  )
-  assert plain.learning_rate_scale is None
-  steps = jnp.arange(12)
-  np.testing.assert_array_equal(
-    jax.vmap(lambda t: plain.frozen_groups(t, None))(steps),
-    jax.vmap(lambda t: annealed.frozen_groups(t, None))(steps),
-  )
-
-
 def test_progressive_freezing_scales_the_updates_of_each_group():
   schedule = optax_boost.progressive_freezing(LAYERS, 8, first=0.5)
   tx = optax_boost.freeze_layers(optax.sgd(1.0), plan_of_chain(), schedule)
@@ -928,13 +917,6 @@ def test_the_depth_is_read_from_the_state():
   assert depths == [DEPTHS[0], DEPTHS[5], DEPTHS[0], DEPTHS[5], 2]
 
 
-def test_a_state_with_known_values_inside_a_trace_takes_its_depth():
-  step = chain_step(donate=False)
-  state, _ = train(step, step.init(chain_params()), 3)
-  depth = jax.jit(lambda batch: step(state, batch)[1]["frozen_groups"])(BATCH)
-  assert int(depth) == DEPTHS[3]
-
-
 @pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 def test_a_program_compiled_ahead_of_time_serves_all_depths():
   step = chain_step(donate=False)
@@ -948,9 +930,11 @@ def test_a_program_compiled_ahead_of_time_serves_all_depths():
 
 
 def test_steps_without_jit_take_the_depths_of_jitted_ones():
-  """As one looks for errors."""
   step = chain_step(donate=False)
   state, _ = train(step, step.init(chain_params()), 3)
+  # A state with known values inside a trace has a known depth, too.
+  depth = jax.jit(lambda batch: step(state, batch)[1]["frozen_groups"])(BATCH)
+  assert int(depth) == DEPTHS[3]
   with jax.disable_jit():
     _, history = train(step, state, 2)
   assert [int(m["frozen_groups"]) for m in history] == list(DEPTHS[3:5])
@@ -965,32 +949,25 @@ def test_the_step_keeps_no_optimizer_state():
   assert not any(ref() is not None for ref in moments)
 
 
-def test_a_wrapper_without_a_state_of_its_own_may_skip_steps():
-  def skipping(tx):
-    def update(grads, state, params, **extra):
-      updates, moved = tx.update(grads, state, params, **extra)
-      skip = ~jnp.isfinite(extra["value"])
-      kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
-      return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
+def skipping(tx):
+  """A wrapper without a state of its own."""
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+  def update(grads, state, params, **extra):
+    updates, moved = tx.update(grads, state, params, **extra)
+    skip = ~jnp.isfinite(extra["value"])
+    kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
+    return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
 
-  step = chain_step(wrap=skipping)
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+@pytest.mark.parametrize("wrap", [skipping, lambda tx: optax.apply_if_finite(tx, 10)])
+def test_a_step_that_a_wrapper_skips_repeats_its_depth(wrap):
+  step = chain_step(wrap=wrap)
   state = step.init(chain_params())
   depths = []
   for t in range(6):
-    asked = int(optax.tree.get(state.opt_state, "frozen_groups"))
-    state, metrics = step(state, BATCH * jnp.nan if t in (1, 2) else BATCH)
-    depths.append(int(metrics["frozen_groups"]))
-    assert depths[-1] == asked
-  assert depths == [DEPTHS[t] for t in (0, 1, 1, 1, 2, 3)]
-
-
-def test_a_step_that_a_wrapper_skips_repeats_its_depth():
-  step = chain_step(wrap=lambda tx: optax.apply_if_finite(tx, 10))
-  state = step.init(chain_params())
-  depths = []
-  for t in range(6):
+    assert DEPTHS[len(set(range(t)) - {1, 2})] == frozen(state.opt_state)
     state, metrics = step(state, BATCH * jnp.nan if t in (1, 2) else BATCH)
     depths.append(int(metrics["frozen_groups"]))
   assert depths == [DEPTHS[t] for t in (0, 1, 1, 1, 2, 3)]
@@ -1064,22 +1041,6 @@ def test_a_depth_that_comes_again_compiles_nothing():
   seen = next(traces)
   train(step, state)
   assert next(traces) == seen + 1
-
-
-def test_resuming_mid_schedule_changes_nothing(tmp_path):
-  step = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6), donate=False)
-  state = step.init(chain_params())
-  states = [state]
-  for _ in range(8):
-    state, _ = step(state, BATCH)
-    states.append(state)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", states[3])
-  again = chain_step(schedule=optax_boost.interval_freezing(LAYERS, 0.6))
-  with ocp.StandardCheckpointer() as checkpointer:
-    restored = checkpointer.restore(tmp_path / "state", again.init(chain_params()))
-  resumed, _ = train(again, restored, 5)
-  chex.assert_trees_all_equal(resumed, states[8])
 
 
 def image_step(variables, depths, **options):
@@ -1193,28 +1154,11 @@ def test_a_model_of_nnx_freezes_its_first_layer():
   for depth in (0, 1, 0):
     assert step(model, optimizer, BATCH)["frozen_groups"] == depth
     history.append(pure())
-  chex.assert_trees_all_equal(history[1]["first"], history[2]["first"])
-  chex.assert_trees_all_equal(history[1]["norm"], history[2]["norm"])
   assert model.dropout.rngs.count[...] == 3
-  for before, after in ((0, 1), (2, 3)):
-    for name in ("first", "norm", "last"):
-      same = jax.tree.map(
-        lambda a, b: bool(jnp.all(a == b)), *[h[name] for h in (history[before], history[after])]
-      )
-      assert not any(jax.tree.leaves(same))
-
-
-def test_sharded_params_stay_sharded_at_every_depth():
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-  params = jax.tree.map(lambda x: jax.device_put(x, place), chain_params())
-  step, alone = chain_step(), chain_step()
-  state, _ = train(step, step.init(params))
-  expected, _ = train(alone, alone.init(chain_params()))
-  assert {x.sharding for x in jax.tree.leaves(state.params)} == {place}
-  chex.assert_trees_all_close(
-    jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-4, atol=1e-6
-  )
+  for name, frozen_in in (("first", {1}), ("norm", {1}), ("last", set())):
+    for t, (before, after) in enumerate(itertools.pairwise(history)):
+      same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), before[name], after[name])
+      assert set(jax.tree.leaves(same)) == {t in frozen_in}
 
 
 def test_the_train_step_refuses_two_freezes():
