@@ -223,7 +223,9 @@ class Hourglass(nnx.Module):
 
 
 def test_of_nested_blocks_the_innermost_counts():
-  make = functools.partial(Hourglass, nnx.Rngs(0))
+  def make():
+    return Hourglass(nnx.Rngs(0))
+
   assert removed_from(make, X) == {f"inside/{b}/norms/{i}" for b in (0, 1) for i in (2, 1)}
   places = places_in("nnx", make, None)
   assert places["norm"].role == places["inside/1/norms/0"].role == "last"
@@ -456,15 +458,11 @@ def test_containers_and_dtypes_are_kept():
   assert isinstance(model.pair[1], nnx.BatchNorm)
 
 
-def test_refuses_what_is_no_model_predicate_or_multiplier():
+def test_refuses_what_is_not_a_model():
   with pytest.raises(TypeError, match=r"must be an NNX module; got <flax|got LinenNet"):
     ob_nnx.less_bn(LinenNet(), X)
   with pytest.raises(TypeError, match=r"must be a Linen module"):
     ob_linen.less_bn(nnx.eval_shape(NnxNet), X)
-  with pytest.raises(TypeError, match=r"`predicate` must be callable, called as `predicate\(place"):
-    ob_nnx.less_bn(nnx.eval_shape(NnxNet), X, predicate="norms")
-  with pytest.raises(ValueError, match=r"`multiplier` must be finite and > 0"):
-    ob_linen.less_bn(LinenNet(), X, multiplier=0.0)
 
 
 class Jitted(nn.Module):
@@ -482,20 +480,6 @@ def test_refuses_a_module_whose_cached_traces_cannot_be_intercepted():
 
 
 ABSTRACT = nnx.eval_shape(NnxNet)
-BAD_OPTIONS = [
-  ({"fn_flag": 1}, TypeError, r"`fn_flag` must be True or False; got 1"),
-  ({"bias": "yes"}, TypeError, r"`bias` must be True or False; got 'yes'"),
-  ({"multiplier": "2"}, TypeError, r"`multiplier` must be a real number"),
-  ({"multiplier": float("nan")}, ValueError, r"`multiplier` must be finite and > 0; got nan"),
-  ({"multiplier": 10**400}, ValueError, r"`multiplier` must be finite and > 0; got 1000"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
-def test_bad_options_are_refused_in_words(options, error, message):
-  for less_bn, model in ((ob_nnx.less_bn, ABSTRACT), (ob_linen.less_bn, LinenNet())):
-    with pytest.raises(error, match=message):
-      less_bn(model, X, **options)
 
 
 def test_a_model_without_inputs_is_refused():
