@@ -102,8 +102,7 @@ def sgperm(
   - ``"exact"``: the published algorithm, weight for weight, with equal bits on the device and on
     the host, which on a CPU is faster if numba is installed (``pip install ".[host]"`` in a clone).
   - ``"pairs"``: not the paper's. Drawn pairs of weights swap if that brings them into the order of
-    their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: made for accelerators, and
-    many times faster.
+    their targets :math:`w - R (\alpha + 1/n)\, m / \max |m|`. No sort: many times faster.
   - ``"rank"``: not the paper's. The weights are handed out in the order of those targets.
 
   It takes plain gradients and returns the difference to the permuted weights: no scaling of updates
@@ -276,11 +275,11 @@ class _Sgperm:
 
   def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
     """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
-
-    def one(g: jax.Array, m: jax.Array) -> jax.Array:
-      return jnp.asarray(self.momentum_lr * g.astype(m.dtype) + self.momentum * m, m.dtype)
-
-    new = jax.tree.map(one, updates, momentum)
+    new = jax.tree.map(
+      lambda g, m: (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype),
+      updates,
+      momentum,
+    )
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
     return kept, jnp.logical_not(_arrays.all_finite(new))
 
@@ -322,23 +321,19 @@ class _Sgperm:
     if self.method != "exact" or not self._on_host():
       kernels: dict[str, _execution.Kernel] = {"exact": exact, "pairs": pairs, "rank": rank}
       return _execution.together(kernels[self.method], layouts, weights, others)
-    columns = [[lay.columns(x) for x in own] for lay, own in zip(layouts, weights, strict=True)]
+    columns = [list(map(lay.columns, own)) for lay, own in zip(layouts, weights, strict=True)]
     works = [
-      self._work(count, bits, own[0], *map(lay.columns, more))
-      for lay, own, more in zip(layouts, columns, others, strict=True)
+      self._work(count, bits, values, *map(lay.columns, more))
+      for lay, (values, _), more in zip(layouts, columns, others, strict=True)
     ]
-    sources = _called_back(works, self.remainder)
-    return list(map(_execution.gather, columns, sources))
+    return list(map(_execution.gather, columns, _called_back(works, self.remainder)))
 
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
   ) -> jax.Array:
     """Random words, from one draw for all leaves: their vectors do not mix."""
-    most = _fast.ROUNDS if self.method == "pairs" else 0
-    if self.method == "exact":
-      most = max(lay.length if self._draws(lay.length) else 0 for lay in layouts)
-    if not most:
-      return jnp.zeros(0, jnp.uint32)
+    drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
+    most = _fast.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
     return jax.random.bits(jax.random.fold_in(step_key, count), (most,), jnp.uint32)
 

@@ -52,6 +52,23 @@ def test_every_k_steps_the_initial_values_return_in_the_order_of_the_trained():
     assert bool(state.synced) == (t % 3 == 2)
 
 
+@pytest.mark.optimized
+def test_weights_are_ordered_also_if_they_differ_in_their_last_bits_alone():
+  rng = np.random.default_rng(6)
+  normal = rng.normal(size=(300, 3))
+  narrow = 1 + np.finfo(np.float32).eps * rng.integers(0, 512, (300, 3))
+  pairs = np.repeat(normal[:150], 2, 0) * (1 - 6e-8 * (np.arange(300) % 2))[:, None]
+  tx = optax_boost.laperm(optax.scale(1.0), sync_every=1)
+  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
+  start = normal.astype(np.float32)
+  for keys in (narrow, pairs, rng.integers(-2, 3, (300, 3)) * -0.5):
+    wanted = keys.astype(np.float32)
+    for first, trained in ((start, wanted), (wanted, start)):
+      steps = trained - first
+      found, _ = step(steps, tx.init(jnp.asarray(first)), jnp.asarray(first))
+      np.testing.assert_array_equal(found, synchronized(first, first + steps))
+
+
 def test_a_checkpoint_of_integers_is_the_last_synchronization():
   start = params()
   tx = optax_boost.laperm(optax.sgd(1.0), sync_every=2)

@@ -19,8 +19,6 @@ from optax_boost import _jaxpr
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _host
-from optax_boost._sgperm import _schedules
-from optax_boost._sgperm import _sorting
 from tests import layer_losses
 from tests.sgperm import oracle as oracle
 
@@ -176,22 +174,6 @@ def test_the_program_of_the_migration_page_repeats_runs_that_draw_nothing(name):
   same_bits(np.stack(history), arrays["w0"])
 
 
-def test_sorts_are_numpys_stable_ones_also_where_keys_differ_in_their_last_bits_alone():
-  argsort = jax.jit(_sorting.argsort, static_argnames="high_bits")
-  rng = np.random.default_rng(6)
-  normal = rng.normal(size=(300, 3))
-  narrow = 1 + np.finfo(np.float32).eps * rng.integers(0, 512, (300, 3))
-  neighbours = (
-    np.repeat(rng.normal(size=(150, 3)), 2, 0) * (1 - 6e-8 * (np.arange(300) % 2))[:, None]
-  )
-  for keys in (normal, narrow, neighbours, rng.integers(-2, 3, (300, 3)) * -0.5):
-    keys = keys.astype(np.float32)
-    np.testing.assert_array_equal(argsort(keys), np.argsort(keys, 0, kind="stable"))
-    high = rng.integers(0, 4, keys.shape).astype(np.uint32)
-    expected = np.lexsort((keys, high), 0)
-    np.testing.assert_array_equal(argsort(keys, high, high_bits=2), expected)
-
-
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def device_step(weights, wishes, order, size, fractions, *, sizes, remainder):
   work = _host.Work(weights, wishes, order, size, fractions)
@@ -234,25 +216,18 @@ def test_both_kernels_agree_in_half_precision_where_many_weights_are_tied(dtype)
     np.testing.assert_array_equal(on_device(*given), on_host(*given))
 
 
-@pytest.mark.optimized
-def test_brackets_are_rounded_from_float64_without_float64_on_the_device():
-  schedules = _schedules.Schedules(0.2, 0.1, 0.99, 1.005, 0.01, 0.5)
-  rounded = jax.jit(schedules.brackets, static_argnums=1)
-  alpha = 0.2
-  for count in range(20):
-    alpha = max(0.99 * alpha, 0.01)
-    found = rounded(jnp.int32(count), 784)
-    np.testing.assert_array_equal(found[1:], (alpha + 1 / np.arange(1, 785)).astype(np.float32))
-
-
 @pytest.mark.parametrize(("lamda", "beta2"), [(0.1, 1.3), (1.0, 0.9), (0.5, 0.9), (1.0, 1.0)])
 def test_traced_schedules_follow_the_recurrences(lamda, beta2):
-  numbers = (0.2, lamda, 0.9, beta2, 0.01, 0.5)
-  known = _schedules.Schedules(*numbers)
-  traced = _schedules.Schedules(*(jnp.float32(x) for x in numbers))
-  for count in map(jnp.int32, (0, 1, 5, 100)):
-    np.testing.assert_allclose(traced.alpha(count), known.alpha(count), rtol=1e-6)
-    np.testing.assert_allclose(traced.lamda(count), known.lamda(count), rtol=2e-5)
+  names = ("alpha", "lamda", "beta1", "beta2", "alpha_min", "lamda_max")
+  known = dict(zip(names, (0.2, lamda, 0.9, beta2, 0.01, 0.5), strict=True))
+  x = jnp.arange(3.0)
+  for count in (0, 1, 5, 100):
+    found = []
+    for numbers in (known, {name: jnp.float32(value) for name, value in known.items()}):
+      tx = optax_boost.sgperm(**numbers, method="rank")
+      _, state = tx.update(x, tx.init(x)._replace(count=jnp.int32(count)), x)
+      found.append((state.alpha, state.lamda))
+    np.testing.assert_allclose(*found, rtol=2e-5)
 
 
 def problem():
@@ -338,7 +313,6 @@ def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets
   # Several bands of sizes, as in long vectors; and two leaves that the device permutes as one.
   monkeypatch.setattr(_device, "_FEW_WORDS", 0)
   monkeypatch.setattr(_device, "_BANDS", 2)
-  assert _device._edges(12, 2, 12) == [2, 5, 12]
   jax.clear_caches()
   start, grads = problem()
   start["twin"] = jnp.cos(start["kernel"])
@@ -385,20 +359,12 @@ def test_a_large_leaf_is_permuted_in_blocks_of_vectors_as_at_once(method, monkey
 
   # The host's kernel, which agrees with the device's, takes no blocks.
   at_once = permutation("host")
-  sorted_shapes = []
-  argsort = _sorting.argsort
-
-  def seen(x, *rest):
-    sorted_shapes.append(x.shape)
-    return argsort(x, *rest)
-
-  monkeypatch.setattr(_sorting, "argsort", seen)
   monkeypatch.setattr(jax, "device_count", lambda *_: 1)
   # Four vectors at a time; the last block is short of one.
   monkeypatch.setattr(_execution, "_WEIGHTS", 4 * 23)
   np.testing.assert_array_equal(permutation("device"), at_once)
-  assert (23, 4) in sorted_shapes
-  assert (23, 11) not in sorted_shapes
+  tx = optax_boost.sgperm(**options, backend="device")
+  assert " dynamic_update_slice" in str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
 
 
 def test_the_same_key_draws_the_same_and_another_key_does_not():
