@@ -65,19 +65,16 @@ def laperm(
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 
   At a synchronization each weight vector, as in :func:`sgperm`, gets its initial values back, in
-  the order of the trained ones: of all their permutations the nearest. Between two synchronizations
-  params are not a permutation: evaluate and save :func:`permuted_params` of the state, the params
-  of the last synchronization. After a synchronization params are the permutation to the bit with
-  :func:`make_train_step` and :func:`apply_gradients`, and within one rounding of it with
-  ``optax.apply_updates``.
+  the order of the trained ones: of all their permutations the nearest, to the bit with
+  :func:`make_train_step` and :func:`apply_gradients`, and within one rounding with
+  ``optax.apply_updates``. Between two synchronizations params are not a permutation: evaluate and
+  save :func:`permuted_params` of the state, the params of the last one.
 
   A vector whose initial weights are all equal, such as a zero bias, returns to them, which undoes
-  its training: exclude such leaves, or start them at random. Inside ``shard_map`` leaves must be
-  whole: a permutation counts their entries.
-
-  Weights that become NaN count as the largest of their vector at the next synchronization. A step
-  whose updates are all zero, as between two inner steps of ``accumulate`` and after an overflow
-  under a loss scale, is not counted.
+  its training: exclude such leaves, or start them at random. Weights that become NaN count as the
+  largest of their vector. A step whose updates are all zero, as between two inner steps of
+  ``accumulate`` and after an overflow under a loss scale, is not counted. Inside ``shard_map``
+  leaves must be whole: a permutation counts their entries.
 
   Args:
     inner: an optimizer that descends, with its learning rate. Its state is not reset.

@@ -71,17 +71,14 @@ class Cutter:
     _base.check_name("layout", layout, ("flax", "torch"))
     self._method, self._layers = method, _method.check_layers(layers)
 
+    def layout_of(leaf: _layers.Leaf, excluded: bool) -> Layout:
+      vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
+      fan_in = leaf.layer_axes if vector else _layers.fan_in(leaf, layout)
+      return Layout(_tree.leaf_name(leaf.path), leaf.shape, fan_in, excluded)
+
     def layouts(tree: Any, layers: _layers.Layers | None) -> list[Layout]:
       excluded = _tree.select(tree, exclude, "exclude")
-
-      def fan_in(leaf: _layers.Leaf) -> tuple[int, ...]:
-        vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
-        return leaf.layer_axes if vector else _layers.fan_in(leaf, layout)
-
-      return [
-        Layout(_tree.leaf_name(leaf.path), leaf.shape, fan_in(leaf), skip)
-        for leaf, skip in zip(_layers.leaves_of(tree, layers), excluded, strict=True)
-      ]
+      return list(map(layout_of, _layers.leaves_of(tree, layers), excluded))
 
     self._layouts = _tree.once_per_tree(layouts)
 

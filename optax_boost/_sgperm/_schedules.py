@@ -31,10 +31,9 @@ def as_float(value: Any) -> Any:
 class Schedules:
   """The values of alpha and lamda at each step."""
 
-  def __init__(
-    self, alpha: Any, lamda: Any, beta1: Any, beta2: Any, alpha_min: Any, lamda_max: Any
-  ) -> None:
-    self._given = tuple(map(as_float, (alpha, lamda, beta1, beta2, alpha_min, lamda_max)))
+  def __init__(self, *given: Any) -> None:
+    """Takes alpha, lamda, beta1, beta2, alpha_min, lamda_max."""
+    self._given = tuple(map(as_float, given))
     self._known = all(isinstance(x, float) for x in self._given)
     values: list[tuple[float, float]] = []
     if self._known:
@@ -46,8 +45,10 @@ class Schedules:
         values.append((alpha, lamda))
     self._alphas, self._lamdas = np.reshape(values, (-1, 2)).T
     self._ends = len(values) < _LONGEST
+    # Whether lamda is 1 in every step, so that a weight vector is one subset.
+    self.always_whole = self._known and self._ends and min(self._lamdas) == 1.0
 
-  def _beyond(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _later(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Alpha and lamda without the recurrence."""
     alpha, lamda, beta1, beta2, alpha_min, lamda_max = (jnp.asarray(x, float) for x in self._given)
     steps = (count + 1).astype(alpha.dtype)
@@ -59,27 +60,25 @@ class Schedules:
   def _at(self, count: jax.Array, table: np.ndarray, later: Callable[[], Any]) -> jax.Array:
     """A step's entry; past the table its last one, or `later` where the table was cut short."""
     if not self._known:
-      return later()
+      return jnp.asarray(later())
     entry = jnp.asarray(table)[jnp.minimum(count, len(table) - 1)]
     return entry if self._ends else jnp.where(count < _LONGEST, entry, later())
 
   def alpha(self, count: jax.Array) -> jax.Array:
     """Alpha in step `count`, from 0, rounded."""
-    table = self._alphas.astype(jnp.zeros([]).dtype)
-    return self._at(count, table, lambda: self._beyond(count)[0])
+    return self._at(count, self._alphas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[0])
 
   def lamda(self, count: jax.Array) -> jax.Array:
     """Lamda in step `count`, rounded; sizes are :meth:`size`'s."""
-    table = self._lamdas.astype(jnp.zeros([]).dtype)
-    return self._at(count, table, lambda: self._beyond(count)[1])
+    return self._at(count, self._lamdas.astype(jnp.zeros([]).dtype), lambda: self._later(count)[1])
 
   def size(self, count: jax.Array, length: int, least: int) -> jax.Array:
     """The size of a subset in step `count`, at most `length`."""
+    table = np.floor(self._lamdas * length).astype(np.int32)
 
     def later() -> jax.Array:
-      return jnp.floor(self._beyond(count)[1] * length).astype(jnp.int32)
+      return jnp.floor(self._later(count)[1] * length).astype(jnp.int32)
 
-    table = np.floor(self._lamdas * length).astype(np.int32)
     return jnp.clip(self._at(count, table, later), min(least, length), length)
 
   def sizes(self, length: int, least: int) -> tuple[int, int]:
@@ -90,11 +89,6 @@ class Schedules:
     ends = (math.floor(min(lamdas) * length), math.floor(max(lamdas) * length))
     smallest, largest = (min(max(least, end), length) for end in ends)
     return smallest, largest
-
-  @property
-  def always_whole(self) -> bool:
-    """Whether lamda is 1 in every step, so that a weight vector is one subset."""
-    return self._known and self._ends and min(self._lamdas) == 1.0
 
   def brackets(self, count: jax.Array, length: int) -> jax.Array:
     """``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from nearly float64."""
