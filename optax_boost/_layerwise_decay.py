@@ -11,7 +11,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _tree
+from optax_boost import _method
 
 _METHOD = "layerwise_decay"
 
@@ -37,9 +37,6 @@ def layerwise_decay(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates keep their dtype.
 
-  Raises:
-    ValueError: `decay` is out of range, or the groups are of other params.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
     >>> decay = optax_boost.layerwise_decay(["embed", "body", "head"], 0.5)
@@ -57,22 +54,14 @@ def layerwise_decay(
   last = _groups.count_groups(groups) - 1
   number = _groups.numbering(groups, _METHOD)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    _tree.check_inexact(params, _METHOD)
+  def init(params: optax.Params) -> optax.EmptyState:
     number(params)
     return optax.EmptyState()
 
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    _tree.check_inexact(updates, _METHOD)
+  def step(updates: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
+    def scaled(i: Any, u: jax.Array) -> jax.Array:
+      return (_arrays.widen(u) * decay ** (last - i)).astype(u.dtype)
 
-    def scale(group: Any, update: jax.Array) -> jax.Array:
-      return (_arrays.widen(update) * decay ** (last - group)).astype(update.dtype)
+    return jax.tree.map(scaled, number(updates), updates), state
 
-    return jax.tree.map(scale, number(updates), updates), state
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation(_METHOD, optax.EmptyState, init, step, allows_complex=True)

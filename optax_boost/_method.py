@@ -31,9 +31,10 @@ def transformation(
 
   Both get checked arguments, and the step those extra arguments that are its keywords.
   """
-  check_leaves = _tree.check_inexact if allows_complex else _tree.check_floating
   parameters = inspect.signature(step).parameters.values()
   named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+  check_leaves = _tree.check_inexact if allows_complex else _tree.check_floating
+  options = {"needs_params": needs_params, "allows_complex": allows_complex}
 
   def init_fn(params: optax.Params) -> Any:
     check_leaves(params, method)
@@ -42,12 +43,7 @@ def transformation(
   def update_fn(
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, Any]:
-    if needs_params:
-      _base.require_params(params, method)
-    _base.require_state(state, state_type, method)
-    check_leaves(updates, method)
-    if params is not None:
-      _tree.check_same_tree(updates, params, method)
+    _tree.check_update(method, updates, state, state_type, params, **options)
     own = {name: value for name, value in extra_args.items() if name in named}
     return step(updates, state, params, **own)
 

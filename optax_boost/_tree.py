@@ -262,14 +262,15 @@ def check_update(
   params: Any,
   *,
   needs_params: bool = False,
+  allows_complex: bool = False,
 ) -> None:
-  """Checks the arguments of ``update``: real gradients, the method's own state, params that fit."""
+  """Checks the arguments of ``update``: the gradients, the method's own state, params that fit."""
   if needs_params:
     _base.require_params(params, method)
   _base.require_state(state, state_type, method)
   if params is not None:
     check_same_tree(updates, params, method)
-  check_floating(updates, method)
+  (check_inexact if allows_complex else check_floating)(updates, method)
 
 
 def check_same_tree(updates: Any, params: Any, method: str) -> None:

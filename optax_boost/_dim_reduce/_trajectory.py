@@ -10,6 +10,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _tree
 
@@ -89,9 +90,7 @@ def record_trajectory(
   _base.check_floating_dtype("dtype", dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
-  def init_fn(params: optax.Params) -> TrajectoryState:
-    _tree.check_floating(params, _METHOD)
-
+  def init(params: optax.Params) -> TrajectoryState:
     def ring(p: Any) -> jax.Array:
       # A broadcast keeps the sharding of the leaf, which `jnp.zeros` of a shape would not know.
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
@@ -103,15 +102,7 @@ def record_trajectory(
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: TrajectoryState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, TrajectoryState]:
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, TrajectoryState, _METHOD)
-    _tree.check_same_tree(updates, params, _METHOD)
+  def step(updates: optax.Updates, state: Any, params: Any) -> tuple[Any, TrajectoryState]:
     if lengths := {len(ring) for ring in jax.tree.leaves(state.snapshots)} - {capacity}:
       raise ValueError(
         f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
@@ -138,7 +129,7 @@ def record_trajectory(
     state = _conditional.cond(state.count % every == 0, taken, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _method.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
 
 
 def snapshots(opt_state: optax.OptState) -> optax.Params:
