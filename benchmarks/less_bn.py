@@ -58,7 +58,6 @@ def main() -> None:
   modules = {
     _FULL: module,
     "less_bn": fewer,
-    "less_bn, new biases": less(module, batch["x"], bias=True),
     "less_bn, normalized head": less(module, batch["x"], fn_flag=True),
   }
   contenders = [

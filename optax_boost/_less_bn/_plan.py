@@ -47,17 +47,14 @@ class Trace(NamedTuple):
 
   flows: list[_flow.Flow]
   norms: list[str]
-  without_bias: list[str]  # convolutions and dense layers
   dense: list[str]
 
 
 class Plan(NamedTuple):
-  """The changes to a model: paths of BatchNorms that go, of layers that get a bias, of the head."""
+  """The changes to a model: the paths of BatchNorms that go, and of the head."""
 
   removed: tuple[str, ...]
-  biases: tuple[str, ...]
   head: str | None
-  multiplier: float
 
 
 def make_plan(
@@ -65,22 +62,18 @@ def make_plan(
   args: tuple[Any, ...],
   kwargs: dict[str, Any],
   fn_flag: bool,
-  bias: bool,
   predicate: Predicate | None,
-  multiplier: float,
 ) -> Plan:
   """Plans by the trace of a model's call; called by a public function."""
   _base.check_bool("fn_flag", fn_flag)
-  _base.check_bool("bias", bias)
   _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
-  _base.check_number("multiplier", multiplier, positive=True)
   if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
     got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
       "`less_bn` traces the model, so it needs the model's inputs, arrays or"
       f" jax.ShapeDtypeStruct, as for a call; got {got}."
     )
-  flows, norms, without_bias, dense = trace(args, kwargs)
+  flows, norms, dense = trace(args, kwargs)
   places = {path: NormPlace(path, "outside") for path in norms}
   places |= {path: place for path, place in _places(flows).items() if path in places}
   removed = tuple(path for path, place in places.items() if (predicate or _goes)(place))
@@ -98,8 +91,7 @@ def make_plan(
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
     )
-  before = _layers_before(flows, removed) if bias else []
-  return Plan(removed, tuple(p for p in before if p in without_bias), head, multiplier)
+  return Plan(removed, head)
 
 
 def _goes(place: NormPlace) -> bool:
@@ -147,17 +139,6 @@ def _place(flow: _flow.Flow, n: int, side: list[int], *, shortcut: bool) -> Norm
   inner = any(flow.leads_to(n, m) for m in norms)
   role: Role = "shortcut" if shortcut else "inner" if inner else "last"
   return NormPlace(flow.nodes[n].path, role, layers)
-
-
-def _layers_before(flows: Sequence[_flow.Flow], removed: Collection[str]) -> list[str]:
-  """The layers with weights whose output goes into a removed BatchNorm."""
-  sources = [
-    flow.nodes[flow.source(n)].path
-    for flow in flows
-    for n in flow.norms
-    if flow.nodes[n].path in removed and flow.has_weights(flow.source(n))
-  ]
-  return list(dict.fromkeys(map(_module, sources)))
 
 
 def _last_dense(flows: Sequence[_flow.Flow], dense: Collection[str]) -> str | None:

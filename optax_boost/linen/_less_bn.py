@@ -12,8 +12,6 @@ from optax_boost import _less_bn
 from optax_boost.linen import _adapter
 from optax_boost.linen import _head
 
-_KERNEL_LAYERS = (nn.Conv, nn.ConvTranspose, nn.Dense)
-
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
@@ -82,13 +80,9 @@ class LessBN(nn.Module):
   def _instead(self, path: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     if path in self.plan.removed and isinstance(module, nn.BatchNorm):
       return functools.partial(_input_of, module)
-    if path in self.plan.biases and isinstance(module, _KERNEL_LAYERS) and not module.use_bias:
-      return module.clone(parent=module.scope, use_bias=True)
     if path == self.plan.head and _is_dense(module):
       fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Dense)}
-      multiplier_init = nn.initializers.constant(self.plan.multiplier)
-      fields |= {"parent": module.scope, "multiplier_init": multiplier_init}
-      return _head.NormalizedDense(**fields)
+      return _head.NormalizedDense(**fields | {"parent": module.scope})
     return call
 
 
@@ -104,9 +98,7 @@ def less_bn(
   module: nn.Module,
   *args: Any,
   fn_flag: bool = False,
-  bias: bool = False,
   predicate: _less_bn.Predicate | None = None,
-  multiplier: float = 1.0,
   **kwargs: Any,
 ) -> LessBN:
   """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
@@ -121,8 +113,7 @@ def less_bn(
     A module to call, ``init`` and ``apply`` like the original.
 
   Raises:
-    ValueError: `multiplier` is not positive, or there are no inputs; in ``init``: a BatchNorm that
-      was to go is not called.
+    ValueError: there are no inputs; in ``init``: a BatchNorm that was to go is not called.
 
   Examples:
     >>> from flax import linen as nn
@@ -136,13 +127,13 @@ def less_bn(
   """
   _adapter.check_module(module)
   trace = functools.partial(_trace, module)
-  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
   return LessBN(Unbound(module), plan)
 
 
 def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
   norms: dict[str, None] = {}
-  layers: dict[str, Any] = {}
+  dense: dict[str, None] = {}
   key = jax.random.key(0)
 
   def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -150,8 +141,8 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if context.method_name == "__call__" and isinstance(context.module, nn.BatchNorm):
       norms[path] = None
       return _less_bn.mark_norm(_input_of(context.module, *args, **kwargs), path)
-    if isinstance(context.module, _KERNEL_LAYERS):
-      layers[path] = context.module
+    if _is_dense(context.module):
+      dense[path] = None
     return next_fun(*args, **kwargs)
 
   def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,9 +153,4 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     init, arrays = _less_bn.on_arrays(functools.partial(module.init, key), args, kwargs)
     state = dict(jax.eval_shape(init, (), *arrays))
     flows = _less_bn.trace(apply, state.pop("params", {}), state, args, kwargs)
-  return _less_bn.Trace(
-    flows,
-    list(norms),
-    [path for path, layer in layers.items() if not layer.use_bias],
-    [path for path, layer in layers.items() if _is_dense(layer)],
-  )
+  return _less_bn.Trace(flows, list(norms), list(dense))

@@ -63,8 +63,8 @@ class NormalizedDense(nnx.Linear):
     return _normalized_dense.normalized_dense(*promoted, eps=self.eps)
 
 
-def normalize(dense: Any, multiplier: float) -> None:
+def normalize(dense: Any) -> None:
   """Turns a dense layer into a normalized one, in place, with its kernel and bias."""
   dense.__class__ = NormalizedDense
-  dense.multiplier = nnx.Param(jnp.full((1,), multiplier, dense.param_dtype))
+  dense.multiplier = nnx.Param(jnp.ones(1, dense.param_dtype))
   dense.eps = _normalized_dense.EPS

@@ -11,8 +11,6 @@ from optax_boost import _less_bn
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _head
 
-_KERNEL_LAYERS = (nnx.Conv, nnx.ConvTranspose, nnx.Linear)
-
 
 class RemovedBatchNorm(nnx.Module):
   """A former BatchNorm, which returns its input in the dtype that the BatchNorm had."""
@@ -30,9 +28,7 @@ def less_bn(
   model: nnx.Module,
   *args: Any,
   fn_flag: bool = False,
-  bias: bool = False,
   predicate: _less_bn.Predicate | None = None,
-  multiplier: float = 1.0,
   **kwargs: Any,
 ) -> Any:
   """Returns a copy of a model with fewer BatchNorms: of each bottleneck's branch the last stays.
@@ -50,22 +46,18 @@ def less_bn(
     model: the model; it is not changed.
     *args: the model's inputs, as for a call, to trace it; ``jax.ShapeDtypeStruct`` will do.
     fn_flag: whether the last dense layer becomes a :class:`NormalizedDense`, which keeps its
-      kernel and bias.
-    bias: whether a convolution or dense layer without bias gets one, of zeros, where the
-      BatchNorm after it goes.
+      kernel and bias; its multiplier starts from 1.
     predicate: which BatchNorms go, as a function of a BatchNorm's place, which has a `path`, a
       `role` (``"inner"`` and ``"last"`` of a residual branch, ``"shortcut"``, ``"outside"`` of all
       blocks) and `layers`, the number of the branch's layers. None: those inside of a branch of at
       least three layers. With basic blocks: ``lambda place: place.role == "inner"``.
-    multiplier: the initial value of the head's multiplier. Raising it sharpens the predictions from
-      the start; MindSpore starts from 1.
     **kwargs: the model's keyword arguments.
 
   Returns:
     A model of the same class.
 
   Raises:
-    ValueError: `multiplier` is not positive, or there are no inputs.
+    ValueError: there are no inputs.
 
   Examples:
     >>> from flax import nnx
@@ -84,17 +76,13 @@ def less_bn(
   """
   _adapter.check_model(model)
   trace = functools.partial(_trace, model)
-  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, bias, predicate, multiplier)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
   copy = copy_model(model)
   by_path = modules(copy)
   for path in plan.removed:
     _remove(by_path[path])
-  for path in plan.biases:
-    layer = by_path[path]
-    layer.bias = nnx.Param(jnp.zeros(layer.kernel.shape[-1], layer.param_dtype))
-    layer.use_bias = True
   if plan.head is not None:
-    _head.normalize(by_path[plan.head], plan.multiplier)
+    _head.normalize(by_path[plan.head])
   return copy
 
 
@@ -120,13 +108,9 @@ def _remove(norm: Any, marked: str | None = None) -> None:
       delattr(norm, name)
 
 
-def _is_dense(layer: Any) -> bool:
-  return isinstance(layer, nnx.Linear) and not isinstance(layer, _head.NormalizedDense)
-
-
 def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
   copy = nnx.clone(model)
-  layers = modules(copy, _KERNEL_LAYERS)
+  layers = modules(copy, nnx.Linear)
   norms = modules(copy, nnx.BatchNorm)
   for path, norm in norms.items():
     _remove(norm, path)
@@ -138,6 +122,5 @@ def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
   return _less_bn.Trace(
     _less_bn.trace(apply, params, state, args, kwargs),
     list(norms),
-    [path for path, layer in layers.items() if layer.bias is None],
-    [path for path, layer in layers.items() if _is_dense(layer)],
+    [p for p, layer in layers.items() if not isinstance(layer, _head.NormalizedDense)],
   )
