@@ -15,6 +15,8 @@ import pytest
 import optax_boost
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _pca
+from tests import closeness
+from tests.dim_reduce.test_dim_reduce import exchanged
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "pca.npz"
 SHAPES = {"conv": (3, 2, 8), "dense": (4, 8), "bias": (8,), "scale": ()}
@@ -93,12 +95,18 @@ def test_exact_components_are_those_of_the_reference(x64, case):
   subspace = optax_boost.fit_subspace(
     {"w": data.reshape(len(data), 2, -1)}, components=k, dtype=data.dtype
   )
-  tolerance = 1e-11 if data.dtype == np.float64 else 1e-5
   found = np.asarray(subspace.basis["w"]).reshape(k, -1)
   assert found.dtype == data.dtype
-  np.testing.assert_allclose(aligned(found, expected), expected, atol=tolerance)
+  # A component is as exact as the rows' rounding errors are against its distance from the others in
+  # singular values; sums over m snapshots err by sqrt(m). The largest differences are 2.6 and 1.3.
+  near = np.abs(singular[:k, None] - np.append(singular, 0))
+  gaps = np.sort(near, axis=1)[:, 1:2]
+  size = np.sqrt(len(data)) * np.abs(expected).max(axis=1, keepdims=True)
+  terms = np.broadcast_to(singular[0] / gaps * size, expected.shape)
+  closeness.assert_within_ulps(aligned(found, expected), expected, terms, 6)
   variance = singular[:k] ** 2 / (len(data) - 1)
-  np.testing.assert_allclose(subspace.explained_variance, variance, rtol=10 * tolerance)
+  terms = np.sqrt(len(data)) * singular[0] * singular[:k] / (len(data) - 1)
+  closeness.assert_within_ulps(subspace.explained_variance, variance, terms, 6)
 
 
 def test_randomized_components_are_those_of_the_reference_with_its_random_numbers(x64):
@@ -122,11 +130,6 @@ def test_exact_components_are_those_of_a_dense_svd(components):
   for seed in range(4):
     rows = walk(seed=seed)
     assert_fits(optax_boost.fit_subspace(rows, components), rows)
-
-
-def test_rows_are_orthonormal_over_the_whole_tree():
-  basis = flat(optax_boost.fit_subspace(walk(), components=13).basis)
-  np.testing.assert_allclose(basis @ basis.T, np.eye(13), atol=3e-6)
 
 
 def with_spectrum(singular, rows=15, seed=0):
@@ -184,18 +187,10 @@ def test_randomized_components_hold_the_variance_that_decays():
   chex.assert_trees_all_equal(again, found)
 
 
-def test_a_list_of_trees_and_one_stacked_tree_are_the_same():
-  rows = walk()
-  stacked = optax_boost.fit_subspace(rows, 3)
-  chex.assert_trees_all_equal(optax_boost.fit_subspace(listed(rows), 3), stacked)
-  host = [jax.tree.map(np.asarray, snapshot) for snapshot in listed(rows)]
-  chex.assert_trees_all_equal(optax_boost.fit_subspace(host, 3), stacked)
-
-
-def test_an_iterator_of_trees_is_a_list_of_them():
-  snapshots = listed(walk())
-  found, expected = (optax_boost.fit_subspace(s, 3) for s in (iter(snapshots), snapshots))
-  chex.assert_trees_all_equal(found, expected)
+@pytest.mark.parametrize("make", [list, tuple, iter, jax.device_get])
+def test_any_iterable_of_trees_is_fitted_as_one_stacked_tree(make):
+  found = optax_boost.fit_subspace(make(listed(walk())), 3)
+  chex.assert_trees_all_equal(found, optax_boost.fit_subspace(walk(), 3))
 
 
 @pytest.mark.parametrize(("recorded", "jit"), [(6, True), (20, False)])
@@ -286,21 +281,6 @@ def mesh_of(kind):
   return jax.make_mesh((8,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
 
 
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce)(-start)?\(")
-
-
-def collectives(compiled):
-  """The collectives of a program, each with the number of entries in its result."""
-  found = []
-  for types, name, _ in COLLECTIVE.findall(compiled.as_text()):
-    sizes = [
-      int(np.prod([int(n) for n in dims.split(",") if n]))
-      for dims in re.findall(r"\w+\[([\d,]*)\]", types)
-    ]
-    found.append((name, sum(sizes)))
-  return found
-
-
 @pytest.mark.parametrize(
   ("kind", "method"), [("Auto", "exact"), ("Explicit", "exact"), ("Explicit", "randomized")]
 )
@@ -318,7 +298,7 @@ def test_fitting_sharded_snapshots_moves_small_matrices_only(kind, method):
     sharded = place(rows, mesh)
     compiled = jax.jit(fit).lower(sharded).compile()
     found = compiled(sharded)
-  seen = collectives(compiled)
+  seen = exchanged(compiled)
   assert {name for name, _ in seen} == {"all-reduce"}
   # Several sums may share one, but all of them together are less than a leaf.
   assert sum(size for _, size in seen) < min(4608, 8192) / 4
@@ -381,19 +361,6 @@ def test_the_streamed_fit_holds_few_snapshots_and_reads_them_few_times():
   np.testing.assert_allclose(found.mean["bias"], mean, atol=1e-5)
   singular = np.linalg.svd(disk.rows["bias"] - mean, compute_uv=False)
   np.testing.assert_allclose(found.explained_variance, singular[:k] ** 2 / (count - 1), rtol=1e-4)
-
-
-def test_the_streamed_fit_stores_half_precision():
-  found = optax_boost.fit_subspace(Disk(walk()), 3, dtype=jnp.bfloat16)
-  assert found.basis["bias"].dtype == jnp.bfloat16
-  np.testing.assert_allclose(flat(found.basis), reference(walk(), 3)[1], atol=2e-3)
-
-
-@pytest.mark.parametrize("make", [list, tuple, iter])
-def test_any_iterable_of_trees_is_one_snapshot_each(make):
-  rows = walk()
-  found = optax_boost.fit_subspace(make(listed(rows)), 3)
-  chex.assert_trees_all_equal(found, optax_boost.fit_subspace(rows, 3))
 
 
 def stream(rows, components, **kwargs):
@@ -492,22 +459,10 @@ def test_a_leaf_that_is_left_out_of_the_snapshots_is_masked_in_the_optimizer():
   tx.init(jax.tree.map(lambda x: x[0], rows))
 
 
-def test_arguments_of_the_wrong_kind_are_refused():
-  rows = walk()
-  with pytest.raises(ValueError, match=r"`components` must be >= 1; got 0"):
-    optax_boost.fit_subspace(rows, 0)
-  with pytest.raises(TypeError, match=r"`dtype` must be a floating dtype"):
-    optax_boost.fit_subspace(rows, 2, dtype=jnp.int8)
-  with pytest.raises(TypeError, match=r"`fit_subspace` needs real floating-point leaves"):
-    optax_boost.fit_subspace(jnp.arange(6).reshape(3, 2), 1)
-  with pytest.raises(TypeError, match=r"`key` must be a key of `jax.random.key` or an integer se"):
-    optax_boost.fit_subspace(rows, 2, key="seed")
-  for snapshots in ("ab", [1.0, 2.0], 3, {"w": "x"}):
-    with pytest.raises(TypeError, match=r"`fit_subspace` needs arrays as leaves"):
-      optax_boost.fit_subspace(snapshots, 1)
-
-
-# In files.
+@pytest.mark.parametrize("snapshots", ["ab", [1.0, 2.0], 3, {"w": "x"}])
+def test_snapshots_of_the_wrong_kind_are_refused(snapshots):
+  with pytest.raises(TypeError, match=r"`fit_subspace` needs arrays as leaves"):
+    optax_boost.fit_subspace(snapshots, 1)
 
 
 def test_a_saved_subspace_comes_back_sharded_as_the_params_are(tmp_path):
