@@ -1,6 +1,5 @@
 """The demo's command line, in process on tiny images."""
 
-import functools
 import pathlib
 import re
 
@@ -70,18 +69,6 @@ def test_it_prints_a_table_and_saves_a_picture(demo, tiny, tmp_path, out, capsys
   assert picture.startswith(b"\x89PNG")
   assert len(picture) > 10_000
   assert files(tmp_path) == ["images.npz", "pictures/curves.png"]
-
-
-def test_the_same_seed_gives_the_same_numbers(examples, data):
-  method = examples["_methods"].METHODS["lars"]
-  images = examples["_data"].from_npz(str(data))
-  tx = method.make(4, **method.chosen)
-  race = functools.partial(examples["_training"].race, images, batch_size=8, epochs=2)
-  result = race({"lars": tx, "other": tx}, seeds=[3, 4])
-  assert list(result.spent["lars"]["steps"]) == [1, 2, 3, 4]
-  for quantity, rows in result.curves["lars"].items():
-    assert np.array_equal(rows, result.curves["other"][quantity])
-  assert not np.array_equal(*result.curves["lars"]["training loss"])
 
 
 def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(

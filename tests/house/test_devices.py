@@ -1,8 +1,8 @@
 """`make devices`: cases for all methods, figures read rightly, bounds that can break."""
 
+import importlib
+import importlib.util
 import os
-import pathlib
-import subprocess
 import sys
 
 from benchmarks.devices import bounds
@@ -11,7 +11,6 @@ from benchmarks.devices import chips
 from benchmarks.devices import programs
 from tests.contract import registry
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """\
 HloModule jit_step
 
@@ -26,17 +25,6 @@ ENTRY %main (p0: f32[8]) -> f32[8] {
   %loop = (f32[8]{0}) while(%a), condition=%c, body=%body
   %copy.1 = f32[8]{0} copy(%a)
 }
-"""
-
-# `make devices` where the compilers are not installed, whether or not they are here.
-WITHOUT_COMPILERS = """\
-import importlib.util
-import runpy
-
-find_spec = importlib.util.find_spec
-compilers = ("jax_cuda12_plugin", "libtpu")
-importlib.util.find_spec = lambda name, *of: None if name in compilers else find_spec(name, *of)
-runpy.run_module("benchmarks.devices", run_name="__main__")
 """
 
 
@@ -116,12 +104,18 @@ def test_bounds_name_what_is_measured():
     assert cases.CASES[case].is_for(chip, layout)
 
 
-def test_without_the_packages_it_says_what_to_install(tmp_path):
-  command = [sys.executable, "-c", WITHOUT_COMPILERS, "--out", str(tmp_path), "lars"]
-  environment = os.environ | {"PYTHONPATH": str(ROOT)}
-  result = subprocess.run(
-    command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
-  )
-  assert "H100: left out; it needs `pip install jax-cuda12-plugin" in result.stdout
-  assert "TPU v5e 2x4: left out; it needs `pip install libtpu`" in result.stdout
+def test_without_the_packages_it_says_what_to_install(monkeypatch, capsys, tmp_path):
+  find_spec, compilers = importlib.util.find_spec, ("jax_cuda12_plugin", "libtpu")
+
+  def without_compilers(name, *of):
+    return None if name in compilers else find_spec(name, *of)
+
+  monkeypatch.setattr(importlib.util, "find_spec", without_compilers)
+  # The command sets its environment as it is imported, which ends with this test.
+  monkeypatch.setattr(os, "environ", os.environ.copy())
+  monkeypatch.setattr(sys, "argv", ["devices", "--out", str(tmp_path), "lars"])
+  assert importlib.import_module("benchmarks.devices.__main__").main() == 0
+  printed = capsys.readouterr().out
+  assert "H100: left out; it needs `pip install jax-cuda12-plugin" in printed
+  assert "TPU v5e 2x4: left out; it needs `pip install libtpu`" in printed
   assert not list(tmp_path.iterdir())

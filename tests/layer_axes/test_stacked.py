@@ -75,24 +75,29 @@ def test_a_loss_is_traced_as_it_is_now():
   assert stacked_axes(loss_fn, params(), X) == BOTH
 
 
-def test_a_transposed_leaf_is_stacked_along_its_own_axis():
-  def loss_fn(p, x):
-    x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.moveaxis(p["blocks"], 1, 0))
-    return jnp.sum(x)
-
-  found = stacked_axes(loss_fn, {"blocks": jnp.ones((8, 3, 8))}, X)
-  assert found == {"blocks": (1,)}
+def scanned(kernels, x):
+  return jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)
 
 
-def test_a_reshaped_leaf_is_stacked_where_its_layers_stay_together():
-  def loss_fn(p, x):
-    kernels = p["blocks"].reshape(-1, 8, 8)
-    return jnp.sum(jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)[0])
+def scans_in_a_scan(kernels, x):
+  return jax.lax.scan(lambda x, inner: scanned(inner, x), x, kernels)
 
-  heads = {"blocks": jnp.ones((3, 8, 2, 4))}
-  assert stacked_axes(loss_fn, heads, X) == {"blocks": (0,)}
-  joined = {"blocks": jnp.ones((3, 2, 8, 8))}
-  assert stacked_axes(loss_fn, joined, X) == {"blocks": (0, 1)}
+
+@pytest.mark.parametrize(
+  ("shape", "loss_fn", "expected"),
+  [
+    ((8, 3, 8), lambda w, x: scanned(jnp.moveaxis(w, 1, 0), x), (1,)),
+    ((3, 8, 2, 4), lambda w, x: scanned(w.reshape(-1, 8, 8), x), (0,)),
+    ((3, 2, 8, 8), lambda w, x: scanned(w.reshape(-1, 8, 8), x), (0, 1)),
+    ((2, 3, 8, 8), scans_in_a_scan, (0, 1)),
+    ((3, 2, 8, 8), lambda w, x: scans_in_a_scan(w.swapaxes(0, 1), x), (0, 1)),
+    ((8, 8), lambda w, x: jax.lax.scan(lambda h, x: (jnp.tanh(x @ w + h), None), x[0], x), None),
+  ],
+  ids=["transposed", "heads", "joined", "in a scan", "inner axis first", "data alone"],
+)
+def test_a_leaf_is_stacked_along_its_own_axes(shape, loss_fn, expected):
+  found = stacked_axes(lambda p, x: jnp.sum(loss_fn(p["w"], x)[0]), {"w": jnp.ones(shape)}, X)
+  assert found == ({} if expected is None else {"w": expected})
 
 
 def test_a_barrier_around_all_params_stacks_the_scanned_ones_alone():
@@ -103,29 +108,6 @@ def test_a_barrier_around_all_params_stacks_the_scanned_ones_alone():
 
   cubes = {"blocks": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 2, 2))}
   assert stacked_axes(loss_fn, cubes, X) == {"blocks": (0,)}
-
-
-def test_scans_in_scans_stack_along_both_axes():
-  def outer(x, w):
-    return jax.lax.scan(lambda x, w: (x @ w, None), x, w)
-
-  def loss_fn(p, x):
-    return jnp.sum(jax.lax.scan(outer, x, p["blocks"])[0])
-
-  params = {"blocks": jnp.ones((2, 3, 8, 8))}
-  assert stacked_axes(loss_fn, params, X) == {"blocks": (0, 1)}
-
-  def inner_axis_first(p, x):
-    return loss_fn({"blocks": p["blocks"].swapaxes(0, 1)}, x)
-
-  assert stacked_axes(inner_axis_first, params, X) == {"blocks": (0, 1)}
-
-
-def test_a_scan_over_data_alone_stacks_nothing():
-  def recurrent(p, x):
-    return jnp.sum(jax.lax.scan(lambda h, row: (jnp.tanh(row @ p["w"] + h), None), X[0], x)[0])
-
-  assert stacked_axes(recurrent, {"w": jnp.ones((8, 8))}, X) == {}
 
 
 class Block(nn.Module):
