@@ -74,7 +74,7 @@ def accumulate(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
     the number of examples or tokens in the micro-batch, 1 unless given; `weight` of
-    :func:`make_train_step` sets it. Of other extra arguments, `inner` sees those of the window's
+    :func:`make_train_step` sets it. `inner` sees the other extra arguments of the window's
     last micro-step, and as `grad` the mean gradient; an :func:`accumulate` in it gets the window's
     weight.
 

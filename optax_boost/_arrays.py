@@ -46,7 +46,7 @@ def without_axes(
 def gather_axes(x: jax.Array, axes: Sequence[int]) -> jax.Array:
   """An array with some axes whole on each device of an Explicit mesh, to be sliced along them.
 
-  On other meshes the compiler cares for slices.
+  On other meshes the compiler handles slicing.
   """
   sharding = jax.typeof(x).sharding
   if all(sharding.spec[axis] is None for axis in axes):
@@ -147,7 +147,7 @@ def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
 
 
-def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
+def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:
   """Groups leaves to be stacked: small ones of one type and key together, others alone.
 
   Only equal shapes are stacked, along a new axis: sharded leaves stay on their devices.
@@ -160,10 +160,10 @@ def alike(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[
   return list(groups.values())
 
 
-def alike_parts(*trees: Any) -> list[list[list[jax.Array]]]:
+def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
-  groups = alike([None] * len(columns[0]), *columns)
+  groups = stackable([None] * len(columns[0]), *columns)
   parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 

@@ -65,7 +65,7 @@ def average_params(
   decay: jax.typing.ArrayLike | None = None,
   every: jax.typing.ArrayLike = 1,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Keeps an average of the params along the training; the updates are those of `inner`.
+  r"""Keeps an average of the params along the training; the updates are `inner`'s.
 
   A snapshot is taken of the params after every `every`-th step. The average is one of two:
 
@@ -221,7 +221,7 @@ def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Pa
 
   Raises:
     ValueError: `opt_state` holds no :func:`average_params`, several of the same leaf, one of other
-      params, or that of a population, which needs ``jax.vmap``.
+      params, or a population's, which needs ``jax.vmap``.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

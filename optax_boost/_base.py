@@ -237,7 +237,7 @@ def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
     return re.compile(pattern)
   except (re.error, RecursionError, OverflowError) as error:
     raise ValueError(
-      f"`{argument}` has {shorten(pattern)}, which is no regular expression: {error}. Escape"
+      f"`{argument}` has {shorten(pattern)}, which is not a regular expression: {error}. Escape"
       " special characters with a backslash."
     ) from error
 
@@ -284,7 +284,7 @@ def require_one_run(count: Any, function: str, advice: str = _TAKE_OR_MAP) -> No
   """Raises ValueError for the state of a population, whose `count` is not a scalar."""
   if jnp.ndim(count):
     raise ValueError(
-      f"`{function}` needs the state of one run; got that of a population of shape"
+      f"`{function}` needs the state of one run; got a population's of shape"
       f" {jnp.shape(count)}. {advice}"
     )
 

@@ -1,4 +1,4 @@
-"""Steps that are made or skipped as the numbers say, in one meaning for every wrapper."""
+"""Shared logic for skipping a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def update_if(
 
 
 def is_concrete(condition: jax.Array) -> bool:
-  """Whether a condition is known; ``lax.cond`` would then be compiled anew at every step."""
+  """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
   return not isinstance(condition, jax.core.Tracer)
 
 

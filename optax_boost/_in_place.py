@@ -138,10 +138,6 @@ def apply_gradients(
   Returns:
     The new params and the new state.
 
-  Raises:
-    TypeError: `tx` is no transformation.
-    ValueError: `grads` and `params` differ in structure or shapes.
-
   Examples:
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
     >>> tx = optax_boost.accumulate(optax.sgd(1.0), every=2)
@@ -193,7 +189,7 @@ def add_updates(
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-  """An array in the devices' own memory; a state may be kept in that of their host."""
+  """An array in the devices' own memory; a state may be kept in their host's."""
   on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
   return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
@@ -253,7 +249,7 @@ def sum_squares(tree: Any) -> jax.Array:
   """
   sums = [
     _arrays.sum_squares_together(list(map(_arrays.widen, leaves)))
-    for (leaves,) in _arrays.alike_parts(tree)
+    for (leaves,) in _arrays.stackable_leaves(tree)
   ]
   return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
 
@@ -270,14 +266,14 @@ def ordinary(squares: jax.Array, factor: jax.Array, extra_args: dict[str, Any]) 
 
 
 def has_wide_range(tree: Any) -> bool:
-  """Whether all leaves have at least float32's range, so not that of float16."""
+  """Whether all leaves have at least float32's range, unlike float16."""
   return all(float(jnp.finfo(leaf.dtype).max) > 1e38 for leaf in jax.tree.leaves(tree))
 
 
 def largest(tree: Any) -> jax.Array:
   """The largest absolute value, in at least float32; NaN if there is one."""
   total = jnp.zeros([], jnp.float32)
-  for (leaves,) in _arrays.alike_parts(tree):
+  for (leaves,) in _arrays.stackable_leaves(tree):
     most = functools.reduce(jnp.maximum, map(jnp.abs, leaves))
     total = jnp.maximum(total, _arrays.widen(jnp.max(most, initial=0)))
   return total
@@ -292,13 +288,13 @@ def none_lost(new: Any, old: Any) -> jax.Array:
 
   def small(n: jax.Array, o: jax.Array) -> jax.Array:
     # Adds nothing, or NaN, but lets a leaf be worked out only after the one before. Of all before
-    # it XLA would add up the sums anew for each leaf.
+    # it XLA would add up the sums again for each leaf.
     wide = _arrays.widen(n + (0 * sums[-1]).astype(n.dtype))
     # Squares of such small numbers overflow for no finite entry.
     shrunk = wide * 2.0 ** (-5 * jnp.finfo(wide.dtype).maxexp // 8)
     return jnp.where(jnp.isfinite(o), shrunk, 0)
 
-  for news, olds in _arrays.alike_parts(new, old):
+  for news, olds in _arrays.stackable_leaves(new, old):
     if jnp.issubdtype(news[0].dtype, jnp.inexact):
       news, olds = (list(map(_on_device, leaves)) for leaves in (news, olds))
       sums.append(_arrays.sum_squares_together(list(map(small, news, olds))))

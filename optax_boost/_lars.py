@@ -352,7 +352,7 @@ def _ratios_along(
     return [ratio_of(w2, g2, own) for (w2, g2), own in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
-    groups = _arrays.alike([leaf.stacked for leaf in leaves], weights, grads)
+    groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)
     sums = []
     for group in groups:
       # Of both in one reduction: for a large one XLA makes two kernels.

@@ -1,4 +1,4 @@
-"""Leaves that optax hides behind masks, and gradients among extra arguments."""
+"""Leaves that optax hides by masks, and gradients among extra arguments."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def fill_masked(tree: Any, full: Any) -> Any:
 
 
 def leaves_like(tree: Any, like: Any) -> list[Any] | None:
-  """The leaves of `tree` in the order of those of `like`, or None if the trees don't match.
+  """The leaves of `tree` in the order of `like`'s, or None if the trees don't match.
 
   An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
   structure: an NNX optimizer wraps the arrays of its state in other variables than a model does.
@@ -83,7 +83,7 @@ def map_gradients(
 CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 
 
-def beside_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+def ignoring_closures(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function of params that lets the other extra arguments pass.
 
   optax's line searches pass them on, and look for their names in its signature.

@@ -80,7 +80,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
   def squares(of: Callable[..., jax.Array]) -> jax.Array:
     """The sum of ``|of(g, h, mu) - mu|^2``."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
-    for leaves in _arrays.alike_parts(g, h, state.full_gradient):
+    for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
       deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
       sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
     return jnp.sum(jnp.stack(sums))

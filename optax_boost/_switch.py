@@ -29,7 +29,7 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     made_count: scalar int32, of these those in which the side that acts made a step: one of
       :func:`accumulate` makes one at the end of a window.
-    first_state: state of the first transformation; stands still after the switch.
+    first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second, which sees every step.
   """
 
@@ -61,7 +61,6 @@ def switch_after(
   Raises:
     ValueError: `step` is below zero; in ``init``: `first` or `second` holds a loss scale,
       :func:`freeze_layers` or :func:`average_params`, which go around the whole.
-    TypeError: an argument or a leaf is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

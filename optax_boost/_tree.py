@@ -208,7 +208,7 @@ def differentiated(params: Any) -> Any:
 
 
 def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
-  """All states of a type in an optimizer state, wherever they stand in it."""
+  """All states of a type in an optimizer state, at any depth."""
 
   def matches(node: Any) -> bool:
     return isinstance(node, state_type)
@@ -350,7 +350,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _keep_out(leaf: Any, name: str) -> str:
-  """What to do with a leaf that no array stands for, as functions and names in modules."""
+  """Advice for a leaf that can't be made an array, as functions and names in modules."""
   advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
   return "" if _is_number(leaf) else advice
 

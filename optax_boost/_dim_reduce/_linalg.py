@@ -45,7 +45,7 @@ def products(rows: Any, others: Any, groups: Groups) -> jax.Array:
   a, b = ([x.astype(dtype) for x in jax.tree.leaves(tree)] for tree in (rows, others))
   parts: list[jax.Array] = []
   numbers: list[int] = []
-  for same in _arrays.alike(groups.leaves, a, b):
+  for same in _arrays.stackable(groups.leaves, a, b):
     of_leaf = groups.leaves[same[0]]
     if of_leaf.axes:
       parts += [_contract(a[i], b[i], of_leaf.axes) for i in same]

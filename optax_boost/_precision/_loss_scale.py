@@ -8,7 +8,7 @@ optimizer works in at least float32, its state included. s follows the overflows
                        s <- max(s * backoff, minimum)
   n steps without one  s <- min(s * growth, maximum)
 
-Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is that of Megatron's
+Sources: MindSpore's ``DynamicLossScaleUpdateCell``; the hysteresis h is from Megatron's
 ``DynamicGradScaler``.
 """
 

@@ -59,8 +59,8 @@ def stochastic_rounding(
 
   Args:
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
-    key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round alike, on one
-      device and sharded.
+    key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round in the same
+      way, on one device and sharded.
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       all devices make a step or none does. Without it, a bad gradient on one device stops a program
       whose inner optimizer has collectives. Not needed under ``jit``.

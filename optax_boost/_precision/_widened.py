@@ -121,8 +121,8 @@ class WideOptimizer:
 
     def widen(params: Any, masters: Any) -> optax.Params:
       # The masters go where something else has moved their params since the last step. Rounding is
-      # repeated with that step's key, so its own outcome is no such move. The initial masters are
-      # numbers of the params' dtype, which every key rounds to themselves.
+      # repeated with that step's key, so its own outcome is not such a move. The initial masters
+      # are numbers of the params' dtype, which every key rounds to themselves.
       return jax.tree.map(follow, masters, params, _round_like(masters, params, last_key))
 
     return widen, lambda wide, params: _round_like(wide, params, key)
@@ -207,7 +207,7 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   def call(wide: optax.Params, *args: Any) -> Any:
     return function(jax.tree.map(rounded, wide, params, is_leaf=_tree.is_masked), *args)
 
-  return _masking.beside_closures(call)
+  return _masking.ignoring_closures(call)
 
 
 def _finite_moves(moves: optax.Updates) -> jax.Array:
@@ -260,7 +260,7 @@ def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array])
   """Random numbers in [0, 1) for leaves of another dtype; small leaves' are drawn in one kernel."""
   keys = jax.random.split(key, max(len(wide), 1))
   draws: list[Any] = [None] * len(wide)
-  for same in _arrays.alike([None] * len(wide), wide, like):
+  for same in _arrays.stackable([None] * len(wide), wide, like):
     first = same[0]
     if wide[first].dtype == like[first].dtype:
       continue

@@ -158,7 +158,7 @@ def _closures(
 ) -> dict[str, Callable[..., Any]]:
   """The loss and its gradient as functions of params."""
 
-  @_masking.beside_closures
+  @_masking.ignoring_closures
   def value_fn(params: optax.Params) -> jax.Array:
     return loss(_masking.fill_masked(params, current))[0]
 

@@ -166,16 +166,6 @@ def test_nan_of_an_optimizer_inside_several_wrappers_never_reaches_the_params(na
     assert jnp.isfinite(after[1])
 
 
-@pytest.mark.parametrize("check_params", [False, True])
-def test_nan_of_the_optimizer_never_reaches_the_params_of_a_train_step(check_params):
-  """The loss does not depend on the first entry."""
-  tx = optax_boost.dynamic_loss_scale(optax.adam(0.1, eps=0.0), 8.0, check_params=check_params)
-  step = optax_boost.make_train_step(lambda params, batch: params[1] * batch, tx)
-  state, metrics = step(step.init(jnp.array([1.0, 2.0])), jnp.ones([]))
-  np.testing.assert_allclose(state.params, [1.0, 2.0 if check_params else 1.9], rtol=1e-6)
-  assert metrics["loss_scale/notfinite_count"] == check_params
-
-
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
 @pytest.mark.parametrize(("bad", "dtype"), [(1e30, "float32"), (np.nan, "float16")])
 def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
@@ -224,17 +214,6 @@ def test_scales_are_taken_off_alike(scale):
     )
     chex.assert_trees_all_equal(ours, theirs)
     np.testing.assert_allclose(ours[0]["dense"], -unscaled, rtol=1e-6)
-
-
-def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
-  tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
-  params = jnp.zeros(2)
-  state = tx.init(params)
-  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
-  for value in (3e38, 3e38, 1e38):
-    params, state = step(jnp.full(2, value), state, params)
-  assert (state.notfinite_count, state.inner_count) == (2, 1)
-  chex.assert_tree_all_finite((params, state))
 
 
 @pytest.mark.parametrize("weight", [np.nan, -1.0, 0.0, 2.0, 1e30])

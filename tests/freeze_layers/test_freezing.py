@@ -806,7 +806,7 @@ SENSELESS = [
   (lambda: chain_groups({"w": 10**400}), r"`params` must hold arrays.* the leaf 'w' is"),
   (lambda: chain_groups(loss=lambda p, x: 0.0), r"found no leaf among the 8 of `params` that the"),
   (lambda: chain_groups(data=(True, False)), r"`data` must be a tree of bools with the structure"),
-  (lambda: chain_groups(data=["("]), r"`data` has '\(', which is no regular expression"),
+  (lambda: chain_groups(data=["("]), r"`data` has '\(', which is not a regular expression"),
   (lambda: chain_groups(num_groups=2, overrides={"(": 1}), r"`overrides` has '\(', which is no"),
   (lambda: chain_groups(num_groups=10), r"10 groups of 4 blocks .* Pass num_groups=4 or fewer"),
   (
