@@ -1,6 +1,5 @@
 """Fewer BatchNorms for Flax Linen modules, by intercepting their calls."""
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -59,11 +58,16 @@ class LessBN(nn.Module):
     base = len(self.path)
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+      module, path = context.module, "/".join(context.module.path[base:])
       if context.method_name != "__call__":
         return next_fun(*args, **kwargs)
-      path = "/".join(context.module.path[base:])
       met.add(path)
-      return self._instead(path, context.module, next_fun)(*args, **kwargs)
+      if path in self.plan.removed and isinstance(module, nn.BatchNorm):
+        return _input_of(module, *args, **kwargs)
+      if path == self.plan.head and _is_dense(module):
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Dense)}
+        next_fun = _head.NormalizedDense(**fields | {"parent": module.scope})
+      return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
       output = getattr(self._bound, method)(*args, **kwargs)
@@ -75,15 +79,6 @@ class LessBN(nn.Module):
         " before, whose calls can't be intercepted."
       )
     return output
-
-  @nn.nowrap
-  def _instead(self, path: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    if path in self.plan.removed and isinstance(module, nn.BatchNorm):
-      return functools.partial(_input_of, module)
-    if path == self.plan.head and _is_dense(module):
-      fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Dense)}
-      return _head.NormalizedDense(**fields | {"parent": module.scope})
-    return call
 
 
 def _is_dense(layer: Any) -> bool:

@@ -320,18 +320,6 @@ def test_data_may_be_a_function_from_the_seed_to_batches():
     np.testing.assert_allclose(result.curves["still"][LOSS][row], expected, rtol=1e-5)
 
 
-def test_statistics_are_carried_and_evaluated():
-  result = optax_boost.race(
-    lambda w, stats, batch: (loss_fn(w, batch), stats + 1),
-    lambda key: (init_fn(key), jnp.zeros([])),
-    DATA,
-    {"sgd": optax.sgd(0.05)},
-    **{"steps": 3, "has_model_state": True, "progress": False},
-    evaluate=lambda w, stats: stats,
-  )
-  assert result.curves["sgd"]["evaluation"].tolist() == [[1, 2, 3]] * 3
-
-
 class Network(nnx.Module):
   def __init__(self, rngs):
     self.norm = nnx.BatchNorm(3, rngs=rngs)
