@@ -27,7 +27,7 @@ _IN_PLACE = {
 # One loop for equal leaves; fan-in shards cross once there and once back.
 _PERMUTING = ("sgperm pairs", "sgperm rank", "sgperm exact", "laperm")
 _LOOPS = {"sgperm pairs": 1, "sgperm rank": 1, "sgperm exact": 2}
-# Besides the permutation, each leaf writes its exact params and ranks.
+# Besides the permutation, each leaf writes its exact params, with "rank" its ranks, too.
 _KERNELS = {"sgperm pairs": 90, "sgperm rank": 90, "sgperm exact": 100, "laperm": 130}
 
 # Chip, layout, case, figure, the largest allowed value. "kernels / leaves" is per leaf of the case,

@@ -1,6 +1,6 @@
 r"""The exact step of SGPerm on the device.
 
-All subsets of all vectors advance side by side: a *lane* is a subset of a vector, and in turn t
+All subsets of all vectors advance together: a *lane* is a subset of a vector, and in turn t
 each lane tries its source number t. Shapes depend on the smallest and the largest size that a
 subset may ever have, not on its size in this step, so that nothing is compiled again while lamda
 grows.
@@ -34,7 +34,7 @@ _FEW_WORDS, _BANDS = 64, 4
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  """One exact step, as that of the host; `sizes`: the least and the largest of a subset, ever."""
+  """One exact step, as on the host; `sizes`: the least and the largest of a subset, ever."""
   n = work.weights.shape[0]
   size = jnp.minimum(work.size, n)
   position = _arranged(work.weights, work.order, size)
@@ -198,7 +198,10 @@ class _Search:
     """For each entry the one whose weight it receives."""
     live = jax.lax.population_count(self.start_up | self.start_down)
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
-    self.epsilon = self._epsilon(ranges, brackets, count)
+    dtype = _arrays.accumulator_dtype(self.dtype)
+    product = ranges.astype(dtype) * brackets.astype(dtype)[count]
+    # Here and not in a sum that a compiler may fuse.
+    self.epsilon = _rounded(product, self.dtype).astype(self.values.dtype)
     rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down
     next_one = jax.lax.cummin(jnp.where(takes_part, rows, self.n), axis=0, reverse=True)
@@ -216,12 +219,6 @@ class _Search:
     end = jax.lax.fori_loop(0, turns, lambda t, c: self._turn(t, c, t < count), carry)
     linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, rows))
     return jnp.where(end.given >= 0, end.given, linked)
-
-  def _epsilon(self, ranges: jax.Array, brackets: jax.Array, count: jax.Array) -> jax.Array:
-    """Rounded to the dtype of the weights, here and not in a sum that a compiler may fuse."""
-    dtype = _arrays.accumulator_dtype(self.dtype)
-    product = ranges.astype(dtype) * brackets.astype(dtype)[count]
-    return _rounded(product, self.dtype).astype(self.values.dtype)
 
   def _bit(self, q: jax.Array) -> jax.Array:
     """The number of the bit of entry `q` as seen from each word."""

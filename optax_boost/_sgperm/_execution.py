@@ -112,7 +112,7 @@ def gather(arrays: Sequence[jax.Array], source: jax.Array) -> list[jax.Array]:
 
 
 def _on_cpu(x: jax.Array) -> bool:
-  """Whether a CPU will run the program, or where an array lies on no known mesh, most likely."""
+  """Whether a CPU will run the program, or if the array's mesh is not known, most likely."""
   device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
   return (getattr(device, "platform", None) or jax.default_backend()) == "cpu"
 
@@ -160,7 +160,7 @@ def _across_devices(
 
 
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
-  """The mesh of several devices that arrays lie on, where its shardings are the compiler's."""
+  """The arrays' mesh of several devices, if the compiler chooses its shardings."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
   return next((m for m in meshes if m.size > 1 and _arrays.is_auto(m)), None)
 
@@ -172,24 +172,21 @@ def _exchanged(
   hint: jax.Array | None = None,
 ) -> list[jax.Array]:
   """Stacks arrays on an axis after the fan-in ones, which are whole on each device."""
+  cast = jax.lax.bitcast_convert_type
   found: list[Any] = [None] * len(stacks)
-  kinds = [(stack[0].shape, stack[0].dtype.itemsize) for stack in stacks]
+  sizes = [stack[0].dtype.itemsize for stack in stacks]
   spec = jax.sharding.PartitionSpec(
     *[None] * axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (stacks[0][0].ndim + 1 - axes)
   )
-  for kind in dict.fromkeys(kinds):
-    same = [k for k, other in enumerate(kinds) if other == kind]
-    packed = jnp.stack([_cast(x, f"uint{8 * kind[1]}") for k in same for x in stacks[k]], axes)
+  for size in dict.fromkeys(sizes):
+    same = [k for k, other in enumerate(sizes) if other == size]
+    packed = jnp.stack([cast(x, f"uint{8 * size}") for k in same for x in stacks[k]], axes)
     packed = jax.lax.with_sharding_constraint(packed, jax.sharding.NamedSharding(mesh, spec))
     if hint is not None:
       packed = jnp.where(hint, 0, packed)
     for k, part in zip(same, jnp.split(packed, len(same), axes), strict=True):
-      found[k] = _cast(part, stacks[k][0].dtype)
+      found[k] = cast(part, stacks[k][0].dtype)
   return found
-
-
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
@@ -231,7 +228,7 @@ def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
 
 def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
-  """The mesh with explicit axes that arrays lie on, also outside of ``jax.set_mesh``."""
+  """The arrays' mesh with explicit axes, also outside of ``jax.set_mesh``."""
   # JAX before 0.8 has no way to enter it.
   if not hasattr(jax.sharding, "use_abstract_mesh"):
     return None
@@ -243,8 +240,8 @@ def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
 def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array:
   """Returns `new`, with a hint to shard it like `old`; `floats` is any array of their shape.
 
-  The result of a sort or a gather has no sharding of its own. Under ``jit`` that of `old` is not
-  known, but a choice between the two passes it on.
+  The result of a sort or a gather has no sharding of its own. Under ``jit`` `old`'s is not known,
+  but a choice between the two passes it on.
   """
   # Nothing is above infinity, NaN neither, which the compiler does not know.
   return jnp.where(floats > jnp.inf, old, new)

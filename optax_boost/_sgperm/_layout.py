@@ -26,7 +26,7 @@ class Layout:
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """All axes, those that number the vectors last."""
+    """All axes, the fan-in first."""
     return self.fan_in + tuple(axis for axis in range(len(self.shape)) if axis not in self.fan_in)
 
   @property

@@ -115,7 +115,7 @@ class PermutedParams(NamedTuple):
       The model, equal to the saved one to the bit, in the dtypes and on the devices of `initial`.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file doesn't exist.
       ValueError: the file is damaged or of another kind, or `initial` are other params.
     """
     arrays = _read(path)
@@ -260,7 +260,7 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
 
 
 def _moving_axes(index: np.ndarray) -> list[int]:
-  """The axes along which a permutation moves entries: at most those of the weight vectors."""
+  """The axes along which a permutation moves entries: at most the weight vectors'."""
   if not index.size:
     return []
   own, held = np.indices(index.shape, sparse=True), np.unravel_index(index, index.shape)

@@ -6,7 +6,7 @@ r"""The schedules of SGPerm, in double precision whatever the device computes in
   alpha        how far a weight may move, as a share of the range of its vector
   lamda        the size of a subset, as a share of its vector
 
-``floor(lamda n)`` and the rounding of ``alpha + 1 / k`` are those of float64: for numbers known as
+``floor(lamda n)`` and the rounding of ``alpha + 1 / k`` are as in float64: for numbers known as
 the transformation is built, the recurrence runs in Python, and the steps look up its values.
 """
 

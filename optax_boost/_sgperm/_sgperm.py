@@ -366,7 +366,7 @@ class _Sgperm:
     return alone and _host.have_numba()
 
 
-# Jitted, and with a hint: outside of a jit the results of a callback would lie on no mesh.
+# Jitted, and with a hint: outside of a jit the results of a callback would not be on a mesh.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
