@@ -14,6 +14,7 @@ Tiny Subspaces", arXiv:2103.11154.
 
 from collections.abc import Callable
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -45,40 +46,64 @@ def bfgs_update(
   return jnp.where(updated, new, inverse_hessian), updated
 
 
-@functools.partial(jax.jit, static_argnames="adaptive")
-def directions(
-  inverse_hessian: jax.Array,
-  step: jax.Array,
-  gradient: jax.Array,
-  last_gradient: jax.Array,
-  next_step: jax.Array,
-  last_length: jax.Array,
-  adaptive: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """B after its update, directions, the first length to try, and whether descent is steepest.
+class Direction(NamedTuple):
+  """A step in the subspace of G groups, before its length is known."""
 
-  For G groups at once. An `adaptive` search gets steepest descent if -B g does not descend.
+  gradient: jax.Array  # g_k, [G, k]
+  inverse_hessian: jax.Array  # B, updated, [G, k, k]
+  direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
+  first: jax.Array  # the first length that a search tries
+  steepest: jax.Array  # whether it falls back to steepest descent
+  scale: jax.Array  # from distances in the subspace to the units of `direction`
+  usable: jax.Array  # whether the direction is finite
+
+
+def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bool) -> Direction:
+  """B after its update by the last accepted step, and -B g_k.
+
+  An `adaptive` search gets steepest descent if -B g_k does not descend. If B `rescales`, it starts
+  as the identity and keeps its magnitude: directions are as long as gradients, so an inner
+  optimizer receives the units of gradients throughout.
   """
-  # The first update starts from the identity times the length of the last step, a step of steepest
-  # descent: so a length of 1 suits the directions that B has not seen, too.
-  identity = jnp.broadcast_to(jnp.eye(step.shape[-1], dtype=step.dtype), inverse_hessian.shape)
-  fresh = adaptive & jnp.all(inverse_hessian == identity)
-  start = jnp.where(fresh & (last_length > 0), last_length, 1) * inverse_hessian
-  change = gradient - last_gradient
+  b, s, last_gradient = state.inverse_hessian, state.last_step, state.projected_gradient
+  change, scale, length = gradient - last_gradient, state.inner_scale, state.accepted_rho
+  identity = identities(state)
+  is_fresh = jnp.all(b == identity)
+  if rescales:
+    stiffness = ratio(jnp.sum(change * s), jnp.sum(s**2))
+    begins = is_fresh & (stiffness > 0) & jnp.isfinite(stiffness)
+    scale, s = jnp.where(begins, stiffness, scale), jnp.where(begins, stiffness * s, s)
+  elif adaptive:
+    # The first update starts from the identity times the length of the last step, a step of
+    # steepest descent: so a length of 1 suits the directions that B has not seen, too.
+    b = jnp.where(is_fresh & (length > 0), length, 1) * b
   least = 0.0 if adaptive else 1e-20  # as in MindSpore
-  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(start, step, change, least)
+  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
   direction = -jax.vmap(_matmul)(new, gradient)
-  if not adaptive:
-    return new, direction, jnp.ones_like(next_step), fresh
-  unchanged = fresh & jnp.all(new == start)
-  descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
-  steepest = unchanged | ~descends
-  return (
-    jnp.where(steepest, identity, new),
-    jnp.where(steepest, -gradient, direction),
-    jnp.where(unchanged | (descends & ~fresh), next_step, 1),
-    steepest,
-  )
+  first, steepest = jnp.ones_like(state.next_rho), jnp.asarray(False)
+  if adaptive:
+    unchanged = is_fresh & jnp.all(new == b)
+    descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
+    first = jnp.where(unchanged | (descends & ~is_fresh), state.next_rho, 1)
+    steepest = unchanged | ~descends
+    new, direction = jnp.where(steepest, identity, new), jnp.where(steepest, -gradient, direction)
+    scale = jnp.where(steepest, 1, scale)
+  usable = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(direction))
+  direction = jnp.where(usable, direction, 0)
+  return Direction(gradient, new, direction, first, steepest, scale, usable)
+
+
+def identities(state: Any) -> jax.Array:
+  """The inverse Hessians ``[G, k, k]`` to start from."""
+  k = state.inverse_hessian.shape[-1]
+  identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
+  return jnp.broadcast_to(identity, state.inverse_hessian.shape)
+
+
+def ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+  """The ratio, or 0 if the denominator is 0."""
+  known = denominator > 0
+  return jnp.where(known, numerator / jnp.where(known, denominator, 1), 0)
 
 
 class Search(NamedTuple):

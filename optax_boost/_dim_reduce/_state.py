@@ -16,6 +16,7 @@ from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
+from optax_boost._dim_reduce import _quasi_newton
 from optax_boost._dim_reduce import _subspace
 
 METHOD = "dim_reduce"
@@ -124,13 +125,6 @@ def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:
 _products = jax.jit(_linalg.products, static_argnums=2)
 
 
-def identities(state: DimReduceState) -> jax.Array:
-  """The inverse Hessians ``[G, k, k]`` to start from."""
-  k = state.projected_gradient.shape[-1]
-  identity = jnp.eye(k, dtype=state.inverse_hessian.dtype)
-  return jnp.broadcast_to(identity, state.inverse_hessian.shape)
-
-
 def refresh_subspace(
   opt_state: optax.OptState, subspace: _subspace.Subspace, groups: _groups.Plan = None
 ) -> optax.OptState:
@@ -206,7 +200,7 @@ def _renew(state: DimReduceState, basis: Any, groups: _linalg.Groups) -> DimRedu
     basis=_tree.map_leaves(lambda old, new: fresh(new, old), state.basis, basis),
     momentum=_tree.map_leaves(lambda m, x: m - x.astype(m.dtype), state.momentum, inside),
     projected_momentum=fresh(0, state.projected_momentum),
-    inverse_hessian=fresh(identities(state), state.inverse_hessian),
+    inverse_hessian=fresh(_quasi_newton.identities(state), state.inverse_hessian),
     projected_gradient=fresh(0, state.projected_gradient),
     last_step=fresh(0, state.last_step),
     next_rho=fresh(1, state.next_rho),

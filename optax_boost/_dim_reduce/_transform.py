@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import numbers
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,18 +155,6 @@ def dim_reduce(
   return optax.GradientTransformationExtraArgs(method.init, method.update)
 
 
-class _QuasiNewton(NamedTuple):
-  """The step in the subspace, before its length is known."""
-
-  gradient: jax.Array  # g_k, [G, k]
-  inverse_hessian: jax.Array  # B, updated, [G, k, k]
-  direction: jax.Array  # d_k, [G, k]; zeros unless `usable`
-  first: jax.Array  # the first length that a search tries
-  steepest: jax.Array  # whether it falls back to steepest descent
-  scale: jax.Array  # from distances in the subspace to the units of `direction`; 1 without `inner`
-  usable: jax.Array  # whether the direction is finite
-
-
 @dataclasses.dataclass
 class _DimReduce:
   """The transformation; its fields are the arguments of :func:`dim_reduce`."""
@@ -283,7 +270,7 @@ class _DimReduce:
     alpha = self.alpha(state.count) if callable(self.alpha) else self.alpha
     g_k = _project(state, updates, groups)
     finite = jnp.all(jnp.isfinite(g_k))
-    quasi = self._direction(state, g_k)
+    quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
     q = self.gamma * state.projected_momentum + g_k
     # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
     momentum = jax.tree.map(
@@ -327,30 +314,9 @@ class _DimReduce:
       notfinite_count=_arrays.increment_if(~finite, state.notfinite_count) + search.notfinite,
     )
 
-  def _direction(self, state: DimReduceState, gradient: jax.Array) -> _QuasiNewton:
-    last_step, last_length, scale = state.last_step, state.accepted_rho, state.inner_scale
-    if self.rescales:
-      # B starts as the identity and keeps its magnitude: directions are as long as gradients, so
-      # the inner optimizer receives the units of gradients throughout.
-      identity = jnp.all(state.inverse_hessian == _state.identities(state))
-      change = jnp.sum((gradient - state.projected_gradient) * last_step)
-      stiffness = _ratio(change, jnp.sum(last_step**2))
-      begins = identity & (stiffness > 0) & jnp.isfinite(stiffness)
-      scale = jnp.where(begins, stiffness, scale)
-      last_step = jnp.where(begins, stiffness * last_step, last_step)
-      last_length = jnp.ones_like(last_length)
-    hessian, direction, first, steepest = _quasi_newton.directions(
-      *(state.inverse_hessian, last_step, gradient, state.projected_gradient),
-      *(state.next_rho, last_length),
-      adaptive=self.adaptive,
-    )
-    usable = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(direction))
-    direction, scale = jnp.where(usable, direction, 0), jnp.where(steepest, 1, scale)
-    return _QuasiNewton(gradient, hessian, direction, first, steepest, scale, usable)
-
   def _search(
     self,
-    quasi: _QuasiNewton,
+    quasi: _quasi_newton.Direction,
     updates: optax.Updates,
     params: optax.Params,
     lifted: Any,
@@ -391,7 +357,7 @@ class _DimReduce:
   def _learn(
     self,
     state: DimReduceState,
-    quasi: _QuasiNewton,
+    quasi: _quasi_newton.Direction,
     search: _quasi_newton.Search,
     step: jax.Array,
     squares: jax.Array,
@@ -401,7 +367,7 @@ class _DimReduce:
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
     # B restarts if its directions overflow, or if no step along them was accepted.
     restarts = ~quasi.usable | failed
-    old = jnp.where(restarts, _state.identities(state), state.inverse_hessian)
+    old = jnp.where(restarts, _quasi_newton.identities(state), state.inverse_hessian)
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
     rejected, next_rho = ~moved, state.next_rho
@@ -416,8 +382,8 @@ class _DimReduce:
       "last_step": jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
       "next_rho": next_rho,
       "inner_scale": jnp.where(moved, quasi.scale, jnp.where(failed, 1, state.inner_scale)),
-      "curvature": _ratio(jnp.sum(change * state.last_step), squared_step),
-      "explained_gradient": _ratio(squared_gradient, squares.astype(change.dtype)),
+      "curvature": _quasi_newton.ratio(jnp.sum(change * state.last_step), squared_step),
+      "explained_gradient": _quasi_newton.ratio(squared_gradient, squares.astype(change.dtype)),
       "rejected_count": _arrays.increment_if(rejected, state.rejected_count),
     }
 
@@ -469,9 +435,3 @@ def _inner_product(a: Any, b: Any) -> jax.Array:
   # Not `optax.tree.vdot`, which reshapes leaves, sharded ones too.
   parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
   return jax.tree.reduce(jnp.add, parts, jnp.zeros([], dtype))
-
-
-def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """The ratio, or 0 if the denominator is 0."""
-  known = denominator > 0
-  return jnp.where(known, numerator / jnp.where(known, denominator, 1), 0)
