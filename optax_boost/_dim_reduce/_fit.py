@@ -77,8 +77,6 @@ def fit_subspace(
     [0.987, 0.013]
 
   References:
-    Li, Tan, Huang, Tao, Liu, Huang, `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be
-    Trained in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2022.
     Halko, Martinsson, Tropp, `Finding Structure with Randomness
     <https://arxiv.org/abs/0909.4061>`_, 2011.
   """

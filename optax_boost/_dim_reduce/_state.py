@@ -143,7 +143,6 @@ def refresh_subspace(
 
   Raises:
     ValueError: there is no such state, or the subspace does not fit.
-    TypeError: an argument is of the wrong kind.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost

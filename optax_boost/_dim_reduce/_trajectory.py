@@ -44,18 +44,16 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps every n-th snapshot of the params and leaves the updates as they are.
 
-  Snapshots are taken of the params passed to ``update``, from which the steps 0, `every`,
-  2 `every`, ... start. The last `capacity` of them are kept. Its place in a chain does not
-  matter. Params that are not finite are not taken, but counted.
-
-  The state must be donated (``make_train_step`` does), or every step copies all snapshots. Under
-  ``vmap`` XLA may pass over all of them at every step.
+  Snapshots are taken of the params from which the steps 0, `every`, 2 `every`, ... start; the last
+  `capacity` are kept. Its place in a chain does not matter. Params that are not finite are not
+  taken, but counted. The state must be donated (``make_train_step`` does), or every step copies all
+  snapshots.
 
   Args:
-    every: steps from one snapshot to the next. Raising it covers more of the training: for a
-      subspace of k dimensions, with 2 k snapshots or more. DLDR takes one or two per epoch.
-    capacity: the number of snapshots kept, each as large as the params; above the dimensions of
-      the subspace. Static.
+    every: steps from one snapshot to the next. Raising it covers more of the training. DLDR takes
+      one or two snapshots per epoch.
+    capacity: the number of snapshots kept, each as large as the params; 2 k or more for a subspace
+      of k dimensions. Static.
     dtype: a floating dtype to store snapshots in. bfloat16 halves the memory, and loses changes of
       a weight beyond its first 3 digits. None: the params' own.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded, so that all
@@ -66,9 +64,7 @@ def record_trajectory(
     Snapshots in its state are sharded as the params are.
 
   Raises:
-    ValueError: a number is out of range; in ``update``: no params, a tree that does not fit, a
-      state of another `capacity`, or an axis that is not bound.
-    TypeError: an argument or a leaf is of the wrong kind.
+    ValueError: in ``update``: the state is of another `capacity`, or an axis is not bound.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
@@ -80,10 +76,6 @@ def record_trajectory(
     ...   params = optax.apply_updates(params, updates)
     >>> optax_boost.snapshots(state)["w"].tolist()
     [4.0, 1.0, 0.25]
-
-  References:
-    Li, Tan, Huang, Tao, Liu, Huang, `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be
-    Trained in Tiny Subspaces <https://arxiv.org/abs/2103.11154>`_, 2022.
   """
   _base.check_whole_number("every", every)
   _base.check_whole_number("capacity", capacity, static=True)
@@ -143,8 +135,7 @@ def snapshots(opt_state: optax.OptState) -> optax.Params:
     A tree like the params with leaves ``[m, *leaf.shape]``, in the dtype of their storage.
 
   Raises:
-    ValueError: there is none, or more than one, no snapshot was taken yet, or the state is one of
-      a population.
+    ValueError: no snapshot was taken yet, or the state is a population's.
     TypeError: the state is traced.
 
   Examples:

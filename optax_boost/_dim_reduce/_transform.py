@@ -125,8 +125,8 @@ def dim_reduce(
     params' dtype.
 
   Raises:
-    ValueError: a number is out of range, or the subspace does not fit the params; in ``update``:
-      params or an extra argument are missing, or a tree does not fit.
+    ValueError: in ``init``: the subspace does not fit the params; in ``update``: an extra argument
+      is missing.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost

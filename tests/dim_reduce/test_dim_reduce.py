@@ -567,14 +567,6 @@ def test_trials_and_steps_go_through_the_inner_optimizer_as_in_mindspore(rate, m
   np.testing.assert_allclose(flat(trace), velocity, rtol=0, atol=1e-4)
 
 
-def test_an_inner_optimizer_of_rate_one_changes_nothing_in_mindspores_search():
-  plain, through = [
-    run(optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=inner, max_search=2), 5)[0]
-    for inner in (None, optax.sgd(1.0))
-  ]
-  np.testing.assert_allclose(flat(through.params), flat(plain.params), rtol=0, atol=2e-6)
-
-
 def test_trials_leave_the_state_of_the_inner_optimizer_as_it_was():
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.adam(0.01), max_search=7)
   grads = jax.grad(loss_fn)(PARAMS)
