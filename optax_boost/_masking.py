@@ -12,6 +12,8 @@ from optax_boost import _tree
 
 def mask_like(tree: Any, masked: Any) -> Any:
   """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
+  if _same_structure(tree, masked):
+    return tree
   return jax.tree.map(
     lambda m, t: m if _tree.is_masked(m) else t, masked, tree, is_leaf=_tree.is_masked
   )
@@ -19,9 +21,16 @@ def mask_like(tree: Any, masked: Any) -> Any:
 
 def fill_masked(tree: Any, full: Any) -> Any:
   """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
+  if _same_structure(tree, full):
+    return tree
   return jax.tree.map(
     lambda t, f: f if _tree.is_masked(t) else t, tree, full, is_leaf=_tree.is_masked
   )
+
+
+def _same_structure(first: Any, second: Any) -> bool:
+  structures: list[Any] = [jax.tree.structure(tree) for tree in (first, second)]
+  return bool(structures[0] == structures[1])
 
 
 def leaves_like(tree: Any, like: Any) -> list[Any] | None:

@@ -31,7 +31,6 @@ import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 import functools
-import itertools
 import operator
 import types
 from typing import Any
@@ -76,30 +75,45 @@ _OPTAX = {
 }
 
 
+@functools.cache
+def _names(state_type: Any, kind: str) -> tuple[str, ...]:
+  names: Any = _OPTAX.get((state_type, kind)) or getattr(state_type, kind, None)
+  # A field may be called `metrics`, too: its descriptor is not a tuple.
+  is_declaration = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+  return names if is_declaration else ()
+
+
 def declared(state: Any, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
-  names = _OPTAX.get((type(state), kind)) or getattr(type(state), kind, None)
-  # A field may be called `metrics`, too: its descriptor is no tuple.
-  if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-    return ()
+  state_type: Any = type(state)
+  names = _names(state_type, kind)
   # Nor is a model of a class with an attribute `metrics` a state: moments are trees of its class.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
   return names if isinstance(state, tuple) or all(fields) else ()
 
 
-def declaring_states(opt_state: optax.OptState, kind: str) -> Iterator[Any]:
+# The children of a node and its static data; None for a leaf.
+_flatten = jax.tree_util.default_registry.flatten_one_level
+
+
+def _nodes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+  """All nodes and leaves of a tree, each after those inside it, with their place in it."""
+  nodes: list[tuple[tuple[int, ...], Any]] = []
+  pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
+  # A loop, not a tree map: an optimizer state has thousands of nodes, and few declare anything.
+  while pending:
+    place, node = pending.pop()
+    nodes.append((place, node))
+    flat = _flatten(node)
+    for i, child in enumerate(flat[0] if flat is not None else ()):
+      pending.append(((*place, i), child))
+  return nodes[::-1]
+
+
+def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
   """The states that declare something, each after those inside it."""
-
-  def declares(node: Any) -> bool:
-    return bool(declared(node, kind))
-
-  for node in filter(declares, jax.tree.leaves(opt_state, is_leaf=declares)):
-    yield from declaring_states(_children(node), kind)
-    yield node
-
-
-def _children(node: Any) -> list[Any]:
-  return jax.tree.leaves(node, is_leaf=lambda child: child is not node)
+  nodes: list[tuple[Any, Any]] = [(type(node), node) for _, node in _nodes(opt_state)]
+  return [node for node_type, node in nodes if _names(node_type, kind) and declared(node, kind)]
 
 
 def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
@@ -145,7 +159,8 @@ def step_made(before: optax.OptState, after: optax.OptState) -> Any:
 def _inner(state: Any) -> list[Any]:
   """The nodes in a state, without its parts."""
   parts = [getattr(state, name) for name in declared(state, "parts")]
-  return [child for child in _children(state) if not any(child is part for part in parts)]
+  children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
+  return [child for child in children if not any(child is part for part in parts)]
 
 
 def refuse_observers(method: str, opt_state: optax.OptState) -> None:
@@ -180,17 +195,17 @@ def requested(opt_state: optax.OptState, request: str) -> Any:
   return None if state is None else getattr(state, request)
 
 
-def map_request(
-  opt_state: optax.OptState, request: str, function: Callable[[Any], Any]
-) -> optax.OptState:
-  """Applies a function to the outermost states that make a request."""
+def request_reader(opt_state: optax.OptState, request: str) -> Callable[[optax.OptState], Any]:
+  """A function that reads a request from any state of this structure, without a search."""
+  asking = state_asking(opt_state, request)
+  places = [place for place, node in _nodes(opt_state) if asking is not None and node is asking]
 
-  def makes_it(node: Any) -> bool:
-    return request in declared(node, "requests")
+  def read(node: optax.OptState) -> Any:
+    for index in places[0] if places else ():
+      node = _flatten(node)[0][index]
+    return getattr(node, request) if places else None
 
-  return jax.tree.map(
-    lambda node: function(node) if makes_it(node) else node, opt_state, is_leaf=makes_it
-  )
+  return read
 
 
 def renew_full_gradients(
@@ -202,8 +217,14 @@ def renew_full_gradients(
       "`refresh` needs an optimizer state that asks for the full gradient, as that of"
       f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
     )
-  return map_request(
-    opt_state, FULL_GRADIENT, lambda state: state.with_full_gradient(params, full_gradient)
+
+  def asks(node: Any) -> bool:
+    return FULL_GRADIENT in declared(node, "requests")
+
+  return jax.tree.map(
+    lambda node: node.with_full_gradient(params, full_gradient) if asks(node) else node,
+    opt_state,
+    is_leaf=asks,
   )
 
 
@@ -212,10 +233,12 @@ def check_full_gradients(opt_state: optax.OptState) -> None:
 
   It would compare gradients of the scaled loss with one of the loss itself.
   """
-  # The state of `optax.chain`.
-  if type(opt_state) is tuple:
+  if not _asking(opt_state, FULL_GRADIENT):
+    return
+  for _, chain in _nodes(opt_state):
     in_front: list[Any] = []
-    for state in opt_state:
+    # The state of `optax.chain`.
+    for state in chain if type(chain) is tuple else ():
       if not _asking(state, LOSS_SCALE):
         in_front += _asking(state, FULL_GRADIENT)
       elif in_front:
@@ -224,9 +247,6 @@ def check_full_gradients(opt_state: optax.OptState) -> None:
           " scale, for the full gradient is not scaled; got it in front of one. Put the scale"
           " around the chain: dynamic_loss_scale(optax.chain(svrg(...), ...))."
         )
-  for child in _children(opt_state):
-    if child is not opt_state:
-      check_full_gradients(child)
 
 
 def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
@@ -282,25 +302,19 @@ def attributes_of(tx: optax.GradientTransformation, name: str) -> list[Any]:
       pending += node
     elif isinstance(node, dict):
       pending += node.values()
+    elif isinstance(node, types.CellType):
+      with contextlib.suppress(ValueError):  # empty until the function is defined
+        pending.append(node.cell_contents)
     elif isinstance(node, types.MethodType):
       owner = node.__self__
       pending += [node.__func__, owner, *getattr(owner, "__dict__", {}).values()]
     elif callable(node):
       if name in attributes:
         found[id(attributes[name])] = attributes[name]
-      pending += [*attributes.values(), *(getattr(node, part, None) for part in _PARTIAL)]
-      pending += map(_contents, getattr(node, "__closure__", None) or ())
+      pending += [*attributes.values(), *(getattr(node, "__closure__", None) or ())]
+      if isinstance(node, functools.partial):
+        pending += [node.func, node.args, node.keywords]
   return list(found.values())
-
-
-_PARTIAL = ("func", "args", "keywords")
-
-
-def _contents(cell: types.CellType) -> Any:
-  try:
-    return cell.cell_contents
-  except ValueError:  # empty until the function is defined
-    return None
 
 
 def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
@@ -308,7 +322,7 @@ def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
   return dict.fromkeys(_tree.masked_paths(params), optax.MaskedNode())
 
 
-def is_seen(state: Any, path: str) -> bool:
-  """Whether the method of a state sees the leaf at a path."""
-  above = itertools.accumulate(path.split("/"), lambda start, name: f"{start}/{name}")
-  return not any(start in getattr(state, "hidden", {}) for start in above)
+def seen_leaves(state: Any, tree: Any) -> list[bool]:
+  """Whether the method of a state sees each leaf; ``optax.partition`` hides the others."""
+  hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
+  return [not f"{path}/".startswith(tuple(hidden)) for path in _tree.leaf_paths(tree)]

@@ -11,7 +11,6 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _groups
 from optax_boost import _protocol
-from optax_boost import _tree
 
 
 class Requests:
@@ -38,14 +37,17 @@ class Requests:
     self.groups: list[_groups.GroupNumber] | None = None
     self.depth: Any = None
     self._loss_scale = None if scaling is None else scaling.loss_scale
-    self._is_scaled = _seen(scaling, params)
+    self._is_scaled = _protocol.seen_leaves(scaling, params)
     if scaling is not None:
       _protocol.check_full_gradients(opt_state)
     if freezing is not None:
       self.groups = _group_numbers(tx, freezing, params)
       self.depth = freezing.frozen_groups if depth is None else np.int32(depth)
-      self.opt_state = _protocol.map_request(
-        opt_state, _protocol.FROZEN_GROUPS, lambda state: state._replace(frozen_groups=self.depth)
+      structure: Any
+      leaves, structure = jax.tree.flatten(opt_state)
+      traced = freezing.frozen_groups
+      self.opt_state = jax.tree.unflatten(
+        structure, [self.depth if leaf is traced else leaf for leaf in leaves]
       )
 
   def gradient(
@@ -74,11 +76,6 @@ class Requests:
     return jax.tree.unflatten(structure, map(finish, leaves, numbers, self._is_scaled)), output
 
 
-def _seen(state: Any, params: optax.Params) -> list[bool]:
-  """Whether a state's method sees each leaf; ``optax.partition`` hides the others."""
-  return [_protocol.is_seen(state, path) for path in _tree.leaf_paths(params)]
-
-
 def _group_numbers(
   tx: optax.GradientTransformation, state: Any, params: optax.Params
 ) -> list[_groups.GroupNumber]:
@@ -92,7 +89,7 @@ def _group_numbers(
     )
   structure: Any
   leaves, structure = jax.tree.flatten(params)
-  seen = _seen(state, params)
+  seen = _protocol.seen_leaves(state, params)
   pairs = zip(leaves, seen, strict=True)
   visible = jax.tree.unflatten(structure, [x if s else optax.MaskedNode() for x, s in pairs])
   numbers = iter(jax.tree.leaves(assignments[0].number(visible)))

@@ -24,8 +24,8 @@ class TrainStep:
     self.program = program
     donated = (0,) if donate else ()
     self._step = jax.jit(program.step, donate_argnums=donated, static_argnums=(4, 5))
-    # Structures of optimizer states, and which of their leaves holds the number of frozen groups.
-    self._depths: dict[Any, int | None] = {}
+    # How to read the number of frozen groups from optimizer states, by their structure.
+    self._readers: dict[Any, Callable[[optax.OptState], Any]] = {}
 
   def init(self, params: optax.Params, model_state: Any = None) -> _state.TrainState:
     """Makes the state to start from, of copies: the first step donates the state.
@@ -128,29 +128,18 @@ class TrainStep:
     return self._step.lower(*self._arguments(state, batch, rng))
 
   def _arguments(self, state: _state.TrainState, batch: Any, rng: Any) -> tuple[Any, ...]:
-    depth = self._frozen_groups(state.opt_state)
+    structure = jax.tree.structure(state.opt_state)
+    if structure not in self._readers:
+      self._readers[structure] = _protocol.request_reader(state.opt_state, _protocol.FROZEN_GROUPS)
+    depth = known_depth(self._readers[structure](state.opt_state))
     return state, batch, rng, self.program.data, depth, _state.placement(state)
 
-  def _frozen_groups(self, opt_state: optax.OptState) -> int | None:
-    """How many groups the step freezes: which program it runs. None: none, or a traced number."""
-    leaves, structure = jax.tree.flatten(opt_state)
-    if structure not in self._depths:
-      number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
-      places = [i for i, leaf in enumerate(leaves) if leaf is number]
-      self._depths[structure] = None if number is None else places[0]
-    place = self._depths[structure]
-    if place is None or isinstance(leaves[place], jax.core.Tracer | jax.ShapeDtypeStruct):
-      return None
-    return int(leaves[place])
 
-
-def known_depth(tx: optax.GradientTransformation, opt_state: optax.OptState) -> int | None:
-  """How many groups a step of NNX freezes; None: none, or a traced number."""
-  if not _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS):
-    return None
-  number = _protocol.requested(opt_state, _protocol.FROZEN_GROUPS)
-  leaves = jax.tree.leaves(number)
-  return None if not leaves or isinstance(leaves[0], jax.core.Tracer) else int(leaves[0])
+def known_depth(frozen_groups: Any) -> int | None:
+  """How many groups a step freezes: which program it runs. None: none, or a traced number."""
+  for leaf in jax.tree.leaves(frozen_groups):
+    return None if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) else int(leaf)
+  return None
 
 
 def _check_call(state: Any, rng: Any) -> None:

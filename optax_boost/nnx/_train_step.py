@@ -14,6 +14,7 @@ import jax
 import optax
 
 from optax_boost import _base
+from optax_boost import _protocol
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost.nnx import _adapter
@@ -35,8 +36,9 @@ class TrainStep:
     self._options = options
     donated = (0, 1, 2) if options.get("donate", True) else ()
     self._jitted = nnx.jit(self._step, donate_argnums=donated, static_argnums=(6, 7))
-    # Where the arrays of each optimizer's training lie, and its transformation.
-    self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+    # Each optimizer's transformation, where the arrays of its training lie, and how to read the
+    # number of frozen groups.
+    self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
     self._warnings_given: set[type[Warning]] = set()
 
   def __call__(
@@ -121,9 +123,11 @@ class TrainStep:
         nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
         nnx.update(optimizer, {"step": state.step})
         _adapter.write(state.params, state.model_state, model, *rngs)
-      self._seen[optimizer] = optimizer.tx, _train_step.placement(state)
-    depth = _train_step.known_depth(optimizer.tx, optimizer.opt_state)
-    return model, optimizer, rngs, batch, key, self._data, depth, self._seen[optimizer][1]
+      reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
+      self._seen[optimizer] = optimizer.tx, _train_step.placement(state), reader
+    _, placement, frozen_groups = self._seen[optimizer]
+    depth = _train_step.known_depth(frozen_groups(optimizer.opt_state))
+    return model, optimizer, rngs, batch, key, self._data, depth, placement
 
   def _step(
     self,
