@@ -75,7 +75,7 @@ _TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
 _PARTS = (*_NETWORKS, "digits", *_TRAININGS)
 _DRAWN = ("digits", "cifar", "cifar-long")
 _ABOUT = f"""\
-`optax_boost.nnx.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
+`optax_boost.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
 of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
 measurement is a whole training of {STEPS} steps of the NNX train step (and one before them), data
 on the host, nothing compiled: the levels freeze in the last 30 and 45 % of it. Columns are medians
@@ -152,11 +152,11 @@ def contenders(total_steps: int) -> dict[str, Any]:
     total_steps: the length of the training.
 
   Returns:
-    What :func:`optax_boost.nnx.auto_boost` makes, by name.
+    What :func:`optax_boost.auto_boost` makes, by name.
   """
 
   def make(level: str, config: Any = None) -> Any:
-    return optax_boost.nnx.auto_boost(level, config=config, total_steps=total_steps)
+    return optax_boost.auto_boost(level, config=config, total_steps=total_steps)
 
   def single(method: str, **settings: Any) -> Any:
     level = make("O1")
@@ -197,8 +197,9 @@ class Trainer:
     rate = optax.warmup_cosine_decay_schedule(0.0, _PEAK_RATE, steps // 10, steps)
     sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-    self._tx = boost.optimizer(inner, loss_fn, self.model(0), batch)
-    self.step = boost.train_step(loss_fn)
+    split = optax_boost.nnx.split_loss(loss_fn, self.model(0))
+    self._tx = boost.optimizer(inner, *split, batch)
+    self.step = optax_boost.nnx.make_train_step(loss_fn)
 
   def fresh(self, seed: int) -> ResNet:
     """The network as it is without the level."""
@@ -206,7 +207,7 @@ class Trainer:
 
   def model(self, seed: int) -> Any:
     """The network that is trained."""
-    return self._boost.model(self.fresh(seed), self._batch["x"])
+    return self._boost.model(optax_boost.nnx.less_bn, self.fresh(seed), self._batch["x"])
 
   def start(self, seed: int) -> tuple[Any, Any]:
     """A model and its optimizer."""

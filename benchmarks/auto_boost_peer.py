@@ -33,11 +33,12 @@ def ours(name: str, boost: Any, batch: dict[str, np.ndarray]) -> _harness.Conten
   """A level here, its steps compiled."""
 
   def made() -> Any:
-    return boost.model(auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0)), batch["x"])
+    fresh = auto_boost.ResNet(1, 1, rngs=nnx.Rngs(0))
+    return boost.model(optax_boost.nnx.less_bn, fresh, batch["x"])
 
   inner = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True))
-  tx = boost.optimizer(inner, auto_boost.loss_fn, made(), batch)
-  step = boost.train_step(auto_boost.loss_fn)
+  tx = boost.optimizer(inner, *optax_boost.nnx.split_loss(auto_boost.loss_fn, made()), batch)
+  step = optax_boost.nnx.make_train_step(auto_boost.loss_fn)
 
   def start() -> tuple[Any, nnx.Optimizer]:
     model = made()
@@ -55,7 +56,7 @@ def main() -> None:
   rng = np.random.default_rng(0)
   x = rng.standard_normal((_BATCH, 8, 8, 1), dtype=np.float32)
   batch = {"x": x, "y": rng.integers(0, 10, _BATCH, np.int32)}
-  make = functools.partial(optax_boost.nnx.auto_boost, total_steps=auto_boost.STEPS + 1)
+  make = functools.partial(optax_boost.auto_boost, total_steps=auto_boost.STEPS + 1)
   levels = {
     _BASE: make("O0"),
     "O1": make("O1"),

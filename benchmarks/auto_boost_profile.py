@@ -25,7 +25,7 @@ _NETWORKS = (
   ("ResNet-29, 32 x 32, batch 32", (32, 32, 32, 3), 3, 2),
 )
 _STEPS = 240
-_GROUPS = optax_boost.nnx.auto_boost("O1", total_steps=_STEPS).on["grad_freeze"]["param_groups"]
+_GROUPS = optax_boost.auto_boost("O1", total_steps=_STEPS).on["grad_freeze"]["param_groups"]
 _ABOUT = """\
 Milliseconds of processor time (of both cores, so that other work on the machine counts little) per
 step: the least of several measurements in turns. `O0` is the network as it is, `fewer BatchNorms`
@@ -100,7 +100,8 @@ def _parts(make: Callable[[], Any], batch: Any) -> dict[str, Work]:
     return auto_boost.loss_fn(nnx.merge(graphdef, params, rest), batch)
 
   forward, both = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
-  groups = optax_boost.nnx.layer_groups(auto_boost.loss_fn, model, batch, num_groups=_GROUPS)
+  split = optax_boost.nnx.split_loss(auto_boost.loss_fn, model)
+  groups = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
   works: dict[str, Work] = {
     "forward": lambda: forward(params, rest, batch),
     "forward and backward": lambda: both(params, rest, batch),
@@ -125,7 +126,7 @@ def _call(make: Callable[[], Any], batch: Any, rounds: int) -> float:
 
 def _mean_step(level: str, steps: list[float]) -> float:
   """A step of a level on average over a training, from that of each depth."""
-  first = optax_boost.nnx.auto_boost(level, total_steps=_STEPS).on["grad_freeze"]["first"]
+  first = optax_boost.auto_boost(level, total_steps=_STEPS).on["grad_freeze"]["first"]
   schedule = optax_boost.progressive_freezing(_GROUPS, _STEPS, first, anneal=False)
   depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(_STEPS)]
   return float(np.mean([steps[depth] for depth in depths]))
@@ -146,12 +147,15 @@ def profile(shape: tuple[int, ...], blocks: int, number: int, rounds: int) -> st
   rng = np.random.default_rng(0)
   x = rng.normal(size=shape).astype(np.float32)
   batch = {"x": jnp.array(x), "y": jnp.array(rng.integers(0, 10, shape[0], np.int32))}
-  fewer = optax_boost.nnx.auto_boost("O1", total_steps=_STEPS)
+  boost = optax_boost.auto_boost("O1", total_steps=_STEPS)
 
   def plain() -> Any:
     return auto_boost.ResNet(shape[-1], blocks, rngs=nnx.Rngs(0))
 
-  makes = {"O0": plain, "fewer BatchNorms": lambda: fewer.model(plain(), batch["x"])}
+  def fewer() -> Any:
+    return boost.model(optax_boost.nnx.less_bn, plain(), batch["x"])
+
+  makes = {"O0": plain, "fewer BatchNorms": fewer}
   works = {
     (name, part): work for name, make in makes.items() for part, work in _parts(make, batch).items()
   }

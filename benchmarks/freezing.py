@@ -21,7 +21,7 @@ _DEPTHS = (0, 2, 4, 6, 9)
 _PLAIN = "no freezing"
 _THEIR_PLAIN = "MindSpore, no freezing"
 _ABOUT = f"""\
-One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
+One train step of a Linen module (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a model in {_GROUPS} groups, of which the first so many
 are frozen. Ratios are medians of the ratios within a round to the same step of the same optimizer
 without `freeze_layers`. Each depth is one compiled step; the depth is read from the state before
@@ -92,8 +92,10 @@ def contender(
     tx: the optimizer.
     batch: what every step gets.
   """
-  step = optax_boost.linen.make_train_step(loss_fn, module, tx)
-  state = step.init(module.init(jax.random.key(0), batch["x"]))
+  variables = module.init(jax.random.key(0), batch["x"])
+  loss, *arrays = optax_boost.linen.split_loss(loss_fn, module, variables)
+  step = optax_boost.make_train_step(loss, tx)
+  state = step.init(*arrays)
   start = time.perf_counter()
   compiled = step.lower(state, batch).compile()
   facts = {"trace and compile, s": time.perf_counter() - start}
@@ -128,7 +130,8 @@ def compare(title: str, module: nn.Module, batch: Any, rounds: int) -> Any:
     rounds: quiet rounds to collect.
   """
   variables = module.init(jax.random.key(0), batch["x"])
-  plan = optax_boost.linen.layer_groups(loss_fn, module, variables, batch, num_groups=_GROUPS)
+  split = optax_boost.linen.split_loss(loss_fn, module, variables)
+  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
   print(plan)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
@@ -148,7 +151,8 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
     rounds: quiet rounds to collect.
   """
   variables = module.init(jax.random.key(0), batch["x"])
-  plan = optax_boost.linen.layer_groups(loss_fn, module, variables, batch, num_groups=_GROUPS)
+  split = optax_boost.linen.split_loss(loss_fn, module, variables)
+  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
   contenders = [contender(_PLAIN, module, optimizer(), batch)]
   contenders += [
     contender(f"{depth} frozen", module, fixed(plan, depth), batch) for depth in _DEPTHS

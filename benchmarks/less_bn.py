@@ -13,7 +13,7 @@ import optax_boost.linen
 
 _FULL = "all BatchNorms"
 _ABOUT = """\
-One train step of `optax_boost.linen.make_train_step` (forward, backward, SGD with momentum and
+One train step of a Linen module (forward, backward, SGD with momentum and
 weight decay, params and state donated) of a bottleneck ResNet-29 on images of 32 x 32, before and
 after `less_bn`. Ratios are medians of the ratios within a round to the step of the whole network.
 FLOPs and temporary memory are XLA's, of the compiled step."""

@@ -95,14 +95,23 @@ def flax(x: jax.Array) -> list[_harness.Contender]:
     optimizer.update(model, grads)
     return value
 
-  def made(step: Callable[..., Any]) -> Callable[[], Any]:
+  def in_place(step: Callable[..., Any]) -> Callable[[], Any]:
     model = Stack(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
-    return lambda: (step(model, optimizer, x), nnx.state(model))
+    return lambda: step(model, optimizer, x)
+
+  loss, *arrays = optax_boost.nnx.split_loss(loss_fn, Stack(rngs=nnx.Rngs(0)))
+  functional = optax_boost.make_train_step(loss, optax.sgd(0.1, 0.9))
+  states = [functional.init(*arrays)]
+
+  def step() -> Any:
+    states[0], metrics = functional(states[0], x)
+    return metrics
 
   return [
-    contender(_NNX, made(by_hand)),
-    contender("optax_boost.nnx.make_train_step", made(optax_boost.nnx.make_train_step(loss_fn))),
+    contender(_NNX, in_place(by_hand)),
+    contender("nnx.make_train_step", in_place(optax_boost.nnx.make_train_step(loss_fn))),
+    contender("make_train_step of nnx.split_loss", step),
   ]
 
 

@@ -105,8 +105,6 @@ def reference(cards: list[Card]) -> Iterator[str]:
       yield f".. auto{'class' if is_class else 'function'}:: optax_boost.{name}"
       if is_class:
         yield "   :members:"
-      if name == "linen.TrainStep":  # the core's methods
-        yield "   :inherited-members:"
       if name.endswith("TrainStep"):
         yield "   :special-members: __call__"
     yield "```\n"

@@ -111,18 +111,20 @@ def run(boost: optax_boost.auto.AutoBoost, epochs: int, seeds: Iterable[int]) ->
     return ResNet(data.classes, rngs=nnx.Rngs(seed))
 
   # One transformation and one step for all seeds, so that each depth compiles once.
-  prepared = boost.model(fresh(0), sample["images"])
+  less_bn = optax_boost.nnx.less_bn
+  prepared = boost.model(less_bn, fresh(0), sample["images"])
   steps = number_of_steps(epochs)
   # The rate rises in the first tenth of the steps, then falls to 0; an average needs a rate that
   # still moves the params.
   last = 0.005 if "average" in boost.on else 0.0
   rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 10, steps, last)
   sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
-  tx = boost.optimizer(optax.chain(optax.add_decayed_weights(1e-4), sgd), loss_fn, prepared, sample)
-  step = boost.train_step(loss_fn)
+  inner = optax.chain(optax.add_decayed_weights(1e-4), sgd)
+  tx = boost.optimizer(inner, *optax_boost.nnx.split_loss(loss_fn, prepared), sample)
+  step = optax_boost.nnx.make_train_step(loss_fn)
   compiled: set[int] = set()
   for seed in seeds:
-    model = boost.model(fresh(seed), sample["images"])
+    model = boost.model(less_bn, fresh(seed), sample["images"])
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     seconds: list[float] = []
     for number, batch in enumerate(batches(data.train, BATCH_SIZE, epochs, seed)):
@@ -172,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.error("--epochs and --seeds must be at least 1")
   try:
     boosts = {
-      level: optax_boost.nnx.auto_boost(
+      level: optax_boost.auto_boost(
         level,
         config=options.config if level != BASELINE else None,
         total_steps=number_of_steps(options.epochs),

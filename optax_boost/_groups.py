@@ -91,7 +91,8 @@ def layer_groups(
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
     params: the params.
-    *args: the loss's other arguments: statistics, batch, rng.
+    *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
+      ``linen.split_loss`` takes its model state first, which is not data.
     num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
       each a program to compile. None: ten, or one for each block where there are fewer.
     overrides: groups by regular expression, searched in the leaves' paths, which take precedence
@@ -117,45 +118,13 @@ def layer_groups(
     group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
     group 1: 8 parameters (10.0 %), never frozen: a_head
   """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
-  return group_by_use(
-    lambda params, _, *args: loss_fn(params, *args),
-    params,
-    (),
-    args,
-    num_groups=num_groups,
-    overrides=overrides,
-    is_data=select_data(args, data),
-  )
-
-
-def select_data(args: Any, data: _base.LeafSelector) -> list[bool]:
-  """Whether each leaf of a loss's arguments is data; `data` as in :func:`layer_groups`."""
-  if data is None:
-    return [True] * len(jax.tree.leaves(args))
-  return _tree.select(args, data, "data")
-
-
-def group_by_use(
-  loss_fn: Callable[..., Any],
-  params: optax.Params,
-  model_state: Any,
-  args: tuple[Any, ...],
-  *,
-  num_groups: int | None,
-  overrides: Mapping[str, int] | None,
-  is_data: Sequence[bool],
-) -> LayerGroups:
-  """:func:`layer_groups` for ``loss_fn(params, model_state, *args)``; the state is a constant."""
   if num_groups is not None:
     _base.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
-  for name, tree in (("params", params), ("model state", model_state), ("args", args)):
-    _tree.check_traceable(name, tree)
+  program = _layers.trace(loss_fn, params, args)
+  is_data = None if data is None else _tree.select(args, data, "data")
+  described = _layers.describe(program, params, _layers.data_flags(loss_fn, args, is_data))
   leaves = _layers.leaves_of(params)
-  state_flags = [None] * len(jax.tree.leaves(model_state))
-  program = jax.make_jaxpr(loss_fn)(params, model_state, *args)
-  described = _layers.describe(program, params, [*state_flags, *is_data])
   events, stacks = list(described.uses), described.scans
   order = list(dict.fromkeys(events))
   unused = [i for i in range(len(leaves)) if i not in set(order)]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _jaxpr
 from optax_boost import _leaf_uses
 from optax_boost import _tree
 
@@ -169,7 +170,8 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
     params: the params.
-    *args: the loss's other arguments: statistics, batch, rng.
+    *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
+      ``linen.split_loss`` takes its model state first.
 
   Returns:
     A description of all leaves: hashable, a pytree without leaves.
@@ -189,21 +191,35 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
     head: fan-in (0,), outputs (1,)
     >>> tx = optax_boost.centralize(layers=layers)
   """
+  return describe(trace(loss_fn, params, args), params, data_flags(loss_fn, args))
+
+
+def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ...]) -> Any:
+  """The program of ``loss_fn(params, *args)``, after checks of the arguments."""
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
-  return read(lambda params, _, *args: loss_fn(params, *args), params, (), args)
-
-
-def read(
-  loss_fn: Callable[..., Any], params: optax.Params, model_state: Any, args: tuple[Any, ...]
-) -> Layers:
-  """:func:`layer_axes` for ``loss_fn(params, model_state, *args)``; the state is a constant."""
-  for name, tree in (("params", params), ("model state", model_state), ("args", args)):
+  for name, tree in (("params", params), ("args", args)):
     _tree.check_traceable(name, tree)
-  flags = [*[None] * len(jax.tree.leaves(model_state)), *[True] * len(jax.tree.leaves(args))]
-  # A new function each time: JAX would use an earlier trace, even if a function that the loss
-  # calls was redefined since, as in a notebook.
-  program = jax.make_jaxpr(lambda *args: loss_fn(*args))(params, model_state, *args)
-  return describe(program, params, flags)
+  return jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)
+
+
+def data_flags(
+  loss_fn: Callable[..., Any], args: tuple[Any, ...], is_data: Sequence[bool] | None = None
+) -> list[bool | None]:
+  """Whether each leaf of the arguments is data; None for the state of a loss that carries one."""
+  leaves = len(jax.tree.leaves(args))
+  constants = len(jax.tree.leaves(args[:1])) if is_stateful(loss_fn) else 0
+  return [*[None] * constants, *(is_data or [True] * leaves)[constants:]]
+
+
+def stateful(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Marks a loss of a Flax model, ``output, model_state = loss(params, model_state, *args)``."""
+  loss_fn.is_stateful = True  # type: ignore[attr-defined]
+  return loss_fn
+
+
+def is_stateful(loss_fn: Callable[..., Any]) -> bool:
+  """Whether a loss is marked by :func:`stateful`."""
+  return getattr(loss_fn, "is_stateful", False) is True
 
 
 def describe(program: Any, params: Any, data: Sequence[bool | None] | None = None) -> Layers:

@@ -29,7 +29,7 @@ from its method.
 
 import collections
 from collections.abc import Callable
-from collections.abc import Iterator
+import contextlib
 import functools
 import operator
 import types

@@ -47,7 +47,7 @@ def program(
   """Compiles a train step."""
   step = optax_boost.make_train_step(model.loss, tx)
   params = jax.eval_shape(model.init, jax.random.key(0))
-  state, compiled = programs.compile_train_step(chip, step, params, tokens)
+  state, compiled = programs.compile_train_step(chip, step, (params,), tokens)
   cost = compiled.cost_analysis() or {}
   return {
     "whole": programs.whole_bytes(compiled),

@@ -68,13 +68,13 @@ def compile_case(case: cases.Case, chip: chips.Chip, layout: str) -> dict[str, A
   return {"seconds to compile": seconds} | read(compiled)
 
 
-def compile_train_step(chip: chips.Chip, step: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+def compile_train_step(chip: chips.Chip, step: Any, arrays: Any, batch: Any) -> tuple[Any, Any]:
   """Compiles a train step for one device: its abstract state, and the program.
 
   Args:
     chip: the chip.
     step: a train step; of groups that its optimizer may freeze it freezes the first.
-    params: what its `init` takes, abstract.
+    arrays: the arguments of its `init`, abstract.
     batch: the batch, abstract.
   """
   one = jax.sharding.SingleDeviceSharding(chip.mesh().devices.flat[0])
@@ -82,7 +82,7 @@ def compile_train_step(chip: chips.Chip, step: Any, params: Any, batch: Any) -> 
   def place(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
 
-  abstract = jax.tree.map(place, jax.eval_shape(step.init, params))
+  abstract = jax.tree.map(place, jax.eval_shape(step.init, *arrays))
   state = abstract
   if hasattr(state.opt_state, "frozen_groups"):
     # Known, so that the program for this depth is compiled.

@@ -50,16 +50,16 @@ def program(row: str, batch_size: int) -> dict[str, float]:
   }
   module: Any = models.ResNet()
   if row in (_FEWER, _BOTH):
-    module = optax_boost.linen.auto_boost("O1", total_steps=100).model(module, batch["x"])
+    boost = optax_boost.auto_boost("O1", total_steps=100)
+    module = boost.model(optax_boost.linen.less_bn, module, batch["x"])
   variables = jax.eval_shape(module.init, jax.random.key(0), batch["x"])
+  loss, *arrays = optax_boost.linen.split_loss(models.image_loss, module, variables)
   tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9))
   if row in (_FROZEN, _BOTH):
-    groups = optax_boost.linen.layer_groups(
-      models.image_loss, module, variables, batch, num_groups=2
-    )
+    groups = optax_boost.layer_groups(loss, *arrays, batch, num_groups=2)
     tx = optax_boost.freeze_layers(tx, groups, optax_boost.fixed_freezing(2, 1))
-  step = optax_boost.linen.make_train_step(models.image_loss, module, tx)
-  _, compiled = programs.compile_train_step(chips.CHIPS["v5e-8"], step, variables, batch)
+  step = optax_boost.make_train_step(loss, tx)
+  _, compiled = programs.compile_train_step(chips.CHIPS["v5e-8"], step, arrays, batch)
   cost = compiled.cost_analysis()
   return {
     "bytes": cost["bytes accessed"],

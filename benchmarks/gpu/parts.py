@@ -49,26 +49,23 @@ class _Images:
     self.module = of.resnet
     self.key = keys[2]
 
-  def variables(self, module: Any) -> Any:
-    return jax.jit(module.init)(self.key, self.batch["x"])
-
   def groups(self, module: Any, number: int) -> Any:
     variables = jax.eval_shape(module.init, self.key, self.batch["x"])
-    loss = models.image_loss
-    return optax_boost.linen.layer_groups(loss, module, variables, self.batch, num_groups=number)
+    split = optax_boost.linen.split_loss(models.image_loss, module, variables)
+    return optax_boost.layer_groups(*split, self.batch, num_groups=number)
 
   def step(self, module: Any, tx: optax.GradientTransformation) -> timing.Record:
-    made = optax_boost.linen.make_train_step(models.image_loss, module, tx)
-    state = made.init(self.variables(module))
-    return timing.train_step(made, state, self.batch, self.calls)
+    variables = jax.jit(module.init)(self.key, self.batch["x"])
+    loss, *arrays = optax_boost.linen.split_loss(models.image_loss, module, variables)
+    made = optax_boost.make_train_step(loss, tx)
+    return timing.train_step(made, made.init(*arrays), self.batch, self.calls)
 
 
 def resnet50(of: sizes.Sizes) -> Rows:
   """AutoBoost's levels on the network of images."""
   images = _Images(of)
-  fewer = optax_boost.linen.auto_boost("O1", total_steps=100).model(
-    images.module, images.batch["x"]
-  )
+  boost = optax_boost.auto_boost("O1", total_steps=100)
+  fewer = boost.model(optax_boost.linen.less_bn, images.module, images.batch["x"])
   yield "O0", images.step(images.module, _sgd())
   yield "first half frozen", images.step(images.module, _always(images.groups(images.module, 2), 1))
   unfrozen = images.step(fewer, _centralized())

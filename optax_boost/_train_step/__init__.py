@@ -1,8 +1,8 @@
 """A train step that hands every method the extra arguments that it needs."""
 
 from optax_boost._train_step._loss import bound_arrays as bound_arrays
-from optax_boost._train_step._loss import with_model_state as with_model_state
 from optax_boost._train_step._program import Metrics as Metrics
+from optax_boost._train_step._program import Program as Program
 from optax_boost._train_step._state import TrainState as TrainState
 from optax_boost._train_step._state import canonicalize_state as canonicalize_state
 from optax_boost._train_step._state import check_state as check_state

@@ -29,10 +29,10 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _in_place
-from optax_boost import _masking
+from optax_boost import _layers
 from optax_boost import _protocol
-from optax_boost._train_step import _gradient
 from optax_boost._train_step import _loss
+from optax_boost._train_step import _objective
 from optax_boost._train_step import _state
 from optax_boost._train_step import _statistics
 from optax_boost._train_step import _written
@@ -69,6 +69,10 @@ class Program:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
     output = self.loss_fn(params, *statistics, batch, *rngs)
+    if _layers.is_stateful(self.loss_fn):
+      output, model_state = output
+      loss, (_, aux) = _loss.split_output(output, self.has_aux, False)
+      return loss, (model_state, aux)
     return _loss.split_output(output, self.has_aux, self.has_model_state)
 
   def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
@@ -91,43 +95,42 @@ class Program:
     """
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    requests = _gradient.Requests(self.tx, state.opt_state, state.params, depth)
-    if requests.groups is not None and depth is None:
+    objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
+    if objective.groups is not None and depth is None:
       self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)
-    loss = _loss.TracedLoss(self.loss, state.params, state.model_state, batch, *rngs)
-    grad, (value, (model_state, aux)) = requests.gradient(loss, state.params)
+    grad, (value, (model_state, aux)) = objective.gradient(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state, loss)
-    extra = {"value": value, "grad": grad, **_closures(loss, requests, start)}
+    start, model_state = _written.take_written_params(state.params, model_state, objective.program)
+    extra = {"value": value, "grad": grad, **objective.closures(start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
-      extra["full_grad_fn"] = _of_masked(mean_gradient, start)
+      extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
     if _protocol.attributes_of(self.tx, "wants_layers"):
-      extra["layers"] = loss.layers()
+      extra["layers"] = objective.layers()
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
     try:
       params, opt_state = _in_place.PARAMS.step(
-        self.tx, lambda: (grad, dict(extra)), requests.opt_state, start
+        self.tx, lambda: (grad, dict(extra)), objective.opt_state, start
       )
     except (AttributeError, TypeError, ValueError) as error:
       _state.explain_other_state(error, state, self.tx)
       raise
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    if requests.groups is not None:
+    if objective.groups is not None:
       # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(requests.depth, jnp.int32)
+      metrics["frozen_groups"] = jnp.asarray(objective.depth, jnp.int32)
       if self.hold_frozen_statistics:
         model_state = _statistics.hold_statistics(
           state.model_state,
           model_state,
           state.params,
-          requests.groups,
-          requests.depth,
-          loss.statistics_axes,
+          objective.groups,
+          objective.depth,
+          objective.statistics_axes,
         )
     if self.has_aux:
       metrics["aux"] = aux
@@ -151,29 +154,3 @@ class Program:
     if kind not in self.warnings_given:
       self.warnings_given.add(kind)
       _base.warn(message, kind)
-
-
-def _closures(
-  loss: _loss.TracedLoss, requests: _gradient.Requests, current: optax.Params
-) -> dict[str, Callable[..., Any]]:
-  """The loss and its gradient as functions of params."""
-
-  @_masking.ignoring_closures
-  def value_fn(params: optax.Params) -> jax.Array:
-    return loss(_masking.fill_masked(params, current))[0]
-
-  # Differentiated is the scaled loss, as at the current params.
-  grad_fn = _of_masked(lambda params: requests.gradient(loss, params)[0], current)
-  return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
-
-
-def _of_masked(
-  gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
-) -> Callable[..., optax.Updates]:
-  """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
-
-  # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.
-  def grad_fn(params: optax.Params, *_: Any) -> optax.Updates:
-    return _masking.mask_like(gradient(_masking.fill_masked(params, current)), params)
-
-  return grad_fn

@@ -10,6 +10,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _full_gradient
+from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._train_step import _loss
@@ -172,7 +173,8 @@ def make_train_step(
     has_aux: whether `loss_fn` returns aux, which becomes ``metrics["aux"]``.
     has_model_state: whether the loss carries mutable statistics. It is then called as
       ``loss_fn(params, model_state, batch[, rng])`` and returns ``(loss, model_state)``, with
-      `has_aux` ``(loss, (model_state, aux))``.
+      `has_aux` ``(loss, (model_state, aux))``. Known of losses from ``nnx.split_loss`` and
+      ``linen.split_loss``.
     full_grad_fn: the mean gradient over all of the data, for ``svrg(refresh_every=n)``:
       ``full_grad_fn(grad_fn, params)``, with ``grad_fn(params, batch)`` the gradient of the loss;
       with a key ``full_grad_fn(grad_fn, params, rng=key)`` and ``grad_fn(params, batch, key)``.
@@ -222,5 +224,6 @@ def make_train_step(
       "`weight` must be a function of the batch, or the name of an entry of the loss's aux, with"
       f" has_aux=True; got {_base.shorten(weight)}."
     )
+  options["has_model_state"] |= _layers.is_stateful(loss_fn)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)

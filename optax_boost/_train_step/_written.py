@@ -9,7 +9,6 @@ import jax
 import optax
 
 from optax_boost import _jaxpr
-from optax_boost._train_step import _loss
 
 # The number of a value that is not a leaf of the params.
 _OTHER = -1
@@ -30,13 +29,13 @@ def with_written_params(model_state: Any, before: optax.Params, after: optax.Par
 
 
 def take_written_params(
-  params: optax.Params, model_state: Any, loss: _loss.TracedLoss
+  params: optax.Params, model_state: Any, program: Any
 ) -> tuple[optax.Params, Any]:
   """The params as the forward pass left them, and the new statistics alone."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   leaves, structure = jax.tree.flatten(params)
-  inputs, outputs = loss.program.jaxpr.invars, loss.program.jaxpr.outvars
+  inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
   # By the params' place in the outputs: the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
   place = slice(end - len(leaves), end)
@@ -44,7 +43,7 @@ def take_written_params(
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
     numbers = [*range(len(leaves)), *[_OTHER] * (len(inputs) - len(leaves))]
-    origins = _Copies().run(loss.program, numbers)[place]
+    origins = _Copies().run(program, numbers)[place]
     copied = [origin == i for i, origin in enumerate(origins)]
   left = zip(leaves, jax.tree.leaves(model_state.params), copied, strict=True)
   return jax.tree.unflatten(

@@ -1,9 +1,8 @@
-"""From a level or a configuration to the transformation and the train step."""
+"""From a level or a configuration to the model and the transformation."""
 
 from collections.abc import Callable
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import optax
@@ -16,24 +15,6 @@ from optax_boost.auto import _levels
 from optax_boost.auto import _methods
 
 
-class Forms(NamedTuple):
-  """The functions of an API, whose first arguments are the loss, and the model or the params."""
-
-  params_of: Callable[..., Any]
-  layer_groups: Callable[..., Any]
-  layer_axes: Callable[..., Any]
-  make_train_step: Callable[..., Any]
-  less_bn: Callable[..., Any] | None = None
-
-
-_PLAIN = Forms(
-  lambda params, *args: params,
-  optax_boost.layer_groups,
-  optax_boost.layer_axes,
-  optax_boost.make_train_step,
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class AutoBoost:
   """The methods that a level or a configuration turns on; made by :func:`auto_boost`.
@@ -44,7 +25,6 @@ class AutoBoost:
     why: the reason of each method, on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
-    forms: the functions for params, NNX or Linen.
   """
 
   title: str
@@ -52,7 +32,6 @@ class AutoBoost:
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
-  forms: Forms = dataclasses.field(default=_PLAIN, repr=False)
 
   def explain(self) -> str:
     """A table: each method, whether it is on, why, and its settings."""
@@ -60,29 +39,33 @@ class AutoBoost:
     for name, reason in self.why.items():
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       lines.append(f"{name:17} {'on ' if name in self.on else 'off'}  {reason:38}  {settings}")
-    if "less_bn" in self.on and self.forms.less_bn is None:
-      lines.append("less_bn: models change in optax_boost.nnx and optax_boost.linen only")
     if self.ignored:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
 
-  def model(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+  def model(self, less_bn: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares a Flax model for training; it is traced with its arguments.
 
+    Args:
+      less_bn: ``optax_boost.nnx.less_bn`` or ``optax_boost.linen.less_bn``.
+      model: the model, or the module.
+      *args: the other arguments of `less_bn`.
+      **kwargs: its keyword arguments.
+
     Returns:
-      In NNX a copy after `less_bn`, in Linen a module; or `model` itself if `less_bn` is off.
+      The result of `less_bn`; or `model` itself if that method is off.
     """
-    if "less_bn" not in self.on or self.forms.less_bn is None:
+    if "less_bn" not in self.on:
       return model
-    return self.forms.less_bn(model, *args, fn_flag=self.on["less_bn"]["fn_flag"], **kwargs)
+    return less_bn(model, *args, fn_flag=self.on["less_bn"]["fn_flag"], **kwargs)
 
   def optimizer(
     self,
     tx: optax.GradientTransformation,
     loss_fn: Callable[..., Any] | None = None,
+    params: optax.Params | None = None,
     *args: Any,
     groups: Any = None,
-    **options: Any,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
@@ -91,55 +74,45 @@ class AutoBoost:
 
     Args:
       tx: the optimizer.
-      loss_fn: the loss, whose trace gives the layers, in scans, too.
-      *args: the params and the loss's other arguments; in NNX the model of :meth:`model` in the
-        place of the params; in Linen the module, its variables, a batch and, if it draws, a key.
+      loss_fn: the loss ``loss_fn(params, *args)``, whose trace gives the layers, in scans, too. Of
+        Flax models: ``loss, params, model_state = nnx.split_loss(...)``, or ``linen.split_loss``.
+      params: the params.
+      *args: the loss's other arguments; of a Flax model its model state, then a batch.
       groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
-      **options: in NNX `wrt`, in Linen `rngs`, as for their `layer_groups`.
 
     Raises:
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
         on without params or a subspace.
     """
     tx = _base.check_transformation("tx", tx)
-    params = self.forms.params_of(*args, **options) if args else None
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
-    has_trace = loss_fn is not None and params is not None
+    trace: Any = None if loss_fn is None or params is None else (loss_fn, params, *args)
     layers = None
     centralizes = self.on.get("less_bn", {}).get("gc_flag", False)
-    if has_trace and (centralizes or "adasum" in self.on):
-      layers = self.forms.layer_axes(loss_fn, *args, **options)
+    if trace and (centralizes or "adasum" in self.on):
+      layers = optax_boost.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(optax_boost.centralize(layers=layers), tx)
     if "adasum" in self.on:
       tx = _methods.with_adasum(tx, layers, **self.on["adasum"])
     if freezing := self.on.get("grad_freeze"):
-      if groups is None and not has_trace:
+      if groups is None and not trace:
         raise ValueError(
           "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the loss, the"
-          " params or the model, and the loss's arguments, or groups=..."
+          " params and the loss's arguments, or groups=..."
         )
       if groups is None:
-        count = freezing["param_groups"]
-        groups = self.forms.layer_groups(loss_fn, *args, num_groups=count, **options)
+        groups = optax_boost.layer_groups(*trace, num_groups=freezing["param_groups"])
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := self.on.get("grad_accumulation"):
       tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := self.on.get("average"):
       tx = optax_boost.average_params(tx, **average)
     return tx
-
-  def train_step(self, loss_fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Makes the train step, with the arguments of `make_train_step`.
-
-    These are the loss and the result of :meth:`optimizer`; in Linen the module before the latter;
-    in NNX the loss alone.
-    """
-    return self.forms.make_train_step(loss_fn, *args, **options)
 
 
 def auto_boost(
@@ -153,8 +126,8 @@ def auto_boost(
 ) -> AutoBoost:
   """Chooses and sets up several methods at once, by a level or by MindSpore's configuration.
 
-  For models in Flax, :func:`optax_boost.nnx.auto_boost` and :func:`optax_boost.linen.auto_boost`
-  take the same arguments and also change the model; here `less_bn` is centralized gradients alone.
+  For Flax models, :meth:`AutoBoost.model` also changes the model; without it `less_bn` is
+  centralized gradients alone.
 
   Args:
     level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, the first half of
@@ -185,7 +158,7 @@ def auto_boost(
     ...   return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
     >>> boost = optax_boost.auto_boost("O1", total_steps=10)
     >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
-    >>> step = boost.train_step(loss_fn, tx)
+    >>> step = optax_boost.make_train_step(loss_fn, tx)
     >>> list(boost.on)
     ['less_bn', 'grad_freeze', 'average']
   """

@@ -1,6 +1,6 @@
 """A Linen module as a pure loss ``loss(params, model_state, batch, rng)`` with its arrays.
 
-The train step, groups of layers and stacked axes stand on it.
+All of the package's functions of a loss take it.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from flax import linen as nn
 import jax
 
 from optax_boost import _base
-from optax_boost import _train_step
+from optax_boost import _layers
 
 
 class BoundModel:
@@ -77,10 +77,58 @@ def _is_tuple(value: Any) -> bool:
   return type(value) is tuple
 
 
-def pure_loss(
-  module: nn.Module, loss_fn: Callable[..., Any], rngs: Any, has_aux: bool = False
-) -> Callable[..., Any]:
-  """From ``loss_fn(model, batch)`` to the pure loss that returns the new collections, too."""
+def split_loss(
+  loss_fn: Callable[..., Any],
+  module: nn.Module,
+  variables: Any,
+  *,
+  rngs: Sequence[str] = ("dropout",),
+) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+  """Makes the loss of a module pure: the form that the package's functions take.
+
+  :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
+  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss.
+
+  A loss reads the module's other variables in ``model.collections``, after it has called the model:
+  ``sum(jax.tree.leaves(model.collections["losses"]))`` adds the values that
+  ``self.sow("losses", ...)`` stored in this step. Collections that ``module.init`` did not return
+  are not kept. Values that ``sow`` combines with a `reduce_fn` of its own are carried from step to
+  step, like other variables.
+
+  Args:
+    loss_fn: ``loss_fn(model, batch)``, where ``model(x, ...)`` applies the module; returns the
+      scalar loss, or ``(loss, aux)``.
+    module: the Linen module.
+    variables: the output of ``module.init``.
+    rngs: the names of the module's rng streams.
+
+  Returns:
+    ``(loss, params, model_state)``, with ``loss(params, model_state, batch, rng)`` returning the
+    output of `loss_fn` and the new `model_state`, the collections other than ``params``. The rng
+    streams are made from the key `rng`.
+
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: `variables` has no collection ``params``.
+
+  Examples:
+    >>> from flax import linen as nn
+    >>> import jax, jax.numpy as jnp, optax, optax_boost.linen
+    >>> module, x = nn.Dense(1), jnp.eye(3)
+    >>> loss, params, model_state = optax_boost.linen.split_loss(
+    ...   lambda model, x: jnp.mean((model(x) - 1) ** 2), module, module.init(jax.random.key(0), x)
+    ... )
+    >>> print(optax_boost.layer_axes(loss, params, model_state, x))
+    bias: outputs (0,)
+    kernel: fan-in (0,), outputs (1,)
+    >>> step = optax_boost.make_train_step(loss, optax.lbfgs())
+    >>> state = step.init(params, model_state)
+    >>> for _ in range(8):
+    ...   state, metrics = step(state, x)
+    >>> y = module.apply({"params": state.params, **state.model_state}, x)
+    >>> bool(jnp.allclose(y, 1, atol=1e-2))
+    True
+  """
   check_module(module)
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   sequence = isinstance(rngs, Sequence) and not isinstance(rngs, str)
@@ -90,58 +138,20 @@ def pure_loss(
       f" {_base.shorten(rngs)}."
     )
 
-  def loss(params: Any, collections: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    check_model_state(collections)
+  def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+    if not isinstance(model_state, Mapping):
+      raise TypeError(
+        "`model_state` must be a dict of the module's collections; got"
+        f" {_base.shorten(model_state)}. Pass the one that `split_loss` returned:"
+        " step.init(params, model_state)."
+      )
+    _base.check_key("rng", rng)
     keys = {} if rng is None else dict(zip(rngs, jax.random.split(rng, len(rngs)), strict=True))
-    model = BoundModel(module, params, collections, keys)
+    model = BoundModel(module, params, model_state, keys)
     output = loss_fn(model, batch)
-    return _train_step.with_model_state(output, model.collections, has_aux)
+    return output, model.collections
 
-  return loss
-
-
-def adapt(
-  module: Any, loss_fn: Any, variables: Any, rng: Any, rngs: Any
-) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
-  """The pure loss, the params and the other collections, after checks of the arguments."""
-  loss = pure_loss(module, loss_fn, rngs)
-  params, collections = split_variables(variables)
-  _base.check_key("rng", rng)
-  return loss, params, collections
-
-
-def split_loss(
-  loss_fn: Callable[..., Any],
-  module: nn.Module,
-  variables: Any,
-  *,
-  rngs: Sequence[str] = ("dropout",),
-) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
-  """Makes the loss of a module pure: the form that :func:`optax_boost.race` takes.
-
-  Args:
-    loss_fn: ``loss_fn(model, batch)``, as for :func:`make_train_step`.
-    module: the Linen module.
-    variables: the output of ``module.init``.
-    rngs: the names of the module's rng streams.
-
-  Returns:
-    ``(loss, params, model_state)``, with ``loss(params, model_state, batch, rng)`` returning the
-    output of `loss_fn` and the new `model_state`, the collections other than ``params``.
-
-  Examples:
-    >>> from flax import linen as nn
-    >>> import jax, jax.numpy as jnp, optax_boost.linen
-    >>> module, x = nn.Dense(1), jnp.zeros((2, 3))
-    >>> loss, params, model_state = optax_boost.linen.split_loss(
-    ...   lambda model, x: jnp.mean(model(x)), module, module.init(jax.random.key(0), x)
-    ... )
-    >>> value, model_state = loss(params, model_state, x, jax.random.key(1))
-    >>> float(value), sorted(params)
-    (0.0, ['bias', 'kernel'])
-  """
-  loss = pure_loss(module, loss_fn, rngs)
-  return loss, *split_variables(variables)
+  return _layers.stateful(loss), *split_variables(variables)
 
 
 def split_variables(variables: Any, name: str = "variables") -> tuple[Any, dict[str, Any]]:
@@ -167,16 +177,6 @@ def check_collections(name: str, value: Any) -> None:
     raise TypeError(
       f"`{name}` must be a dict of collections; got {_base.shorten(value)}. Pass the variables that"
       " `module.init` returned."
-    )
-
-
-def check_model_state(model_state: Any) -> None:
-  """Refuses the statistics of a state that another train step's ``init`` made."""
-  if not isinstance(model_state, Mapping):
-    raise TypeError(
-      "`state` must have the module's collections in its `model_state`; got"
-      f" {_base.shorten(model_state)}. Make it with the `init` of Linen's train step, from the"
-      " variables that `module.init` returned."
     )
 
 

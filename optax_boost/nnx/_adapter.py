@@ -50,75 +50,48 @@ def pure_loss(
   graphdef: Any,
   wrt: Any,
   *,
-  has_aux: bool = False,
   has_key: bool = False,
   may_change: bool = True,
 ) -> Callable[..., Any]:
   """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too.
 
-  If the forward pass changes the structure, the state holds it for :func:`write_structure`; unless
+  If the forward pass changes the structure, the state holds it for :func:`write`; unless
   it `may_change`, new and removed arrays are refused, and new static attributes dropped.
   """
 
-  def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
-    is_keyed = isinstance(batch, Keyed)
+  # `race` passes a key to losses with a parameter of that name; models have streams of their own.
+  def loss(params: Any, model_state: Any, batch: Any, *keys: jax.Array) -> Any:
+    moves_streams = bool(keys) and not isinstance(batch, Keyed)
     batch = plain_batch(batch)
-
-    def forward(params: Any) -> tuple[Any, Any, Any, Any]:
-      # A model of its own for every call: its changes in the forward pass (statistics, rng
-      # counts) are read off afterwards, and a trial point's changes are dropped with it.
-      with nnx.update_context(_CONTEXT):
-        with nnx.merge_context(_CONTEXT, inner=True) as context:
-          roots = context.merge(graphdef, *_states(params, model_state))
-        if rng is not None and not is_keyed:
-          _advance(roots, jax.random.bits(rng))
-        check_batch(batch)
-        key = (rng,) if has_key else ()
-        output = loss_fn(roots[0], batch, *roots[1:], *key)
-        with nnx.split_context(_CONTEXT) as context:
-          return output, *_split(context, wrt, roots)
-
-    output, structure, after, new_state = forward(params)
+    # A model of its own for every call: its changes in the forward pass (statistics, rng counts)
+    # are read off afterwards, and a trial point's changes are dropped with it.
+    with nnx.update_context(_CONTEXT):
+      with nnx.merge_context(_CONTEXT, inner=True) as context:
+        roots = context.merge(graphdef, *_states(params, model_state))
+      if moves_streams:
+        _advance(roots, jax.random.bits(keys[0]))
+      check_batch(batch)
+      output = loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
+      with nnx.split_context(_CONTEXT) as context:
+        structure, after, new_state = _split(context, wrt, roots)
     _check_trained(params, after)
     if not may_change:
       _check_others(model_state, new_state)
     elif structure.with_no_outer_index() != graphdef:
       new_state = {**new_state, _STRUCTURE: structure}
-    new_state = _train_step.with_written_params(new_state, params, after)
-    return _train_step.with_model_state(output, new_state, has_aux)
+    return output, _train_step.with_written_params(new_state, params, after)
 
-  return loss
-
-
-def adapt(loss_fn: Any, model: Any, wrt: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-  """The pure loss ``loss(params, model_state, *args)``, params, model state and its arguments.
-
-  An ``nnx.Rngs`` among the arguments belongs to the model's state; in its place is None.
-  """
-  _base.check_callable("loss_fn", loss_fn, "loss_fn(model, *args)")
-  check_model(model, tree=True)
-  check_filter("wrt", wrt)
-  places = [i for i, argument in enumerate(args) if isinstance(argument, RNG_TYPES)][:1]
-  graphdef, params, model_state = split(wrt, model, *(args[i] for i in places))
-  if not jax.tree.leaves(params):
-    raise ValueError(
-      f"`model` must be an NNX module with variables of `wrt`, {_base.shorten(wrt)}; got"
-      f" {_base.shorten(model)}, which has none."
-    )
-
-  def loss_of_model(model: Any, args: Any, *rngs: Any) -> Any:
-    of_place = dict(zip(places, rngs, strict=True))
-    return loss_fn(model, *(of_place.get(i, argument) for i, argument in enumerate(args)))
-
-  loss = pure_loss(loss_of_model, graphdef, wrt)
-  arrays = tuple(None if i in places else argument for i, argument in enumerate(args))
-  return lambda params, state, *args: loss(params, state, args), params, model_state, arrays
+  return _layers.stateful(loss)
 
 
 def split_loss(
   loss_fn: Callable[..., Any], model: nnx.Module, *, wrt: Any = nnx.Param
 ) -> tuple[Callable[..., Any], Any, Any]:
-  """Makes the loss of a model pure: the form that :func:`optax_boost.race` takes.
+  """Makes the loss of a model pure: the form that the package's functions take.
+
+  :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
+  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss. A train step of it
+  needs a twentieth of the host's time of ``nnx.jit``, as it takes the model apart once.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``. Any function of a model: an evaluation, too.
@@ -127,31 +100,36 @@ def split_loss(
 
   Returns:
     ``(loss, params, model_state)``, with ``loss(params, model_state, batch)`` returning the output
-    of `loss_fn` and the new `model_state`, all variables that are not trained. It takes the
-    variables of any model of the same structure. Dropout draws from the model's own streams; a key
-    as a fourth argument moves them.
+    of `loss_fn` and the new `model_state`, a dict with all variables that are not trained. It takes
+    the variables of any model of the same structure. Dropout draws from the model's own streams; a
+    key as a fourth argument moves them.
+
+  Raises:
+    TypeError: an argument is of the wrong kind.
+    ValueError: when traced: the forward pass creates, removes or reshapes variables.
 
   Examples:
     >>> from flax import nnx
-    >>> import jax.numpy as jnp, optax_boost.nnx
-    >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    >>> import jax.numpy as jnp, optax, optax_boost.nnx
+    >>> model, x = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), jnp.eye(3)
     >>> loss, params, model_state = optax_boost.nnx.split_loss(
-    ...   lambda model, x: jnp.mean(model(x)), model
+    ...   lambda model, x: jnp.mean((model(x) - 1) ** 2), model
     ... )
-    >>> value, model_state = loss(params, model_state, jnp.zeros((2, 3)))
-    >>> float(value), sorted(params)
-    (0.0, ['bias', 'kernel'])
+    >>> print(optax_boost.layer_axes(loss, params, model_state, x))
+    bias: outputs (0,)
+    kernel: fan-in (0,), outputs (1,)
+    >>> step = optax_boost.make_train_step(loss, optax.lbfgs())
+    >>> state = step.init(params, model_state)
+    >>> for _ in range(8):
+    ...   state, metrics = step(state, x)
+    >>> nnx.update(model, state.params, *state.model_state.values())
+    >>> bool(jnp.allclose(model(x), 1, atol=1e-2))
+    True
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   check_model(model)
-  check_filter("wrt", wrt)
   graphdef, params, model_state = split(wrt, model)
-
-  def loss(params: Any, model_state: Any, batch: Any, *keys: jax.Array) -> Any:
-    pure = pure_loss(loss_fn, graphdef, wrt, may_change=False)
-    return pure(params, model_state, batch, *keys)
-
-  return loss, params, model_state
+  return pure_loss(loss_fn, graphdef, wrt, may_change=False), params, model_state
 
 
 def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
@@ -177,23 +155,18 @@ def merge(graphdef: Any, params: Any, collections: Any) -> tuple[Any, ...]:
 
 
 def write(params: Any, collections: Any, *roots: Any) -> None:
-  """Puts the arrays of :func:`split` into the roots, by their paths."""
-  nnx.update(roots, *_states(params, collections))
+  """Puts the arrays of :func:`split` into the roots, by their paths.
 
-
-def write_structure(params: Any, collections: Any, *roots: Any) -> bool:
-  """Writes a structure that the forward pass has changed, with its arrays, as ``nnx.jit`` does.
-
-  Where it stayed as it was, writes nothing and says so.
+  A structure that the forward pass has changed is written with them, as ``nnx.jit`` does.
   """
   if _STRUCTURE not in collections:
-    return False
+    nnx.update(roots, *_states(params, collections))
+    return
   with nnx.update_context(_CONTEXT):
     with nnx.split_context(_CONTEXT) as context:
       context.split(roots)
     with nnx.merge_context(_CONTEXT, inner=False) as context:
       context.merge(collections[_STRUCTURE], *_states(params, collections))
-  return True
 
 
 def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
@@ -242,16 +215,6 @@ def check_model(model: Any, *, tree: bool = False) -> None:
       f"`model` must be an NNX module; got {_base.shorten(model)}. For Linen modules there is"
       " `optax_boost.linen`."
     )
-
-
-def check_filter(name: str, value: Any) -> None:
-  """Refuses all but NNX filters."""
-  try:
-    nnx.filterlib.to_predicate(value)
-  except (TypeError, ValueError) as error:
-    raise TypeError(
-      f"`{name}` must be an NNX filter, as nnx.Param; got {_base.shorten(value)}."
-    ) from error
 
 
 def check_batch(batch: Any) -> None:

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 import dataclasses
-import functools
 from typing import Any
-from typing import NamedTuple
 from typing import TypeAlias
 import weakref
 
@@ -30,16 +28,13 @@ class TrainStep:
   must not train the same model.
   """
 
-  def __init__(self, loss_fn: Callable[..., Any], **options: Any):
-    self._loss_fn = loss_fn
-    options["full_grad_fn"], self._data = _train_step.bound_arrays(options.get("full_grad_fn"))
-    self._options = options
-    donated = (0, 1, 2) if options.get("donate", True) else ()
+  def __init__(self, program: _train_step.Program, donate: bool):
+    self._program = program
+    donated = (0, 1, 2) if donate else ()
     self._jitted = nnx.jit(self._step, donate_argnums=donated, static_argnums=(6, 7))
     # Each optimizer's transformation, where the arrays of its training lie, and how to read the
     # number of frozen groups.
     self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
-    self._warnings_given: set[type[Warning]] = set()
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
@@ -70,7 +65,7 @@ class TrainStep:
     try:
       return self._jitted(*arguments)
     except (TypeError, ValueError) as error:
-      _explain(error, self._open(model, optimizer, rng).state, optimizer, batch)
+      _explain(error, self._open(model, optimizer, rng)[1], optimizer, batch)
       raise
 
   def refresh(
@@ -99,9 +94,11 @@ class TrainStep:
       TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
-    call = self._open(model, optimizer, rng)
-    key = jax.random.key(_adapter.PASS_SEED) if call.key is None else call.key
-    state = call.step.refresh(call.state, batches, key, weight_fn=weight_fn, progress=progress)
+    program, state, key = self._open(model, optimizer, rng)
+    key = jax.random.key(_adapter.PASS_SEED) if key is None else key
+    state = _train_step.TrainStep(program).refresh(
+      state, batches, key, weight_fn=weight_fn, progress=progress
+    )
     nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
 
   def lower(self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None) -> Any:
@@ -118,16 +115,15 @@ class TrainStep:
     rngs, key = _split_rng(rng)
     is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._seen
     if is_new or self._seen[optimizer][0] is not optimizer.tx:
-      state = self._open(model, optimizer, rng).state
+      state = self._open(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-        nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-        nnx.update(optimizer, {"step": state.step})
+        _write_state(state, optimizer)
         _adapter.write(state.params, state.model_state, model, *rngs)
       reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
       self._seen[optimizer] = optimizer.tx, _train_step.placement(state), reader
     _, placement, frozen_groups = self._seen[optimizer]
     depth = _train_step.known_depth(frozen_groups(optimizer.opt_state))
-    return model, optimizer, rngs, batch, key, self._data, depth, placement
+    return model, optimizer, rngs, batch, key, self._program.data, depth, placement
 
   def _step(
     self,
@@ -142,70 +138,52 @@ class TrainStep:
   ) -> _train_step.Metrics:
     """One step on a model whose arrays are traced."""
     _adapter.check_batch(batch)
-    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
-    state = _train_step.TrainState(
-      params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
-    )
-    program = self._step_for(graphdef, optimizer, key is not None).program
+    program, state = self._split(model, optimizer, rngs, key)
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
-    state, metrics = program.step(
-      state,
-      batch if key is None else _adapter.Keyed(batch),
-      key,
-      {**data, **program.data},
-      depth,
-      placement,
-    )
-    nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-    nnx.update(optimizer, {"step": state.step})
-    if not _adapter.write_structure(state.params, state.model_state, model, *rngs):
-      _adapter.write(state.params, state.model_state, model, *rngs)
+    if key is not None:
+      batch = _adapter.Keyed(batch)
+    elif program.full_grad_fn is not None:
+      data = {**data, "rng": jax.random.key(_adapter.PASS_SEED)}
+    state, metrics = program.step(state, batch, key, data, depth, placement)
+    _write_state(state, optimizer)
+    _adapter.write(state.params, state.model_state, model, *rngs)
     return metrics
 
-  def _open(self, model: Any, optimizer: nnx.Optimizer, rng: Any) -> "_Call":
-    """The pure step for this model, and its arguments."""
+  def _split(
+    self, model: Any, optimizer: nnx.Optimizer, rngs: tuple[Any, ...], key: jax.Array | None
+  ) -> tuple[_train_step.Program, _train_step.TrainState]:
+    """The program for this model, and its state."""
+    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
+    loss_fn = _adapter.pure_loss(
+      self._program.loss_fn, graphdef, optimizer.wrt, has_key=key is not None
+    )
+    tx = _base.check_transformation("optimizer.tx", optimizer.tx)
+    program = dataclasses.replace(self._program, loss_fn=loss_fn, tx=tx)
+    opt_state = _adapter.as_pure(optimizer.opt_state)
+    return program, _train_step.TrainState(params, opt_state, model_state, optimizer.step[...])
+
+  def _open(
+    self, model: Any, optimizer: nnx.Optimizer, rng: Any
+  ) -> tuple[_train_step.Program, _train_step.TrainState, jax.Array | None]:
+    """The program for this model, its state and a key, after checks."""
     rngs, key = _split_rng(rng)
     _adapter.check_model(model, tree=True)
     words = "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
     _base.check_type("optimizer", optimizer, nnx.Optimizer, words)
-    _base.check_transformation("optimizer.tx", optimizer.tx)
-    graphdef, params, model_state = _adapter.split(optimizer.wrt, model, *rngs)
-    if not jax.tree.leaves(params):
+    program, state = self._split(model, optimizer, rngs, key)
+    if not jax.tree.leaves(state.params):
       raise ValueError(
         "`optimizer.wrt` must select variables of the model; got"
         f" {_base.shorten(optimizer.wrt)}, which selects none."
       )
-    _tree.check_inexact(params, "make_train_step", _tree.KEEP_OUT)
-    state = _train_step.TrainState(
-      params, _adapter.as_pure(optimizer.opt_state), model_state, optimizer.step[...]
-    )
-    step = self._step_for(graphdef, optimizer, key is not None)
-    return _Call(step, _train_step.canonicalize_state(state), key)
-
-  def _step_for(
-    self, graphdef: Any, optimizer: nnx.Optimizer, has_key: bool
-  ) -> _train_step.TrainStep:
-    options, has_aux = dict(self._options), self._options.get("has_aux", False)
-    if callable(weight := options.get("weight")):
-      options["weight"] = lambda batch: weight(_adapter.plain_batch(batch))
-    if options.get("full_grad_fn") is not None and not has_key:
-      key = jax.random.key(_adapter.PASS_SEED)
-      options["full_grad_fn"] = functools.partial(options["full_grad_fn"], rng=key)
-    loss_fn = _adapter.pure_loss(
-      self._loss_fn, graphdef, optimizer.wrt, has_aux=has_aux, has_key=has_key
-    )
-    step = _train_step.make_train_step(loss_fn, optimizer.tx, has_model_state=True, **options)
-    program = dataclasses.replace(step.program, warnings_given=self._warnings_given)
-    return _train_step.TrainStep(program, options.get("donate", True))
+    _tree.check_inexact(state.params, "make_train_step", _tree.KEEP_OUT)
+    return program, _train_step.canonicalize_state(state), key
 
 
-class _Call(NamedTuple):
-  """A model, its optimizer and a key in the form of the plain train step."""
-
-  step: _train_step.TrainStep
-  state: _train_step.TrainState
-  key: jax.Array | None
+def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> None:
+  nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
+  nnx.update(optimizer, {"step": state.step})
 
 
 def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
@@ -258,12 +236,16 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
       takes one.
 
   Returns:
-    A :class:`TrainStep`, called as ``metrics = step(model, optimizer, batch)`` or
-    ``metrics = step(model, optimizer, batch, rng)``.
+    The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
+    optimizer, batch, rng)``, which updates model and optimizer in place and donates their old
+    arrays. `rng` is a key, into which the number of the step (``optimizer.step``) is folded; or
+    ``nnx.Rngs``, or one of its streams, whose counts go on by the draws of one forward pass.
+    ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` are as
+    in :class:`optax_boost.TrainStep`.
 
   Raises:
     TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
-    ValueError: `freezing` is unknown; when traced: the loss creates, removes or reshapes trained
+    ValueError: when traced: the loss creates, removes or reshapes trained
       variables.
 
   Examples:
@@ -291,6 +273,9 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
     1
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
-  # Checks the options; the loss is known with the model only.
-  _train_step.make_train_step(loss_fn, optax.identity(), **options)
-  return TrainStep(loss_fn, **options)
+  if callable(weight := options.get("weight")):
+    options["weight"] = lambda batch: weight(_adapter.plain_batch(batch))
+  # The transformation is known with the model only.
+  step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
+  program = dataclasses.replace(step.program, has_model_state=True)
+  return TrainStep(program, options.get("donate", True))

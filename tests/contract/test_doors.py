@@ -92,13 +92,16 @@ def in_linen(tx, params, loss):
     def __call__(self):
       return {name: self.param(name, lambda _, p=p: p) for name, p in params.items()}
 
-  take = ob_linen.make_train_step(lambda net, batch: loss(net(), batch), Net(), tx)
+  pure, *arrays = ob_linen.split_loss(
+    lambda net, batch: loss(net(), batch), Net(), {"params": params}
+  )
+  take = optax_boost.make_train_step(pure, tx)
 
   def step(state, batch):
     state, _ = take(state, batch)
     return state, (state.params, state.opt_state)
 
-  return take.init({"params": params}), step
+  return take.init(*arrays), step
 
 
 DOORS = {

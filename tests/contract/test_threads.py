@@ -85,16 +85,21 @@ class Plain:
 
 
 class Linen(Plain):
-  """A trajectory of the Linen train step."""
+  """A trajectory of the train step of a Linen module."""
 
   @staticmethod
-  def make_step(tx):
-    return ob_linen.make_train_step(model_loss, LinenNet(), tx)
-
-  def __init__(self, step, seed):
+  def split(seed):
     keys = jax.random.split(jax.random.key(seed))
     variables = LinenNet().init(dict(zip(("params", "dropout"), keys, strict=True)), X)
-    self.step, self.state, self.key = step, step.init(variables), keys[0]
+    return ob_linen.split_loss(model_loss, LinenNet(), variables)
+
+  @classmethod
+  def make_step(cls, tx, **options):
+    return optax_boost.make_train_step(cls.split(0)[0], tx, **options)
+
+  def __init__(self, step, seed):
+    self.step, self.state = step, step.init(*self.split(seed)[1:])
+    self.key = jax.random.key(seed)
 
   def advance(self):
     self.state, metrics = self.step(self.state, SlowBatch(X), self.key)

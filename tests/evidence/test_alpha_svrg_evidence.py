@@ -88,8 +88,10 @@ def train(setting, seed):
   tx = optax.inject_hyperparams(optax.adamw)(0.0, weight_decay=WEIGHT_DECAY)
   if ours:
     tx = optax.chain(optax_boost.svrg(None, optax.linear_schedule(0.75, 0.0, steps)), tx)
-  step = optax_boost.linen.make_train_step(common.classify, Network(), tx)
-  state = step.init(Network().init(jax.random.key(seed), x[:1]))
+  variables = Network().init(jax.random.key(seed), x[:1])
+  loss, *arrays = optax_boost.linen.split_loss(common.classify, Network(), variables)
+  step = optax_boost.make_train_step(loss, tx)
+  state = step.init(*arrays)
   rng = np.random.default_rng(seed)
   batches = common.batches(x, y, BATCH, rng)
   points, ratios = [], []

@@ -93,13 +93,19 @@ def batches(size, seed):
   return common.batches(*data()["train"], size, np.random.default_rng(seed))
 
 
+def make_step(tx):
+  variables = jax.eval_shape(NETWORK.init, jax.random.key(0), data()["train"][0][:1])
+  loss, _, _ = optax_boost.linen.split_loss(loss_fn, NETWORK, variables)
+  return optax_boost.make_train_step(loss, tx)
+
+
 @functools.cache
 def sgd_step():
   """One program for all rates."""
   sgd = optax.inject_hyperparams(optax.sgd)(0.0, momentum=0.9)
   tx = optax.chain(optax.add_decayed_weights(5e-4), sgd)
   recording = optax.chain(tx, optax_boost.record_trajectory(every=EVERY, capacity=SNAPSHOTS))
-  return optax_boost.linen.make_train_step(loss_fn, NETWORK, recording)
+  return make_step(recording)
 
 
 def go_on(state, rates, some):
@@ -142,7 +148,8 @@ def at_cut(rate, seed):
   if not path.exists():
     variables = NETWORK.init(jax.random.key(seed), data()["train"][0][:1])
     rates = schedule(rate)[: CUT * UNIT]
-    state = go_on(sgd_step().init(variables), rates, batches(BATCH, seed))
+    _, *arrays = optax_boost.linen.split_loss(loss_fn, NETWORK, variables)
+    state = go_on(sgd_step().init(*arrays), rates, batches(BATCH, seed))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(jax.device_get(state)))
   return jax.tree.map(jnp.asarray, pickle.loads(path.read_bytes()))
@@ -193,8 +200,8 @@ def second(setting, seed):
   tx = optax_boost.dim_reduce(
     lambda params: subspace, alpha=setting.alpha, max_search=setting.max_search
   )
-  step = optax_boost.linen.make_train_step(loss_fn, NETWORK, tx)
-  state = step.init({"params": state.params, **state.model_state})
+  step = make_step(tx)
+  state = step.init(state.params, state.model_state)
   some, trials, rejected = batches(setting.batch, 1000 + seed), [], []
   for _ in range(MORE * UNIT * BATCH // setting.batch):
     state, metrics = step(state, next(some))

@@ -113,7 +113,9 @@ class Phase:
     self.predict = jax.jit(lambda params, x: self.network.apply({"params": params}, x))
 
   def make_step(self, tx):
-    return optax_boost.linen.make_train_step(common.classify, self.network, tx)
+    variables = jax.eval_shape(self.network.init, jax.random.key(0), self.train[0][:1])
+    loss, _, _ = optax_boost.linen.split_loss(common.classify, self.network, variables)
+    return optax_boost.make_train_step(loss, tx)
 
   def look(self, params, **more):
     predict = functools.partial(self.predict, params)
@@ -151,7 +153,8 @@ def train(setting, seed):
   every = steps // (2 * SNAPSHOTS)
   record = optax_boost.record_trajectory(every=every, capacity=2 * SNAPSHOTS)
   step = phase.make_step(optax.chain(sgd, record))
-  state = step.init(phase.network.init(jax.random.key(seed), phase.train[0][:1]))
+  params = phase.network.init(jax.random.key(seed), phase.train[0][:1])["params"]
+  state = step.init(params, {})
   state, first, _ = phase.run(step, state, BATCH, seed)
   kept = optax_boost.snapshots(state.opt_state)
   kept = jax.tree.map(lambda x: x[-SNAPSHOTS:] if setting.late else x[::2], kept)
@@ -165,7 +168,7 @@ def train(setting, seed):
     subspace = optax_boost.fit_subspace(kept, setting.k)
     tx = optax_boost.dim_reduce(subspace, alpha=setting.alpha, max_search=setting.max_search)
     step = phase.make_step(tx)
-    start = step.init({"params": state.params})
+    start = step.init(state.params, {})
     _, found[OURS], facts = phase.run(step, start, setting.batch, 100 + seed)
     facts["variance explained, %"] = 100 * float(subspace.explained_variance_ratio.sum())
   last = found[OURS if setting.batch else SGD][-1]

@@ -89,7 +89,7 @@ def settings(task):
 
 def boost_of(setting, steps):
   """The decision of `optax_boost.auto_boost` for a setting."""
-  make = optax_boost.auto_boost if setting.task == TEXT else optax_boost.nnx.auto_boost
+  make = optax_boost.auto_boost
   level = "O1" if setting.name in ALONE else setting.name
   boost, whole = make(level, total_steps=steps), make(level, total_steps=setting.steps)
   on = dict(boost.on)
@@ -116,14 +116,15 @@ class Images:
     self.sample = {"x": x[:BATCH], "y": y[:BATCH]}
     sgd = optax.sgd(rate(self.boost, 0.05, steps), momentum=0.9, nesterov=True)
     inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-    self.tx = self.boost.optimizer(inner, networks.loss_fn, self.model(0), self.sample)
-    self.step = self.boost.train_step(networks.loss_fn)
+    split = optax_boost.nnx.split_loss(networks.loss_fn, self.model(0))
+    self.tx = self.boost.optimizer(inner, *split, self.sample)
+    self.step = optax_boost.nnx.make_train_step(networks.loss_fn)
 
   def fresh(self, seed):
     return networks.ResNet(self.sample["x"].shape[-1], 1, rngs=nnx.Rngs(seed))
 
   def model(self, seed):
-    return self.boost.model(self.fresh(seed), self.sample["x"])
+    return self.boost.model(optax_boost.nnx.less_bn, self.fresh(seed), self.sample["x"])
 
   def start(self, seed):
     model = self.model(seed)
@@ -161,7 +162,7 @@ class Text:
     params, sample = self.network.init(jax.random.key(0)), next(self.batches(0))
     adamw = optax.adamw(rate(self.boost, 3e-3, steps), weight_decay=0.1)
     tx = self.boost.optimizer(adamw, self.network.loss, params, sample)
-    self.step = self.boost.train_step(self.network.loss, tx)
+    self.step = optax_boost.make_train_step(self.network.loss, tx)
 
   def start(self, seed):
     return self.step.init(self.network.init(jax.random.key(seed)))

@@ -181,8 +181,10 @@ def train(method, seed):
   sgd = optax.sgd(optax.cosine_decay_schedule(RATE, epochs * per_epoch), momentum=0.9)
   tx = optax.chain(optax_boost.svrg(None, coefficient), sgd) if ours else sgd
   network = Network()
-  step = optax_boost.linen.make_train_step(common.classify, network, tx)
-  state = step.init(network.init(jax.random.key(seed), x[:1]))
+  variables = network.init(jax.random.key(seed), x[:1])
+  loss, *arrays = optax_boost.linen.split_loss(common.classify, network, variables)
+  step = optax_boost.make_train_step(loss, tx)
+  state = step.init(*arrays)
   batches = common.batches(*train, BATCH, np.random.default_rng(seed))
   start, ratios = time.perf_counter(), []
   full = [{"x": x[i : i + 300], "y": y[i : i + 300]} for i in range(0, TRAIN, 300)]

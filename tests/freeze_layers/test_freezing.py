@@ -454,7 +454,8 @@ class Adapted(nnx.Module):
 
 
 def test_base_weights_of_a_model_of_nnx_are_no_data():
-  plan = ob_nnx.layer_groups(image_loss, Adapted(), BATCH, num_groups=LAYERS)
+  split = ob_nnx.split_loss(image_loss, Adapted())
+  plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
   assert in_layers(plan) == FORWARD
   batch = {"x": BATCH, "shift": {n: jnp.ones((8, 2)) for n in "abcd"}}
 
@@ -464,8 +465,9 @@ def test_base_weights_of_a_model_of_nnx_are_no_data():
       kernel[...] = kernel[...] + shift
     return jnp.mean(model(batch["x"]) ** 2)
 
-  options = {"num_groups": LAYERS, "data": "x$"}
-  assert in_layers(ob_nnx.layer_groups(loss, Adapted(), batch, **options)) == FORWARD
+  split = ob_nnx.split_loss(loss, Adapted())
+  plan = optax_boost.layer_groups(*split, batch, num_groups=LAYERS, data="x$")
+  assert in_layers(plan) == FORWARD
 
 
 class AdaptedModule(nn.Module):
@@ -486,17 +488,15 @@ class AdaptedModule(nn.Module):
 def test_other_collections_of_a_linen_module_are_no_data():
   module = AdaptedModule()
   variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
-  plan = ob_linen.layer_groups(image_loss, module, variables, BATCH, num_groups=LAYERS)
+  split = ob_linen.split_loss(image_loss, module, variables)
+  plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
   assert in_layers(plan) == FORWARD
   batch = {"x": BATCH, "shift": {n: jnp.ones((8, 8)) for n in "abcd"}}
-  plan = ob_linen.layer_groups(
-    lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])),
-    module,
-    variables,
-    batch,
-    num_groups=LAYERS,
-    data={"x": True, "shift": False},
+  split = ob_linen.split_loss(
+    lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])), module, variables
   )
+  data = (False, {"x": True, "shift": False})
+  plan = optax_boost.layer_groups(*split, batch, num_groups=LAYERS, data=data)
   assert in_layers(plan) == FORWARD
 
 
@@ -538,9 +538,8 @@ def variables():
 
 
 def image_plan(variables, num_groups=4):
-  return ob_linen.layer_groups(
-    image_loss, Convolutional(), variables, IMAGES, num_groups=num_groups
-  )
+  split = ob_linen.split_loss(image_loss, Convolutional(), variables)
+  return optax_boost.layer_groups(*split, IMAGES, num_groups=num_groups)
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 4])
@@ -797,11 +796,6 @@ def chain_groups(params=None, loss=chain_loss, batch=BATCH, **options):
 SENSELESS = [
   (lambda: optax_boost.freeze_layers(**(GOOD | {"schedule": fixed_schedule([0], 3)})), "3 and 2"),
   (lambda: optax_boost.interval_freezing(10**9, 0.1), r"`num_groups` .*<= 10000"),
-  (lambda: ob_nnx.layer_groups(image_loss, nnx.Dropout(0.1), BATCH), "(?s)got Dropout.*has none"),
-  (
-    lambda: ob_linen.layer_groups(image_loss, AdaptedModule(), {"base": 1}, BATCH),
-    r"with a collection 'params'; got the keys \['base'\]",
-  ),
   (lambda: chain_groups(batch="text"), r"the leaf '0' is 'text' of type str"),
   (lambda: chain_groups({"w": 10**400}), r"`params` must hold arrays.* the leaf 'w' is"),
   (lambda: chain_groups(loss=lambda p, x: 0.0), r"found no leaf among the 8 of `params` that the"),
@@ -1045,13 +1039,15 @@ def test_a_depth_that_comes_again_compiles_nothing():
 
 def image_step(variables, depths, **options):
   tx = optax_boost.freeze_layers(optax.sgd(0.1, 0.9), image_plan(variables), fixed_schedule(depths))
-  return ob_linen.make_train_step(image_loss, Convolutional(), tx, **options)
+  loss, *arrays = ob_linen.split_loss(image_loss, Convolutional(), variables)
+  step = optax_boost.make_train_step(loss, tx, **options)
+  return step, step.init(*arrays)
 
 
 @pytest.mark.parametrize("hold", [True, False])
 def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
-  step = image_step(variables, [2], hold_frozen_statistics=hold)
-  state, metrics = step(step.init(variables), IMAGES)
+  step, state = image_step(variables, [2], hold_frozen_statistics=hold)
+  state, metrics = step(state, IMAGES)
   assert metrics["frozen_groups"] == 2
   for i in range(3):
     before = variables["batch_stats"][f"BatchNorm_{i}"]["mean"]
@@ -1141,7 +1137,7 @@ class Network(nnx.Module):
 
 def test_a_model_of_nnx_freezes_its_first_layer():
   model = Network(nnx.Rngs(0))
-  plan = ob_nnx.layer_groups(image_loss, model, BATCH, num_groups=2)
+  plan = optax_boost.layer_groups(*ob_nnx.split_loss(image_loss, model), BATCH, num_groups=2)
   assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
   optimizer = nnx.Optimizer(
     model,

@@ -84,9 +84,8 @@ def of_plain(**options):
 def of_linen(**options):
   module = Transformer()
   variables = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
-  return ob_linen.layer_groups(
-    lambda model, x: jnp.mean(model(x)), module, variables, TOKENS, **options
-  )
+  split = ob_linen.split_loss(lambda model, x: jnp.mean(model(x)), module, variables)
+  return optax_boost.layer_groups(*split, TOKENS, **options)
 
 
 class NnxBlock(nnx.Module):
@@ -109,7 +108,8 @@ def of_nnx(**options):
     *(NnxBlock(rngs) for _ in range(LAYERS)),
     nnx.Linear(WIDTH, 1, rngs=rngs),
   )
-  return ob_nnx.layer_groups(lambda model, x: jnp.mean(model(x)), model, TOKENS, **options)
+  split = ob_nnx.split_loss(lambda model, x: jnp.mean(model(x)), model)
+  return optax_boost.layer_groups(*split, TOKENS, **options)
 
 
 # The paths of a layer, up to its number, and the first number.

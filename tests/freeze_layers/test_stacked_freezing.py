@@ -525,12 +525,13 @@ def test_layers_of_linen_stand_still_with_their_statistics(axis, remat):
   def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
-  plan = ob_linen.layer_groups(loss, module, variables, X, jax.random.key(0), num_groups=LAYERS + 2)
+  loss, *arrays = ob_linen.split_loss(loss, module, variables)
+  plan = optax_boost.layer_groups(loss, *arrays, X, jax.random.key(0), num_groups=LAYERS + 2)
   dense = f"[{':, ' * axis}1:2]"
   assert plan.groups[2][:2] == (f"blocks/Dense_0/kernel{dense}", f"blocks/Dense_0/bias{dense}")
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
-  step = ob_linen.make_train_step(loss, module, tx, donate=False)
-  state = step.init(variables)
+  step = optax_boost.make_train_step(loss, tx, donate=False)
+  state = step.init(*arrays)
   after, _ = step(state, X, jax.random.key(2))
   trees = [
     jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), (s.params["blocks"], mu["blocks"]))
@@ -570,7 +571,7 @@ def test_layers_of_nnx_stand_still():
   def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
-  plan = ob_nnx.layer_groups(loss, model, X, num_groups=LAYERS + 2)
+  plan = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model), X, num_groups=LAYERS + 2)
   assert plan.groups[2][:2] == ("blocks/linear/kernel[1:2]", "blocks/linear/bias[1:2]")
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan, fixed(3))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

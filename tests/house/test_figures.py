@@ -3,11 +3,11 @@
 from tests.house import figures
 
 BOUNDS = {
-  "lines in optax_boost": 17_700,
-  "lines of code in optax_boost": 9_470,
-  "public names": 78,
-  "functions over 80 lines": 1,
-  "lines in tests": 25_050,
+  "lines in optax_boost": 15_950,
+  "lines of code in optax_boost": 8_600,
+  "public names": 58,
+  "functions over 80 lines": 0,
+  "lines in tests": 24_400,
 }
 
 

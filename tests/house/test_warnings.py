@@ -56,8 +56,10 @@ def in_a_step():
 
 
 def in_linen():
-  step = ob_linen.make_train_step(lambda model, x: model(x), Scanned(), SGPERM)
-  step(step.init(Scanned().init(jax.random.key(0), X)), X)
+  variables = Scanned().init(jax.random.key(0), X)
+  loss, *arrays = ob_linen.split_loss(lambda model, x: model(x), Scanned(), variables)
+  step = optax_boost.make_train_step(loss, SGPERM)
+  step(step.init(*arrays), X)
 
 
 def in_nnx():
@@ -68,7 +70,8 @@ def in_nnx():
 
 
 def in_a_level():
-  ob_nnx.auto_boost("O1", total_steps=10).model(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), X)
+  boost = optax_boost.auto_boost("O1", total_steps=10)
+  boost.model(ob_nnx.less_bn, nnx.Linear(4, 2, rngs=nnx.Rngs(0)), X)
 
 
 @pytest.mark.parametrize(

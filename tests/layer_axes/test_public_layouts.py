@@ -14,9 +14,7 @@ import optax_boost
 from optax_boost import _protocol
 from optax_boost import _tree
 import optax_boost.linen as ob_linen
-from optax_boost.linen import _adapter as linen_adapter
 import optax_boost.nnx as ob_nnx
-from optax_boost.nnx import _adapter as nnx_adapter
 from tests.layer_axes import public_layouts
 from tests.layer_axes.public_layouts import LAYERS
 from tests.layer_axes.public_layouts import TOKENS
@@ -51,25 +49,21 @@ class Traced:
     if self.is_nnx:
       self.model = nnx.eval_shape(lambda: make(form, nnx.Rngs(0)))
       nnx.update(self.model, public_layouts.filled(nnx.state(self.model, nnx.Param)))
-      args = self.model, TOKENS, nnx.Rngs(KEY)
-      loss, self.params, state, rest = nnx_adapter.adapt(
-        loss_of_model, self.model, nnx.Param, args[1:]
+      self.split = ob_nnx.split_loss(
+        lambda model, tokens: loss_of_model(model, tokens, nnx.Rngs(KEY)), self.model
       )
-      self.loss = lambda params: loss(params, state, *rest)[0]
+      self.args = (TOKENS,)
     else:
       self.model = make(form)
       self.variables = public_layouts.filled(jax.eval_shape(self.model.init, KEY, TOKENS))
-      loss, self.params, state = linen_adapter.adapt(
-        self.model, loss_of_model, self.variables, KEY, ("dropout",)
-      )
-      self.loss = lambda params: loss(params, state, TOKENS, KEY)[0]
+      self.split = ob_linen.split_loss(loss_of_model, self.model, self.variables)
+      self.args = (TOKENS, KEY)
+    loss, self.params, state = self.split
+    self.loss = lambda params: loss(params, state, *self.args)[0]
 
   def call(self, function, **options):
-    """A function of `optax_boost.nnx` or `optax_boost.linen` on the model, with its rngs."""
-    if self.is_nnx:
-      return getattr(ob_nnx, function)(loss_of_model, self.model, TOKENS, nnx.Rngs(KEY), **options)
-    of_linen = getattr(ob_linen, function)
-    return of_linen(loss_of_model, self.model, self.variables, TOKENS, KEY, **options)
+    """A function of the package on the model's loss."""
+    return getattr(optax_boost, function)(*self.split, *self.args, **options)
 
 
 @functools.cache
@@ -180,19 +174,20 @@ def stacked(layout):
 @pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])
 def test_auto_boost_finds_the_layers_by_itself(name):
   layout = traced(name)
-  boost = (ob_nnx if layout.is_nnx else ob_linen).auto_boost("O1", total_steps=10)
+  boost = optax_boost.auto_boost("O1", total_steps=10)
   with pytest.warns(optax_boost.NoEffectWarning, match="`less_bn` removes no BatchNorm"):
-    boost.model(layout.model, TOKENS)
+    boost.model((ob_nnx if layout.is_nnx else ob_linen).less_bn, layout.model, TOKENS)
   # No warning of layers that are taken as one: it would be an error.
   if layout.is_nnx:
-    tx = boost.optimizer(optax.sgd(0.1), loss_of_model, layout.model, TOKENS, nnx.Rngs(KEY))
+    tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
     optimizer = nnx.Optimizer(layout.model, tx, wrt=nnx.Param)
-    boost.train_step(loss_of_model).lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
+    step = ob_nnx.make_train_step(loss_of_model)
+    step.lower(layout.model, optimizer, TOKENS, nnx.Rngs(KEY))
   else:
-    args = loss_of_model, layout.model
-    tx = boost.optimizer(optax.sgd(0.1), *args, layout.variables, TOKENS, KEY)
-    step = boost.train_step(*args, tx)
-    step.lower(step.init(layout.variables), TOKENS, KEY)
+    loss, *arrays = layout.split
+    tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
+    step = optax_boost.make_train_step(loss, tx)
+    step.lower(step.init(*arrays), *layout.args)
   (groups,) = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
   numbers = jax.tree.leaves(groups.number(layout.params))
   for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):

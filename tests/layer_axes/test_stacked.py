@@ -131,7 +131,8 @@ def test_linen_scans(axis, rng):
   def loss_fn(model, x):
     return jnp.sum(model(x, None)[0])
 
-  found = layers_of(optax_boost.linen.layer_axes(loss_fn, scanned, variables, X, rng))
+  split = optax_boost.linen.split_loss(loss_fn, scanned, variables)
+  found = layers_of(optax_boost.layer_axes(*split, X, rng))
   names = ("BatchNorm_0/bias", "BatchNorm_0/scale", "Dense_0/bias", "Dense_0/kernel")
   assert found == {name: (axis,) for name in names}
 
@@ -158,16 +159,18 @@ def test_nnx_scans():
   model = Scanned()
   before = nnx.state(model)
 
-  def loss_fn(model, x, scale):
+  def loss_fn(model, batch):
+    x, scale = batch
     return scale * jnp.sum(model(x))
 
-  found = layers_of(optax_boost.nnx.layer_axes(loss_fn, model, X, 2.0))
+  batch = (X, 2.0)
+  found = layers_of(optax_boost.layer_axes(*optax_boost.nnx.split_loss(loss_fn, model), batch))
   assert found == BOTH
   assert all(a is b for a, b in zip(*map(jax.tree.leaves, (before, nnx.state(model))), strict=True))
   # Only what is trained has a place among the params.
   biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
-  of_biases = layers_of(optax_boost.nnx.layer_axes(loss_fn, model, X, 2.0, wrt=biases))
-  assert of_biases == {"blocks/bias": (0,)}
+  split = optax_boost.nnx.split_loss(loss_fn, model, wrt=biases)
+  assert layers_of(optax_boost.layer_axes(*split, batch)) == {"blocks/bias": (0,)}
 
 
 METHODS = {

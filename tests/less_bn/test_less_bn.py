@@ -372,12 +372,13 @@ def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
   assert evaluated.shape == X.shape
 
 
-def test_the_linen_train_step_takes_the_module():
+def test_the_train_step_takes_the_module():
   module = ob_linen.less_bn(LinenNet(), X, fn_flag=True)
-  step = ob_linen.make_train_step(
-    lambda model, x: jnp.mean(model(x, train=True) ** 2), module, optax.sgd(0.1)
+  loss, *arrays = ob_linen.split_loss(
+    lambda model, x: jnp.mean(model(x, train=True) ** 2), module, variables_of(module)
   )
-  state = step.init(variables_of(module))
+  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
+  state = step.init(*arrays)
   state, metrics = step(state, X)
   state, after = step(state, X)
   assert after["loss"] < metrics["loss"]

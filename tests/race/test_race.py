@@ -379,8 +379,9 @@ def linen_form():
     return jnp.mean((module.apply({"params": params, **state}, X, train=False) - DATA["y"]) ** 2)
 
   def train(batches, key):
-    step = optax_boost.linen.make_train_step(model_loss, module, optax.sgd(0.05))
-    state, losses = step.init(init(jax.random.key(7))), []
+    loss, *arrays = split(jax.random.key(7))
+    step = optax_boost.make_train_step(loss, optax.sgd(0.05))
+    state, losses = step.init(*arrays), []
     for batch in batches:
       state, metrics = step(state, batch, key)
       losses.append(metrics["loss"])

@@ -155,8 +155,9 @@ def test_each_step_of_a_linen_module_ends_in_a_permutation(method):
   def loss(model, x):
     return jnp.mean((model(x) - x[:, :3]) ** 2)
 
-  step = linen.make_train_step(loss, module, optax.chain(optax.clip(1.0), method()))
-  state = step.init(module.init(jax.random.key(0), batches()[0]))
+  loss, *arrays = linen.split_loss(loss, module, module.init(jax.random.key(0), batches()[0]))
+  step = optax_boost.make_train_step(loss, optax.chain(optax.clip(1.0), method()))
+  state = step.init(*arrays)
   start = {"first": jnp.copy(state.params["kernel"])}
   for x in batches()[:4]:
     state, _ = step(state, x)

@@ -688,10 +688,7 @@ def test_nnx_draws_masks_of_its_own_for_each_batch_of_a_full_pass():
 def test_linen_shares_masks_and_leaves_statistics_alone(kind):
   refresh_every, full_grad_fn, parts = inside_and_outside()[kind]
   tx = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(1.0))
-  step = optax_boost.linen.make_train_step(
-    test_linen.loss_fn, test_linen.Network(), tx, has_aux=True, full_grad_fn=full_grad_fn
-  )
-  state = test_linen.start(step)
+  step, state = test_linen.start(tx, has_aux=True, full_grad_fn=full_grad_fn)
   _, _, changed = test_linen.by_hand(state, KEY)
   before = jax.device_get(state)
   if parts:

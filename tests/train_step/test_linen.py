@@ -33,15 +33,25 @@ def loss_fn(model, batch):
   return jnp.mean((prediction - batch["y"]) ** 2), {"prediction": prediction}
 
 
-def start(step):
-  return step.init(Network().init(jax.random.key(1), BATCH["x"], train=False))
+VARIABLES = Network().init(jax.random.key(1), BATCH["x"], train=False)
+
+
+def start(tx, loss_fn=loss_fn, module=Network(), variables=VARIABLES, **options):  # noqa: B008
+  """A train step and its first state."""
+  loss, params, model_state = linen.split_loss(loss_fn, module, variables)
+  step = optax_boost.make_train_step(loss, tx, **options)
+  return step, step.init(params, model_state)
+
+
+def variables_of(state):
+  return {"params": state.params, **state.model_state}
 
 
 def by_hand(state, key):
   """The forward pass as a user of Linen writes it."""
   key = jax.random.split(jax.random.fold_in(key, state.step), 1)[0]
   prediction, changed = Network().apply(
-    linen.variables(state),
+    variables_of(state),
     BATCH["x"],
     train=True,
     mutable=["batch_stats"],
@@ -58,8 +68,7 @@ def test_trains_with_methods_that_need_closures(name):
     next(traces)
     return loss_fn(model, batch)
 
-  step = linen.make_train_step(counted, Network(), CLOSURE_USERS[name](), has_aux=True)
-  state = start(step)
+  step, state = start(CLOSURE_USERS[name](), counted, has_aux=True)
   losses = []
   for t in range(5):
     loss, prediction, changed = by_hand(state, KEY)
@@ -82,13 +91,12 @@ def test_two_calls_in_one_loss_draw_different_masks_and_chain_their_statistics()
     seen["collections"] = len(model.collections)
     return jnp.mean((first - second) ** 2), None
 
-  step = linen.make_train_step(twice, Network(), optax.sgd(0.0), has_aux=True)
-  state = start(step)
+  step, state = start(optax.sgd(0.0), twice, has_aux=True)
   after, metrics = step(state, BATCH, KEY)
   assert metrics["loss"] > 0
   assert seen["collections"] == 1
-  one = linen.make_train_step(loss_fn, Network(), optax.sgd(0.0), has_aux=True)
-  once, _ = one(start(one), BATCH, KEY)
+  one, state = start(optax.sgd(0.0), has_aux=True)
+  once, _ = one(state, BATCH, KEY)
   mean = after.model_state["batch_stats"]["BatchNorm_0"]["mean"]
   np.testing.assert_allclose(
     mean, 1.9 * once.model_state["batch_stats"]["BatchNorm_0"]["mean"], rtol=1e-4, atol=1e-6
@@ -126,9 +134,9 @@ def test_a_step_sees_what_its_own_calls_have_sown(calls):
     assert len(sown["mean"]) == calls
     return sum(map(jnp.mean, sown["mean"]))
 
-  step = compilations.Watched(linen.make_train_step(loss_fn, module, optax.sgd(0.0)))
   variables = module.init(KEY, x)
-  state = step.init(variables)
+  step, state = start(optax.sgd(0.0), loss_fn, module, variables)
+  step = compilations.Watched(step)
   structure = jax.tree.structure(state)
   mean = module.apply(variables, x, mutable=True)[0].mean() - 1.5
   for t in range(3):
@@ -143,25 +151,23 @@ def test_a_step_sees_what_its_own_calls_have_sown(calls):
 
 
 def test_frozen_dicts_train_as_plain_ones():
-  variables = Network().init(jax.random.key(1), BATCH["x"], train=False)
-  groups = linen.layer_groups(
-    lambda *args: loss_fn(*args)[0], Network(), core.freeze(variables), BATCH, KEY, num_groups=2
-  )
+  loss = linen.split_loss(lambda *args: loss_fn(*args)[0], Network(), core.freeze(VARIABLES))
+  groups = optax_boost.layer_groups(*loss, BATCH, KEY, num_groups=2)
   assert "BatchNorm_0/scale" in groups.groups[0]
   schedule = optax_boost.FreezeSchedule(2, lambda count, key: 1)
   tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
   ends = []
   for wrap in (dict, core.freeze, core.FrozenDict):
-    step = compilations.Watched(linen.make_train_step(loss_fn, Network(), tx, has_aux=True))
-    state = step.init(wrap(variables))
+    step, state = start(tx, variables=wrap(VARIABLES), has_aux=True)
+    step = compilations.Watched(step)
     structure = jax.tree.structure(state)
     for _ in range(2):
       state, _ = step(state, BATCH, KEY)
     assert step.compiled_once()
     assert jax.tree.structure(state) == structure
-    ends.append(core.unfreeze(linen.variables(state)))
+    ends.append(core.unfreeze(variables_of(state)))
     chex.assert_trees_all_equal(ends[-1], ends[0])
-  chex.assert_trees_all_equal(ends[0]["batch_stats"], variables["batch_stats"])
+  chex.assert_trees_all_equal(ends[0]["batch_stats"], VARIABLES["batch_stats"])
 
 
 class Noisy(nn.Module):
@@ -171,78 +177,59 @@ class Noisy(nn.Module):
     return nn.Dense(1)(x + jax.random.normal(self.make_rng("noise"), x.shape))
 
 
-def test_a_level_takes_the_names_of_rng_streams():
-  module, loss_fn, x = Noisy(), lambda model, x: jnp.mean(model(x) ** 2), BATCH["x"]
-  boost = linen.auto_boost("O1", total_steps=10)
-  assert "grad_freeze" in boost.on
-  variables = module.init({"params": KEY, "noise": KEY}, x)
-  tx = boost.optimizer(optax.sgd(0.1), loss_fn, module, variables, x, KEY, rngs=("noise",))
-  step = boost.train_step(loss_fn, module, tx, rngs=("noise",))
-  _, metrics = step(step.init(variables), x, KEY)
+def test_a_loss_takes_the_names_of_rng_streams():
+  x = BATCH["x"]
+  variables = Noisy().init({"params": KEY, "noise": KEY}, x)
+  loss, params, model_state = linen.split_loss(
+    lambda model, x: jnp.mean(model(x) ** 2), Noisy(), variables, rngs=("noise",)
+  )
+  boost = optax_boost.auto_boost("O1", total_steps=10)
+  tx = boost.optimizer(optax.sgd(0.1), loss, params, model_state, x, KEY)
+  step = optax_boost.make_train_step(loss, tx)
+  _, metrics = step(step.init(params, model_state), x, KEY)
   assert metrics["frozen_groups"] == 0
-  with pytest.raises(TypeError, match=r"`rngs` must be a sequence of names"):
-    boost.optimizer(optax.sgd(0.1), loss_fn, module, variables, x, KEY, rngs="noise")
 
 
 def test_a_module_without_statistics_or_dropout_needs_no_key():
-  step = linen.make_train_step(
-    lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), nn.Dense(1), optax.lbfgs()
+  variables = nn.Dense(1).init(KEY, BATCH["x"])
+  step, state = start(
+    optax.lbfgs(), lambda m, b: jnp.mean((m(b["x"])[:, 0] - b["y"]) ** 2), nn.Dense(1), variables
   )
-  state = step.init(nn.Dense(1).init(KEY, BATCH["x"]))
   first = None
   for _ in range(5):
     state, metrics = step(state, BATCH)
     first = metrics["loss"] if first is None else first
   assert metrics["loss"] < first
-  assert nn.Dense(1).apply(linen.variables(state), BATCH["x"]).shape == (32, 1)
+  assert nn.Dense(1).apply(variables_of(state), BATCH["x"]).shape == (32, 1)
 
 
-@pytest.mark.parametrize(
-  ("args", "message"),
-  [
-    ((loss_fn, nn.Dense, optax.sgd(0.1)), r"`module` must be a Linen module"),
-    ((None, nn.Dense(1), optax.sgd(0.1)), r"`loss_fn` must be callable"),
-    ((loss_fn, nn.Dense(1), optax.sgd), r"Did you pass the factory"),
-  ],
-)
-def test_refuses_arguments_of_the_wrong_kind(args, message):
-  with pytest.raises(TypeError, match=message):
-    linen.make_train_step(*args)
-
-
-STEP = linen.make_train_step(loss_fn, nn.Dense(1), optax.sgd(0.1), has_aux=True)
 PLAIN = optax_boost.make_train_step(lambda p, b: p, optax.sgd(0.1)).init(jnp.ones(1))
-STATE = STEP.init({"params": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}})
+INTEGER = {"params": {"n": jnp.arange(3)}}
 
 
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: STEP.init(3), r"`variables` must be a dict of collections; got 3"),
-    (lambda: STEP.init({"params": {"n": jnp.arange(3)}}), r"'n' is int32. .* another collection"),
-    (lambda: STEP({"params": {}}, BATCH), r"`state` must be an `optax_boost.TrainState`: what"),
-    (lambda: linen.variables({"params": {}}), r"`state` must be an `optax_boost.TrainState`: what"),
+    (lambda: linen.split_loss(loss_fn, nn.Dense, VARIABLES), r"`module` must be a Linen module"),
+    (lambda: linen.split_loss(None, nn.Dense(1), VARIABLES), r"`loss_fn` must be callable"),
+    (lambda: linen.split_loss(loss_fn, nn.Dense(1), 3), r"`variables` must be a dict of .* got 3"),
     (
-      lambda: STEP(PLAIN, BATCH),
-      r"`state` must have .* got None. Make it with the `init` of Linen",
-    ),
-    (
-      lambda: linen.variables(PLAIN),
-      r"`state` must have .* got None. Make it with the `init` of L",
-    ),
-    (lambda: STEP.refresh(STATE, None), r"`batches` must be"),
-    (lambda: STEP(STATE, BATCH, 3), r"`rng` must be one key of `jax.random.key`; got 3"),
-    (lambda: STEP(STATE, BATCH, jax.random.split(KEY)), r"`rng` must be one key"),
-    (
-      lambda: linen.make_train_step(loss_fn, nn.Dense(1), optax.sgd(0.1), rngs="dropout"),
+      lambda: linen.split_loss(loss_fn, nn.Dense(1), VARIABLES, rngs="dropout"),
       r"`rngs` must be a sequence of names",
     ),
     (
-      lambda: linen.layer_groups(loss_fn, nn.Dense, {"params": {}}, BATCH),
-      r"`module` must be a Linen",
+      lambda: start(optax.sgd(0.1), variables=INTEGER),
+      r"'n' is int32. .* another collection",
     ),
-    (lambda: linen.layer_groups(3, nn.Dense(1), {"params": {}}, BATCH), r"`loss_fn` must be call"),
-    (lambda: linen.layer_groups(loss_fn, nn.Dense(1), None, BATCH), r"`variables` must be"),
+    (
+      lambda: start(optax.sgd(0.1))[0](PLAIN, BATCH),
+      r"`model_state` must be a dict of the module's collections; got None. Pass the one that",
+    ),
+    (lambda: start(optax.sgd(0.1))[0].refresh(PLAIN, None), r"`batches` must be"),
+    (
+      lambda: optax_boost.layer_axes(*linen.split_loss(len, nn.Dense(1), VARIABLES), BATCH, 3),
+      r"`rng` must be one key",
+    ),
   ],
 )
 def test_refuses_to_step_with_arguments_of_the_wrong_kind(call, message):
@@ -251,8 +238,7 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(call, message):
 
 
 def test_the_step_can_be_inspected_without_making_one():
-  step = linen.make_train_step(loss_fn, Network(), optax.sgd(0.1), has_aux=True)
-  state = start(step)
+  step, state = start(optax.sgd(0.1), has_aux=True)
   assert "stablehlo" in step.lower(state, BATCH, KEY).as_text()
   assert "dot_general" in step.lower(jax.eval_shape(lambda: state), BATCH, KEY).as_text()
 
@@ -267,8 +253,8 @@ OTHER_CLOSURES = {
 
 @pytest.mark.parametrize("name", OTHER_CLOSURES)
 def test_trains_with_methods_that_call_closures_in_their_own_way(name):
-  step = linen.make_train_step(loss_fn, Network(), OTHER_CLOSURES[name](), has_aux=True)
-  state, losses = start(step), []
+  step, state = start(OTHER_CLOSURES[name](), has_aux=True)
+  losses = []
   for _ in range(8):
     state, metrics = step(state, BATCH, KEY)
     losses.append(float(metrics["loss"]))
@@ -276,6 +262,5 @@ def test_trains_with_methods_that_call_closures_in_their_own_way(name):
 
 
 def test_refuses_variables_without_params():
-  step = linen.make_train_step(loss_fn, Network(), optax.sgd(0.1), has_aux=True)
   with pytest.raises(ValueError, match=r"with a collection 'params'; got the keys \['kernel'\]"):
-    step.init({"kernel": jnp.ones(3)})
+    linen.split_loss(loss_fn, Network(), {"kernel": jnp.ones(3)})

@@ -539,8 +539,8 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message)
     (lambda: ob_nnx.make_train_step(loss_fn, has_aux=1), r"`has_aux` must be True or False"),
     (lambda: ob_nnx.make_train_step(loss_fn, donate="no"), r"`donate` must be True or False"),
     (lambda: ob_nnx.make_train_step(loss_fn, full_grad_fn=3), r"`full_grad_fn` must be callable"),
-    (lambda: ob_nnx.layer_groups(None, _model(), 1), r"`loss_fn` must be callable"),
-    (lambda: ob_nnx.layer_groups(loss_fn, jnp.ones(2)), r"`model` must be an NNX module"),
+    (lambda: ob_nnx.split_loss(None, _model()), r"`loss_fn` must be callable"),
+    (lambda: ob_nnx.split_loss(loss_fn, jnp.ones(2)), r"`model` must be an NNX module"),
     (
       lambda: ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None),
       r"`batches` must be",

@@ -210,24 +210,12 @@ def _calls() -> Iterator[tuple[str, Call]]:
   for name, arguments in good.items():
     yield name, Call(getattr(optax_boost, name), arguments)
   for name in ("layer_groups", "layer_axes"):
-    for form, star, arguments in (
-      ("", (X,), {"loss_fn": loss_fn, "params": dense}),
-      ("nnx.", (X,), {"loss_fn": loss_fn, "model": MODEL}),
-      (
-        "linen.",
-        (),
-        {"module": nn.Dense(2), "loss_fn": loss_fn, "variables": VARIABLES, "batch": X},
-      ),
-    ):
-      module = getattr(optax_boost, form[:-1]) if form else optax_boost
-      if hasattr(module, name):
-        yield form + name, Call(getattr(module, name), arguments, star)
+    arguments = {"loss_fn": loss_fn, "params": dense}
+    yield name, Call(getattr(optax_boost, name), arguments, (X,))
+  yield "nnx.make_train_step", Call(optax_boost.nnx.make_train_step, {"loss_fn": loss_fn})
   for form in ("nnx", "linen"):
     module, linen = getattr(optax_boost, form), form == "linen"
     model = {"module": nn.Dense(2)} if linen else {"model": MODEL}
-    stepping = model | {"tx": SGD} if linen else {}
-    yield f"{form}.auto_boost", Call(module.auto_boost, {})
-    yield f"{form}.make_train_step", Call(module.make_train_step, stepping | {"loss_fn": loss_fn})
     yield f"{form}.less_bn", Call(module.less_bn, model, (X,))
     norm = {"module": _NORM, "variables": _NORM_VARIABLES} if linen else {"model": _NNX_NORM}
     statistics = norm | {"batches": [X]}

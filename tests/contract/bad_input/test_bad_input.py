@@ -22,8 +22,7 @@ PARAMS, GRADS = arguments.PARAMS, arguments.GRADS
 # Their arguments are all trees, states or records, which their methods' tests have.
 WITHOUT_CALL = {
   *("path_mask", "refresh_subspace", "refresh_svrg", "snapshots"),
-  *("linen.split_loss", "linen.variables"),
-  *("nnx.averaged_model", "nnx.split_loss"),
+  *("linen.split_loss", "nnx.averaged_model", "nnx.split_loss"),
   # Flax's own layers check most of their arguments.
   *("linen.NormalizedDense", "nnx.NormalizedDense"),
 }
