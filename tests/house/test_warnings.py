@@ -17,24 +17,10 @@ from optax_boost import nnx as ob_nnx
 
 X = jnp.ones((2, 4))
 KERNEL = {"kernel": jnp.ones((4, 4))}
-# It fixes the layers when it is made, so a train step can only warn of them.
-SGPERM = optax_boost.sgperm(method="pairs", key=0)
-STACKED = {"kernels": jnp.ones((3, 4, 4))}
 
 
-def scanned(params, x):
-  return jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, params["kernels"])[0])
-
-
-class Scanned(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return scanned({"kernels": self.param("kernels", nn.initializers.ones, (3, 4, 4))}, x)
-
-
-class ScannedModel(nnx.Module):
-  def __init__(self):
-    self.kernels = nnx.Param(STACKED["kernels"])
+def of_no_leaf():
+  return optax.chain(optax_boost.centralize(exclude="nowhere"), optax.sgd(0.1))
 
 
 def in_init():
@@ -42,7 +28,7 @@ def in_init():
 
 
 def under_jit():
-  tx = optax.chain(optax_boost.centralize(exclude="nowhere"), optax.sgd(0.1))
+  tx = of_no_leaf()
   jax.jit(tx.update)(KERNEL, tx.init({}), KERNEL)
 
 
@@ -51,21 +37,21 @@ def in_a_schedule():
 
 
 def in_a_step():
-  step = optax_boost.make_train_step(scanned, SGPERM)
-  step(step.init(STACKED), X)
+  step = optax_boost.make_train_step(lambda params, x: jnp.mean(x @ params["kernel"]), of_no_leaf())
+  step(step.init(KERNEL), X)
 
 
 def in_linen():
-  variables = Scanned().init(jax.random.key(0), X)
-  loss, *arrays = ob_linen.split_loss(lambda model, x: model(x), Scanned(), variables)
-  step = optax_boost.make_train_step(loss, SGPERM)
+  variables = nn.Dense(4).init(jax.random.key(0), X)
+  loss, *arrays = ob_linen.split_loss(lambda model, x: jnp.mean(model(x)), nn.Dense(4), variables)
+  step = optax_boost.make_train_step(loss, of_no_leaf())
   step(step.init(*arrays), X)
 
 
 def in_nnx():
-  model = ScannedModel()
-  optimizer = nnx.Optimizer(model, SGPERM, wrt=nnx.Param)
-  step = ob_nnx.make_train_step(lambda model, x: scanned({"kernels": model.kernels[...]}, x))
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, of_no_leaf(), wrt=nnx.Param)
+  step = ob_nnx.make_train_step(lambda model, x: jnp.mean(model(x)))
   step(model, optimizer, X)
 
 
