@@ -324,7 +324,7 @@ def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
   w, h = model.last.kernel[...], less.features(X)
   cosines = (h / jnp.linalg.norm(h, axis=1)[:, None]) @ (w / jnp.linalg.norm(w, axis=0))
   np.testing.assert_allclose(less(X), cosines + jnp.arange(5.0), rtol=1e-4)
-  less.last.multiplier[...] = 8.0
+  less.last.multiplier[...] = jnp.full(1, 8.0)
   np.testing.assert_allclose(less(X), 8 * (cosines + jnp.arange(5.0)), rtol=1e-4)
   module = ob_linen.less_bn(LinenNet(), X, fn_flag=True)
   variables = variables_of(module)
