@@ -59,19 +59,16 @@ def test_each_layer_is_fitted_for_itself():
   np.testing.assert_allclose(ours.explained_variance[0], variance, rtol=1e-4)
 
 
-NO_LAYERS = layer_losses.described(random_tree(0))
-
-
 def test_no_axes_are_one_group_with_a_warning():
-  snapshots = random_tree(0, 8)
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group"):
-    ours = optax_boost.fit_subspace(snapshots, K, groups=NO_LAYERS)
-  chex.assert_trees_all_equal(ours, optax_boost.fit_subspace(snapshots, K))
-  state = optax_boost.dim_reduce(ours).init(ours.mean)
+  snapshots, none = random_tree(0, 8), layer_losses.described(random_tree(0))
+  expected = optax_boost.fit_subspace(snapshots, K)
+  state = optax_boost.dim_reduce(expected).init(expected.mean)
   for call in (
-    lambda: optax_boost.fit_subspace(snapshots, K, groups=NO_LAYERS),
-    lambda: optax_boost.dim_reduce(ours, groups=NO_LAYERS),
-    lambda: optax_boost.refresh_subspace(state, ours, groups=NO_LAYERS),
+    lambda: chex.assert_trees_all_equal(
+      optax_boost.fit_subspace(snapshots, K, groups=none), expected
+    ),
+    lambda: optax_boost.dim_reduce(expected, groups=none),
+    lambda: optax_boost.refresh_subspace(state, expected, groups=none),
   ):
     with pytest.warns(optax_boost.NoEffectWarning, match=r"all leaves are one group") as warned:
       call()

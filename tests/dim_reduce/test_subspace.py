@@ -3,7 +3,6 @@
 import collections
 import functools
 import pathlib
-import re
 
 import chex
 import jax
@@ -168,12 +167,6 @@ def test_snapshots_keep_their_digits_around_a_large_mean():
   small, _ = with_spectrum(0.01 * 0.5 ** np.arange(8))
   rows = tree(small + 100.0)
   assert_fits(optax_boost.fit_subspace(rows, 3), rows)
-
-
-def test_a_sketch_with_a_column_per_snapshot_is_exact():
-  rows, right = with_spectrum(0.8 ** np.arange(9), rows=10)
-  found = optax_boost.fit_subspace(tree(rows), 4, key=0)
-  np.testing.assert_allclose(np.abs(np.sum(flat(found.basis) * right[:4], axis=1)), 1, atol=1e-5)
 
 
 def test_randomized_components_hold_the_variance_that_decays():
@@ -412,11 +405,6 @@ def test_snapshots_that_differ_in_too_few_directions_are_refused(fit):
     fit(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), walk()), 3)
 
 
-def test_snapshots_whose_variance_overflows_are_refused():
-  with pytest.raises(ValueError, match=r"variance of the snapshots overflows; .* float32"):
-    optax_boost.fit_subspace(jnp.array([[1e30, 0.0], [-1e30, 1.0], [0.0, 0.0]]), 1)
-
-
 def test_snapshots_of_different_trees_are_refused():
   snapshots = listed(walk())
   fewer = {name: x for name, x in snapshots[3].items() if name != "bias"}
@@ -427,18 +415,19 @@ def test_snapshots_of_different_trees_are_refused():
     optax_boost.fit_subspace([*snapshots[:3], shorter], 3)
 
 
-def test_stacked_trees_with_different_first_axes_are_refused():
-  with pytest.raises(ValueError, match=r"snapshots along their first axis; got shapes \[\(2,"):
-    optax_boost.fit_subspace({"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3))}, 1)
-  with pytest.raises(ValueError, match=r"got shapes \[\(\)\]"):
-    optax_boost.fit_subspace({"a": jnp.ones(())}, 1)
-
-
-def test_empty_input_is_refused():
-  with pytest.raises(ValueError, match=r"got an empty sequence"):
-    optax_boost.fit_subspace([], 1)
-  with pytest.raises(ValueError, match=r"at least one leaf; got an empty tree"):
-    optax_boost.fit_subspace({}, 1)
+@pytest.mark.parametrize(
+  ("snapshots", "text"),
+  [
+    ({"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3))}, r"along their first axis; got shapes \[\(2,"),
+    ({"a": jnp.ones(())}, r"got shapes \[\(\)\]"),
+    (jnp.array([[1e30, 0.0], [-1e30, 1.0], [0.0, 0.0]]), r"of the snapshots overflows; .* float32"),
+    ([], r"got an empty sequence"),
+    ({}, r"at least one leaf; got an empty tree"),
+  ],
+)
+def test_what_is_no_snapshots_is_refused(snapshots, text):
+  with pytest.raises(ValueError, match=text):
+    optax_boost.fit_subspace(snapshots, 1)
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])
@@ -517,8 +506,3 @@ def test_params_of_another_model_are_refused(tmp_path):
   other = saved.mean | {"bias": jnp.zeros(9)}
   with pytest.raises(ValueError, match=r"has \(2, 8\) at 'basis/bias', and `like` needs \(2, 9\)"):
     optax_boost.Subspace.load(tmp_path / "a", other)
-
-
-def test_a_subspace_prints_its_size_and_its_variance():
-  text = repr(optax_boost.fit_subspace(walk(), 2))
-  assert re.fullmatch(r"Subspace\(components=2, explained_variance_ratio=\[0\.\d+ .*\]\)", text)
