@@ -26,7 +26,7 @@ PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat",
 
 
 def anew(function: Callable[..., Any]) -> Callable[..., Any]:
-  """A function under a new identity, so that it is traced, and warns or announces, as it is now.
+  """A function under a new identity, so that it is traced, and warns, as it is now.
 
   JAX would hand out an earlier trace, also where a function that this one calls was redefined
   since, as in a notebook.

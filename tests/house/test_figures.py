@@ -4,10 +4,10 @@ from tests.house import figures
 
 BOUNDS = {
   "lines in optax_boost": 15_950,
-  "lines of code in optax_boost": 8_600,
+  "lines of code in optax_boost": 8_550,
   "public names": 58,
   "functions over 80 lines": 0,
-  "lines in tests": 24_400,
+  "lines in tests": 22_900,
 }
 
 
