@@ -191,11 +191,6 @@ def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
   _base.require_state(state, AccumulateState, _METHOD)
   _tree.check_inexact(updates, _METHOD)
   _tree.check_same_tree(updates, state.accumulator, _METHOD)
-  if jnp.ndim(weight) != 0:
-    raise ValueError(
-      "`weight` must be a scalar, the number of examples or tokens in the micro-batch; got an"
-      f" array of shape {jnp.shape(weight)}."
-    )
   largest = float(jnp.finfo(jnp.float32).max)
   _base.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, jnp.float32)

@@ -54,6 +54,7 @@ class LapermState(NamedTuple):
   inner_state: optax.OptState
 
 
+@_method.wants_layers
 def laperm(
   inner: optax.GradientTransformation,
   sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],

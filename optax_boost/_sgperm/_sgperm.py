@@ -76,6 +76,7 @@ class SgpermState(NamedTuple):
   notfinite_count: jax.Array
 
 
+@_method.wants_layers
 def sgperm(
   alpha: jax.typing.ArrayLike = 0.2,
   lamda: jax.typing.ArrayLike = 0.1,

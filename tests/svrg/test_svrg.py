@@ -403,26 +403,6 @@ def test_refreshes_inside_the_step_come_every_n_steps_and_equal_those_on_the_hos
     chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_converges_where_sgd_at_the_same_rate_stalls():
-  optimum = jnp.linalg.lstsq(
-    jnp.concatenate([everything()["x"], jnp.ones((30, 1))], 1), everything()["y"]
-  )[0]
-  step = jit_step(refresh_every=12, rate=0.05)
-  plain = optax_boost.make_train_step(loss_fn, optax.sgd(0.05))
-
-  def distance(step):
-    def body(state, batch):
-      return step(state, batch)[0], None
-
-    repeated = jax.tree.map(lambda x: jnp.tile(x, (80,) + (1,) * (x.ndim - 1)), DATA)
-    state, _ = jax.lax.scan(body, step.init(START), repeated)
-    found = jnp.append(state.params["w"], state.params["b"])
-    return jnp.abs(found - optimum).max()
-
-  assert distance(step) < 1e-5
-  assert distance(plain) > 1e-3
-
-
 def test_a_refresh_does_not_recompile_the_step_and_nothing_is_shared_with_the_params():
   step = host_step()
   state = step.init(START)
@@ -941,14 +921,6 @@ def test_a_refresh_refuses_a_state_without_svrg_and_trees_that_do_not_fit():
   other = {"w": jnp.ones(3), "b": jnp.zeros([])}
   with pytest.raises(ValueError, match=r"`refresh_svrg` needs the params that its state was made"):
     optax_boost.refresh_svrg(state, other, other)
-
-
-@pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
-def test_closures_that_return_other_trees_are_named(name):
-  tx = optax_boost.svrg(2)
-  extra = {"grad_fn": lambda p: p, "full_grad_fn": lambda p: p} | {name: lambda p: (p, None)}
-  with pytest.raises(ValueError, match=rf"`{name}` must give gradients of the params' tree"):
-    tx.update(START, tx.init(START), START, **extra)
 
 
 def test_before_a_loss_scale_it_is_refused():
