@@ -72,7 +72,6 @@ def layer_groups(
   *args: Any,
   num_groups: int | None = None,
   overrides: Mapping[str, int] | None = None,
-  data: _base.LeafSelector = None,
 ) -> LayerGroups:
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
@@ -86,7 +85,8 @@ def layer_groups(
   may be abstract.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
-  only where the params would otherwise meet data in one place or nowhere.
+  only where the params would otherwise meet data in one place or nowhere. In `args` they count as
+  data, so let the loss close over them.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -97,16 +97,13 @@ def layer_groups(
       each a program to compile. None: ten, or one for each block where there are fewer.
     overrides: groups by regular expression, searched in the leaves' paths, which take precedence
       over the trace. The first that matches counts, for all layers of a leaf.
-    data: which of `args` are data, where some hold weights or masks: a tree of bools with the
-      structure of the tuple `args` or a prefix of it, as ``(True, False)``; regular expressions for
-      their leaves' paths, as ``"^0/image$"``; or a callable to such a tree. None: all of them.
 
   Returns:
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: there are fewer kernels than groups, the loss uses no leaf, an override names no
-      group, or `data` does not fit `args`.
+    ValueError: there are fewer kernels than groups, the loss uses no leaf, or an override names no
+      group.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -122,8 +119,7 @@ def layer_groups(
     _base.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
   program = _layers.trace(loss_fn, params, args)
-  is_data = None if data is None else _tree.select(args, data, "data")
-  described = _layers.describe(program, params, _layers.data_flags(loss_fn, args, is_data))
+  described = _layers.describe(program, params, _layers.data_flags(loss_fn, args))
   leaves = _layers.leaves_of(params)
   events, stacks = list(described.uses), described.scans
   order = list(dict.fromkeys(events))

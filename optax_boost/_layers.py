@@ -202,13 +202,10 @@ def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ..
   return jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)
 
 
-def data_flags(
-  loss_fn: Callable[..., Any], args: tuple[Any, ...], is_data: Sequence[bool] | None = None
-) -> list[bool | None]:
-  """Whether each leaf of the arguments is data; None for the state of a loss that carries one."""
-  leaves = len(jax.tree.leaves(args))
+def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool | None]:
+  """True for each leaf of the arguments, None for the state of a loss that carries one."""
   constants = len(jax.tree.leaves(args[:1])) if is_stateful(loss_fn) else 0
-  return [*[None] * constants, *(is_data or [True] * leaves)[constants:]]
+  return [*[None] * constants, *[True] * (len(jax.tree.leaves(args)) - constants)]
 
 
 def stateful(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,8 +258,6 @@ _ARRAY, _SCALAR, _CONSTANT, _KEY = "array", "scalar", "constant", "key"
 
 
 def _kind(aval: Any, is_data: bool | None) -> str | None:
-  if is_data is False:
-    return None
   # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
   if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
     return _KEY

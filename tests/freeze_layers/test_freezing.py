@@ -378,38 +378,15 @@ def test_a_base_that_the_loss_closes_over_is_no_data():
   assert in_layers(plan) == FORWARD
 
 
-@pytest.mark.parametrize(
-  "data",
-  [
-    "/x$",
-    ["^0/x"],
-    ({"x": True, "base": False},),
-    lambda args: jax.tree.map_with_path(lambda path, _: "'x'" in str(path), args),
-  ],
-  ids=["pattern", "patterns", "bools", "callable"],
-)
-def test_the_caller_says_which_part_of_the_batch_is_data(data):
+def test_a_base_in_the_batch_is_data():
   batch = {"x": BATCH, "base": BASE}
 
   def loss(params, batch):
     return chain_loss(adapted(params, batch["base"]), batch["x"])
 
-  def plan(data):
-    return optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS, data=data)
-
-  assert in_layers(plan(data)) == FORWARD
-  # Without a word, the batch is data, and the layers stand in the order in which they are adapted.
-  assert in_layers(plan(None)) == FORWARD[::-1]
-
-
-def test_an_argument_that_is_not_data_is_left_out_by_a_prefix():
-  def loss(params, base, x):
-    return chain_loss(adapted(params, base), x)
-
-  plan = optax_boost.layer_groups(
-    loss, adapter_params(), BASE, BATCH, num_groups=LAYERS, data=(False, True)
-  )
-  assert in_layers(plan) == FORWARD
+  plan = optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS)
+  # The order in which the layers are adapted.
+  assert in_layers(plan) == FORWARD[::-1]
 
 
 @pytest.mark.parametrize(
@@ -457,29 +434,18 @@ def test_base_weights_of_a_model_of_nnx_are_no_data():
   split = ob_nnx.split_loss(image_loss, Adapted())
   plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
   assert in_layers(plan) == FORWARD
-  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 2)) for n in "abcd"}}
-
-  def loss(model, batch):
-    for name, shift in batch["shift"].items():
-      kernel = vars(model)[name]["down"]
-      kernel[...] = kernel[...] + shift
-    return jnp.mean(model(batch["x"]) ** 2)
-
-  split = ob_nnx.split_loss(loss, Adapted())
-  plan = optax_boost.layer_groups(*split, batch, num_groups=LAYERS, data="x$")
-  assert in_layers(plan) == FORWARD
 
 
 class AdaptedModule(nn.Module):
   """The same in Linen: the base weights are a collection."""
 
   @nn.compact
-  def __call__(self, x, shift=None):
+  def __call__(self, x):
     weights = {}
     for name in "abcd":
       base = self.variable("base", name, lambda n=name: BASE[n])
       delta = self.param(name, nn.initializers.ones, (8, 8))
-      weights[name] = base.value + (delta if shift is None else delta + shift[name])
+      weights[name] = base.value + delta
     for name in "dcba":
       x = jnp.tanh(x @ weights[name])
     return x
@@ -490,13 +456,6 @@ def test_other_collections_of_a_linen_module_are_no_data():
   variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
   split = ob_linen.split_loss(image_loss, module, variables)
   plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
-  assert in_layers(plan) == FORWARD
-  batch = {"x": BATCH, "shift": {n: jnp.ones((8, 8)) for n in "abcd"}}
-  split = ob_linen.split_loss(
-    lambda model, batch: jnp.mean(model(batch["x"], batch["shift"])), module, variables
-  )
-  data = (False, {"x": True, "shift": False})
-  plan = optax_boost.layer_groups(*split, batch, num_groups=LAYERS, data=data)
   assert in_layers(plan) == FORWARD
 
 
@@ -799,8 +758,6 @@ SENSELESS = [
   (lambda: chain_groups(batch="text"), r"the leaf '0' is 'text' of type str"),
   (lambda: chain_groups({"w": 10**400}), r"`params` must hold arrays.* the leaf 'w' is"),
   (lambda: chain_groups(loss=lambda p, x: 0.0), r"found no leaf among the 8 of `params` that the"),
-  (lambda: chain_groups(data=(True, False)), r"`data` must be a tree of bools with the structure"),
-  (lambda: chain_groups(data=["("]), r"`data` has '\(', which is not a regular expression"),
   (lambda: chain_groups(num_groups=2, overrides={"(": 1}), r"`overrides` has '\(', which is no"),
   (lambda: chain_groups(num_groups=10), r"10 groups of 4 blocks .* Pass num_groups=4 or fewer"),
   (
