@@ -216,16 +216,6 @@ def test_the_opaque_mode_of_sam_trains_as_its_transparent_one():
   chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
 
 
-def test_sophia_trains():
-  step = optax_boost.make_train_step(bowl, optax.contrib.sophia(0.1))
-  state = step.init({"w": jnp.zeros(3)})
-  losses = []
-  for _ in range(20):
-    state, metrics = step(state, 1.0)
-    losses.append(float(metrics["loss"]))
-  assert losses[-1] < 0.6 * losses[0]
-
-
 WRAPPERS = {
   "accumulate": lambda tx: optax_boost.accumulate(tx, 1),
   "average_params": lambda tx: optax_boost.average_params(tx, decay=0.9),
