@@ -39,7 +39,7 @@ class TrainStep:
       A :class:`TrainState`.
 
     Raises:
-      TypeError: a leaf is no array, one of the params is no floating-point array, or the params are
+      TypeError: a leaf is not an array, one of the params is not floating-point, or the params are
         a pair for ``optax.lookahead``.
     """
     if isinstance(params, optax.LookaheadParams):
@@ -72,9 +72,6 @@ class TrainStep:
       The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and those that the
       methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that
       occurs again is numbered: ``trust_ratio_1``.
-
-    Raises:
-      TypeError: `state` or `rng` is of the wrong kind.
     """
     _check_call(state, rng)
     return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
@@ -103,7 +100,6 @@ class TrainStep:
       The state to go on with.
 
     Raises:
-      TypeError: an argument is of the wrong kind.
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
     _check_call(state, rng)
@@ -181,9 +177,9 @@ def make_train_step(
       Arrays bound by ``functools.partial`` are arguments of the compiled step, not constants:
       ``functools.partial(full_gradient, stacked=True, batches=data)``.
     donate: whether the old state's memory is reused for the new one.
-    hold_frozen_statistics: whether the mutable statistics of frozen layers stand still: those
-      whose path is that of frozen params, ``params`` and ``batch_stats`` in front aside. In lists
-      both must be as many. A warning tells where no path fits, as with ``eqx.nn.State``.
+    hold_frozen_statistics: whether the mutable statistics of frozen layers are not updated. They
+      have the path of frozen params, without ``params`` and ``batch_stats``; lists of both must be
+      of one length. A warning says if no path fits, as with ``eqx.nn.State``.
     weight: the number of real examples or tokens in a batch, the `weight` of :func:`accumulate`:
       the name of an entry of the loss's aux, or a function of the batch. None: all count equally.
 
@@ -191,8 +187,7 @@ def make_train_step(
     A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
 
   Raises:
-    TypeError: `loss_fn` is not callable or `tx` is no transformation; when traced: the loss
-      returns something else than it was said to.
+    TypeError: when traced: the loss returns something other than the options say.
     ValueError: when called: the state holds several loss scales, or several :func:`freeze_layers`.
 
   Examples:

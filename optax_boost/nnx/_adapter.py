@@ -90,8 +90,8 @@ def split_loss(
   """Makes the loss of a model pure: the form that the package's functions take.
 
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
-  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss. A train step of it
-  needs a twentieth of the host's time of ``nnx.jit``, as it takes the model apart once.
+  :func:`optax_boost.layer_axes` and :func:`optax_boost.race` know such a loss. Its train step takes
+  the model apart once, so it needs a part of the host's time of :func:`make_train_step`.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``. Any function of a model: an evaluation, too.

@@ -22,11 +22,7 @@ Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
 
 class TrainStep:
-  """A jitted train step that updates model and optimizer; made by :func:`make_train_step`.
-
-  One train step serves any number of models, in turns or from several threads at once. Two threads
-  must not train the same model.
-  """
+  """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
 
   def __init__(self, program: _train_step.Program, donate: bool):
     self._program = program
@@ -39,28 +35,7 @@ class TrainStep:
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
   ) -> _train_step.Metrics:
-    """Makes one step, in place.
-
-    The old arrays of model and optimizer are donated; copy those that must outlive the step.
-    Both may change between steps, in values and in structure. A call costs as much Python as
-    ``nnx.jit``.
-
-    Args:
-      model: the model.
-      optimizer: its optimizer; ``optimizer.wrt`` selects the trained variables.
-      batch: a tree of arrays, handed to the loss as it is.
-      rng: handed to the loss as a third argument, unless None. A key: the number of the step
-        (``optimizer.step``) is folded in, so the same key may be passed at every step.
-        ``nnx.Rngs``, or one of its streams: the loss draws from it, and its counts go on by the
-        draws of one forward pass; their arrays are donated, too. A model may hold the same rngs.
-
-    Returns:
-      The metrics: ``loss``, ``aux`` if the loss has any, and the metrics that the methods declare.
-
-    Raises:
-      TypeError: an argument is of the wrong kind.
-      ValueError: the optimizer was made for another model, or for no variable of this one.
-    """
+    """Makes one step, in place; arguments as :func:`make_train_step` says."""
     arguments = self._arguments(model, optimizer, batch, rng)
     try:
       return self._jitted(*arguments)
@@ -80,19 +55,8 @@ class TrainStep:
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
 
-    The model and `rng` stay as they are. Dropout draws masks of its own for each batch.
-
-    Args:
-      model: the model.
-      optimizer: its optimizer, whose state is updated in place.
-      batches: see :meth:`optax_boost.TrainStep.refresh`, as for the rest.
-      rng: as for a step.
-      weight_fn: from a batch to the number of its real examples.
-      progress: whether to show a progress bar.
-
-    Raises:
-      TypeError: an argument is of the wrong kind.
-      ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
+    As :meth:`optax_boost.TrainStep.refresh`. The model and `rng` stay as they are. Dropout draws
+    masks of its own for each batch.
     """
     program, state, key = self._open(model, optimizer, rng)
     key = jax.random.key(_adapter.PASS_SEED) if key is None else key
@@ -225,7 +189,7 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   Other writes of the forward pass take effect as with ``nnx.jit``. An update starts from trained
   variables as the forward pass leaves them (``nnx.WeightNorm``, weight clipping). The model keeps
   variables that the forward pass creates, such as those of ``sow``, and attributes that it sets;
-  the next step then compiles anew, so pop intermediates, after the step or in the loss.
+  the next step then compiles again, so pop intermediates, after the step or in the loss.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
@@ -241,11 +205,14 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
     arrays. `rng` is a key, into which the number of the step (``optimizer.step``) is folded; or
     ``nnx.Rngs``, or one of its streams, whose counts go on by the draws of one forward pass.
     ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` are as
-    in :class:`optax_boost.TrainStep`.
+    in :class:`optax_boost.TrainStep`. One step serves any number of models, in turns or from
+    several threads at once, but two threads must not train the same model. Model and optimizer may
+    change between steps, in values and in structure.
 
   Raises:
     TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
-    ValueError: when traced: the loss creates, removes or reshapes trained
+    ValueError: when called: the optimizer was made for another model, or for no variable of this
+      one; when traced: the loss creates, removes or reshapes trained
       variables.
 
   Examples:
