@@ -87,8 +87,7 @@ def average_params(
       params.
     decay: exponential weights, above 0 and below 1, corrected for the start: after the first
       snapshot the average is that snapshot. Raising it smooths more and lags more; about
-      1 / (1 - decay) snapshots count. Under ``optax.inject_hyperparams`` half-precision params need
-      ``hyperparam_dtype=jnp.float32``: in bfloat16 0.999 is 1.
+      1 / (1 - decay) snapshots count.
     every: the steps from one snapshot to the next. Raising it costs less time, and spaces the
       snapshots over a longer part of the training.
 

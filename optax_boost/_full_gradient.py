@@ -68,13 +68,6 @@ def full_gradient(
     >>> batches = [jnp.array([1.0, 2.0, 3.0]), jnp.array([6.0])]
     >>> float(optax_boost.full_gradient(gradient, jnp.zeros([]), batches))
     -3.0
-    >>> padded = [{"x": jnp.array([1.0, 2.0]), "mask": jnp.array([1.0, 1.0])},
-    ...           {"x": jnp.array([6.0, 0.0]), "mask": jnp.array([1.0, 0.0])}]
-    >>> def loss_fn(w, batch):
-    ...   return jnp.sum(batch["mask"] * (w - batch["x"]) ** 2) / jnp.sum(batch["mask"]) / 2
-    >>> float(optax_boost.full_gradient(
-    ...   jax.grad(loss_fn), jnp.zeros([]), padded, weight_fn=lambda batch: batch["mask"].sum()))
-    -3.0
   """
   _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
   _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)

@@ -125,8 +125,8 @@ def apply_gradients(
   with params and state donated, in this order: JAX matches donated inputs to outputs by shape, in
   order, and XLA copies if the two are not the same array.
 
-  The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones, whatever is around
-  them; ``optax.apply_updates`` may be one rounding off.
+  The params of :func:`sgperm` and :func:`laperm` are exactly the permuted ones;
+  ``optax.apply_updates`` may be one rounding off.
 
   Args:
     tx: the transformation, any of optax's or ours.

@@ -121,9 +121,8 @@ def scale_by_lars_trust_ratio(
       these gets a ratio of its own. None: the extra argument `layers` of ``update``, which the
       train step passes; without it, too, a leaf has one ratio.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
-      summed over them. Where a stacked axis is sharded, whose layers have norms of their own, name
-      them by regular expression, as in ``{"head/": "model"}``: norms of leaves that no pattern
-      matches are taken on each device. Not needed under ``jit``.
+      summed over them. If a stacked axis is sharded, whose layers have norms of their own, name
+      them by regular expression, as in ``{"head/": "model"}``. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the
@@ -179,8 +178,7 @@ def lars(
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     momentum: :math:`\mu`; raising it averages over more steps. None: no momentum, no buffer.
     trust_coefficient: :math:`\eta`. Kernels move at `learning_rate` times it, biases and
-      normalizations at `learning_rate` itself. With the paper's 0.001, learning rates are ten times
-      as high.
+      normalizations at `learning_rate` itself.
     eps: as in :func:`scale_by_lars_trust_ratio`, like `clip` and the arguments after `clip_ratio`.
     nesterov: whether the momentum looks one step ahead.
     clip: bound on each gradient entry.

@@ -46,10 +46,9 @@ class SvrgState(NamedTuple):
     count: scalar int32, the number of steps made.
     refresh_count: scalar int32, the number of refreshes; while it is 0, gradients pass unchanged.
     squared_deviations: vector of two, the sums over the steps since the last refresh of
-      ``|v - mu|^2`` and ``|g - mu|^2``, for corrected gradients ``v`` and plain ones ``g``.
+      ``|v - mu|^2`` and ``|g - mu|^2``.
     variance_ratio: scalar, the first sum over the second: about the corrected gradient's variance
-      over the plain one's. 0 is a perfect correction, above 1 it does harm. As the true gradient
-      moves away from ``mu``, the ratio tends to 1, but never crosses it.
+      over the plain one's. 0 is a perfect correction, above 1 it does harm.
     notfinite_count: scalar int32, the refreshes that were not made, and the steps in which a part
       of the correction was left out, because numbers were not finite.
   """
@@ -164,10 +163,9 @@ def svrg(
   Examples:
     >>> import functools, jax, jax.numpy as jnp, optax, optax_boost
     >>> x = jax.random.normal(jax.random.key(0), (8, 4, 3))  # 8 batches of 4 examples
-    >>> y = jnp.sin(5 * x[..., 0])
+    >>> data = {"x": x, "y": jnp.sin(5 * x[..., 0])}
     >>> def loss_fn(w, batch):
     ...   return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
-    >>> data = {"x": x, "y": y}
     >>> step = optax_boost.make_train_step(
     ...   loss_fn,
     ...   optax.chain(optax_boost.svrg(refresh_every=16), optax.sgd(0.1)),
@@ -176,7 +174,7 @@ def svrg(
     >>> state = step.init(jnp.zeros(3))
     >>> for t in range(320):
     ...   state, metrics = step(state, jax.tree.map(lambda a: a[t % 8], data))
-    >>> optimum = jnp.linalg.lstsq(x.reshape(-1, 3), y.ravel())[0]
+    >>> optimum = jnp.linalg.lstsq(x.reshape(-1, 3), data["y"].ravel())[0]
     >>> bool(jnp.abs(state.params - optimum).max() < 1e-5)
     True
 

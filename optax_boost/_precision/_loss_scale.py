@@ -105,11 +105,9 @@ def dynamic_loss_scale(
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes the scale and the counters only. So does,
-  but for the scale, a step that overflows params in float16. If `inner` makes NaN of ordinary
-  gradients, as ``optax.adam(eps=0)`` does, the params' entries keep their values; see
-  `check_params`. Inside ``optax.partition`` and
-  ``optax.masked`` :func:`make_train_step` takes the scale off the gradients of the other leaves.
+  A step whose unscaled gradients are not finite changes the scale and the counters only; a step
+  that overflows params in float16, the counters. Inside ``optax.partition`` and ``optax.masked``
+  :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
     inner: the optimizer; gradients and its state are in at least float32. For float16 params put
@@ -125,10 +123,9 @@ def dynamic_loss_scale(
     maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
       overflow then counts for all.
-    check_params: whether the step is computed once more, ahead, to see that the params stay finite.
-      A step that loses an entry is then skipped as a whole, the state of `inner` included, and
-      counted. Off by default: it takes the optimizer's time twice, and only an `inner` that makes
-      NaN of ordinary gradients needs it.
+    check_params: for an `inner` that makes NaN of ordinary gradients, as ``optax.adam(eps=0)``
+      does. By default such an entry of the params keeps its value. If set, the step is computed
+      once more, ahead, and one that loses an entry is skipped as a whole and counted.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
