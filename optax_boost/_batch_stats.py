@@ -1,12 +1,11 @@
 """The statistics of BatchNorms, estimated in one pass over batches.
 
 s_b   a BatchNorm's mean or variance in batch b, the mean over its uses in the forward pass
-n_b   the batch's weight
+n_b   the batch's number of examples
 
 s = sum_b n_b s_b / sum_b n_b
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,30 +21,18 @@ _METHOD = "estimate_batch_stats"
 UNREACHED = -jnp.inf
 
 
-def check_functions(forward_fn: Any, weight_fn: Any) -> None:
-  """Checks the functions that a user passes."""
-  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
-  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-
-
 def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
   """The mean over ``uses + 1`` uses of a statistic, from the mean over those before."""
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
-def estimate(
-  of_batch: jax.tree_util.Partial,
-  given: Any,
-  batches: Iterable[Any],
-  weight_fn: Callable[[Any], Any] | None,
-  progress: bool,
-) -> Any:
+def estimate(of_batch: jax.tree_util.Partial, given: Any, batches: Iterable[Any]) -> Any:
   """A tree like `given` of new statistics, from ``of_batch(given, batch)`` of each batch."""
   if not jax.tree.leaves(given):
     _base.warn(f"`{_METHOD}` found no statistics of a BatchNorm.", _base.NoEffectWarning)
     return given
   estimated = _full_gradient.mean_over_batches(
-    of_batch, given, batches, None, weight_fn, progress, _METHOD, "batch statistics"
+    of_batch, given, batches, None, None, False, _METHOD, "batch statistics"
   )
   paths = _tree.leaf_paths(given)
   leaves = zip(paths, jax.tree.leaves(estimated), strict=True)

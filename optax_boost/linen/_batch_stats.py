@@ -28,8 +28,6 @@ def estimate_batch_stats(
   batches: Iterable[Any],
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
-  progress: bool = False,
 ) -> dict[str, Any]:
   """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
@@ -39,11 +37,9 @@ def estimate_batch_stats(
   Args:
     module: the module.
     variables: its params, as averaged ones, and its other collections, ``batch_stats`` among them.
-    batches: see :func:`optax_boost.nnx.estimate_batch_stats`, as for the rest.
+    batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
     forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module; its result
       is not used. None: ``model(batch)``.
-    weight_fn: from a batch to its weight in the means.
-    progress: whether to show a progress bar.
 
   Returns:
     The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names statistics
@@ -64,12 +60,12 @@ def estimate_batch_stats(
   """
   _adapter.check_module(module)
   params, collections = _adapter.split_variables(variables)
-  _batch_stats.check_functions(forward_fn, weight_fn)
+  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   given = collections.get(_COLLECTION, {})
   of_batch = _OfBatch(module, forward_fn or operator.call)
   others = {name: value for name, value in collections.items() if name != _COLLECTION}
   partial = jax.tree_util.Partial(of_batch, params, others)
-  estimated = _batch_stats.estimate(partial, given, batches, weight_fn, progress)
+  estimated = _batch_stats.estimate(partial, given, batches)
   return {"params": params, **collections, **({_COLLECTION: estimated} if estimated else {})}
 
 

@@ -61,8 +61,6 @@ def estimate_batch_stats(
   batches: Iterable[Any],
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
-  weight_fn: Callable[[Any], Any] | None = None,
-  progress: bool = False,
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
@@ -76,12 +74,10 @@ def estimate_batch_stats(
 
   Args:
     model: the model; it is not changed.
-    batches: any iterable of trees of arrays, of the training data, in the size of training batches.
+    batches: any iterable of trees of arrays, of the training data, in the size of training batches;
+      each counts by its number of examples, the length of the leaves' first axis.
     forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
       ``model(batch)``.
-    weight_fn: from a batch to its weight in the means. None: the number of its examples, which is
-      the length of the leaves' first axis.
-    progress: whether to show a progress bar, if ``tqdm`` is installed.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
@@ -100,7 +96,7 @@ def estimate_batch_stats(
     ([3.5], [5.0])
   """
   _adapter.check_model(model)
-  _batch_stats.check_functions(forward_fn, weight_fn)
+  _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   copy = _less_bn.copy_model(model)
   working = nnx.clone(copy)
   working.eval()
@@ -116,7 +112,7 @@ def estimate_batch_stats(
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
   norms = _less_bn.modules(copy, nnx.BatchNorm)
   given = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
-  estimated = _batch_stats.estimate(of_batch, given, batches, weight_fn, progress)
+  estimated = _batch_stats.estimate(of_batch, given, batches)
   for path, norm in norms.items():
     norm.mean[...], norm.var[...] = estimated[path]
   return copy
