@@ -151,8 +151,8 @@ def _check_fit(bad: np.ndarray, rank: int, total: jax.Array, components: int) ->
   if rank < components:
     fewer = f"Ask for at most {rank} components, or take" if rank else "Take"
     raise ValueError(
-      f"{components} components need snapshots that differ in as many directions; these differ in"
-      f" {rank}, the rest is rounding. {fewer} snapshots further apart."
+      f"{components} components need snapshots that differ in {components} directions; these differ"
+      f" in {rank}, the rest is rounding. {fewer} snapshots further apart."
     )
 
 

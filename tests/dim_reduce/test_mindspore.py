@@ -212,7 +212,7 @@ def test_every_step_agrees_with_mindspore(name):
 def test_a_whole_run_takes_the_branches_of_mindspore(name):
   trace = trace_of(name)
   params, state = trace.init, trace.tx.init(trace.init)
-  # An error stays in the run, so its terms are those of all steps until then.
+  # An error stays in the run, so the terms of all steps until then count.
   total = dict.fromkeys(results(params, state), 0)
   for t in range(trace.steps):
     before = state

@@ -1,4 +1,4 @@
-"""A subspace for each layer of a leaf that holds many is that of the layer in a leaf of its own."""
+"""A layer of a leaf that holds many gets the subspace that it gets in a leaf of its own."""
 
 import chex
 import jax
@@ -24,7 +24,7 @@ AXES = layer_losses.described(random_tree(0), {"nested": (0, 1), "up": (1,)})
 
 
 def unrolled(tree, rows=0):
-  """Layers in leaves of their own, behind so many axes of rows."""
+  """Layers in leaves of their own, after this number of axes of rows."""
   nested = tree["nested"].reshape(*tree["nested"].shape[:rows], LAYERS, 7)
   layers = [
     {"nested": jnp.take(nested, i, rows), "up": jnp.take(tree["up"], i, 1 + rows)}
@@ -47,7 +47,7 @@ def test_each_layer_is_fitted_for_itself():
   np.testing.assert_allclose(rows @ rows.T, np.eye(K), atol=1e-5)
   alone = optax_boost.fit_subspace(unrolled(snapshots, 1)["layers"][2], K)
   np.testing.assert_allclose(layer["up"], alone.basis["up"], rtol=1e-4, atol=1e-5)
-  # The variance along a row is that of all groups' parts.
+  # The variance along a row sums over all groups' parts.
   deviations = jax.tree.map(lambda x, m: x - m, snapshots, ours.mean)
   along = [
     np.tensordot(deviations["up"][:, :, i], ours.basis["up"][0, :, i], 2)

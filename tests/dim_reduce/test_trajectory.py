@@ -129,7 +129,7 @@ def test_snapshots_needs_one_member_of_a_population():
   population = jnp.arange(6.0).reshape(3, 2)
   state = jax.vmap(tx.init)(population)
   _, state = jax.vmap(tx.update)(population, state, population)
-  with pytest.raises(ValueError, match=r"population of shape \(3,\). Take a member"):
+  with pytest.raises(ValueError, match=r"population.* of shape \(3,\). Take a member"):
     optax_boost.snapshots(state)
   second = jax.tree.map(lambda x: x[1], state)
   assert optax_boost.snapshots(second).tolist() == [[2.0, 3.0]]
