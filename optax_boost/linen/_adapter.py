@@ -154,30 +154,20 @@ def split_loss(
   return _layers.stateful(loss), *split_variables(variables)
 
 
-def split_variables(variables: Any, name: str = "variables") -> tuple[Any, dict[str, Any]]:
+def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
   """The params, and the other collections in plain dicts, as ``apply`` returns them."""
-  check_collections(name, variables)
-  if not are_variables(variables):
+  if not isinstance(variables, Mapping):
+    raise TypeError(
+      f"`variables` must be a dict of collections; got {_base.shorten(variables)}. Pass the"
+      " variables that `module.init` returned."
+    )
+  if not isinstance(variables.get("params"), Mapping):
     raise ValueError(
-      f"`{name}` must be what `module.init` returned, with a collection 'params'; got the keys"
+      "`variables` must be what `module.init` returned, with a collection 'params'; got the keys"
       f" {sorted(map(str, variables))}."
     )
   collections = {key: value for key, value in variables.items() if key != "params"}
   return variables["params"], core.unfreeze(collections)
-
-
-def are_variables(value: Any) -> bool:
-  """Whether a value is a dict of collections with a collection ``params``."""
-  return isinstance(value, Mapping) and isinstance(value.get("params"), Mapping)
-
-
-def check_collections(name: str, value: Any) -> None:
-  """Refuses all but dicts."""
-  if not isinstance(value, Mapping):
-    raise TypeError(
-      f"`{name}` must be a dict of collections; got {_base.shorten(value)}. Pass the variables that"
-      " `module.init` returned."
-    )
 
 
 def check_module(module: Any) -> None:
