@@ -35,7 +35,8 @@ def test_the_quick_start_follows_the_table_of_methods():
   assert not between.strip()
 
 
-MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", README, re.DOTALL)[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL)[1]
 
 
 def named_in_the_map():
@@ -57,14 +58,14 @@ def test_all_that_the_map_names_is_there():
     for path in named_in_the_map()
     if not (ROOT / path).exists() and not (PACKAGE.parent / path).exists()
   }
-  assert not missing, f"README's map names {missing}; correct it"
+  assert not missing, f"CONTRIBUTING's map names {missing}; correct it"
 
 
 def test_the_map_names_every_folder_of_the_package_and_every_file_but_the_methods_own():
   parts = {f"optax_boost/{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
   parts |= {f"optax_boost/{path.name}" for path in PACKAGE.glob("*.py") if shared(path)}
   missing = parts - named_in_the_map()
-  assert not missing, f"README's map lacks {missing}; add them"
+  assert not missing, f"CONTRIBUTING's map lacks {missing}; add them"
 
 
 def shared(path):
