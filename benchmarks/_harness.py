@@ -71,7 +71,7 @@ def carried(
   calls: int = 1,
   facts: Mapping[str, float] | None = None,
 ) -> Contender:
-  """A step that takes over what it carries, params and state say, and returns them anew.
+  """A step that takes over what it carries, params and state say, and returns new ones.
 
   Args:
     name: its row in the table.
@@ -118,7 +118,7 @@ class Environment:
     interpreter = str(folder / "bin" / "python")
     pinned = folder / "requirements.txt"
     wanted = "\n".join(self.requirements)
-    # Written last, so that an interrupted installation starts anew.
+    # Written last, so that an interrupted installation starts again.
     if pinned.is_file() and pinned.read_text(encoding="utf-8") == wanted:
       return interpreter
     shutil.rmtree(folder, ignore_errors=True)

@@ -75,7 +75,7 @@ _TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
 _PARTS = (*_NETWORKS, "digits", *_TRAININGS)
 _DRAWN = ("digits", "cifar", "cifar-long")
 _ABOUT = f"""\
-`optax_boost.auto_boost` on bottleneck ResNets (a stem, so many blocks in each of three stages
+`optax_boost.auto_boost` on bottleneck ResNets (a stem, a number of blocks in each of three stages
 of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
 measurement is a whole training of {STEPS} steps of the NNX train step (and one before them), data
 on the host, nothing compiled: the levels freeze in the last 30 and 45 % of it. Columns are medians
@@ -93,7 +93,7 @@ Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Bottleneck(nnx.Module):
-  """Three convolutions beside a shortcut, which has one of its own where the width changes."""
+  """Three convolutions and a shortcut, which has one of its own where the width changes."""
 
   def __init__(self, inputs: int, width: int, stride: int, *, rngs: nnx.Rngs):
     outputs = 4 * width

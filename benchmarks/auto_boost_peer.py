@@ -1,4 +1,4 @@
-"""AutoBoost's levels beside MindSpore's on a CPU: ``python -m benchmarks.auto_boost_peer``."""
+"""AutoBoost's levels and MindSpore's on a CPU: ``python -m benchmarks.auto_boost_peer``."""
 
 import argparse
 import contextlib

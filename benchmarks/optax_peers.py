@@ -1,4 +1,4 @@
-"""Ours beside what optax itself has: ``python -m benchmarks.optax_peers --rounds 20``."""
+"""Ours next to optax's own: ``python -m benchmarks.optax_peers --rounds 20``."""
 
 import argparse
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def contender(
 def compare(
   title: str, methods: Mapping[str, optax.GradientTransformation], rounds: int, calls: int = 1
 ) -> dict[str, Any]:
-  """Runs ours beside optax's, which is the last of the methods."""
+  """Runs ours and optax's, which is the last of the methods."""
   rng = np.random.default_rng(0)
   params = [jnp.asarray(rng.standard_normal(s, dtype=np.float32)) for s in SHAPES]
   contenders = [contender(name, tx, params, calls) for name, tx in methods.items()]

@@ -51,7 +51,7 @@ def digits(test_on: str = "test") -> Data:
 
 
 def batches(part: Part, batch_size: int, epochs: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-  """Shuffles the images anew for each epoch and cuts them into batches.
+  """Shuffles the images again for each epoch and cuts them into batches.
 
   Args:
     part: the images.
@@ -83,7 +83,7 @@ def from_npz(path: str) -> Data:
 
   Raises:
     OSError: the file can't be read.
-    ValueError: it is no npz file, or what it holds is not as described.
+    ValueError: it is not an npz file, or its arrays are not as described.
   """
   try:
     with zipfile.ZipFile(path) as archive:

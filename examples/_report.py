@@ -193,11 +193,11 @@ def check_writable(path: Path) -> None:
   if path.suffix.lower() not in FORMATS:
     raise ValueError(f"--out {path} must end in {', '.join(FORMATS)}")
   if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-    raise ValueError(f"--out {path} exists and is no file that can be overwritten")
+    raise ValueError(f"--out {path} exists and is not a file that can be overwritten")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
   except FileExistsError as error:
-    raise ValueError(f"--out {path} can't be written: {path.parent} is no folder") from error
+    raise ValueError(f"--out {path} can't be written: {path.parent} is not a folder") from error
   try:
     _temporary(path).touch()
   finally:

@@ -11,7 +11,7 @@ LAYERS, WIDTH, HEADS, LENGTH = 6, 64, 4, 64
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-  """Makes the params; those of the blocks are stacked along the first axis."""
+  """Makes the params; the blocks' params are stacked along the first axis."""
   shapes = {
     "attention_in": (WIDTH, 3 * WIDTH),
     "attention_out": (WIDTH, WIDTH),

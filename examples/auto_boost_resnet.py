@@ -3,7 +3,7 @@
 `python examples/auto_boost_resnet.py` runs O0, O1 and O2. With `--config
 examples/configs/documented.json`, a file of MindSpore's schema, all levels but O0 are MindSpore's,
 with the settings of the file. It prints what each level does, then a table: test accuracy over the
-seeds, and the mean time of a step beside that of O0. Steps that compile (the first two, and the
+seeds, and the mean time of a step next to O0's. Steps that compile (the first two, and the
 first of each depth of freezing) don't count. A picture shows the same, seed by seed.
 """
 
@@ -35,7 +35,7 @@ BASELINE = "O0"
 
 
 class Bottleneck(nnx.Module):
-  """Three convolutions beside a shortcut, which has one of its own where the width changes."""
+  """Three convolutions and a shortcut, which has one of its own where the width changes."""
 
   def __init__(self, inputs: int, width: int, stride: int, *, rngs: nnx.Rngs):
     def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nnx.Conv:

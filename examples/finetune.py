@@ -53,7 +53,7 @@ def read_corpus() -> Text:
     for node in ast.walk(ast.parse(path.read_bytes())):
       if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         found.append(ast.get_docstring(node) or "")
-  # In an order of their own, so that the parts are alike.
+  # In an order of their own, so that the parts are similar.
   found = [text for text in found if text]
   order = np.random.default_rng(0).permutation(len(found))
   own = _encode("\n\n".join(found[i] for i in order))

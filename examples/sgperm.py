@@ -118,7 +118,7 @@ METHODS = {
 def initial_params(sizes: Sequence[int], seed: int) -> Params:
   """Kernels from Glorot's uniform distribution.
 
-  There are no biases: those that start at zero are all alike, and nothing of them to permute.
+  There are no biases: biases that start at zero are all equal, with nothing to permute.
 
   Args:
     sizes: the widths of the layers, the images' pixels first and the classes last.
@@ -171,7 +171,7 @@ def make_step(tx: optax.GradientTransformation) -> Callable:
 
 
 def batches(part: Part, batch_size: int, key: jax.Array) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Endless batches, shuffled anew for each epoch from a key; what is left over sits out."""
+  """Endless batches, shuffled again for each epoch from a key; what is left over sits out."""
   epoch, size = 0, len(part.labels)
   while True:
     order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), size))
@@ -182,7 +182,7 @@ def batches(part: Part, batch_size: int, key: jax.Array) -> Iterator[tuple[np.nd
 
 
 class History(NamedTuple):
-  """What a run leaves behind, with one number for every so many steps.
+  """The results of a run, with one number every few steps.
 
   Attributes:
     loss: the mean training loss since the number before.

@@ -92,7 +92,7 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   """An array on the devices of a sharding; with several processes each has all of it, or a part."""
   if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
     return jax.device_put(x, sharding)
-  # `device_put` would send all of it to all devices, to compare what the processes have.
+  # `device_put` would send all of it to all devices, to compare the processes' copies.
   host = np.asarray(x)
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

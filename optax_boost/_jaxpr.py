@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
-def anew(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function under a new identity, so that it is traced, and warns, as it is now.
 
   JAX would hand out an earlier trace, also where a function that this one calls was redefined
@@ -64,7 +64,7 @@ class Interpreter(Generic[_Value]):
     return [read(atom) for atom in jaxpr.outvars]
 
   def visit(self, equation: Any, inputs: list[_Value]) -> Sequence[_Value]:
-    """The results of an equation: those of the program in it, or of :meth:`operation`."""
+    """The results of an equation: of the program in it, or of :meth:`operation`."""
     name, settings = equation.primitive.name, equation.params
     if name == "scan":
       consts, carries = scan_operands(equation)
@@ -132,7 +132,7 @@ class Evaluator(Interpreter[_Value]):
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-  """How many operands of a scan are constants, and how many are carried; slices come behind.
+  """How many operands of a scan are constants, and how many are carried; slices come last.
 
   By their ranks, for JAX's settings that tell have other names in each version.
   """

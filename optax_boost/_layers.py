@@ -30,7 +30,7 @@ class Axes(NamedTuple):
   fan_in: tuple[int, ...]  # summed over where the leaf first meets data
   layers: tuple[int, ...]  # along which the leaf holds layers, or experts
   outputs: tuple[int, ...]
-  window: tuple[int, ...] = ()  # those of `fan_in` along which a convolution slides
+  window: tuple[int, ...] = ()  # the axes of `fan_in` along which a convolution slides
 
   @property
   def mixes_inputs(self) -> bool:
@@ -157,7 +157,7 @@ def split_layers(
 
 
 def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) -> Layers:
-  """Reads from a trace of the loss what the axes of its params are.
+  """Reads the axes of the params from a trace of the loss.
 
   :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
   the methods that take it. Nothing is computed; arrays may be abstract.
@@ -199,7 +199,7 @@ def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ..
   _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
   for name, tree in (("params", params), ("args", args)):
     _tree.check_traceable(name, tree)
-  return jax.make_jaxpr(_jaxpr.anew(loss_fn))(params, *args)
+  return jax.make_jaxpr(_jaxpr.untraced(loss_fn))(params, *args)
 
 
 def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool | None]:

@@ -289,7 +289,7 @@ def _of_convolution(view: _views.View, product: _views.Contraction) -> tuple[_Ax
   """The axes along which ``vmap`` joined kernels, and whether each of these is depthwise."""
   ((_, outputs),) = (source for sources in product.sources for source in sources if source[0] == 1)
   groups, joined = product.groups, set()
-  # Kernels that `vmap` joined are the outer parts of the outputs, and as many groups.
+  # Kernels that `vmap` joined are the outer parts of the outputs, one group each.
   for factor in view.dims[outputs][:-1]:
     if groups % factor.size == 0:
       groups //= factor.size

@@ -5,7 +5,7 @@ The class of a method's state may declare tuples of names:
   metrics   fields that the train step reports: ``("trust_ratio", "lars/notfinite_count")``. A name
             is the field's, or ends in it after a slash, so that no two methods share a name.
   requests  fields by which the state asks something of the loss: ``("loss_scale",)``
-  steps     counters of the steps made: a step in which one stands still was not made
+  steps     counters of the steps made: a step in which one does not grow was not made
   skips     counters of the steps not made
   parts     fields with the states of transformations that act in turn or side by side: their
             counters don't count, as that in `steps` tells whether one of them made a step
@@ -214,7 +214,7 @@ def renew_full_gradients(
   """Hands the mean gradient over all of the data to every state that asks; ValueError: none."""
   if not _asking(opt_state, FULL_GRADIENT):
     raise ValueError(
-      "`refresh` needs an optimizer state that asks for the full gradient, as that of"
+      "`refresh` needs an optimizer state that asks for the full gradient, such as the state of"
       f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
     )
 
@@ -229,7 +229,7 @@ def renew_full_gradients(
 
 
 def check_full_gradients(opt_state: optax.OptState) -> None:
-  """Refuses a state that asks for the full gradient in front of a scale of the loss.
+  """Refuses a state that asks for the full gradient before a scale of the loss.
 
   It would compare gradients of the scaled loss with one of the loss itself.
   """
@@ -244,7 +244,7 @@ def check_full_gradients(opt_state: optax.OptState) -> None:
       elif in_front:
         raise ValueError(
           f"`make_train_step` needs a method with a {type(in_front[0]).__name__} inside a loss"
-          " scale, for the full gradient is not scaled; got it in front of one. Put the scale"
+          " scale, for the full gradient is not scaled; got it before one. Put the scale"
           " around the chain: dynamic_loss_scale(optax.chain(svrg(...), ...))."
         )
 

@@ -1,4 +1,4 @@
-"""SGPerm as published: plain Python over NumPy rows, written anew from its specification.
+"""SGPerm as published: plain Python over NumPy rows, written from its specification.
 
 One vector of weights after the other, subset by subset: a graph of lists, and for each source a
 depth-first search with a stack that gets all open neighbours of an entry at once. Slow, for that is

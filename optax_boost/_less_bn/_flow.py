@@ -2,9 +2,9 @@
 
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
-  node 0       the data: one input of the model; constants and the model's state are none, as in
+  node 0       the data: one input of the model; constants and the model's state don't count, as in
                ``_leaf_uses``
-  inputs(n)    the nodes that n is computed from; values of params or constants alone are none
+  inputs(n)    the nodes that n is computed from; values of params or constants alone don't count
   ancestors(n) all nodes that lead to n, as the bits of an integer
   gate(n)      the last node through which all of the data goes that reaches n: n's immediate
                dominator. Where a residual block ends in n = a + b, its gate is where the two

@@ -31,7 +31,7 @@ class NormPlace(NamedTuple):
     role: ``"inner"``: in a residual branch, with another BatchNorm after it; ``"last"``: the last
       of its branch; ``"shortcut"``; ``"outside"``: in no residual block (the stem).
     layers: how many layers with weights its branch has next to a BatchNorm: 2 in a basic block, 3
-      in a bottleneck block. Those of a gate (squeeze and excitation) do not count.
+      in a bottleneck block. A gate's layers (squeeze and excitation) do not count.
   """
 
   path: str

@@ -120,7 +120,7 @@ def _on_cpu(x: jax.Array) -> bool:
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
   """Applies a kernel to arrays (n, vectors), some vectors at a time."""
   # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
-  # vectors at once than keep a device busy: on a CPU, as many as fit into its cache. On several
+  # vectors at once than keep a device busy: on a CPU, only what fits into its cache. On several
   # devices the vectors may be spread over all.
   n, vectors = arrays[0].shape
   width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)

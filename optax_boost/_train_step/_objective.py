@@ -128,7 +128,7 @@ class Objective:
     types = jax.tree.map(jax.typeof, params)
     kind = (jax.tree.structure(types), *jax.tree.leaves(types))
     if kind not in self._programs:
-      trace = jax.make_jaxpr(_jaxpr.anew(self._loss_fn), return_shape=True)
+      trace = jax.make_jaxpr(_jaxpr.untraced(self._loss_fn), return_shape=True)
       program, shapes = trace(params, *self._others)
       self._programs[kind] = program, jax.tree.structure(shapes)
     return self._programs[kind]

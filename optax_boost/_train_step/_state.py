@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
   Attributes:
     params: the trainable arrays.
     opt_state: the transformation's state.
-    model_state: mutable statistics (BatchNorm) that the loss returns anew, or None.
+    model_state: mutable statistics (BatchNorm) that the loss returns, or None.
     step: scalar int32, the number of steps made.
   """
 
@@ -156,7 +156,7 @@ def check_shapes(before: optax.Params, after: optax.Params) -> None:
 
 
 def drop_weak_type(leaf: Any) -> jax.Array:
-  """An array of a dtype of its own; a weak one would compile the next step anew."""
+  """An array of a dtype of its own; a weak one would compile the next step again."""
   # Typed PRNG keys have no weak type.
   if isinstance(leaf, jax.Array) and not getattr(leaf, "weak_type", False):
     return leaf

@@ -60,7 +60,7 @@ def hold_statistics(
   if statistics and not modules.keys() & own_modules:
     _tree.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
-      " 'norm/mean' beside 'norm/scale', so those of frozen layers go on. Pass"
+      " 'norm/mean' next to 'norm/scale', so frozen layers' statistics go on. Pass"
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
@@ -74,7 +74,7 @@ def _is_inexact(x: Any) -> bool:
 def _modules(tree: Any) -> list[str]:
   """The paths of the leaves' modules, without the collections' names in front, if there are any.
 
-  A place in a sequence is no name: lists of params and of statistics have to be of one length.
+  A place in a sequence is not a name: lists of params and of statistics have to be of one length.
   """
   lengths: dict[Any, int] = {}
   for path in _tree.leaf_keys(tree, lambda node: not jax.tree.leaves(node)):

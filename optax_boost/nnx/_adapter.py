@@ -1,6 +1,6 @@
 """An NNX model as a pure loss ``loss(params, model_state, batch, rng)`` with its arrays.
 
-`roots` are the model and, behind it, the rngs of a call if there are any; they may share streams.
+`roots` are the model and, after it, the rngs of a call if there are any; they may share streams.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 # model's own rng streams.
 PASS_SEED = 0
 
-# Generators of random numbers, which a step or a loss may take beside its model.
+# Generators of random numbers, which a step or a loss may take besides its model.
 RNG_TYPES = (nnx.Rngs, nnx.RngStream)
 
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
 _COLLECTIONS = ("batch_stats", "rngs")
-# Beside them, the structure of the roots after a forward pass that has changed it: a tree without
+# With them, the structure of the roots after a forward pass that has changed it: a tree without
 # leaves, so that each compiled program returns its own.
 _STRUCTURE = "structure"
 # Names the contexts in which Flax finds the roots' objects again after such a pass.

@@ -188,13 +188,13 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Other writes of the forward pass take effect as with ``nnx.jit``. An update starts from trained
   variables as the forward pass leaves them (``nnx.WeightNorm``, weight clipping). The model keeps
-  variables that the forward pass creates, such as those of ``sow``, and attributes that it sets;
+  variables that the forward pass creates, such as ``sow``'s, and attributes that it sets;
   the next step then compiles again, so pop intermediates, after the step or in the loss.
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
       a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
-    **options: those of :func:`optax_boost.make_train_step` but `has_model_state`. `full_grad_fn` is
+    **options: as in :func:`optax_boost.make_train_step`, no `has_model_state`; `full_grad_fn` is
       always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
       key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
       takes one.

@@ -113,7 +113,7 @@ def cut_short(path):
     ("--batch-size=21", {}, "--batch-size 21 is more than the 20 training images"),
     ("--seed=9999999999", {}, "below 2**31; got 9999999999"),
     ("--sed=1", {}, "unrecognized arguments: --sed=1"),
-    ("--out={}/images.npz/a.png", {}, "images.npz is no folder"),
+    ("--out={}/images.npz/a.png", {}, "images.npz is not a folder"),
     ("--out={}/curves.docx", {}, "must end in .png, .pdf, .svg"),
     ("--out={}", {}, "must end in .png, .pdf, .svg"),
     (f"--out={{}}/{'x' * 300}.png", {}, "File name too long"),

@@ -3,11 +3,11 @@
 from tests.house import figures
 
 BOUNDS = {
-  "lines in optax_boost": 15_950,
-  "lines of code in optax_boost": 8_550,
-  "public names": 58,
+  "lines in optax_boost": 15_450,
+  "lines of code in optax_boost": 8_300,
+  "public names": 56,
   "functions over 80 lines": 0,
-  "lines in tests": 22_900,
+  "lines in tests": 22_650,
 }
 
 
