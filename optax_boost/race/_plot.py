@@ -1,12 +1,11 @@
 """The picture of a race; needs matplotlib."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
-
-from optax_boost.race import _result
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -16,8 +15,11 @@ _BASELINE_COLOUR = "#5A5A5A"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def draw(result: _result.RaceResult, quantities: Sequence[str], against: Sequence[str]) -> "Figure":
-  """Draws a row of panels for each quantity, a column for each budget; losses on a log scale."""
+def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> "Figure":
+  """Draws a race: a row of panels for each quantity, a column for each budget, with its label.
+
+  Losses are on a log scale.
+  """
   try:
     from matplotlib.figure import Figure
   except ImportError as error:
@@ -38,7 +40,7 @@ def draw(result: _result.RaceResult, quantities: Sequence[str], against: Sequenc
     for of, axes in zip(against, line, strict=True):
       for name, colour in colours.items():
         _draw_curve(axes, result, name, quantity, of, colour)
-      axes.set_xlabel(_result.BUDGETS[of])
+      axes.set_xlabel(against[of])
       axes.grid(color="#E5E5E5", linewidth=0.8)
       axes.spines[["top", "right", "left"]].set_visible(False)
       axes.set_yscale("log" if logarithmic else "linear")
@@ -51,9 +53,7 @@ def draw(result: _result.RaceResult, quantities: Sequence[str], against: Sequenc
   return figure
 
 
-def _draw_curve(
-  axes: Any, result: _result.RaceResult, name: str, quantity: str, of: str, colour: str
-) -> None:
+def _draw_curve(axes: Any, result: Any, name: str, quantity: str, of: str, colour: str) -> None:
   lost = result.diverged(name)
   # A method that diverged on every seed is shown as far as it got.
   rows = result.curves[name][quantity][~lost | lost.all()]

@@ -11,6 +11,7 @@ import numpy as np
 from scipy import special
 
 from optax_boost import _base
+from optax_boost.race import _plot
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -163,14 +164,12 @@ class RaceResult:
     Returns:
       A matplotlib figure: ``result.plot().savefig("race.png")``.
     """
-    from optax_boost.race import _plot
-
     quantities = self.quantities[:1] if quantities is None else quantities
     for quantity in quantities:
       _base.check_name("quantities", quantity, self.quantities)
     for of in against:
       _base.check_name("against", of, list(BUDGETS))
-    return _plot.draw(self, quantities, against)
+    return _plot.draw(self, quantities, {of: BUDGETS[of] for of in against})
 
 
 def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
