@@ -102,9 +102,15 @@ def test_each_train_step_ends_in_a_permutation(method, form):
 
 
 @each_method
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-  "form", ["alone", "master_weights", "stochastic_rounding", "accumulate in a loss scale"]
+  ("form", "dtype"),
+  [
+    ("alone", "bfloat16"),
+    ("alone", "float16"),
+    ("master_weights", "float16"),
+    ("stochastic_rounding", "bfloat16"),
+    ("accumulate in a loss scale", "float16"),
+  ],
 )
 def test_each_step_in_half_precision_ends_in_a_permutation(method, form, dtype):
   start = jax.tree.map(lambda x: x.astype(dtype), params())
