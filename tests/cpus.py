@@ -9,6 +9,7 @@ of its own. With SSE4_2, tests of float16 are skipped (tests/conftest.py).
 import concurrent.futures
 import os
 import pathlib
+import queue
 import re
 import subprocess
 import sys
@@ -83,6 +84,17 @@ def run(setting: Setting, processors: set[int], programs: str) -> tuple[Setting,
   return setting, f"{'passed' if done.returncode == 0 else 'FAILED'}: {counted}", seconds
 
 
+def run_alone(
+  setting: Setting, free: queue.SimpleQueue[int], programs: str
+) -> tuple[Setting, str, float]:
+  """As `run`, on a processor that runs no other setting."""
+  processor = free.get()
+  try:
+    return run(setting, {processor}, programs)
+  finally:
+    free.put(processor)
+
+
 def main(chosen: list[str]) -> int:
   """Runs all settings, or those whose set of instructions is named; 1 if any fails."""
   own = sorted(os.sched_getaffinity(0))
@@ -96,9 +108,12 @@ def main(chosen: list[str]) -> int:
     failed |= result.startswith("FAILED")
     print(f"{setting} | {result} | {seconds:.0f} s", flush=True)
 
+  free: queue.SimpleQueue[int] = queue.SimpleQueue()
+  for processor in own:
+    free.put(processor)
   with tempfile.TemporaryDirectory() as programs:
     with concurrent.futures.ThreadPoolExecutor(len(own)) as pool:
-      jobs = [pool.submit(run, s, {own[i % len(own)]}, programs) for i, s in enumerate(alone)]
+      jobs = [pool.submit(run_alone, s, free, programs) for s in alone]
       for job in concurrent.futures.as_completed(jobs):
         report(*job.result())
     for setting in together:
