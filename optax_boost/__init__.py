@@ -43,6 +43,7 @@ from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
+from optax_boost._train_step import flatten_metrics
 from optax_boost._train_step import make_train_step
 from optax_boost._tree import path_mask
 from optax_boost.auto import auto_boost
@@ -73,6 +74,7 @@ __all__ = [
   "dynamic_loss_scale",
   "fit_subspace",
   "fixed_freezing",
+  "flatten_metrics",
   "freeze_layers",
   "full_gradient",
   "gradual_unfreezing",

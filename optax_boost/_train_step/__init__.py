@@ -1,6 +1,7 @@
 """A train step that hands every method the extra arguments that it needs."""
 
 from optax_boost._train_step._loss import bound_arrays as bound_arrays
+from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
 from optax_boost._train_step._program import Metrics as Metrics
 from optax_boost._train_step._program import Program as Program
 from optax_boost._train_step._state import TrainState as TrainState

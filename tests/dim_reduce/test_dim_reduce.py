@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn import datasets
 
 import optax_boost
 import optax_boost.nnx
@@ -474,42 +473,6 @@ def test_a_gradient_of_zero_is_no_rejected_step():
   )
   assert losses == [0, 0, 0, 0]
   assert int(metrics["rejected_count"]) == metrics["trials"] == 0
-
-
-def test_the_default_trains_a_cnn_on_digits():
-  bunch = datasets.load_digits()
-  images = jnp.asarray(bunch.images[:512, ..., None] / 8 - 1, jnp.float32)
-  labels = jnp.asarray(bunch.target[:512])
-  keys = jax.random.split(jax.random.key(0), 2)
-  params = {
-    "conv": 0.3 * jax.random.normal(keys[0], (3, 3, 1, 8)),
-    "dense": 0.1 * jax.random.normal(keys[1], (128, 10)),
-  }
-
-  def cross_entropy(params, rows):
-    x = jax.lax.conv_general_dilated(
-      *(images[rows], params["conv"], (2, 2), "SAME"), dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    logits = jax.nn.relu(x).reshape(len(x), -1) @ params["dense"]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]))
-
-  def train(tx, params, steps):
-    step = optax_boost.make_train_step(cross_entropy, tx)
-    state, runs = step.init(jax.tree.map(jnp.array, params)), []
-    rng = np.random.default_rng(0)
-    for _ in range(steps):
-      state, metrics = step(state, rng.choice(512, 128, replace=False))
-      runs.append((float(metrics["loss"]), int(metrics.get("line_search_steps", 0))))
-    return state, metrics, np.array(runs)
-
-  recorder = optax_boost.record_trajectory(every=2, capacity=16)
-  state, _, _ = train(optax.chain(optax.sgd(0.1), recorder), params, 32)
-  subspace = optax_boost.fit_subspace(state.opt_state, 10)
-  _, metrics, runs = train(optax_boost.dim_reduce(subspace), params, 30)
-  start, end = np.mean(runs[:2, 0]), np.mean(runs[-5:, 0])
-  assert end < 0.25 * start
-  assert int(metrics["rejected_count"]) == 0
-  assert np.mean(runs[:, 1]) < 4
 
 
 def numpy_through_sgd(steps, rate, momentum, rho, sigma, gamma, alpha, steepness):

@@ -85,20 +85,6 @@ def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(
   assert files(tmp_path) == ["images.npz"]
 
 
-def test_ctrl_c_while_the_picture_is_written_leaves_the_old_one(examples, tmp_path):
-  class Figure:
-    def savefig(self, path, **_):
-      pathlib.Path(path).write_bytes(b"half")
-      raise KeyboardInterrupt
-
-  picture = tmp_path / "curves.png"
-  picture.write_bytes(b"old")
-  with pytest.raises(KeyboardInterrupt):
-    examples["_report"].save(Figure(), picture)
-  assert files(tmp_path) == ["curves.png"]
-  assert picture.read_bytes() == b"old"
-
-
 def cut_short(path):
   path.write_bytes(path.read_bytes()[:-200])
 
@@ -108,29 +94,20 @@ def cut_short(path):
   [
     ("--methods=sgd,adam", {}, "unknown method 'adam'; choose from sgd, centralize, lars"),
     ("--methods=sgd,sgd", {}, "twice"),
-    ("--epochs=0", {}, "--epochs must be at least 1 and below 2**31; got 0"),
     ("--epochs=many", {}, "--epochs: invalid int value: 'many'"),
     ("--batch-size=21", {}, "--batch-size 21 is more than the 20 training images"),
     ("--seed=9999999999", {}, "below 2**31; got 9999999999"),
     ("--sed=1", {}, "unrecognized arguments: --sed=1"),
     ("--out={}/images.npz/a.png", {}, "images.npz is not a folder"),
-    ("--out={}/curves.docx", {}, "must end in .png, .pdf, .svg"),
-    ("--out={}", {}, "must end in .png, .pdf, .svg"),
     (f"--out={{}}/{'x' * 300}.png", {}, "File name too long"),
     ("", {"train_images": None}, "lacks train_images; it must hold train_images, train_labels,"),
-    ("", {"train_images": np.ones((20, 8))}, "must be of shape (n, h, w) or (n, h, w, c)"),
     ("", {"train_images": np.ones((0, 4, 5))}, "not empty; got (0, 4, 5)"),
     ("", {"train_images": np.full((20, 4, 5), np.nan)}, "not finite"),
-    ("", {"train_images": np.full((20, 4, 5), "x")}, "train_images must be integers or floats"),
     ("", {"train_images": np.ones((20, 4, 5))}, "the pixels of train_images must differ"),
     ("", {"test_images": np.ones((7, 5, 4))}, "(4, 5, 1) but test_images of (5, 4, 1)"),
     ("", {"train_labels": np.arange(19)}, "there are 20 train_images but 19 train_labels"),
-    ("", {"test_labels": np.ones(7)}, "test_labels must be integers; got float64"),
-    ("", {"test_labels": np.ones((7, 1), int)}, "test_labels must be of shape (n,); got (7, 1)"),
     ("", {"test_labels": np.arange(7) - 1}, "test_labels must not be negative; got -1"),
     ("", {"test_labels": np.arange(7)}, "test_labels has the class 6, train_labels none above 2"),
-    ("", {"train_labels": np.full(20, 10**9)}, "the largest of 20 labels is 1000000000"),
-    ("", {"train_images": np.array([{}], object)}, "is not a readable npz file"),
     ("", cut_short, "is not a readable npz file"),
     ("", pathlib.Path.unlink, "images.npz: No such file or directory"),
   ],
@@ -151,13 +128,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
   assert cause in line
   assert captured.out == ""
   assert files(tmp_path) == before
-
-
-def test_help_names_every_method(demo, examples, capsys):
-  with pytest.raises(SystemExit, match="0"):
-    demo.main(["--help"])
-  text = capsys.readouterr().out
-  assert all(f"  {name} " in text for name in examples["_methods"].METHODS)
 
 
 def test_every_method_is_made_from_its_chosen_values_which_are_of_its_grid(examples):
@@ -223,10 +193,6 @@ def test_the_report_compares_with_the_baseline_seed_by_seed(examples):
   assert report.target == 70
   assert report.rows[1].gain == pytest.approx((10, 2.484), rel=1e-3)
   assert "better  10.0 points more accuracy; 70% after 2 steps" in report.verdicts()
-  worse = Report(result(sgd=[71, 72, 73], worse=[60, 61, 62]), "sgd")
-  assert "worse  11.0 points LESS accuracy; 70% never reached" in worse.verdicts()
-  same = Report(result(sgd=[71, 72, 73], same=[70, 75, 71]), "sgd")
-  assert "no clear difference in accuracy" in same.verdicts()
   lost = Report(result(sgd=[71, 72, 73], wild=[np.nan] * 3, half=[72, 73, np.nan]), "sgd")
   assert "wild  diverged" in lost.verdicts()
   assert re.search(r"^wild +- +- +- +never +3.0 +3, 3 diverged$", lost.table(), re.MULTILINE)

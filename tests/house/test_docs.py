@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import optax
 import pytest
 
 import optax_boost
@@ -99,24 +98,6 @@ def test_the_reference_has_every_public_name_once():
   # The two functions are public in the root, too, where they are documented.
   public -= {"optax_boost.auto.auto_boost", "optax_boost.race.race"}
   assert sorted(documented) == sorted(public)
-
-
-def test_the_fields_that_the_reference_names_are_in_the_states():
-  from tests import problems
-  from tests.contract import registry
-
-  table = re.findall(
-    r"^\| (`\w+`.*?) \| (`\w+`.*?) \| .* \|$",
-    (DOCS / "reference.md").read_text(encoding="utf-8"),
-    re.M,
-  )
-  rows = {row.factory: row for row in registry.ROWS}
-  assert table
-  for fields, factories in table:
-    for factory in re.findall(r"`(\w+)`", factories):
-      state = rows[factory].make().init(problems.params())
-      for field in re.findall(r"`(\w+)`", fields):
-        assert optax.tree.get_all_with_path(state, field), f"{factory} has no field {field}"
 
 
 def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():

@@ -5,7 +5,7 @@ from tests.house import figures
 BOUNDS = {
   "lines in optax_boost": 15_450,
   "lines of code in optax_boost": 8_300,
-  "public names": 56,
+  "public names": 57,
   "functions over 80 lines": 0,
   "lines in tests": 22_650,
 }

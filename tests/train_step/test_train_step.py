@@ -333,15 +333,6 @@ def test_a_transformation_without_extra_arguments_works():
   assert quadratic(state.params, BATCH) < metrics["loss"]
 
 
-def test_metrics_of_the_state_surface_under_their_names():
-  step = optax_boost.make_train_step(quadratic, optax_boost.lars(0.1, exclude=None))
-  state, metrics = step(step.init({"w": jnp.ones(8)}), BATCH)
-  assert metrics.keys() == {"loss", "trust_ratio", "lars/notfinite_count"}
-  np.testing.assert_array_equal(
-    metrics["trust_ratio"], optax.tree.get(state.opt_state, "trust_ratio")
-  )
-
-
 def test_a_metric_that_occurs_twice_is_numbered():
   tx = optax.chain(optax_boost.scale_by_lars_trust_ratio(), optax_boost.scale_by_lars_trust_ratio())
   step = optax_boost.make_train_step(quadratic, tx)

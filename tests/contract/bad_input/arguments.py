@@ -115,6 +115,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   "model": kinds.MODEL,
   "module": kinds.MODULE,
   "optimizer": kinds.OPTIMIZER,
+  "metrics": Kind(kinds.all_but("dict")),
   "plan": Kind(kinds.all_but()),
   "rngs": kinds.RNG_NAMES,
 }
@@ -185,6 +186,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "FreezeSchedule": {"num_groups": 2, "frozen_groups": lambda step, key: step},
     "adasum_reduce": {"stacked": jax.tree.map(lambda x: jnp.stack([x, x]), dense)},
     "auto_boost": {},
+    "flatten_metrics": {"metrics": {"loss": X[0, 0]}},
     "averaged_params": {
       "opt_state": optax_boost.average_params(SGD, decay=0.9).init(dense),
       "params": dense,

@@ -1,0 +1,53 @@
+"""Metrics in the form that loggers take."""
+
+import jax
+import numpy as np
+import optax
+
+from optax_boost import _base
+from optax_boost import _tree
+from optax_boost._train_step import _program
+
+
+def flatten_metrics(
+  metrics: _program.Metrics, params: optax.Params | None = None
+) -> dict[str, float | int | bool]:
+  """The metrics of a train step as Python numbers by name, for TensorBoard and other loggers.
+
+  A name is the path in `metrics`: an entry of a vector is ``trust_ratio/0``, of the loss's aux
+  ``aux/accuracy``. Arrays of two and more axes are left out. It waits for the step and copies its
+  metrics to the host, all at once: call it outside of ``jit``, every hundredth step, say.
+
+  Args:
+    metrics: what a train step returned.
+    params: the params. With them a vector that has an entry for each leaf, as ``trust_ratio``, is
+      named by the leaves' paths: ``trust_ratio/dense/kernel``. Vectors in aux keep their numbers.
+
+  Returns:
+    A flat dictionary of Python numbers.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_boost
+    >>> metrics = {"loss": jnp.ones([]), "trust_ratio": jnp.ones(2), "aux": {"right": jnp.int32(3)}}
+    >>> optax_boost.flatten_metrics(metrics)
+    {'aux/right': 3, 'loss': 1.0, 'trust_ratio/0': 1.0, 'trust_ratio/1': 1.0}
+    >>> sorted(optax_boost.flatten_metrics(metrics, {"bias": 0, "kernel": 0}))
+    ['aux/right', 'loss', 'trust_ratio/bias', 'trust_ratio/kernel']
+  """
+  if not isinstance(metrics, dict):
+    raise TypeError(
+      "`metrics` must be the dictionary of a train step (`state, metrics = step(state, batch)`);"
+      f" got {_base.shorten(metrics)}."
+    )
+  metrics = jax.device_get(metrics)
+  leaves = [] if params is None else _tree.leaf_paths(params)
+  flat: dict[str, float | int | bool] = {}
+  for path, value in zip(_tree.leaf_paths(metrics), jax.tree.leaves(metrics), strict=True):
+    value = np.asarray(value)
+    if value.ndim < 2:
+      by_leaf = value.shape == (len(leaves),) and path in metrics and path != "aux"
+      names = leaves if by_leaf else [str(i) for i in range(value.size)]
+      # A single number, or a tree that is a leaf itself, adds no name.
+      names = [f"{path}/{name}".rstrip("/") for name in names] if value.ndim else [path]
+      flat.update(zip(names, value.ravel().tolist(), strict=True))
+  return flat
