@@ -1,6 +1,7 @@
 """Writes the tables of methods and the reference: ``python docs/card_tables.py``.
 
-All are made from the headers of the cards, and stand between two comments that name this command.
+All are made from the headers of the cards. The tables stand between two comments that name this
+command; the pages of the reference are made whole.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ WISHES = (
   "wiring, comparison, levels",
   "for study",
 )
-MADE = re.compile(r"(<!-- made by `python docs/card_tables.py` -->\n).*?(<!-- end -->)", re.DOTALL)
+MADE = "<!-- made by `python docs/card_tables.py` -->\n"
+BETWEEN = re.compile(f"({MADE}).*?(<!-- end -->)", re.DOTALL)
 
 
 class Card(NamedTuple):
@@ -96,18 +98,19 @@ def cards_table(cards: list[Card]) -> Iterator[str]:
     yield f"| [{card.title}]({card.file}) | {card.does} | {card.verdict} | {card.source} |"
 
 
-def reference(cards: list[Card]) -> Iterator[str]:
-  """A section for each card, with the public names in its header, by file name."""
-  for card in sorted(cards):
-    yield f"## {card.title}\n\n[Card](cards/{card.file})\n\n```{{eval-rst}}"
-    for name in re.findall(r"`(.+?)`", card.names):
-      is_class = name.split(".")[-1][0].isupper()
-      yield f".. auto{'class' if is_class else 'function'}:: optax_boost.{name}"
-      if is_class:
-        yield "   :members:"
-      if name.endswith("TrainStep"):
-        yield "   :special-members: __call__"
-    yield "```\n"
+def reference(card: Card) -> Iterator[str]:
+  """The page of the public names in a card's header."""
+  yield f"{MADE}\n# {card.title}: API\n"
+  yield f"[The card](../cards/{card.file}) says when to use it, and what it costs and gives.\n"
+  yield "```{eval-rst}"
+  for name in re.findall(r"`(.+?)`", card.names):
+    is_class = name.split(".")[-1][0].isupper()
+    yield f".. auto{'class' if is_class else 'function'}:: optax_boost.{name}"
+    if is_class:
+      yield "   :members:"
+    if name.endswith("TrainStep"):
+      yield "   :special-members: __call__"
+  yield "```\n"
 
 
 def pages() -> dict[pathlib.Path, str]:
@@ -117,12 +120,11 @@ def pages() -> dict[pathlib.Path, str]:
     DOCS.parent / "README.md": wishes_table(cards, "docs/cards/"),
     DOCS / "index.md": wishes_table(cards, "cards/"),
     CARDS / "index.md": cards_table(cards),
-    DOCS / "reference.md": reference(cards),
   }
-  texts = {}
+  texts = {DOCS / "reference" / card.file: "\n".join(reference(card)) for card in cards}
   for path, lines in parts.items():
     made = "\n".join(["", *lines, ""])
-    texts[path] = MADE.sub(
+    texts[path] = BETWEEN.sub(
       lambda found, made=made: f"{found[1]}{made}\n{found[2]}", path.read_text(encoding="utf-8")
     )
   return texts

@@ -89,9 +89,8 @@ def test_a_relative_link_leads_to_a_file(page):
 
 
 def test_the_reference_has_every_public_name_once():
-  documented = re.findall(
-    r"^\.\. auto\w+:: (\S+)", (DOCS / "reference.md").read_text(encoding="utf-8"), re.M
-  )
+  reference = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
+  documented = re.findall(r"^\.\. auto\w+:: (\S+)", reference, re.M)
   public = {f"optax_boost.{name}" for name in optax_boost.__all__}
   for module in (optax_boost.nnx, optax_boost.linen, optax_boost.auto, RACE):
     public |= {f"{module.__name__}.{name}" for name in module.__all__}
@@ -102,6 +101,7 @@ def test_the_reference_has_every_public_name_once():
 
 def test_readme_and_pages_have_the_parts_that_the_cards_headers_make():
   for path, expected in runpy.run_path(str(DOCS / "card_tables.py"))["pages"]().items():
+    assert path.is_file(), f"no {path}: run `python docs/card_tables.py`"
     assert path.read_text(encoding="utf-8") == expected, f"{path}: run `python docs/card_tables.py`"
 
 
