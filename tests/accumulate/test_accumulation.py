@@ -1,7 +1,5 @@
 """Gradient accumulation: what breaks naive accumulation."""
 
-import itertools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -35,31 +33,6 @@ def test_the_inner_optimizer_runs_once_per_window():
   jax.effects_barrier()
   assert len(runs) == state.inner_count == state.inner_state == 2
   assert state.count == 1
-
-
-def test_updates_between_inner_steps_are_exactly_zero():
-  tx = optax_boost.accumulate(optax.adamw(0.1), every=3)
-  params = {"w": jnp.ones(3)}
-  state = tx.init(params)
-  for step in range(6):
-    updates, state = tx.update({"w": jnp.ones(3)}, state, params)
-    assert jnp.any(updates["w"]) == (step % 3 == 2)
-
-
-def test_weights_of_unequal_micro_batches_give_the_mean_over_all_examples():
-  rng = np.random.default_rng(0)
-  x, y = rng.normal(size=(10, 3)).astype(np.float32), rng.normal(size=10).astype(np.float32)
-
-  def loss(w, rows):
-    return jnp.mean((x[rows] @ w - y[rows]) ** 2)
-
-  w = jnp.ones(3)
-  tx = optax_boost.accumulate(optax.sgd(1.0), every=3)
-  state = tx.init(w)
-  for rows in (slice(0, 5), slice(5, 9), slice(9, 10)):
-    size = len(x[rows])
-    updates, state = tx.update(jax.grad(loss)(w, rows), state, w, weight=size)
-  np.testing.assert_allclose(updates, -jax.grad(loss)(w, slice(0, 10)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -150,26 +123,6 @@ def test_the_inner_optimizer_sees_the_mean_as_grad_and_the_closures_of_the_last_
   chex.assert_trees_all_equal(
     state.inner_state, {"grad": jnp.array([2.0]), "value": jnp.array(30.0)}
   )
-
-
-def test_train_step_with_accumulation_equals_the_large_batch():
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
-
-  def loss(params, batch):
-    return jnp.mean((batch @ params) ** 2)
-
-  large = optax_boost.make_train_step(loss, optax_boost.lars(0.1, exclude=None))
-  small = optax_boost.make_train_step(
-    loss, optax_boost.accumulate(optax_boost.lars(0.1, exclude=None), 4)
-  )
-  expected, found = large.init(jnp.ones(3)), small.init(jnp.ones(3))
-  for _ in range(2):
-    expected, _ = large(expected, x)
-    for micro in itertools.batched(x, 2) if hasattr(itertools, "batched") else x.reshape(4, 2, 3):
-      found, metrics = small(found, jnp.asarray(micro))
-  np.testing.assert_allclose(found.params, expected.params, rtol=1e-5)
-  assert metrics["trust_ratio"].shape == (1,)
 
 
 def test_refuses_a_weight_per_example():

@@ -154,16 +154,6 @@ def test_one_device_and_vmap_agree_with_many_devices():
   close(replica(mapped, 2), expected)
 
 
-def test_swapping_the_members_of_a_pair_changes_nothing_but_another_order_does():
-  stacked = gradients(4)
-  result = optax_boost.adasum_reduce(stacked)
-  for order in ([1, 0, 2, 3], [0, 1, 3, 2], [2, 3, 0, 1]):
-    other = optax_boost.adasum_reduce(jax.tree.map(lambda g, o=order: g[np.array(o)], stacked))
-    chex.assert_trees_all_close(other, result, rtol=1e-5, atol=1e-6)
-  crossed = optax_boost.adasum_reduce(jax.tree.map(lambda g: g[np.array([0, 2, 1, 3])], stacked))
-  assert not np.allclose(crossed["dense"], result["dense"], rtol=1e-3)
-
-
 def test_a_pair_is_the_rule_of_the_paper_and_zero_is_neutral():
   a, b = gradients(2)["dense"]
   zero = np.zeros_like(a)

@@ -197,12 +197,14 @@ NOT_JSON = {
   "[]": "must be a dict of blocks",
   '{"boost": %s' % ("[" * 100_000): "recursion",
   '{"common": {"device_number": %s}}' % ("9" * 5000): "digits",
+  '{"boost": "\udcff"}': "utf-8",
+  '{"boost": {}}\0': "Extra data",
 }
 
 
 @pytest.mark.parametrize("text", NOT_JSON, ids=NOT_JSON.values())
 def test_a_file_without_a_configuration_is_named(text, tmp_path):
-  (tmp_path / "boost.json").write_text(text, encoding="utf-8")
+  (tmp_path / "boost.json").write_text(text, encoding="utf-8", errors="surrogateescape")
   with pytest.raises(ValueError, match=rf"boost\.json is not JSON of Mind.*{NOT_JSON[text]}"):
     auto_boost("O1", config=tmp_path / "boost.json")
   with pytest.raises(FileNotFoundError, match=r"none\.json"):

@@ -215,23 +215,6 @@ def test_convolutions_are_told_apart_by_their_groups():
   np.testing.assert_array_equal(of_grouped, grads["grouped"])
 
 
-def test_stacked_layers_are_centralized_one_by_one():
-  grads = {"layers": {"kernel": gradient(5, 4, 4), "bias": gradient(5, 4)}}
-
-  def loss_fn(params, x):
-    def layer(x, of_layer):
-      return jnp.tanh(x @ of_layer["kernel"] + of_layer["bias"]), None
-
-    return jnp.sum(jax.lax.scan(layer, x, params["layers"])[0])
-
-  layers = optax_boost.layer_axes(loss_fn, grads, gradient(3, 4))
-  updates = centralized(grads, layers=layers)["layers"]
-  for i in range(5):
-    alone = centralized({"kernel": grads["layers"]["kernel"][i]})
-    np.testing.assert_allclose(updates["kernel"][i], alone["kernel"], rtol=1e-5, atol=1e-6)
-  np.testing.assert_array_equal(updates["bias"], grads["layers"]["bias"])
-
-
 def test_behind_a_mask_leaves_are_known_by_their_paths():
   grads = {"a": gradient(6, 2, 3), "b": gradient(2, 6, 3)}
 

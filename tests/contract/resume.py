@@ -23,7 +23,7 @@ def main(folder: pathlib.Path) -> None:
     halfway = checkpointer.restore(folder / "halfway", like)
   for row in registry.ROWS:
     params, state = halfway[str(row)]
-    last = run(row, params, range(2, 4), state)
+    last = run(row, params, range(3, 5), state)
     leaves = [np.asarray(x) for x in jax.tree.leaves(last)]
     np.savez(folder / f"{row}.npz", *leaves)
 

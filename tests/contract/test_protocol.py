@@ -261,24 +261,6 @@ def test_every_wrapper_hands_on_what_its_optimizer_asks_for(wrapper, name):
   chex.assert_trees_all_close(found, alone(name), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["value_fn", "obj_fn"])
-def test_closures_of_a_wrapper_in_float32_compute_in_the_params_dtype(name):
-  def update(updates, state, params=None, **extra):
-    extra[name](params)
-    return updates, state
-
-  dtypes = set()
-
-  def loss_fn(params, batch):
-    dtypes.add(params["w"].dtype)
-    return jnp.sum(params["w"] * batch)
-
-  inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-  step = optax_boost.make_train_step(loss_fn, optax_boost.master_weights(inner))
-  step(step.init({"w": jnp.ones(3, jnp.float16)}), jnp.float16(1))
-  assert dtypes == {jnp.dtype("float16")}
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Network:

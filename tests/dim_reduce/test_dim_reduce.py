@@ -553,17 +553,6 @@ def test_trials_leave_the_state_of_the_inner_optimizer_as_it_was():
   assert np.nansum(np.abs(flat(updates))) == 0
 
 
-@pytest.mark.parametrize(
-  "inner", [optax.adam(0.05), optax.sgd(0.03), optax.sgd(0.01, momentum=0.9)]
-)
-def test_it_trains_through_inner_optimizers(inner):
-  tx = optax_boost.dim_reduce(whole_space(4), inner=inner)
-  curvatures = jnp.array([1.0, 3.0, 10.0, 30.0])
-  losses, metrics = losses_of(tx, lambda x: jnp.sum(curvatures * x**2), np.ones(4), 150)
-  assert losses[-1] < 1e-3 * losses[0]
-  assert int(metrics["line_search_steps"]) <= 30
-
-
 def test_refuses_an_inner_optimizer_that_scales_the_loss():
   inner = optax_boost.dynamic_loss_scale(optax.sgd(0.1))
   with pytest.raises(ValueError, match=r"`inner` must not scale the loss, .* around `dim_reduce`"):
@@ -619,31 +608,6 @@ def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
 def nnx_model():
   rngs = nnx.Rngs(0)
   return nnx.Sequential(nnx.Linear(6, 4, rngs=rngs), nnx.tanh, nnx.Linear(4, 1, rngs=rngs))
-
-
-def test_four_lines_train_an_nnx_model_and_go_on_in_its_subspace():
-  x = jax.random.normal(jax.random.key(0), (32, 6))
-  batch = {"x": x, "y": jnp.tanh(x @ jnp.arange(6.0)[:, None])}
-  model = nnx_model()
-  step = optax_boost.nnx.make_train_step(
-    lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-  )
-  # What the user adds: the recorder here, the subspace, and the optimizer.
-  tx = optax.chain(optax.sgd(0.1), optax_boost.record_trajectory(every=2, capacity=16))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  before = [step(model, optimizer, batch)["loss"] for _ in range(32)]
-  subspace = optax_boost.fit_subspace(optimizer.opt_state, components=4)
-  optimizer = nnx.Optimizer(model, optax_boost.dim_reduce(subspace), wrt=nnx.Param)
-  after = [step(model, optimizer, batch) for _ in range(8)]
-  assert all(metrics["accepted_rho"] > 0 for metrics in after)
-  losses = [float(metrics["loss"]) for metrics in after]
-  assert losses == sorted(losses, reverse=True)
-  # More in eight steps than in the eight before.
-  assert before[-1] - losses[-1] > before[-9] - before[-1]
-  renewed = optax_boost.refresh_subspace(optimizer.opt_state, subspace)
-  assert jax.tree.structure(renewed) == jax.tree.structure(optimizer.opt_state)
-  optimizer.opt_state = renewed
-  assert step(model, optimizer, batch)["loss"] < losses[-1]
 
 
 def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():

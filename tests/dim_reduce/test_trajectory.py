@@ -43,15 +43,6 @@ def test_snapshots_are_stored_in_another_dtype():
   assert found[:, 0].tolist() == [1.0, 1.0 + 2**-7, 1.0]
 
 
-def test_params_that_are_not_finite_are_not_taken_but_counted():
-  points = numbered(4)
-  points[1]["b"], points[2]["w"] = jnp.float32(jnp.nan), points[2]["w"].at[0, 1].set(jnp.inf)
-  tx = optax_boost.record_trajectory(every=1, capacity=2)
-  state = record(tx, points)
-  assert optax_boost.snapshots(state)["b"].tolist() == [0.0, -3.0]
-  assert (int(state.snapshot_count), int(state.notfinite_count)) == (2, 2)
-
-
 def test_params_that_are_not_finite_overwrite_nothing_in_a_full_ring():
   points = numbered(5)
   points[3]["w"], points[4]["b"] = jnp.full((2, 3), jnp.nan), jnp.float32(jnp.inf)

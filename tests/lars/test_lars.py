@@ -1,8 +1,8 @@
 """LARS against the recorded runs of MXNet and MindSpore, and against NumPy."""
 
+import functools
 import json
 import pathlib
-import re
 import warnings
 
 import chex
@@ -42,34 +42,56 @@ def flatten(arrays, tree):
   return np.concatenate([np.ravel(tree[str(name)]) for name in arrays["param_names"]])
 
 
-def mxnet_lars(arrays, case, **kwargs):
+def mxnet_lars(arrays, case, weight_decay_mask=None):
   rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
   return optax_boost.lars(
     lambda count: rates[count],
     weight_decay=case["wd"],
-    momentum=case["momentum"] or None,
+    momentum=case["momentum"],
     trust_coefficient=case["eta"],
     eps=case["eps"],
     clip=case["clip_gradient"],
     exclude="(gamma|beta|bias)$",
-    **kwargs,
+    weight_decay_mask=weight_decay_mask,
   )
 
 
-def replay(arrays, case, tx):
+@functools.partial(jax.jit, static_argnames="tx_of")
+def run(tx_of, case, params, grads):
+  """Params and states after each step; cases whose numbers differ share one program."""
+  tx = tx_of(case)
+
+  def step(carry, g):
+    params, state = carry
+    updates, state = tx.update(g, state, params)
+    carry = optax.apply_updates(params, updates), state
+    return carry, carry
+
+  return jax.lax.scan(step, (params, tx.init(params)), grads)[1]
+
+
+@functools.cache
+def trace_of(name, weight_decay_mask=None):
+  """A trace, its cases, and its LARS for a case."""
+  arrays, hyper = load(name)
+  lars = functools.partial(mxnet_lars, arrays, weight_decay_mask=weight_decay_mask)
+  return arrays, hyper["cases"], lars
+
+
+def replay(arrays, case, lars):
   """Weights and momenta after every step of a trace."""
   grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
-  params = unflatten(arrays, arrays["init"].astype(np.float32))
-  state, update = tx.init(params), jax.jit(tx.update)
-  weights, momenta = [], []
-  for t in range(len(grads)):
-    g = unflatten(arrays, grads[t].astype(np.float32) * np.float32(case["rescale_grad"]))
-    updates, state = update(g, state, params)
-    params = optax.apply_updates(params, updates)
-    weights.append(flatten(arrays, params))
-    if case["momentum"]:
-      momenta.append(flatten(arrays, optax.tree.get(state, "trace")))
-  return np.stack(weights), np.stack(momenta) if momenta else None
+  grads = jax.vmap(functools.partial(unflatten, arrays))(
+    grads.astype(np.float32) * np.float32(case["rescale_grad"])
+  )
+  # A bound that is infinite clips nothing.
+  numbers = {key: np.float32(np.inf if x is None else x) for key, x in case.items()}
+  found, state = run(lars, numbers, unflatten(arrays, arrays["init"].astype(np.float32)), grads)
+  trees = (found, optax.tree.get(state, "trace"))
+  return [
+    np.stack([flatten(arrays, {n: x[t] for n, x in tree.items()}) for t in range(10)])
+    for tree in trees
+  ]
 
 
 def assert_weights_agree(found, start, expected):
@@ -89,52 +111,39 @@ def assert_close(found, expected, rtol):
   np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * np.abs(expected).max())
 
 
-MXNET2 = [("lars_mxnet200beta1_fp32", case) for case in range(26)]
-
-
-@pytest.mark.parametrize(("name", "number"), MXNET2)
-def test_agrees_with_mxnet_2(name, number):
-  arrays, hyper = load(name)
-  case = hyper["cases"][number]
-  weights, momenta = replay(arrays, case, mxnet_lars(arrays, case))
+@pytest.mark.parametrize("number", range(26))
+def test_agrees_with_mxnet_2(number):
+  arrays, cases, lars = trace_of("lars_mxnet200beta1_fp32")
+  case = cases[number]
+  weights, momenta = replay(arrays, case, lars)
   assert_weights_agree(weights, arrays["init"], arrays[f"c{number:02}_w"])
   if case["momentum"]:
     assert_momenta_agree(momenta, arrays[f"c{number:02}_m"], case["momentum"])
 
 
 def test_agrees_with_mxnet_2_on_float16_gradients_and_float32_masters():
-  arrays, hyper = load("lars_mxnet200beta1_fp16mp")
-  weights, _ = replay(arrays, hyper["cases"][14], mxnet_lars(arrays, hyper["cases"][14]))
+  arrays, cases, lars = trace_of("lars_mxnet200beta1_fp16mp")
+  weights, _ = replay(arrays, cases[14], lars)
   assert_weights_agree(weights, arrays["init"], arrays["unfused_c14_w"])
-  for number, case in enumerate(hyper["cases"]):
+  for number, case in enumerate(cases):
     # The fused path takes the norm of the float16 copy of the weights, we that of the master.
-    weights, _ = replay(arrays, case, mxnet_lars(arrays, case))
+    weights, _ = replay(arrays, case, lars)
     assert_close(weights, arrays[f"c{number:02}_w"], 5e-5)
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_agrees_with_mxnet_1_9_where_it_has_no_momentum_to_correct(number):
-  arrays, hyper = load("lars_mxnet191_fp32")
-  tx = mxnet_lars(arrays, hyper["cases"][number], weight_decay_mask="_weight$")
-  weights, _ = replay(arrays, hyper["cases"][number], tx)
-  assert_weights_agree(weights, arrays["init"], arrays[f"c{number:02}_w"])
+# Without momentum it has none to correct; of case 22 there is a run without the correction.
+@pytest.mark.parametrize("number", [*range(12), 22])
+def test_agrees_with_mxnet_1_9_without_its_correction_of_the_momentum(number):
+  arrays, cases, lars = trace_of("lars_mxnet191_fp32", "_weight$")
+  weights, _ = replay(arrays, cases[number], lars)
+  expected = arrays["nocorrection_c22_w" if number == 22 else f"c{number:02}_w"]
+  assert_weights_agree(weights, arrays["init"], expected)
 
 
-def test_agrees_with_mxnet_1_9_without_momentum_correction():
-  arrays, hyper = load("lars_mxnet191_fp32")
-  tx = mxnet_lars(arrays, hyper["cases"][22], weight_decay_mask="_weight$")
-  weights, _ = replay(arrays, hyper["cases"][22], tx)
-  assert_weights_agree(weights, arrays["init"], arrays["nocorrection_c22_w"])
-
-
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", [*range(8), 14])
 def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
-  arrays, hyper = load("lars_mxnet191_fp16mp")
-  case = hyper["cases"][number]
-  if case["momentum"] and number != 14:
-    return
-  tx = mxnet_lars(arrays, case, weight_decay_mask="_weight$")
-  weights, _ = replay(arrays, case, tx)
+  arrays, cases, lars = trace_of("lars_mxnet191_fp16mp", "_weight$")
+  weights, _ = replay(arrays, cases[number], lars)
   expected = arrays["nocorrection_c14_w" if number == 14 else f"c{number:02}_w"]
   assert_close(weights, expected, 5e-4)
 
@@ -159,27 +168,22 @@ def test_agrees_with_mindspore_where_norms_are_not_zero(number):
     optax.scale_by_learning_rate(rate),
   )
   params = unflatten(arrays, arrays["init"])
-  state = tx.init(params)
-  found = [params]
-  for grads in arrays["grads"]:
-    updates, state = tx.update(unflatten(arrays, grads * case["loss_scale"]), state, params)
-    params = optax.apply_updates(params, updates)
-    found.append(params)
+  grads = jax.vmap(functools.partial(unflatten, arrays))(arrays["grads"] * case["loss_scale"])
+  found, _ = run(lambda _: tx, 0, params, grads)
   expected = [unflatten(arrays, weights) for weights in arrays[f"c{number:02}_w"]]
   for name in ("fc1.weight", "conv.weight", "bn.gamma", "bn.beta", "fc1.bias"):
-    start, *weights = (tree[name] for tree in found)
-    assert_weights_agree(np.stack(weights), start, np.stack([tree[name] for tree in expected]))
+    weights = np.stack([tree[name] for tree in expected])
+    assert_weights_agree(found[name], params[name], weights)
 
 
-@pytest.mark.parametrize("number", [0.0, np.nan, np.inf])
 @pytest.mark.parametrize("of", ["params", "gradients"])
-def test_trust_ratio_is_one_where_a_norm_is_zero_or_not_finite(of, number):
+def test_trust_ratio_is_one_where_a_norm_is_zero(of):
   trees = {"params": {"kernel": jnp.ones((2, 2))}, "gradients": {"kernel": jnp.ones((2, 2))}}
-  trees[of]["kernel"] *= number
+  trees[of]["kernel"] *= 0
   tx = optax_boost.scale_by_lars_trust_ratio()
   _, state = tx.update(trees["gradients"], tx.init(trees["params"]), trees["params"])
   assert optax.tree.get(state, "trust_ratio") == 1
-  assert optax.tree.get(state, "notfinite_count") == (number != 0)
+  assert optax.tree.get(state, "notfinite_count") == 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -205,6 +209,7 @@ def test_a_layer_with_a_bad_number_is_not_updated_and_is_counted(of, bad):
   # In a leaf of ratio 1, single entries are not updated.
   np.testing.assert_allclose(updates["bias"], [-1.1, 0.0, -1.1], rtol=1e-6)
   assert optax.tree.get(state, "notfinite_count") == 1
+  assert optax.tree.get(state, "trust_ratio")[0] == 1
   updates, state = tx.update(good, state, good)
   assert optax.tree.get(state, "notfinite_count") == 1
   chex.assert_tree_all_finite((updates, state))
@@ -234,23 +239,6 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   _, state = tx.update(tree, tx.init(tree), tree)
   (ratio,) = jax.tree.leaves(state.trust_ratio)
   assert (ratio == 1) == expected
-
-
-def test_the_docstring_names_what_is_excluded_and_where_the_gradient_is_clipped():
-  doc = optax_boost.scale_by_lars_trust_ratio.__doc__
-  names = re.findall(r"\w+", re.search(r"leaves named (.*), and layers", doc)[1])
-  named = {name for name in names if name not in ("or", "and")}
-  assert named == {"bias", "scale", "beta", "gamma"}
-  params = {name: jnp.full((2, 2), 3.0) for name in (*named, "offset", "kernel")}
-  tx = optax_boost.scale_by_lars_trust_ratio(trust_coefficient=0.5, clip=0.5)
-  assert "the ratio is of the gradient as" in doc
-  updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-  ratios = dict(zip(sorted(params), optax.tree.get(state, "trust_ratio"), strict=True))
-  for name, update in updates.items():
-    # 0.5 |w| / |g| with |w| = 6 and, unclipped, |g| = 2; what is multiplied is clipped to 0.5.
-    ratio = 1.0 if name in named else 1.5
-    np.testing.assert_allclose(ratios[name], ratio, rtol=1e-6)
-    np.testing.assert_allclose(update, 0.5 * ratio, rtol=1e-6)
 
 
 def test_each_stacked_layer_has_the_ratio_it_would_have_alone():
@@ -286,16 +274,6 @@ def test_a_train_step_tells_stacked_layers_to_lars_inside_inject_hyperparams():
     state, _ = step(step.init(params), jnp.ones((2, 3)))
     after.append(state.params)
   chex.assert_trees_all_close(*after, rtol=1e-6)
-
-
-def test_weight_decay_mask_leaves_the_others_undecayed():
-  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-  zero = jax.tree.map(jnp.zeros_like, params)
-  for mask in ("kernel", {"kernel": True, "bias": False}, optax_boost.path_mask("kernel")):
-    tx = optax_boost.lars(1.0, 0.5, momentum=None, weight_decay_mask=mask)
-    updates, _ = tx.update(zero, tx.init(params), params)
-    assert jnp.all(updates["kernel"] == -0.5)
-    assert not jnp.any(updates["bias"])
 
 
 def test_nesterov_looks_one_step_ahead():
@@ -368,23 +346,6 @@ def test_there_is_no_buffer_beyond_the_norms():
   assert lowered.compile().memory_analysis().temp_size_in_bytes < 4096
 
 
-def test_accepts_a_schedule_and_keeps_the_rate_inside_the_momentum():
-  params = {"kernel": jnp.ones((1, 1))}
-  tx = optax_boost.lars(lambda count: 1.0 / (1 + count), momentum=0.5, exclude=".*")
-  state = tx.init(params)
-  first, state = tx.update(params, state, params)
-  second, _ = tx.update(params, state, params)
-  np.testing.assert_allclose(first["kernel"], -1.0)
-  np.testing.assert_allclose(second["kernel"], 0.5 * -1.0 - 0.5)
-
-
-def test_a_pattern_that_matches_nothing_warns_and_shows_the_leaves():
-  tx = optax_boost.lars(0.1, exclude=("bias", "gain"))
-  params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gain'\]. The leaves are: bias, ker"):
-    tx.init(params)
-
-
 def test_a_callable_mask_under_inject_hyperparams_works_as_a_static_argument():
   params = {"kernel": jnp.ones((2, 2))}
   factory = optax.inject_hyperparams(
@@ -420,23 +381,6 @@ def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
     np.testing.assert_allclose(updates["fast"], -min(1.0, bound), rtol=1e-6)
     np.testing.assert_allclose(updates["slow"], -min(0.01, bound), rtol=1e-6)
     np.testing.assert_allclose(updates["zero"], -bound, rtol=1e-6)
-
-
-@pytest.mark.parametrize("params_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("grads_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_all_pairs_of_dtypes_train(params_dtype, grads_dtype, momentum):
-  params = {"kernel": jnp.ones((2, 2), params_dtype)}
-  tx = optax_boost.lars(1.0, momentum=momentum, trust_coefficient=0.1)
-
-  def body(carry, _):
-    params, state = carry
-    updates, state = tx.update(jax.tree.map(lambda p: p.astype(grads_dtype), params), state, params)
-    return (optax.apply_updates(params, updates), state), None
-
-  (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), length=3)
-  assert params["kernel"].dtype == params_dtype
-  assert jnp.all(params["kernel"] < 0.8)
 
 
 def test_a_pattern_without_effect_is_warned_of_once():
@@ -572,8 +516,8 @@ def test_derivatives_of_a_step_are_those_of_its_formula():
 
   nudges = 1e-6 * np.eye(12).reshape(12, 3, 4)
   slopes = [formula(kernels["hidden"] + d) - formula(kernels["hidden"] - d) for d in nudges]
-  found = jax.grad(total)(params)
+  found = jax.jit(jax.grad(total))(params)
   np.testing.assert_allclose(np.ravel(found["hidden"]), np.divide(slopes, 2e-6), rtol=1e-4)
   moved = 0.1 * gradients["zeros"]
   np.testing.assert_allclose(found["zeros"], np.cos(moved) * (1 - 0.1 * 0.01), rtol=1e-5)
-  chex.assert_tree_all_finite(jax.hessian(total)(params))
+  chex.assert_tree_all_finite(jax.jit(jax.hessian(total))(params))

@@ -60,21 +60,6 @@ def test_a_layer_of_flax(module, x, fan_in):
   assert found["bias"][0] == ()
 
 
-def test_a_depthwise_convolution_mixes_no_inputs():
-  params = {"grouped": jnp.ones((3, 3, 2, 4)), "depthwise": jnp.ones((3, 3, 1, 4))}
-
-  def loss_fn(p, x):
-    for name, groups in (("grouped", 2), ("depthwise", 4)):
-      x = jax.lax.conv_general_dilated(
-        x, p[name], (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), groups
-      )
-    return jnp.sum(x)
-
-  layers = described(loss_fn, params, IMAGE)
-  mixes = {p: a.mixes_inputs for p, a in zip(layers.paths, layers.axes, strict=True)}
-  assert mixes == {"grouped": True, "depthwise": False}
-
-
 def test_attention_of_flax():
   attention = nn.MultiHeadDotProductAttention(num_heads=2)
   found = linen_axes(attention, SEQUENCE)

@@ -1,7 +1,6 @@
 """Fewer BatchNorms: what a trace shows of the structure, and the models that come of it."""
 
 import re
-import warnings
 
 import chex
 from flax import linen as nn
@@ -296,27 +295,6 @@ def test_a_method_of_a_linen_module_is_reached_by_name_and_from_inside():
     less.nonsense  # noqa: B018
 
 
-class Around(nn.Module):
-  """A module with a less_bn'd one inside."""
-
-  less: nn.Module
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(2)(self.less(x))
-
-
-def test_a_linen_module_with_fewer_batch_norms_works_inside_of_another():
-  less = ob_linen.less_bn(LinenNet(), X)
-  x = jnp.ones_like(X)
-  outer = Around(less)
-  variables = variables_of(outer)
-  inside = {name: tree["less"] for name, tree in variables.items()}
-  chex.assert_trees_all_equal_structs(inside, variables_of(less))
-  dense = nn.Dense(2).apply({"params": variables["params"]["Dense_0"]}, less.apply(inside, x))
-  chex.assert_trees_all_close(outer.apply(variables, x), dense)
-
-
 def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
   model = filled_nnx_net(0)
   model.last.bias[...] = jnp.arange(5.0)
@@ -372,18 +350,6 @@ def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
   assert evaluated.shape == X.shape
 
 
-def test_the_train_step_takes_the_module():
-  module = ob_linen.less_bn(LinenNet(), X, fn_flag=True)
-  loss, *arrays = ob_linen.split_loss(
-    lambda model, x: jnp.mean(model(x, train=True) ** 2), module, variables_of(module)
-  )
-  step = optax_boost.make_train_step(loss, optax.sgd(0.1))
-  state = step.init(*arrays)
-  state, metrics = step(state, X)
-  state, after = step(state, X)
-  assert after["loss"] < metrics["loss"]
-
-
 def test_nothing_is_computed_to_plan():
   abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
   assert removed_from(NnxNet, abstract) == INNER
@@ -413,13 +379,6 @@ def test_containers_and_dtypes_are_kept():
   assert isinstance(model.pair[1], nnx.BatchNorm)
 
 
-def test_refuses_what_is_not_a_model():
-  with pytest.raises(TypeError, match=r"must be an NNX module; got <flax|got LinenNet"):
-    ob_nnx.less_bn(LinenNet(), X)
-  with pytest.raises(TypeError, match=r"must be a Linen module"):
-    ob_linen.less_bn(nnx.eval_shape(NnxNet), X)
-
-
 class Jitted(nn.Module):
   block: nn.Module = nn.jit(LinenBlock, static_argnums=(2,))(3, BOTTLENECK)
 
@@ -443,14 +402,3 @@ def test_a_model_without_inputs_is_refused():
       less_bn(model)
     with pytest.raises(ValueError, match=r"needs the model's inputs, .*; got 3, 'x'"):
       less_bn(model, 3, name="x")
-
-
-def test_warnings_point_at_the_caller():
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    plain = nnx.eval_shape(lambda: Plain(nnx.Rngs(0)))
-    ob_nnx.less_bn(plain, X)
-    ob_linen.less_bn(nn.Dense(2), X)
-    ob_nnx.less_bn(plain, X, fn_flag=True)
-  assert len(caught) == 4
-  assert {w.filename for w in caught} == {__file__}

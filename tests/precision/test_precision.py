@@ -1,6 +1,5 @@
 """Loss scaling against MindSpore's recorded scales, and master weights against MXNet's."""
 
-import contextlib
 import functools
 import json
 import pathlib
@@ -12,8 +11,8 @@ import optax
 import pytest
 
 import optax_boost
-from tests import closeness
 from tests import compilations
+from tests.lars import test_lars
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -111,20 +110,6 @@ def test_train_step_scales_the_loss_it_differentiates_and_reports_the_plain_one(
   assert "1024" not in text, "the scale must come from the state, not be compiled in"
 
 
-def test_line_searches_work_under_a_loss_scale():
-  def loss(params, batch):
-    return jnp.mean((batch @ params - 1.0) ** 2)
-
-  batch = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
-  plain = optax_boost.make_train_step(loss, optax.lbfgs())
-  scaled = optax_boost.make_train_step(loss, optax_boost.dynamic_loss_scale(optax.lbfgs(), 1024.0))
-  expected, found = plain.init(jnp.zeros(3)), scaled.init(jnp.zeros(3))
-  for _ in range(3):
-    expected, _ = plain(expected, batch)
-    found, _ = scaled(found, batch)
-  np.testing.assert_allclose(found.params, expected.params, rtol=1e-3, atol=1e-5)
-
-
 def half_precision_loss(params, batch):
   """A loss whose float16 gradients vanish without a scale."""
   return jnp.sum((batch["x"] @ params).astype(jnp.float32) * 2e-8)
@@ -141,13 +126,6 @@ def test_gradients_that_vanish_in_float16_arrive_with_the_stack():
   np.testing.assert_allclose(masters, 1 - 0.02, rtol=1e-3)
 
 
-def test_two_scales_in_one_state_are_refused():
-  tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
-  step = optax_boost.make_train_step(lambda p, b: jnp.sum(p), tx)
-  with pytest.raises(ValueError, match=r"one state with a `loss_scale`; the optimizer .* 2"):
-    step(step.init(jnp.ones(2)), ())
-
-
 def test_accumulation_inside_the_loss_scale_drops_what_overflows():
   tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(optax.sgd(1.0), 2), 4.0)
   state = tx.init(jnp.zeros(1))
@@ -155,26 +133,6 @@ def test_accumulation_inside_the_loss_scale_drops_what_overflows():
     updates, state = tx.update(jnp.full(1, grad), state)
   # 4 / 4 and, the scale having been halved, 6 / 2; the step in between was none.
   np.testing.assert_array_equal(updates, [-2.0])
-
-
-@pytest.mark.parametrize("kind", ["jit", "shard_map"])
-def test_all_devices_agree_on_an_overflow_of_one(kind):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-  spec = jax.sharding.PartitionSpec("x")
-  tx = optax_boost.dynamic_loss_scale(
-    optax.sgd(1.0), 8.0, axis_name="x" if kind == "shard_map" else None
-  )
-  grad = jnp.ones(8).at[3].set(jnp.inf)
-  state = tx.init(jnp.zeros(8))
-  if kind == "jit":
-    placed = jax.device_put(grad, jax.sharding.NamedSharding(mesh, spec))
-    updates, after = jax.jit(tx.update)(placed, state)
-  else:
-    whole = jax.sharding.PartitionSpec()
-    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(spec, whole), out_specs=(spec, whole))
-    updates, after = jax.jit(step)(grad, state)
-  assert not jnp.any(updates)
-  assert after.loss_scale == 4.0
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -212,63 +170,22 @@ def test_all_devices_skip_a_step_that_is_bad_on_one(wrapper, in_place):
   assert state.notfinite_count == 1
 
 
-def test_a_thousand_steps_too_small_for_half_precision_arrive():
-  for dtype in ("float16", "bfloat16"):
-    params = jnp.ones(1, dtype)
-    tx = optax_boost.master_weights(optax.sgd(1.0))
-    state = tx.init(params)
-
-    def body(carry, _, tx=tx):
-      params, state = carry
-      updates, state = tx.update(jnp.full_like(params, -1e-3), state, params)
-      params = optax.apply_updates(params, updates)
-      masters = state.master_params
-      return (params, state), jnp.all(params == masters.astype(params.dtype))
-
-    (params, state), exact = jax.lax.scan(body, (params, state), length=1000)
-    assert jnp.all(exact), "params must always be the rounding of the masters"
-    np.testing.assert_allclose(state.master_params, 2.0, rtol=2e-2 if dtype == "bfloat16" else 1e-3)
-    assert params.dtype == dtype
-
-
 def test_agrees_with_mxnets_float16_lars_with_masters():
-  with np.load(GOLDEN / "lars_mxnet200beta1_fp16mp.npz") as file:
-    arrays = {key: file[key] for key in file.files}
-  case = json.loads(str(arrays["meta_json"]))["hyper"]["cases"][14]
-  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
-  lars = optax_boost.lars(
-    lambda count: rates[count],
-    weight_decay=case["wd"],
-    momentum=case["momentum"],
-    trust_coefficient=case["eta"],
-    eps=case["eps"],
-    clip=case["clip_gradient"],
-    exclude="(gamma|beta|bias)$",
-  )
-  tx = optax_boost.master_weights(optax.chain(optax.scale(case["rescale_grad"]), lars))
-
-  def tree(vector):
-    out, start = {}, 0
-    for name, text in zip(arrays["param_names"], arrays["param_shapes"], strict=True):
-      shape = tuple(int(n) for n in text.split(","))
-      out[str(name)] = jnp.asarray(vector[start : start + np.prod(shape)].reshape(shape))
-      start += int(np.prod(shape))
-    return out
-
+  arrays, cases, lars = test_lars.trace_of("lars_mxnet200beta1_fp16mp")
+  case, tree = cases[14], functools.partial(test_lars.unflatten, arrays)
+  tx = optax_boost.master_weights(optax.chain(optax.scale(case["rescale_grad"]), lars(case)))
   params = tree(arrays["init"])
   state, update = tx.init(params), jax.jit(tx.update)
   grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
-  weights = arrays["unfused_c14_w"]
-  terms = closeness.path_lengths(arrays["init"], weights)
-  for t in range(10):
-    updates, state = update(tree(grads[t]), state, params)
+  masters = []
+  for grad in grads:
+    updates, state = update(tree(grad), state, params)
     params = optax.apply_updates(params, updates)
-    expected, bounds = tree(weights[t]), tree(terms[t])
-    for name, weight in expected.items():
-      # As in LARS's own tests.
-      closeness.assert_within_ulps(state.master_params[name], weight, bounds[name], ulps=8)
-      assert params[name].dtype == jnp.float16
-      np.testing.assert_array_equal(params[name], state.master_params[name].astype(jnp.float16))
+    masters.append(test_lars.flatten(arrays, state.master_params))
+    for name, param in params.items():
+      assert param.dtype == jnp.float16
+      np.testing.assert_array_equal(param, state.master_params[name].astype(jnp.float16))
+  test_lars.assert_weights_agree(np.stack(masters), arrays["init"], arrays["unfused_c14_w"])
 
 
 def test_masters_beyond_the_range_of_the_params_saturate_and_come_back():
@@ -311,60 +228,6 @@ def test_a_donated_state_leaves_the_key_for_the_next_one():
   params = jnp.ones(2, jnp.bfloat16)
   for _ in range(2):
     assert int(step(tx.init(params), params).count) == 1
-
-
-def wrappers_of(inner):
-  return {
-    "dynamic_loss_scale": optax_boost.dynamic_loss_scale(inner, 8.0),
-    "accumulate": optax_boost.accumulate(inner, 2),
-    "master_weights": optax_boost.master_weights(inner),
-    "switch_after": optax_boost.switch_after(1, inner, inner),
-  }
-
-
-WRAPPERS = tuple(wrappers_of(optax.identity()))
-INNER = {
-  "sgd": lambda: optax.sgd(0.01),
-  "momentum": lambda: optax.sgd(0.01, 0.9),
-  "adam": lambda: optax.adam(0.01),
-  "lars": lambda: optax_boost.lars(0.01, exclude=None),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", INNER)
-def test_float16_gradients_of_float32_params_train_as_float32_ones(name, wrapper):
-  """https://github.com/google-deepmind/optax/issues/1122"""
-  inner = INNER[name]()
-  tx = wrappers_of(inner)[wrapper]
-  params = {"w": jnp.array([1.0, -2.0, 3.0])}
-  grads = {"w": jnp.array([8.0, 4.0, -16.0], jnp.float16)}
-  divisor = 8.0 if "scale" in wrapper or "group" in wrapper else 1.0
-  state, alone = tx.init(params), inner.init(params)
-  plain = jax.tree.map(lambda g: g.astype(jnp.float32) / divisor, grads)
-  for step in range(2):
-    updates, after = tx.update(grads, state, params)
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-    state = after
-    if wrapper != "accumulate" or step == 1:
-      expected, alone = inner.update(plain, alone, params)
-      np.testing.assert_allclose(updates["w"], expected["w"], rtol=2e-3, atol=3e-7)
-
-
-@pytest.mark.parametrize("where", ["eager", "in a mesh", "jitted"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_params_on_a_mesh_with_explicit_axes_stay_sharded(wrapper, where):
-  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-  params = jax.device_put(jnp.arange(1.0, 9.0), sharding)
-  tx = wrappers_of(optax.sgd(0.1, 0.9))[wrapper]
-  update = jax.jit(tx.update) if where == "jitted" else tx.update
-  with jax.set_mesh(mesh) if where == "in a mesh" else contextlib.nullcontext():
-    state = tx.init(params)
-    for _ in range(2):
-      updates, state = update(params, state, params)
-  assert updates.sharding == sharding
-  assert jnp.all(updates < 0)
 
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**-4])
@@ -486,21 +349,17 @@ def test_lookahead_moves_the_masters():
 def test_masters_wrap_all_closures():
   seen = {}
 
-  def update(updates, state, params, *, value_fn, grad_fn, full_grad_fn, **extra):
-    del extra
-    seen.update(value=value_fn(params), grad=grad_fn(params), full=full_grad_fn(params))
+  def update(updates, state, params, **closures):
+    seen.update({name: closure(params).dtype.name for name, closure in closures.items()})
     return updates, state
 
   inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
   tx = optax_boost.master_weights(inner)
   params = jnp.ones(2, jnp.float16)
-  closures = {"value_fn": jnp.sum, "grad_fn": lambda p: 2 * p, "full_grad_fn": lambda p: 3 * p}
+  closures = {"value_fn": jnp.sum, "obj_fn": jnp.sum, "grad_fn": abs, "full_grad_fn": abs}
   tx.update(params, tx.init(params), params, **closures)
-  assert {name: x.dtype.name for name, x in seen.items()} == {
-    "value": "float16",
-    "grad": "float32",
-    "full": "float32",
-  }
+  losses, gradients = dict.fromkeys(("value_fn", "obj_fn"), "float16"), ("grad_fn", "full_grad_fn")
+  assert seen == losses | dict.fromkeys(gradients, "float32")
 
 
 @pytest.mark.parametrize(

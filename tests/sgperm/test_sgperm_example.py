@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -54,20 +53,6 @@ def test_it_compares_and_saves_a_model_of_integers_and_a_picture(example, tiny, 
   for name, kernel in initial.items():
     assert not np.array_equal(kernel, again[name])
     assert np.array_equal(np.sort(kernel, 0), np.sort(again[name], 0))
-
-
-def test_the_order_of_the_images_comes_from_the_key_and_each_comes_once_an_epoch(example):
-  part = example.Part(np.arange(10)[:, None], np.arange(10))
-
-  def labels(seed):
-    feed = example.batches(part, 5, jax.random.key(seed))
-    return np.array([next(feed)[1] for _ in range(4)]).reshape(2, 10)
-
-  first, again, other = labels(0), labels(0), labels(1)
-  assert np.array_equal(first, again)
-  assert not np.array_equal(first, other)
-  assert not np.array_equal(first[0], first[1])
-  assert np.array_equal(np.sort(first), np.tile(np.arange(10), (2, 1)))
 
 
 @pytest.mark.parametrize("name", ["exact", "pairs", "rank", "laperm", "adam", "pairs, adam"])

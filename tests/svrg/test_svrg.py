@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
@@ -450,54 +449,6 @@ def hidden(kind, refresh_every):
   return optax.partition({"ours": ours, "rest": optax.sgd(0.1)}, LABELS)
 
 
-@pytest.mark.parametrize("kind", ["masked", "partition"])
-def test_inside_masked_and_partition_closures_that_fill_in_hidden_leaves_serve_it(kind):
-  tx = hidden(kind, 2)
-  filled = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-
-  def gradients(point, params, batch, mask):
-    whole = filled(lambda q, p: p if isinstance(q, optax.MaskedNode) else q, point, params)
-    found = jax.grad(loss_fn)(whole, batch)
-    return filled(lambda q, g: q if mask and q == optax.MaskedNode() else g, point, found)
-
-  def train(mask):
-    params, state = START, tx.init(START)
-    for t in range(3):
-      updates, state = tx.update(
-        GRADIENT(params, batch_at(t)),
-        state,
-        params,
-        grad_fn=functools.partial(gradients, params=params, batch=batch_at(t), mask=mask),
-        full_grad_fn=functools.partial(gradients, params=params, batch=everything(), mask=mask),
-      )
-      params = optax.apply_updates(params, updates)
-    return params, svrg_state(state)
-
-  last, state = train(mask=True)
-  assert state.refresh_count == 2
-  assert state.full_gradient["b"] == optax.MaskedNode()
-  # By hand: the snapshot holds `w` of the last refresh, and `b` is the current one.
-  params = snapshot = START
-  for t in range(3):
-    if t % 2 == 0:
-      snapshot, full = params, GRADIENT(params, everything())
-    g, h = (GRADIENT(p, batch_at(t)) for p in (params, params | {"w": snapshot["w"]}))
-    g["w"] = g["w"] - (h["w"] - full["w"])
-    params = jax.tree.map(lambda p, x: p - 0.1 * x, params, g)
-  chex.assert_trees_all_close(last, params, rtol=1e-5, atol=1e-6)
-  chex.assert_trees_all_equal(train(mask=False)[0], last)
-  # The train step's closures do it by themselves.
-  step = optax_boost.make_train_step(
-    loss_fn,
-    tx,
-    full_grad_fn=functools.partial(optax_boost.full_gradient, stacked=True, batches=DATA),
-  )
-  state = step.init(START)
-  for t in range(3):
-    state, _ = step(state, batch_at(t))
-  chex.assert_trees_all_close(state.params, params, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["grad_fn", "full_grad_fn"])
 def test_inside_masked_a_closure_that_knows_no_hidden_leaves_gets_advice(name):
   tx = hidden("masked", 2)
@@ -551,32 +502,6 @@ def test_over_eight_devices_state_and_full_pass_stay_sharded_and_equal_one_devic
   for leaf in (found.snapshot["w"], found.full_gradient["w"], results[1].params["w"]):
     assert leaf.sharding.spec == jax.sharding.PartitionSpec("d")
   chex.assert_trees_all_close(*map(jax.device_get, results), rtol=1e-4, atol=1e-5)
-
-
-def test_resuming_in_the_middle_of_epoch_and_period_changes_no_bit(tmp_path):
-  """Epochs have 4 steps, periods 3."""
-  step = test_train_step.normed_step(
-    optax.chain(optax_boost.svrg(3, optax.linear_schedule(0.75, 0.0, 20)), optax.sgd(0.05, 0.9)),
-    full_grad_fn=functools.partial(
-      optax_boost.full_gradient,
-      stacked=True,
-      batches=jax.tree.map(lambda x: x.reshape(4, 8, *x.shape[1:]), test_train_step.BATCH),
-    ),
-  )
-  quarters = [jax.tree.map(lambda x, t=t: x[t::4], test_train_step.BATCH) for t in range(4)]
-  state = step.init(*test_train_step.initial())
-  with ocp.StandardCheckpointer() as checkpointer:
-    for t in range(9):
-      if t in (5, 6):
-        checkpointer.save(tmp_path / str(t), state)
-      state, _ = step(state, quarters[t % 4], KEY)
-  for start in (5, 6):
-    with ocp.StandardCheckpointer() as checkpointer:
-      resumed = checkpointer.restore(tmp_path / str(start), step.init(*test_train_step.initial()))
-    assert svrg_state(resumed).refresh_count == 2
-    for t in range(start, 9):
-      resumed, _ = step(resumed, quarters[t % 4], KEY)
-    chex.assert_trees_all_equal(resumed, state)
 
 
 # Dropout and BatchNorm.

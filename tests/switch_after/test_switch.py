@@ -76,18 +76,6 @@ def test_the_step_may_be_traced():
   np.testing.assert_allclose(jax.vmap(last)(jnp.arange(3)), [0.5, 0.45, 0.395], rtol=1e-6)
 
 
-def test_complex_leaves_and_mixed_dtypes_pass_through():
-  tx = optax_boost.switch_after(1, optax.sgd(1.0, 0.5), optax.sgd(2.0))
-  params = {"c": jnp.ones(1, jnp.complex64), "w": jnp.ones(1)}
-  grads = {"c": jnp.full(1, 1j), "w": jnp.ones(1, jnp.float16)}
-  state = tx.init(params)
-  for expected in (-1j, -2j):
-    updates, after = tx.update(grads, state, params)
-    assert updates["c"] == expected
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-    state = after
-
-
 @pytest.mark.parametrize("side", ["first", "second"])
 @pytest.mark.parametrize(
   ("wrapper", "name"),

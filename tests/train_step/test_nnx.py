@@ -79,17 +79,6 @@ def test_trains_with_methods_that_need_closures(name):
   assert next(traces) == seen + 1, "the loss was traced again after the first step"
 
 
-def test_equals_the_loop_that_flax_documents():
-  model, optimizer = make(optax.sgd(0.1, momentum=0.9))
-  twin, twin_optimizer = make(optax.sgd(0.1, momentum=0.9))
-  step = ob_nnx.make_train_step(loss_fn, has_aux=True)
-  for _ in range(3):
-    step(model, optimizer, BATCH)
-    grads = nnx.grad(loss_fn, has_aux=True)(twin, BATCH)[0]
-    twin_optimizer.update(twin, grads)
-  chex.assert_trees_all_close(pure(model), pure(twin), rtol=1e-4, atol=1e-5)
-
-
 class Writer(nnx.Module):
   """Writes something but statistics in its forward pass."""
 
@@ -533,23 +522,9 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message)
     step(**made, rng=arguments.get("rng"))
 
 
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda: ob_nnx.make_train_step(loss_fn, has_aux=1), r"`has_aux` must be True or False"),
-    (lambda: ob_nnx.make_train_step(loss_fn, donate="no"), r"`donate` must be True or False"),
-    (lambda: ob_nnx.make_train_step(loss_fn, full_grad_fn=3), r"`full_grad_fn` must be callable"),
-    (lambda: ob_nnx.split_loss(None, _model()), r"`loss_fn` must be callable"),
-    (lambda: ob_nnx.split_loss(loss_fn, jnp.ones(2)), r"`model` must be an NNX module"),
-    (
-      lambda: ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None),
-      r"`batches` must be",
-    ),
-  ],
-)
-def test_refuses_options_of_the_wrong_kind(call, message):
-  with pytest.raises(TypeError, match=message):
-    call()
+def test_refuses_batches_that_are_none():
+  with pytest.raises(TypeError, match=r"`batches` must be"):
+    ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

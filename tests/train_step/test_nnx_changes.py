@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-import optax_boost
 import optax_boost.nnx as ob_nnx
 
 if not hasattr(nnx, "List"):
@@ -274,13 +273,3 @@ def test_works_inside_another_trace():
   np.testing.assert_allclose(
     model.layers[0].kernel[...], twin.layers[0].kernel[...], rtol=1e-5, atol=1e-6
   )
-
-
-def test_a_freezing_schedule_is_followed():
-  schedule = optax_boost.progressive_freezing(2, 6, first=0.5, anneal=False)
-  model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1)))
-  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["layers/0", "layers/1"], schedule)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  step = ob_nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
-  depths = [int(step(model, optimizer, jnp.ones((2, 3)))["frozen_groups"]) for _ in range(6)]
-  assert depths == [0, 0, 0, 1, 1, 1]

@@ -218,6 +218,8 @@ def _calls() -> Iterator[tuple[str, Call]]:
   for form in ("nnx", "linen"):
     module, linen = getattr(optax_boost, form), form == "linen"
     model = {"module": nn.Dense(2)} if linen else {"model": MODEL}
+    whole = {"loss_fn": loss_fn, **model} | ({"variables": VARIABLES} if linen else {})
+    yield f"{form}.split_loss", Call(module.split_loss, whole)
     yield f"{form}.less_bn", Call(module.less_bn, model, (X,))
     norm = {"module": _NORM, "variables": _NORM_VARIABLES} if linen else {"model": _NNX_NORM}
     statistics = norm | {"batches": [X]}

@@ -22,7 +22,7 @@ PARAMS, GRADS = arguments.PARAMS, arguments.GRADS
 # Their arguments are all trees, states or records, which their methods' tests have.
 WITHOUT_CALL = {
   *("path_mask", "refresh_subspace", "refresh_svrg", "snapshots"),
-  *("linen.split_loss", "nnx.averaged_model", "nnx.split_loss"),
+  "nnx.averaged_model",
   # Flax's own layers check most of their arguments.
   *("linen.NormalizedDense", "nnx.NormalizedDense"),
 }
@@ -138,48 +138,3 @@ def test_gradients_params_and_states_of_others_are_refused(row):
     if argument not in HANDS_ON.get(row.factory, ()):
       complaint = refusal(lambda: tx.update(**good | {argument: value}), errors, words)  # noqa: B023
       assert not complaint, f"{argument}, {label}: {complaint}"
-
-
-BAD_LOSSES = {
-  "vector": lambda params, batch: jnp.ones(2),
-  "None": lambda params, batch: None,
-  "text": lambda params, batch: "loss",
-  "a pair without has_aux": lambda params, batch: (jnp.ones([]), None),
-  "a Python number": lambda params, batch: 1.0,
-  "integer": lambda params, batch: jnp.ones([], int),
-  "complex": lambda params, batch: jnp.ones([], complex),
-}
-
-
-@pytest.mark.parametrize("loss_fn", BAD_LOSSES.values(), ids=BAD_LOSSES)
-def test_a_loss_that_returns_no_scalar_is_refused(loss_fn):
-  step = optax_boost.make_train_step(loss_fn, arguments.SGD)
-  state = step.init(PARAMS)
-  assert not refusal(lambda: step(state, None), TypeError, "`loss_fn`")
-
-
-FILES = {
-  "empty": b"",
-  "truncated": b'{"boost": {"mode": "au',
-  "not UTF-8": b'{"boost": "\xff\xfe"}',
-  "deeply nested": b"[" * 100_000 + b"]" * 100_000,
-  "a list": b"[]",
-  "NaN": b'{"dim_reduce": {"alpha": NaN}}',
-  "400 digits": b'{"dim_reduce": {"alpha": ' + b"9" * 400 + b"}}",
-  "5000 digits": b'{"dim_reduce": {"alpha": ' + b"9" * 5000 + b"}}",
-  "null character": b'{"boost": {}}\0',
-  "binary": bytes(range(256)),
-  "true as count": b'{"grad_freeze": {"param_groups": true}}',
-  "text as number": b'{"dim_reduce": {"alpha": "0.1"}}',
-  "list as block": b'{"boost": []}',
-  "unknown key": b'{"boost": {"mod": "auto"}}',
-  "share above 1": b'{"grad_freeze": {"freeze_p": 1.5}}',
-}
-
-
-@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
-def test_a_configuration_that_is_none_is_refused_by_its_file(content, tmp_path):
-  path = tmp_path / "forged.json"
-  path.write_bytes(content)
-  call = functools.partial(optax_boost.auto_boost, "O1", config=path)
-  assert not refusal(call, (TypeError, ValueError), "forged.json")
