@@ -1,12 +1,17 @@
 """A traced loss tells the axes of its params, without any names or patterns."""
 
+import functools
+
 from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from optax_boost import _layers
+import optax_boost
+from optax_boost import nnx as ob_nnx
 
 KEY = jax.random.key(0)
 X = jnp.ones((2, 8))
@@ -15,13 +20,9 @@ SEQUENCE = jnp.ones((2, 5, 8))
 IMAGE = jnp.ones((2, 6, 6, 4))
 
 
-def described(loss_fn, params, *args):
-  return _layers.describe(jax.make_jaxpr(loss_fn)(params, *args), params)
-
-
 def axes(loss_fn, params, *args):
   """For each leaf its fan-in and its layers; what is left are outputs."""
-  layers = described(loss_fn, params, *args)
+  layers = optax_boost.layer_axes(loss_fn, params, *args)
   found = {}
   for path, of_leaf, leaf in zip(layers.paths, layers.axes, jax.tree.leaves(params), strict=True):
     assert sorted(of_leaf.fan_in + of_leaf.layers + of_leaf.outputs) == list(range(leaf.ndim))
@@ -293,14 +294,113 @@ def test_a_program_that_does_not_tell_is_not_guessed():
     diagonal = jnp.einsum("bnd,ndf->bnf", x.reshape(2, 2, 4), p["blocks"].reshape(2, 4, 8))
     return jnp.sum(diagonal) + jnp.sum(x @ jnp.fft.fft(p["spectrum"]).real)
 
-  layers = described(loss_fn, params, X)
+  layers = optax_boost.layer_axes(loss_fn, params, X)
   assert dict(zip(layers.paths, layers.axes, strict=True)) == dict.fromkeys(params)
 
 
 def test_a_description_is_hashable_and_has_no_leaves():
   params = {"w": jnp.ones((8, 8))}
-  first, second = (described(lambda p, x: jnp.sum(x @ p["w"]), params, X) for _ in range(2))
+  losses = (lambda p, x, _=copy: jnp.sum(x @ p["w"]) for copy in range(2))
+  first, second = (optax_boost.layer_axes(loss_fn, params, X) for loss_fn in losses)
   assert first == second
   assert hash(first) == hash(second)
   assert jax.tree.leaves(first) == []
   assert jax.jit(lambda layers: layers)(first) == first
+
+
+def layer(x, w):
+  return jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+
+def plain(params, x, body=layer, move=lambda w: w):
+  x, _ = jax.lax.scan(body, x, move(params["blocks"]))
+  return jnp.mean(x @ params["head"])
+
+
+SCANNED = {
+  "blocks": {"kernel": jnp.ones((3, 8, 8)), "bias": jnp.ones((3, 8))},
+  "head": jnp.ones((8, 1)),
+}
+BOTH = {"blocks/bias": (0,), "blocks/kernel": (0,)}
+
+
+def stacked_axes(*args):
+  """The axes of layers of the leaves that hold some."""
+  described = optax_boost.layer_axes(*args)
+  pairs = zip(described.paths, described.axes, strict=True)
+  return {path: axes.layers for path, axes in pairs if axes is not None and axes.layers}
+
+
+@pytest.mark.parametrize(
+  "loss_fn",
+  [
+    plain,
+    jax.jit(plain),
+    functools.partial(plain, body=jax.checkpoint(layer)),
+    functools.partial(plain, move=lambda w: jax.tree.map(lambda a: 0.5 * a.astype("bfloat16"), w)),
+    functools.partial(plain, move=lambda w: jax.tree.map(lambda a: jnp.tanh(a) ** 2, w)),
+    functools.partial(plain, move=jax.lax.optimization_barrier),
+    lambda p, x: plain(jax.lax.optimization_barrier(p), x),
+    lambda p, x: jax.checkpoint(plain)(p, x),
+    lambda p, x: jax.lax.cond(x[0, 0] > 0, plain, plain, p, x),
+    lambda p, x: jax.lax.fori_loop(0, 2, lambda _, total: total + plain(p, x), 0.0),
+  ],
+)
+def test_scans_are_found_wherever_they_stand(loss_fn):
+  assert stacked_axes(loss_fn, SCANNED, X) == BOTH
+
+
+def test_a_loss_is_traced_as_it_is_now():
+  """As in a notebook, where the model is defined again and the loss that calls it is not."""
+  models = [lambda p, x: jnp.sum(p["blocks"]["kernel"]), plain]
+
+  def loss_fn(p, x):
+    return models[0](p, x)
+
+  assert not stacked_axes(loss_fn, SCANNED, X)
+  models.pop(0)
+  assert stacked_axes(loss_fn, SCANNED, X) == BOTH
+
+
+def scanned(kernels, x):
+  return jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)
+
+
+def scans_in_a_scan(kernels, x):
+  return jax.lax.scan(lambda x, inner: scanned(inner, x), x, kernels)
+
+
+@pytest.mark.parametrize(
+  ("shape", "loss_fn", "expected"),
+  [
+    ((8, 3, 8), lambda w, x: scanned(jnp.moveaxis(w, 1, 0), x), (1,)),
+    ((3, 8, 2, 4), lambda w, x: scanned(w.reshape(-1, 8, 8), x), (0,)),
+    ((3, 2, 8, 8), lambda w, x: scanned(w.reshape(-1, 8, 8), x), (0, 1)),
+    ((2, 3, 8, 8), scans_in_a_scan, (0, 1)),
+    ((3, 2, 8, 8), lambda w, x: scans_in_a_scan(w.swapaxes(0, 1), x), (0, 1)),
+    ((8, 8), lambda w, x: jax.lax.scan(lambda h, x: (jnp.tanh(x @ w + h), None), x[0], x), None),
+  ],
+  ids=["transposed", "heads", "joined", "in a scan", "inner axis first", "data alone"],
+)
+def test_a_leaf_is_stacked_along_its_own_axes(shape, loss_fn, expected):
+  found = stacked_axes(lambda p, x: jnp.sum(loss_fn(p["w"], x)[0]), {"w": jnp.ones(shape)}, X)
+  assert found == ({} if expected is None else {"w": expected})
+
+
+def test_only_what_is_trained_of_an_nnx_model_has_a_place():
+  biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
+  split = ob_nnx.split_loss(lambda model, x: jnp.sum(model(x)), SideBySide(), wrt=biases)
+  assert optax_boost.layer_axes(*split, X).paths == ("blocks/bias",)
+
+
+def test_ranks_are_sorted_again_where_a_later_step_knows_the_layers():
+  tx = optax_boost.sgperm(alpha_min=0.2, method="rank")
+  start = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), SCANNED)
+  state = tx.init(start)
+  updates, state = tx.update(start, state, start)
+  layers = optax_boost.layer_axes(plain, start, X)
+  _, state = tx.update(start, state, optax.apply_updates(start, updates), layers=layers)
+  for moved, first in zip(
+    jax.tree.leaves(optax_boost.permuted_params(state).params), jax.tree.leaves(start), strict=True
+  ):
+    np.testing.assert_array_equal(jnp.sort(moved, None), jnp.sort(first, None))

@@ -31,27 +31,6 @@ def synchronized(initial, trained):
   return np.take_along_axis(np.sort(initial, 0), ranks, 0).reshape(shape)
 
 
-def test_every_k_steps_the_initial_values_return_in_the_order_of_the_trained():
-  start = params()
-  inner = optax.adam(0.3)
-  tx = optax_boost.laperm(inner, sync_every=3)
-  ours, state = start, tx.init(start)
-  theirs, inner_state = start, inner.init(start)
-  step = jax.jit(functools.partial(optax_boost.apply_gradients, tx))
-  for t in range(6):
-    ours, state = step(grads(t), state, ours)
-    updates, inner_state = inner.update(grads(t), inner_state, theirs)
-    theirs = optax.apply_updates(theirs, updates)
-    if t % 3 == 2:
-      theirs = jax.tree.map(lambda s, w: jnp.asarray(synchronized(s, w)), start, theirs)
-      jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-      jax.tree.map(np.testing.assert_array_equal, optax_boost.permuted_params(state).params, theirs)
-      assert np.any(ours["kernel"] != start["kernel"])
-    else:
-      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, theirs)
-    assert bool(state.synced) == (t % 3 == 2)
-
-
 @pytest.mark.optimized
 def test_weights_are_ordered_also_if_they_differ_in_their_last_bits_alone():
   rng = np.random.default_rng(6)
