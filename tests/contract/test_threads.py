@@ -5,7 +5,6 @@ import functools
 import time
 
 import chex
-from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import optax
 import pytest
 
 import optax_boost
-import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 
 X = jax.random.normal(jax.random.key(0), (4, 3))
@@ -44,13 +42,6 @@ class NnxNet(nnx.Module):
 
   def __call__(self, x):
     return self.c(jnp.tanh(self.b(self.dropout(jnp.tanh(self.a(x))))))
-
-
-class LinenNet(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    hidden = nn.Dropout(0.2, deterministic=False)(jnp.tanh(nn.Dense(3, name="a")(x)))
-    return nn.Dense(3, name="c")(jnp.tanh(nn.Dense(3, name="b")(hidden)))
 
 
 def model_loss(model, batch):
@@ -84,28 +75,6 @@ class Plain:
     return self.state
 
 
-class Linen(Plain):
-  """A trajectory of the train step of a Linen module."""
-
-  @staticmethod
-  def split(seed):
-    keys = jax.random.split(jax.random.key(seed))
-    variables = LinenNet().init(dict(zip(("params", "dropout"), keys, strict=True)), X)
-    return ob_linen.split_loss(model_loss, LinenNet(), variables)
-
-  @classmethod
-  def make_step(cls, tx, **options):
-    return optax_boost.make_train_step(cls.split(0)[0], tx, **options)
-
-  def __init__(self, step, seed):
-    self.step, self.state = step, step.init(*self.split(seed)[1:])
-    self.key = jax.random.key(seed)
-
-  def advance(self):
-    self.state, metrics = self.step(self.state, SlowBatch(X), self.key)
-    return metrics
-
-
 class Nnx:
   """A trajectory of the NNX train step."""
 
@@ -127,7 +96,7 @@ class Nnx:
     return [nnx.to_pure_dict(state) for state in states]
 
 
-FORMS = {"plain": Plain, "linen": Linen, "nnx": Nnx}
+FORMS = {"plain": Plain, "nnx": Nnx}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks import _harness
 from benchmarks import plot
 
+PAGES = pathlib.Path(__file__).parent / "pages"
 RESULTS = pathlib.Path(__file__).parent.parent.parent / "benchmarks" / "results"
 # Okabe and Ito's, and two greys.
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -58,6 +59,13 @@ def legend_below(figure: Figure, columns: int) -> None:
   handles, labels = figure.axes[0].get_legend_handles_labels()
   place = {"loc": "outside lower center", "ncols": columns}
   figure.legend(handles, labels, frameon=False, fontsize=9, **place)
+
+
+def words(part: str, **parts: object) -> tuple[str, str, str]:
+  """The title, the first paragraph and the rest of a page: its words, with numbers and tables."""
+  text = (PAGES / f"{part}.md").read_text(encoding="utf-8").format(**parts)
+  title, about, body = text.removeprefix("# ").split("\n\n", 2)
+  return title, about, body
 
 
 def write(

@@ -292,19 +292,14 @@ def picture(outcomes):
 def test_adasum_at_the_rate_of_one_replica():
   common.need("mnist")
   outcomes = {name: outcome_of(name) for name in TASKS}
-  about = (
-    "784-128-10 with ReLU on MNIST, 16 images per replica and step, 2 epochs of 50,000 images"
-    " whatever the count of replicas; on digits 64-128-64-10, 32 images, 12 epochs of 1,024. The"
-    " rate rises over the first tenth of the steps and falls linearly to zero. In brackets the rate"
-    " over one replica's, which was chosen by the accuracy on validation images with another"
-    " seed, of rates that differ by factors of two; the mean's tuned rates of some that differ by"
-    " the fourth root of N, AdaSum's by two, more where the best was the first or last. Mean and"
-    f" standard deviation over {len(SEEDS)} seeds. Replicas are simulated on one device by"
-    f" `optax_boost.adasum_reduce`. Least squares: {FEATURES} features, the i-th of variance 1/i,"
-    f" labels with noise of deviation {NOISE:g}, a constant rate, chosen by the steps."
+  sections = "".join(section(name, outcome) for name, outcome in outcomes.items())
+  numbers = {"seeds": len(SEEDS), "features": FEATURES, "noise": NOISE}
+  page = report.words(
+    "adasum",
+    sections=sections,
+    **numbers,
   )
-  body = "".join(section(name, outcome) for name, outcome in outcomes.items())
-  report.write("adasum", "AdaSum: evidence", about, body, picture(outcomes))
+  report.write("adasum", *page, picture(outcomes))
   for name, outcome in outcomes.items():
     for (n, method), tuned in outcome.items():
       holds = method in (SAME, TUNED) or (method == OURS and n == TASKS[name].replicas[0])

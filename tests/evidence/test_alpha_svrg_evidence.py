@@ -175,22 +175,14 @@ def test_with_many_images_gradients_are_better_spent_on_epochs():
   }
   tuned = runs.tune(train, grids, SEEDS)
   outcomes = {regime: {m: tuned[regime, m] for m in METHODS} for regime in REGIMES}
-  about = (
-    "alpha-SVRG as in its paper (arXiv 2311.05589): AdamW with weight decay"
-    f" {WEIGHT_DECAY:g}, a coefficient that falls linearly from 0.75 to 0 over the training, a"
-    " snapshot and its full gradient once an epoch, the same augmented batch for both gradients of"
-    " a step. CIFAR-10 averaged to 16 x 16 pixels, shifted by up to two pixels and mirrored at"
-    " random, batches of 64, a convolutional network with LayerNorms and 93,000 params. The rate"
-    " rises in the first tenth of the steps, then falls to 0 (cosine); its peak was chosen for each"
-    f" row by the accuracy on 4,000 validation images. Mean ± standard deviation over {len(SEEDS)}"
-    " seeds. An epoch of alpha-SVRG costs three epochs of gradients: two gradients in each step and"
-    " the full gradient. AdamW with three times the epochs has its whole schedule at that length."
-    " The variance ratio: the corrected gradients' squared deviations from the full gradient, over"
-    " the plain gradients', in an epoch; above 1 the correction adds noise."
+  sections = "\n".join(section(*pair) for pair in outcomes.items())
+  numbers = {"decay": WEIGHT_DECAY, "batch": BATCH, "seeds": len(SEEDS)}
+  page = report.words(
+    "alpha_svrg",
+    sections=sections,
+    **numbers,
   )
-  title = "alpha-SVRG at equal epochs and at equal gradients"
-  body = "\n".join(section(*pair) for pair in outcomes.items())
-  report.write("alpha_svrg", title, about, body, picture(outcomes))
+  report.write("alpha_svrg", *page, picture(outcomes))
   for key, outcome in tuned.items():
     assert min(outcome.values("test accuracy")) > 25, key  # chance: 10
   longer, ours = (tuned["16,000 images", m].values("test accuracy") for m in (LONGER, OURS))

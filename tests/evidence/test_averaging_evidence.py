@@ -288,36 +288,28 @@ def test_every_contender_keeps_what_the_cut_training_has_learnt():
     for name in sorted(scores, key=units_of)
   ]
   header = ("", "units", "test accuracy, %", "test loss", "validation accuracy, %")
-  body = report.table(header, rows)
-  body += f"\nWindows chosen on validation images: {', '.join(windows)}.\n"
-  body += "\n## Settings\n\n" + report.table(
-    ("SGD's peak rate", "validation accuracy, %"),
-    [[f"{rate:g}", f"{value:.2f}"] for rate, value in sgd.tried],
-  )
-  body += "\n" + report.table(
-    ("components", "batch", "alpha", "max_search", "validation accuracy, %"),
-    [[*setting[1:], f"{value:.2f}"] for setting, value in reduced[OURS].tried],
-  )
-  for name, tuned in reduced.items():
-    facts = [
+  rates = [[f"{rate:g}", f"{value:.2f}"] for rate, value in sgd.tried]
+  tried = [[*setting[1:], f"{value:.2f}"] for setting, value in reduced[OURS].tried]
+  facts = [
+    f"{name} ({', '.join(map(str, tuned.setting[1:]))}): "
+    + "; ".join(
       f"{key} {tuned.spread(key)}"
       for key in ("trials per step", "rejected, %", "variance explained, %")
-    ]
-    body += f"\n{name} ({', '.join(map(str, tuned.setting[1:]))}): {'; '.join(facts)}.\n"
-  about = (
-    f"A ResNet-8 with BatchNorm ({sgd.values('params')[0]:,} params) on 16,000 CIFAR-10 images,"
-    f" averaged to 16 x 16 pixels; SGD with momentum 0.9, weight decay 5e-4, batches of {BATCH},"
-    f" {UNIT} steps in a unit; a cosine over {WHOLE} units, cut at {CUT}. After it, for {MORE}"
-    " units: SGD goes on with its schedule; its rate falls linearly to 0; or DimReduce in the"
-    f" subspace of the last {SNAPSHOTS} snapshots, two in a unit, the trials of its line search not"
-    " counted. An average of snapshots takes no step. Mean ± standard deviation of three seeds."
-    " SGD's rate is the one with the best validation accuracy after the whole schedule; the"
-    " settings of DimReduce are those with the best after the second phase, and the windows those"
-    " with the best average, all in trainings with a seed of their own. Statistics of BatchNorms"
-    f" are estimated again from {STATISTICS} batches in every row but one."
+    )
+    for name, tuned in reduced.items()
+  ]
+  page = report.words(
+    "averaging",
+    table=report.table(header, rows),
+    windows=", ".join(windows),
+    rates=report.table(("SGD's peak rate", "validation accuracy, %"), rates),
+    settings=report.table((*Second._fields[1:], "validation accuracy, %"), tried),
+    facts=".\n\n".join(facts) + ".",
+    params=sgd.values("params")[0],
+    **{"batch": BATCH, "unit": UNIT, "whole": WHOLE, "cut": CUT, "more": MORE},
+    **{"snapshots": SNAPSHOTS, "statistics": STATISTICS},
   )
-  title = "Averages, DimReduce and cool-downs: evidence"
-  report.write("averaging", title, about, body, picture(scores))
+  report.write("averaging", *page, picture(scores))
   assert not sgd.at_edge
   assert min(sgd.values("validation")) > 45
   assert set(sgd.values("snapshots")) == {2 * WHOLE}

@@ -235,18 +235,13 @@ def picture():
 
 def test_every_method_trains():
   common.need(*TASKS)
-  about = (
-    "A CNN of three convolutions without normalization, in float32, each training on one CPU core;"
-    f" mean and standard deviation over {len(SEEDS)} seeds; of MNIST and CIFAR-10 8,000 images."
-    " SGD's rate and, at the best of these, DimReduce's settings were chosen by the loss on"
-    " validation images, with another seed. The networks are small and the schedules short; on"
-    " digits and CIFAR-10 they were shortened after validation losses on longer ones no longer fell"
-    " in the second phase. DimReduce stops when it has spent as many gradients as SGD, a trial of"
-    " its line search counted as a third of a gradient on its batch. Seconds are without"
-    " compilation and the fit of the subspace. The average is of the snapshots that a subspace is"
-    " fitted to, and costs nothing."
+  sections = "".join(map(section, TASKS))
+  page = report.words(
+    "dim_reduce",
+    sections=sections,
+    seeds=len(SEEDS),
   )
-  report.write("dim_reduce", "DimReduce: evidence", about, "".join(map(section, TASKS)), picture())
+  report.write("dim_reduce", *page, picture())
   for task in TASKS:
     for method, seeds in points(task).items():
       if method != BEFORE:

@@ -304,52 +304,25 @@ def picture():
   return figure
 
 
-ABOUT = (
-  "Networks of rectified layers without biases and normalization, all of whose weights LaPerm only"
-  " moves within the weight vectors of the outputs: a Conv-2 on MNIST averaged to 14 x 14"
-  " ({mnist:,} weights, {a.steps:,} batches of {a.batch}) and a Conv-4 on 24,000 images of"
-  " CIFAR-10 averaged to 16 x 16 ({cifar:,} weights, {b.steps:,} batches of {b.batch}). Initial"
-  " weights: He's uniform distribution; the same with zeros drawn (the first layer keeps 80 %, as"
-  " in the authors' code), the others larger so that variances stay; or random signs times one"
-  " number for the whole model. *Adam, zeros held* trains the values of the 10 % and no"
-  " connections. Adam's rate, inside LaPerm, too, falls as a cosine; it and the steps between"
-  " synchronizations (5; 20; 20 in the first half and 100 in the second) were chosen for each row"
-  " on validation images, with another seed; mean and standard deviation of three seeds. The"
-  " paper's networks are larger, have BatchNorm and biases that train freely, and train for a"
-  " hundred times as many steps."
-)
-
-
 def test_reconnection_alone_trains():
   common.need("mnist", "cifar10")
   weights = [sum(np.prod(shape) for shape in TASKS[task].kernels) for task in CNNS]
-  about = ABOUT.format(mnist=weights[0], cifar=weights[1], a=TASKS["MNIST"], b=TASKS["CIFAR-10"])
   edges = [
     f"{task}: {name}"
     for task in TASKS
     for name, tuned in results(task).items()
     if tuned.setting.rate in (RATES[tuned.setting.method][0], RATES[tuned.setting.method][-1])
   ]
-  body = "\n".join(
-    [
-      *(f"\n## {task}\n\n{accuracy_table(task)}" for task in CNNS),
-      f"Rates at an end of their grid: {'; '.join(edges) or 'none'}.\n",
-      "\n## Weights of one value or zero\n",
-      "The paper's F1 and F2 (section 5.5): dense networks without biases, on MNIST, weights 0.08"
-      " or 0 (4 of 7 not zero), and 0.03 or 0 (1 of 15, 7 and 3, by layer); 3,000 batches of 128."
-      " The paper trains F1 for 10 epochs and F2 for 25, synchronizes every 250 steps, which was"
-      " not among the periods tried, and reports the best step on test images; this table has the"
-      " last.\n",
-      value_table(),
-      "\n## A model as a seed and integers\n",
-      "Bytes on disk of the models of seed 0, each loaded again and equal to the last bit."
-      " *Seed and integers*: `PermutedParams.save`. *Without a seed*: of sparse weights, a bit"
-      " each that says whether it is zero, and the others in float32; of random signs, a bit each"
-      " and one number (counted, no file).\n",
-      size_table(),
-    ]
+  page = report.words(
+    "laperm",
+    of_mnist=accuracy_table("MNIST"),
+    of_cifar=accuracy_table("CIFAR-10"),
+    edges="; ".join(edges) or "none",
+    values=value_table(),
+    sizes=size_table(),
+    **{"mnist": weights[0], "cifar": weights[1], "a": TASKS["MNIST"], "b": TASKS["CIFAR-10"]},
   )
-  report.write("laperm", "LaPerm: reconnection alone", about, body, picture())
+  report.write("laperm", *page, picture())
   for task, chance in {"MNIST": 50, "CIFAR-10": 15}.items():
     for name, tuned in results(task).items():
       assert np.mean(tuned.values("test")) > chance, (task, name)

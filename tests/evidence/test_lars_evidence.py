@@ -303,26 +303,15 @@ def test_lars_and_sgd_from_batches_of_128_to_8000(literal):
     for run, value in sorted(cell.items())
   ]
   header = ["batch", "BatchNorm", "optimizer", "rate", "warm-up"]
-  body = report.table([*header, "test accuracy, %", "least", "training loss"], rows)
-  body += "\n## Tuning: accuracy on validation images, %\n\n"
-  body += report.table([*header, "accuracy"], lines)
-  about = (
-    f"LeNet-5 (two convolutions of 5 x 5 with maximum pooling, tanh; {'-'.join(map(str, LECUNS))}"
-    f" channels, as LeCun's) on MNIST, {EPOCHS} epochs. The rate rises linearly and falls with the"
-    " square of the steps left, as MXNet's. Highest rate and warm-up were chosen in the same way"
-    " for both optimizers, by the accuracy on the last 10,000 training images with another seed:"
-    " the rate doubled and halved until the best had worse neighbours, with a warm-up of a tenth of"
-    " the steps and, from the best rate and twice that on, of three tenths; in batches of 8,000 in"
-    f" trainings of {EPOCHS} epochs, with"
-    f" BatchNorm of {EPOCHS // 2}, in smaller batches of 2. The best setting was then trained on"
-    f" all 60,000 images: mean and standard deviation over {len(SEEDS)} seeds. BatchNorm takes its"
-    f" statistics from {CHUNK} images at a time, as on that many per device. Without weight decay,"
-    " as here, `optax.lars` with biases left out computes the same. MXNet's setting: its"
-    " `tests/nightly/test_optimizer.py`, trust"
-    " coefficient 14, rate 0.01, weights from -0.01 to 0.01, pixels from 0 to 1; in LeCun's network"
-    f" and in MXNet's, which is wider ({'-'.join(map(str, MXNETS))})."
+  page = report.words(
+    "lars",
+    tests=report.table([*header, "test accuracy, %", "least", "training loss"], rows),
+    tuning=report.table([*header, "accuracy"], lines),
+    lecuns="-".join(map(str, LECUNS)),
+    mxnets="-".join(map(str, MXNETS)),
+    **{"epochs": EPOCHS, "half": EPOCHS // 2, "seeds": len(SEEDS), "chunk": CHUNK},
   )
-  report.write("lars", "LARS: evidence", about, body, picture(tried, outcome))
+  report.write("lars", *page, picture(tried, outcome))
   for (_, _, optimizer, *_), found in outcome.items():
     if optimizer != LITERAL:
       assert min(found.values("test")) > 90

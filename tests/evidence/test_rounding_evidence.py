@@ -159,16 +159,12 @@ def write():
     f"{name}: " + ", ".join(f"{s.rate:g}: {-v:.3f}" for s, v in outcome.tried)
     for name, outcome in tuned().items()
   )
-  about = (
-    f"A transformer of six layers of width 64 ({count:,.0f} params), which computes in its params'"
-    " dtype, on tiny Shakespeare: characters, batches of"
-    f" {BATCH} stretches of {_transformer.LENGTH},"
-    f" AdamW with weight decay {WEIGHT_DECAY:g}, {STEPS} steps. The rate rises in the first tenth"
-    " of the steps, then falls to 0 (cosine); its peak was chosen for each row by the loss on"
-    " validation text. Losses are nats per character, computed in float32 from the params. Mean ±"
-    f" standard deviation over {len(SEEDS)} seeds; a seed means the same initial weights and the"
-    " same batches in all rows. Plain bfloat16 has Adam's moments in bfloat16, too."
+  numbers = {"params": count, "batch": BATCH, "length": _transformer.LENGTH}
+  numbers |= {"decay": WEIGHT_DECAY, "steps": STEPS, "seeds": len(SEEDS)}
+  page = report.words(
+    "rounding",
+    table=report.table(header, rows),
+    tries=tries,
+    **numbers,
   )
-  body = f"{report.table(header, rows)}\nValidation loss by rate, another seed: {tries}.\n"
-  title = "bfloat16 params: masters, stochastic rounding, neither"
-  report.write("rounding", title, about, body, picture())
+  report.write("rounding", *page, picture())

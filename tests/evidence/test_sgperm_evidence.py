@@ -232,21 +232,12 @@ def picture(found):
 
 def test_every_method_trains():
   common.need("mnist")
-  about = (
-    "Networks without biases, Glorot's uniform distribution, pixels from 0 to 1; test accuracy"
-    " after equal numbers of steps, mean and standard deviation over seeds, the band in the picture"
-    " from the least to the largest. SGPerm's lamda is 0.1, times 1.005 at each step up to 0.5, its"
-    " beta1 0.99, momentum_lr 0.01, and `pairs` has 32 rounds. Settings were chosen by the accuracy"
-    " after the last step on validation images that are in neither of the other parts (MNIST: the"
-    " last 10,000 of the 60,000, the others train), with another seed; only the first row of a"
-    " table has the specification's, whose figures are from another implementation of the published"
-    " algorithm. The grids are in the test. The params of the permuting methods were checked to be,"
-    " at the end, a permutation of the initial weights to the last bit; LaPerm counts by the"
-    " permutation it was last brought back to."
+  sections = "".join(section(name, outcome) for name, outcome in results().items())
+  page = report.words(
+    "sgperm",
+    sections=sections,
   )
-  body = "".join(section(name, outcome) for name, outcome in results().items())
-  title = "SGPerm and LaPerm: evidence"
-  report.write("sgperm", title, about, body, picture(results()), in_card=False)
+  report.write("sgperm", *page, picture(results()), in_card=False)
   for name, outcome in results().items():
     for method, tuned in outcome.items():
       assert np.mean(at(tuned, 1)) > 90, (name, method)

@@ -217,15 +217,6 @@ def test_networks_train_with_every_method():
     for name, (rate, steps) in PROBLEMS.items()
   ]
   rows = [[m, *(found.spread(key, "{:.3g}") for key in COLUMNS)] for m, found in tuned.items()]
-  body = (
-    f"## Logistic regression, L2 {DECAY:g}, batches of {BATCH}, constant learning rate\n\nGap of"
-    " the objective (in float64) to the optimum that SciPy's L-BFGS-B found, after the last step;"
-    " scikit-learn finds the same optimum to 1e-10. SGD makes 2.5 times as many steps: the same"
-    f" number of gradients of an example.\n\n{report.table(header, lines)}\n## A CNN on digits,"
-    f" {TRAIN} images, {EPOCHS} epochs, momentum 0.9, cosine from {RATE:g}\n\nMean and standard"
-    f" deviation over {len(SEEDS)} seeds. An epoch of SVRG computes three times SGD's gradients:"
-    f" two per step and one full pass.\n\n{report.table(('method', *COLUMNS), rows)}"
-  )
   figure, panels = report.panels(list(PROBLEMS), 4.5, 3.5)
   for axes, name in zip(panels, PROBLEMS, strict=True):
     for (data, method, dtype), curve in gaps().items():
@@ -234,7 +225,13 @@ def test_networks_train_with_every_method():
         axes.semilogy(share, np.maximum(curve, 1e-16), label=f"{method}, {dtype}")
     axes.set(xlabel="share of the run (equal work)", ylabel="gap to the optimum")
     axes.legend(fontsize=7)
-  about = "What is asserted is in `tests/evidence/test_svrg_evidence.py`."
-  report.write("svrg", "SVRG: evidence", about, body, figure, in_card=False)
+  page = report.words(
+    "svrg",
+    convex=report.table(header, lines),
+    networks=report.table(("method", *COLUMNS), rows),
+    **{"decay": DECAY, "batch": BATCH, "images": TRAIN, "epochs": EPOCHS, "rate": RATE},
+    seeds=len(SEEDS),
+  )
+  report.write("svrg", *page, figure, in_card=False)
   for method, outcome in tuned.items():
     assert min(outcome.values("test accuracy, %")) > 90, method

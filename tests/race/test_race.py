@@ -5,7 +5,6 @@ import itertools
 import math
 import sys
 
-from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import optax
 import pytest
 
 import optax_boost
-import optax_boost.linen
 import optax_boost.nnx
 from optax_boost.race import RaceResult
 
@@ -339,73 +337,31 @@ def held_out(model, batch):
   return model_loss(model, batch)
 
 
-def nnx_form():
-  """The pure loss, its start, its evaluation, and steps of the train step in place."""
-
+def test_the_pure_loss_of_a_model_trains_as_its_train_step():
   def make(key):
     return Network(nnx.Rngs(key))
 
   loss, *_ = optax_boost.nnx.split_loss(model_loss, make(0))
   measure, *_ = optax_boost.nnx.split_loss(held_out, make(0))
-
-  def train(batches, key):
-    model = make(jax.random.key(7))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
-    step = optax_boost.nnx.make_train_step(model_loss)
-    losses = [step(model, optimizer, batch)["loss"] for batch in batches]
-    return losses, held_out(model, DATA)
-
-  start = lambda key: optax_boost.nnx.split_loss(model_loss, make(key))[1:]  # noqa: E731
-  return loss, start, lambda params, state: measure(params, state, DATA)[0], train
-
-
-class Module(nn.Module):
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = nn.BatchNorm(use_running_average=not train)(x)
-    return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))[:, 0]
-
-
-def linen_form():
-  module = Module()
-
-  def init(key):
-    return module.init(key, X, train=False)
-
-  def split(key):
-    return optax_boost.linen.split_loss(model_loss, module, init(key))
-
-  def measure(params, state):
-    return jnp.mean((module.apply({"params": params, **state}, X, train=False) - DATA["y"]) ** 2)
-
-  def train(batches, key):
-    loss, *arrays = split(jax.random.key(7))
-    step = optax_boost.make_train_step(loss, optax.sgd(0.05))
-    state, losses = step.init(*arrays), []
-    for batch in batches:
-      state, metrics = step(state, batch, key)
-      losses.append(metrics["loss"])
-    return losses, measure(state.params, state.model_state)
-
-  return split(jax.random.key(0))[0], lambda key: split(key)[1:], measure, train
-
-
-@pytest.mark.parametrize("form", [nnx_form, linen_form])
-def test_the_pure_loss_of_a_model_trains_as_its_train_step(form):
-  loss, start, evaluate, train = form()
   result = optax_boost.race(
     loss,
-    start,
+    lambda key: optax_boost.nnx.split_loss(model_loss, make(key))[1:],
     DATA,
     {"sgd": optax.sgd(0.05)},
     **{"steps": 2, "seeds": [4, 7], "has_model_state": True, "progress": False},
-    evaluate=evaluate,
+    evaluate=lambda params, state: measure(params, state, DATA)[0],
   )
   rng = np.random.default_rng(7)
-  orders = [rng.permutation(24) for _ in range(2)]
-  batches = [jax.tree.map(lambda leaf, i=order: leaf[i], DATA) for order in orders]
-  losses, expected = train(batches, jax.random.fold_in(jax.random.key(7), 1))
+  model = make(jax.random.key(7))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(model_loss)
+  losses = []
+  for _ in range(2):
+    order = rng.permutation(24)
+    batch = jax.tree.map(lambda leaf, order=order: leaf[order], DATA)
+    losses.append(step(model, optimizer, batch)["loss"])
   np.testing.assert_allclose(result.curves["sgd"][LOSS][1], losses, rtol=1e-5)
+  expected = held_out(model, DATA)
   np.testing.assert_allclose(result.curves["sgd"]["evaluation"][1, -1], expected, rtol=1e-5)
 
 
