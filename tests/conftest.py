@@ -82,6 +82,16 @@ def import_example():
     yield importlib.import_module
 
 
+@pytest.fixture
+def x64():
+  """64-bit types, switched off after the test."""
+  import jax
+
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_mlir_context():
   """Makes the programs of a worker in one MLIR context, which they may stay in.

@@ -255,17 +255,11 @@ def test_scalars_and_leaves_without_entries(row, shapes):
   assert problems.spec(after) == problems.spec(state)
 
 
-@pytest.fixture
-def dtype(request):
-  """A dtype by its name, with 64-bit types enabled where it is one."""
-  jax.config.update("jax_enable_x64", request.param == "float64")
-  yield request.param
-  jax.config.update("jax_enable_x64", False)
-
-
 @every_row
-@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
-def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype, request):
+  if dtype == "float64":
+    request.getfixturevalue("x64")
   params, tx = problems.params(dtype), transformation(row)
   grads, state = problems.grads(params), tx.init(params)
   updates, after = jax.eval_shape(tx.update, grads, state, params)

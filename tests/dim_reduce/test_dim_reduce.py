@@ -597,14 +597,6 @@ def test_a_loss_that_is_no_scalar_is_refused(value):
     tx.update(PARAMS, state, PARAMS, value=1.0, value_fn=3)
 
 
-def test_inside_masked_the_basis_is_cut_down_to_what_is_there():
-  mask = optax_boost.path_mask("conv|head")
-  tx = optax.masked(optax_boost.dim_reduce(SUBSPACE), mask)
-  state = tx.init(PARAMS)
-  assert state.inner_state.basis["conv"].shape == (K, 3, 2, 8)
-  assert state.inner_state.basis["dense"] == {"kernel": optax.MaskedNode()}
-
-
 def nnx_model():
   rngs = nnx.Rngs(0)
   return nnx.Sequential(nnx.Linear(6, 4, rngs=rngs), nnx.tanh, nnx.Linear(4, 1, rngs=rngs))

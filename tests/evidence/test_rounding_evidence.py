@@ -116,13 +116,6 @@ def test_stochastic_rounding_is_level_with_masters_and_ahead_of_plain_bfloat16()
   assert min(above_float32(PLAIN, "test loss")) > max(above_float32(OURS, "test loss"))
 
 
-def test_masters_take_four_bytes_a_param_more():
-  common.need("tinyshakespeare")
-  ours, masters, float32 = (tuned()[c].values("bytes")[0] for c in (OURS, MASTERS, FLOAT32))
-  params = (float32 - ours) / 2
-  assert masters - ours == pytest.approx(4 * params, rel=1e-3)
-
-
 def picture():
   titles = ("validation loss above float32's", "validation loss, nats per character")
   figure, (left, right) = report.panels(titles, 4.5, 3.6)

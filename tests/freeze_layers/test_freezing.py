@@ -1,6 +1,5 @@
 """Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
 
-import fractions
 import gc
 import itertools
 import pathlib
@@ -124,24 +123,6 @@ def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(group
     jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))(steps),
     np.where(freezes, mindspore_depth(np.asarray(uniform), groups), 0),
   )
-
-
-@pytest.mark.parametrize(
-  ("share", "exact"),
-  [
-    (0, 0),
-    (0.1, 0.1),
-    (0.62, 0.62),
-    (1 / 3, 1 / 3),
-    (fractions.Fraction(3, 7), 3 / 7),
-    (np.float32(0.3), 0.3),
-    (np.array(0.9), 0.9),
-  ],
-)
-def test_the_frozen_fraction_is_the_share_of_steps_in_which_something_is_frozen(share, exact):
-  schedule = optax_boost.interval_freezing(2, share)
-  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
-  assert int(jnp.sum(depth(jnp.arange(10_000, 31_000)) > 0)) == round(21_000 * exact)
 
 
 def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():

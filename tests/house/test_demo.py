@@ -149,23 +149,6 @@ def test_colour_and_float_images_are_read(examples, tmp_path):
   np.testing.assert_allclose(data.test.images, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [3, 7, 100])
-def test_the_last_batch_of_an_evaluation_counts_by_its_images(examples, batch_size):
-  class Model:
-    """Answers with the first pixel."""
-
-    def __call__(self, images):
-      return jnp.eye(3)[images[:, 0, 0, 0].astype(int)]
-
-    def eval(self):
-      pass
-
-  answers, labels = np.array([0, 1, 2, 0, 1, 2, 0]), np.array([0, 1, 2, 0, 0, 0, 0])
-  part = examples["_data"].Part(answers.reshape(7, 1, 1, 1), labels)
-  accuracy = examples["_training"].accuracy(Model(), part, batch_size)
-  assert float(accuracy) == pytest.approx(500 / 7)
-
-
 def test_batches_are_whole_shuffled_again_and_each_image_comes_once_an_epoch(examples):
   part = examples["_data"].Part(np.zeros((10, 1, 1, 1)), np.arange(10))
   feed = [batch["labels"] for batch in examples["_data"].batches(part, 5, epochs=2, seed=0)]

@@ -58,16 +58,6 @@ def test_kernels_loops_and_collectives_are_counted():
   }
 
 
-def test_bytes_in_the_fast_memory_of_a_tpu_are_not_counted():
-  program = """
-  %p = f32[8]{0:T(128)} parameter(0)
-  %start = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
-  %done = f32[8]{0:T(128)S(1)} copy-done(%start)
-  %both = (f32[8]{0:T(128)S(1)}, f32[4]{0:T(128)}) fusion(%done), kind=kLoop, calls=%fused
-"""
-  assert programs._hbm_bytes(program) == 32 + 16
-
-
 def test_broken_bounds_are_named(monkeypatch):
   limits = (
     ("h100", "replicated", "lars", "kernels", 1),

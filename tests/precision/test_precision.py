@@ -47,16 +47,6 @@ def test_scales_agree_with_mindspore_exactly(recorded, case):
   assert state.notfinite_count == np.sum(arrays[f"{case}_overflow"])
 
 
-def test_a_step_that_overflows_changes_nothing_but_scale_and_counters():
-  tx = optax_boost.dynamic_loss_scale(optax.adam(0.1), 8.0)
-  params = jnp.ones(2)
-  _, state = tx.update(jnp.ones(2), tx.init(params), params)
-  updates, after = jax.jit(tx.update)(jnp.array([1.0, jnp.nan]), state, params)
-  assert not jnp.any(updates)
-  jax.tree.map(np.testing.assert_array_equal, after.inner_state, state.inner_state)
-  assert (after.loss_scale, after.notfinite_count) == (4.0, 1)
-
-
 def test_the_scale_stays_between_floor_and_cap():
   tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0, 1, minimum=2.0, maximum=8.0)
   state = tx.init(jnp.zeros(1))
@@ -108,22 +98,6 @@ def test_train_step_scales_the_loss_it_differentiates_and_reports_the_plain_one(
   assert metrics["loss_scale"] == 1024.0
   text = str(jax.make_jaxpr(lambda s, b: step(s, b))(step.init(jnp.ones(2)), batch))
   assert "1024" not in text, "the scale must come from the state, not be compiled in"
-
-
-def half_precision_loss(params, batch):
-  """A loss whose float16 gradients vanish without a scale."""
-  return jnp.sum((batch["x"] @ params).astype(jnp.float32) * 2e-8)
-
-
-def test_gradients_that_vanish_in_float16_arrive_with_the_stack():
-  batch = {"x": jnp.ones((1, 2), jnp.float16)}
-  params = jnp.ones(2, jnp.float16)
-  assert not jnp.any(jax.grad(half_precision_loss)(params, batch))
-  tx = optax_boost.master_weights(optax_boost.dynamic_loss_scale(optax.sgd(1e6), 2.0**15))
-  step = optax_boost.make_train_step(half_precision_loss, tx)
-  state, _ = step(step.init(params), batch)
-  masters = optax.tree.get(state.opt_state, "master_params")
-  np.testing.assert_allclose(masters, 1 - 0.02, rtol=1e-3)
 
 
 def test_accumulation_inside_the_loss_scale_drops_what_overflows():
@@ -283,14 +257,7 @@ def test_a_loss_scale_may_stand_around_masters(dtype):
 
 
 @pytest.mark.parametrize(
-  "inner",
-  [
-    optax.adam(0.1),
-    optax.sgd(0.1, 0.9),
-    optax.lion(0.1),
-    optax_boost.accumulate(optax.sgd(0.1), 1),
-  ],
-  ids=["adam", "momentum", "lion", "accumulate"],
+  "inner", [optax.adam(0.1), optax_boost.accumulate(optax.sgd(0.1), 1)], ids=["adam", "accumulate"]
 )
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_gradient_leaves_masters_and_the_inner_state_as_they_were(inner, bad):
@@ -329,21 +296,6 @@ def test_masters_follow_params_that_something_else_has_moved(key):
   _, state = tx.update(grads, state, params)
   np.testing.assert_array_equal(state.master_params[:50], 0.5 + 2.0**-9)
   np.testing.assert_array_equal(state.master_params[50:], 1 + 4 * 2.0**-9)
-
-
-def test_lookahead_moves_the_masters():
-  def run(inner):
-    tx = optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
-    params = optax.LookaheadParams.init_synced(jnp.ones(1))
-    state = tx.init(params)
-    for _ in range(6):
-      updates, state = tx.update(params.fast, state, params)
-      params = optax.apply_updates(params, updates)
-    return params.slow
-
-  np.testing.assert_allclose(
-    run(optax_boost.master_weights(optax.sgd(0.1))), run(optax.sgd(0.1)), rtol=1e-6
-  )
 
 
 def test_masters_wrap_all_closures():

@@ -26,14 +26,6 @@ every_trace = pytest.mark.parametrize("name", oracle.NAMES)
 FLOAT64 = ("sgperm_all_f64", "sgperm_slots_f64")
 
 
-@pytest.fixture
-def x64():
-  """64-bit types, for the traces that have them."""
-  jax.config.update("jax_enable_x64", True)
-  yield
-  jax.config.update("jax_enable_x64", False)
-
-
 def same_bits(found, expected):
   found, expected = np.ascontiguousarray(found), np.ascontiguousarray(expected)
   assert found.dtype == expected.dtype
@@ -495,22 +487,6 @@ def test_a_mesh_with_explicit_axes_need_not_be_set(tx, jit):
   again = optax_boost.PermutedParams.from_initial(params, found[1])
   for leaf in jax.tree.leaves((found, again)):
     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-@pytest.mark.skipif(
-  not hasattr(jax.sharding, "use_abstract_mesh"), reason="this JAX needs jax.set_mesh"
-)
-def test_leaves_without_entries_stay_on_a_mesh_with_explicit_axes():
-  mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-  params = {"none": jax.device_put(jnp.zeros((0, 4)), sharding)}
-  tx = optax_boost.sgperm(method="rank")
-  trained, state = optax_boost.apply_gradients(tx, params, tx.init(params), params)
-  model = optax_boost.permuted_params(state)
-  again = optax_boost.PermutedParams.from_initial(params, model.permutation)
-  for found in (trained, model.params, again.params):
-    assert found["none"].shape == (0, 4)
-    assert found["none"].sharding.is_equivalent_to(sharding, 2)
 
 
 def test_the_host_kernel_runs_on_eight_devices_under_load_with_donated_buffers():

@@ -19,7 +19,6 @@ import optax_boost.linen
 import optax_boost.nnx
 from tests import closeness
 from tests import compilations
-from tests.train_step import test_linen
 from tests.train_step import test_nnx
 from tests.train_step import test_train_step
 
@@ -587,23 +586,6 @@ def test_nnx_draws_masks_of_its_own_for_each_batch_of_a_full_pass():
   full = optax.tree.get(nnx.to_pure_dict(nnx.state(optimizer.opt_state)), "full_gradient")["w"]
   # One mask for both batches would give twos and zeros only.
   assert {round(float(x), 6) for x in 64 * full} == {0.0, 1.0, 2.0}
-
-
-@pytest.mark.parametrize("kind", ["inside", "outside"])
-def test_linen_shares_masks_and_leaves_statistics_alone(kind):
-  refresh_every, full_grad_fn, parts = inside_and_outside()[kind]
-  tx = optax.chain(optax_boost.svrg(refresh_every), optax.sgd(1.0))
-  step, state = test_linen.start(tx, has_aux=True, full_grad_fn=full_grad_fn)
-  _, _, changed = test_linen.by_hand(state, KEY)
-  before = jax.device_get(state)
-  if parts:
-    state = step.refresh(state, parts, KEY)
-    chex.assert_trees_all_equal(state.model_state, before.model_state)
-  state, metrics = step(state, test_train_step.BATCH, KEY)
-  chex.assert_trees_all_close(state.model_state, changed, rtol=1e-5, atol=1e-6)
-  moved = jax.tree.map(jnp.subtract, before.params, state.params)
-  chex.assert_trees_all_close(moved, svrg_state(state).full_gradient, rtol=1e-4, atol=1e-6)
-  assert metrics["variance_ratio"] < 1e-6
 
 
 # Streaming.
