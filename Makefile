@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs dist release-check clean
+.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs browser dist release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -79,6 +79,11 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
 	@echo "docs/build/index.html"
+
+# The built pages in Chromium (Debian: apt-get install chromium).
+browser: docs
+	$(BIN)/python -m pip install --quiet -e ".[browser]"
+	$(BIN)/python -m pytest -m slow tests/house/test_browser.py
 
 # What would be uploaded: checked, then the tests of the sdist run on the wheel, from elsewhere.
 DIST := .venv-dist

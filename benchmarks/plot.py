@@ -9,8 +9,10 @@ import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 FIGURES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures"
 OURS, OTHERS = "#0072B2", "#9A9A9A"
@@ -96,8 +98,8 @@ def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     along.setdefault(comparison["axis"], []).append(comparison)
   panels = [(axis, "time") for axis in along] + [("leaves", _COMPILE)] * ("leaves" in along)
   colours: dict[str, Any] = {}
-  figure = Figure(figsize=(15, 4 * math.ceil(len(panels) / 3)), dpi=70, layout="constrained")
-  places = figure.subplots(math.ceil(len(panels) / 3), 3, squeeze=False).ravel()
+  figure = Figure(figsize=(10, 4 * math.ceil(len(panels) / 2)), dpi=70, layout="constrained")
+  places = figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).ravel()
   for axes, (axis, what) in zip(places, panels, strict=False):
     reference = along[axis][0]["references"][0]
     lines: dict[str, list[Any]] = {}
@@ -131,13 +133,20 @@ def _growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
 def small(figure: Figure, path: pathlib.Path) -> None:
   """Writes a picture for the docs: some 1,200 pixels wide, in few colours.
 
+  The file says how large its smallest text is (exponents aside), so that pages show it large
+  enough to read.
+
   Args:
     figure: the picture.
     path: of a PNG file, written whole or not at all.
   """
   drawn = io.BytesIO()
-  figure.savefig(drawn, format="png", dpi=1200 / figure.get_figwidth())
+  dpi = 1200 / figure.get_figwidth()
+  figure.savefig(drawn, format="png", dpi=dpi)
+  texts = (text for text in figure.findobj(Text) if text.get_visible() and text.get_text())
+  about = PngInfo()
+  about.add_text("smallest text, px", f"{min(t.get_fontsize() for t in texts) * dpi / 72:.1f}")
   few = Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE)
   partial = path.with_suffix(".partial")
-  few.save(partial, format="png", optimize=True)
+  few.save(partial, format="png", optimize=True, pnginfo=about)
   partial.replace(path)

@@ -349,7 +349,7 @@ RACES = {
   "large_batches": _alone(large_batches, **_STEPS_AND_TIME),
   "normalized": dataclasses.replace(_alone(normalized), draw=None),
   "freezing": _alone(freezing, **_STEPS_AND_TIME),
-  "svrg": _alone(convex),
+  "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),
   "centralize": Race(
     lambda: {
       "Centralization by learning rate: one BatchNorm": centralization(CNN),

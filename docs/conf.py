@@ -1,12 +1,16 @@
 """Sphinx settings; `make docs` builds strictly, so that a broken reference fails."""
 
+import math
 import os
 import pathlib
 import re
 
+from docutils import nodes
 import jax
 import optax
+from PIL import Image
 from sphinx.util.typing import stringify_annotation
+from sphinx.writers.html5 import HTML5Translator
 
 import optax_boost
 
@@ -51,6 +55,7 @@ napoleon_use_rtype = False  # the text before a colon in Returns is no type
 html_show_copyright = False
 toc_object_entries_show_parents = "hide"
 
+SMALLEST_TEXT = 9  # pixels of a screen, in a picture as it is shown
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 INCLUDE = """
 (results-{0})=
@@ -95,8 +100,23 @@ def link(app, docname, source):
   source[0] = text
 
 
+def show_picture(translator, node):
+  """Shows a picture at a width where its text can be read, in a box that scrolls, as a link."""
+  start, file = len(translator.body), translator.builder.srcdir / node["uri"]
+  HTML5Translator.visit_image(translator, node)
+  if file.suffix == ".png":
+    with Image.open(file) as image:
+      # A picture that doesn't say how large its text is keeps its size.
+      text = float(image.info.get("smallest text, px", SMALLEST_TEXT))
+      width = math.ceil(image.width * min(1, SMALLEST_TEXT / text))
+    style = f'<img style="min-width: {width}px"'
+    shown = "".join(translator.body[start:]).strip().replace("<img", style)
+    translator.body[start:] = [f'<a class="picture" href="{node["uri"]}">{shown}</a>']
+
+
 def setup(app):
   """Connects the functions above."""
   app.connect("autodoc-process-signature", name_unions)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
+  app.add_node(nodes.image, override=True, html=(show_picture, HTML5Translator.depart_image))

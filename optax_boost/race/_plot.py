@@ -29,7 +29,7 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
     ) from error
   # A single column is laid on its side.
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
-  figure = Figure(figsize=(1 + 5.5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
+  figure = Figure(figsize=(1 + 5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
   others = [name for name in result.curves if name != result.baseline]
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(others)}

@@ -1,6 +1,7 @@
 """Pages of evidence: tables of means and standard deviations, panels, and where they are kept."""
 
 from collections.abc import Sequence
+import math
 import pathlib
 
 from matplotlib.axes import Axes
@@ -31,9 +32,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def panels(titles: Sequence[str], width: float = 4.0, height: float = 3.8) -> tuple[Figure, list]:
-  """A figure with a panel for each title, side by side."""
-  figure = Figure(figsize=(width * len(titles), height), layout="constrained")
-  places = list(figure.subplots(1, len(titles), squeeze=False)[0])
+  """A figure with a panel for each title, at most two side by side."""
+  columns = min(2, len(titles))
+  rows = math.ceil(len(titles) / columns)
+  figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+  places = list(figure.subplots(rows, columns, squeeze=False).flat)
+  for axes in places[len(titles) :]:
+    axes.set_visible(False)
+  places = places[: len(titles)]
   for axes, title in zip(places, titles, strict=True):
     axes.set_title(title, loc="left", fontsize=10)
     axes.grid(axis="y", color="#E5E5E5")
@@ -71,7 +77,7 @@ def words(part: str, **parts: object) -> tuple[str, str, str]:
 def write(
   part: str, title: str, about: str, body: str, figure: Figure, *, in_card: bool = True
 ) -> None:
-  """Writes ``<part>_evidence.md`` and ``.png`` to the results.
+  """Writes ``<part>_evidence.md`` to the results, and its picture.
 
   Args:
     part: as in ``make evidence PARTS=<part>``.
@@ -79,13 +85,12 @@ def write(
     about: a paragraph on the networks, the data and the choice of settings.
     body: tables.
     figure: the picture.
-    in_card: whether a smaller picture goes to ``docs/figures``.
+    in_card: whether a card shows the picture, too; then it goes to ``docs/figures``.
   """
   where = _harness.machine(["jax", "jaxlib", "optax"])
   about = f"{about}\n\nMade by `make evidence PARTS={part}`."
-  picture = f"\n![{title}]({part}_evidence.png)\n"
+  folder = "../../docs/figures/" if in_card else ""
+  picture = f"\n![{title}]({folder}{part}_evidence.png)\n"
   page = _harness.page(title, about, where, body + picture)
   _harness.replace(RESULTS / f"{part}_evidence.md", page)
-  figure.savefig(RESULTS / f"{part}_evidence.png", dpi=110)
-  if in_card:
-    plot.small(figure, plot.FIGURES / f"{part}_evidence.png")
+  plot.small(figure, (plot.FIGURES if in_card else RESULTS) / f"{part}_evidence.png")

@@ -285,7 +285,7 @@ def picture(outcomes):
       axes.yaxis.set_minor_formatter(NullFormatter())
     else:
       axes.set_ylim(86, 99)
-  report.legend_below(figure, 5)
+  report.legend_below(figure, 3)
   return figure
 
 

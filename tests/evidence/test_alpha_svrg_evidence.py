@@ -162,7 +162,7 @@ def picture(outcomes):
       style = {"color": METHODS[method], "marker": "."}
       report.curve(axes, [p[key] for p in points[0]], accuracies, method, **style)
     axes.set(xlabel=words[key], ylabel="validation accuracy, %")
-  panels[0].legend(fontsize=8, frameon=False)
+  panels[0].legend(fontsize=9, frameon=False)
   return figure
 
 

@@ -300,7 +300,7 @@ def picture():
     axes.set_xticks(range(len(STARTS)), STARTS)
     axes.set(xlim=(-0.4, len(STARTS) - 0.6))
     axes.set(xlabel="initial weights: share not zero, or random signs", ylabel="test accuracy, %")
-    axes.legend(fontsize=8, loc="lower left")
+    axes.legend(fontsize=9, loc="lower left")
   return figure
 
 

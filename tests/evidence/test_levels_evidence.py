@@ -298,7 +298,7 @@ def picture(found):
       scores = [np.multiply(sign, row["scores"])]
       report.points(axes, [row["time"]], scores, row["name"], **style)
     axes.set(xlabel="processor time, O0 = 1", ylabel=TASKS[task].score)
-    axes.legend(fontsize=7)
+  report.legend_below(figure, 3)
   return figure
 
 

@@ -127,7 +127,7 @@ def picture():
     report.points(right, [size], [last], name, color=colour, marker="o")
   left.set(xlabel="steps")
   right.set(xlabel="params and optimizer state, MB", xlim=(0, 5))
-  left.legend(fontsize=8, frameon=False)
+  left.legend(fontsize=9, frameon=False)
   return figure
 
 

@@ -216,7 +216,7 @@ def section(name, outcome):
 
 
 def picture(found):
-  figure = Figure(figsize=(10.4, 11.7), layout="constrained")
+  figure = Figure(figsize=(9.8, 11.7), layout="constrained")
   for axes, (name, outcome) in zip(figure.subplots(3, 2).flat, found.items(), strict=True):
     steps = np.linspace(0, TASKS[name].steps, LOOKS + 1)[1:]
     for method, tuned in outcome.items():

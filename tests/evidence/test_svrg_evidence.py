@@ -224,7 +224,7 @@ def test_networks_train_with_every_method():
         share = np.linspace(0, 1, len(curve) + 1)[1:]
         axes.semilogy(share, np.maximum(curve, 1e-16), label=f"{method}, {dtype}")
     axes.set(xlabel="share of the run (equal work)", ylabel="gap to the optimum")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=9)
   page = report.words(
     "svrg",
     convex=report.table(header, lines),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+from PIL import Image
 import pytest
 
 import optax_boost
@@ -119,12 +120,15 @@ def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
-def test_a_picture_is_there_is_small_and_has_a_text_of_its_own(page):
+def test_a_picture_is_small_can_be_read_and_has_a_text_of_its_own(page):
   for text, target in re.findall(
     r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"), re.DOTALL
   ):
     assert len(text) > 20
     assert (page.parent / target).stat().st_size < 80_000
+    with Image.open(page.parent / target) as image:
+      smallest = float(image.info["smallest text, px"])  # benchmarks.plot.small writes it
+    assert smallest * 736 / image.width >= 9  # as wide as a page is on a desk
 
 
 def test_every_transformation_has_a_card():
