@@ -2,7 +2,7 @@
 
 A training is cut at 70 of 90 units; SGD, a cool-down or DimReduce goes on for two units, or the
 snapshots are averaged, which takes none. ``make evidence PARTS=averaging`` writes
-``benchmarks/results/averaging_evidence.md`` and ``.png``.
+``benchmarks/results/averaging_evidence.md`` and its picture.
 """
 
 import functools

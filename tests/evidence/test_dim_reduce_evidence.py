@@ -2,7 +2,7 @@
 
 ``make evidence PARTS=dim_reduce`` runs this on digits and on ``mnist.npz`` and ``cifar10*.npz`` in
 the folder of the environment variable ``OPTAX_BOOST_DATA``. It writes
-``benchmarks/results/dim_reduce_evidence.md`` and ``.png``.
+``benchmarks/results/dim_reduce_evidence.md`` and its picture.
 """
 
 import functools
