@@ -46,6 +46,7 @@ html_static_path = ["_static"]
 html_css_files = ["layout.css"]
 html_show_sourcelink = False
 exclude_patterns = ["build"]
+myst_enable_extensions = ["colon_fence"]  # tabs around blocks of code
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -18,22 +18,63 @@ import optax_boost.nnx
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "build" not in p.relative_to(DOCS).parts)
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
+FORMS = ("NNX", "Linen", "JAX", "Equinox")
 RACE = sys.modules["optax_boost.race"]  # the attribute is the function
 
 
-def blocks(page):
-  return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+FENCES = r"^:::\{tab-item\} (\w+)\n|^:::$|^```python\n(.*?)^```$"
+
+
+def programs(page):
+  """The programs of a page: one for each form, of its tabs and of the blocks outside of tabs."""
+  form, blocks = None, []
+  for fence in re.finditer(FENCES, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+    if fence[2] is None:
+      form = fence[1]
+    else:
+      blocks.append((form, fence[2]))
+  forms = dict.fromkeys(form for form, _ in blocks if form) or [None]
+  return {form: [code for of, code in blocks if of in (None, form)] for form in forms}
 
 
 # tests/house/test_migration.py runs MindSpore's page and reads its output.
-RUN = [p for p in PAGES if blocks(p) and p.name != "mindspore.md"]
+RUN = {
+  f"{page.relative_to(DOCS)} {form or ''}".strip(): blocks
+  for page in PAGES
+  if page.name != "mindspore.md"
+  for form, blocks in programs(page).items()
+  if blocks
+}
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(DOCS)))
-def test_the_code_of_a_page_runs(page):
+def test_a_tab_is_a_program_of_its_own_with_the_blocks_outside_of_tabs(tmp_path):
+  page = tmp_path / "page.md"
+  block = "```python\n{}\n```\n"
+  tab = ":::{{tab-item}} {}\n:sync: {}\n" + block + ":::\n"
+  tabs = tab.format("NNX", "nnx", "b") + tab.format("JAX", "jax", "c")
+  page.write_text(block.format("a") + f"::::{{tab-set}}\n{tabs}::::\n" + block.format("d"))
+  assert programs(page) == {"NNX": ["a\n", "b\n", "d\n"], "JAX": ["a\n", "c\n", "d\n"]}
+
+
+@pytest.mark.parametrize("program", RUN)
+def test_the_code_of_a_page_runs(program):
   namespace = {}
-  for code in blocks(page):
-    exec(compile(code, str(page.relative_to(DOCS)), "exec"), namespace)
+  for code in RUN[program]:
+    exec(compile(code, program, "exec"), namespace)
+
+
+SETS = re.compile(r"^::::\{tab-set\}\n(.*?)^::::$", re.MULTILINE | re.DOTALL)
+TABS = re.compile(r"^:::\{tab-item\} (.*)\n:sync: (.*)\n", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_tabs_switch_together_and_nnx_is_first(page):
+  text = page.read_text(encoding="utf-8")
+  sets = [TABS.findall(tabs) for tabs in SETS.findall(text)]
+  assert sum(map(len, sets)) == text.count("{tab-item}")
+  for tabs in sets:
+    assert tabs[0][0] == "NNX"
+    assert tabs == [(form, form.lower()) for form in FORMS if (form, form.lower()) in tabs]
 
 
 HEADINGS = (
@@ -56,8 +97,15 @@ def test_a_card_says_all_that_a_card_must(card):
   assert not set(HEADINGS) - set(found)
 
 
+def longest_tab(tabs):
+  """The only tab that a reader sees of a set, at its longest."""
+  bodies = re.sub("^:::$", "", tabs, flags=re.MULTILINE)
+  return max(TABS.split(bodies)[3::3], key=rendered_lines)
+
+
 def rendered_lines(text):
   """How many lines of 95 characters a card takes: a heading as two, a picture as eight."""
+  text = SETS.sub(lambda match: "NNX Linen JAX" + longest_tab(match[1]), text)
   lines = 0
   for part in re.split(r"(```.*?```)", re.sub(r"\]\(.*?\)", "", text), flags=re.DOTALL):
     if part.startswith("```"):
