@@ -67,21 +67,28 @@ def in_train_step(tx, params, loss):
   return take.init(params), step
 
 
+def is_variable(x):
+  return isinstance(x, nnx.Variable)
+
+
 class Net(nnx.Module):
   def __init__(self, params):
-    self.leaves = nnx.Dict({name: nnx.Param(jnp.copy(p)) for name, p in params.items()})
+    # Not an `nnx.Dict`, which the oldest Flax lacks.
+    for name, p in params.items():
+      setattr(self, name, nnx.Param(jnp.copy(p)))
 
 
 def in_nnx(tx, params, loss):
   net = Net(params)
   take = ob_nnx.make_train_step(
-    lambda net, batch: loss({name: p[...] for name, p in net.leaves.items()}, batch)
+    lambda net, batch: loss({name: getattr(net, name)[...] for name in params}, batch)
   )
 
   def step(carry, batch):
     take(*carry, batch)
     net, optimizer = carry
-    return carry, ({n: p[...] for n, p in net.leaves.items()}, nnx.as_pure(optimizer.opt_state))
+    opt_state = jax.tree.map(lambda x: x[...], optimizer.opt_state, is_leaf=is_variable)
+    return carry, ({n: getattr(net, n)[...] for n in params}, opt_state)
 
   return (net, nnx.Optimizer(net, tx, wrt=nnx.Param)), step
 
