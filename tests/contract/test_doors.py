@@ -127,6 +127,7 @@ def through(door, tx, params, batches, loss=dot):
   if how == "scan":
     scan = nnx.scan(step) if name == "nnx" else functools.partial(jax.lax.scan, step)
     return (nnx.jit if name == "nnx" else jax.jit)(scan)(carry, batches)[1]
+  # A column of the contract compares eager steps with jitted ones.
   step, after = jax.jit(step) if how == "jit" else step, []
   for t in range(len(jax.tree.leaves(batches)[0])):
     carry, found = step(carry, jax.tree.map(lambda x, t=t: x[t], batches))
@@ -136,7 +137,7 @@ def through(door, tx, params, batches, loss=dot):
 
 every_door = pytest.mark.parametrize(
   "door",
-  [("update", "eager"), ("update", "jit"), ("apply_gradients", "jit")]
+  [("update", "jit"), ("apply_gradients", "jit")]
   + [(name, "") for name in ("train_step", "nnx", "linen")]
   + [(name, "scan") for name in DOORS],
   ids=lambda door: "-".join(filter(None, door)),

@@ -91,11 +91,11 @@ def test_eagerly_it_is_the_same_to_the_bit(row):
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
-def test_ten_steps_with_skipped_ones_are_the_same_to_the_bit(names):
+def test_steps_with_skipped_ones_are_the_same_to_the_bit(names):
   """Operation by operation, where no program is fused in another way than the other."""
   tx = wrap(names, optax.adam(0.1))
   with jax.disable_jit():
-    ours, theirs = (train(step, tx, problems.params(), np.nan, steps=10) for step in both(tx))
+    ours, theirs = (train(step, tx, problems.params(), np.nan) for step in both(tx))
   chex.assert_trees_all_equal(ours, theirs)
 
 
@@ -166,7 +166,7 @@ def test_nan_of_an_optimizer_inside_several_wrappers_never_reaches_the_params(na
     assert jnp.isfinite(after[1])
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
+@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *GUARDED[2:]], ids="-".join)
 @pytest.mark.parametrize(("bad", "dtype"), [(1e30, "float32"), (np.nan, "float16")])
 def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
   """1e30 is finite and its square is not; infinity is in the next test."""
@@ -175,7 +175,7 @@ def test_a_bad_gradient_has_the_same_outcome_to_the_bit(names, bad, dtype):
   chex.assert_trees_all_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in WRAPPERS), *NESTED], ids="-".join)
+@pytest.mark.parametrize("names", GUARDED, ids="-".join)
 def test_jitted_nested_and_donated_a_bad_gradient_has_the_same_outcome(names):
   tx = wrap(names, optax.adam(0.1))
   _, theirs = both(tx, jax.jit)

@@ -22,7 +22,7 @@ def main() -> None:
     grads = jax.tree.map(lambda p: jnp.sin(p @ (p.T @ p)), params)
     return optax_boost.apply_gradients(tx, grads, state, params)
 
-  start = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
+  start = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
 
   def train(device):
     params = {"kernel": jax.device_put(start, device)}
