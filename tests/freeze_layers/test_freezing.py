@@ -401,29 +401,6 @@ def test_base_weights_of_a_model_of_nnx_are_no_data():
   assert in_layers(plan) == FORWARD
 
 
-class AdaptedModule(nn.Module):
-  """The same in Linen: the base weights are a collection."""
-
-  @nn.compact
-  def __call__(self, x):
-    weights = {}
-    for name in "abcd":
-      base = self.variable("base", name, lambda n=name: BASE[n])
-      delta = self.param(name, nn.initializers.ones, (8, 8))
-      weights[name] = base.value + delta
-    for name in "dcba":
-      x = jnp.tanh(x @ weights[name])
-    return x
-
-
-def test_other_collections_of_a_linen_module_are_no_data():
-  module = AdaptedModule()
-  variables = jax.eval_shape(module.init, jax.random.key(0), BATCH)
-  split = ob_linen.split_loss(image_loss, module, variables)
-  plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
-  assert in_layers(plan) == FORWARD
-
-
 def test_overrides_beat_the_trace():
   plan = optax_boost.layer_groups(
     chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}

@@ -58,33 +58,25 @@ def test_kernels_loops_and_collectives_are_counted():
   }
 
 
-def test_broken_bounds_are_named(monkeypatch):
+def test_broken_bounds_are_named_also_per_leaf_and_in_parts_of_another_case(monkeypatch):
   limits = (
     ("h100", "replicated", "lars", "kernels", 1),
     ("h100", "replicated", "svrg", "loops", 0),
-  )
-  monkeypatch.setattr(bounds, "BOUNDS", limits)
-  records = {"h100": {"replicated": {"lars": programs.read(Compiled()), "svrg": {"error": "late"}}}}
-  assert bounds.broken(records) == [
-    "lars on h100, params replicated: kernels 2, at most 1",
-    "svrg on h100, params replicated: loops late, at most 0",
-  ]
-  assert bounds.broken({}) == []
-
-
-def test_bounds_may_be_per_leaf_or_in_parts_of_another_case(monkeypatch):
-  limits = (
     ("h100", "replicated", "lars", "kernels / leaves", 0.05),
-    ("h100", "replicated", "lars", "kernels / svrg", 0.5),
-    ("h100", "replicated", "lars", "kernels / svrg", 1),
+    ("h100", "replicated", "lars", "kernels / centralize", 0.5),
+    ("h100", "replicated", "lars", "kernels / centralize", 1),
     ("h100", "replicated", "lars", "kernels / adasum", 0),
   )
   monkeypatch.setattr(bounds, "BOUNDS", limits)
   record = programs.read(Compiled())
-  assert bounds.broken({"h100": {"replicated": {"lars": record, "svrg": record}}}) == [
+  of_cases = {"lars": record, "centralize": record, "svrg": {"error": "late"}}
+  assert bounds.broken({"h100": {"replicated": of_cases}}) == [
+    "lars on h100, params replicated: kernels 2, at most 1",
+    "svrg on h100, params replicated: loops late, at most 0",
     "lars on h100, params replicated: kernels / leaves 0.1, at most 0.05",
-    "lars on h100, params replicated: kernels / svrg 1.0, at most 0.5",
+    "lars on h100, params replicated: kernels / centralize 1.0, at most 0.5",
   ]
+  assert bounds.broken({}) == []
 
 
 def test_bounds_name_what_is_measured():

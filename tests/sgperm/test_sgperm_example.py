@@ -79,22 +79,3 @@ def test_it_refuses_what_it_can_not_do(example, tiny, capsys, arguments, message
   with pytest.raises(SystemExit):
     example.main([*tiny, *arguments])
   assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  ("arrays", "message"),
-  [
-    ({"x": np.ones(3)}, "lacks train_images, train_labels, test_images, test_labels"),
-    (None, "is not a readable npz file"),
-  ],
-)
-def test_a_wrong_file_is_named_with_what_it_must_hold(example, tiny, data, capsys, arrays, message):
-  if arrays is None:
-    data.write_text("no archive", encoding="utf-8")
-  else:
-    np.savez(data, **arrays)
-  with pytest.raises(SystemExit):
-    example.main(tiny)
-  printed = capsys.readouterr().err
-  assert "images.npz" in printed
-  assert message in printed
