@@ -32,10 +32,11 @@ test-cpus: $(READY)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
-NEWER := tests/adasum optax_boost/_adasum
-# So does AdaSum's card; the others have an `nnx.List`, which came with Flax 0.12, and the quick
-# start has Equinox, which warns with the oldest JAX that it works with.
-NEWER_PAGES := cards/adasum.md quickstart.md guides/fine_tuning.md
+# The trainers of others use newer JAX and Flax.
+NEWER := tests/adasum tests/trainers optax_boost/_adasum
+# So do pages: AdaSum's card, those with an `nnx.List`, which came with Flax 0.12, and the quick start,
+# whose Equinox warns with the oldest JAX that it works with.
+NEWER_PAGES := cards/adasum.md quickstart.md guides/fine_tuning.md guides/trainers.md
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
