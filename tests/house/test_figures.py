@@ -7,7 +7,7 @@ BOUNDS = {
   "lines of code in optax_boost": 8_300,
   "public names": 57,
   "functions over 80 lines": 0,
-  "lines in tests": 21_600,
+  "lines in tests": 22_650,
 }
 
 
