@@ -79,8 +79,8 @@ devices: .venv-devices/.ready
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
-	@echo "docs/build/index.html"
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -D nb_execution_mode=force docs docs/build/html
+	@echo "docs/build/html/index.html"
 
 # The built pages in Chromium (Debian: apt-get install chromium).
 browser: docs

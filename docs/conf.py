@@ -18,7 +18,7 @@ project = "optax_boost"
 author = "The optax_boost authors"
 release = version = optax_boost.__version__
 extensions = [
-  "myst_parser",
+  "myst_nb",
   "sphinx.ext.autodoc",
   "sphinx.ext.intersphinx",
   "sphinx.ext.mathjax",
@@ -48,6 +48,12 @@ html_show_sourcelink = False
 exclude_patterns = ["build"]
 myst_enable_extensions = ["colon_fence"]  # tabs around blocks of code
 myst_heading_anchors = 3
+# `make docs` executes the notebooks, which other builds show without outputs.
+nb_execution_mode = "force" if "READTHEDOCS" in os.environ else "off"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 900
+nb_merge_streams = True
+nb_render_markdown_format = "myst"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_attr_annotations = False  # likewise

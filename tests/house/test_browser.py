@@ -10,7 +10,7 @@ import threading
 import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api")
-BUILD = pathlib.Path(__file__).parents[2] / "docs" / "build"
+BUILD = pathlib.Path(__file__).parents[2] / "docs" / "build" / "html"
 BUILD = pathlib.Path(os.environ.get("DOCS_BUILD", BUILD))
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [

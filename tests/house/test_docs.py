@@ -1,5 +1,8 @@
 """Every Python block of the docs runs, in order, page by page; every page is linked; all builds."""
 
+import ast
+import json
+import operator
 import pathlib
 import re
 import runpy
@@ -205,3 +208,16 @@ def test_the_pages_build_without_a_warning(tmp_path):
     check=False,
   )
   assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_is_kept_without_outputs_and_names_what_is_public(path):
+  cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+  codes = [cell for cell in cells if cell["cell_type"] == "code"]
+  assert not any(cell["outputs"] or cell["execution_count"] for cell in codes)
+  code = "\n".join("".join(cell["source"]) for cell in codes)
+  assert "# %pip install " in "".join(codes[0]["source"])
+  nodes = list(ast.walk(ast.parse(code.replace("%matplotlib inline", ""))))
+  used = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+  for name in filter(re.compile(r"optax_boost\.[\w.]+$").match, used):
+    assert operator.attrgetter(name.partition(".")[2])(optax_boost) is not None
