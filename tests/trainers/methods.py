@@ -35,7 +35,7 @@ class Program:
 
   train: Callable[[optax.GradientTransformation], Trained]
   first: str
-  kernel: str
+  kernel: str | None  # None: without kernels, whose methods have nothing to do
   vectors: str = "bias|scale"
   layout: str = "flax"
   falls: bool = True
@@ -198,6 +198,9 @@ METHODS = {
 }
 
 
+OF_KERNELS = {"centralize", "lars", "sgperm", "laperm"}
+
+
 def check(program: Program, name: str) -> None:
   """Trains with a method and with plain optax, and compares."""
   method = METHODS[name]
@@ -218,7 +221,8 @@ def quick_and_slow(programs: dict[str, Program], *quick: str) -> Any:
   for i, (label, program) in enumerate(programs.items()):
     chosen = quick[2 * i : 2 * i + 2]
     assert len(chosen) == 2
-    for name in [name for name in METHODS if program.axis or name != "adasum"]:
+    useless = (set() if program.axis else {"adasum"}) | (set() if program.kernel else OF_KERNELS)
+    for name in [name for name in METHODS if name not in useless]:
       marks = [] if name in chosen else [pytest.mark.slow]
       rows.append(pytest.param(program, name, id=f"{label}-{name}", marks=marks))
   return pytest.mark.parametrize(("program", "method"), rows)

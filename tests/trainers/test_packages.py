@@ -124,7 +124,7 @@ def keras_stateless(tx):
 
 
 PROGRAMS = {
-  "numpyro": methods.Program(numpyro_svi, "auto_loc", "none", "bias", falls=False),
+  "numpyro": methods.Program(numpyro_svi, "auto_loc", None, "bias", falls=False),
   "tunix": methods.Program(tunix_sft, "embedder", "head/kernel"),
   "keras": methods.Program(keras_stateless, "first", "model/last/kernel", "bias|gamma|beta"),
 }
