@@ -83,7 +83,10 @@ def tunix_sft(tx):
 
   trainer.metrics_logger.log = keep
   batch = peft_trainer.TrainingInput(input_tokens=TOKENS, input_mask=np.ones_like(TOKENS, bool))
-  trainer.train([batch] * methods.STEPS)
+  # Its logger, when closed, drops all of JAX's listeners: those that count compilations, too.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax.monitoring, "clear_event_listeners", lambda: None)
+    trainer.train([batch] * methods.STEPS)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   return methods.Trained(initial, final, nnx.as_pure(trainer.optimizer.opt_state), losses)
 
