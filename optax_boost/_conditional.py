@@ -54,13 +54,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
   Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.
   """
-
-  def cast(x: Any, y: Any) -> Any:
-    if getattr(x, "dtype", None) == getattr(y, "dtype", ()):
-      return x
-    return x if _dtype(x) == _dtype(y) else x.astype(_dtype(y))
-
-  return jax.tree.map(cast, tree, like)
+  return jax.tree.map(lambda x, y: x if _dtype(x) == _dtype(y) else x.astype(_dtype(y)), tree, like)
 
 
 def _dtype(x: Any) -> Any:
