@@ -85,6 +85,37 @@ def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(
   assert files(tmp_path) == ["images.npz"]
 
 
+def test_ctrl_c_while_the_picture_is_written_leaves_the_old_one(examples, tmp_path):
+  class Figure:
+    def savefig(self, path, **_):
+      pathlib.Path(path).write_bytes(b"half")
+      raise KeyboardInterrupt
+
+  picture = tmp_path / "curves.png"
+  picture.write_bytes(b"old")
+  with pytest.raises(KeyboardInterrupt):
+    examples["_report"].save(Figure(), picture)
+  assert files(tmp_path) == ["curves.png"]
+  assert picture.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 100])
+def test_the_last_batch_of_an_evaluation_counts_by_its_images(examples, batch_size):
+  class Model:
+    """Answers with the first pixel."""
+
+    def __call__(self, images):
+      return jnp.eye(3)[images[:, 0, 0, 0].astype(int)]
+
+    def eval(self):
+      pass
+
+  answers, labels = np.array([0, 1, 2, 0, 1, 2, 0]), np.array([0, 1, 2, 0, 0, 0, 0])
+  part = examples["_data"].Part(answers.reshape(7, 1, 1, 1), labels)
+  accuracy = examples["_training"].accuracy(Model(), part, batch_size)
+  assert float(accuracy) == pytest.approx(500 / 7)
+
+
 def cut_short(path):
   path.write_bytes(path.read_bytes()[:-200])
 
