@@ -71,7 +71,7 @@ def carried(
   calls: int = 1,
   facts: Mapping[str, float] | None = None,
 ) -> Contender:
-  """A step that takes over what it carries, params and state say, and returns new ones.
+  """A step that is given arrays, such as params and state, and returns new ones.
 
   Args:
     name: its row in the table.

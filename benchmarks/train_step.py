@@ -20,7 +20,7 @@ _ABOUT = f"""\
 One train step (forward, backward, momentum SGD, state donated) of {_LAYERS} dense layers of
 {_WIDTH} x {_WIDTH}, 100 leaves, so small that calling the step is most of the time. `by hand` is a
 jitted function of params, optimizer state and batch that returns the loss too, the least that a
-loop can do. The plain form's metrics are those of `optax.sgd`: the loss. Milliseconds are of
+loop can do. The plain form's only metric is the loss, as of `optax.sgd`. Milliseconds are of
 processor time, of all threads; a measurement makes {_CALLS} steps."""
 
 

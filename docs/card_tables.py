@@ -101,7 +101,7 @@ def cards_table(cards: list[Card]) -> Iterator[str]:
 def reference(card: Card) -> Iterator[str]:
   """The page of the public names in a card's header."""
   yield f"{MADE}\n# {card.title}: API\n"
-  yield f"[The card](../cards/{card.file}) says when to use it, and what it costs and gives.\n"
+  yield f"[The card](../cards/{card.file}) has its use, cost and measured effect.\n"
   yield "```{eval-rst}"
   for name in re.findall(r"`(.+?)`", card.names):
     is_class = name.split(".")[-1][0].isupper()
