@@ -42,7 +42,7 @@ def programs(page):
 
 # tests/house/test_migration.py runs MindSpore's page and reads its output.
 RUN = {
-  f"{page.relative_to(DOCS)} {form or ''}".strip(): blocks
+  f"{page.relative_to(DOCS)}" + (f"-{form}" if form else ""): blocks
   for page in PAGES
   if page.name != "mindspore.md"
   for form, blocks in programs(page).items()

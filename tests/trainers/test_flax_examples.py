@@ -12,9 +12,11 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost.nnx import _adapter
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
+List = getattr(nnx, "List", list)  # flax before 0.12 takes plain containers
 IMAGES = jax.random.normal(KEY, (16, 8, 8, 1))
 LABELS = jnp.arange(16) % 4
 TOKENS = jax.random.randint(KEY, (4, 9), 1, 11)
@@ -60,7 +62,7 @@ def mnist_nnx(tx):
 
   _, losses, late = methods.loop(run, None)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, nnx.as_pure(optimizer.opt_state), losses, late)
+  return methods.Trained(initial, final, _adapter.as_pure(optimizer.opt_state), losses, late)
 
 
 class LinenCNN(nn.Module):
@@ -197,7 +199,7 @@ class Block(nnx.Module):
 class Gemma(nnx.Module):
   def __init__(self, rngs):
     self.embedder = nnx.Embed(11, 8, rngs=rngs)
-    self.layers = nnx.List([Block(rngs) for _ in range(2)])
+    self.layers = List([Block(rngs) for _ in range(2)])
     self.final_norm = nnx.RMSNorm(8, rngs=rngs)
 
   def __call__(self, tokens):
@@ -229,7 +231,7 @@ def gemma(tx):
   state, losses, late = methods.loop(step, state)
   nnx.update((model, optimizer), state)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, nnx.as_pure(optimizer.opt_state), losses, late)
+  return methods.Trained(initial, final, _adapter.as_pure(optimizer.opt_state), losses, late)
 
 
 class VAE(nn.Module):

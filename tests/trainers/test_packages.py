@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from optax_boost.nnx import _adapter
 from tests.trainers import methods
 
 X = np.asarray(jax.random.normal(jax.random.key(0), (32, 4)))
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def package(name):
-  return pytest.importorskip(name, exc_type=ImportError)
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    pytest.skip(str(error))
 
 
 def numpyro_svi(tx):
@@ -88,7 +92,7 @@ def tunix_sft(tx):
     patch.setattr(jax.monitoring, "clear_event_listeners", lambda: None)
     trainer.train([batch] * methods.STEPS)
   final = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  return methods.Trained(initial, final, nnx.as_pure(trainer.optimizer.opt_state), losses)
+  return methods.Trained(initial, final, _adapter.as_pure(trainer.optimizer.opt_state), losses)
 
 
 def keras_stateless(tx):
