@@ -25,8 +25,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import plot
-
 HERE = pathlib.Path(__file__).resolve().parent
 # Where intermediate results are kept, which git ignores.
 OUT = HERE.parent / "out"
@@ -328,7 +326,7 @@ def write(
   machine_description: Mapping[str, str],
   folder: pathlib.Path,
 ) -> None:
-  """Writes ``<folder>/<name>.md`` and ``.png``, each whole or not at all.
+  """Writes ``<folder>/<name>.md``, whole or not at all.
 
   Args:
     name: of the benchmark.
@@ -339,7 +337,6 @@ def write(
   """
   tables = "\n".join(map(_table, comparisons))
   replace(folder / f"{name}.md", page(name, about, machine_description, tables))
-  plot.save(comparisons, folder / f"{name}.png")
 
 
 def page(title: str, about: str, machine_description: Mapping[str, str], body: str) -> str:
@@ -375,5 +372,10 @@ def _table(comparison: Mapping[str, Any]) -> str:
 
 
 def _ratio(values: Sequence[float]) -> str:
-  low, median, high = values
-  return f"**{plot.short(median)}** [{plot.short(low)}, {plot.short(high)}]"
+  low, median, high = map(_short, values)
+  return f"**{median}** [{low}, {high}]"
+
+
+def _short(ratio: float) -> str:
+  """Writes a ratio with two decimals, or more where they would be zeros."""
+  return f"{ratio:.2f}" if ratio >= 0.01 else f"{ratio:.2g}"

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import pathlib
-import textwrap
 import time
 from typing import Any
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from typing import NamedTuple
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
@@ -73,7 +71,6 @@ _TRAININGS: dict[str, tuple[float, bool, int, tuple[str, ...]]] = {
   "cifar-long": (5, True, 2, (_BASE, "fewer BatchNorms, centralized", "O1", "O2")),
 }
 _PARTS = (*_NETWORKS, "digits", *_TRAININGS)
-_DRAWN = ("digits", "cifar", "cifar-long")
 _ABOUT = f"""\
 `optax_boost.auto_boost` on bottleneck ResNets (a stem, a number of blocks in each of three stages
 of widths 16, 32 and 64, a head), SGD with Nesterov momentum and weight decay. One
@@ -416,39 +413,8 @@ def accuracy_table(title: str, found: dict[str, list[float]]) -> str:
   return "\n".join(lines) + "\n\nMean ± one standard deviation.\n"
 
 
-def picture(comparisons: list[Any], tables: list[Any]) -> Figure:
-  """Draws steps per second against O0, with quartiles, and accuracies per seed."""
-  rows, columns = 1 + (len(tables) > 0), max(len(comparisons), len(tables), 1)
-  figure = Figure(figsize=(4 * columns, 3.5 * rows), layout="constrained")
-  axes = figure.subplots(rows, columns, squeeze=False)
-  for axis, comparison in zip(axes[0], comparisons, strict=False):
-    found = comparison["rows"]
-    low, middle, high = np.array([row["ratios"][_BASE] for row in found]).T
-    names = [textwrap.fill(row["name"], 18) for row in found]
-    error = np.stack([1 / middle - 1 / high, 1 / low - 1 / middle])
-    axis.barh(names, 1 / middle, xerr=error, color="tab:blue", capsize=3)
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.invert_yaxis()
-    axis.set_xlabel("steps per second, O0 = 1", fontsize=9)
-    axis.set_title(textwrap.fill(comparison["title"], 30), fontsize=9)
-  for axis, (title, found) in zip(axes[-1], tables, strict=False):
-    for i, values in enumerate(found.values()):
-      # A little apart, as equal accuracies would hide each other.
-      axis.plot(values, i + 0.2 * np.linspace(-1, 1, len(values)), "o", color="tab:orange")
-      axis.plot(np.mean(values), i, "|", color="black", markersize=20)
-    axis.set_yticks(range(len(found)), [textwrap.fill(name, 18) for name in found])
-    axis.invert_yaxis()
-    axis.set_xlabel("test accuracy, %")
-    # Narrower than the panel: the layout makes room for labels, not for titles.
-    lines = [*textwrap.wrap(title, 36), "(a dot per seed, a bar at their mean)"]
-    axis.set_title("\n".join(lines), fontsize=9)
-  for axis in axes.flat:
-    axis.set_visible(axis.has_data())
-  return figure
-
-
 def main() -> None:
-  """Measures and writes the tables and the picture."""
+  """Measures and writes the tables."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--rounds", type=int, default=12, help="rounds on digits; a third on 32x32")
   parser.add_argument("--steps", type=int, default=300, help="of each training on digits")
@@ -493,8 +459,6 @@ def _write(parts: dict[str, Any], folder: pathlib.Path) -> None:
   _harness.write("auto_boost", _ABOUT, comparisons, where, folder)
   with (folder / "auto_boost.md").open("a") as file:
     file.write("".join("\n" + accuracy_table(*table) for table in tables.values()))
-  figure = picture(comparisons, [tables[part] for part in _DRAWN if part in tables])
-  figure.savefig(folder / "auto_boost.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def main() -> None:
   where = _harness.machine(["jax", "jaxlib", "optax", "numpy"])
   _harness.write("growth", _ABOUT, comparisons, where, options.out)
   if options.out == _harness.HERE / "results":
-    plot.small(plot.draw(comparisons), plot.FIGURES / "growth.png")
+    plot.small(plot.growth(comparisons), plot.FIGURES / "growth.png")
 
 
 if __name__ == "__main__":
