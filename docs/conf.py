@@ -41,6 +41,7 @@ intersphinx_mapping = (
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the theme's own underlines modules and classes, like links
 html_title = f"optax_boost {release}"
 html_static_path = ["_static"]
 html_css_files = ["layout.css"]
