@@ -114,8 +114,9 @@ def show_picture(translator, node):
   HTML5Translator.visit_image(translator, node)
   if file.suffix == ".png":
     with Image.open(file) as image:
-      # A picture that doesn't say how large its text is keeps its size.
-      text = float(image.info.get("smallest text, px", SMALLEST_TEXT))
+      # A notebook's picture doesn't say how large its text is: Matplotlib's 10 points.
+      default = image.info.get("dpi", (72, 72))[0] * 10 / 72
+      text = float(image.info.get("smallest text, px", default))
       width = math.ceil(image.width * min(1, SMALLEST_TEXT / text))
     style = f'<img style="min-width: {width}px"'
     shown = "".join(translator.body[start:]).strip().replace("<img", style)

@@ -65,7 +65,8 @@ def test_pages_fit_the_screen_with_whole_names_and_legible_pictures(site, browse
     wrong += [(page, "broken name", name) for name in tab.evaluate(BROKEN_NAMES)]
     for source, shown, link, box in tab.evaluate(PICTURES):
       with Image.open((BUILD / page).parent / source) as image:
-        text = shown / image.width * float(image.info.get("smallest text, px", 9))
+        points = 10 * image.info.get("dpi", (72, 72))[0] / 72  # in a notebook's picture
+        text = shown / image.width * float(image.info.get("smallest text, px", points))
       if text < 8.99 or not link.endswith(source.rpartition("/")[2]):
         wrong.append((page, source, text, link))
       if width == 1280 and shown > box:
