@@ -9,6 +9,7 @@ import optax
 
 import optax_boost
 from optax_boost import _base
+from optax_boost import _layers
 from optax_boost import _tree
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
@@ -90,29 +91,36 @@ class AutoBoost:
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
     trace: Any = None if loss_fn is None or params is None else (loss_fn, params, *args)
-    layers = None
-    centralizes = self.on.get("less_bn", {}).get("gc_flag", False)
-    if trace and (centralizes or "adasum" in self.on):
-      layers = optax_boost.layer_axes(*trace)
+    layers = optax_boost.layer_axes(*trace) if trace and self.on else None
     # From the inside out. A new method joins here and in `_levels`.
-    if centralizes:
+    if self.on.get("less_bn", {}).get("gc_flag"):
       tx = optax.chain(optax_boost.centralize(layers=layers), tx)
     if "adasum" in self.on:
       tx = _methods.with_adasum(tx, layers, **self.on["adasum"])
-    if freezing := self.on.get("grad_freeze"):
-      if groups is None and not trace:
+    freezing = self.on.get("grad_freeze")
+    if freezing and groups is None:
+      if not trace:
         raise ValueError(
           "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the loss, the"
           " params and the loss's arguments, or groups=..."
         )
-      if groups is None:
+      if "first" in freezing and layers and not _convolves(layers):  # ours
+        freezing = None
+      else:
         groups = optax_boost.layer_groups(*trace, num_groups=freezing["param_groups"])
+    if freezing:
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := self.on.get("grad_accumulation"):
       tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := self.on.get("average"):
       tx = optax_boost.average_params(tx, **average)
     return tx
+
+
+def _convolves(layers: _layers.Layers) -> bool:
+  """Whether most kernels are those of convolutions."""
+  kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
+  return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)
 
 
 def auto_boost(
@@ -130,11 +138,11 @@ def auto_boost(
   centralized gradients alone.
 
   Args:
-    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, the first half of
-      the layers frozen in the last 30 % of the training, and an average of the params over its last
-      quarter, to evaluate (:func:`averaged_params`); ``"O2"``: frozen in its last 45 %, and
-      adaptive summation of gradients over `axis_name`. Let the learning rate decay over the
-      training. With a `config`: MindSpore's level.
+    level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, an average of the
+      params over the last quarter of the training, to evaluate (:func:`averaged_params`), and, with
+      `groups` or where most kernels are convolutions, the first half of the layers frozen in the
+      last 30 %; ``"O2"``: frozen in the last 45 %, and adaptive summation of gradients over
+      `axis_name`. Let the learning rate decay. With a `config`: MindSpore's level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
     axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
     local_axis_name: a further axis over the devices of a server, averaged first. None: none.

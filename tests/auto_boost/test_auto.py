@@ -240,17 +240,31 @@ def test_the_optimizer_is_refused_what_it_needs():
     thirty.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
 
 
+CONVOLUTIONS = {"convs": [jnp.ones((4, 4, 1, 1)) / 4] * 2, "head": jnp.ones((4, 2))}
+
+
+def conv_loss(params, x):
+  x = x[:, :, None, None]
+  for kernel in params["convs"]:
+    x = jnp.tanh(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+  return jnp.mean((x[:, :, 0, 0] @ params["head"] - 1.0) ** 2)
+
+
 @pytest.mark.parametrize(("level", "unfrozen"), [("O1", 14), ("O2", 11)])
-def test_a_level_is_the_chain_by_hand(level, unfrozen):
-  tx = auto_boost(level, total_steps=20).optimizer(optax.adam(0.01), loss_fn, PARAMS, DATA)
-  groups = optax_boost.layer_groups(loss_fn, PARAMS, DATA, num_groups=2)
-  schedule = optax_boost.progressive_freezing(2, 20, unfrozen / 20, anneal=False)
-  inner = optax.chain(optax_boost.centralize(), optax.adam(0.01))
-  by_hand = optax_boost.average_params(
-    optax_boost.freeze_layers(inner, groups, schedule), start=15, every=1
+@pytest.mark.parametrize(("loss", "params"), [(conv_loss, CONVOLUTIONS), (loss_fn, PARAMS)])
+def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfrozen, loss, params):
+  trace = (loss, params, DATA)
+  tx = auto_boost(level, total_steps=20).optimizer(optax.adam(0.01), *trace)
+  by_hand = optax.chain(
+    optax_boost.centralize(layers=optax_boost.layer_axes(*trace)), optax.adam(0.01)
   )
-  assert str(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)) == str(
-    jax.make_jaxpr(by_hand.update)(PARAMS, by_hand.init(PARAMS), PARAMS)
+  if loss is conv_loss:
+    groups = optax_boost.layer_groups(*trace, num_groups=2)
+    schedule = optax_boost.progressive_freezing(2, 20, unfrozen / 20, anneal=False)
+    by_hand = optax_boost.freeze_layers(by_hand, groups, schedule)
+  by_hand = optax_boost.average_params(by_hand, start=15, every=1)
+  assert str(jax.make_jaxpr(tx.update)(params, tx.init(params), params)) == str(
+    jax.make_jaxpr(by_hand.update)(params, by_hand.init(params), params)
   )
   # About 20 snapshots in the last quarter of a longer training.
   assert auto_boost(level, total_steps=1250).on["average"] == {"start": 938, "every": 16}

@@ -187,7 +187,7 @@ def test_a_loss_takes_the_names_of_rng_streams():
   tx = boost.optimizer(optax.sgd(0.1), loss, params, model_state, x, KEY)
   step = optax_boost.make_train_step(loss, tx)
   _, metrics = step(step.init(params, model_state), x, KEY)
-  assert metrics["frozen_groups"] == 0
+  assert jnp.isfinite(metrics["loss"])
 
 
 PLAIN = optax_boost.make_train_step(lambda p, b: p, optax.sgd(0.1)).init(jnp.ones(1))
