@@ -58,7 +58,7 @@ def loop(step: Callable[..., tuple[Any, Any]], state: Any) -> tuple[Any, list[fl
   step, losses = compilations.Watched(step), []
   for _ in range(STEPS):
     state, loss = step(state)
-    losses.append(loss)
+    losses.append(jax.block_until_ready(loss))  # few cores: one program of collectives at a time
   return state, [float(jnp.mean(loss)) for loss in losses], sum(step.counts[1:])
 
 
