@@ -91,24 +91,26 @@ class AutoBoost:
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
     trace: Any = None if loss_fn is None or params is None else (loss_fn, params, *args)
-    layers = optax_boost.layer_axes(*trace) if trace and self.on else None
+    freezing = self.on.get("grad_freeze", {})
+    ours = "first" in freezing  # a level's, of convolutions only
+    centralizes = self.on.get("less_bn", {}).get("gc_flag", False)
+    layers: Any = None
+    if trace and (centralizes or ours or "adasum" in self.on):
+      layers = optax_boost.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
-    if self.on.get("less_bn", {}).get("gc_flag"):
+    if centralizes:
       tx = optax.chain(optax_boost.centralize(layers=layers), tx)
     if "adasum" in self.on:
       tx = _methods.with_adasum(tx, layers, **self.on["adasum"])
-    freezing = self.on.get("grad_freeze")
     if freezing and groups is None:
       if not trace:
         raise ValueError(
           "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the loss, the"
           " params and the loss's arguments, or groups=..."
         )
-      if "first" in freezing and layers and not _convolves(layers):  # ours
-        freezing = None
-      else:
+      if not ours or _convolves(layers):
         groups = optax_boost.layer_groups(*trace, num_groups=freezing["param_groups"])
-    if freezing:
+    if freezing and groups is not None:
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := self.on.get("grad_accumulation"):
       tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
@@ -118,7 +120,7 @@ class AutoBoost:
 
 
 def _convolves(layers: _layers.Layers) -> bool:
-  """Whether most kernels are those of convolutions."""
+  """Whether most kernels belong to convolutions."""
   kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
   return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)
 
