@@ -18,6 +18,7 @@ import pytest
 import optax_boost
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from optax_boost.nnx import _adapter
 from tests import closeness
 from tests.adasum import test_adasum
 from tests.centralize import test_centralization
@@ -67,10 +68,6 @@ def in_train_step(tx, params, loss):
   return take.init(params), step
 
 
-def is_variable(x):
-  return isinstance(x, nnx.Variable)
-
-
 class Net(nnx.Module):
   def __init__(self, params):
     # Not an `nnx.Dict`, which the oldest Flax lacks.
@@ -87,7 +84,7 @@ def in_nnx(tx, params, loss):
   def step(carry, batch):
     take(*carry, batch)
     net, optimizer = carry
-    opt_state = jax.tree.map(lambda x: x[...], optimizer.opt_state, is_leaf=is_variable)
+    opt_state = _adapter.as_pure(optimizer.opt_state)
     return carry, ({n: getattr(net, n)[...] for n in params}, opt_state)
 
   return (net, nnx.Optimizer(net, tx, wrt=nnx.Param)), step

@@ -13,6 +13,7 @@ import pytest
 
 import optax_boost
 import optax_boost.nnx
+from optax_boost.nnx import _adapter
 from tests import compilations
 
 
@@ -604,7 +605,7 @@ def nnx_model():
 
 def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
   state = nnx.state(nnx_model(), nnx.Param)
-  pure = nnx.as_pure(state) if hasattr(nnx, "as_pure") else nnx.pure(state)
+  pure = _adapter.as_pure(state)
   rows = [jax.tree.map(lambda p, t=t: p + jnp.sin(7.0 * t + p), pure) for t in range(4)]
   tx = optax_boost.dim_reduce(optax_boost.fit_subspace(rows, 2))
   found = tx.init(state).basis
