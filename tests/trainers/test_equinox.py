@@ -77,7 +77,7 @@ class Stacked(eqx.Module):
 
 
 def levanter(tx):
-  """Hidden leaves are None, rates are hyperparameters, micro-batches are summed in a scan."""
+  """Replaces hidden leaves by None, injects the rate, and sums micro-batches in a scan."""
   model = Stacked(KEY)
   trained = jax.tree.map(eqx.is_inexact_array, model)
   trained = eqx.tree_at(lambda tree: tree.positions, trained, replace=False)
