@@ -6,6 +6,7 @@ Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imp
 from optax_boost._accumulation import accumulate
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_reduce
+from optax_boost._apply_gradients import apply_gradients
 from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
@@ -26,7 +27,6 @@ from optax_boost._freezing import progressive_freezing
 from optax_boost._full_gradient import full_gradient
 from optax_boost._groups import LayerGroups
 from optax_boost._groups import layer_groups
-from optax_boost._in_place import apply_gradients
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._layers import layer_axes

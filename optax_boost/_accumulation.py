@@ -1,7 +1,7 @@
 """Gradient accumulation: k micro-steps, one step of the inner optimizer."""
 
 from collections.abc import Callable
-import functools
+import dataclasses
 from typing import Any
 from typing import Literal
 from typing import NamedTuple
@@ -13,14 +13,18 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _in_place
+from optax_boost import _finiteness
 from optax_boost import _protocol
+from optax_boost import _skippable
+from optax_boost import _transformation
 from optax_boost import _tree
 
 _METHOD = "accumulate"
 
 
-@_protocol.declares(metrics=("accumulate/notfinite_count",), steps=("inner_count",))
+@_protocol.declares(
+  metrics=("accumulate/notfinite_count",), outcome=("made",), gathers=("accumulate",)
+)
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 
@@ -32,6 +36,7 @@ class AccumulateState(NamedTuple):
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
       weight was negative, or whose gradient overflowed the sum.
     inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made an inner step.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
@@ -40,6 +45,14 @@ class AccumulateState(NamedTuple):
   accumulator: optax.Updates
   notfinite_count: jax.Array
   inner_state: optax.OptState
+  made: jax.Array
+
+
+class _Window(NamedTuple):
+  """The current window after a micro-step."""
+
+  total: optax.Updates
+  full: jax.Array
 
 
 def accumulate(
@@ -69,7 +82,9 @@ def accumulate(
       ``optax.apply_if_finite``. Around a loss scale they are always kept. None: kept, but neither
       looked for nor counted, which saves a pass over the gradients.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ, so that all
-      devices leave out the same micro-batches. Not needed under ``jit``.
+      devices leave out the same micro-batches, and weights that differ count among the devices: the
+      mean of `inner`'s gradients over the devices (``jax.lax.pmean``) is the mean over all
+      examples. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. Its ``update`` takes an optional `weight`,
@@ -102,105 +117,121 @@ def accumulate(
     _base.check_name("not_finite", not_finite, ("drop", "keep"))
   _base.check_axis_name("axis_name", axis_name)
 
-  def init(params: optax.Params) -> AccumulateState:
-    _tree.check_inexact(params, _METHOD)
+  method = _Accumulate(inner, every, not_finite, axis_name)
+  return _transformation.wrapper(_METHOD, AccumulateState, method.init, method, allows_complex=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Accumulate:
+  """The checked arguments of :func:`accumulate`."""
+
+  inner: optax.GradientTransformationExtraArgs
+  every: Any
+  not_finite: str | None
+  axis_name: str | tuple[str, ...] | None
+
+  def init(self, params: optax.Params) -> AccumulateState:
     return AccumulateState(
       count=jnp.zeros([], jnp.int32),
       inner_count=jnp.zeros([], jnp.int32),
       weight_sum=jnp.zeros([], jnp.float32),
       accumulator=_arrays.zeros_like_wide(params),
       notfinite_count=jnp.zeros([], jnp.int32),
-      inner_state=inner.init(params),
+      inner_state=self.inner.init(params),
+      made=jnp.zeros([], bool),
     )
 
-  def step(
-    gradients: _in_place.Gradients, state: Any, params: Any, landing: _in_place.Landing
-  ) -> tuple[Any, AccumulateState]:
-    g, extra_args = gradients()
-    n = _checked(g, state, extra_args.pop("weight", 1.0))
-    finite = _is_finite(g, n, state, not_finite)
-    weight_sum = state.weight_sum + n
-    weighted = jnp.isfinite(weight_sum) & (n >= 0)
-    if axis_name is not None:
-      weighted, finite = _conditional.agree(jnp.stack([weighted, finite]), axis_name, _METHOD)
-    used = weighted & (finite | _keeps(state, not_finite))
-    weight_sum = jnp.where(used, weight_sum, state.weight_sum)
-    full = state.count + 1 >= _window(every, state.inner_count)
-    stepping = full & (weight_sum > 0)
+  def before(
+    self, call: _skippable.Call, state: AccumulateState
+  ) -> tuple[_skippable.Call, AccumulateState, _Window]:
+    grads, extra_args = call.gradients()
+    weight = _checked_weight(grads, state, extra_args.pop("weight", 1.0))
+    addend = jax.tree.map(lambda t, g: _weighted(weight, t, g), state.accumulator, grads)
+    used, good = self._is_used(call, state, weight, addend)
+    weight_sum = jnp.where(used, state.weight_sum + weight, state.weight_sum)
+    full = _conditional.both(call.go, state.count + 1 >= _length(self.every, state.inner_count))
+    total = jax.tree.map(lambda t, a: jnp.where(used, t + a, t), state.accumulator, addend)
+    divisor = weight_sum
+    if self.axis_name is not None:
+      divisor = jax.lax.pmean(weight_sum, self.axis_name)
 
     def mean() -> tuple[optax.Updates, dict[str, Any]]:
       """The mean gradient of the window, also as `grad`, and its weight."""
-      of_window = jax.tree.map(lambda t: _in_place.divide(t, weight_sum), total)
-      of_window = _conditional.cast_like(of_window, g)
+      of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
+      of_window = _conditional.cast_like(of_window, grads)
       extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
       # Not for all: optax's line searches refuse arguments that their closures do not take.
       if _tree.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
       return of_window, extra
 
-    def make(params: Any, inner_state: optax.OptState) -> tuple[Any, optax.OptState]:
-      return landing.step(inner, mean, inner_state, params)
+    new_state = state._replace(
+      count=jnp.where(full, 0, state.count + 1),
+      weight_sum=jnp.where(full, 0.0, weight_sum),
+      notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
+    )
+    # A window of nothing but bad gradients ends without a step.
+    inner_call = call._replace(gradients=mean, go=full & (divisor > 0))
+    return inner_call, new_state, _Window(total, full)
+
+  def after(
+    self,
+    call: _skippable.Call,
+    outcome: _skippable.Outcome,
+    state: AccumulateState,
+    window: _Window,
+  ) -> tuple[Any, AccumulateState]:
+    ended = outcome.made | window.full
 
     def emptied(total: Any) -> tuple[Any]:
       # Without a value to read, all leaves of a shape would share one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
 
-    total = jax.tree.map(lambda t, own: jnp.where(used, _plus(n, t, own), t), state.accumulator, g)
-    made, result, inner_state = landing.step_if(stepping, make, params, state.inner_state)
-    # A window of nothing but bad gradients ends without a step.
-    ended = made | full
-    _, accumulator = landing.change_if(ended, emptied, total)
-    return result, AccumulateState(
-      count=jnp.where(full, 0, state.count + 1),
-      inner_count=_arrays.increment_if(stepping, state.inner_count),
-      weight_sum=jnp.where(full, 0.0, weight_sum),
-      accumulator=accumulator,
-      notfinite_count=_arrays.increment_if(~(finite & weighted), state.notfinite_count),
-      inner_state=inner_state,
+    _, accumulator = call.landing.change_if(ended, emptied, window.total)
+    return outcome.result, state._replace(
+      inner_count=_arrays.increment_if(outcome.made, state.inner_count), accumulator=accumulator
     )
 
-  return _in_place.transformation(init, step)
+  def _is_used(
+    self, call: _skippable.Call, state: AccumulateState, weight: jax.Array, addend: Any
+  ) -> tuple[Any, jax.Array]:
+    """Whether a micro-batch is added to the window, and whether it is good."""
+    weighted = jnp.isfinite(state.weight_sum + weight) & (weight >= 0)
+    finite = jnp.asarray(True)
+    keeps = _keeps(state, self.not_finite)
+    if self.not_finite is not None:
+
+      def check() -> jax.Array:
+        if keeps:
+          return _finiteness.all_finite(call.gradients()[0])
+        return _finiteness.sum_is_finite(state.accumulator, addend)
+
+      finite = call.landing.holds_if(call.go, check)
+    if self.axis_name is not None:
+      flags = jnp.stack([weighted, finite])
+      weighted, finite = _conditional.agree(flags, self.axis_name, _METHOD)
+    used = weighted if keeps else weighted & finite
+    return _conditional.both(call.go, used), weighted & finite
 
 
 def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
   # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
-  return not_finite != "drop" or _conditional.scales_loss(state.inner_state)
+  return not_finite != "drop" or _protocol.scales_loss(state.inner_state)
 
 
-def _is_finite(
-  g: optax.Updates, n: jax.Array, state: AccumulateState, not_finite: str | None
-) -> jax.Array:
-  """Whether a micro-batch's gradient, or its sum with the window's others, is finite."""
-  finite = jnp.asarray(True)
-  if not_finite is None:
-    return finite
-  keeps = _keeps(state, not_finite)
-
-  def check() -> tuple[jax.Array]:
-    add = functools.partial(_plus, n)
-    return (_arrays.all_finite(g if keeps else jax.tree.map(add, state.accumulator, g)),)
-
-  if not (keeps or _in_place.has_wide_range(state.accumulator)):
-    return check()[0]
-  usual = _in_place.ordinary(_in_place.sum_squares(g), n, {})
-  return _in_place.checked_unless(usual, check, finite)[0]
-
-
-def _checked(updates: optax.Updates, state: Any, weight: Any) -> jax.Array:
-  """Checks the arguments of a micro-step; returns its weight in float32, a known one checked."""
-  _base.require_state(state, AccumulateState, _METHOD)
-  _tree.check_inexact(updates, _METHOD)
+def _checked_weight(updates: optax.Updates, state: AccumulateState, weight: Any) -> jax.Array:
+  """The weight of a micro-batch in float32; a known one is checked, as are the gradients."""
   _tree.check_same_tree(updates, state.accumulator, _METHOD)
   largest = float(jnp.finfo(jnp.float32).max)
   _base.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, jnp.float32)
 
 
-def _plus(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
-  return total + (weight * g.astype(total.dtype)).astype(total.dtype)
+def _weighted(weight: jax.Array, total: jax.Array, g: jax.Array) -> jax.Array:
+  return (weight * g.astype(total.dtype)).astype(total.dtype)
 
 
-def _window(every: Any, inner_count: jax.Array) -> jax.Array:
+def _length(every: Any, inner_count: jax.Array) -> jax.Array:
   """The number of micro-steps in the current window."""
   length = every(inner_count) if callable(every) else every
   if jnp.shape(length) != ():

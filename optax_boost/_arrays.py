@@ -131,6 +131,21 @@ def widen(x: jax.Array) -> jax.Array:
   return x.astype(accumulator_dtype(x.dtype))
 
 
+def divide(x: jax.Array, by: jax.Array, largest: float = float("inf")) -> jax.Array:
+  """A quotient by a positive number, at most `largest`, made by multiplying.
+
+  XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
+  same for powers of two.
+  """
+  wide = widen(x)
+  by = by.astype(wide.real.dtype)
+  # The inverse of a larger number would not be a normal one.
+  if largest > 2.0**126:
+    shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
+    wide, by = wide * shift, by * shift
+  return (wide * (1 / by)).astype(x.dtype)
+
+
 def zeros_like_wide(tree: Any) -> Any:
   """Zeros in :func:`accumulator_dtype`, sharded as the leaves are."""
   return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
@@ -145,6 +160,14 @@ def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
   """The sum of the squared magnitudes of all entries of leaves of one shape."""
   return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
+
+
+def sum_squares_of_tree(tree: Any) -> jax.Array:
+  """The sum of the squared magnitudes of all entries of all leaves, in at least float32."""
+  sums = [
+    sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in stackable_leaves(tree)
+  ]
+  return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
 def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[list[int]]:

@@ -7,6 +7,7 @@ The snapshots x_1, ..., x_k are the params after the steps that are due. Their a
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -18,9 +19,10 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
+from optax_boost import _skippable
+from optax_boost import _transformation
 from optax_boost import _tree
 
 _METHOD = "average_params"
@@ -40,7 +42,8 @@ def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
 
 @_protocol.declares(
   metrics=("average_params/snapshot_count",),
-  observes=("average_params/average",),
+  outcome=("made",),
+  snapshots=("average_params",),
 )
 class AverageParamsState(NamedTuple):
   """State of :func:`average_params`; :func:`averaged_params` reads the average.
@@ -50,12 +53,14 @@ class AverageParamsState(NamedTuple):
     count: scalar int32, the steps made.
     snapshot_count: scalar int32, the snapshots taken.
     inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
   """
 
   average: optax.Params
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   snapshot_count: jax.Array
   inner_state: optax.OptState
+  made: jax.Array
 
 
 def average_params(
@@ -123,87 +128,126 @@ def average_params(
       "`average_params` needs exactly one of `start` (the mean of all snapshots after a step) and"
       f" `decay` (exponential weights); got {'none' if start is None else 'start and decay'}."
     )
-  always = isinstance(every, int) and every == 1 and not (start is not None and start)
+  method = _AverageParams(inner, start, decay, every)
+  return _transformation.wrapper(
+    _METHOD,
+    AverageParamsState,
+    method.init,
+    method,
+    needs_params=True,
+    allows_complex=True,
+    allows_pairs=True,
+  )
 
-  def observe(
-    state: AverageParamsState, inner_state: optax.OptState, stepped: Any, *operands: Any
-  ) -> AverageParamsState:
-    """The state after a step; ``stepped(*operands)`` makes the params after it, for a snapshot."""
-    made = _protocol.step_made(state.inner_state, inner_state)
-    count = jnp.where(made, optax.safe_increment(state.count), state.count)
-    after = count - (0 if start is None else start)
-    due = made if always else made & (after > 0) & (after % every == 0)
-    number = jnp.where(due, optax.safe_increment(state.snapshot_count), state.snapshot_count)
 
-    def snapshot(number: jax.Array, kept: optax.Params, d: Any, *operands: Any) -> optax.Params:
-      def take(a: jax.Array, p: jax.Array) -> jax.Array:
-        return _blend(a, p.astype(a.dtype), number, decay if d is None else d)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AverageParams:
+  """The checked arguments of :func:`average_params`."""
 
-      return _tree.map_leaves(take, kept, stepped(*operands))
+  inner: optax.GradientTransformationExtraArgs
+  start: Any
+  decay: Any
+  every: Any
 
-    average = state.average
-    # Without a leaf there is nothing to carry.
-    if jax.tree.leaves(average):
-      # A Python number stays one: it is rounded once.
-      d = decay if _base.is_array(decay) else None
-      average = _snapshot_if(due, snapshot, number, average, d, *operands)
-    return AverageParamsState(average, count, number, inner_state)
-
-  def init(params: optax.Params) -> AverageParamsState:
-    _tree.check_inexact(params, _METHOD)
-
+  def init(self, params: optax.Params) -> AverageParamsState:
     def copy(p: Any) -> jax.Array:
       dtype = _arrays.accumulator_dtype(p.dtype)
       # An abstract leaf has no values to copy; zeros are kept until the first snapshot only.
       abstract = isinstance(p, jax.ShapeDtypeStruct)
       return jnp.zeros_like(p, dtype) if abstract else jnp.array(p, dtype)
 
-    counts = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    return AverageParamsState(jax.tree.map(copy, params), *counts, inner.init(params))
+    return AverageParamsState(
+      average=jax.tree.map(copy, params),
+      count=jnp.zeros([], jnp.int32),
+      snapshot_count=jnp.zeros([], jnp.int32),
+      inner_state=self.inner.init(params),
+      made=jnp.zeros([], bool),
+    )
 
-  def step(
-    gradients: _in_place.Gradients, state: Any, params: Any, landing: _in_place.Landing
+  def before(
+    self, call: _skippable.Call, state: AverageParamsState
+  ) -> tuple[_skippable.Call, AverageParamsState, None]:
+    return call, state, None
+
+  def after(
+    self,
+    call: _skippable.Call,
+    outcome: _skippable.Outcome,
+    state: AverageParamsState,
+    context: None,
   ) -> tuple[Any, AverageParamsState]:
-    updates, _ = gradients()
-    _base.require_params(params, _METHOD)
-    _base.require_state(state, AverageParamsState, _METHOD)
-    _tree.check_same_tree(updates, _tree.differentiated(params), _METHOD)
-    _tree.check_inexact(updates, _METHOD)
-    result, inner_state = landing.step(inner, gradients, state.inner_state, params)
-    if landing.in_params:
-      return result, observe(state, inner_state, lambda params: params, result)
-    return result, observe(state, inner_state, optax.apply_updates, params, result)
+    count = _arrays.increment_if(outcome.made, state.count)
+    due = self._is_due(count, outcome.made)
+    number = _arrays.increment_if(due, state.snapshot_count)
 
-  return _in_place.transformation(init, step)
+    average = state.average
+    # Without a leaf there is nothing to carry.
+    if jax.tree.leaves(average):
+      average = self._snapshot_if(due, number, average, *self._stepped(call, outcome.result))
+    return outcome.result, state._replace(average=average, count=count, snapshot_count=number)
+
+  def _is_due(self, count: jax.Array, made: jax.Array) -> jax.Array:
+    """Whether a snapshot is taken after step `count`, if it was made."""
+    start = 0 if self.start is None else self.start
+    if _base.is_integer(self.every) and self.every == 1 and _base.known_number(start) == 0:
+      return jnp.asarray(made)
+    after = count - start
+    return made & (after > 0) & (after % self.every == 0)
+
+  def _stepped(self, call: _skippable.Call, result: Any) -> tuple[Any, ...]:
+    """A function that computes the params after the step, and its arguments."""
+    if call.landing.in_params:
+      return (lambda params: params), call.landing.read(result)
+    return optax.apply_updates, call.params, result
+
+  def _snapshot_if(
+    self,
+    due: jax.Array,
+    number: jax.Array,
+    average: optax.Params,
+    stepped: Callable[..., optax.Params],
+    *operands: Any,
+  ) -> optax.Params:
+    """The average with the snapshot ``stepped(*operands)`` if it is due, in place."""
+    # A Python number stays one: it is rounded once.
+    traced_decay = self.decay if _base.is_array(self.decay) else None
+
+    def take(number: jax.Array, average: optax.Params, decay: Any, *operands: Any) -> optax.Params:
+      decay = self.decay if decay is None else decay
+
+      def blend(a: jax.Array, p: jax.Array) -> jax.Array:
+        return _blend(a, _rounded(p).astype(a.dtype), number, decay)
+
+      return _tree.map_leaves(blend, average, stepped(*operands))
+
+    @jax.custom_jvp
+    def after(due: jax.Array, number: jax.Array, average: Any, *operands: Any) -> Any:
+      _, average = _conditional.once_if(due, lambda kept: (take(number, kept, *operands),), average)
+      return average
+
+    # The loop that works in place has no derivative in reverse mode; its rounds are at most one.
+    @after.defjvp
+    def after_jvp(primals: Any, tangents: Any) -> Any:
+      due, number, *arrays = primals
+      _, _, *slopes = tangents
+      # Before the first snapshot, 1 / number has no derivative.
+      taken = functools.partial(take, jnp.maximum(number, 1))
+      _, slope = jax.jvp(taken, tuple(arrays), tuple(slopes))
+      return after(*primals), jax.tree.map(lambda x, y: jnp.where(due, x, y), slope, slopes[0])
+
+    operands = (traced_decay, *operands)
+    if _conditional.is_concrete(due):
+      return take(number, average, *operands) if due else average
+    return after(due, number, average, *operands)
 
 
-def _snapshot_if(
-  due: jax.Array,
-  snapshot: Callable[..., optax.Params],
-  number: jax.Array,
-  kept: optax.Params,
-  *operands: Any,
-) -> optax.Params:
-  """``snapshot(number, kept, *operands)`` where it is due, else `kept`; in place."""
+def _rounded(p: jax.Array) -> jax.Array:
+  """A param in half precision as it is stored.
 
-  @jax.custom_jvp
-  def after(due: jax.Array, number: jax.Array, kept: Any, *operands: Any) -> Any:
-    _, kept = _in_place.once_if(due, lambda kept: (snapshot(number, kept, *operands),), kept)
-    return kept
-
-  # The loop that works in place has no derivative in reverse mode; its rounds are at most one.
-  @after.defjvp
-  def after_jvp(primals: Any, tangents: Any) -> Any:
-    due, number, *arrays = primals
-    _, _, *slopes = tangents
-    # Before the first snapshot, 1 / number has no derivative.
-    taken = functools.partial(snapshot, jnp.maximum(number, 1))
-    _, slope = jax.jvp(taken, tuple(arrays), tuple(slopes))
-    return after(*primals), jax.tree.map(lambda x, y: jnp.where(due, x, y), slope, slopes[0])
-
-  if _conditional.is_concrete(due):
-    return snapshot(number, kept, *operands) if due else kept
-  return after(due, number, kept, *operands)
+  XLA may drop the rounding between the step and the average, as it keeps the excess precision of a
+  value that it converts to 16 bits and back.
+  """
+  return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 
 
 def averaged_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

@@ -16,12 +16,12 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
+from optax_boost import _transformation
 from optax_boost import _tree
 
 _EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
 
 
-@_method.wants_layers
 def centralize(
   *,
   exclude: _base.LeafSelector = "auto",
@@ -104,7 +104,7 @@ def centralize(
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     return kernels.map(centred, updates, layers), state
 
-  return _method.transformation("centralize", optax.EmptyState, init, step)
+  return _transformation.transformation("centralize", optax.EmptyState, init, step)
 
 
 def _left_alone(leaves: list[_layers.Leaf], layout: str) -> list[bool]:

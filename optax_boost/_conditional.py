@@ -1,6 +1,7 @@
-"""Shared logic for skipping a step."""
+"""Computations under a condition, in place where XLA can."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,15 +9,61 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _protocol
+
+
+def is_concrete(condition: Any) -> bool:
+  """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
+  return not isinstance(condition, jax.core.Tracer)
+
+
+def both(first: Any, second: Any) -> Any:
+  """Whether two conditions hold, each a scalar bool or, if it always holds, Python's True."""
+  if first is True:
+    return second
+  return first if second is True else first & second
+
+
+def cond(
+  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
+) -> Any:
+  """``lax.cond`` for traced conditions, a plain choice for known ones."""
+  if is_concrete(condition):
+    return if_true(*args) if condition else if_false(*args)
+  return jax.lax.cond(condition, if_true, if_false, *args)
+
+
+def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any) -> tuple[Any, ...]:
+  """Calls ``function(*carry)`` if `condition`, else returns `carry`; updates buffers in place.
+
+  Returns ``(called, *results)``. `called` equals the condition, but a value that depends on it is
+  computed after the call.
+  """
+
+  def call(carry: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(cast_like(tuple(function(*carry)), tuple(carry)))
+
+  if is_concrete(condition):
+    return (jnp.asarray(condition), *(call(carry) if condition else carry))
+  if jax.sharding.get_abstract_mesh().manual_axes:
+    carry = jax.tree.map(vary, carry, jax.eval_shape(call, carry))
+  # A loop of one turn or none rather than `lax.cond`, for which XLA copies the operands that a
+  # branch returns as they are.
+  going, *carried = jax.lax.while_loop(
+    lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
+  )
+  return (condition & ~going, *carried)
 
 
 def update_if(
   condition: jax.Array,
   update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
   state: optax.OptState,
+  shapes: Any = None,
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Makes a step under a condition; otherwise updates are zero and the state stays as it was."""
+  """Makes an update under a condition; otherwise updates are zero and the state is `state`.
+
+  `shapes` are the abstract updates, if they are known already.
+  """
 
   def step(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     updates, moved = update(state)
@@ -29,24 +76,11 @@ def update_if(
 
   if is_concrete(condition) and condition:
     return step(state)
-  shapes, _ = jax.eval_shape(update, state)
+  if shapes is None:
+    shapes, _ = jax.eval_shape(update, state)
   # On a mesh with explicit axes zeros are made inside of a trace only.
   on_mesh = any(shape.sharding is not None for shape in jax.tree.leaves(shapes))
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
-
-
-def is_concrete(condition: jax.Array) -> bool:
-  """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
-  return not isinstance(condition, jax.core.Tracer)
-
-
-def cond(
-  condition: jax.Array, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any
-) -> Any:
-  """``lax.cond`` for traced conditions, a plain choice for known ones."""
-  if is_concrete(condition):
-    return if_true(*args) if condition else if_false(*args)
-  return jax.lax.cond(condition, if_true, if_false, *args)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -71,17 +105,15 @@ def vary(x: Any, shape: Any) -> jax.Array:
   return jax.lax.pvary(x, varying)  # type: ignore[attr-defined]  # older JAX
 
 
-def scales_loss(state: optax.OptState) -> bool:
-  """Whether a state asks for a scale of the loss, and so must see every overflow."""
-  return any(
-    _protocol.LOSS_SCALE in _protocol.declared(node, "requests")
-    for node in _protocol.declaring_states(state, "requests")
-  )
-
-
 def agree(flags: jax.Array, axis_name: str | tuple[str, ...] | None, method: str) -> jax.Array:
   """Whether flags hold on all devices along the mesh axes; None: on this one."""
   if axis_name is None:
     return flags
   _base.require_axis("axis_name", axis_name, method)
   return jax.lax.pmin(flags.astype(jnp.int32), axis_name) > 0
+
+
+def in_device_memory(x: jax.Array) -> jax.Array:
+  """An array in the devices' own memory; a state may be kept in their host's."""
+  on_host = getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Device) if on_host else x

@@ -27,6 +27,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost import _tree
 
 
@@ -82,7 +83,6 @@ class ScaleByLarsTrustRatioState(NamedTuple):
   count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
 
 
-@_method.wants_layers
 def scale_by_lars_trust_ratio(
   trust_coefficient: jax.typing.ArrayLike = 0.01,
   weight_decay: jax.typing.ArrayLike = 0.0,
@@ -147,7 +147,6 @@ def scale_by_lars_trust_ratio(
   return _scale_by_trust_ratio(leaves, *numbers, weight_decay_mask)
 
 
-@_method.wants_layers
 def lars(
   learning_rate: optax.ScalarOrSchedule,
   weight_decay: jax.typing.ArrayLike = 0.0,
@@ -229,7 +228,7 @@ def lars(
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     return chain.update(updates, state, params, layers=layers)
 
-  return _method.transformation("lars", tuple, chain.init, step, needs_params=True)
+  return _transformation.transformation("lars", tuple, chain.init, step, needs_params=True)
 
 
 def _bias_or_norm(leaves: list[_layers.Leaf]) -> list[bool]:
@@ -301,7 +300,7 @@ def _scale_by_trust_ratio(
       count=None if state.count is None else optax.safe_increment(state.count),
     )
 
-  return _method.transformation(
+  return _transformation.transformation(
     leaves.method, ScaleByLarsTrustRatioState, init, step, needs_params=True
   )
 

@@ -9,6 +9,7 @@ has no fan-in.
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -65,6 +66,13 @@ class Layers:
         f"{_tree.leaf_name(path)}: {', '.join(told) or ('scalar' if axes else 'unknown')}"
       )
     return "\n".join(lines)
+
+
+class OnDemand:
+  """The description of the layers of a loss that is being traced; made when it is asked for."""
+
+  def __init__(self, describe: Callable[[], Layers]) -> None:
+    self.describe = functools.cache(describe)
 
 
 class Leaf(NamedTuple):

@@ -11,7 +11,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
-from optax_boost import _method
+from optax_boost import _transformation
 
 _METHOD = "layerwise_decay"
 
@@ -64,4 +64,4 @@ def layerwise_decay(
 
     return jax.tree.map(scaled, number(updates), updates), state
 
-  return _method.transformation(_METHOD, optax.EmptyState, init, step, allows_complex=True)
+  return _transformation.transformation(_METHOD, optax.EmptyState, init, step, allows_complex=True)

@@ -1,54 +1,16 @@
-"""Plumbing of methods: the checks of ``update``, and the leaves that a method acts on."""
+"""The leaves that a method acts on, by its arguments `exclude`, `layers` and `axis_name`."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import inspect
 from typing import Any
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _tree
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def transformation(
-  method: str,
-  state_type: Any,
-  init: Callable[[optax.Params], Any],
-  step: Callable[..., tuple[optax.Updates, Any]],
-  *,
-  needs_params: bool = False,
-  allows_complex: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-  """A transformation of ``init(params)`` and ``step(updates, state, params, **named)``.
-
-  Both get checked arguments, and the step those extra arguments that are its keywords.
-  """
-  parameters = inspect.signature(step).parameters.values()
-  named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-  check_leaves = _tree.check_inexact if allows_complex else _tree.check_floating
-  options = {"needs_params": needs_params, "allows_complex": allows_complex}
-
-  def init_fn(params: optax.Params) -> Any:
-    check_leaves(params, method)
-    return init(params)
-
-  def update_fn(
-    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-  ) -> tuple[optax.Updates, Any]:
-    _tree.check_update(method, updates, state, state_type, params, **options)
-    own = {name: value for name, value in extra_args.items() if name in named}
-    return step(updates, state, params, **own)
-
-  update = wants_layers(update_fn) if "layers" in named else update_fn
-  return optax.GradientTransformationExtraArgs(init_fn, update)
 
 
 class Leaves:
@@ -124,19 +86,12 @@ def _check_axis_names(names: _base.AxisNames | None) -> None:
 
 
 def check_layers(layers: Any) -> _layers.Layers | None:
-  """An argument that is a description of layers, or None; TypeError for anything else."""
+  """A description of layers, which the train step makes on demand, or None; else TypeError."""
+  if isinstance(layers, _layers.OnDemand):
+    return layers.describe()
   if layers is not None and not isinstance(layers, _layers.Layers):
     raise TypeError(
       "`layers` must be the result of `optax_boost.layer_axes(loss_fn, params, batch)`, or None;"
       f" got {_base.shorten(layers)}."
     )
   return layers
-
-
-def wants_layers(function: _Function) -> _Function:
-  """Marks an ``update`` to which the train step passes `layers`, from its trace of the loss.
-
-  Also its factory, which ``optax.inject_hyperparams`` holds in place of the transformation.
-  """
-  function.wants_layers = True  # type: ignore[attr-defined]
-  return function

@@ -28,8 +28,8 @@ from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _full_gradient
 from optax_boost import _masking
-from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost import _tree
 
 _METHOD = "svrg"
@@ -218,7 +218,7 @@ def svrg(
     h = _gradients_at(state.snapshot, grad_fn, "grad_fn")
     return _correct(g, h, a, state)
 
-  return _method.transformation(_METHOD, SvrgState, init, step, needs_params=True)
+  return _transformation.transformation(_METHOD, SvrgState, init, step, needs_params=True)
 
 
 def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.Array) -> SvrgState:

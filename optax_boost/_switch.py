@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost import _transformation
 
 _METHOD = "switch_after"
 # The wrappers whose states make requests of the loss.
@@ -21,22 +20,22 @@ _WRAPPERS = {
 }
 
 
-@_protocol.declares(steps=("made_count",), parts=("first_state", "second_state"))
+@_protocol.declares(outcome=("made",), changes=("switch_after",))
 class SwitchAfterState(NamedTuple):
   """State of :func:`switch_after`.
 
   Attributes:
     count: scalar int32, calls of ``update``.
-    made_count: scalar int32, of these those in which the side that acts made a step: one of
-      :func:`accumulate` makes one at the end of a window.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second, which sees every step.
+    made: scalar bool, whether the side that acts made a step in the last call: one of
+      :func:`accumulate` makes one at the end of a window.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-  made_count: jax.Array
   first_state: optax.OptState
   second_state: optax.OptState
+  made: jax.Array
 
 
 def switch_after(
@@ -80,49 +79,45 @@ def switch_after(
   first = _base.check_transformation("first", first)
   second = _base.check_transformation("second", second)
 
-  def init_fn(params: optax.Params) -> SwitchAfterState:
-    _tree.check_inexact(params, _METHOD)
+  def init(params: optax.Params) -> SwitchAfterState:
     first_state, second_state = first.init(params), second.init(params)
     _refuse_requests("first", first_state)
     _refuse_requests("second", second_state)
-    _protocol.refuse_observers(_METHOD, (first_state, second_state))
-    count, made_count = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-    return SwitchAfterState(count, made_count, first_state, second_state)
+    return SwitchAfterState(
+      jnp.zeros([], jnp.int32), first_state, second_state, jnp.zeros([], bool)
+    )
 
-  def update_fn(
-    updates: optax.Updates,
-    state: SwitchAfterState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
+  def act(
+    updates: optax.Updates, state: SwitchAfterState, params: Any, **extra_args: Any
   ) -> tuple[optax.Updates, SwitchAfterState]:
-    _base.require_state(state, SwitchAfterState, _METHOD)
-    _tree.check_inexact(updates, _METHOD)
     from_second, second_state = second.update(updates, state.second_state, params, **extra_args)
 
     def widened(u: jax.Array, v: jax.Array) -> jax.Array:
       return u.astype(jnp.promote_types(u.dtype, v.dtype))
 
-    def act(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    def of_first(first_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
       out, first_state = first.update(updates, first_state, params, **extra_args)
       return jax.tree.map(widened, out, from_second), first_state
 
     first_acts = state.count < step
-    from_first, first_state = _conditional.update_if(first_acts, act, state.first_state)
+    from_first, first_state = _conditional.update_if(first_acts, of_first, state.first_state)
     from_second = jax.tree.map(widened, from_second, from_first)
     out = jax.tree.map(lambda u, v: jnp.where(first_acts, u, v), from_first, from_second)
     made = jnp.where(
       first_acts,
-      _protocol.step_made(state.first_state, first_state),
-      _protocol.step_made(state.second_state, second_state),
+      _protocol.made_step(state.first_state, first_state),
+      _protocol.made_step(state.second_state, second_state),
     )
     return out, SwitchAfterState(
       count=optax.safe_increment(state.count),
-      made_count=_arrays.increment_if(made, state.made_count),
       first_state=first_state,
       second_state=_conditional.cast_like(second_state, state.second_state),
+      made=made,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _transformation.transformation(
+    _METHOD, SwitchAfterState, init, act, wraps=(first, second), allows_complex=True
+  )
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:

@@ -14,6 +14,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
 
@@ -69,7 +70,6 @@ def adasum_reduce(stacked: Any, *, groups: str | Sequence[str] | None = None) ->
   return jax.tree.unflatten(structure, reduced)
 
 
-@_method.wants_layers
 def adasum(
   axis_name: str | tuple[str, ...],
   *,
@@ -193,7 +193,7 @@ def adasum(
       notfinite_count=_arrays.increment_if(notfinite, state.notfinite_count),
     )
 
-  return _method.transformation("adasum", AdasumState, init, step)
+  return _transformation.transformation("adasum", AdasumState, init, step)
 
 
 def _axes(argument: str, names: Any) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost import _tree
 
 _METHOD = "record_trajectory"
@@ -121,7 +121,7 @@ def record_trajectory(
     state = _conditional.cond(state.count % every == 0, taken, lambda: state)
     return updates, state._replace(count=optax.safe_increment(state.count))
 
-  return _method.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
+  return _transformation.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
 
 
 def snapshots(opt_state: optax.OptState) -> optax.Params:

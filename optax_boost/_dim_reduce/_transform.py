@@ -33,10 +33,9 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _in_place
 from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost import _transformation
 from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
@@ -152,7 +151,10 @@ def dim_reduce(
     copy of the basis, unless the axes of the state say None for it.
   """
   method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
-  return optax.GradientTransformationExtraArgs(method.init, method.update)
+  wraps = () if method.inner is None else (method.inner,)
+  return _transformation.transformation(
+    _METHOD, DimReduceState, method.init, method.step, wraps=wraps, needs_params=True
+  )
 
 
 @dataclasses.dataclass
@@ -194,7 +196,6 @@ class _DimReduce:
     return self.inner is not None and self.adaptive
 
   def init(self, params: optax.Params) -> DimReduceState:
-    _tree.check_floating(params, _METHOD)
     subspace = self.subspace
     if not isinstance(subspace, Subspace):
       subspace = subspace(params)
@@ -236,17 +237,16 @@ class _DimReduce:
       )
     return state
 
-  def update(
+  def step(
     self,
     updates: optax.Updates,
     state: DimReduceState,
-    params: optax.Params | None = None,
+    params: optax.Params,
     *,
     value: jax.typing.ArrayLike | None = None,
     value_fn: Callable[[Any], jax.Array] | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DimReduceState]:
-    _tree.check_update(_METHOD, updates, state, DimReduceState, params, needs_params=True)
     if self.max_search is not None:
       value, value_fn = _checked_loss(value, value_fn)
     # Extra arguments are not masked where `updates` are.
@@ -300,7 +300,7 @@ class _DimReduce:
       # The distance that the params went, which caused the change of the gradient.
       step = quasi.scale * _project(state, changes, groups)
     learned: dict[str, Any] = self._learn(
-      state, quasi, search, step, _in_place.sum_squares(updates)
+      state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
     )
     learned |= {"projected_momentum": q, "inner_state": inner_state}
     old = {name: getattr(state, name) for name in learned}

@@ -17,11 +17,11 @@ from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost import _transformation
 from optax_boost._freezing import _schedules
 
 
-@_protocol.declares(requests=("frozen_groups",))
+@_protocol.declares(requests=("frozen_groups",), outcome=("made",), changes=("freeze_layers",))
 class FreezeLayersState(NamedTuple):
   """State of :func:`freeze_layers`.
 
@@ -31,6 +31,7 @@ class FreezeLayersState(NamedTuple):
     key: raw key data of the schedule's generator.
     hidden: the paths that ``optax.masked`` hides from it; no arrays.
     inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
@@ -38,6 +39,7 @@ class FreezeLayersState(NamedTuple):
   key: jax.Array
   hidden: dict[str, optax.MaskedNode]
   inner_state: optax.OptState
+  made: jax.Array
 
 
 def freeze_layers(
@@ -115,27 +117,23 @@ def freeze_layers(
     depth = _schedules.scalar_depth(schedule.frozen_groups(count, wrapped))
     return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
 
-  def init_fn(params: optax.Params) -> FreezeLayersState:
-    _tree.check_inexact(params, "freeze_layers")
+  def init(params: optax.Params) -> FreezeLayersState:
     number(params)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
-    inner_state = inner.init(params)
-    _protocol.refuse_observers("freeze_layers", inner_state)
-    hidden = _protocol.hidden_leaves(params)
-    return FreezeLayersState(count, depth_at(count, key_data), key_data, hidden, inner_state)
+    return FreezeLayersState(
+      count,
+      depth_at(count, key_data),
+      key_data,
+      _protocol.hidden_leaves(params),
+      inner.init(params),
+      jnp.zeros([], bool),
+    )
 
-  @_protocol.with_attributes(frozen_groups=_protocol.GroupAssignment(number, num_groups))
-  def update_fn(
-    updates: optax.Updates,
-    state: FreezeLayersState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
+  def step(
+    updates: optax.Updates, state: FreezeLayersState, params: Any, **extra_args: Any
   ) -> tuple[optax.Updates, FreezeLayersState]:
-    _base.require_state(state, FreezeLayersState, "freeze_layers")
-    if params is not None:
-      _tree.check_same_tree(updates, params, "freeze_layers")
     numbers = number(updates)
     frozen = functools.partial(_groups.select_frozen, state.frozen_groups)
 
@@ -144,16 +142,26 @@ def freeze_layers(
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
     out, moved = inner.update(grads, state.inner_state, params, **extra)
+    made = jnp.asarray(_protocol.made_step(state.inner_state, moved))
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, out)
-    count = optax.safe_increment(state.count)
+    count = _arrays.increment_if(made, state.count)
     return zero_frozen(out), state._replace(
       count=count,
       frozen_groups=depth_at(count, state.key),
       inner_state=_groups.select_state(
         "freeze_layers", inner, frozen, numbers, state.inner_state, moved
       ),
+      made=made,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _transformation.transformation(
+    "freeze_layers",
+    FreezeLayersState,
+    init,
+    step,
+    wraps=(inner,),
+    allows_complex=True,
+    frozen_groups=_protocol.GroupAssignment(number, num_groups),
+  )

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import Literal
 from typing import NamedTuple
 
 import jax
@@ -26,10 +27,11 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _in_place
+from optax_boost import _finiteness
 from optax_boost import _masking
 from optax_boost import _protocol
-from optax_boost import _tree
+from optax_boost import _skippable
+from optax_boost import _transformation
 
 _METHOD = "dynamic_loss_scale"
 
@@ -63,7 +65,7 @@ def _next_scale(
 @_protocol.declares(
   metrics=("loss_scale", "loss_scale/notfinite_count"),
   requests=("loss_scale",),
-  skips=("notfinite_count",),
+  outcome=("made",),
 )
 class DynamicLossScaleState(NamedTuple):
   """State of :func:`dynamic_loss_scale`.
@@ -73,10 +75,12 @@ class DynamicLossScaleState(NamedTuple):
     growth_count: scalar int32, the steps without an overflow since the last one, or since the scale
       last grew.
     hysteresis_count: scalar int32, overflows since the scale last grew.
-    notfinite_count: scalar int32, steps that were skipped.
+    notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or a
+      param or the inner state would not have been.
     hidden: the paths that ``optax.masked`` hides from it, without arrays; their gradients keep no
       scale.
     inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
   """
 
   loss_scale: jax.Array
@@ -85,6 +89,7 @@ class DynamicLossScaleState(NamedTuple):
   notfinite_count: jax.Array
   hidden: dict[str, optax.MaskedNode]
   inner_state: optax.OptState
+  made: jax.Array
 
 
 def dynamic_loss_scale(
@@ -98,15 +103,16 @@ def dynamic_loss_scale(
   minimum: jax.typing.ArrayLike = 1.0,
   maximum: jax.typing.ArrayLike = 2.0**24,
   axis_name: str | tuple[str, ...] | None = None,
-  check_params: bool = False,
+  check: Literal["updates", "gradients"] = "updates",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Unscales the gradients of a scaled loss, and skips the steps that overflowed.
 
   The loss must be multiplied by the state's `loss_scale` before it is differentiated:
   :func:`make_train_step` does it; by hand, read ``optax.tree.get(opt_state, "loss_scale")``.
 
-  A step whose unscaled gradients are not finite changes the scale and the counters only; a step
-  that overflows params in float16, the counters. Inside ``optax.partition`` and ``optax.masked``
+  A step whose unscaled gradients are not finite changes the scale and the counters only. A step in
+  which a param or the inner state would turn NaN or infinite, as params in float16 that overflow,
+  changes the counters only. Inside ``optax.partition`` and ``optax.masked``
   :func:`make_train_step` takes the scale off the gradients of the other leaves.
 
   Args:
@@ -123,14 +129,15 @@ def dynamic_loss_scale(
     maximum: cap of the scale.
     axis_name: inside ``shard_map``, the mesh axes over which the gradients differ: one device's
       overflow then counts for all.
-    check_params: for an `inner` that makes NaN of ordinary gradients, as ``optax.adam(eps=0)``
-      does. By default such an entry of the params keeps its value. If set, the step is computed
-      once more, ahead, and one that loses an entry is skipped as a whole and counted.
+    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
+      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
+      gradients, as ``optax.adam(eps=0)`` does, then goes into params and state.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
-    unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype that
-    `inner` gives without a scale around it.
+    unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype of
+    gradients and params together; those of :func:`master_weights` and :func:`stochastic_rounding`
+    in `inner` stay float32.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -156,7 +163,7 @@ def dynamic_loss_scale(
   _base.check_number("growth_factor", growth_factor, minimum=1.0)
   _base.check_number("backoff_factor", backoff_factor, positive=True, below=1.0)
   _base.check_axis_name("axis_name", axis_name)
-  _base.check_bool("check_params", check_params)
+  _base.check_name("check", check, ("updates", "gradients"))
   _check_scales(minimum, initial_scale, maximum)
   inner = _base.check_transformation("inner", inner)
   next_scale = functools.partial(
@@ -170,8 +177,8 @@ def dynamic_loss_scale(
   )
   known = _base.known_number(maximum)
   largest = math.inf if known is None else float(known)
-  method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check_params)
-  return _in_place.transformation(method.init, method.step)
+  method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
+  return _transformation.wrapper(_METHOD, DynamicLossScaleState, method.init, method)
 
 
 def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
@@ -190,7 +197,8 @@ def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
     )
 
 
-class _LossScale(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LossScale:
   """The checked arguments of :func:`dynamic_loss_scale`."""
 
   inner: optax.GradientTransformationExtraArgs
@@ -198,10 +206,9 @@ class _LossScale(NamedTuple):
   largest: float  # if the cap of the scale is known
   next_scale: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
   axis_name: str | tuple[str, ...] | None
-  check_params: bool
+  checks_updates: bool
 
   def init(self, params: optax.Params) -> DynamicLossScaleState:
-    _tree.check_floating(params, _METHOD)
     return DynamicLossScaleState(
       loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
       growth_count=jnp.zeros([], jnp.int32),
@@ -209,119 +216,65 @@ class _LossScale(NamedTuple):
       notfinite_count=jnp.zeros([], jnp.int32),
       hidden=_protocol.hidden_leaves(params),
       inner_state=self.inner.init(_arrays.copy_arrays(params, _arrays.accumulator_dtype)),
+      made=jnp.zeros([], bool),
     )
 
-  def step(
-    self,
-    gradients: _in_place.Gradients,
-    state: DynamicLossScaleState,
-    params: optax.Params | None,
-    landing: _in_place.Landing,
-  ) -> tuple[Any, DynamicLossScaleState]:
-    updates, extra_args = gradients()
-    _tree.check_update(_METHOD, updates, state, DynamicLossScaleState, params)
-    shapes = self._updates_like(updates, params, extra_args)
-    nested = _in_place.is_in_place(self.inner)
-    if nested and landing.in_params and shapes is not None:
-      # Half-precision params move by updates that were rounded to their dtype.
-      updates, state = self.step(gradients, state, params, _in_place.UPDATES)
-      return _in_place.add_updates(params, updates, state), state
-    inner = self.inner if shapes is None else self._cast(shapes)
-
+  def before(
+    self, call: _skippable.Call, state: DynamicLossScaleState
+  ) -> tuple[_skippable.Call, DynamicLossScaleState, jax.Array]:
     def unscaled() -> tuple[optax.Updates, dict[str, Any]]:
       return _masking.map_gradients(
-        functools.partial(self._unscale, state.loss_scale), *gradients()
+        functools.partial(self._unscale, state.loss_scale), *call.gradients()
       )
 
-    def step(params: Any, inner_state: Any) -> tuple[Any, optax.OptState]:
-      guarded = dataclasses.replace(landing, guard=True)
-      return guarded.step(inner, unscaled, inner_state, params)
-
-    finite, landed = self._checks(inner, gradients, unscaled, state, params)
-    made = finite & landed
-    _, result, inner_state = landing.step_if(
-      # A loss scale inside must see every overflow, or it would never come down.
-      landed if _conditional.scales_loss(state.inner_state) else made,
-      step,
-      params,
-      state.inner_state,
+    finite = call.landing.holds_if(
+      call.go, lambda: self._agree(_finiteness.all_finite(unscaled()[0]))
     )
+    # A loss scale inside must see every overflow, or it would never come down.
+    nested = _protocol.scales_loss(state.inner_state)
+    go = call.go if nested else _conditional.both(call.go, finite)
     scale, count, overflows = self.next_scale(
       state.loss_scale, state.growth_count, state.hysteresis_count, finite
     )
-    return result, state._replace(
-      loss_scale=scale,
-      growth_count=count,
-      hysteresis_count=overflows,
-      notfinite_count=_arrays.increment_if(~made, state.notfinite_count),
-      inner_state=inner_state,
+    new_state = state._replace(loss_scale=scale, growth_count=count, hysteresis_count=overflows)
+    inner_call = call._replace(gradients=unscaled, go=go, landing=self._landing(call, state))
+    return inner_call, new_state, finite
+
+  def after(
+    self,
+    call: _skippable.Call,
+    outcome: _skippable.Outcome,
+    state: DynamicLossScaleState,
+    finite: jax.Array,
+  ) -> tuple[Any, DynamicLossScaleState]:
+    bad = ~finite | outcome.lost
+    return outcome.result, state._replace(
+      notfinite_count=_arrays.increment_if(bad, state.notfinite_count)
     )
 
-  def _checks(
-    self,
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: _in_place.Gradients,
-    unscaled: _in_place.Gradients,
-    state: DynamicLossScaleState,
-    params: optax.Params | None,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Whether the unscaled gradients are finite, and whether the params stay so."""
-    updates, extra_args = gradients()
-    # A wrapper of ours checks its own steps.
-    trusted = _in_place.is_in_place(inner) and not self.check_params
+  def _landing(self, call: _skippable.Call, state: DynamicLossScaleState) -> _skippable.Landing:
+    landing = call.landing
+    if self.checks_updates:
+      landing = landing.checked(self._agree)
+    if not _protocol.declaring_states(state.inner_state, "rounds"):
+      landing = dataclasses.replace(landing, cast=_cast_to(call.gradients()[0], call.params))
+    return landing
 
-    def agree(flag: jax.Array) -> jax.Array:
-      return _conditional.agree(flag, self.axis_name, _METHOD)
-
-    def check() -> tuple[jax.Array, jax.Array]:
-      finite = agree(jnp.isfinite(_in_place.largest(updates) / state.loss_scale))
-      if trusted:
-        return finite, jnp.ones_like(finite)
-      grads, extra = unscaled()
-      moves, _ = inner.update(grads, state.inner_state, params, **extra)
-      zeros = jax.tree.map(jnp.zeros_like, moves)
-      new, old = (moves, zeros) if params is None else (optax.apply_updates(params, moves), params)
-      return finite, agree(_in_place.none_lost(new, old))
-
-    wide = _in_place.has_wide_range(updates if params is None else params)
-    if self.check_params or not (trusted or wide):
-      return check()
-    true = jnp.asarray(True)
-    squares = _in_place.sum_squares(updates)
-    usual = agree(_in_place.ordinary(squares, 1 / state.loss_scale, extra_args))
-    finite, landed = _in_place.checked_unless(usual, check, true, true)
-    return finite, landed
+  def _agree(self, flag: jax.Array) -> jax.Array:
+    return _conditional.agree(flag, self.axis_name, _METHOD)
 
   def _unscale(self, scale: jax.Array, grads: optax.Updates) -> optax.Updates:
     """Gradients without the scale, in at least float32."""
-    return jax.tree.map(lambda g: _in_place.divide(_arrays.widen(g), scale, self.largest), grads)
+    return jax.tree.map(lambda g: _arrays.divide(_arrays.widen(g), scale, self.largest), grads)
 
-  def _cast(self, shapes: Any) -> optax.GradientTransformationExtraArgs:
-    """The inner optimizer, with its updates in the dtypes of `shapes`, its states in their own."""
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-      out, moved = self.inner.update(updates, state, params, **extra_args)
-      return _conditional.cast_like(out, shapes), _conditional.cast_like(moved, state)
+def _cast_to(
+  grads: optax.Updates, params: optax.Params | None
+) -> Callable[[optax.Updates], optax.Updates]:
+  """Gives updates the dtypes of gradients and params together, in which `inner` computes alone."""
+  like = grads if params is None else params
 
-    return optax.GradientTransformationExtraArgs(self.inner.init, update)
+  def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:
+    return update.astype(jnp.promote_types(grad.dtype, param.dtype))
 
-  def _updates_like(
-    self, updates: optax.Updates, params: optax.Params | None, extra_args: dict[str, Any]
-  ) -> Any:
-    """Shapes with the dtypes that the inner optimizer gives its updates without a scale around it.
-
-    Updates belong to the params: with float32 params they are float32. None: nothing has half
-    precision.
-    """
-    leaves = jax.tree.leaves((updates, params))
-    if all(leaf.dtype == _arrays.accumulator_dtype(leaf.dtype) for leaf in leaves):
-      return None
-
-    def update(updates: optax.Updates, like: optax.Params) -> optax.Updates:
-      def promote(g: jax.Array, p: jax.Array) -> jax.Array:
-        return g.astype(jnp.promote_types(g.dtype, p.dtype))
-
-      gradients = jax.tree.map(promote, updates, like)
-      return self.inner.update(gradients, self.inner.init(like), params, **extra_args)[0]
-
-    return jax.eval_shape(update, updates, updates if params is None else params)
+  return lambda updates: jax.tree.map(cast, updates, grads, like)

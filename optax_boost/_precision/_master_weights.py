@@ -6,6 +6,7 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; MXNet
 `multi_precision`.
 """
 
+from typing import Literal
 from typing import NamedTuple
 
 import jax
@@ -15,17 +16,20 @@ from optax_boost import _protocol
 from optax_boost._precision import _widened
 
 
-@_protocol.declares(metrics=("master_weights/notfinite_count",), skips=("notfinite_count",))
+@_protocol.declares(
+  metrics=("master_weights/notfinite_count",), outcome=("made",), rounds=("master_weights",)
+)
 class MasterWeightsState(NamedTuple):
   """State of :func:`master_weights`.
 
   Attributes:
     master_params: tree of the params' structure, the weights in at least float32.
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps in which an inner update, the inner state or a master would
+    notfinite_count: scalar int32, steps that were not made since a master or the inner state would
       not have been finite.
     key: raw key data of the generator for stochastic rounding, or None.
     inner_state: the inner optimizer's state, of the masters.
+    made: scalar bool, whether the last call made a step.
   """
 
   master_params: optax.Params
@@ -33,6 +37,7 @@ class MasterWeightsState(NamedTuple):
   notfinite_count: jax.Array
   key: jax.Array | None
   inner_state: optax.OptState
+  made: jax.Array
 
 
 def master_weights(
@@ -40,16 +45,17 @@ def master_weights(
   *,
   key: jax.Array | int | None = None,
   axis_name: str | tuple[str, ...] | None = None,
+  check: Literal["updates", "gradients"] = "updates",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains float32 masters of half-precision params; the params are always their rounding.
 
   The inner optimizer sees the masters as its params, and the gradients in float32. Its updates
   move the masters; the returned updates move the params to the masters' rounding.
 
-  A step in which the inner optimizer's updates or its state would turn NaN or infinite changes
-  nothing and is counted. A master that would leave float32's range stays where it is; one beyond
-  the range of the params' dtype is rounded to its end. A param that something else has moved since
-  the last step (``optax.lookahead``, a projection) takes its master along.
+  A step in which a master or the inner state would turn NaN or infinite changes nothing and is
+  counted. A master beyond the range of the params' dtype is
+  rounded to the range's end. A param that something else has moved since the last step
+  (``optax.lookahead``, a projection) takes its master along.
 
   Args:
     inner: the optimizer of the masters.
@@ -58,6 +64,9 @@ def master_weights(
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       all devices make a step or none does. Without it, a bad gradient on one device stops a program
       whose inner optimizer has collectives. Not needed under ``jit``.
+    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
+      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
+      gradients, as ``optax.adam(eps=0)`` does, then goes into masters and state.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
@@ -81,6 +90,4 @@ def master_weights(
   References:
     Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
   """
-  return _widened.WideOptimizer(
-    "master_weights", MasterWeightsState, inner, key, axis_name
-  ).transformation()
+  return _widened.make("master_weights", MasterWeightsState, inner, key, axis_name, check)

@@ -7,6 +7,7 @@ Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:15
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
 """
 
+from typing import Literal
 from typing import NamedTuple
 
 import jax
@@ -17,22 +18,28 @@ from optax_boost import _protocol
 from optax_boost._precision import _widened
 
 
-@_protocol.declares(metrics=("stochastic_rounding/notfinite_count",))
+@_protocol.declares(
+  metrics=("stochastic_rounding/notfinite_count",),
+  outcome=("made",),
+  rounds=("stochastic_rounding",),
+)
 class StochasticRoundingState(NamedTuple):
   """State of :func:`stochastic_rounding`.
 
   Attributes:
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps in which an inner update, the inner state or a param in
-      float32 would not have been finite.
+    notfinite_count: scalar int32, steps that were not made since a param in float32 or the inner state would
+      not have been finite.
     key: raw key data of the generator; each step's key is made of it and `count`.
     inner_state: the inner optimizer's state, of the params in float32.
+    made: scalar bool, whether the last call made a step.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   notfinite_count: jax.Array
   key: jax.Array
   inner_state: optax.OptState
+  made: jax.Array
 
 
 def stochastic_rounding(
@@ -40,6 +47,7 @@ def stochastic_rounding(
   key: jax.Array | int,
   *,
   axis_name: str | tuple[str, ...] | None = None,
+  check: Literal["updates", "gradients"] = "updates",
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains half-precision params without float32 masters, rounded right on average.
 
@@ -53,9 +61,9 @@ def stochastic_rounding(
   gradients in float32, and the sum is made in float32. :func:`master_weights` needs 4 bytes more
   per param and has no noise.
 
-  A step in which the inner optimizer's updates or its state would turn NaN or infinite changes
-  nothing and is counted. A param beyond the range of its dtype is rounded to its end. Params that
-  are NaN or infinite stay so.
+  A step in which a param in float32 or the inner state would turn NaN or infinite changes nothing
+  and is counted. A param beyond the range of its dtype is
+  rounded to its end. Params that are NaN or infinite stay so.
 
   Args:
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
@@ -64,6 +72,9 @@ def stochastic_rounding(
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
       all devices make a step or none does. Without it, a bad gradient on one device stops a program
       whose inner optimizer has collectives. Not needed under ``jit``.
+    check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
+      ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
+      gradients, as ``optax.adam(eps=0)`` does, then goes into params and state.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates are float32
@@ -90,6 +101,5 @@ def stochastic_rounding(
     <https://arxiv.org/abs/1502.02551>`_, 2015.
     Zamirai et al., `Revisiting BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020.
   """
-  return _widened.WideOptimizer(
-    "stochastic_rounding", StochasticRoundingState, inner, _base.as_key("key", key), axis_name
-  ).transformation()
+  key = _base.as_key("key", key)
+  return _widened.make("stochastic_rounding", StochasticRoundingState, inner, key, axis_name, check)

@@ -1,6 +1,5 @@
 """Steps in float32 of half-precision params: their gradients, their checks and their rounding."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -14,165 +13,148 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _in_place
+from optax_boost import _finiteness
 from optax_boost import _masking
+from optax_boost import _protocol
+from optax_boost import _skippable
+from optax_boost import _transformation
 from optax_boost import _tree
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WideOptimizer:
   """Makes the steps of an optimizer in float32, and rounds its params to their own dtypes.
 
-  States have the fields `count`, `notfinite_count`, `key` and `inner_state`, and `master_params` if
-  the params in float32 are kept. Otherwise each step widens the params.
+  States have the fields `count`, `notfinite_count`, `key`, `inner_state` and `made`, and
+  `master_params` if the params in float32 are kept. Otherwise each step widens the params.
   """
 
   method: str
   state_type: Any
-  inner: Any
-  key: Any  # None: to nearest
+  inner: optax.GradientTransformationExtraArgs
+  key: jax.Array | None  # None: round to nearest
   axis_name: str | tuple[str, ...] | None
-
-  def __post_init__(self) -> None:
-    self.inner = _base.check_transformation("inner", self.inner)
-    self.key = None if self.key is None else _base.as_key("key", self.key)
-    _base.check_axis_name("axis_name", self.axis_name)
-
-  def transformation(self) -> optax.GradientTransformationExtraArgs:
-    return _in_place.transformation(self.init, self.step)
+  checks_updates: bool
 
   def init(self, params: optax.Params) -> Any:
-    _tree.check_floating(params, self.method)
-    wide = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
+    wide_params = _arrays.copy_arrays(params, _arrays.accumulator_dtype)
     fields: dict[str, Any] = {
       "count": jnp.zeros([], jnp.int32),
       "notfinite_count": jnp.zeros([], jnp.int32),
       # A copy: the state is donated, the caller's key is not.
       "key": None if self.key is None else jnp.array(jax.random.key_data(self.key)),
-      "inner_state": self.inner.init(wide),
+      "inner_state": self.inner.init(wide_params),
+      "made": jnp.zeros([], bool),
     }
     if "master_params" in self.state_type._fields:
       # Copies: an inner state may hold its params, and all of it is donated together.
-      fields["master_params"] = _arrays.copy_arrays(wide)
+      fields["master_params"] = _arrays.copy_arrays(wide_params)
     return self.state_type(**fields)
 
-  def step(
-    self,
-    gradients: _in_place.Gradients,
-    state: Any,
-    params: optax.Params,
-    landing: _in_place.Landing,
+  def before(self, call: _skippable.Call, state: Any) -> tuple[_skippable.Call, Any, Any]:
+    params = call.params
+
+    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+      return _wide_arguments(*call.gradients(), params)
+
+    # The result tells, as the inner optimizer may cope with a gradient that is not finite.
+    go, finite = call.go, jnp.asarray(True)
+    # A loss scale inside must see every overflow: it skips these steps itself.
+    if not self.checks_updates and not _protocol.scales_loss(state.inner_state):
+      finite = call.landing.holds_if(
+        call.go, lambda: self._agree(_finiteness.all_finite(call.gradients()[0]))
+      )
+      go = _conditional.both(call.go, finite)
+    place = call.place, getattr(state, "master_params", None)
+    return _skippable.Call(gradients, place, go, self._landing(call.landing, state)), state, finite
+
+  def after(
+    self, call: _skippable.Call, outcome: _skippable.Outcome, state: Any, finite: jax.Array
   ) -> tuple[Any, Any]:
-    updates, _ = gradients()
-    _tree.check_update(self.method, updates, state, self.state_type, params, needs_params=True)
-    widen, round_ = self._conversions(state)
-    # The inner step lands in wide params, which are rounded to the params of either landing.
-    landing_wide = dataclasses.replace(landing, in_params=True, guard=True)
+    result, masters = outcome.result
+    if not call.landing.in_params:
+      result = _difference(result, call.place)
+    kept = {} if masters is None else {"master_params": masters}
+    return result, state._replace(
+      count=_arrays.increment_if(outcome.made, state.count),
+      notfinite_count=_arrays.increment_if(~finite | outcome.lost, state.notfinite_count),
+      **kept,
+    )
 
-    def arguments() -> tuple[optax.Updates, dict[str, Any]]:
-      return _arguments(*gradients(), params)
+  def _landing(self, outer: _skippable.Landing, state: Any) -> _skippable.Landing:
+    """A landing in wide params; its place is the one of the params, and the masters or None."""
 
-    def step(own: Any, masters: Any, inner_state: Any) -> Any:
-      wide = widen(own, masters)
-      wide, inner_state = landing_wide.step(self.inner, arguments, inner_state, wide)
-      return round_(wide, own), None if masters is None else wide, inner_state
+    def get(place: Any) -> optax.Params:
+      params, masters = outer.get(place[0]), place[1]
+      return _widen(params) if masters is None else self._follow(masters, params)
 
-    def skip(own: Any, masters: Any) -> Any:
-      masters = widen(own, masters)
-      return round_(masters, own), masters
+    def put(place: Any, new: optax.Params, old: optax.Params) -> Any:
+      params = outer.get(place[0])
+      key = self._step_key(state)
+      rounded = _round_like(new, params, key)
+      if key is not None:
+        # An entry that the step left as it was, as in a frozen layer, is not rounded again.
+        rounded = jax.tree.map(
+          lambda n, o, r, p: jnp.where(n == o, p, r), new, old, rounded, params
+        )
+      return outer.put(place[0], rounded, params), None if place[1] is None else new
 
-    carry = params, _masters(state), state.inner_state
-    nested = _in_place.is_in_place(self.inner)
-    if _conditional.scales_loss(state.inner_state) and nested:
-      # It skips its own bad steps.
-      bad = jnp.asarray(False)
-      new, masters, inner_state = step(*carry)
-    else:
-      skipped, bad = self._checks(gradients, arguments, state, lambda: widen(*carry[:2]))
-      made, new, masters, inner_state = landing_wide.change_if(~skipped, step, *carry)
-      if masters is not None:
-        _, new, masters = landing_wide.change_if(~made, skip, new, masters)
-    result = new if landing.in_params else _difference(new, params)
-    return result, _next_state(state, masters, bad, inner_state)
+    def read(place: Any) -> optax.Params:
+      return _widen(outer.read(place[0])) if place[1] is None else place[1]
+
+    landing = dataclasses.replace(outer, in_params=True, cast=None, get=get, put=put, read=read)
+    return landing.checked(self._agree) if self.checks_updates else landing
 
   def _agree(self, flag: jax.Array) -> jax.Array:
     """Whether a flag holds on all devices: each runs the inner optimizer's collectives, or none."""
     return _conditional.agree(flag, self.axis_name, self.method)
 
-  def _conversions(self, state: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """From params and their masters, or None, to wide params; and from these to params again."""
+  def _step_key(self, state: Any) -> jax.Array | None:
+    if self.key is None or state.key is None:
+      return None
+    key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
+    return jax.random.fold_in(key, state.count)
 
-    def key_at(count: jax.Array) -> jax.Array | None:
-      if self.key is None or state.key is None:
-        return None
-      key = jax.random.wrap_key_data(state.key, impl=jax.random.key_impl(self.key))
-      return jax.random.fold_in(key, count)
+  def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
+    """The masters, but for params that something else has moved since the last step.
 
-    if _masters(state) is None:
-      # A step in place rounds in one loop, which makes the key.
-      return (
-        lambda params, _: _widen(params),
-        lambda wide, params: _round_like(wide, params, key_at(state.count)),
-      )
-    last_key, key = key_at(state.count - 1), key_at(state.count)
+    These are not roundings of their masters, to nearest or, with a key, to a neighbour.
+    """
 
-    def follow(m: jax.Array, p: jax.Array, expected: jax.Array) -> jax.Array:
-      return jnp.where((p == expected) | ~jnp.isfinite(p), m, p.astype(m.dtype))
+    def follow(m: jax.Array, p: jax.Array) -> jax.Array:
+      if m.dtype == p.dtype:
+        return jnp.where(jnp.isfinite(p), p, m)
+      if self.key is None:
+        is_rounding = p == _round_to_nearest(m, p.dtype)
+      else:
+        is_rounding = (p == round_stochastically(0.0, m, p.dtype)) | (
+          p == round_stochastically(1.0, m, p.dtype)
+        )
+      return jnp.where(is_rounding | ~jnp.isfinite(p), m, p.astype(m.dtype))
 
-    def widen(params: Any, masters: Any) -> optax.Params:
-      # The masters go where something else has moved their params since the last step. Rounding is
-      # repeated with that step's key, so its own outcome is not such a move. The initial masters
-      # are numbers of the params' dtype, which every key rounds to themselves.
-      return jax.tree.map(follow, masters, params, _round_like(masters, params, last_key))
-
-    return widen, lambda wide, params: _round_like(wide, params, key)
-
-  def _checks(
-    self,
-    gradients: _in_place.Gradients,
-    arguments: _in_place.Gradients,
-    state: Any,
-    make_wide: Callable[[], optax.Params],
-  ) -> tuple[jax.Array, jax.Array]:
-    """Whether the step is skipped, and whether it is counted."""
-    updates, extra_args = gradients()
-
-    def inner_step() -> tuple[optax.Params, optax.Updates, optax.OptState]:
-      wide, (grads, extra) = make_wide(), arguments()
-      moves, moved = self.inner.update(grads, state.inner_state, wide, **extra)
-      return wide, moves, _conditional.cast_like(moved, state.inner_state)
-
-    def check() -> tuple[jax.Array, jax.Array]:
-      wide, moves, _ = inner_step()
-      landed = self._agree(_in_place.none_lost(optax.apply_updates(wide, moves), wide))
-      # One thing after the other, so that nothing is kept for the next.
-      (sound,) = _in_place.checked_unless(landed, lambda: (_finite_moves(inner_step()[1]),), landed)
-      nested = _conditional.scales_loss(state.inner_state)
-      finite = self._agree(jnp.isfinite(_in_place.largest(updates))) | nested
-      (kept,) = _in_place.checked_unless(
-        finite, lambda: (_in_place.none_lost(inner_step()[2], state.inner_state),), finite
-      )
-      skipped = ~self._agree(sound & kept)
-      return skipped, skipped | ~landed
-
-    squares = _in_place.sum_squares(updates)
-    usual = self._agree(_in_place.ordinary(squares, jnp.float32(1), extra_args))
-    skipped, bad = _in_place.checked_unless(usual, check, ~usual, ~usual)
-    return skipped, bad
+    return jax.tree.map(follow, masters, params)
 
 
-def _masters(state: Any) -> optax.Params | None:
-  return getattr(state, "master_params", None)
-
-
-def _next_state(state: Any, wide: Any, bad: jax.Array, inner_state: optax.OptState) -> Any:
-  masters = {} if _masters(state) is None else {"master_params": wide}
-  return state._replace(
-    count=optax.safe_increment(state.count),
-    notfinite_count=_arrays.increment_if(bad, state.notfinite_count),
-    inner_state=inner_state,
-    **masters,
+def make(
+  method: str,
+  state_type: Any,
+  inner: optax.GradientTransformation,
+  key: Any,
+  axis_name: str | tuple[str, ...] | None,
+  check: str,
+) -> optax.GradientTransformationExtraArgs:
+  """Checks the arguments of a factory and makes its transformation."""
+  _base.check_axis_name("axis_name", axis_name)
+  _base.check_name("check", check, ("updates", "gradients"))
+  optimizer = WideOptimizer(
+    method,
+    state_type,
+    _base.check_transformation("inner", inner),
+    None if key is None else _base.as_key("key", key),
+    axis_name,
+    check == "updates",
   )
+  return _transformation.wrapper(method, state_type, optimizer.init, optimizer, needs_params=True)
 
 
 def _widen(tree: Any) -> Any:
@@ -180,7 +162,7 @@ def _widen(tree: Any) -> Any:
   return jax.tree.map(_arrays.widen, tree)
 
 
-def _arguments(
+def _wide_arguments(
   updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
 ) -> tuple[optax.Updates, dict[str, Any]]:
   """The gradients and extra arguments of an inner optimizer whose params are in float32."""
@@ -210,11 +192,7 @@ def _at_rounded(function: Any, params: optax.Params) -> Any:
   return _masking.ignoring_closures(call)
 
 
-def _finite_moves(moves: optax.Updates) -> jax.Array:
-  return _in_place.none_lost(moves, jax.tree.map(jnp.zeros_like, moves))
-
-
-def round_stochastically(u: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: Any) -> jax.Array:
   r"""Rounds float32 to a 16-bit dtype, up with the probability that makes the mean `x`.
 
   .. math::
@@ -249,11 +227,16 @@ def _round_like(wide: optax.Params, params: optax.Params, key: jax.Array | None)
       return w
     if u is not None:
       return round_stochastically(u, w, p.dtype)
-    limit = jnp.finfo(p.dtype).max.astype(w.dtype)
-    return jnp.where(jnp.isfinite(w), jnp.clip(w, -limit, limit), w).astype(p.dtype)
+    return _round_to_nearest(w, p.dtype)
 
   rounded = map(round_one, leaves, like, draws)
   return jax.tree.unflatten(structure, rounded)
+
+
+def _round_to_nearest(x: jax.Array, dtype: Any) -> jax.Array:
+  """Float32 in a 16-bit dtype; a finite number beyond its range becomes the range's end."""
+  limit = jnp.finfo(dtype).max.astype(x.dtype)
+  return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x).astype(dtype)
 
 
 def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[Any]:

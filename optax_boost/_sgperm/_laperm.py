@@ -23,8 +23,8 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
 from optax_boost import _layers
-from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
@@ -33,7 +33,7 @@ from optax_boost._sgperm import _sorting
 _METHOD = "laperm"
 
 
-@_protocol.declares(exact=("permuted_params",))
+@_protocol.declares(exact=("permuted_params",), outcome=("made",), changes=("laperm",))
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 
@@ -45,6 +45,7 @@ class LapermState(NamedTuple):
     permuted_params: the exact params of the last synchronization.
     permutation: as in :func:`sgperm`'s state, of the last synchronization.
     inner_state: the inner optimizer's state.
+    made: scalar bool, whether the last call made a step.
   """
 
   count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
@@ -52,9 +53,9 @@ class LapermState(NamedTuple):
   permuted_params: optax.Params
   permutation: Any
   inner_state: optax.OptState
+  made: jax.Array
 
 
-@_method.wants_layers
 def laperm(
   inner: optax.GradientTransformation,
   sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
@@ -120,7 +121,9 @@ def laperm(
     _base.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
   method = _Laperm(inner, sync_every, cutter)
-  return optax.GradientTransformationExtraArgs(method.init, method.update)
+  return _transformation.transformation(
+    _METHOD, LapermState, method.init, method.step, wraps=(inner,), needs_params=True
+  )
 
 
 class _Laperm(NamedTuple):
@@ -136,33 +139,26 @@ class _Laperm(NamedTuple):
     pairs = list(zip(layouts, leaves, strict=True))
     masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
     held = jax.tree.unflatten(structure, masked)
-    inner_state = self.inner.init(params)
-    _protocol.refuse_observers(_METHOD, inner_state)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
       permuted_params=_arrays.copy_arrays(held),
       permutation=jax.tree.map(_layout.identity, held),
-      inner_state=inner_state,
+      inner_state=self.inner.init(params),
+      made=jnp.zeros([], bool),
     )
 
-  @_method.wants_layers
-  def update(
-    self,
-    updates: optax.Updates,
-    state: LapermState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
+  def step(
+    self, updates: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, LapermState]:
     layers = extra_args.get("layers")
-    layouts = self.cutter.for_update(updates, state, LapermState, params, layers)
+    layouts = self.cutter.for_update(state, params, layers)
     updates, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
     structure: Any = jax.tree.structure(params)
     steps = structure.flatten_up_to(updates)
-    # An `accumulate` or a loss scale inside returns zeros where it made no step.
-    stepped = functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in steps], jnp.array(False))
-    count = jnp.where(stepped, optax.safe_increment(state.count), state.count)
-    due = stepped & (count % self._period(state.count) == 0)
+    made = jnp.asarray(_protocol.made_step(state.inner_state, inner_state))
+    count = _arrays.increment_if(made, state.count)
+    due = made & (count % self._period(state.count) == 0)
 
     held = [i for i, lay in enumerate(layouts) if not lay.excluded]
     currents = [jax.tree.leaves(params)[i] for i in held]
@@ -180,10 +176,11 @@ class _Laperm(NamedTuple):
     steps = [new.get(i, u) for i, u in enumerate(steps)]
     return jax.tree.unflatten(structure, steps), LapermState(
       count=count,
-      synced=jnp.where(stepped, due, state.synced),
+      synced=jnp.where(made, due, state.synced),
       permuted_params=weights[0],
       permutation=weights[1],
       inner_state=inner_state,
+      made=made,
     )
 
   def _period(self, count: jax.Array) -> jax.Array:

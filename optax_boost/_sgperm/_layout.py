@@ -84,7 +84,6 @@ class Cutter:
 
   def for_init(self, params: Any) -> list[Layout]:
     """The layouts of all leaves, whose axes are not final; known values must be finite."""
-    _tree.check_floating(params, self._method)
     layouts: list[Layout] = self._layouts(params, self._layers)
     for lay, x in zip(layouts, jax.tree.leaves(params), strict=True):
       unknown = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
@@ -96,11 +95,8 @@ class Cutter:
         )
     return layouts
 
-  def for_update(
-    self, updates: Any, state: Any, state_type: type, params: Any, layers: Any
-  ) -> list[Layout]:
-    """The layouts of params that fit gradients and state; `layers` as ``update`` gets it."""
-    _tree.check_update(self._method, updates, state, state_type, params, needs_params=True)
+  def for_update(self, state: Any, params: Any, layers: Any) -> list[Layout]:
+    """The layouts of params that fit the state; `layers` as ``update`` gets it."""
     layouts: list[Layout] = self._layouts(params, self._layers or _method.check_layers(layers))
     held = [lay.shape for lay in layouts if not lay.excluded]
     shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]

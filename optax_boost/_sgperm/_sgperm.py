@@ -30,8 +30,8 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
-from optax_boost import _method
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
@@ -76,7 +76,6 @@ class SgpermState(NamedTuple):
   notfinite_count: jax.Array
 
 
-@_method.wants_layers
 def sgperm(
   alpha: jax.typing.ArrayLike = 0.2,
   lamda: jax.typing.ArrayLike = 0.1,
@@ -205,7 +204,9 @@ def sgperm(
     backend=backend,
     key=_base.as_key("key", 0 if key is None else key),
   )
-  return optax.GradientTransformationExtraArgs(transform.init, transform.update)
+  return _transformation.transformation(
+    _METHOD, SgpermState, transform.init, transform.step, needs_params=True
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,18 +240,16 @@ class _Sgperm:
       notfinite_count=jnp.zeros([], jnp.int32),
     )
 
-  @_method.wants_layers
-  def update(
+  def step(
     self,
     updates: optax.Updates,
     state: SgpermState,
-    params: optax.Params | None = None,
+    params: optax.Params,
     *,
     partitions: Any = None,
     layers: _layers.Layers | None = None,
-    **extra_args: Any,
   ) -> tuple[optax.Updates, SgpermState]:
-    layouts = self.cutter.for_update(updates, state, SgpermState, params, layers)
+    layouts = self.cutter.for_update(state, params, layers)
     momentum, notfinite = self._new_momentum(updates, state.momentum)
     ranked_axes = zlib.crc32(repr([lay.fan_in for lay in layouts]).encode()) >> 1
     exact, permutation, *ranks = _execution.permute(

@@ -17,6 +17,7 @@ from optax_boost import _layers
 from optax_boost import _leaf_uses
 from optax_boost import _masking
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost._train_step import _state
 
 
@@ -49,8 +50,6 @@ class Objective:
     self.depth: Any = None
     self._scale = None if scaling is None else scaling.loss_scale
     self._is_scaled = _protocol.seen_leaves(scaling, params)
-    if scaling is not None:
-      _protocol.check_full_gradients(opt_state)
     if freezing is not None:
       self.groups = _group_numbers(tx, freezing, params)
       traced = freezing.frozen_groups
@@ -149,13 +148,13 @@ def of_masked(
 def _group_numbers(
   tx: optax.GradientTransformation, state: Any, params: optax.Params
 ) -> list[_groups.GroupNumber]:
-  assignments = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
+  forms = _transformation.forms(tx)
+  assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:
     raise ValueError(
       f"`make_train_step` needs to find the groups of {type(state).__name__} in the transformation;"
-      f" it found {len(assignments)}. A wrapper of your own must hold the transformation that it"
-      " wraps in a closure, an attribute or a `functools.partial`, and"
-      " `optax.inject_hyperparams` belongs inside `freeze_layers`."
+      f" it found {len(assignments)}. A wrapper of your own must tell the transformation that it"
+      " wraps: `update.wraps = tx`; and `optax.inject_hyperparams` belongs inside `freeze_layers`."
     )
   structure: Any
   leaves, structure = jax.tree.flatten(params)

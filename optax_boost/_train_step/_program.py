@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _apply_gradients
 from optax_boost import _base
-from optax_boost import _in_place
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost._train_step import _loss
@@ -107,13 +107,12 @@ class Program:
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
       extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
-    if _protocol.attributes_of(self.tx, "wants_layers"):
-      extra["layers"] = objective.layers()
+    extra["layers"] = _layers.OnDemand(objective.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
     try:
-      params, opt_state = _in_place.PARAMS.step(
-        self.tx, lambda: (grad, dict(extra)), objective.opt_state, start
+      params, opt_state = _apply_gradients.step_in_place(
+        self.tx, grad, objective.opt_state, start, extra
       )
     except (AttributeError, TypeError, ValueError) as error:
       _state.explain_other_state(error, state, self.tx)

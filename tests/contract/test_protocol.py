@@ -92,10 +92,11 @@ def test_names_of_metrics_stay_when_a_wrapper_is_added():
 
 
 class Holding:
-  """A wrapper of a user's own that keeps what it wraps in an attribute."""
+  """A wrapper of a user's own, whose object tells what it wraps."""
 
   def __init__(self, inner):
     self.inner = inner
+    self.wraps = inner
 
   def init(self, params):
     return self.inner.init(params)
@@ -107,11 +108,14 @@ class Holding:
     return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
-def in_partial(tx):
-  def update(inner, updates, state, params=None, **extra_args):
-    return inner(updates, state, params, **extra_args)
+def telling(tx):
+  """A wrapper of a user's own, whose ``update`` tells what it wraps."""
 
-  return optax.GradientTransformationExtraArgs(tx.init, functools.partial(update, tx.update))
+  def update(updates, state, params=None, **extra_args):
+    return tx.update(updates, state, params, **extra_args)
+
+  update.wraps = (tx,)
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def jitted(tx):
@@ -120,6 +124,7 @@ def jitted(tx):
   def update(updates, state, params=None, **extra_args):
     return jitted_update(updates, state, params)
 
+  update.wraps = tx
   return optax.GradientTransformationExtraArgs(jax.jit(tx.init), update)
 
 
@@ -133,7 +138,7 @@ SEEN_THROUGH = {
   "extra args": lambda tx: optax.with_extra_args_support(optax.GradientTransformation(*tx)),
   "conditional": lambda tx: optax.transforms.conditionally_transform(tx, lambda step: True),
   "attribute": lambda tx: Holding(tx).transformation(),
-  "partial": in_partial,
+  "function": telling,
   "jit": jitted,
   "three of ours": lambda tx: optax_boost.master_weights(
     optax_boost.dynamic_loss_scale(optax_boost.accumulate(tx, 1), 1.0)

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _protocol
 from optax_boost import _tree
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
@@ -187,7 +186,7 @@ def test_auto_boost_finds_the_layers_by_itself(name):
     tx = boost.optimizer(optax.sgd(0.1), *layout.split, *layout.args)
     step = optax_boost.make_train_step(loss, tx)
     step.lower(step.init(*arrays), *layout.args)
-  (groups,) = _protocol.attributes_of(tx, _protocol.FROZEN_GROUPS)
+  groups = tx.update.form.frozen_groups
   numbers = jax.tree.leaves(groups.number(layout.params))
   for path, number in zip(_tree.leaf_paths(layout.params), numbers, strict=True):
     if path.startswith(layout.prefix):

@@ -1,0 +1,131 @@
+"""The rule of finiteness, for every method: an entry is bad if it is NaN or infinite.
+
+Zero times an entry is zero if it is finite, else NaN. So the sum of these products answers it for a
+whole tree, exactly, in one pass at the speed of memory.
+"""
+
+import collections
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_boost import _arrays
+from optax_boost import _conditional
+
+# Params of fewer entries are checked several in one loop. XLA compiles a sum of many in the square
+# of their number.
+_SMALL = 8192
+_TOGETHER = 8
+# So many entries are summed before the next sums, where XLA stores them.
+_LINK = 2**19
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether every entry of every leaf is finite; a scalar bool."""
+  groups = [leaves for (leaves,) in _arrays.stackable_leaves(tree)]
+  return _is_sound([[(leaf, None) for leaf in leaves] for leaves in groups])
+
+
+def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
+  """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
+
+  An entry that is infinite in `old` may be meant to be, as the first best loss of a search.
+  Integers are always finite. A param's new value and its new moments are computed from the same
+  arrays, so they are checked in one loop, which reads these once.
+  """
+  of_params, of_state = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
+  return _is_sound(_by_param(of_params, of_state))
+
+
+def sum_is_finite(total: Any, addend: Any) -> jax.Array:
+  """Whether ``total + addend`` is finite in all entries; a scalar bool.
+
+  `total` is a sum that passed before. If the squares of the addend don't overflow, its entries are
+  too small to carry a finite sum beyond the range, and `total` needs not be read.
+  """
+  total, addend = jax.lax.stop_gradient((total, addend))
+
+  def check() -> tuple[jax.Array]:
+    return (all_finite(jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, addend)),)
+
+  if not all(_has_wide_range(leaf.dtype) for leaf in jax.tree.leaves(total)):
+    return check()[0]
+  small = jnp.isfinite(_arrays.sum_squares_of_tree(addend))
+  # Without the barrier XLA for TPUs makes the check in every step, and selects.
+  _, finite = _conditional.once_if(~small, lambda _: jax.lax.optimization_barrier(check()), small)
+  return finite
+
+
+def _has_wide_range(dtype: Any) -> bool:
+  """Whether a dtype has at least float32's range, unlike float16."""
+  return float(jnp.finfo(dtype).max) > 1e38
+
+
+def _inexact_pairs(new: Any, old: Any) -> list[tuple[Any, Any]]:
+  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+  return [pair for pair in pairs if jnp.issubdtype(jnp.result_type(pair[0]), jnp.inexact)]
+
+
+def _by_param(
+  of_params: Sequence[tuple[Any, Any]], of_state: Sequence[tuple[Any, Any]]
+) -> list[list[tuple[Any, Any]]]:
+  """Groups pairs of one shape: those of one param together, small params a few together."""
+
+  def kind(pair: tuple[Any, Any]) -> Any:
+    array = jax.typeof(pair[0])
+    return array.shape, _arrays.accumulator_dtype(array.dtype), array.sharding
+
+  by_kind: dict[Any, list[list[tuple[Any, Any]]]] = {}
+  for pair in of_params:
+    by_kind.setdefault(kind(pair), []).append([pair])
+  seen: collections.Counter[Any] = collections.Counter()
+  for pair in of_state:
+    params = by_kind.setdefault(kind(pair), [[]])
+    # A tree of moments has the params' leaves in the params' order.
+    params[seen[kind(pair)] % len(params)].append(pair)
+    seen[kind(pair)] += 1
+  groups = []
+  for params in by_kind.values():
+    together = _TOGETHER if math.prod(jnp.shape(params[0][0][0])) < _SMALL else 1
+    for start in range(0, len(params), together):
+      groups.append([pair for param in params[start : start + together] for pair in param])
+  return groups
+
+
+def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
+  """Whether no entry of pairs ``(new, old)`` is bad, but where `old` is; `old` may be None."""
+  groups = jax.lax.stop_gradient(groups)
+  # XLA's compilers for GPUs and TPUs compute such sums without temporaries.
+  return jax.lax.platform_dependent(
+    groups,
+    cpu=functools.partial(_sums_are_finite, linked_after=_LINK),
+    default=functools.partial(_sums_are_finite, linked_after=math.inf),
+  )
+
+
+def _sums_are_finite(groups: Sequence[Sequence[tuple[Any, Any]]], linked_after: float) -> jax.Array:
+  """Whether all sums are finite; they are computed in links of so many entries at the least.
+
+  XLA for CPUs stores what it sums. Linked, it does so for a part of the entries at a time, which
+  stay in the cache.
+  """
+  sums = [jnp.zeros([], jnp.float32)]
+  link, entries = sums[0], 0
+  for group in groups:
+    products = []
+    for new, old in group:
+      # The link is zero if all before it is finite; otherwise the answer is known.
+      x = _conditional.in_device_memory(new) + link.astype(new.dtype)
+      if old is not None:
+        x = jnp.where(jnp.isfinite(_conditional.in_device_memory(old)), x, 0)
+      products.append(jnp.real(0 * _arrays.widen(x)))
+      entries += x.size
+    total = jnp.sum(functools.reduce(jnp.add, products))
+    sums.append(total.astype(jnp.float32))
+    if entries >= linked_after:
+      link, entries = jnp.sum(jnp.stack(sums)), 0
+  return jnp.isfinite(jnp.sum(jnp.stack(sums)))

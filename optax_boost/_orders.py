@@ -1,0 +1,83 @@
+"""Orders of wrappers and chains that can't be right, and the orders that work in their place.
+
+The tree of an optimizer's states has the shape of its wrappers and chains, so one walk over it
+checks them all. The ``init`` of a wrapper checks what it holds; the train step and
+:func:`apply_gradients` check the whole. What a state's type declares decides
+(:mod:`optax_boost._protocol`); no method is known by name.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _protocol
+
+
+def check(opt_state: optax.OptState, params: optax.Params | None = None) -> None:
+  """Raises ValueError for an order that can't be right, with one that works.
+
+  With params, also for orders that are right for float32 params only.
+  """
+  half = any(jnp.dtype(leaf.dtype).itemsize < 4 for leaf in jax.tree.leaves(params))
+  for node in _protocol.nodes(opt_state):
+    if type(node) is tuple:
+      _check_chain([state for state in node if isinstance(state, tuple)])
+    elif isinstance(node, optax.LookaheadState):
+      _refuse(node, "snapshots", "optax.lookahead", _MOVES)
+    elif isinstance(node, optax.ApplyIfFiniteState) and half:
+      _refuse(node, "rounds", "optax.apply_if_finite", _ZEROS)
+    else:
+      for holder in _protocol.declared(node, "changes"):
+        _refuse(node, "snapshots", holder, _CHANGES)
+        _refuse(node, "rounds", holder, _CHANGES)
+      if _protocol.FROZEN_GROUPS in _protocol.declared(node, "requests"):
+        _refuse(node, "gathers", "freeze_layers", _PART_OF_A_WINDOW)
+
+
+_CHANGES = "it computes the new params from its own updates, which `{holder}` changes afterwards"
+_MOVES = "its average would be of params that `{holder}` moves afterwards"
+_ZEROS = (
+  "its updates are float32, and of a step that it skips `{holder}` makes zeros in the gradients'"
+  " dtype"
+)
+_PART_OF_A_WINDOW = (
+  "a layer that is frozen in a part of a window would get that part's gradient only, divided by the"
+  " whole window's weight"
+)
+
+
+def _refuse(holder_state: Any, kind: str, holder: str, reason: str) -> None:
+  """Refuses states that declare `kind` inside the state of a method, or of a wrapper of optax."""
+  for name in _names_inside(holder_state, kind):
+    works = f"{name}({holder}(...))"
+    if holder == "optax.apply_if_finite":
+      works = f"{name}({holder}(...), ...)"
+    raise ValueError(
+      f"`{holder}` can't hold `{name}`: {reason.format(holder=holder)}. Put its wrapper around the"
+      f" whole: `{works}`."
+    )
+
+
+def _names_inside(state: Any, kind: str) -> list[str]:
+  nodes = _protocol.declaring_states(state, kind)
+  return [name for node in nodes for name in _protocol.declared(node, kind)]
+
+
+def _check_chain(states: list[Any]) -> None:
+  """Checks the states of the members of an ``optax.chain``."""
+  for place, state in enumerate(states):
+    if place and _protocol.scales_loss(state):
+      raise ValueError(
+        "a loss scale must come first in a chain: a member before it gets gradients of the scaled"
+        f" loss; got the scale in place {place + 1} of {len(states)}. Put it around the chain:"
+        " `dynamic_loss_scale(optax.chain(...))`."
+      )
+    names = _names_inside(state, "snapshots") + _names_inside(state, "rounds")
+    if names and place + 1 < len(states):
+      raise ValueError(
+        f"`{names[0]}` must come last in a chain: it computes the new params from its own updates,"
+        f" which a member after it may change; got it in place {place + 1} of {len(states)}. Put it"
+        f" around the chain: `{names[0]}(optax.chain(...))`."
+      )

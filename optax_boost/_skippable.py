@@ -1,0 +1,272 @@
+"""The driver of steps that may not be made, for ``update`` and for steps in place.
+
+A wrapper says what its inner transformation gets and whether a step is made (`before`), and what
+becomes of the outcome (`after`). :func:`run` calls these two, from the outermost wrapper to the
+innermost and back. On the way in the conditions join; the innermost transformation, which may be
+any of optax's, makes its step under all of them at once; on the way out each wrapper learns whether
+the step was made. So a step that is not made changes nothing, in every nesting.
+
+A :class:`Landing` says where the step lands: in updates, which someone else adds, or in the params.
+Updates that leave a conditional must exist, as zeros if the step was not made, and state is copied
+in and out. XLA works in place on a loop's carry: so a step in place carries params and inner state
+through a loop of one turn or none, and a step that is not made costs nothing.
+
+Loop inputs are materialized, so gradients are passed as a function: a wrapper's arithmetic on them
+becomes a part of the loop's work on each leaf.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _conditional
+from optax_boost import _finiteness
+from optax_boost import _masking
+from optax_boost import _protocol
+from optax_boost import _tree
+
+# Makes the gradients and the extra arguments of ``update``.
+Gradients: TypeAlias = Callable[[], tuple[optax.Updates, dict[str, Any]]]
+# A scalar bool array, or Python's True for a condition that always holds.
+Condition: TypeAlias = Any
+
+
+def _unchanged(params: Any) -> Any:
+  return params
+
+
+def _replaced(place: Any, new: Any, old: Any) -> Any:
+  return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Landing:
+  """Where a step lands, and what is asked of it on the way.
+
+  Attributes:
+    in_params: whether the result are new params; else updates.
+    in_place: whether a loop makes the step, in place; else a conditional, which can be
+      differentiated in reverse mode.
+    agree: if the step's result is checked for entries that become NaN or infinite: whether a flag
+      holds on all devices that make the step together. Else None.
+    cast: gives updates the dtypes that they have in the end, before they are added to the params.
+    get: from the place where params are kept to the params of the transformation.
+    put: from the place, new params and the params before to the new place.
+    read: from the place after a step to the params after it.
+  """
+
+  in_params: bool
+  in_place: bool
+  agree: Callable[[jax.Array], jax.Array] | None = None
+  cast: Callable[[optax.Updates], optax.Updates] | None = None
+  get: Callable[[Any], optax.Params] = _unchanged
+  put: Callable[[Any, optax.Params, optax.Params], Any] = _replaced
+  read: Callable[[Any], optax.Params] = _unchanged
+
+  def checked(self, agree: Callable[[jax.Array], jax.Array]) -> "Landing":
+    """The same landing, with the result checked for entries that become NaN or infinite."""
+    outer = self.agree
+    both = agree if outer is None else lambda flag: outer(agree(flag))
+    return dataclasses.replace(self, agree=both)
+
+  def change_if(
+    self, condition: Condition, function: Callable[..., Sequence[Any]], *carry: Any
+  ) -> tuple[Any, ...]:
+    """Calls ``function(*carry)`` if `condition`, else returns `carry`: ``(called, *results)``."""
+    if condition is True:
+      return condition, *function(*carry)
+    if self.in_place:
+      return _conditional.once_if(condition, function, *carry)
+
+    def call(*carry: Any) -> tuple[Any, ...]:
+      return tuple(_conditional.cast_like(tuple(function(*carry)), carry))
+
+    return condition, *_conditional.cond(condition, call, lambda *carry: carry, *carry)
+
+  def holds_if(self, condition: Condition, check: Callable[[], jax.Array]) -> jax.Array:
+    """Whether a check holds, which is made if `condition`; True if it is not made."""
+    if condition is True:
+      return check()
+    _, held = self.change_if(condition, lambda _: (check(),), jnp.asarray(True))
+    return held
+
+
+UPDATES = Landing(in_params=False, in_place=False)
+PARAMS = Landing(in_params=True, in_place=True)
+
+
+class Call(NamedTuple):
+  """A call of a transformation.
+
+  Attributes:
+    gradients: makes its gradients and extra arguments.
+    place: the params, or the place from which the landing gets them.
+    go: whether the step is to be made.
+    landing: where it lands.
+  """
+
+  gradients: Gradients
+  place: Any
+  go: Condition
+  landing: Landing
+
+  @property
+  def params(self) -> Any:
+    """The params that the transformation sees; None if ``update`` was called without."""
+    return None if self.place is None else self.landing.get(self.place)
+
+
+class Outcome(NamedTuple):
+  """What came of a call.
+
+  Attributes:
+    result: the new place of the params, or updates: zeros if no step was made.
+    state: the new state of the transformation.
+    made: whether a step was made.
+    lost: whether it was not made because its result would not have been finite.
+  """
+
+  result: Any
+  state: Any
+  made: Condition
+  lost: jax.Array
+
+
+class Wrapper(Protocol):
+  """A transformation that decides about the steps of another one, `inner`.
+
+  Its state has the fields `inner_state` and `made`, which the driver sets.
+  """
+
+  @property
+  def inner(self) -> optax.GradientTransformationExtraArgs:
+    """The transformation about whose steps it decides."""
+
+  def before(self, call: Call, state: Any) -> tuple[Call, Any, Any]:
+    """The call of `inner`, the new state, and whatever `after` needs to know.
+
+    Scalars of the new state count only if ``call.go``; arrays must heed it themselves.
+    """
+
+  def after(self, call: Call, outcome: Outcome, state: Any, context: Any) -> tuple[Any, Any]:
+    """The result of the call, and the new state; `outcome` is of the call of `inner`."""
+
+
+def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
+  """Calls a transformation, through its wrappers."""
+  form = getattr(tx.update, "form", None)
+  wrapper: Wrapper | None = None if form is None else form.wrapper
+  if form is None or wrapper is None:
+    return _make(tx, call, state)
+  form.check(call.gradients()[0], state, call.params)
+  inner_call, new_state, context = wrapper.before(call, state)
+  outcome = run(wrapper.inner, inner_call, state.inner_state)
+  result, new_state = wrapper.after(call, outcome, new_state, context)
+  new_state = _scalars_if(call.go, new_state, state)
+  made = jnp.asarray(outcome.made)
+  new_state = new_state._replace(inner_state=outcome.state, made=made)
+  return outcome._replace(result=result, state=new_state)
+
+
+def _scalars_if(condition: Condition, new: Any, old: Any) -> Any:
+  """A state whose scalars are new under a condition, else as they were."""
+  if condition is True:
+    return new
+
+  def select(x: Any, y: Any) -> Any:
+    changes = x is not y and isinstance(x, jax.Array) and not x.shape
+    return jnp.where(condition, x, y) if changes else x
+
+  return new._replace(
+    **{name: select(getattr(new, name), getattr(old, name)) for name in new._fields}
+  )
+
+
+def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
+  """Makes the step of a transformation that is no wrapper, if it is to be made and is sound."""
+  landing = call.landing
+
+  def update(place: Any, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
+    params = None if place is None else landing.get(place)
+    grads, extra = call.gradients()
+    updates, moved = tx.update(grads, state, params, **extra)
+    return params, updates if landing.cast is None else landing.cast(updates), moved
+
+  def land(place: Any, params: Any, updates: optax.Updates, moved: Any) -> tuple[Any, Any]:
+    if not landing.in_params:
+      return updates, moved
+    return landing.put(place, add_updates(params, updates, moved), params), moved
+
+  def step(place: Any, state: Any) -> tuple[Any, optax.OptState]:
+    return land(place, *update(place, state))
+
+  sound: Condition = True
+  ahead: Any = None
+
+  def is_sound() -> jax.Array:
+    nonlocal ahead
+    ahead = params, updates, moved = update(call.place, state)
+    new, old = updates, jax.tree.map(jnp.zeros_like, updates)
+    if params is not None:
+      new, old = optax.apply_updates(params, updates), params
+    return landing.agree(_finiteness.none_lost(new, old, moved, state))  # type: ignore[misc]
+
+  if landing.agree is not None:
+    sound = landing.holds_if(call.go, is_sound)
+  go = _conditional.both(call.go, sound)
+  lost = jnp.asarray(False) if sound is True else ~sound
+  if go is True:
+    made, (result, moved) = go, step(call.place, state)
+  elif _conditional.is_concrete(go) and go and ahead is not None:
+    # Outside of a trace: what was checked is the step.
+    made, (result, moved) = go, land(call.place, *ahead)
+  elif landing.in_params:
+    made, result, moved = landing.change_if(go, step, call.place, state)
+  else:
+    shapes = None if ahead is None else jax.tree.map(jax.typeof, ahead[1])
+    made, (result, moved) = (
+      go,
+      _conditional.update_if(go, lambda state: step(call.place, state), state, shapes),
+    )
+  return Outcome(result, moved, _conditional.both(made, _made(state, moved)), lost)
+
+
+def _made(before: Any, after: Any) -> Condition:
+  """Whether a transformation that was called made a step, by its state."""
+  made = _protocol.made_step(before, after)
+  return made if isinstance(made, jax.Array) else True
+
+
+def add_updates(
+  params: optax.Params, updates: optax.Updates, state: optax.OptState
+) -> optax.Params:
+  """``optax.apply_updates``, without its rounding where a state holds the exact new params."""
+
+  def reach(total: Any, param: Any, update: Any, exact: Any) -> Any:
+    if _tree.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
+      return total
+    exact = _conditional.in_device_memory(exact).astype(total.dtype)
+    wide = jnp.promote_types(total.dtype, update.dtype)
+    step = exact.astype(wide) - param.astype(wide)
+    # Relative to the step: whatever else changes an update, as a frozen leaf's zero, is added.
+    leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
+    return jnp.where(leads, exact, total)
+
+  new = optax.apply_updates(params, updates)
+  structure: Any = jax.tree.structure(params, is_leaf=_tree.is_masked)
+  for node in _protocol.declaring_states(state, "exact"):
+    for name in _protocol.declared(node, "exact"):
+      trees = (new, params, updates, getattr(node, name))
+      leaves = [_masking.leaves_like(tree, params) for tree in trees]
+      fitting = [of_tree for of_tree in leaves if of_tree is not None]
+      if len(fitting) == len(trees):
+        new = jax.tree.unflatten(structure, list(map(reach, *fitting)))
+  return new

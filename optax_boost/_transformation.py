@@ -1,0 +1,229 @@
+"""The one way to write a transformation.
+
+A method that computes updates from gradients is :func:`transformation`: ``init(params)`` and
+``step(updates, state, params)``. A method that decides whether another transformation makes its
+step, with which gradients and where it lands, is :func:`wrapper`: it has ``before`` and ``after``
+(:mod:`optax_boost._skippable`). Both get checked arguments, with NumPy's arrays made JAX's. Both
+carry a :class:`Form` that says what they wrap; :func:`wrapped_by` knows it of optax's wrappers.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _orders
+from optax_boost import _protocol
+from optax_boost import _skippable
+from optax_boost import _tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+  """How a transformation of ours is made: the attribute `form` of its ``update``.
+
+  Attributes:
+    method: the name of its factory.
+    state_type: the type of its state.
+    wraps: the transformations that it holds.
+    needs_params: whether ``update`` must be called with params.
+    allows_complex: whether leaves may be complex.
+    allows_pairs: whether the params may be the pair of ``optax.lookahead``.
+    frozen_groups: for a method whose state requests ``frozen_groups``: which leaf is in which.
+    wrapper: the method, if it is a wrapper.
+  """
+
+  method: str
+  state_type: Any
+  wraps: tuple[optax.GradientTransformation, ...] = ()
+  needs_params: bool = False
+  allows_complex: bool = False
+  allows_pairs: bool = False
+  frozen_groups: _protocol.GroupAssignment | None = None
+  wrapper: _skippable.Wrapper | None = None
+
+  def check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
+    """Checks the arguments of ``update``."""
+    _tree.check_update(
+      self.method,
+      updates,
+      state,
+      self.state_type,
+      _tree.differentiated(params) if self.allows_pairs else params,
+      needs_params=self.needs_params,
+      allows_complex=self.allows_complex,
+    )
+
+  def check_params(self, params: optax.Params) -> None:
+    """Checks the argument of ``init``."""
+    check = _tree.check_inexact if self.allows_complex else _tree.check_floating
+    check(params, self.method)
+
+
+def transformation(
+  method: str,
+  state_type: Any,
+  init: Callable[[optax.Params], Any],
+  step: Callable[..., tuple[optax.Updates, Any]],
+  *,
+  wraps: tuple[optax.GradientTransformation, ...] = (),
+  needs_params: bool = False,
+  allows_complex: bool = False,
+  frozen_groups: _protocol.GroupAssignment | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation of ``init(params)`` and ``step(updates, state, params, **named)``.
+
+  The step gets those extra arguments that are its keywords: all of them, if it takes ``**extra``.
+  """
+  parameters = inspect.signature(step).parameters.values()
+  takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+  named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+  form = Form(method, state_type, wraps, needs_params, allows_complex, frozen_groups=frozen_groups)
+
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    updates, params = _as_jax((updates, params))
+    form.check(updates, state, params)
+    accepted = extra_args if takes_all else {k: v for k, v in extra_args.items() if k in named}
+    return step(updates, state, params, **accepted)
+
+  return _with_form(form, init, update)
+
+
+def wrapper(
+  method: str,
+  state_type: Any,
+  init: Callable[[optax.Params], Any],
+  wrapper: _skippable.Wrapper,
+  *,
+  needs_params: bool = False,
+  allows_complex: bool = False,
+  allows_pairs: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation that wraps another one: ``wrapper.inner``, in steps that may not be made."""
+  form = Form(
+    method,
+    state_type,
+    (wrapper.inner,),
+    needs_params,
+    allows_complex,
+    allows_pairs,
+    wrapper=wrapper,
+  )
+
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    updates, params = _as_jax((updates, params))
+
+    def gradients() -> tuple[optax.Updates, dict[str, Any]]:
+      return updates, dict(extra_args)
+
+    call = _skippable.Call(gradients, params, True, _skippable.UPDATES)
+    outcome = _skippable.run(tx, call, state)
+    return outcome.result, outcome.state
+
+  tx = _with_form(form, init, update)
+  return tx
+
+
+def _with_form(
+  form: Form, init: Callable[[optax.Params], Any], update: Any
+) -> optax.GradientTransformationExtraArgs:
+  def init_fn(params: optax.Params) -> Any:
+    form.check_params(params)
+    state = init(_as_jax(params))
+    _orders.check(state)
+    return state
+
+  # An attribute of the function: it stays if the pair of functions is copied, as trees are.
+  update.form = form
+  return optax.GradientTransformationExtraArgs(init_fn, update)
+
+
+def _as_jax(tree: Any) -> Any:
+  """A tree with JAX's arrays for NumPy's, whose float64 JAX may not have."""
+  return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
+
+
+# By module and name: the variable in which the ``update`` of an optax wrapper keeps what it wraps.
+_OPTAX_VARIABLES = {
+  "apply_if_finite": ("inner",),
+  "chain": ("update_fns",),
+  "conditionally_mask": ("inner",),
+  "conditionally_transform": ("inner",),
+  "lookahead": ("fast_optimizer",),
+  "masked": ("inner",),
+  "named_chain": ("transforms",),
+  "partition": ("transforms",),
+  "sam": ("optimizer", "adv_optimizer"),
+  "schedule_free": ("base_optimizer",),
+  "split_real_and_imaginary": ("inner",),
+  "with_extra_args_support": ("tx",),
+}
+
+
+def wrapped_by(update: Callable[..., Any]) -> list[Callable[..., Any]]:
+  """The ``update`` functions of what a transformation wraps, by its own ``update``.
+
+  A wrapper of a user's own tells them by an attribute `wraps` of its ``update`` or of the object
+  whose method this is: a transformation, or a tuple of them. ``jax.jit`` tells the function in it.
+  """
+  form = getattr(update, "form", None)
+  if form is not None:
+    return [tx.update for tx in form.wraps]
+  owner = getattr(update, "__self__", None)
+  if isinstance(owner, optax.MultiSteps):
+    return [owner.inner_opt.update]
+  for holder in (update, owner):
+    wraps = getattr(holder, "wraps", None)
+    if wraps is not None:
+      wraps = [wraps] if isinstance(wraps, optax.GradientTransformation) else wraps
+      return [tx.update for tx in wraps]
+  if hasattr(update, "__wrapped__"):
+    return [update.__wrapped__]
+  name = getattr(update, "__qualname__", "").partition(".")[0]
+  from_optax = getattr(update, "__module__", "").partition(".")[0] == "optax"
+  if not (from_optax and name in _OPTAX_VARIABLES):
+    return []
+  variables = inspect.getclosurevars(update).nonlocals
+  return [
+    found for variable in _OPTAX_VARIABLES[name] for found in _updates_in(variables.get(variable))
+  ]
+
+
+def _updates_in(value: Any) -> Iterator[Callable[..., Any]]:
+  """The ``update`` functions in a variable of optax: transformations, or updates, or several."""
+  if isinstance(value, optax.GradientTransformation):
+    yield value.update
+  elif isinstance(value, dict):
+    yield from _updates_in(tuple(value.values()))
+  elif isinstance(value, tuple | list):
+    for entry in value:
+      # Of `named_chain`, with names.
+      yield from _updates_in(entry[1] if isinstance(entry, tuple) and _is_named(entry) else entry)
+  elif callable(value):
+    yield value
+
+
+def _is_named(entry: tuple[Any, ...]) -> bool:
+  return len(entry) == 2 and isinstance(entry[0], str)
+
+
+def forms(tx: optax.GradientTransformation) -> list[Form]:
+  """The forms of all transformations of ours in a transformation, each before those inside it."""
+  found, pending = [], [tx.update]
+  while pending:
+    update = pending.pop()
+    form = getattr(update, "form", None)
+    if form is not None:
+      found.append(form)
+    pending += wrapped_by(update)
+  return found
