@@ -30,7 +30,8 @@ class AccumulateState(NamedTuple):
 
   Attributes:
     count: scalar int32, micro-steps in the current window; 0 right after an inner step.
-    inner_count: scalar int32, inner steps made.
+    inner_count: scalar int32, windows at whose end the inner optimizer was called; it may have
+      skipped its step.
     weight_sum: scalar float32, the weights in the current window.
     accumulator: tree of the params' structure, the weighted sum of the gradients in the window.
     notfinite_count: scalar int32, micro-batches whose gradient or weight was not finite, whose
@@ -52,7 +53,8 @@ class _Window(NamedTuple):
   """The current window after a micro-step."""
 
   total: optax.Updates
-  full: jax.Array
+  full: jax.Array  # whether it ends
+  steps: jax.Array  # whether the inner optimizer is called
 
 
 def accumulate(
@@ -171,8 +173,9 @@ class _Accumulate:
       notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
     )
     # A window of nothing but bad gradients ends without a step.
-    inner_call = call._replace(gradients=mean, go=full & (divisor > 0))
-    return inner_call, new_state, _Window(total, full)
+    steps = full & (divisor > 0)
+    inner_call = call._replace(gradients=mean, go=steps)
+    return inner_call, new_state, _Window(total, full, steps)
 
   def after(
     self,
@@ -189,7 +192,7 @@ class _Accumulate:
 
     _, accumulator = call.landing.change_if(ended, emptied, window.total)
     return outcome.result, state._replace(
-      inner_count=_arrays.increment_if(outcome.made, state.inner_count), accumulator=accumulator
+      inner_count=_arrays.increment_if(window.steps, state.inner_count), accumulator=accumulator
     )
 
   def _is_used(

@@ -24,39 +24,39 @@ def check(opt_state: optax.OptState, params: optax.Params | None = None) -> None
   for node in _protocol.nodes(opt_state):
     if type(node) is tuple:
       _check_chain([state for state in node if isinstance(state, tuple)])
-    elif isinstance(node, optax.LookaheadState):
-      _refuse(node, "snapshots", "optax.lookahead", _MOVES)
     elif isinstance(node, optax.ApplyIfFiniteState) and half:
       _refuse(node, "rounds", "optax.apply_if_finite", _ZEROS)
-    else:
-      for holder in _protocol.declared(node, "changes"):
-        _refuse(node, "snapshots", holder, _CHANGES)
-        _refuse(node, "rounds", holder, _CHANGES)
-      if _protocol.FROZEN_GROUPS in _protocol.declared(node, "requests"):
-        _refuse(node, "gathers", "freeze_layers", _PART_OF_A_WINDOW)
+    for holder in _protocol.declared(node, "replaces"):
+      _refuse(node, "snapshots", holder, _REPLACES)
+    for holder in _protocol.declared(node, "changes"):
+      _refuse(node, "snapshots", holder, _CHANGES)
+      _refuse(node, "rounds", holder, _CHANGES)
+      _refuse(node, "gathers", holder, _CHANGES_A_WINDOW)
 
 
+_REPLACES = (
+  "it follows the params after each step, and `{holder}` replaces its updates in some of the steps"
+)
 _CHANGES = "it computes the new params from its own updates, which `{holder}` changes afterwards"
-_MOVES = "its average would be of params that `{holder}` moves afterwards"
 _ZEROS = (
   "its updates are float32, and of a step that it skips `{holder}` makes zeros in the gradients'"
   " dtype"
 )
-_PART_OF_A_WINDOW = (
-  "a layer that is frozen in a part of a window would get that part's gradient only, divided by the"
-  " whole window's weight"
+_CHANGES_A_WINDOW = (
+  "a leaf for which `{holder}` changes a part of a window would get the rest of the window's"
+  " gradient, divided by the whole window's weight"
 )
 
 
 def _refuse(holder_state: Any, kind: str, holder: str, reason: str) -> None:
   """Refuses states that declare `kind` inside the state of a method, or of a wrapper of optax."""
   for name in _names_inside(holder_state, kind):
-    works = f"{name}({holder}(...))"
-    if holder == "optax.apply_if_finite":
-      works = f"{name}({holder}(...), ...)"
+    works = f"`{name}({holder}(...))`"
+    if kind == "gathers" and name != "accumulate":
+      works += f" or `accumulate({holder}(...))`"
     raise ValueError(
       f"`{holder}` can't hold `{name}`: {reason.format(holder=holder)}. Put its wrapper around the"
-      f" whole: `{works}`."
+      f" whole: {works}."
     )
 
 

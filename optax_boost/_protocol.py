@@ -8,9 +8,11 @@ The class of a method's state may declare tuples of names:
   outcome   the field that tells whether the last call made a step, ``("made",)``
   snapshots the wrapper, as ``("average_params",)``, if its state is of the params after each step
   rounds    the wrapper, as ``("master_weights",)``, if it computes the new params itself
-  changes   the method, as ``("freeze_layers",)``, if it changes updates or states of the
-            transformation that it holds: no such wrapper may be inside (:mod:`optax_boost._orders`)
   gathers   the wrapper, as ``("accumulate",)``, if it makes one step in several calls
+  changes   the method, as ``("freeze_layers",)``, if it changes updates and states of the
+            transformation that it holds: none of these three may be inside
+  replaces  the method, as ``("switch_after",)``, if in some steps other updates than those of the
+            transformation that it holds count: no wrapper that takes snapshots may be inside
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
 
@@ -68,7 +70,10 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 # The declarations that name fields.
 _FIELDS = ("metrics", "requests", "outcome", "exact")
 # Declarations for optax's states.
-_OPTAX = {(optax.MultiStepsState, "gathers"): ("optax.MultiSteps",)}
+_OPTAX = {
+  (optax.MultiStepsState, "gathers"): ("optax.MultiSteps",),
+  (optax.LookaheadState, "replaces"): ("optax.lookahead",),
+}
 
 
 @functools.cache

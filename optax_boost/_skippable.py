@@ -171,9 +171,11 @@ def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   outcome = run(wrapper.inner, inner_call, state.inner_state)
   result, new_state = wrapper.after(call, outcome, new_state, context)
   new_state = _scalars_if(call.go, new_state, state)
-  made = jnp.asarray(outcome.made)
-  new_state = new_state._replace(inner_state=outcome.state, made=made)
-  return outcome._replace(result=result, state=new_state)
+  new_state = new_state._replace(inner_state=outcome.state, made=jnp.asarray(outcome.made))
+  # The innermost wrapper that asks for the check counts the steps that it prevents.
+  asked = inner_call.landing.agree is not call.landing.agree
+  lost = jnp.asarray(False) if asked else outcome.lost
+  return Outcome(result, new_state, outcome.made, lost)
 
 
 def _scalars_if(condition: Condition, new: Any, old: Any) -> Any:

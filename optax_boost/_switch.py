@@ -20,7 +20,7 @@ _WRAPPERS = {
 }
 
 
-@_protocol.declares(outcome=("made",), changes=("switch_after",))
+@_protocol.declares(outcome=("made",), replaces=("switch_after",))
 class SwitchAfterState(NamedTuple):
   """State of :func:`switch_after`.
 

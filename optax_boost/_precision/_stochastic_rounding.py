@@ -28,8 +28,8 @@ class StochasticRoundingState(NamedTuple):
 
   Attributes:
     count: scalar int32, steps made.
-    notfinite_count: scalar int32, steps that were not made since a param in float32 or the inner state would
-      not have been finite.
+    notfinite_count: scalar int32, steps that were not made since a param in float32 or the inner
+      state would not have been finite.
     key: raw key data of the generator; each step's key is made of it and `count`.
     inner_state: the inner optimizer's state, of the params in float32.
     made: scalar bool, whether the last call made a step.

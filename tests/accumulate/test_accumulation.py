@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import optax_boost
+from tests import problems
 
 
 def counting():
@@ -190,3 +191,32 @@ def test_a_traced_weight_that_is_no_number_of_examples_is_left_out_and_counted(w
   updates, state = update(jnp.full(1, 3.0), state, 2.0)
   np.testing.assert_array_equal(updates, [-3.0])
   assert state.notfinite_count == 1
+
+
+def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
+  """Devices whose micro-batches have different numbers of tokens."""
+  rng = np.random.default_rng(0)
+  grads = rng.normal(size=(3, 8, 5)).astype(np.float32)
+  tokens = rng.integers(0, 9, size=(3, 8)).astype(np.float32)
+  tokens[:, 2] = 0  # A device without any.
+  inner = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "x")), optax.sgd(1.0))
+  tx = optax_boost.accumulate(inner, every=3, axis_name="x")
+
+  def run(grads, tokens):
+    params = jnp.zeros(5)
+    state = tx.init(params)
+    for t in range(3):
+      updates, state = tx.update(grads[t, 0], state, params, weight=tokens[t, 0])
+    return updates[None]
+
+  spec = jax.sharding.PartitionSpec(None, "x")
+  mapped = jax.shard_map(
+    run,
+    mesh=problems.mesh("Auto"),
+    in_specs=(spec, spec),
+    out_specs=jax.sharding.PartitionSpec("x"),
+    check_vma=False,
+  )
+  found = jax.jit(mapped)(grads, tokens)
+  expected = -np.einsum("tdk,td->k", grads, tokens) / tokens.sum()
+  np.testing.assert_allclose(found, np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6)

@@ -520,3 +520,37 @@ def test_averages_have_the_derivatives_of_their_formula(kwargs, form):
   same = {name: value for name, value in kwargs.items() if name != "decay"}
   if same != kwargs:
     np.testing.assert_allclose(jax.jit(lambda rate: averaged_loss(rate, 0.9))(0.1), value(*point))
+
+
+def test_the_first_step_of_an_average_may_be_traced():
+  def run(start):
+    tx, params = optax_boost.average_params(optax.sgd(1.0), start=start), jnp.zeros(1)
+    state = tx.init(params)
+    for _ in range(3):
+      updates, state = tx.update(-jnp.ones(1), state, params)
+      params = optax.apply_updates(params, updates)
+    return state.average, state.snapshot_count
+
+  for start, average in ((0, 2.0), (1, 2.5)):
+    found, count = jax.jit(run)(jnp.int32(start))
+    np.testing.assert_allclose(found, average, rtol=1e-6)
+    assert count == 3 - start
+
+
+@pytest.mark.parametrize("door", ["update", "apply_gradients"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_params_are_averaged_as_they_are_stored(dtype, door):
+  """Jitted, XLA may keep the precision that the params lose when they are stored."""
+  tx = optax_boost.average_params(optax.chain(optax.scale(-0.1)), start=0)
+  rng = np.random.default_rng(0)
+  params, grads = (jnp.asarray(rng.normal(size=1000), dtype) for _ in range(2))
+
+  @jax.jit
+  def step(grads, state, params):
+    if door == "apply_gradients":
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  after, state = step(grads, tx.init(params), params)
+  np.testing.assert_array_equal(state.average, after.astype(jnp.float32))

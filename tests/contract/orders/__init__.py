@@ -1,0 +1,1 @@
+"""Compositions of wrappers, ours and optax's, against an interpreter in NumPy."""

@@ -1,0 +1,262 @@
+"""Runs a composition through a door and compares it with the interpreter after each micro-step."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_boost
+from tests import closeness
+from tests.contract.orders import interpreter as eager
+from tests.contract.orders import programs
+
+DOORS = ("update", "apply_gradients", "train_step")
+# The doors that see a whole transformation, not only the part that a wrapper of ours holds.
+WHOLE = ("apply_gradients", "train_step")
+# Rounding errors of twelve steps, in ulps of the path of each number.
+ULPS = 32
+# The states whose fields are compared; other states hold nothing but these.
+COMPARED = {
+  "TraceState", "ScaleByAdamState", "ApplyIfFiniteState", "MultiStepsState", "LookaheadState",
+  "InjectStatefulHyperparamsState", "AccumulateState", "DynamicLossScaleState",
+  "MasterWeightsState", "StochasticRoundingState", "AverageParamsState", "FreezeLayersState",
+  "SwitchAfterState",
+}  # fmt: skip
+
+
+def doors(order):
+  """The doors that a composition can go through: the train step takes no pairs of params."""
+  return DOORS[:2] if "lookahead" in order else DOORS
+
+
+class Refused(Exception):
+  """A composition was refused, with a ValueError in `init` or in the first step."""
+
+
+def flat(tree):
+  """A tree's leaves by their paths, as float64."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path): np.asarray(
+      leaf
+    ).astype(np.float64)
+    for path, leaf in leaves
+  }
+
+
+def states_of(node):
+  """All states of `COMPARED` classes in an optimizer state, each before those inside it."""
+  found = [node] if type(node).__name__ in COMPARED else []
+  children = [node[key] for key in sorted(node)] if isinstance(node, dict) else node
+  for child in children if isinstance(node, dict | tuple) else ():
+    found += states_of(child)
+  return found
+
+
+def loss_fn(params, batch):
+  """Its gradient is the batch."""
+  products = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch["gradients"])
+  return sum(jax.tree.leaves(products))
+
+
+def seen_by_scale(order):
+  """The leaves whose gradients carry the scale of the loss."""
+  kinds = programs.kinds(order)
+  if "dynamic_loss_scale" not in kinds:
+    return ()
+  outside = kinds[: kinds.index("dynamic_loss_scale")]
+  hidden = programs.HIDDEN if {"masked", "partition"} & set(outside) else ()
+  return tuple(name for name in programs.SHAPES if name not in hidden)
+
+
+class Program:
+  """A composition of `optax_boost` behind one of the doors: `init`, then `step` again and again."""
+
+  def __init__(self, order, base, door, dtype="float32"):
+    self.order, self.door, self.dtype = order, door, dtype
+    self.tx = programs.build(order, base)
+    self.weighted = "accumulate" in programs.kinds(order)
+    if door == "train_step":
+      weight = (lambda batch: batch["weight"]) if self.weighted else None
+      self.train_step = optax_boost.make_train_step(loss_fn, self.tx, weight=weight, donate=False)
+    else:
+      self.compiled = jax.jit(self.by_hand)
+
+  def by_hand(self, params, state, batch):
+    """A step of a loop of one's own, whose loss is scaled by hand."""
+    grads = batch["gradients"]
+    if seen := seen_by_scale(self.order):
+      scale = optax.tree.get(state, "loss_scale")
+      grads = grads | {name: (grads[name] * scale).astype(grads[name].dtype) for name in seen}
+    extra = {"weight": batch["weight"]} if self.weighted else {}
+    if self.door == "apply_gradients":
+      return optax_boost.apply_gradients(self.tx, grads, state, params, **extra)
+    tx = optax.with_extra_args_support(self.tx)
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  def init(self):
+    params = {n: jnp.asarray(p, self.dtype) for n, p in programs.initial_params().items()}
+    if "lookahead" in self.order:
+      params = optax.LookaheadParams.init_synced(params)
+    if self.door == "train_step":
+      self.state = self.train_step.init(params)
+      return self.state.params, self.state.opt_state
+    self.state = (params, self.tx.init(params))
+    return self.state
+
+  def step(self, grads, weight):
+    grads = {name: jnp.asarray(g, self.dtype) for name, g in grads.items()}
+    batch = {"gradients": grads, "weight": jnp.float32(weight)}
+    if self.door == "train_step":
+      self.state, _ = self.train_step(self.state, batch)
+      return self.state.params, self.state.opt_state
+    self.state = self.compiled(*self.state, batch)
+    return self.state
+
+
+class Interpreter:
+  """The same composition for the interpreter, with the gradients that its door hands on."""
+
+  def __init__(self, order, base, door, dtype="float32"):
+    self.order, self.door = order, door
+    self.run = eager.Run(dtype)
+    self.tx = programs.interpret(order, base, self.run)
+    self.weighted = "accumulate" in programs.kinds(order)
+    params = programs.initial_params()
+    if "lookahead" in order:
+      params = {f"{side}/{name}": p for side in ("fast", "slow") for name, p in params.items()}
+    self.params, self.state = params, self.tx.init(params)
+
+  def step(self, grads, weight, observed):
+    self.run.observed = observed
+    for node in self.state.nodes():
+      if node.name == "DynamicLossScaleState":
+        seen = seen_by_scale(self.order)
+        grads = {n: g * node["loss_scale"] if n in seen else g for n, g in grads.items()}
+      if node.name == "FreezeLayersState" and self.door == "train_step":
+        # The train step doesn't compute the gradients of frozen groups.
+        frozen = programs.GROUPS[: node["frozen_groups"]]
+        seen = node["_trained"]
+        grads = {n: np.zeros_like(g) if n in frozen and n in seen else g for n, g in grads.items()}
+    extra = {"weight": weight} if self.weighted else {}
+    with np.errstate(all="ignore"):
+      updates, self.state, self.made = self.tx.update(grads, self.state, self.params, extra)
+      self.params = self.run.round(eager.tree_map(np.add, self.params, updates))
+    return self.params, self.state
+
+
+class Paths:
+  """How far each number has moved until now: rounding errors are in units of that."""
+
+  def __init__(self):
+    self.last, self.lengths = {}, {}
+
+  def length(self, name, value):
+    value = np.where(np.isfinite(value), value, 0)
+    if name not in self.last:
+      self.lengths[name] = np.abs(value)
+    else:
+      self.lengths[name] = self.lengths[name] + np.abs(value - self.last[name])
+    self.last[name] = value
+    return self.lengths[name]
+
+
+def difference(found, expected, path_length):
+  """What is wrong with a number or an array; None if it is as expected."""
+  found, expected = np.asarray(found), np.asarray(expected, np.float64)
+  if found.shape != expected.shape:
+    return f"has the shape {found.shape}, not {expected.shape}"
+  if found.dtype.kind in "iub":
+    return None if found == expected else f"is {found}, not {expected:g}"
+  special = ~np.isfinite(expected)
+  if not np.array_equal(found[special].astype(np.float64), expected[special], equal_nan=True):
+    return f"is {found.tolist()}, not {expected.tolist()}"
+  found = np.where(special, np.float32(0), found.astype(np.float32))
+  try:
+    closeness.assert_within_ulps(found, np.where(special, 0, expected), path_length, ULPS)
+  except AssertionError as error:
+    return str(error)
+  return None
+
+
+class Comparison:
+  """Compares params, averages and states after each step; keeps the first difference of each field.
+
+  Attributes:
+    differences: from the name of a field to what was wrong with it first.
+  """
+
+  def __init__(self):
+    self.differences = {}
+    self.paths = Paths()
+
+  def check(self, moment, name, found, expected, place=()):
+    """Compares an array or a dict of leaves; `place` tells fields of the same name apart."""
+    trees = {"": (found, expected)}
+    if isinstance(expected, dict):
+      leaves = flat(found)
+      if set(leaves) != set(expected):
+        self.differences.setdefault(name, f"{moment}: leaves {sorted(leaves)}")
+        return
+      trees = {path: (leaves[path], x) for path, x in expected.items()}
+    for path, (f, e) in trees.items():
+      e = np.asarray(e, np.float64)
+      wrong = difference(f, e, self.paths.length((name, place, path), e))
+      if wrong:
+        self.differences.setdefault(name, f"{moment}: {path} {wrong}")
+
+  def compare(self, moment, found, expected):
+    (found_params, found_state), (params, state) = found, expected
+    self.check(moment, "params", found_params, params)
+    found_states = states_of(found_state)
+    states = [node for node in state.nodes() if node.name in COMPARED]
+    names = [type(node).__name__ for node in found_states]
+    assert names == [node.name for node in states], f"{moment}: states {names}"
+    for i, (node, wanted) in enumerate(zip(found_states, states, strict=True)):
+      for field, value in wanted.fields.items():
+        if field.startswith("_") or (field == "master_params" and not wanted["_known"]):
+          continue
+        holder = node.hyperparams if field == "learning_rate" else node._asdict()
+        self.check(moment, f"{wanted.name}.{field}", holder[field], value, (i,))
+    if any(node.name == "AverageParamsState" for node in states):
+      averaged = optax_boost.averaged_params(found_state, found_params)
+      self.check(moment, "averaged_params", averaged, eager.averaged_params(state, params))
+
+
+def run(order, base, door, dtype="float32"):
+  """The differences, by field; raises Refused with the message of a refusal."""
+  comparison = Comparison()
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`freeze_layers` saves no time")
+    warnings.filterwarnings("ignore", ".*has no attribute `fast`")
+    oracle = Interpreter(order, base, door, dtype)
+    of_base = base.gradients() if isinstance(base, programs.Poisoned) else programs.gradients()
+    # Means of two gradients, unless they are weighted, are exact in bfloat16.
+    weights = programs.WEIGHTS if dtype == "float32" else (1,) * programs.MICRO_STEPS
+    steps = list(zip(of_base, weights, strict=True))
+    try:
+      program = Program(order, base, door, dtype)
+      comparison.compare("init", program.init(), (oracle.params, oracle.state))
+      found = program.step(*steps[0])
+    except ValueError as error:
+      raise Refused(str(error)) from error
+    for t, (grads, weight) in enumerate(steps):
+      if t:
+        found = program.step(grads, weight)
+      expected = oracle.step(grads, weight, flat(found[0]))
+      comparison.compare(f"micro-step {t}", found, expected)
+  return comparison.differences
+
+
+def outcome(order, base, door, dtype="float32"):
+  """("right", {}), ("refused", message), ("wrong", differences) or ("error", the raw error)."""
+  try:
+    differences = run(order, base, door, dtype)
+  except Refused as refusal:
+    return "refused", str(refusal)
+  except Exception as error:
+    return "error", f"{type(error).__name__}: {error}"
+  return ("wrong" if differences else "right"), differences

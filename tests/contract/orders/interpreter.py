@@ -1,0 +1,734 @@
+"""An eager interpreter of optimizers and their wrappers, in NumPy and float64.
+
+It is written from the cards, the docstrings and optax's documentation, and imports nothing of
+`optax_boost`, so it can say whether a composition of wrappers does what its parts promise. Clear
+beats fast: a step is a function from gradients, state and params to updates, a new state and
+whether a step was made; nothing is changed in place.
+
+Params, gradients and updates are flat: a dict from a leaf's path to a float64 array. A leaf that
+`optax.masked` hides is missing. The pair of `optax.lookahead` has the paths "fast/..." and
+"slow/...", its gradients the paths without either. States are `State`s: the name of the state's
+class, its fields, and the states inside it in the order of the class's fields.
+
+The rule that every wrapper obeys: *a step that is not made changes nothing*, neither params nor
+masters nor averages nor counts of steps made, and whether it was made travels outwards through
+every nesting. What the cards leave open is decided here so:
+
+- A step is made if the params may move by it. A chain makes a step if all its members do;
+  `optax.partition` and `optax.masked` if any of their leaves may move.
+- `accumulate` counts in `inner_count` the windows that ran the inner optimizer, also if the inner
+  step was then skipped: the window is over, and `every(inner_count)` must go on. A window that ends
+  in a skipped step is not a step for the wrappers around it.
+- `count` of `freeze_layers`, `master_weights`, `stochastic_rounding` and `average_params` is of
+  steps made, as their docstrings say. So a skipped step repeats its depth, also if `freeze_layers`
+  is around the wrapper that skips.
+- `growth_count` of a loss scale counts micro-steps without an overflow, also inside a window: the
+  scale meets the gradient of each of them.
+- A bad micro-batch that `accumulate` drops has no influence, whichever door it came through: its
+  loss, which the train step passes as `value`, doesn't make the window's step a bad one.
+- A step is bad for `master_weights` and `stochastic_rounding` if the inner optimizer's updates or
+  state would turn NaN or infinite, as their cards say, not if the gradient is: an inner wrapper
+  that leaves a bad gradient out makes a good step of it, or a step that is not made.
+- An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
+  in `optax.masked` and `optax.partition` the leaves that it sees.
+- Masters follow params that something else has moved whenever `update` is called. In a step that
+  is not made they may also follow later, so they are not compared then.
+"""
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+# The counts with which Adam corrects its bias belong to the leaf: a leaf that was frozen until now
+# starts with a count of one. False: they belong to the run.
+COUNTS_OF_TRAINED_STEPS = False
+
+
+@dataclasses.dataclass
+class State:
+  """A node of an optimizer state: the name of its class, its fields, the states inside it."""
+
+  name: str
+  fields: dict[str, Any]
+  inner: list["State"] = dataclasses.field(default_factory=list)
+
+  def after(self, inner: list["State"], **fields: Any) -> "State":
+    return State(self.name, self.fields | fields, inner)
+
+  def nodes(self) -> list["State"]:
+    """This state and all inside it, each before those inside it."""
+    return [self, *(node for state in self.inner for node in state.nodes())]
+
+  def __getitem__(self, field: str) -> Any:
+    return self.fields[field]
+
+
+def tree_map(function, tree, *others):
+  return {path: function(x, *(other[path] for other in others)) for path, x in tree.items()}
+
+
+def zeros_like(tree):
+  return tree_map(np.zeros_like, tree)
+
+
+def all_finite(tree):
+  return all(np.isfinite(x).all() for x in tree.values())
+
+
+def leaf_name(path):
+  """The name of a leaf, also in the pair of `optax.lookahead`."""
+  return path.rpartition("/")[2]
+
+
+def turned_bad(old, new):
+  """Whether a number in a state would turn NaN or infinite."""
+
+  def lost(o, n):
+    return bool(np.any(np.isfinite(o) & ~np.isfinite(n)))
+
+  for before, after in zip(old.nodes(), new.nodes(), strict=True):
+    for name, field in before.fields.items():
+      trees = field if isinstance(field, dict) else {"": field}
+      news = after[name] if isinstance(field, dict) else {"": after[name]}
+      if any(lost(x, news[path]) for path, x in trees.items()):
+        return True
+  return False
+
+
+@dataclasses.dataclass
+class Rate:
+  """A learning rate, which `optax.inject_hyperparams` changes between steps."""
+
+  value: float
+
+
+@dataclasses.dataclass
+class Run:
+  """What the nodes of an interpreter share.
+
+  Attributes:
+    dtype: of the params: "float32", in which nothing is rounded here, or "bfloat16".
+    observed: the params that the tested program returned for the current step. Random rounding
+      takes its outcome from them, if it is one that it could have had.
+    trained: of each leaf the steps in which it was trained, for `COUNTS_OF_TRAINED_STEPS`.
+  """
+
+  dtype: str = "float32"
+  observed: dict[str, np.ndarray] | None = None
+  trained: dict[str, int] | None = None
+
+  def round(self, tree):
+    """Params rounded to the nearest numbers of their dtype.
+
+    In the middle between two, but for rounding errors of float32, to the observed one.
+    """
+    if self.dtype == "float32":
+      return tree
+
+    def choose(path, x):
+      low, high = neighbours(x)
+      found = self.observed[path]
+      tie = (abs(x - (low + high) / 2) <= 2.0**-19 * abs(x)) & ((found == low) | (found == high))
+      return np.where(tie, found, nearest(x))
+
+    return {path: choose(path, x) for path, x in tree.items()}
+
+  def round_randomly(self, tree):
+    """Params rounded to one of their two neighbours: to the observed one, if it is one of these."""
+    if self.dtype == "float32":
+      return tree
+
+    def choose(path, x):
+      low, high = neighbours(x)
+      found = self.observed[path]
+      return np.where(found == low, low, np.where(found == high, high, nearest(x)))
+
+    return {path: choose(path, x) for path, x in tree.items()}
+
+
+def nearest(x):
+  return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def neighbours(x):
+  """The next bfloat16 at or below x, and at or above it."""
+  near = nearest(x)
+  half = near.astype(ml_dtypes.bfloat16)
+  below = np.nextafter(half, ml_dtypes.bfloat16(-np.inf)).astype(np.float64)
+  above = np.nextafter(half, ml_dtypes.bfloat16(np.inf)).astype(np.float64)
+  return np.where(near <= x, near, below), np.where(near >= x, near, above)
+
+
+# Optimizers.
+
+
+class Sgd:
+  """`optax.sgd` without momentum."""
+
+  def __init__(self, rate, run):
+    self.rate = rate
+
+  def init(self, params):
+    return State("", {})
+
+  def update(self, grads, state, params, extra):
+    return tree_map(lambda g: -self.rate.value * g, grads), state, True
+
+
+class Momentum:
+  """`optax.sgd` with momentum 1/2."""
+
+  decay = 0.5
+
+  def __init__(self, rate, run):
+    self.rate = rate
+
+  def init(self, params):
+    return State("TraceState", {"trace": zeros_like(params)})
+
+  def update(self, grads, state, params, extra):
+    trace = tree_map(lambda g, t: g + self.decay * t, grads, state["trace"])
+    return tree_map(lambda t: -self.rate.value * t, trace), state.after([], trace=trace), True
+
+
+class Adam:
+  """`optax.adam`, Kingma & Ba, "Adam", 2015.
+
+  With decays whose powers float32 holds exactly: 1 - 0.999 has lost ten bits.
+  """
+
+  b1, b2, eps = 0.75, 0.9375, 1e-8
+
+  def __init__(self, rate, run):
+    self.rate, self.run = rate, run
+
+  def init(self, params):
+    fields = {"count": 0, "mu": zeros_like(params), "nu": zeros_like(params)}
+    return State("ScaleByAdamState", fields)
+
+  def update(self, grads, state, params, extra):
+    count = state["count"] + 1
+    mu = tree_map(lambda g, m: self.b1 * m + (1 - self.b1) * g, grads, state["mu"])
+    nu = tree_map(lambda g, n: self.b2 * n + (1 - self.b2) * g**2, grads, state["nu"])
+
+    def move(path):
+      steps = count if self.run.trained is None else self.run.trained[path] + 1
+      m = mu[path] / (1 - self.b1**steps)
+      n = nu[path] / (1 - self.b2**steps)
+      return -self.rate.value * m / (np.sqrt(n) + self.eps)
+
+    updates = {path: move(path) for path in grads}
+    return updates, state.after([], count=count, mu=mu, nu=nu), True
+
+
+# Wrappers of optax.
+
+
+class Chain:
+  """`optax.chain`: each member sees the updates of the one before."""
+
+  def __init__(self, *members):
+    self.members = members
+
+  def init(self, params):
+    return State("", {}, [member.init(params) for member in self.members])
+
+  def update(self, grads, state, params, extra):
+    made, states = True, []
+    for member, before in zip(self.members, state.inner, strict=True):
+      grads, after, member_made = member.update(grads, before, params, extra)
+      states.append(after)
+      made = made and member_made
+    return grads, state.after(states), made
+
+
+class Identity:
+  """`optax.identity`."""
+
+  def init(self, params):
+    return State("", {})
+
+  def update(self, grads, state, params, extra):
+    return grads, state, True
+
+
+class Clip:
+  """`optax.clip_by_global_norm`."""
+
+  def __init__(self, largest):
+    self.largest = largest
+
+  def init(self, params):
+    return State("", {})
+
+  def update(self, grads, state, params, extra):
+    norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+    if norm < self.largest:
+      return grads, state, True
+    return tree_map(lambda g: g / norm * self.largest, grads), state, True
+
+
+class Poison:
+  """Makes NaN of the gradients near a number."""
+
+  def __init__(self, mark):
+    self.mark = mark
+
+  def init(self, params):
+    return State("", {})
+
+  def update(self, grads, state, params, extra):
+    return tree_map(lambda g: np.where(abs(g - self.mark) < 1e-3, np.nan, g), grads), state, True
+
+
+class ApplyIfFinite:
+  """`optax.apply_if_finite`: a gradient that is not finite makes no step, a few times in a row."""
+
+  def __init__(self, inner, most_errors):
+    self.inner, self.most_errors = inner, most_errors
+
+  def init(self, params):
+    fields = {"notfinite_count": 0, "last_finite": True, "total_notfinite": 0}
+    return State("ApplyIfFiniteState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    finite = all_finite(grads)
+    errors = 0 if finite else state["notfinite_count"] + 1
+    updates, inner, made = zeros_like(grads), state.inner[0], False
+    if finite or errors > self.most_errors:
+      updates, inner, made = self.inner.update(grads, inner, params, extra)
+    total = state["total_notfinite"] + (not finite)
+    return (
+      updates,
+      state.after([inner], notfinite_count=errors, last_finite=finite, total_notfinite=total),
+      made,
+    )
+
+
+class MultiSteps:
+  """`optax.MultiSteps(...).gradient_transformation()`, which drops the extra arguments.
+
+  It multiplies by zero between two steps, so a NaN reaches the updates, and stays in the sum.
+  """
+
+  def __init__(self, inner, every):
+    self.inner, self.every = inner, every
+
+  def init(self, params):
+    fields = {"mini_step": 0, "gradient_step": 0, "acc_grads": zeros_like(params)}
+    return State("MultiStepsState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    step = state["mini_step"]
+    mean = tree_map(lambda g, a: a + (g - a) / (step + 1), grads, state["acc_grads"])
+    updates, inner, made = self.inner.update(mean, state.inner[0], params, {})
+    emit = step == self.every - 1
+    return (
+      tree_map(lambda u: emit * u, updates),
+      state.after(
+        [inner if emit else state.inner[0]],
+        mini_step=(step + 1) % self.every,
+        gradient_step=state["gradient_step"] + emit,
+        acc_grads=tree_map(lambda a: (1 - emit) * a, mean),
+      ),
+      made and emit,
+    )
+
+
+class Masked:
+  """`optax.masked`: the gradients of the leaves that it hides are their updates."""
+
+  def __init__(self, inner, hidden):
+    self.inner, self.hidden = inner, hidden
+
+  def seen(self, tree):
+    return {path: x for path, x in tree.items() if leaf_name(path) not in self.hidden}
+
+  def init(self, params):
+    return State("", {}, [self.inner.init(self.seen(params))])
+
+  def update(self, grads, state, params, extra):
+    seen = self.seen(grads)
+    updates, inner, made = self.inner.update(seen, state.inner[0], self.seen(params), extra)
+    return grads | updates, state.after([inner]), made or len(seen) < len(grads)
+
+
+class Partition:
+  """`optax.partition` in two: each transformation has leaves of its own."""
+
+  def __init__(self, named, others, names):
+    self.named, self.others, self.names = named, others, names
+
+  def split(self, tree):
+    named = {path: x for path, x in tree.items() if leaf_name(path) in self.names}
+    return named, {path: x for path, x in tree.items() if path not in named}
+
+  def init(self, params):
+    named, others = self.split(params)
+    return State("", {}, [self.named.init(named), self.others.init(others)])
+
+  def update(self, grads, state, params, extra):
+    members = zip(
+      (self.named, self.others), self.split(grads), state.inner, self.split(params), strict=True
+    )
+    parts = [member.update(g, before, p, extra) for member, g, before, p in members]
+    updates = {path: u for part, _, _ in parts for path, u in part.items()}
+    return updates, state.after([s for _, s, _ in parts]), any(made for _, _, made in parts)
+
+
+class InjectHyperparams:
+  """`optax.inject_hyperparams` with a schedule of the learning rate."""
+
+  def __init__(self, inner, rate, schedule):
+    self.inner, self.rate, self.schedule = inner, rate, schedule
+
+  def init(self, params):
+    fields = {"count": 0, "learning_rate": self.schedule(0)}
+    return State("InjectStatefulHyperparamsState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    self.rate.value = self.schedule(state["count"])
+    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    fields = {"count": state["count"] + 1, "learning_rate": self.rate.value}
+    return updates, state.after([inner], **fields), made
+
+
+class Lookahead:
+  """`optax.lookahead`: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", 2019."""
+
+  def __init__(self, inner, period, slow_step):
+    self.inner, self.period, self.slow_step = inner, period, slow_step
+
+  @staticmethod
+  def side(params, name):
+    return {
+      path.removeprefix(f"{name}/"): p for path, p in params.items() if path.startswith(f"{name}/")
+    }
+
+  def init(self, params):
+    inner = self.inner.init(self.side(params, "fast"))
+    return State("LookaheadState", {"steps_since_sync": 0}, [inner])
+
+  def update(self, grads, state, params, extra):
+    fast, slow = self.side(params, "fast"), self.side(params, "slow")
+    updates, inner, made = self.inner.update(grads, state.inner[0], fast, {})
+    sync = state["steps_since_sync"] == self.period - 1
+    apart = tree_map(lambda f, u, s: f + u - s, fast, updates, slow)
+    pair = {f"fast/{p}": u - sync * (1 - self.slow_step) * apart[p] for p, u in updates.items()}
+    pair |= {f"slow/{p}": self.slow_step * sync * apart[p] for p in updates}
+    steps = (state["steps_since_sync"] + 1) % self.period
+    return pair, state.after([inner], steps_since_sync=steps), made or sync
+
+
+# Wrappers of optax_boost.
+
+
+class Accumulate:
+  """`accumulate`: the weighted mean of the window's gradients, for one step of `inner`."""
+
+  def __init__(self, inner, every, not_finite):
+    self.inner, self.every, self.not_finite = inner, every, not_finite
+
+  def init(self, params):
+    fields = {"count": 0, "inner_count": 0, "weight_sum": 0.0}
+    fields |= {"accumulator": zeros_like(params), "notfinite_count": 0}
+    return State("AccumulateState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    inside = {node.name for node in state.inner[0].nodes()}
+    extra = dict(extra)
+    weight = extra.pop("weight", 1.0)
+    good = all_finite(grads)
+    # A loss scale inside must see an overflow, or it would never come down.
+    keeps = self.not_finite == "keep" or "DynamicLossScaleState" in inside
+    total, weights = state["accumulator"], state["weight_sum"]
+    if good or keeps:
+      total = tree_map(lambda t, g: t + weight * g, total, grads)
+      weights += weight
+    full = state["count"] + 1 >= self.every(state["inner_count"])
+    updates, inner, made, ran = zeros_like(grads), state.inner[0], False, False
+    if full and weights > 0:
+      if "AccumulateState" in inside:
+        extra["weight"] = weights
+      mean = tree_map(lambda t: t / weights, total)
+      updates, inner, made = self.inner.update(mean, inner, params, extra)
+      ran = True
+    if not made:
+      updates = zeros_like(updates)
+    return (
+      updates,
+      state.after(
+        [inner],
+        count=0 if full else state["count"] + 1,
+        inner_count=state["inner_count"] + ran,
+        weight_sum=0.0 if full else weights,
+        accumulator=zeros_like(total) if full else total,
+        notfinite_count=state["notfinite_count"] + (not good),
+      ),
+      made,
+    )
+
+
+class DynamicLossScale:
+  """`dynamic_loss_scale`: Micikevicius et al., 2018; the hysteresis is Megatron's."""
+
+  def __init__(
+    self,
+    inner,
+    *,
+    initial_scale,
+    growth_interval,
+    hysteresis,
+    minimum,
+    maximum,
+    check_params=False,
+  ):
+    self.inner, self.initial, self.check_params = inner, initial_scale, check_params
+    self.growth_interval, self.hysteresis = growth_interval, hysteresis
+    self.minimum, self.maximum = minimum, maximum
+
+  def init(self, params):
+    fields = {"loss_scale": self.initial, "growth_count": 0, "hysteresis_count": 0}
+    return State(
+      "DynamicLossScaleState", fields | {"notfinite_count": 0}, [self.inner.init(params)]
+    )
+
+  def update(self, grads, state, params, extra):
+    scale, growth, overflows = (
+      state[name] for name in ("loss_scale", "growth_count", "hysteresis_count")
+    )
+    unscaled = tree_map(lambda g: g / scale, grads)
+    good, lost = all_finite(unscaled), False
+    updates, inner, made = zeros_like(grads), state.inner[0], False
+    if good:
+      updates, moved, made = self.inner.update(unscaled, inner, params, extra)
+      lost = self.check_params and not all_finite(updates)
+      updates = zeros_like(grads) if lost else updates
+      inner, made = (inner, False) if lost else (moved, made)
+      growth += 1
+      if growth == self.growth_interval:
+        scale, growth, overflows = min(2 * scale, self.maximum), 0, 0
+    else:
+      growth, overflows = 0, overflows + 1
+      if overflows >= self.hysteresis:
+        scale = max(scale / 2, self.minimum)
+    return (
+      updates,
+      state.after(
+        [inner],
+        loss_scale=scale,
+        growth_count=growth,
+        hysteresis_count=overflows,
+        notfinite_count=state["notfinite_count"] + (not good or lost),
+      ),
+      made,
+    )
+
+
+class MasterWeights:
+  """`master_weights`: `inner` moves the masters; the params are their rounding."""
+
+  def __init__(self, inner, run, keyed):
+    self.inner, self.run, self.keyed = inner, run, keyed
+
+  def init(self, params):
+    fields = {"master_params": dict(params), "count": 0, "notfinite_count": 0}
+    # The params to which the last step led; whether the masters in the state are certain.
+    fields |= {"_led_to": dict(params), "_known": True}
+    return State("MasterWeightsState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    def follow(path):
+      moved = (params[path] != state["_led_to"][path]) & np.isfinite(params[path])
+      return np.where(moved, params[path], state["master_params"][path])
+
+    masters = {path: follow(path) for path in params}
+    updates, inner, made = self.inner.update(grads, state.inner[0], masters, extra)
+    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
+    still = zeros_like(params)
+    if bad:
+      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+    if not made:
+      followed = any(np.any(masters[p] != state["master_params"][p]) for p in masters)
+      return still, state.after([inner], _known=not followed), False
+    new = tree_map(np.add, masters, updates)
+    rounded = self.run.round_randomly(new) if self.keyed else self.run.round(new)
+    # A leaf whose master stays, stays: it is not rounded again.
+    rounded = {
+      path: np.where(new[path] == masters[path], params[path], r) for path, r in rounded.items()
+    }
+    fields = {"master_params": new, "_led_to": rounded, "_known": True, "count": state["count"] + 1}
+    return tree_map(np.subtract, rounded, params), state.after([inner], **fields), True
+
+
+class StochasticRounding:
+  """`stochastic_rounding`: the sum of params and updates is rounded up or down."""
+
+  def __init__(self, inner, run):
+    self.inner, self.run = inner, run
+
+  def init(self, params):
+    fields = {"count": 0, "notfinite_count": 0}
+    return State("StochasticRoundingState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
+    still = zeros_like(params)
+    if bad:
+      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+    if not made:
+      return still, state.after([inner]), False
+    rounded = self.run.round_randomly(tree_map(np.add, params, updates))
+    updates = tree_map(np.subtract, rounded, params)
+    return updates, state.after([inner], count=state["count"] + 1), True
+
+
+class AverageParams:
+  """`average_params`: the mean of the snapshots after `start`, or with weights that decay."""
+
+  def __init__(self, inner, run, *, start=None, decay=None, every=1):
+    self.inner, self.run = inner, run
+    self.start, self.decay, self.every = start, decay, every
+
+  def init(self, params):
+    fields = {"average": dict(params), "count": 0, "snapshot_count": 0}
+    return State("AverageParamsState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    count = state["count"] + made
+    after = count - (self.start or 0)
+    taken, average = state["snapshot_count"], state["average"]
+    if made and after > 0 and after % self.every == 0:
+      taken += 1
+      share = 1 / taken if self.decay is None else (1 - self.decay) / (1 - self.decay**taken)
+
+      def blend(a, p, u):
+        # An entry that is not finite is not taken.
+        snapshot = p + u
+        mixed = snapshot if taken == 1 else a + (snapshot - a) * share
+        return np.where(np.isfinite(mixed), mixed, a)
+
+      average = tree_map(blend, average, params, self.rounded(params, updates))
+    fields = {"average": average, "count": count, "snapshot_count": taken}
+    return updates, state.after([inner], **fields), made
+
+  def rounded(self, params, updates):
+    """The updates from the params to their rounded successors, which a snapshot is taken of."""
+    new = self.run.round(tree_map(np.add, params, updates))
+    return tree_map(np.subtract, new, params)
+
+
+class FreezeLayers:
+  """`freeze_layers`: the first groups of leaves get no update on some steps.
+
+  `depths[t]` groups are frozen in the t-th step, `factors[t]` multiply the groups' updates.
+  """
+
+  def __init__(self, inner, run, groups, depths, factors):
+    self.inner, self.run, self.groups = inner, run, groups
+    self.depths, self.factors = depths, factors
+
+  def init(self, params):
+    fields = {"count": 0, "frozen_groups": self.depths[0]}
+    fields["_trained"] = {path: np.zeros(()) for path in params}
+    return State("FreezeLayersState", fields, [self.inner.init(params)])
+
+  def frozen(self, path, state):
+    return self.groups.index(leaf_name(path)) < state["frozen_groups"]
+
+  def update(self, grads, state, params, extra):
+    grads = {p: np.zeros_like(g) if self.frozen(p, state) else g for p, g in grads.items()}
+    if COUNTS_OF_TRAINED_STEPS:
+      self.run.trained = {path: int(n) for path, n in state["_trained"].items()}
+    updates, moved, made = self.inner.update(grads, state.inner[0], params, extra)
+    self.run.trained = None
+
+    def update_of(path):
+      factor = self.factors[state["count"]][self.groups.index(leaf_name(path))]
+      return np.zeros_like(updates[path]) if self.frozen(path, state) else factor * updates[path]
+
+    def held(old, new):
+      """A state whose leaves stay as they were if they are frozen."""
+      fields = {
+        name: {p: old[name][p] if self.frozen(p, state) else x for p, x in field.items()}
+        if isinstance(field, dict)
+        else field
+        for name, field in new.fields.items()
+      }
+      return State(
+        new.name, fields, [held(o, n) for o, n in zip(old.inner, new.inner, strict=True)]
+      )
+
+    count = state["count"] + made
+    trained = {
+      path: n + (made and not self.frozen(path, state)) for path, n in state["_trained"].items()
+    }
+    return (
+      {path: update_of(path) for path in updates},
+      state.after(
+        [held(state.inner[0], moved)],
+        count=count,
+        frozen_groups=self.depths[count],
+        _trained=trained,
+      ),
+      made,
+    )
+
+
+class LayerwiseDecay:
+  """`layerwise_decay`: the updates of group i of G times decay^(G - 1 - i)."""
+
+  def __init__(self, groups, decay):
+    self.groups, self.decay = groups, decay
+
+  def init(self, params):
+    return State("", {})
+
+  def update(self, grads, state, params, extra):
+    last = len(self.groups) - 1
+    return (
+      {
+        path: g * self.decay ** (last - self.groups.index(leaf_name(path)))
+        for path, g in grads.items()
+      },
+      state,
+      True,
+    )
+
+
+class SwitchAfter:
+  """`switch_after`: `first` acts for some steps, then `second`, which saw them all."""
+
+  def __init__(self, step, first, second):
+    self.step, self.first, self.second = step, first, second
+
+  def init(self, params):
+    inner = [self.first.init(params), self.second.init(params)]
+    return State("SwitchAfterState", {"count": 0}, inner)
+
+  def update(self, grads, state, params, extra):
+    first_state, second_state = state.inner
+    updates, second_state, made = self.second.update(grads, second_state, params, extra)
+    if state["count"] < self.step:
+      updates, first_state, made = self.first.update(grads, first_state, params, extra)
+    return (
+      updates,
+      state.after(
+        [first_state, second_state],
+        count=state["count"] + 1,
+      ),
+      made,
+    )
+
+
+def averaged_params(state, params):
+  """What `averaged_params` returns: averages once there is a snapshot, the params elsewhere."""
+  averaged = dict(params)
+  for node in state.nodes():
+    if node.name == "AverageParamsState" and node["snapshot_count"]:
+      averaged |= node["average"]
+  return averaged

@@ -1,0 +1,215 @@
+"""Compositions of wrappers, ours and optax's, agree with an interpreter in NumPy or are refused.
+
+`orders/interpreter.py` says what a composition means, `orders/expectations.py` which orders must be
+refused. Params, averages, states and counters are compared after each of twelve micro-steps, with
+a NaN and an infinity among them, behind each of three doors. `make test` runs a sample, `make
+orders` all pairs of wrappers, and triples, around each optimizer.
+"""
+
+import itertools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests.contract.orders import comparison
+from tests.contract.orders import expectations
+from tests.contract.orders import interpreter as eager
+from tests.contract.orders import known_wrong
+from tests.contract.orders import programs
+
+# "all": every pair and triple, each door and each optimizer once; "full": all doors around all.
+ORDERS = os.environ.get("ORDERS")
+ALL = ORDERS in ("all", "full")
+SINGLES = tuple((name,) for names in programs.KINDS.values() for name in names)
+EXTRAS = (("freeze_continuous", "accumulate_one"), ("accumulate", "accumulate_varying"))
+
+
+def sample():
+  """Every way to use a wrapper outside and inside another one, and orders that were once wrong."""
+  kinds = tuple(programs.KINDS)
+  chosen = {pair for i in (1, 5) for pair in zip(kinds, kinds[i:] + kinds[:i], strict=True)}
+  return tuple(order for order in programs.pairs() if programs.kinds(order) in chosen)
+
+
+def in_three_doors(order, number):
+  """Each optimizer and each door once, or all of both."""
+  doors = comparison.doors(order)
+  if ORDERS == "full" or order in known_wrong.IN_FLOAT32:
+    return tuple(itertools.product(programs.BASES, doors))
+  return tuple((programs.BASES[(number + i) % 3], door) for i, door in enumerate(doors))
+
+
+def marked(orders, wrong):
+  """The orders as parameters of a test, those that are known to be wrong expected to fail."""
+  known = [pytest.mark.xfail(reason="a composition known to be wrong", raises=AssertionError)]
+  return [
+    pytest.param(order, number, marks=known if order in wrong else [], id="-".join(order))
+    for number, order in enumerate(orders)
+  ]
+
+
+def check(order, runs):
+  failures = []
+  for base, door, dtype in runs:
+    outcome, detail = comparison.outcome(order, base, door, dtype)
+    verdict = expectations.verdict(order, door, outcome, detail, dtype, known_wrong.FIELDS)
+    if verdict not in ("right", "refused"):
+      failures.append(f"{base}, {door}: {verdict}")
+  assert not failures, "\n".join(failures)
+
+
+def in_float32(order, number):
+  check(order, [(base, door, "float32") for base, door in in_three_doors(order, number)])
+
+
+@pytest.mark.parametrize(("order", "number"), marked(SINGLES, known_wrong.IN_FLOAT32))
+def test_one_wrapper_does_what_its_card_says(order, number):
+  in_float32(order, number)
+
+
+PAIRS = (programs.pairs() if ALL else sample()) + EXTRAS
+
+
+@pytest.mark.parametrize(("order", "number"), marked(PAIRS, known_wrong.IN_FLOAT32))
+def test_two_wrappers_do_what_both_cards_say_or_are_refused(order, number):
+  in_float32(order, number)
+
+
+TRIPLES = programs.triples() if ALL else programs.triples()[::16]
+
+
+@pytest.mark.parametrize(("order", "number"), marked(TRIPLES, known_wrong.IN_FLOAT32))
+def test_three_wrappers_do_what_their_cards_say_or_are_refused(order, number):
+  in_float32(order, number)
+
+
+@pytest.mark.parametrize("field", known_wrong.FIELDS)
+@pytest.mark.xfail(reason="a field that is known to be wrong", raises=AssertionError)
+def test_fields_that_are_known_to_be_wrong(field):
+  wrapper = {
+    "MasterWeightsState": "master_weights",
+    "StochasticRoundingState": "stochastic_rounding",
+  }
+  differences = comparison.run((wrapper[field.partition(".")[0]],), "sgd", "update")
+  assert field not in differences
+
+
+def test_the_sample_holds_every_kind_of_wrapper_in_every_role():
+  outer, inner = zip(*map(programs.kinds, sample()), strict=True)
+  assert set(outer) == set(inner) == set(programs.KINDS)
+
+
+def test_the_table_of_schedules_freezes_in_the_steps_that_the_schedule_says():
+  for name, freezing in programs.freezings().items():
+    for t in programs.STEPS:
+      depth = freezing.schedule.frozen_groups(jnp.int32(t), jax.random.key(0))
+      assert int(depth) == freezing.depths[t], (name, t)
+      if freezing.schedule.learning_rate_scale is not None:
+        factors = freezing.schedule.learning_rate_scale(jnp.int32(t))
+        np.testing.assert_allclose(factors, freezing.factors[t], atol=1e-6)
+  drawn = programs.freezings()["interval"].depths
+  assert [depth > 0 for depth in drawn] == [t % 2 == 1 for t in programs.STEPS]
+
+
+# Params in bfloat16: rounded to nearest, or to one of the two neighbours, and only by steps made.
+BFLOAT16 = programs.in_bfloat16() if ALL else programs.in_bfloat16()[::5]
+
+
+@pytest.mark.parametrize(("order", "number"), marked(BFLOAT16, known_wrong.IN_BFLOAT16))
+def test_params_in_bfloat16_are_the_rounding_of_the_interpreters(order, number):
+  doors = comparison.DOORS
+  if not (ALL or order in known_wrong.IN_BFLOAT16):
+    doors = (doors[number % len(doors)],)
+  check(order, [(base, door, "bfloat16") for door in doors for base in programs.exact_bases(order)])
+
+
+ROUNDING = ("master_weights_key", "stochastic_rounding")
+
+
+@pytest.mark.parametrize("inner", programs.MOVING)
+@pytest.mark.parametrize("rounds", ["master_weights_key", "stochastic_rounding"])
+def test_random_rounding_has_the_right_mean(rounds, inner):
+  # Entries of a leaf are rounded independently: many entries stand for many keys.
+  entries, steps, move = 4096, 4, 2.0**-12
+  tx = programs.build((rounds, inner), "sgd")
+  params = {name: jnp.ones(entries, jnp.bfloat16) for name in programs.SHAPES}
+  state = tx.init(params)
+  step = jax.jit(lambda g, s, p: optax_boost.apply_gradients(tx, g, s, p))
+  for _ in range(2 * steps if inner == "accumulate" else steps):
+    scale = optax.tree.get(state, "loss_scale", 1)
+    grads = {name: jnp.full_like(p, -move / programs.RATE * scale) for name, p in params.items()}
+    params, state = step(grads, state, params)
+  # A step is 1/32 of the distance between the neighbours above one.
+  deviation = np.sqrt(steps * (1 / 32) * (31 / 32) / entries) * 2.0**-7
+  for p in params.values():
+    assert abs(np.asarray(p, np.float64).mean() - (1 + steps * move)) < 5 * deviation
+
+
+# An inner optimizer that makes NaN of ordinary gradients.
+
+
+@pytest.mark.parametrize(("order", "number"), marked(programs.POISONED, known_wrong.POISONED))
+def test_a_step_that_an_optimizer_makes_bad_is_undone_and_counted(order, number):
+  bases = [programs.Poisoned(base) for base in ("sgd", "adam")]
+  pairs = list(itertools.product(bases, comparison.DOORS))
+  if not (ALL or order in known_wrong.POISONED):
+    pairs = pairs[number % 6 :: 6]
+  check(order, [(base, door, "float32") for base, door in pairs])
+
+
+@pytest.mark.parametrize("door", comparison.DOORS)
+@pytest.mark.parametrize("base", ["sgd", "adam"])
+def test_a_loss_scale_counts_a_step_that_an_optimizer_makes_bad(base, door, request):
+  if known_wrong.SCALE_IS_SILENT:
+    request.applymarker(pytest.mark.xfail(raises=AssertionError))
+  base = programs.Poisoned(base)
+  program = comparison.Program(("dynamic_loss_scale",), base, door)
+  program.init()
+  for grads in base.gradients():
+    params, state = program.step(grads, 1.0)
+  assert all(np.isfinite(p).all() for p in params.values())
+  assert optax.tree.get(state, "notfinite_count") > 0
+
+
+# Gradients that were changed before a loss scale has seen them.
+
+
+@pytest.mark.parametrize("door", ["apply_gradients", "train_step"])
+def test_svrg_before_a_loss_scale_is_refused(door, request):
+  if door in known_wrong.SVRG_BEFORE_A_SCALE:
+    request.applymarker(pytest.mark.xfail(raises=pytest.fail.Exception))
+  tx = optax.chain(optax_boost.svrg(None), optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
+  params = {name: jnp.asarray(p) for name, p in programs.initial_params().items()}
+  grads = {name: jnp.ones_like(p) for name, p in params.items()}
+
+  def first_step():
+    if door == "train_step":
+      step = optax_boost.make_train_step(comparison.loss_fn, tx)
+      step(step.init(params), {"gradients": grads})
+    else:
+      state = tx.init(params)
+      optax_boost.apply_gradients(tx, grads, state, params, grad_fn=lambda params: grads)
+
+  with pytest.raises(ValueError, match=r"dynamic_loss_scale\((optax\.)?chain\("):
+    first_step()
+
+
+def test_every_refusal_has_words():
+  for order in programs.pairs() + programs.triples():
+    for door in comparison.DOORS:
+      wanted = expectations.expected(order, door)
+      assert wanted.words or not wanted.refused
+      assert all(re.compile(words) for words in wanted.words)
+
+
+def test_the_interpreter_rounds_to_the_neighbours():
+  x = np.array([1.0, 1 + 2.0**-9, 1 + 3 * 2.0**-9, -1 - 2.0**-9, 0.0])
+  low, high = eager.neighbours(x)
+  np.testing.assert_array_equal(low, [1, 1, 1, -1 - 2.0**-7, 0])
+  np.testing.assert_array_equal(high, [1, 1 + 2.0**-7, 1 + 2.0**-7, -1, 0])
