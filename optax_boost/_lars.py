@@ -183,7 +183,7 @@ def lars(
     nesterov: whether the momentum looks one step ahead.
     clip: bound on each gradient entry.
     clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
-      slows layers down: apex's LARC, MindSpore's `use_clip`.
+      slows layers down: apex's LARC, whose trust coefficient is 0.02, MindSpore's `use_clip`.
     exclude: leaves that keep ratio 1.
     weight_decay_mask: leaves that are decayed.
     layers: what :func:`layer_axes` returns, for one ratio per layer.
