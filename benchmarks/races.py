@@ -346,7 +346,7 @@ def _alone(make: Callable[[], RaceResult], **kwargs: Any) -> Race:
 _STEPS_AND_TIME = {"against": ("steps", "seconds")}
 _LOSS_TOO = {"against": ("steps",), "quantities": (_training.ACCURACY, "training loss")}
 RACES = {
-  "large_batches": _alone(large_batches, **_STEPS_AND_TIME),
+  "large_batches": _alone(large_batches, **_LOSS_TOO),
   "normalized": dataclasses.replace(_alone(normalized), draw=None),
   "freezing": _alone(freezing, **_STEPS_AND_TIME),
   "svrg": _alone(convex, against=("gradient_evaluations", "seconds")),

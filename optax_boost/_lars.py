@@ -84,7 +84,7 @@ class ScaleByLarsTrustRatioState(NamedTuple):
 
 
 def scale_by_lars_trust_ratio(
-  trust_coefficient: jax.typing.ArrayLike = 0.01,
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
   weight_decay: jax.typing.ArrayLike = 0.0,
   eps: jax.typing.ArrayLike = 1e-8,
   *,
@@ -106,7 +106,7 @@ def scale_by_lars_trust_ratio(
 
   Args:
     trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
-      every layer move faster. The paper's, MXNet's and optax's default is 0.001.
+      every layer move faster. The default is the paper's, MXNet's and optax's.
     weight_decay: :math:`\lambda`; raising it shrinks weights faster and lowers the ratio.
     eps: :math:`\epsilon`; keeps the ratio bounded for tiny gradients.
     clip: bound on each gradient entry, before the decay is added; the ratio is of the gradient as
@@ -151,7 +151,7 @@ def lars(
   learning_rate: optax.ScalarOrSchedule,
   weight_decay: jax.typing.ArrayLike = 0.0,
   momentum: jax.typing.ArrayLike | None = 0.9,
-  trust_coefficient: jax.typing.ArrayLike = 0.01,
+  trust_coefficient: jax.typing.ArrayLike = 0.001,
   eps: jax.typing.ArrayLike = 1e-8,
   *,
   nesterov: bool = False,
@@ -182,7 +182,7 @@ def lars(
     nesterov: whether the momentum looks one step ahead.
     clip: bound on each gradient entry.
     clip_ratio: whether the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`, so that LARS only
-      slows layers down: apex's LARC, MindSpore's `use_clip`.
+      slows layers down: apex's LARC, whose trust coefficient is 0.02, MindSpore's `use_clip`.
     exclude: leaves that keep ratio 1.
     weight_decay_mask: leaves that are decayed.
     layers: what :func:`layer_axes` returns, for one ratio per layer.
@@ -194,7 +194,7 @@ def lars(
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_boost
-    >>> rate = optax.cosine_decay_schedule(1.0, decay_steps=100)
+    >>> rate = optax.cosine_decay_schedule(10.0, decay_steps=100)
     >>> tx = optax_boost.lars(rate, weight_decay=1e-4)
     >>> params = {"kernel": jnp.ones((3, 2))}
     >>> loss = lambda p: jnp.sum((p["kernel"] - 2.0) ** 2)
@@ -210,8 +210,9 @@ def lars(
     <https://arxiv.org/abs/1708.03888>`_, 2017.
 
   .. note::
-    ``optax.lars`` divides by :math:`|g + \lambda w|` instead of :math:`|g| + \lambda |w|`, gives
-    biases a ratio of their own unless masked, and overflows in float16.
+    ``optax.lars`` gives biases and normalizations a ratio of their own unless masked: a learning
+    rate tuned with it carries over with ``exclude=None``. It divides by :math:`|g + \lambda w|`
+    instead of :math:`|g| + \lambda |w|`, and overflows in float16.
   """
   _base.check_learning_rate(learning_rate)
   _base.check_bool("nesterov", nesterov)

@@ -26,9 +26,11 @@ SEEDS = (0, 1, 2)
 EPOCHS = 10
 # Images whose gradients are computed at once, and over which BatchNorm takes its statistics.
 CHUNK = 250
-# Trust coefficients: optax_boost's default, MXNet's test's.
 SGD, LARS, LITERAL = "SGD, momentum 0.9", "LARS, coefficient 0.01", "MXNet's setting, LARS"
-COEFFICIENTS = {LARS: 0.01, LITERAL: 14.0}
+# With the default coefficient: biases and BatchNorms at the rate itself, and with ratios of theirs,
+# as `optax.lars` has them.
+DEFAULT, WITHOUT_EXCLUSION = "LARS, coefficient 0.001", "LARS, coefficient 0.001, exclude=None"
+COEFFICIENTS = {LARS: 0.01, DEFAULT: 0.001, WITHOUT_EXCLUSION: 0.001, LITERAL: 14.0}
 LECUNS, MXNETS = (6, 16, 120, 84), (20, 50, 500)
 
 
@@ -36,7 +38,7 @@ class Run(NamedTuple):
   """One training.
 
   Attributes:
-    optimizer: SGD, LARS or LITERAL.
+    optimizer: SGD, LITERAL, or one of LARS, DEFAULT and WITHOUT_EXCLUSION.
     batch: its size.
     normalized: whether BatchNorm follows each hidden layer.
     rate: the highest.
@@ -133,7 +135,9 @@ def make_tx(run, rate, steps):
 
   if run.optimizer == SGD:
     return optax.sgd(schedule, momentum=0.9)
-  return optax_boost.lars(schedule, trust_coefficient=COEFFICIENTS[run.optimizer])
+  exclude = None if run.optimizer == WITHOUT_EXCLUSION else "auto"
+  coefficient = COEFFICIENTS[run.optimizer]
+  return optax_boost.lars(schedule, trust_coefficient=coefficient, exclude=exclude)
 
 
 @functools.partial(jax.jit, static_argnames="run")
@@ -203,9 +207,9 @@ def train(run, seed):
   return found | {"train loss": float(jnp.mean(losses))}
 
 
-# Batch, whether there is BatchNorm, the epochs to tune in, and a first rate for either optimizer.
+# Batch, whether there is BatchNorm, the epochs to tune in, and a first rate for each optimizer.
 CELLS = (
-  (8000, False, EPOCHS, {SGD: 0.4, LARS: 2.0}),
+  (8000, False, EPOCHS, {SGD: 0.4, LARS: 2.0, DEFAULT: 5.0, WITHOUT_EXCLUSION: 20.0}),
   (8000, True, EPOCHS // 2, {SGD: 0.4, LARS: 2.0}),
   (1000, False, 2, {SGD: 0.1, LARS: 1.0}),
   (128, False, 2, {SGD: 0.02, LARS: 0.5}),

@@ -480,7 +480,7 @@ INNERS = {
     {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
     lambda p: jax.tree.map_with_path(lambda path, _: "x" if "'b'" in str(path) else "y", p),
   ),
-  "lars": lambda: optax_boost.lars(0.1, weight_decay=0.1),
+  "lars": lambda: optax_boost.lars(1.0, weight_decay=0.1),
   "loss scale": lambda: optax_boost.dynamic_loss_scale(optax.adam(1e-2), 8.0),
 }
 

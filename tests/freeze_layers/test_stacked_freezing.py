@@ -383,7 +383,7 @@ EVERY_DEPTH = optax_boost.FreezeSchedule(
 INNERS = {
   "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
   "clip": lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(0.1, momentum=0.9)),
-  "lars": lambda: optax_boost.lars(0.1, layers=optax_boost.layer_axes(loss_fn, make_params(), X)),
+  "lars": lambda: optax_boost.lars(1.0, layers=optax_boost.layer_axes(loss_fn, make_params(), X)),
   "partition": lambda: optax.partition(
     {"x": optax.adam(1e-2), "y": optax.sgd(0.1, 0.9)},
     lambda p: jax.tree.map_with_path(lambda path, _: "x" if "up" in str(path) else "y", p),

@@ -1,6 +1,7 @@
 """LARS against the recorded runs of MXNet and MindSpore, and against NumPy."""
 
 import functools
+import inspect
 import json
 import pathlib
 import warnings
@@ -176,6 +177,74 @@ def test_agrees_with_mindspore_where_norms_are_not_zero(number):
     assert_weights_agree(found[name], params[name], weights)
 
 
+def small_model():
+  """A hidden layer and a head, whose biases start at zero, and ten steps' gradients."""
+  rng = np.random.default_rng(0)
+  shapes = {
+    "hidden": {"kernel": (8, 6), "bias": (6,)},
+    "norm": {"scale": (6,)},
+    "head": {"kernel": (6, 3), "bias": (3,)},
+  }
+
+  def normal(*leading):
+    return {
+      layer: {name: rng.normal(size=(*leading, *shape)) for name, shape in leaves.items()}
+      for layer, leaves in shapes.items()
+    }
+
+  params, grads = normal(), normal(10)
+  params["norm"]["scale"] = np.ones(6)
+  for layer in ("hidden", "head"):
+    params[layer]["bias"] *= 0
+  return params, grads
+
+
+def after_ten_steps(tx, params, grads):
+  """Params after each of ten steps in float32."""
+  params, grads = (jax.tree.map(jnp.float32, tree) for tree in (params, grads))
+  return run(lambda _: tx, 0, params, grads)[0]
+
+
+def test_the_default_coefficient_is_that_of_the_paper_mxnet_and_optax():
+  for factory in (optax.lars, optax_boost.lars, optax_boost.scale_by_lars_trust_ratio):
+    assert inspect.signature(factory).parameters["trust_coefficient"].default == 0.001
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(None, False), (0.9, False), (0.9, True)])
+def test_a_rate_of_optax_lars_carries_over_if_no_leaf_is_excluded(momentum, nesterov):
+  """Without decay both divide by the gradient's norm."""
+  params, grads = small_model()
+  theirs = optax.lars(10.0, momentum=momentum or 0.0, nesterov=nesterov)
+  ours = optax_boost.lars(10.0, momentum=momentum, nesterov=nesterov, exclude=None)
+  found, expected = (after_ten_steps(tx, params, grads) for tx in (ours, theirs))
+  chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_with_its_defaults_lars_steps_as_its_formula_says(weight_decay):
+  """In NumPy and float64; biases and the normalization step at the rate itself."""
+  params, grads = small_model()
+  rate = 2.0
+  expected = {}
+  for layer, leaves in params.items():
+    expected[layer] = {}
+    for name, start in leaves.items():
+      w, momentum, after = start, np.zeros_like(start), []
+      for g in grads[layer][name]:
+        ratio = 1.0
+        if name == "kernel":
+          norm_w, norm_g = np.sqrt(np.sum(w**2)), np.sqrt(np.sum(g**2))
+          ratio = 0.001 * norm_w / (norm_g + weight_decay * norm_w + 1e-8)
+        momentum = 0.9 * momentum - rate * ratio * (g + weight_decay * w)
+        w = w + momentum
+        after.append(w)
+      expected[layer][name] = np.stack(after)
+  found = after_ten_steps(optax_boost.lars(rate, weight_decay), params, grads)
+  chex.assert_trees_all_close(found, jax.tree.map(np.float32, expected), rtol=1e-5, atol=1e-4)
+  moved = np.linalg.norm(expected["hidden"]["kernel"][-1] - params["hidden"]["kernel"])
+  assert moved > 0.005 * np.linalg.norm(params["hidden"]["kernel"])
+
+
 @pytest.mark.parametrize("of", ["params", "gradients"])
 def test_trust_ratio_is_one_where_a_norm_is_zero(of):
   trees = {"params": {"kernel": jnp.ones((2, 2))}, "gradients": {"kernel": jnp.ones((2, 2))}}
@@ -262,7 +331,7 @@ def test_a_train_step_tells_stacked_layers_to_lars_inside_inject_hyperparams():
   params = jnp.stack([jnp.eye(3), 4 * jnp.eye(3)])
   after = []
   for factory in (optax_boost.lars, optax.inject_hyperparams(optax_boost.lars)):
-    step = optax_boost.make_train_step(loss_fn, factory(learning_rate=0.1), donate=False)
+    step = optax_boost.make_train_step(loss_fn, factory(learning_rate=1.0), donate=False)
     state, _ = step(step.init(params), jnp.ones((2, 3)))
     after.append(state.params)
   chex.assert_trees_all_close(*after, rtol=1e-6)
