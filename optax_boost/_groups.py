@@ -23,8 +23,6 @@ from optax_boost import _tree
 # Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
 # along axis 1 "blocks/kernel[:, 0:4]".
 _LAYERS = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
-# Unless a number is asked for.
-_MOST_GROUPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +118,17 @@ def layer_groups(
     num_groups = int(num_groups)
   program = _layers.trace(loss_fn, params, args)
   described = _layers.describe(program, params, _layers.data_flags(loss_fn, args))
-  leaves = _layers.leaves_of(params)
-  events, stacks = list(described.uses), described.scans
-  order = list(dict.fromkeys(events))
+  leaves = _layers.leaves_of(params, described)
+  model = _layer_blocks.Model(leaves, list(described.uses), described.scans)
+  order = model.order
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
-  places, blocks = _layer_blocks.find(leaves, order, stacks, num_groups or 1)
-  if num_groups is None:
-    num_groups = min(_MOST_GROUPS, blocks)
+  places, blocks = _layer_blocks.find(model, num_groups)
+  num_groups = blocks if num_groups is None else num_groups
   if blocks < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"
@@ -145,8 +142,9 @@ def layer_groups(
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _layer_blocks.reused(events, places).union(*(stack.shared for stack in stacks))
-  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes}
+  reused = _layer_blocks.reused(model.uses, places)
+  reused = reused.union(*(stack.shared for stack in model.stacks))
+  axes = {leaf: axis for stack in model.stacks for leaf, axis in stack.axes}
   members: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
   for i in [*order, *unused]:
@@ -179,11 +177,15 @@ def _overridden(
         f"`overrides` must name groups 0 to {num_groups - 1}; got {_base.shorten(number)} for"
         f" {_base.shorten(pattern)}."
       )
-  matches = _tree.first_match("overrides", list(overrides), [leaf.path for leaf in leaves])
-  of_pattern = [int(number) for number in overrides.values()]
-  return {i: of_pattern[match] for i, match in enumerate(matches) if match is not None}
+  group_of_pattern = [(pattern, int(number)) for pattern, number in overrides.items()]
+  numbers = _tree.assign_groups("overrides", group_of_pattern, [leaf.path for leaf in leaves])
+  return {i: number for i, number in enumerate(numbers) if number is not None}
 
 
+_NO_CATCH_ALL = (
+  " A leaf that no pattern matches is in the last group already, so the last pattern need not be a"
+  " catch-all like '.*': one leaf's path will do."
+)
 # A leaf's group; for layers in several groups an array that broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
@@ -192,8 +194,10 @@ def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _layers.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
-    matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])
-    return [len(groups) - 1 if match is None else match for match in matches]
+    group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
+    paths = [leaf.path for leaf in leaves]
+    numbers = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL)
+    return [len(groups) - 1 if number is None else number for number in numbers]
   whole = {entry: g for g, group in enumerate(groups.groups) for entry in group}
   # By path, the axis of the layers and their groups.
   parts: dict[str, tuple[int, dict[int, int]]] = {}

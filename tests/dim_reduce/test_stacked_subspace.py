@@ -123,7 +123,7 @@ PLAN = optax_boost.LayerGroups(
   sizes=(54, 61),
 )
 # Of scans in scans a plan has the outer layers.
-OF_PLAN = ["layers/[01]/", "."]
+OF_PLAN = ["layers/[01]", "head"]
 
 
 @pytest.mark.parametrize("by_plan", [False, True])

@@ -51,7 +51,7 @@ def mxnet_lars(arrays, case, weight_decay_mask=None):
     trust_coefficient=case["eta"],
     eps=case["eps"],
     clip=case["clip_gradient"],
-    exclude="(gamma|beta|bias)$",
+    exclude=".*(gamma|beta|bias)",
     weight_decay_mask=weight_decay_mask,
   )
 
