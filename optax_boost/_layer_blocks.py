@@ -69,12 +69,12 @@ def find(model: Model, wanted: int | None) -> _Places:
   return min(enough, key=lambda places: places[1], default=smallest)
 
 
-def reused(uses: list[int], places: dict[int, list[int]]) -> set[int]:
-  """The leaves that are used again after a leaf of a later block."""
+def reused(model: Model, places: dict[int, list[int]]) -> set[int]:
+  """The leaves that all layers of a scan use, or that are used again after a later block's."""
   furthest = 0
   seen: set[int] = set()
-  found: set[int] = set()
-  for leaf in uses:
+  found = set[int]().union(*(_shared(model, stack) for stack in model.stacks))
+  for leaf in model.uses:
     block = min(places[leaf])
     if leaf in seen and block < furthest:
       found.add(leaf)
@@ -171,21 +171,19 @@ def _is_stage(model: Model, modules: list[list[str]], stage: str) -> bool:
     i: modules[i][modules[i].index(stage) + 1] for i in inside if modules[i][-1] != stage
   }
   kernels = [i for i in inside if not _is_attached(model.leaves[i])]
-  counts = collections.Counter(module_of.get(i, "") for i in kernels)
-  outside = counts.pop("", 0)
+  counts = collections.Counter(module_of[i] for i in kernels if i in module_of)
+  blocks = {module: number for module, number in counts.items() if number > 1}
+  outside = len(kernels) - sum(blocks.values())
   names: dict[str, list[set[str]]] = {}
-  for module in counts:
-    paths = {
-      model.leaves[i].path.removeprefix(module) for i in inside if module_of.get(i) == module
-    }
-    names.setdefault(module.rstrip("0123456789"), []).append(paths)
+  for block in blocks:
+    paths = {model.leaves[i].path.removeprefix(block) for i in inside if module_of.get(i) == block}
+    names.setdefault(block.rstrip("0123456789"), []).append(paths)
   are_alike = all(
     len(contents) > 1 and set[str]().union(*contents) == max(contents, key=len)
     for contents in names.values()
   )
-  runs = [is_inside for is_inside, _ in itertools.groupby(i in module_of for i in inside)]
-  several = bool(counts) and min(counts.values()) > 1
-  return several and are_alike and outside <= 1 and runs.count(True) == 1
+  runs = [in_block for in_block, _ in itertools.groupby(module_of.get(i) in blocks for i in inside)]
+  return bool(blocks) and are_alike and outside <= 1 and runs.count(True) == 1
 
 
 def _without_layers_alone(model: Model, units: _Units) -> _Units:
@@ -220,20 +218,24 @@ def _joined(model: Model, units: _Units) -> _Units:
   first, last = inside[0], inside[-1]
   runs = itertools.groupby(range(first, last), lambda place: units[order[place]] is None)
   between = [[order[place] for place in run] for is_outside, run in runs if is_outside]
-  # The biases or normalizations of a series, numbered like the blocks, belong to these.
+  joined = list(units)
+  for i in order[:first]:
+    joined[i] = _FIRST
+  for i in order[last + 1 :]:
+    joined[i] = _LAST
+  # Biases or normalizations of a series, as `LayerNorm_0`, of which others are between the blocks,
+  # belong to the first block or the last.
   series = {_without_numbers(model.leaves[i].path) for run in between for i in run}
 
   def in_series(i: int) -> bool:
     kind = _without_numbers(model.leaves[i].path)
     return _is_attached(model.leaves[i]) and "#" in kind and kind in series
 
-  joined = list(units)
-  for unit, block, beside in (
-    (_FIRST, order[first], order[:first]),
-    (_LAST, order[last], order[last + 1 :]),
-  ):
-    for i in beside:
-      joined[i] = units[block] if in_series(i) else unit
+  if all(map(in_series, order[:first])):
+    for i in order[:first]:
+      joined[i] = units[order[first]]
+  for i in itertools.takewhile(in_series, order[last + 1 :]):
+    joined[i] = units[order[last]]
   for run in between:
     before = order[order.index(run[0]) - 1]
     after = order[order.index(run[-1]) + 1]
@@ -287,9 +289,17 @@ def _stacks_by_first_leaf(
   for stack in model.stacks:
     for first in [i for i in order if i in stack.axis_of][:1]:
       later = order[order.index(first) :]
+      shared = _shared(model, stack) - sliced
       stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axis_of or i in stack.shared - sliced]
+      followers[first] = [i for i in later if i in stack.axis_of or i in shared]
   return stack_of, followers
+
+
+def _shared(model: Model, stack: _leaf_uses.Scan) -> set[int]:
+  """The leaves that all layers of a scan use: they enter it, or are used first between others."""
+  places = [place for place, i in enumerate(model.order) if i in stack.axis_of]
+  between = model.order[places[0] : places[-1]] if places else []
+  return set(stack.shared).union(between) - set(stack.axis_of)
 
 
 def _places(model: Model, units: _Units) -> _Places:

@@ -2,7 +2,7 @@
 
   f   the share of steps in which something is frozen
   G   the number of groups; the last is never frozen
-  d   the depths, how many groups may be frozen: of 0, ..., G - 1 at most `max_depths`, evenly spread
+  d   the depths, how many groups may be frozen: at most `max_depths` of 0, ..., G - 1
 
 Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
 arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
