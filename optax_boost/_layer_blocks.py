@@ -7,9 +7,10 @@ kernel; biases and normalizations go with a kernel.
 
 import collections
 from collections.abc import Sequence
+import dataclasses
+import functools
 import itertools
 import re
-from typing import NamedTuple
 
 from optax_boost import _layers
 from optax_boost import _leaf_uses
@@ -25,19 +26,20 @@ _Units = list[str | None]
 _Places = tuple[dict[int, list[int]], int]
 
 
-class Model(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Model:
   """What a traced loss says of its leaves, which are known by number."""
 
   leaves: list[_layers.Leaf]
   uses: list[int]  # a leaf that is used again is repeated
   stacks: Sequence[_leaf_uses.Scan]
 
-  @property
+  @functools.cached_property
   def order(self) -> list[int]:
     """The leaves by first use."""
     return list(dict.fromkeys(self.uses))
 
-  @property
+  @functools.cached_property
   def kernels(self) -> list[int]:
     """All leaves but biases and normalizations, by first use."""
     return [i for i in self.order if not _is_attached(self.leaves[i])]
@@ -49,22 +51,29 @@ def find(model: Model, wanted: int | None) -> _Places:
   None: one for each repeated module and layer, one for all before these and one for all after.
   """
   modules = _modules(model)
-  blocks = [_block_of(model, modules, chain) for chain in modules]
-  default = _without_layers_alone(model, [c[n] if n < len(c) else None for c, n in blocks])
-  joined = _places(model, _joined(model, default))
+  stages = {
+    module
+    for module in {m for chain in modules for m in chain}
+    if _is_stage(model, modules, module)
+  }
+  # A leaf's block is the outermost of its modules that is no stage.
+  outer = [list(itertools.takewhile(stages.__contains__, chain)) for chain in modules]
+  inner = [chain[len(around) :] for chain, around in zip(modules, outer, strict=True)]
+  blocks = _without_layers_alone(model, [chain[0] if chain else None for chain in inner])
+  joined = _places(model, _joined(model, blocks))
   if wanted is None:
     return joined
-  finer_and_finer = [joined, _places(model, default)]
+  candidates = [joined, _places(model, blocks)]
   for level in range(max(map(len, modules), default=0)):
     units = [chain[min(level, len(chain) - 1)] if chain else None for chain in modules]
-    if all(level <= n or len(chain) - 1 <= n for chain, n in blocks):
-      units = _joined(model, _without_layers_alone(model, units))
-    else:
-      # The remainder of a cut module may have no kernel, or others among its kernels.
+    if any(unit in chain[1:] for unit, chain in zip(units, inner, strict=True)):
+      # Blocks are cut: the remainder of one may have no kernel, or others among its kernels.
       runs = [unit for unit, _ in itertools.groupby(units[i] for i in model.kernels)]
       units = [unit if runs.count(unit) == 1 else None for unit in units]
-    finer_and_finer.append(_places(model, units))
-  enough = [places for places in finer_and_finer if places[1] >= wanted]
+    else:
+      units = _joined(model, _without_layers_alone(model, units))
+    candidates.append(_places(model, units))
+  enough = [places for places in candidates if places[1] >= wanted]
   smallest = _places(model, [None] * len(model.leaves))
   return min(enough, key=lambda places: places[1], default=smallest)
 
@@ -149,14 +158,6 @@ def _modules(model: Model) -> list[list[str]]:
 
 def _without_numbers(path: str) -> str:
   return re.sub(r"\d+", "#", path)
-
-
-def _block_of(model: Model, modules: list[list[str]], chain: list[str]) -> tuple[list[str], int]:
-  """A leaf's repeated modules, and which of them is its block: the first that is no stage."""
-  depth = 0
-  while depth < len(chain) and _is_stage(model, modules, chain[depth]):
-    depth += 1
-  return chain, depth
 
 
 def _is_stage(model: Model, modules: list[list[str]], stage: str) -> bool:
@@ -299,7 +300,8 @@ def _shared(model: Model, stack: _leaf_uses.Scan) -> set[int]:
   """The leaves that all layers of a scan use: they enter it, or are used first between others."""
   places = [place for place, i in enumerate(model.order) if i in stack.axis_of]
   between = model.order[places[0] : places[-1]] if places else []
-  return set(stack.shared).union(between) - set(stack.axis_of)
+  sliced = {i for other in model.stacks for i in other.axis_of}
+  return set(stack.shared).union(set(between) - sliced)
 
 
 def _places(model: Model, units: _Units) -> _Places:
