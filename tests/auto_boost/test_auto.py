@@ -364,9 +364,12 @@ def test_adasum_of_a_level_is_on_gradients_and_that_of_a_configuration_on_update
   config = auto_boost("O2", config=only, axis_name="x")
   inner = optax.chain(adasum, optax_boost.centralize(), adam)
   schedule = optax_boost.progressive_freezing(2, 4, 0.55, anneal=False)
-  by_hand = optax_boost.freeze_layers(inner, ["body", "head"], schedule)
+  by_hand = optax_boost.freeze_layers(inner, ["z_body", "a_head"], schedule)
   pairs = [
-    (level.optimizer(adam, groups=["body", "head"]), optax_boost.average_params(by_hand, start=3)),
+    (
+      level.optimizer(adam, groups=["z_body", "a_head"]),
+      optax_boost.average_params(by_hand, start=3),
+    ),
     (config.optimizer(adam), optax.chain(adam, adasum)),
   ]
   for pair in pairs:
