@@ -16,6 +16,7 @@ import pytest
 
 import optax_boost
 from optax_boost import auto_boost
+from optax_boost.auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.less_bn.residual_models import LinenNet
@@ -268,6 +269,13 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
   )
   # About 20 snapshots in the last quarter of a longer training.
   assert auto_boost(level, total_steps=1250).on["average"] == {"start": 938, "every": 16}
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_configuration_freezes_each_of_many_groups_at_a_depth_of_its_own(kind):
+  schedule = _methods.schedule(20, freeze_type=kind, freeze_p=0.1)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  assert np.unique(depth(np.arange(5_000))).tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("kind", [0, 1])
