@@ -86,7 +86,7 @@ class Way(NamedTuple):
   after: Callable[..., optax.GradientTransformation] = lambda params, batch: optax.identity()
 
 
-def _groups(params: Any, batch: Any, number: int) -> optax_boost.LayerGroups:
+def _groups(params: Any, batch: Any, number: int | None = None) -> optax_boost.LayerGroups:
   return optax_boost.layer_groups(_transformer.loss_fn, params, batch, num_groups=number)
 
 
@@ -104,7 +104,7 @@ def gradual(adam: Any, params: Any, batch: Any, steps: int) -> optax.GradientTra
 
 def layerwise(params: Any, batch: Any) -> optax.GradientTransformation:
   """A group for each layer, with 0.75 of the rate of the one after it."""
-  return optax_boost.layerwise_decay(_groups(params, batch, _transformer.LAYERS), 0.75)
+  return optax_boost.layerwise_decay(_groups(params, batch), 0.75)
 
 
 WAYS = {

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# A set of leaves: one or several regular expressions, a tree of bools, a callable from the
-# params to such a tree (optax's mask convention), or None for no leaf.
+# A set of leaves: one or several regular expressions that match whole segments of their paths (see
+# `compile_pattern`), a tree of bools, a callable from the params to such a tree (optax's mask
+# convention), or None for no leaf.
 LeafSelector: TypeAlias = Any
 # Axes of a mesh by name, the same for all leaves or by regular expression.
 AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
@@ -227,8 +228,29 @@ def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None
     check_number(name, learning_rate, minimum=0.0)
 
 
+# Where a match may begin and end: at either side of a `/`, and at the ends of a path. Names of
+# PyTorch and MindSpore in a flat dict, as `fc1.bias`, have dots instead.
+_SEGMENT_BOUNDARY = r"(?:\A|\Z|(?<=[/.])|(?=[/.]))"
+# Python allows flags for a whole expression, as `(?i)`, only at its start.
+_LEADING_FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
+
+
 def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
-  """Compiles a user's regular expression: TypeError for no string, ValueError for a bad one."""
+  """Compiles a user's regular expression so that ``search`` finds whole segments of a path.
+
+  A match begins and ends at a segment boundary, so `blocks/1` is found in ``blocks/1/kernel`` and
+  not in ``blocks/10/kernel``. TypeError for no string, ValueError for a bad expression.
+  """
+  compiled = compile_within_segments(argument, pattern)
+  flags = _LEADING_FLAGS.match(pattern)[0]  # type: ignore[index]  # it matches anything
+  # In a verbose expression, a comment may be last.
+  end = "\n)" if compiled.flags & re.VERBOSE else ")"
+  whole = f"{flags}{_SEGMENT_BOUNDARY}(?:{pattern[len(flags) :]}{end}{_SEGMENT_BOUNDARY}"
+  return re.compile(whole)
+
+
+def compile_within_segments(argument: str, pattern: Any) -> re.Pattern[str]:
+  """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
       f"`{argument}` must hold regular expressions, which are strings; got {shorten(pattern)}."

@@ -44,18 +44,18 @@ def centralize(
   einsums, stacked layers and experts are centralized over the wrong axes.
 
   Args:
-    exclude: the leaves to leave alone: regular expressions searched in the leaf's path, a tree of
-      bools, a callable from params to one, or None. ``"auto"``: biases, normalizations,
-      embeddings, depthwise convolutions and a normalized head. By name, kernels of one input
-      channel count as depthwise, and leaves with at most one axis are left alone.
+    exclude: the leaves to leave alone: regular expressions that match whole segments of the leaf's
+      path, a tree of bools, a callable from params to one, or None. ``"auto"``: biases,
+      normalizations, embeddings, depthwise convolutions and a normalized head. By name, kernels of
+      one input channel count as depthwise, and leaves with at most one axis are left alone.
     layout: where a kernel has its output axis, if `layers` does not tell: ``"flax"``, last: Dense
       ``(in, out)``, Conv ``HWIO``; ``"torch"``, first: ``(out, in, ...)``.
     layers: what :func:`layer_axes` returns. None: the extra argument `layers` of ``update``, which
       the train step passes.
     axis_name: inside ``shard_map``, the mesh axes over which a fan-in axis of the params is
       sharded into equal parts: means are taken across them. If an output axis or a stacked one is
-      sharded, too, name them by regular expression, as in ``{"down/": "model"}``. Not needed under
-      ``jit``.
+      sharded, too, name them by regular expression, as in ``{"down": "model"}``; the first that
+      matches a leaf counts. Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` without state. Updates have the gradients'

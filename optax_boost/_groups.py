@@ -23,8 +23,6 @@ from optax_boost import _tree
 # Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
 # along axis 1 "blocks/kernel[:, 0:4]".
 _LAYERS = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
-# Unless a number is asked for.
-_MOST_GROUPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +74,18 @@ def layer_groups(
   """Groups the leaves along the forward pass, as a trace of the loss shows it.
 
   A leaf's place is where it first meets the data; casts and reshapes of params do not count. The
-  blocks between which groups are cut are numbered modules of which two or more have the same
-  leaves (``layers/0``, ``Block_3``); a kernel outside them is a block of its own, and a bias or a
-  normalization stays with the kernel before it. If more groups are asked for than there are blocks,
-  blocks are cut into the numbered modules in them and at last into kernels. In a model that scans
-  over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each step of the outermost scan is a
-  block; a leaf that all layers share is frozen with the first of them. Nothing is computed; arrays
-  may be abstract.
+  first group has all leaves that meet it before the first block (patches, class token, positions,
+  a tied embedding), the last all after the last block (final norm, pooler, head), and between them
+  each block is a group, as in BEiT, MAE and ``timm``.
+
+  Blocks are numbered modules of which two or more have the same leaves (``layers/0``,
+  ``Block_3``). In a model that scans over its layers (``nn.scan``, ``nnx.scan``, ``lax.scan``) each
+  step of the outermost scan is a block; a leaf that all layers share is in the first of them. If
+  numbered modules are stages, as in ResNets, ConvNeXts and U-Nets, the blocks in them count, in the
+  order of the forward pass. What is between two blocks goes with the one around which its module
+  is, else a kernel, as a downsampling one, with the block that follows and a normalization with
+  the one before; a module of several kernels is a block of its own. Without numbered modules each
+  kernel is a block, with its bias and normalization. Nothing is computed; arrays may be abstract.
 
   Noise, and arrays that the loss closes over (an adapter's base weights, a pruning mask), are data
   only where the params would otherwise meet data in one place or nowhere. In `args` they count as
@@ -93,17 +96,19 @@ def layer_groups(
     params: the params.
     *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
       ``linen.split_loss`` takes its model state first, which is not data.
-    num_groups: how many groups; the last is never frozen. Raising it makes finer steps of depth,
-      each a program to compile. None: ten, or one for each block where there are fewer.
-    overrides: groups by regular expression, searched in the leaves' paths, which take precedence
-      over the trace. The first that matches counts, for all layers of a leaf.
+    num_groups: how many groups; the last is never frozen. None: as above. Lowering it puts
+      neighbours into one group, evenly; above the number of blocks these are cut inside, into the
+      numbered modules in them and at last into kernels.
+    overrides: groups by regular expression, which take precedence over the trace, for all layers of
+      a leaf. An expression matches whole segments of the leaves' paths; patterns of two groups that
+      match one leaf are an error.
 
   Returns:
     A :class:`LayerGroups`.
 
   Raises:
-    ValueError: there are fewer kernels than groups, the loss uses no leaf, or an override names no
-      group.
+    ValueError: there are fewer kernels than groups, the loss uses no leaf, an override names no
+      group, or two put a leaf into different ones.
 
   Examples:
     >>> import jax.numpy as jnp, optax_boost
@@ -111,7 +116,7 @@ def layer_groups(
     >>> def loss_fn(params, x):
     ...   h = jnp.tanh(x @ params["z_body"]["kernel"] + params["z_body"]["bias"])
     ...   return jnp.mean(h @ params["a_head"])
-    >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8)), num_groups=2))
+    >>> print(optax_boost.layer_groups(loss_fn, params, jnp.ones((2, 8))))
     group 0: 72 parameters (90.0 %): z_body/kernel, z_body/bias
     group 1: 8 parameters (10.0 %), never frozen: a_head
   """
@@ -120,18 +125,17 @@ def layer_groups(
     num_groups = int(num_groups)
   program = _layers.trace(loss_fn, params, args)
   described = _layers.describe(program, params, _layers.data_flags(loss_fn, args))
-  leaves = _layers.leaves_of(params)
-  events, stacks = list(described.uses), described.scans
-  order = list(dict.fromkeys(events))
+  leaves = _layers.leaves_of(params, described)
+  model = _layer_blocks.Model(leaves, list(described.uses), described.scans)
+  order = model.order
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:
     raise ValueError(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
-  places, blocks = _layer_blocks.find(leaves, order, stacks, num_groups or 1)
-  if num_groups is None:
-    num_groups = min(_MOST_GROUPS, blocks)
+  places, blocks = _layer_blocks.find(model, num_groups)
+  num_groups = blocks if num_groups is None else num_groups
   if blocks < num_groups:
     raise ValueError(
       f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"
@@ -145,8 +149,8 @@ def layer_groups(
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _layer_blocks.reused(events, places).union(*(stack.shared for stack in stacks))
-  axes = {leaf: axis for stack in stacks for leaf, axis in stack.axes}
+  reused = _layer_blocks.reused(model, places)
+  axes = {leaf: axis for stack in model.stacks for leaf, axis in stack.axes}
   members: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
   for i in [*order, *unused]:
@@ -179,11 +183,15 @@ def _overridden(
         f"`overrides` must name groups 0 to {num_groups - 1}; got {_base.shorten(number)} for"
         f" {_base.shorten(pattern)}."
       )
-  matches = _tree.first_match("overrides", list(overrides), [leaf.path for leaf in leaves])
-  of_pattern = [int(number) for number in overrides.values()]
-  return {i: of_pattern[match] for i, match in enumerate(matches) if match is not None}
+  group_of_pattern = [(pattern, int(number)) for pattern, number in overrides.items()]
+  numbers = _tree.assign_groups("overrides", group_of_pattern, [leaf.path for leaf in leaves])
+  return {i: number for i, number in enumerate(numbers) if number is not None}
 
 
+_NO_CATCH_ALL = (
+  " A leaf that no pattern matches is in the last group already, so the last pattern need not be a"
+  " catch-all like '.*': one leaf's path will do."
+)
 # A leaf's group; for layers in several groups an array that broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
@@ -192,28 +200,45 @@ def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
   leaves = _layers.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
-    matches = _tree.first_match("groups", groups, [leaf.path for leaf in leaves])
-    return [len(groups) - 1 if match is None else match for match in matches]
-  whole = {entry: g for g, group in enumerate(groups.groups) for entry in group}
+    group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
+    paths = [leaf.path for leaf in leaves]
+    of_leaves = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL)
+    return [len(groups) - 1 if number is None else number for number in of_leaves]
+  whole: dict[str, int] = {}
   # By path, the axis of the layers and their groups.
-  parts: dict[str, tuple[int, dict[int, int]]] = {}
-  for entry, g in whole.items():
-    if match := _LAYERS.fullmatch(entry):
-      path, before, first, end = match.groups()
-      _, numbers = parts.setdefault(path, (len(before) // 3, {}))
-      numbers |= dict.fromkeys(range(int(first), int(end)), g)
+  layers_of: dict[str, tuple[int, dict[int, int]]] = {}
+  for g, group in enumerate(groups.groups):
+    for entry in group:
+      if match := _LAYERS.fullmatch(entry):
+        path, before, first, end = match.groups()
+        axis, numbers = layers_of.setdefault(path, (len(before) // 3, {}))
+        layers = range(int(first), int(end))
+        is_new = axis == len(before) // 3 and numbers.keys().isdisjoint(layers)
+        numbers |= dict.fromkeys(layers, g)
+      else:
+        path, is_new = entry, entry not in layers_of
+      if path in whole or not is_new:
+        raise ValueError(
+          f"`{method}` needs groups in which each leaf, or each of its layers along one axis, is"
+          f" once; got '{entry}' in group {g} and others of this leaf before it. Make the groups"
+          " with `layer_groups`."
+        )
+      if match is None:
+        whole[path] = g
   return [
-    whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, parts, method)
+    whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, layers_of, method)
     for leaf in leaves
   ]
 
 
 def _numbers_of_layers(
-  leaf: _layers.Leaf, parts: dict[str, tuple[int, dict[int, int]]], method: str
+  leaf: _layers.Leaf, layers_of: dict[str, tuple[int, dict[int, int]]], method: str
 ) -> np.ndarray:
-  axis, numbers = parts.get(leaf.path, (0, {}))
-  if not numbers or leaf.shape[axis : axis + 1] != (len(numbers),):
-    has = f"{len(numbers)} layers along axis {axis} of" if numbers else "no group with"
+  axis, numbers = layers_of.get(leaf.path, (0, {}))
+  length = leaf.shape[axis] if axis < len(leaf.shape) else 0
+  if not numbers or sorted(numbers) != list(range(length)):
+    layers = f"layers {_base.shorten(sorted(numbers))} along axis {axis} of"
+    has = layers if numbers else "no group with"
     raise ValueError(
       f"`{method}` was given groups for other params: they have {has} the leaf"
       f" '{_tree.leaf_name(leaf.path)}' of shape {leaf.shape}. Make them with `layer_groups` from"

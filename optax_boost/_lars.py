@@ -113,16 +113,18 @@ def scale_by_lars_trust_ratio(
       it was, as in MXNet. None: no clipping.
     clip_ratio: the learning rate :math:`\alpha` that follows in the chain, a number or a schedule:
       the ratio :math:`r` becomes :math:`\min(r / \alpha, 1)`. None: the ratio is not clipped.
-    exclude: the leaves that keep ratio 1: regular expressions searched in the leaf's path
-      (``"block_1/conv/kernel"``), a tree of bools, a callable from params to one, or None.
-      ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most one axis.
+    exclude: the leaves that keep ratio 1: regular expressions that match whole segments of the
+      leaf's path (``"conv"`` of ``"block_1/conv/kernel"``), a tree of bools, a callable from params
+      to one, or None. ``"auto"``: leaves named bias, scale, beta or gamma, and layers with at most
+      one axis.
     weight_decay_mask: the leaves that are decayed, given in the same ways. None: all, as in MXNet.
     layers: what :func:`layer_axes` returns, for leaves that hold many layers or experts: each of
       these gets a ratio of its own. None: the extra argument `layers` of ``update``, which the
       train step passes; without it, too, a leaf has one ratio.
     axis_name: inside ``shard_map``, the mesh axes over which the params are sharded: norms are
       summed over them. If a stacked axis is sharded, whose layers have norms of their own, name
-      them by regular expression, as in ``{"head/": "model"}``. Not needed under ``jit``.
+      them by regular expression, as in ``{"head": "model"}``; the first that matches a leaf counts.
+      Not needed under ``jit``.
 
   Returns:
     An :class:`optax.GradientTransformationExtraArgs` that needs `params`. Updates have the

@@ -1,6 +1,14 @@
-"""The blocks of a model along the forward pass: what groups of layers are made of."""
+"""The blocks of a model along the forward pass: what groups of layers are made of.
 
+A *unit* of leaves stays together: a numbered module that the model repeats, a layer of a scan, or
+what is before, between or after these. A leaf without a unit is a block of its own if it is a
+kernel; biases and normalizations go with a kernel.
+"""
+
+import collections
 from collections.abc import Sequence
+import dataclasses
+import functools
 import itertools
 import re
 
@@ -9,35 +17,73 @@ from optax_boost import _leaf_uses
 from optax_boost import _tree
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
+# Units beside the blocks. No module has such a name: a path has no empty segment.
+_FIRST, _LAST = "/first", "/last"
+
+# For each leaf a unit, or None.
+_Units = list[str | None]
+# For each leaf its block, or its layers' blocks; and the number of blocks.
+_Places = tuple[dict[int, list[int]], int]
 
 
-def find(
-  leaves: list[_layers.Leaf], order: list[int], stacks: Sequence[_leaf_uses.Scan], wanted: int
-) -> tuple[dict[int, list[int]], int]:
-  """For each leaf its block, or its layers' blocks; and the number of blocks.
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What a traced loss says of its leaves, which are known by number."""
 
-  The largest blocks of which there are `wanted`, else the smallest; `order` lists leaves by first
-  use.
+  leaves: list[_layers.Leaf]
+  uses: list[int]  # a leaf that is used again is repeated
+  stacks: Sequence[_leaf_uses.Scan]
+
+  @functools.cached_property
+  def order(self) -> list[int]:
+    """The leaves by first use."""
+    return list(dict.fromkeys(self.uses))
+
+  @functools.cached_property
+  def kernels(self) -> list[int]:
+    """All leaves but biases and normalizations, by first use."""
+    return [i for i in self.order if not _is_attached(self.leaves[i])]
+
+
+def find(model: Model, wanted: int | None) -> _Places:
+  """The largest blocks of which there are `wanted`, else the smallest.
+
+  None: one for each repeated module and layer, one for all before these and one for all after.
   """
-  kernels = [i for i in order if not _is_attached(leaves[i])]
-  modules = _modules(leaves, kernels, stacks)
-  for largest in range(max(map(len, modules), default=0)):
-    units = [chain[min(largest, len(chain) - 1)] if chain else None for chain in modules]
-    # The remainder of a cut module may have no kernel, or others among its kernels.
-    runs = [unit for unit, _ in itertools.groupby(units[i] for i in kernels)]
-    units = [unit if runs.count(unit) == 1 else None for unit in units]
-    places, number = _places(leaves, order, stacks, units)
-    if number >= wanted:
-      return places, number
-  return _places(leaves, order, stacks, [None] * len(leaves))
+  modules = _modules(model)
+  stages = {
+    module
+    for module in {m for chain in modules for m in chain}
+    if _is_stage(model, modules, module)
+  }
+  # A leaf's block is the outermost of its modules that is no stage.
+  outer = [list(itertools.takewhile(stages.__contains__, chain)) for chain in modules]
+  inner = [chain[len(around) :] for chain, around in zip(modules, outer, strict=True)]
+  blocks = _without_layers_alone(model, [chain[0] if chain else None for chain in inner])
+  joined = _places(model, _joined(model, blocks))
+  if wanted is None:
+    return joined
+  candidates = [joined, _places(model, blocks)]
+  for level in range(max(map(len, modules), default=0)):
+    units = [chain[min(level, len(chain) - 1)] if chain else None for chain in modules]
+    if any(unit in chain[1:] for unit, chain in zip(units, inner, strict=True)):
+      # Blocks are cut: the remainder of one may have no kernel, or others among its kernels.
+      runs = [unit for unit, _ in itertools.groupby(units[i] for i in model.kernels)]
+      units = [unit if runs.count(unit) == 1 else None for unit in units]
+    else:
+      units = _joined(model, _without_layers_alone(model, units))
+    candidates.append(_places(model, units))
+  enough = [places for places in candidates if places[1] >= wanted]
+  smallest = _places(model, [None] * len(model.leaves))
+  return min(enough, key=lambda places: places[1], default=smallest)
 
 
-def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
-  """The leaves that are used again after a leaf of a later block."""
+def reused(model: Model, places: dict[int, list[int]]) -> set[int]:
+  """The leaves that all layers of a scan use, or that are used again after a later block's."""
   furthest = 0
   seen: set[int] = set()
-  found: set[int] = set()
-  for leaf in events:
+  found = set[int]().union(*(_shared(model, stack) for stack in model.stacks))
+  for leaf in model.uses:
     block = min(places[leaf])
     if leaf in seen and block < furthest:
       found.add(leaf)
@@ -46,61 +92,226 @@ def reused(events: list[int], places: dict[int, list[int]]) -> set[int]:
   return found
 
 
-def _modules(
-  leaves: list[_layers.Leaf], kernels: list[int], stacks: Sequence[_leaf_uses.Scan]
-) -> list[list[str]]:
+def _is_attached(leaf: _layers.Leaf) -> bool:
+  # With layers side by side, biases may be matrices.
+  return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
+
+
+def _parents(path: str) -> list[str]:
+  """The modules around a leaf or module, the root among them."""
+  names = path.split("/") if path else []
+  return ["/".join(names[:end]) for end in range(len(names))]
+
+
+def _modules_around(path: str) -> list[str]:
+  """The modules around a leaf, without the root; an entry of a list is a module, too."""
+  modules = _parents(path)[1:]
+  return [*modules, path] if path.rpartition("/")[2].isdigit() else modules
+
+
+# ---- Repeated modules
+
+
+def _modules(model: Model) -> list[list[str]]:
   """For each leaf the repeated modules that it is in, from the outermost in.
 
-  A module is repeated if its name is numbered and two of its kind hold the same leaves. It counts
-  where its kernels come one after the other and no scan runs over them.
+  A module is repeated if its name is numbered, its parent has others of this name, and two of them,
+  or of those in like parents, hold the same leaves. It counts where its kernels come one after the
+  other and no scan runs over them.
   """
   members: dict[str, set[int]] = {}
-  for i, leaf in enumerate(leaves):
-    for module in _parents(leaf.path)[1:]:
+  for i, leaf in enumerate(model.leaves):
+    for module in _modules_around(leaf.path):
       members.setdefault(module, set()).add(i)
-  kinds: dict[str, list[str]] = {}
+  siblings: dict[str, list[str]] = {}
+  alike: dict[str, list[str]] = {}
   for module in members:
     if match := _NUMBERED.fullmatch(module):
-      kinds.setdefault(match[1], []).append(module)
-  scanned = {i for stack in stacks for i in stack.axis_of}
+      siblings.setdefault(match[1], []).append(module)
+      alike.setdefault(_without_numbers(module), []).append(module)
+  scanned = {i for stack in model.stacks for i in stack.axis_of}
+  numbered = {
+    i for modules in siblings.values() if len(modules) > 1 for m in modules for i in members[m]
+  }
+  # What several layers use, as a table of relative positions, may be used first amid one of them.
+  shared = {i for i in model.kernels if model.uses.count(i) > 1} - numbered
+  kernels = [i for i in model.kernels if i not in shared]
 
   def contents(module: str) -> frozenset[str]:
-    return frozenset(leaves[i].path.removeprefix(module) for i in members[module])
+    return frozenset(model.leaves[i].path.removeprefix(module) for i in members[module])
 
-  def is_block(module: str) -> bool:
+  def is_repeated(modules: Sequence[str]) -> bool:
+    of_kind = alike[_without_numbers(modules[0])]
+    return len(modules) > 1 and len(set(map(contents, of_kind))) < len(of_kind)
+
+  def is_together(module: str) -> bool:
     runs = [is_inside for is_inside, _ in itertools.groupby(kernels, members[module].__contains__)]
     return runs.count(True) == 1 and scanned.isdisjoint(members[module])
 
-  chains: list[list[str]] = [[] for _ in leaves]
-  for modules in kinds.values():
-    if len(set(map(contents, modules))) == len(modules):
-      continue  # no two have the same leaves
-    for module in filter(is_block, modules):
+  chains: list[list[str]] = [[] for _ in model.leaves]
+  for modules in filter(is_repeated, siblings.values()):
+    for module in filter(is_together, modules):
       for i in members[module]:
         chains[i].append(module)
   return [sorted(chain, key=len) for chain in chains]
 
 
-def _places(
-  leaves: list[_layers.Leaf],
-  order: list[int],
-  stacks: Sequence[_leaf_uses.Scan],
-  units: Sequence[str | None],
-) -> tuple[dict[int, list[int]], int]:
-  """For each leaf its block, or its layers' blocks; and the number of blocks."""
-  # By the leaf of a stack that is used first; the others follow it.
+def _without_numbers(path: str) -> str:
+  return re.sub(r"\d+", "#", path)
+
+
+def _is_stage(model: Model, modules: list[list[str]], stage: str) -> bool:
+  """Whether a module is a row of blocks, as in a ResNet, and not a block itself.
+
+  All its kernels but one, which may change the resolution, are in numbered modules of several
+  kernels; the others of a name have the same leaves, but for a projection in some. Nothing else
+  is used between the first of these modules and the last.
+  """
+  inside = [i for i in model.order if stage in modules[i]]
+  module_of = {
+    i: modules[i][modules[i].index(stage) + 1] for i in inside if modules[i][-1] != stage
+  }
+  kernels = [i for i in inside if not _is_attached(model.leaves[i])]
+  counts = collections.Counter(module_of[i] for i in kernels if i in module_of)
+  blocks = {module: number for module, number in counts.items() if number > 1}
+  outside = len(kernels) - sum(blocks.values())
+  names: dict[str, list[set[str]]] = {}
+  for block in blocks:
+    paths = {model.leaves[i].path.removeprefix(block) for i in inside if module_of.get(i) == block}
+    names.setdefault(block.rstrip("0123456789"), []).append(paths)
+  are_alike = all(
+    len(contents) > 1 and set[str]().union(*contents) == max(contents, key=len)
+    for contents in names.values()
+  )
+  runs = [in_block for in_block, _ in itertools.groupby(module_of.get(i) in blocks for i in inside)]
+  return bool(blocks) and are_alike and outside <= 1 and runs.count(True) == 1
+
+
+def _without_layers_alone(model: Model, units: _Units) -> _Units:
+  """Drops units of one kernel, unless these are most of the model.
+
+  Beside blocks and scans they are convolutions between stages, or the layers of a head.
+  """
+  counts = collections.Counter(units[i] for i in model.kernels)
+  outside = counts.pop(None, 0)
+  if not model.stacks and set(counts.values()) == {1} and len(counts) > outside:
+    return units
+  return [unit if counts[unit] > 1 else None for unit in units]
+
+
+# ---- What is before, between and after blocks
+
+
+def _joined(model: Model, units: _Units) -> _Units:
+  """Units for the leaves beside blocks, so that these make no groups of their own.
+
+  What is used before all blocks is one unit, what is used after them another. Between blocks, a
+  module of several kernels is a block, too; another leaf goes with the block around which its
+  module is, else a kernel with the block that follows and the rest with what is before it.
+  """
+  firsts, followers = _stacks_by_first_leaf(model)
+  units = [f"/scan {i}" if i in firsts else unit for i, unit in enumerate(units)]
+  following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
+  order = [i for i in model.order if i not in following]
+  inside = [place for place, i in enumerate(order) if units[i] is not None]
+  if not inside:
+    return units
+  first, last = inside[0], inside[-1]
+  runs = itertools.groupby(range(first, last), lambda place: units[order[place]] is None)
+  between = [[order[place] for place in run] for is_outside, run in runs if is_outside]
+  joined = list(units)
+  for i in order[:first]:
+    joined[i] = _FIRST
+  for i in order[last + 1 :]:
+    joined[i] = _LAST
+  # Biases or normalizations of a series, as `LayerNorm_0`, of which others are between the blocks,
+  # belong to the first block or the last.
+  series = {_without_numbers(model.leaves[i].path) for run in between for i in run}
+
+  def in_series(i: int) -> bool:
+    kind = _without_numbers(model.leaves[i].path)
+    return _is_attached(model.leaves[i]) and "#" in kind and kind in series
+
+  if all(map(in_series, order[:first])):
+    for i in order[:first]:
+      joined[i] = units[order[first]]
+  for i in itertools.takewhile(in_series, order[last + 1 :]):
+    joined[i] = units[order[last]]
+  for run in between:
+    before = order[order.index(run[0]) - 1]
+    after = order[order.index(run[-1]) + 1]
+    _join_between(model, units, joined, before, run, after)
+  return joined
+
+
+def _join_between(
+  model: Model, units: _Units, joined: _Units, before: int, run: list[int], after: int
+) -> None:
+  """Chooses the units of a run of leaves between two leaves that have some."""
+  paths = [leaf.path for leaf in model.leaves]
+  with_unit = {module for i, unit in enumerate(units) if unit for module in _parents(paths[i])}
+  kernels = [i for i in run if not _is_attached(model.leaves[i])]
+  mixing = [i for i in kernels if (axes := model.leaves[i].axes) is None or axes.fan_in]
+  of_module = collections.Counter(m for i in mixing for m in _parents(paths[i]))
+
+  def own_block(i: int) -> str | None:
+    around = [m for m in _parents(paths[i]) if m not in with_unit and of_module[m] > 1]
+    return around[0] if around else None
+
+  def nearness(i: int, other: int) -> int:
+    pairs = zip(_parents(paths[i]), _parents(paths[other]), strict=False)
+    return sum(1 for mine, theirs in pairs if mine == theirs)
+
+  for i in kernels:
+    is_nearer = nearness(i, before) > nearness(i, after)
+    joined[i] = own_block(i) or units[before if is_nearer else after]
+  latest = before
+  for i in run:
+    if units[before] == units[after]:
+      joined[i] = units[before]
+    elif i not in kernels:
+      # The nearest; of equally near ones the one before it.
+      near = max([latest, *kernels, after], key=lambda other: nearness(i, other))
+      joined[i] = own_block(i) or joined[near]
+    latest = i
+
+
+# ---- Places
+
+
+def _stacks_by_first_leaf(
+  model: Model,
+) -> tuple[dict[int, _leaf_uses.Scan], dict[int, list[int]]]:
+  """Scans by the leaf that each uses first, and the leaves that follow it into its layers."""
   stack_of: dict[int, _leaf_uses.Scan] = {}
   followers: dict[int, list[int]] = {}
-  sliced = {i for stack in stacks for i in stack.axis_of}
-  for stack in stacks:
+  sliced = {i for stack in model.stacks for i in stack.axis_of}
+  order = model.order
+  for stack in model.stacks:
     for first in [i for i in order if i in stack.axis_of][:1]:
       later = order[order.index(first) :]
+      shared = _shared(model, stack) - sliced
       stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axis_of or i in stack.shared - sliced]
+      followers[first] = [i for i in later if i in stack.axis_of or i in shared]
+  return stack_of, followers
+
+
+def _shared(model: Model, stack: _leaf_uses.Scan) -> set[int]:
+  """The leaves that all layers of a scan use: they enter it, or are used first between others."""
+  places = [place for place, i in enumerate(model.order) if i in stack.axis_of]
+  between = model.order[places[0] : places[-1]] if places else []
+  sliced = {i for other in model.stacks for i in other.axis_of}
+  return set(stack.shared).union(set(between) - sliced)
+
+
+def _places(model: Model, units: _Units) -> _Places:
+  """For each leaf its block, or its layers' blocks; and the number of blocks."""
+  stack_of, followers = _stacks_by_first_leaf(model)
   following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
   places: dict[int, list[int]] = {}
   number = 0
-  for block in _blocks(leaves, [i for i in order if i not in following], set(stack_of), units):
+  order = [i for i in model.order if i not in following]
+  for block in _blocks(model.leaves, order, set(stack_of), units):
     first = next((i for i in block if i in stack_of), block[0])
     layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
     number += len(layers)
@@ -113,19 +324,8 @@ def _places(
   return places, number
 
 
-def _is_attached(leaf: _layers.Leaf) -> bool:
-  # With layers side by side, biases may be matrices.
-  return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
-
-
-def _parents(module: str) -> list[str]:
-  """The modules around a module, the root among them."""
-  names = module.split("/") if module else []
-  return ["/".join(names[:end]) for end in range(len(names))]
-
-
 def _blocks(
-  leaves: list[_layers.Leaf], order: list[int], stacks: set[int], units: Sequence[str | None]
+  leaves: list[_layers.Leaf], order: list[int], stacks: set[int], units: _Units
 ) -> list[list[int]]:
   """Units, and kernels and stacks outside them, with their biases and normalizations."""
   modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
@@ -137,6 +337,8 @@ def _blocks(
   for i in kernels:
     kernels_of.setdefault(modules[i], []).append(i)
     first_of.setdefault(units[i], i)
+  for i in order:
+    first_of.setdefault(units[i], i)  # of units without a kernel
   blocks: dict[int, list[int]] = {}
   last = (kernels or order or [0])[0]
   for i in order:

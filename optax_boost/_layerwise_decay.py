@@ -29,8 +29,9 @@ def layerwise_decay(
 
   Args:
     groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
-      or regular expressions, one per group in the order of the forward pass, searched in the
-      leaves' paths. The first that matches counts; a leaf that none matches is in the last group.
+      or regular expressions, one per group in the order of the forward pass, that match whole
+      segments of the leaves' paths: ``"blocks/1"`` is not found in ``blocks/10``. A leaf that two
+      match is an error; one that none matches is in the last group.
     decay: the factor from a group to the one before it, above 0 and at most 1. Raising it trains
       the first layers faster.
 

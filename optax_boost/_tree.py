@@ -15,6 +15,9 @@ from optax_boost import _base
 
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
+# How many trees' plans `once_per_tree` keeps.
+_MOST_PLANS = 64
+_MISSING = object()
 _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
@@ -90,33 +93,75 @@ def is_bias_or_norm(path: str) -> bool:
 
 
 def first_match(
-  argument: str,
-  patterns: Sequence[str],
-  paths: Sequence[str],
-  *,
-  tree: Any = None,
-  warn_shadowed: bool = False,
+  argument: str, patterns: Sequence[str], paths: Sequence[str], *, tree: Any = None
 ) -> list[int | None]:
-  """For each path, the index of the first pattern found in it; warns of idle patterns.
+  """For each path, the index of the first pattern that matches it; warns of idle patterns.
 
-  Patterns of leaves that are masked in `tree` are not idle. With `warn_shadowed` it also warns of
-  patterns all of whose leaves match an earlier one.
+  Patterns of leaves that are masked in `tree` are not idle.
+  """
+  return [matches[0] if matches else None for matches in _matches(argument, patterns, paths, tree)]
+
+
+def assign_groups(
+  argument: str,
+  group_of_pattern: Sequence[tuple[str, int]],
+  paths: Sequence[str],
+  advice: str = "",
+) -> list[int | None]:
+  """For each path, the group whose pattern matches it, or None; warns of idle patterns.
+
+  ValueError for a path that patterns of two groups match; `advice` ends its message.
+  """
+  groups: list[int | None] = []
+  patterns = [pattern for pattern, _ in group_of_pattern]
+  for path, matches in zip(paths, _matches(argument, patterns, paths), strict=True):
+    first = matches[0] if matches else None
+    groups.append(None if first is None else group_of_pattern[first][1])
+    for other in matches:
+      if group_of_pattern[other][1] != groups[-1]:
+        raise ValueError(
+          f"`{argument}` must put each leaf into one group; got the leaf '{leaf_name(path)}', which"
+          f" {patterns[matches[0]]!r} of group {groups[-1]} and {patterns[other]!r} of group"
+          f" {group_of_pattern[other][1]} match. Write patterns of which only one matches it."
+          f"{advice}"
+        )
+  return groups
+
+
+def _matches(
+  argument: str, patterns: Sequence[str], paths: Sequence[str], tree: Any = None
+) -> list[list[int]]:
+  """For each path, the indices of the patterns that match whole segments of it.
+
+  Warns of patterns that match neither a path nor a leaf that is masked in `tree`.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
-  first = [match[0] if match else None for match in matches]
   matching = {i for match in matches for i in match}
-  unmatched = [pattern for i, pattern in enumerate(compiled) if i not in matching]
+  unmatched = [i for i in range(len(patterns)) if i not in matching]
   hidden = masked_paths(tree) if unmatched else []
-  idle = [pattern.pattern for pattern in unmatched if not any(map(pattern.search, hidden))]
+  idle = [patterns[i] for i in unmatched if not any(map(compiled[i].search, hidden))]
   if idle and paths:
-    warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.", paths)
-  shadowed = [patterns[i] for i in sorted(matching - set(first))]
-  if shadowed and warn_shadowed:
-    warn_no_effect(
-      f"`{argument}` has patterns whose leaves all match an earlier pattern: {shadowed}.", paths
-    )
-  return first
+    hints = "".join(_whole_segments_hint(argument, pattern, paths) for pattern in idle)
+    warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.{hints}", paths)
+  return matches
+
+
+def _whole_segments_hint(argument: str, pattern: str, paths: Sequence[str]) -> str:
+  """What to write instead of a pattern that matches parts of segments alone."""
+  search = _base.compile_within_segments(argument, pattern).search
+  path = next(filter(search, paths), None)
+  if path is None:
+    return ""
+  hint = f" Patterns match whole segments of a path, and {pattern!r} a part of one in '{path}'"
+  inner = f"({pattern})" if "|" in pattern else pattern
+  for longer in (f"{inner}.*", f".*{inner}", f".*{inner}.*"):
+    try:
+      if _base.compile_pattern(argument, longer).search(path):
+        return f"{hint}: write {longer!r}."
+    except ValueError:
+      continue  # flags, as `(?i)`, may stand at the start alone
+  return f"{hint}."
 
 
 def select(
@@ -188,16 +233,19 @@ def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
 
   Further arguments must be hashable.
   """
-  plans: dict[Any, _Plan] = {}
+  plans: dict[Any, Any] = {}
 
   def cached(tree: Any, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
-    if key not in plans:
-      if len(plans) >= 64:
+    # Another thread may clear the plans at any time, so none is looked up twice.
+    of_tree = plans.get(key, _MISSING)
+    if of_tree is _MISSING:
+      of_tree = plan(tree, *static)
+      if len(plans) >= _MOST_PLANS:
         plans.clear()
-      plans[key] = plan(tree, *static)
-    return plans[key]
+      plans[key] = of_tree
+    return of_tree
 
   return cached
 
@@ -220,10 +268,12 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
   """A mask for ``optax.masked`` that selects leaves by their path.
 
   Args:
-    *patterns: regular expressions, searched in the leaves' paths (keys joined by ``/``).
+    *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
+      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` and
+      not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
 
   Returns:
-    A function from params to a tree of bools: True for the leaves in whose path a pattern is found.
+    A function from params to a tree of bools: True for the leaves whose path a pattern matches.
     A pattern that matches nothing raises :class:`NoEffectWarning`.
 
   Raises:

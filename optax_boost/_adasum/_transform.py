@@ -107,8 +107,9 @@ def adasum(
     local_axis_name: further axes along which gradients are averaged first, as over the devices of
       one node; the adaptive sum then runs over nodes. None: no such axis.
     groups: which leaves share their coefficients. None: each leaf is a group, as in Horovod.
-      Regular expressions, searched in the leaves' paths, make a group each (the first that matches
-      counts; other leaves stay on their own); ``".*"`` makes the whole model one vector.
+      Regular expressions, which match whole segments of the leaves' paths, make a group each (a
+      leaf that two match is an error; one that none matches stays on its own); ``".*"`` makes the
+      whole model one vector.
     shard_axis_name: axes along which the leaves are sharded (tensor parallelism): inner products
       are summed over them. Replicated leaves count as often as they occur, which matters only in a
       group with sharded ones. Not an axis along which devices hold different layers.
@@ -228,7 +229,8 @@ def _check_groups(groups: Any) -> tuple[str, ...]:
 
 def _group_numbers(paths: Sequence[str], patterns: Sequence[str]) -> tuple[int, ...]:
   """The group of each leaf, numbered ``0, 1, ...``."""
-  matches = _tree.first_match("groups", patterns, paths, warn_shadowed=True)
-  keys = [("leaf", i) if match is None else ("group", match) for i, match in enumerate(matches)]
+  group_of_pattern = [(pattern, group) for group, pattern in enumerate(patterns)]
+  groups = _tree.assign_groups("groups", group_of_pattern, paths)
+  keys = [("leaf", i) if group is None else ("group", group) for i, group in enumerate(groups)]
   numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
   return tuple(numbers[key] for key in keys)

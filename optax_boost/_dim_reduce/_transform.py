@@ -106,9 +106,10 @@ def dim_reduce(
       none is accepted, the step in the subspace is left out and :math:`B` restored. None: the full
       step is taken untried, which needs no loss.
     groups: which leaves share a subspace and a :math:`B`: a plan of :func:`layer_groups`; regular
-      expressions, one per group, searched in the leaves' paths (the first that matches counts; a
-      leaf that none matches is in the last group); or the result of :func:`layer_axes`, by which
-      layer i of all leaves is a group, and all leaves without layers are the last. The rows of the
+      expressions, one per group, that match whole segments of the leaves' paths (a leaf that two
+      match is an error; one that none matches is in the last group); or the result of
+      :func:`layer_axes`, by which layer i of all leaves is a group, and all leaves without layers
+      are the last. The rows of the
       basis hold a component of each, orthonormal within it (``fit_subspace(..., groups=groups)``).
       They share the step length. None: one group.
     inner: an optimizer that the steps go through, as in MindSpore's

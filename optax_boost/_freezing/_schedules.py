@@ -2,6 +2,7 @@
 
   f   the share of steps in which something is frozen
   G   the number of groups; the last is never frozen
+  d   the depths, how many groups may be frozen: at most `max_depths` of 0, ..., G - 1
 
 Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
 arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
@@ -25,6 +26,8 @@ _LONGEST_PERIOD = 10_000
 _ROUNDING = 2.0**-52
 # Schedules hold arrays of this length.
 _MOST_GROUPS = 10_000
+# Unless more are asked for: a train step compiles a program for each depth.
+_MOST_DEPTHS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,16 @@ def _check_num_groups(num_groups: Any) -> int:
   return int(num_groups)
 
 
+def _spread_depths(num_groups: Any, max_depths: Any) -> np.ndarray:
+  """The depths of a schedule, ascending from 0 to ``num_groups - 1``."""
+  num_groups = _check_num_groups(num_groups)
+  _base.check_whole_number("max_depths", max_depths, minimum=2, static=True)
+  last = min(num_groups, int(max_depths)) - 1
+  # The integers nearest to an even spread.
+  places = 2 * np.arange(last + 1) * (num_groups - 1) + last
+  return (places // max(2 * last, 1)).astype(np.int32)
+
+
 def _python_number(name: str, value: Any, **limits: Any) -> float:
   """Checks a number from which a schedule is computed on the host."""
   _base.check_number(name, value, **limits)
@@ -99,20 +112,25 @@ def _check_share(num_groups: Any, frozen_fraction: Any) -> tuple[int, float]:
   return num_groups, 0.0 if num_groups == 1 or share <= _ROUNDING else share
 
 
-def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
+def continuous_freezing(
+  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
   r"""In turns: some steps with nothing frozen, then 1, 2, ..., num_groups - 1 groups.
 
-  A turn has :math:`\lfloor p (G - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
-  minus `frozen_fraction`: the share is kept to within one step per turn.
+  A turn has :math:`\lfloor p (D - 1) / (1 - p) \rfloor` steps with nothing frozen, where p is one
+  minus `frozen_fraction` and D the number of depths: the share is kept to within one step per turn.
 
   Args:
     num_groups: the number of groups G.
     frozen_fraction: the share of steps in which something is frozen; raising it saves more time
       and trains the first layers less. (MindSpore's `freeze_p` is one minus this.) Above
-      (G - 1) / G the first group is never trained, with a warning.
+      (D - 1) / D the first group is never trained, with a warning.
+    max_depths: the largest number D of different depths, 0 and G - 1 among them; static. With more
+      groups, some are frozen together. Raising it makes finer steps, each of which is a program
+      that the train step compiles.
 
   Returns:
-    A :class:`FreezeSchedule`, step by step MindSpore's.
+    A :class:`FreezeSchedule`, step by step MindSpore's if each group has a depth.
 
   Examples:
     >>> import optax_boost
@@ -121,35 +139,40 @@ def continuous_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedu
     [0, 0, 0, 1, 2, 3, 0, 0]
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
+  depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
   # MindSpore's number of steps with nothing frozen, in its floats.
   near = fractions.Fraction(share).limit_denominator(_LONGEST_PERIOD)
   freeze_p = float(1 - near) if abs(near - share) <= _ROUNDING else 1 - share
-  full = math.floor(freeze_p * (num_groups - 1) / (1 - freeze_p))
+  full = math.floor(freeze_p * (len(depths) - 1) / (1 - freeze_p))
   if full == 0:
     _base.warn(
       f"`continuous_freezing` of {num_groups} groups in {share:.4g} of the steps freezes"
       " something in every step: the first group is never trained. Lower `frozen_fraction` to"
-      f" {(num_groups - 1) / num_groups:.4g} or less, or use `interval_freezing`.",
+      f" {(len(depths) - 1) / len(depths):.4g} or less, or use `interval_freezing`.",
       UserWarning,
     )
   # A turn is at most as long as the steps that an int32 counts.
-  full = min(full, _base.LARGEST_COUNT - num_groups)
-  turn = full + num_groups - 1
+  full = min(full, _base.LARGEST_COUNT - len(depths))
+  turn = full + len(depths) - 1
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.maximum(count % turn - full + 1, 0)
+    return jnp.asarray(depths)[jnp.maximum(count % turn - full + 1, 0)]
 
   return FreezeSchedule(num_groups, frozen_groups)
 
 
-def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule:
+def interval_freezing(
+  num_groups: int, frozen_fraction: float, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
   """Freezes at regular intervals, i of G groups with a probability proportional to G - i.
 
   Args:
     num_groups: the number of groups G.
     frozen_fraction: as for :func:`continuous_freezing`.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, the i-th of D
+      depths has a probability proportional to D - i.
 
   Returns:
     A :class:`FreezeSchedule` that freezes in the same steps as MindSpore, with depths drawn from
@@ -163,6 +186,7 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
     [False, True, False, True, False, True, False, True]
   """
   num_groups, share = _check_share(num_groups, frozen_fraction)
+  depths = _spread_depths(num_groups, max_depths)
   if not share:
     return fixed_freezing(num_groups, 0)
 
@@ -171,7 +195,7 @@ def interval_freezing(num_groups: int, frozen_fraction: float) -> FreezeSchedule
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
     uniform = jax.random.uniform(jax.random.fold_in(key, count), dtype=jnp.float32)
     freezes = jnp.where(count > 1, jnp.asarray(pattern)[(count - 2) % len(pattern)], count == 1)
-    return jnp.where(freezes, interval_depth(uniform, num_groups), 0)
+    return jnp.where(freezes, jnp.asarray(depths)[interval_depth(uniform, len(depths))], 0)
 
   return FreezeSchedule(num_groups, frozen_groups)
 
@@ -204,6 +228,7 @@ def progressive_freezing(
   *,
   power: float = 1.0,
   anneal: bool = True,
+  max_depths: int = _MOST_DEPTHS,
 ) -> FreezeSchedule:
   r"""Freezes each group for good at its own time, its learning rate annealed to zero until then.
 
@@ -223,6 +248,8 @@ def progressive_freezing(
     power: how the times of the others follow; raising it freezes the groups in the middle earlier
       (the paper's cubic schedule: 3).
     anneal: whether updates are multiplied.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours are
+      frozen together, at the time of the first of them.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -241,17 +268,18 @@ def progressive_freezing(
   References:
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
-  num_groups = _check_num_groups(num_groups)
+  depths = _spread_depths(num_groups, max_depths)
   _base.check_whole_number("total_steps", total_steps, static=True)
   start = float(_python_number("first", first, positive=True, below=1.0))
   exponent = float(_python_number("power", power, positive=True))
   _base.check_bool("anneal", anneal)
-  place = np.arange(num_groups) / (num_groups - 1) if num_groups > 1 else np.ones(1)
-  times = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
-  ends = times.astype(np.int32)
+  place = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
+  ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
+  # Of each group: that of the last depth at which it is not frozen.
+  times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.sum(count >= ends[:-1], dtype=jnp.int32)
+    return jnp.asarray(depths)[jnp.sum(count >= ends[:-1].astype(np.int32), dtype=jnp.int32)]
 
   def learning_rate_scale(count: jax.Array) -> jax.Array:
     passed = jnp.minimum(jnp.asarray(count, jnp.float32) / jnp.asarray(times, jnp.float32), 1.0)
@@ -283,7 +311,9 @@ def fixed_freezing(num_groups: int, frozen_groups: int) -> FreezeSchedule:
   return FreezeSchedule(num_groups, lambda count, key: jnp.full_like(count, frozen_groups))
 
 
-def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
+def gradual_unfreezing(
+  num_groups: int, every: int, *, max_depths: int = _MOST_DEPTHS
+) -> FreezeSchedule:
   r"""Trains the last group first and thaws one more from the top down every n steps.
 
   In step t the first :math:`\max(G - 1 - \lfloor t / n \rfloor, 0)` groups are frozen.
@@ -292,6 +322,8 @@ def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
     num_groups: the number of groups G.
     every: the steps n between two groups, an epoch in the paper. Raising it keeps the first layers
       longer and saves more time.
+    max_depths: as for :func:`continuous_freezing`. With more groups than depths, neighbours thaw
+      together, in the step of the first of them.
 
   Returns:
     A :class:`FreezeSchedule`.
@@ -305,10 +337,12 @@ def gradual_unfreezing(num_groups: int, every: int) -> FreezeSchedule:
   References:
     Howard, Ruder, `Universal Language Model Fine-tuning <https://arxiv.org/abs/1801.06146>`_, 2018.
   """
-  num_groups = _check_num_groups(num_groups)
+  depths = _spread_depths(num_groups, max_depths)
   _base.check_whole_number("every", every, static=True)
+  # By the number of groups that would be frozen if each had a depth.
+  allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.maximum(num_groups - 1 - count // every, 0)
+    return jnp.asarray(allowed)[jnp.maximum(num_groups - 1 - count // every, 0)]
 
   return FreezeSchedule(num_groups, frozen_groups)

@@ -72,8 +72,8 @@ def freeze_layers(
     inner: the optimizer. Shared numbers in its state (step counts, norms) advance in every step; a
       leaf's entries are recognized with ``optax.tree.map_params``.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
-      searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
-      the last group.
+      that match whole segments of the leaves' paths. A leaf that two match is an error; one that
+      none matches is in the last group.
     schedule: a :class:`FreezeSchedule` for this number of groups, as :func:`fixed_freezing` makes.
     key: of the schedule's generator, a key of ``jax.random.key`` or a seed.
 

@@ -14,10 +14,11 @@ from optax_boost import _arrays
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
   """Our freezing schedule, or MindSpore's, whose `freeze_p` is the share of unfrozen steps."""
+  depths = {"max_depths": max(param_groups, 2)}  # in MindSpore each group has one
   if ours:
-    return optax_boost.progressive_freezing(param_groups, **ours, anneal=False)
+    return optax_boost.progressive_freezing(param_groups, **ours, **depths, anneal=False)
   make = optax_boost.interval_freezing if freeze_type else optax_boost.continuous_freezing
-  return make(param_groups, 1 - freeze_p)
+  return make(param_groups, 1 - freeze_p, **depths)
 
 
 def with_adasum(

@@ -216,7 +216,11 @@ def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes(
   same["float16"] = jnp.full((8, 4), 3e4, jnp.float16)
   for kwargs, mesh, axes in (
     ({}, mesh_of(8), "replicas"),
-    ({"groups": "^(big|bfl|zero)", "local_axis_name": "near"}, mesh_of(4, 2), ("replicas", "near")),
+    (
+      {"groups": "^(big|bfloat16|zero)", "local_axis_name": "near"},
+      mesh_of(4, 2),
+      ("replicas", "near"),
+    ),
   ):
     tx = optax_boost.adasum("replicas", **kwargs)
     found, state = on_devices(tx, same, mesh, axes)
@@ -425,9 +429,8 @@ def test_an_axis_twice_or_none_is_refused():
 
 def test_groups_without_effect_warn():
   params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-  for groups in (("gain",), ("kernel", ".*", "bias")):
-    with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .* \['(gain|bia)"):
-      optax_boost.adasum("r", groups=groups).init(params)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .* \['gain'"):
+    optax_boost.adasum("r", groups=("gain",)).init(params)
 
 
 def test_gradients_that_vmap_does_not_map_are_averaged_as_identical_ones():

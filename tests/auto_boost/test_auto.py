@@ -16,6 +16,7 @@ import pytest
 
 import optax_boost
 from optax_boost import auto_boost
+from optax_boost.auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.less_bn.residual_models import LinenNet
@@ -271,12 +272,21 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
 
 
 @pytest.mark.parametrize("kind", [0, 1])
+def test_a_configuration_freezes_each_of_many_groups_at_a_depth_of_its_own(kind):
+  schedule = _methods.schedule(20, freeze_type=kind, freeze_p=0.1)
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  assert np.unique(depth(np.arange(5_000))).tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
 def test_a_configuration_is_the_chain_by_hand(kind):
   config = {"grad_freeze": {"param_groups": 2, "freeze_type": kind, "freeze_p": 0.5}}
-  tx = auto_boost("O1", config=config, key=3).optimizer(optax.sgd(0.1), groups=["r[0-4]$", "r"])
+  tx = auto_boost("O1", config=config, key=3).optimizer(
+    optax.sgd(0.1), groups=["layer[0-4]", "layer[5-9]"]
+  )
   schedule = (optax_boost.continuous_freezing, optax_boost.interval_freezing)[kind](2, 0.5)
   inner = optax.chain(optax_boost.centralize(), optax.sgd(0.1))
-  by_hand = optax_boost.freeze_layers(inner, ["r[0-4]$", "r"], schedule, key=3)
+  by_hand = optax_boost.freeze_layers(inner, ["layer[0-4]", "layer[5-9]"], schedule, key=3)
   found, depths = train(tx)
   expected, same = train(by_hand)
   chex.assert_trees_all_equal(found, expected)
@@ -362,9 +372,12 @@ def test_adasum_of_a_level_is_on_gradients_and_that_of_a_configuration_on_update
   config = auto_boost("O2", config=only, axis_name="x")
   inner = optax.chain(adasum, optax_boost.centralize(), adam)
   schedule = optax_boost.progressive_freezing(2, 4, 0.55, anneal=False)
-  by_hand = optax_boost.freeze_layers(inner, ["body", "head"], schedule)
+  by_hand = optax_boost.freeze_layers(inner, ["z_body", "a_head"], schedule)
   pairs = [
-    (level.optimizer(adam, groups=["body", "head"]), optax_boost.average_params(by_hand, start=3)),
+    (
+      level.optimizer(adam, groups=["z_body", "a_head"]),
+      optax_boost.average_params(by_hand, start=3),
+    ),
     (config.optimizer(adam), optax.chain(adam, adasum)),
   ]
   for pair in pairs:

@@ -419,7 +419,7 @@ ROWS = (
     {
       "subspace": _three_waves,
       "alpha": 0.05,
-      "groups": ("conv", "."),
+      "groups": ("conv", "dense"),
     },
     baseline=lambda: optax.sgd(0.05, momentum=0.9),
     needs_params=True,

@@ -554,12 +554,12 @@ def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
       space = row.kwargs["subspace"](params)
       kwargs["subspace"] = space if loss is scanned_loss else unrolled_subspace(space)
     if "groups" in arguments:
-      kwargs["groups"] = ["blocks/down/[01]|blocks/up/[01]", "."]
+      kwargs["groups"] = ["blocks/(down|up)/[01]", "head"]
       if row.factory == "adasum":
         kwargs["groups"] = ["head"]
       elif row.factory == "dim_reduce":
         # A subspace for each layer, and one for the rest.
-        kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "."]
+        kwargs["groups"] = [*(f"blocks/.*/{layer}$" for layer in range(LAYERS)), "head"]
         if loss is scanned_loss:
           kwargs["groups"] = optax_boost.layer_axes(loss, start, x)
       elif loss is scanned_loss:

@@ -228,7 +228,7 @@ WRAPPERS = {
   "master_weights": optax_boost.master_weights,
   "stochastic_rounding": lambda tx: optax_boost.stochastic_rounding(tx, key=0),
   "freeze_layers": lambda tx: optax_boost.freeze_layers(
-    tx, [r"a", "."], optax_boost.continuous_freezing(2, 0.0)
+    tx, ["a", "b"], optax_boost.continuous_freezing(2, 0.0)
   ),
   "switch_after": lambda tx: optax_boost.switch_after(2, tx, optax.sgd(0.1)),
 }

@@ -657,7 +657,7 @@ def test_refresh_subspace_refuses_what_does_not_fit():
   with pytest.raises(ValueError, match=r"of the state's subspace, \(1, 3\); got \(1, 2\)"):
     optax_boost.refresh_subspace(state, subspace_of(ROWS[:2], PARAMS))
   with pytest.raises(ValueError, match=r"\(1, 3\); got \(2, 3\). Pass the `groups` of"):
-    optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "."])
+    optax_boost.refresh_subspace(state, SUBSPACE, groups=["conv", "dense"])
   with pytest.raises(TypeError, match=r"`subspace` must be a Subspace, as `fit_subspace` returns"):
     optax_boost.refresh_subspace(state, ROWS)
 

@@ -12,7 +12,7 @@ from tests import layer_losses
 LAYERS, K = 4, 2
 SHAPES = {"head": (7,), "nested": (2, 2, 7), "up": (5, LAYERS, 4)}
 # The same layers in leaves of their own, in the same groups.
-UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "."]
+UNROLLED = [*(f"layers/{layer}/" for layer in range(LAYERS)), "head"]
 
 
 def random_tree(seed, *rows):
@@ -123,7 +123,7 @@ PLAN = optax_boost.LayerGroups(
   sizes=(54, 61),
 )
 # Of scans in scans a plan has the outer layers.
-OF_PLAN = ["layers/[01]/", "."]
+OF_PLAN = ["layers/[01]", "head"]
 
 
 @pytest.mark.parametrize("by_plan", [False, True])

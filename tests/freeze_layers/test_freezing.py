@@ -85,9 +85,8 @@ def mindspore_interval(freeze_p, steps):
 def test_continuous_freezing_is_mindspores_for_every_freeze_p():
   for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
     share = 1 - freeze_p
-    depths = np.asarray(
-      optax_boost.continuous_freezing(groups, share).frozen_groups(MANY_STEPS, None)
-    )
+    schedule = optax_boost.continuous_freezing(groups, share, max_depths=groups)
+    depths = np.asarray(schedule.frozen_groups(MANY_STEPS, None))
     expected = mindspore_continuous(freeze_p, groups, len(MANY_STEPS))
     assert (depths == expected).all(), (freeze_p, groups)
     turn = np.argmax(depths == groups - 1) + 1
@@ -116,7 +115,7 @@ def mindspore_depth(uniform, groups):
 @pytest.mark.parametrize(("groups", "freeze_p"), [(2, 0.6), (3, 0.5), (10, 0.7), (40, 0.2)])
 def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
   steps, key = MANY_STEPS[:300], jax.random.key(3)
-  schedule = optax_boost.interval_freezing(groups, 1 - freeze_p)
+  schedule = optax_boost.interval_freezing(groups, 1 - freeze_p, max_depths=groups)
   uniform = jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(steps)
   freezes = mindspore_interval(np.array([freeze_p]), len(steps))[:, 0]
   np.testing.assert_array_equal(
@@ -142,7 +141,7 @@ def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
 )
 @pytest.mark.parametrize("share", [1e-300, 1e-12, 0.3, 0.123456789, 0.95])
 def test_schedules_stay_exact_up_to_the_last_step(make, share):
-  schedule = make(40, share)
+  schedule = make(40, share, max_depths=40)
   key = jax.random.key(0)
   depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, key)))
   late = 2**31 - 2 - np.arange(20_000, dtype=np.int32)
@@ -155,6 +154,58 @@ def test_schedules_stay_exact_up_to_the_last_step(make, share):
 def test_a_turn_without_a_step_that_trains_everything_is_warned_of():
   with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
     optax_boost.continuous_freezing(2, 0.8)
+
+
+# Each runs through all of its depths within these steps.
+SCHEDULES = {
+  "continuous": lambda groups, **depths: optax_boost.continuous_freezing(groups, 0.5, **depths),
+  "interval": lambda groups, **depths: optax_boost.interval_freezing(groups, 0.5, **depths),
+  "progressive": lambda groups, **depths: optax_boost.progressive_freezing(groups, 400, **depths),
+  "gradual": lambda groups, **depths: optax_boost.gradual_unfreezing(groups, 10, **depths),
+}
+
+
+def depths_of(schedule):
+  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  return np.asarray(depth(np.arange(20_000)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("groups", [2, 9, 10, 11, 14, 26, 40])
+def test_a_schedule_has_at_most_ten_depths_unless_more_are_asked_for(name, groups):
+  make = SCHEDULES[name]
+  depths, each = depths_of(make(groups)), depths_of(make(groups, max_depths=groups))
+  assert np.array_equal(np.unique(each), np.arange(groups))
+  assert len(np.unique(depths)) == min(groups, 10)
+  assert (depths.min(), depths.max()) == (0, groups - 1)
+  # Evenly spread: gaps differ by one at most.
+  assert np.ptp(np.diff(np.unique(depths))) <= 1
+  if groups <= 10:
+    assert np.array_equal(depths, each)
+  assert np.unique(depths_of(make(groups, max_depths=2))).tolist() == [0, groups - 1]
+
+
+def test_groups_that_thaw_together_do_so_with_the_first_of_them():
+  each = depths_of(optax_boost.gradual_unfreezing(14, 10, max_depths=14))
+  ours = depths_of(optax_boost.gradual_unfreezing(14, 10))
+  allowed = np.unique(ours)
+  assert ours.tolist() == [max(d for d in allowed if d <= depth) for depth in each]
+
+
+def test_groups_that_are_frozen_together_are_annealed_together():
+  schedule = optax_boost.progressive_freezing(14, 100, first=0.4)
+  each = optax_boost.progressive_freezing(14, 100, first=0.4, max_depths=14)
+  allowed = np.unique(depths_of(schedule))
+  assert len(allowed) == 10
+  first_of = [max(d for d in allowed if d <= group) for group in range(14)]
+  for t in (0, 30, 50, 77, 99):
+    scale = np.asarray(schedule.learning_rate_scale(jnp.int32(t)))
+    of_each = np.asarray(each.learning_rate_scale(jnp.int32(t)))
+    np.testing.assert_array_equal(scale, of_each[first_of])
+    # A group is annealed to zero when it is frozen.
+    depth = int(schedule.frozen_groups(jnp.int32(t), None))
+    assert np.all(scale[:depth] == 0)
+    assert np.all(scale[depth:] > 0)
 
 
 def test_progressive_freezing_anneals_each_group_and_never_thaws_it():

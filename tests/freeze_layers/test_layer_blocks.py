@@ -4,9 +4,11 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_boost
+from optax_boost import _tree
 from optax_boost import linen as ob_linen
 from optax_boost import nnx as ob_nnx
 
@@ -244,6 +246,107 @@ def test_a_vector_of_the_root_stays_where_it_is_used(scanned):
     return jnp.mean((x * params["final"]) @ params["embed"].T)
 
   plan = optax_boost.layer_groups(loss, params, TOKENS)
-  assert plan.groups[0] == ("embed", "position")
-  last = f"layers/w[{LAYERS - 1}:{LAYERS}]" if scanned else f"layers/{LAYERS - 1}/w"
-  assert plan.groups[-1] == (last, "final")
+  layers = [f"layers/w[{i}:{i + 1}]" if scanned else f"layers/{i}/w" for i in range(LAYERS)]
+  assert plan.groups == (("embed", "position"), *((layer,) for layer in layers), ("final",))
+
+
+KERNEL, VECTOR = jnp.eye(WIDTH), jnp.ones(WIDTH)
+
+
+def groups_in_order(params, names, x=X):
+  """The default groups of a model that multiplies by its leaves in the order of `names`."""
+  flat = dict(zip(_tree.leaf_paths(params), range(100), strict=False))
+
+  def loss(params, x):
+    leaves = jax.tree.leaves(params)
+    for name in names:
+      leaf = leaves[flat[name]]
+      x = jnp.tanh(x @ leaf if leaf.ndim > 1 else x * leaf)
+    return jnp.mean(x)
+
+  return optax_boost.layer_groups(loss, params, x).groups
+
+
+@pytest.mark.parametrize("form", ["arrays", "modules"])
+def test_blocks_of_one_kernel_are_blocks_if_they_are_most_of_the_model(form):
+  layers = [KERNEL if form == "arrays" else {"w": KERNEL}] * 12
+  params = {"patch": KERNEL, "position": KERNEL, "layers": layers, "norm": VECTOR, "head": KERNEL}
+  blocks = [f"layers/{i}" if form == "arrays" else f"layers/{i}/w" for i in range(12)]
+  groups = groups_in_order(params, ["patch", "position", *blocks, "norm", "head"])
+  assert groups == (("patch", "position"), *((block,) for block in blocks), ("norm", "head"))
+
+
+def test_two_numbered_kernels_do_not_make_the_others_one_group():
+  names = ["conv_a", "conv_b", "conv_c", "fc1", "fc2"]
+  params = {name: {"w": KERNEL} for name in names}
+  paths = [f"{name}/w" for name in names]
+  assert groups_in_order(params, paths) == tuple((path,) for path in paths)
+
+
+def test_biases_and_norms_of_a_series_stay_with_the_kernels_of_that_series():
+  params = {"weights": [KERNEL] * 3, "biases": [VECTOR] * 3}
+  pairs = [(f"weights/{i}", f"biases/{i}") for i in range(3)]
+  assert groups_in_order(params, [name for pair in pairs for name in pair]) == tuple(pairs)
+  # Norms before kernels, and one after the last: no norm is a group of its own.
+  params = {f"Dense_{i}": {"kernel": KERNEL} for i in range(3)}
+  params |= {f"LayerNorm_{i}": {"scale": VECTOR} for i in range(4)}
+  names = [f(i) for i in range(3) for f in ("LayerNorm_{}/scale".format, "Dense_{}/kernel".format)]
+  assert groups_in_order(params, [*names, "LayerNorm_3/scale"]) == (
+    (*names[:2], names[2]),
+    (names[3], names[4]),
+    (names[5], "LayerNorm_3/scale"),
+  )
+
+
+def test_what_is_between_two_towers_goes_with_the_module_around_it_or_is_a_block():
+  block = {"up": KERNEL, "down": KERNEL}
+  tower = {"embed": KERNEL, "layers": [block] * 2, "norm": VECTOR}
+  projector = {"first": KERNEL, "second": KERNEL}
+  params = {"image": tower, "text": tower, "projector": projector, "head": KERNEL}
+  layers = [[f"layers/{i}/up", f"layers/{i}/down"] for i in range(2)]
+  names = ["embed", *layers[0], *layers[1], "norm"]
+  middle = ["projector/first", "projector/second"]
+  order = [f"image/{name}" for name in names] + middle + [f"text/{name}" for name in names]
+  assert groups_in_order(params, [*order, "head"]) == (
+    ("image/embed",),
+    ("image/layers/0/up", "image/layers/0/down"),
+    ("image/layers/1/up", "image/layers/1/down", "image/norm"),
+    tuple(middle),
+    ("text/embed", "text/layers/0/up", "text/layers/0/down"),
+    ("text/layers/1/up", "text/layers/1/down"),
+    ("text/norm", "head"),
+  )
+
+
+@pytest.mark.parametrize(
+  ("groups", "words"),
+  [
+    ((("w[0:1]",), ("w[2:3]", "v")), r"they have layers \[0, 2\] along axis 0 of the leaf 'w' of"),
+    ((("w[0:1]", "v"), ("w[1:3]",)), r"they have layers \[0, 1, 2\] along axis 0 of the leaf 'w'"),
+    (
+      (("w[:, 0:1]", "v"), ("w[:, 2:3]",)),
+      r"they have layers \[0, 2\] along axis 1 of the leaf 'w'",
+    ),
+    ((("w[0:2]", "v"), ("w[1:2]",)), r"each of its layers along one axis, is once; got 'w\[1:2\]'"),
+    ((("w[0:1]", "v"), ("w[:, 1:2]",)), r"along one axis, is once; got 'w\[:, 1:2\]' in group 1"),
+    ((("w", "v"), ("w",)), r"is once; got 'w' in group 1"),
+    ((("w", "v"), ("w[0:2]",)), r"is once; got 'w\[0:2\]' in group 1"),
+    ((("w[0:2]", "v"), ("w",)), r"is once; got 'w' in group 1"),
+    ((("w",), ()), r"they have no group with the leaf 'v'"),
+  ],
+)
+def test_groups_made_by_hand_must_have_each_layer_once(groups, words):
+  params = {"w": jnp.ones((2, 2)), "v": jnp.ones(2)}
+  plan = optax_boost.LayerGroups(groups, (1,) * len(groups))
+  with pytest.raises(ValueError, match=words):
+    optax_boost.layerwise_decay(plan).init(params)
+  frozen = optax_boost.fixed_freezing(len(groups), 1)
+  with pytest.raises(ValueError, match=words):
+    optax_boost.freeze_layers(optax.sgd(0.1), plan, frozen).init(params)
+
+
+def test_groups_made_by_hand_may_list_layers_in_any_order():
+  params = {"w": jnp.ones((2, 3))}
+  plan = optax_boost.LayerGroups((("w[:, 2:3]",), ("w[:, 0:1]", "w[:, 1:2]")), (2, 4))
+  updates, _ = optax_boost.layerwise_decay(plan, 0.5).update(params, optax.EmptyState())
+  assert updates["w"].tolist() == [[1.0, 1.0, 0.5]] * 2

@@ -82,7 +82,7 @@ def test_the_step_may_be_traced():
   [
     (optax_boost.dynamic_loss_scale, "dynamic_loss_scale"),
     (
-      lambda tx: optax_boost.freeze_layers(tx, ["w", "."], optax_boost.continuous_freezing(2, 0.5)),
+      lambda tx: optax_boost.freeze_layers(tx, ["w", "b"], optax_boost.continuous_freezing(2, 0.5)),
       "freeze_layers",
     ),
   ],

@@ -93,7 +93,8 @@ def _for_two_steps() -> optax.GradientTransformation:
 
 
 def _groups(program: Program) -> list[str]:
-  return [program.first, "."]
+  """The first layers and all others, which the first pattern does not match."""
+  return [program.first, rf"^(?!(.*/)?({program.first})(/|$)).*"]
 
 
 def _optax_lars(program: Program) -> optax.GradientTransformation:

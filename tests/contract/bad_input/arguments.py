@@ -76,6 +76,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("steps", "total_steps", "points", "batch_size"), kinds.count(static=True)),
   **dict.fromkeys(("features", "in_features", "out_features"), kinds.count(static=True)),
   ("gradual_unfreezing", "every"): kinds.count(static=True),
+  "max_depths": kinds.count(2, static=True),
   ("fixed_freezing", "frozen_groups"): kinds.count(0, static=True),
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),

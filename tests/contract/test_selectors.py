@@ -1,0 +1,321 @@
+"""Patterns match whole segments of a leaf's path, in every method that takes patterns."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _tree
+
+BLOCKS = 12
+NAMES = ["embed", *(f"blocks/{i}" for i in range(BLOCKS)), "head"]
+
+
+def make_params():
+  rng = np.random.default_rng(0)
+
+  def kernel():
+    return {"kernel": jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)}
+
+  blocks = {str(i): kernel() for i in range(BLOCKS)}
+  return {"embed": kernel(), "blocks": blocks, "head": kernel()}
+
+
+PARAMS = make_params()
+GRADS = jax.tree.map(lambda p: 1.0 + p**2, PARAMS)
+STACKED = jax.tree.map(lambda p: jnp.stack([p, 1.0 - p.T]), PARAMS)
+
+
+def updates_of(tx):
+  return tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]
+
+
+def blocks_where(flags):
+  """The blocks, by number, of whose only leaf a flag is true; no leaf beside them is."""
+  assert not any(jax.tree.leaves([flags["embed"], flags["head"]]))
+  return {int(i) for i, flag in flags["blocks"].items() if any(jax.tree.leaves(flag))}
+
+
+def changed(tree, other):
+  return jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), tree, other)
+
+
+def by_path_mask(pattern):
+  return optax_boost.path_mask(pattern)(PARAMS)
+
+
+def excluded_by(make):
+  def selected(pattern):
+    return changed(updates_of(make()), updates_of(make(exclude=pattern)))
+
+  return selected
+
+
+def decayed_by_lars(pattern):
+  options = {"weight_decay": 0.1, "exclude": None}
+  none = optax_boost.lars(
+    0.1, weight_decay_mask=lambda p: jax.tree.map(lambda _: False, p), **options
+  )
+  return changed(
+    updates_of(none), updates_of(optax_boost.lars(0.1, weight_decay_mask=pattern, **options))
+  )
+
+
+def laperm(exclude=None):
+  return optax_boost.laperm(optax.sgd(5.0), sync_every=1, exclude=exclude)
+
+
+def grouped_by_adasum(pattern):
+  # The group of one leaf has the leaf's own coefficients, so another leaf joins it.
+  alone = optax_boost.adasum_reduce(STACKED)
+  tree = optax_boost.adasum_reduce(
+    STACKED | {"other": 3 * jnp.ones((2, 5))}, groups=f"{pattern}|other"
+  )
+  del tree["other"]
+  return changed(alone, tree)
+
+
+def frozen_by(pattern):
+  tx = optax_boost.freeze_layers(
+    optax.sgd(1.0), [pattern, "head"], optax_boost.fixed_freezing(2, 1)
+  )
+  return jax.tree.map(lambda u: bool(jnp.all(u == 0)), updates_of(tx))
+
+
+def frozen_by_auto_boost(pattern):
+  config = {
+    "boost": {"mode": "manual", "grad_freeze": True},
+    "grad_freeze": {"param_groups": 2, "freeze_p": 0.5, "freeze_type": 0},
+  }
+  boost = optax_boost.auto_boost("O1", config=config)
+  tx = boost.optimizer(optax.sgd(1.0), groups=[pattern, "head"])
+  state = tx.init(PARAMS)
+  for _ in range(2):
+    updates, state = tx.update(GRADS, state, PARAMS)
+  return jax.tree.map(lambda u: bool(jnp.all(u == 0)), updates)
+
+
+def decayed_by_layer(pattern):
+  tx = optax_boost.layerwise_decay([pattern, "head"], 0.5)
+  return changed(updates_of(tx), GRADS)
+
+
+def moved_by_overrides(pattern):
+  def loss_fn(params, x):
+    x = x @ params["embed"]["kernel"]
+    for i in range(BLOCKS):
+      x = jnp.tanh(x @ params["blocks"][str(i)]["kernel"])
+    return jnp.mean(x @ params["head"]["kernel"])
+
+  plan = optax_boost.layer_groups(loss_fn, PARAMS, jnp.ones((1, 3)), overrides={pattern: 0})
+  paths = _tree.leaf_paths(PARAMS)
+  flags = [path in plan.groups[0] and path != "embed/kernel" for path in paths]
+  return jax.tree.unflatten(jax.tree.structure(PARAMS), flags)
+
+
+def grouped_in_a_subspace(pattern):
+  snapshots = jax.tree.map(lambda p: jnp.stack([0 * p, 0 * p + 1, 0 * p + 2]), PARAMS)
+  # All leaves move alike, so in a group of n leaves each has the norm n ** -0.5.
+  basis = optax_boost.fit_subspace(snapshots, 1, groups=[pattern, "head"]).basis
+  return jax.tree.map(lambda b: bool(jnp.linalg.norm(b[0]) > 0.5), basis)
+
+
+def sharded_by_name(make):
+  def selected(pattern):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+
+    def updates(axis_name):
+      tx = make(axis_name=axis_name)
+
+      # Each device has grown differently, as its number.
+      def step(grads, params):
+        rank = 1.0 + jax.lax.axis_index("x")
+        grads = jax.tree.map(lambda g: g * (rank + jnp.arange(9.0).reshape(3, 3)), grads)
+        out = tx.update(grads, tx.init(params), params)[0]
+        return jax.tree.map(lambda u: u[None], out)
+
+      out_specs = jax.sharding.PartitionSpec("x")
+      return jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=out_specs, check_vma=False)
+      )(GRADS, PARAMS)
+
+    return changed(updates(None), updates({pattern: "x"}))
+
+  return selected
+
+
+SELECTORS = {
+  "path_mask": by_path_mask,
+  "lars exclude": excluded_by(lambda exclude=None: optax_boost.lars(0.1, exclude=exclude)),
+  "lars weight_decay_mask": decayed_by_lars,
+  "centralize exclude": excluded_by(lambda exclude=None: optax_boost.centralize(exclude=exclude)),
+  "laperm exclude": excluded_by(laperm),
+  "adasum groups": grouped_by_adasum,
+  "freeze_layers groups": frozen_by,
+  "auto_boost groups": frozen_by_auto_boost,
+  "layerwise_decay groups": decayed_by_layer,
+  "layer_groups overrides": moved_by_overrides,
+  "dim_reduce groups": grouped_in_a_subspace,
+  "lars axis_name": sharded_by_name(
+    lambda axis_name: optax_boost.lars(0.1, exclude=None, axis_name=axis_name)
+  ),
+  "centralize axis_name": sharded_by_name(
+    lambda axis_name: optax_boost.centralize(exclude=None, axis_name=axis_name)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_the_pattern_of_a_block_takes_no_block_from_the_eleventh_on(name):
+  assert blocks_where(SELECTORS[name]("blocks/1")) == {1}
+  assert blocks_where(SELECTORS[name]("blocks/1.*")) == {1, 10, 11}
+
+
+@pytest.mark.parametrize(
+  ("pattern", "path", "matches"),
+  [
+    ("blocks/1", "blocks/1", True),
+    ("blocks/1", "decoder/blocks/1/kernel", True),
+    ("blocks/1", "blocks/10/kernel", False),
+    ("blocks/1", "my_blocks/1/kernel", False),
+    ("1", "blocks/1/kernel", True),
+    ("1", "blocks/11/kernel", False),
+    ("blocks/1/", "blocks/1/kernel", True),
+    ("/kernel$", "dense/kernel", True),
+    ("kernel$", "dense/kernel", True),
+    ("kernel$", "kernel/bias", False),
+    ("(bias|scale)$", "norm/scale", True),
+    ("(bias|scale)$", "norm/rescale", False),
+    ("(^|/)bias$", "dense/bias", True),
+    (".*norm.*", "block/layer_norm_1/scale", True),
+    ("norm", "block/layer_norm_1/scale", False),
+    ("^embed", "embed/table", True),
+    ("^embed", "embedding/table", False),
+    ("^embed", "decoder/embed", False),
+    ("conv|dense", "dense/kernel", True),
+    ("conv|dense", "conv_1/kernel", False),
+    ("a|ab", "ab/kernel", True),
+    ("blocks/[02]|head", "blocks/2/kernel", True),
+    ("blocks/[02]|head", "blocks/20/kernel", False),
+    ("(?i)BLOCKS/1", "blocks/1/kernel", True),
+    ("(?i)BLOCKS/1", "blocks/10/kernel", False),
+    ("(?i)(?s)Blocks/1", "blocks/1/kernel", True),
+    ("(?x) blocks / 1  # the second", "blocks/1/kernel", True),
+    ("(?x) blocks / 1  # the second", "blocks/10/kernel", False),
+    (r"(\w)/\1", "a/a/kernel", True),
+    ("^(?!.*bias)", "dense/kernel", True),
+    ("^(?!.*bias)", "dense/bias", False),
+    (".*", "dense/kernel", True),
+    (".*", "", True),
+    ("blocks.1", "blocks.1.weight", True),
+    ("blocks.1", "blocks.10.weight", False),
+    ("bias", "fc1.bias", True),
+  ],
+)
+def test_a_match_begins_and_ends_with_a_segment(pattern, path, matches):
+  tree = jnp.ones(1)
+  for key in path.split("/")[::-1] if path else []:
+    tree = {key: tree}
+  idle = contextlib.nullcontext() if matches else pytest.warns(optax_boost.NoEffectWarning)
+  with idle:
+    assert any(_tree.select(tree, pattern, "exclude")) == matches
+
+
+@pytest.mark.parametrize(
+  ("pattern", "hint"),
+  [
+    ("conv", "'conv' a part of one in 'conv1/kernel': write 'conv.*'"),
+    ("ernel$", "'ernel$' a part of one in 'conv1/kernel': write '.*ernel$'"),
+    ("onv", "'onv' a part of one in 'conv1/kernel': write '.*onv.*'"),
+    ("conv|dens", "write '(conv|dens).*'"),
+    ("(?i)CONV", "write '(?i)CONV.*'"),
+  ],
+)
+def test_a_pattern_of_a_part_of_a_segment_is_told_what_to_write(pattern, hint):
+  params = {"conv1": {"kernel": jnp.ones(2)}, "conv2": {"kernel": jnp.ones(2)}}
+  words = rf"Patterns match whole segments of a path, and .*{re.escape(hint)}"
+  with pytest.warns(optax_boost.NoEffectWarning, match=words) as caught:
+    optax_boost.path_mask(pattern)(params)
+  # What it says works.
+  (better,) = re.findall(r"write '(.*?)'\.", str(caught[0].message))
+  assert any(jax.tree.leaves(optax_boost.path_mask(better)(params)))
+
+
+def test_groups_of_twelve_blocks_have_rates_of_their_own():
+  decay = optax_boost.layerwise_decay(NAMES, 0.75)
+  for inner in (optax.sgd(1.0), optax.adam(1.0)):
+    alone, ours = updates_of(inner), updates_of(optax.chain(inner, decay))
+    for number, name in enumerate(NAMES):
+      expected, found = alone, ours
+      for key in name.split("/"):
+        expected, found = expected[key], found[key]
+      factor = 0.75 ** (len(NAMES) - 1 - number)
+      np.testing.assert_allclose(found["kernel"], factor * expected["kernel"], rtol=1e-6)
+
+
+TWO_GROUPS = {
+  "freeze_layers": lambda groups: optax_boost.freeze_layers(
+    optax.sgd(0.1), groups, optax_boost.fixed_freezing(len(groups), 1)
+  ).init(PARAMS),
+  "layerwise_decay": lambda groups: optax_boost.layerwise_decay(groups).init(PARAMS),
+  "adasum": lambda groups: optax_boost.adasum("replicas", groups=groups).init(PARAMS),
+  "adasum_reduce": lambda groups: optax_boost.adasum_reduce(STACKED, groups=groups),
+  "fit_subspace": lambda groups: optax_boost.fit_subspace(STACKED, 1, groups=groups),
+}
+
+
+@pytest.mark.parametrize("name", TWO_GROUPS)
+def test_a_leaf_of_two_groups_is_an_error_that_names_both_patterns(name):
+  words = "'blocks/10/kernel', which 'blocks/1.*' of group 1 and 'blocks/10' of group 2 match"
+  with pytest.raises(ValueError, match=re.escape(words)):
+    TWO_GROUPS[name](["embed", "blocks/1.*", "blocks/10", "head"])
+  TWO_GROUPS[name](["embed", "blocks/1", "blocks/10", "head"])
+
+
+@pytest.mark.parametrize("name", ["freeze_layers", "layerwise_decay", "fit_subspace"])
+def test_a_catch_all_at_the_end_is_an_error_that_says_why_it_is_not_needed(name):
+  with pytest.raises(ValueError, match=r"no pattern matches is in the last group already"):
+    TWO_GROUPS[name](["embed", "blocks/0", ".*"])
+
+
+def test_overrides_may_overlap_within_a_group_only():
+  def loss_fn(params, x):
+    return jnp.mean(x @ params["body"] @ params["head"])
+
+  arguments = loss_fn, {"body": jnp.eye(2), "head": jnp.eye(2)}, jnp.ones((1, 2))
+  plan = optax_boost.layer_groups(*arguments, overrides={"body": 1, "b.*": 1})
+  assert plan.groups == ((), ("body", "head"))
+  with pytest.raises(ValueError, match=r"'body', which 'body' of group 1 and 'b\.\*' of group 0"):
+    optax_boost.layer_groups(*arguments, overrides={"body": 1, "b.*": 0})
+
+
+def test_selections_may_overlap():
+  mask = optax_boost.path_mask("blocks/1.*", "blocks/10", "kernel")(PARAMS)
+  assert all(jax.tree.leaves(mask))
+
+
+def test_a_plan_per_tree_survives_that_another_thread_clears_the_plans_at_any_time():
+  plan = _tree.once_per_tree(lambda tree, *static: np.shape(tree["w"]))
+
+  class Interrupted:
+    """An argument at whose every lookup another thread runs, with more trees than are kept."""
+
+    is_idle = True
+
+    def __hash__(self):
+      if self.is_idle:
+        self.is_idle = False
+        for n in range(100):
+          plan({"w": np.ones((n, 2))})
+        self.is_idle = True
+      return 0
+
+  argument = Interrupted()
+  for _ in range(3):
+    assert plan({"w": np.ones(5)}, argument) == (5,)

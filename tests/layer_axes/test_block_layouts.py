@@ -1,0 +1,90 @@
+"""Groups of layers of public models: a group per block, one before these and one after."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from optax_boost import _tree
+from tests.layer_axes import block_layouts
+
+
+@functools.cache
+def layout_of(name):
+  return block_layouts.LAYOUTS[name]()
+
+
+@functools.cache
+def plan_of(name):
+  layout = layout_of(name)
+  return optax_boost.layer_groups(layout.loss, layout.params, *layout.args)
+
+
+def entries(paths, prefix):
+  """What a group has of the leaves with a prefix; of a layer of a scan, its slices."""
+  head, bracket, number = prefix.rstrip("]").partition("[")
+  found = {path for path in paths if path == head or path.startswith(head.rstrip("/") + "/")}
+  return {f"{path}[{number}:{int(number) + 1}]" for path in found} if bracket else found
+
+
+def expected_groups(layout):
+  """For each group its entries, from the prefixes alone."""
+  paths = _tree.leaf_paths(layout.params)
+  groups = []
+  for prefixes in (layout.first, *layout.blocks, layout.last):
+    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
+    groups.append(set().union(*(entries(paths, prefix) for prefix in prefixes)))
+  return groups
+
+
+@pytest.mark.parametrize("name", block_layouts.LAYOUTS)
+def test_each_block_is_a_group_and_what_is_before_and_after_them_are_two(name):
+  layout, plan = layout_of(name), plan_of(name)
+  found, expected = [set(group) for group in plan.groups], expected_groups(layout)
+  assert found == expected
+  # All leaves, each once: the prefixes leave none out.
+  leaves = {path.partition("[")[0] for path in set().union(*expected)}
+  assert leaves == set(_tree.leaf_paths(layout.params))
+  assert plan.unused == ()
+
+
+@pytest.mark.parametrize("name", [name for name in block_layouts.LAYOUTS if "scan" not in name])
+def test_layerwise_decay_gives_the_rates_of_the_recipe(name):
+  """The last group has the rate, each before it `decay` of the next; block by block."""
+  layout = layout_of(name)
+  decay = optax_boost.layerwise_decay(plan_of(name), 0.75)
+  tx = optax.chain(optax.sgd(1.0), decay)
+  ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), layout.params)
+  updates, _ = tx.update(ones, tx.init(ones), ones)
+  rates = dict(zip(_tree.leaf_paths(updates), jax.tree.leaves(updates), strict=True))
+  groups = expected_groups(layout)
+  for number, group in enumerate(groups):
+    for path in group:
+      np.testing.assert_allclose(rates[path], -(0.75 ** (len(groups) - 1 - number)), rtol=1e-6)
+
+
+def test_a_tied_embedding_is_in_the_first_group():
+  for name in ("gpt2", "gpt2 scanned", "gemma", "bert, masked words"):
+    (tied,) = plan_of(name).reused
+    assert tied in plan_of(name).groups[0], name
+
+
+@pytest.mark.parametrize("name", ["vit", "bert scanned", "gpt2", "convnext", "resnet 34"])
+@pytest.mark.parametrize("num_groups", [2, 3, 7, 10])
+def test_fewer_groups_have_whole_blocks_in_the_same_order(name, num_groups):
+  layout = layout_of(name)
+  plan = optax_boost.layer_groups(layout.loss, layout.params, *layout.args, num_groups=num_groups)
+  assert len(plan.groups) == num_groups
+  whole = {path for path in plan.groups[0] if "[" not in path}
+  assert expected_groups(layout)[0] <= whole
+  of_leaf = {path: number for number, group in enumerate(plan.groups) for path in group}
+  previous = 0
+  for block in expected_groups(layout):
+    numbers = {of_leaf[path] for path in block if path in of_leaf}
+    if numbers:
+      (number,) = numbers
+      assert previous <= number
+      previous = number
