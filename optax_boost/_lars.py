@@ -65,7 +65,9 @@ def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> ja
   return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
 
 
-@_protocol.declares(metrics=("trust_ratio", "lars/notfinite_count"))
+@_protocol.declares(
+  metrics=("trust_ratio", "lars/notfinite_count"), normalizes=("ScaleByLarsTrustRatioState",)
+)
 class ScaleByLarsTrustRatioState(NamedTuple):
   """State of :func:`scale_by_lars_trust_ratio`.
 

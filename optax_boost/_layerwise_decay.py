@@ -4,6 +4,7 @@ u <- decay^(G - 1 - i) u    for the leaves and layers of group i among 0, ..., G
 """
 
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import optax
@@ -11,9 +12,15 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
+from optax_boost import _protocol
 from optax_boost import _transformation
 
 _METHOD = "layerwise_decay"
+
+
+@_protocol.declares(scales=("layerwise_decay",))
+class LayerwiseDecayState(NamedTuple):
+  """State of :func:`layerwise_decay`: nothing."""
 
 
 def layerwise_decay(
@@ -25,7 +32,9 @@ def layerwise_decay(
     u \leftarrow \text{decay}^{G - 1 - i} \, u
 
   for group i of G. Put it after the optimizer, so that it scales the learning rate, and the weight
-  decay that the optimizer adds: ``optax.chain(optax.adamw(rate), layerwise_decay(groups))``.
+  decay that the optimizer adds: ``optax.chain(optax.adamw(rate), layerwise_decay(groups))``. Before
+  an optimizer that normalizes its gradients, as Adam, it would do nothing:
+  :func:`make_train_step` and :func:`apply_gradients` refuse that.
 
   Args:
     groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;
@@ -55,9 +64,9 @@ def layerwise_decay(
   last = _groups.count_groups(groups) - 1
   number = _groups.numbering(groups, _METHOD)
 
-  def init(params: optax.Params) -> optax.EmptyState:
+  def init(params: optax.Params) -> LayerwiseDecayState:
     number(params)
-    return optax.EmptyState()
+    return LayerwiseDecayState()
 
   def step(updates: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
     def scaled(i: Any, u: jax.Array) -> jax.Array:
@@ -65,4 +74,6 @@ def layerwise_decay(
 
     return jax.tree.map(scaled, number(updates), updates), state
 
-  return _transformation.transformation(_METHOD, optax.EmptyState, init, step, allows_complex=True)
+  return _transformation.transformation(
+    _METHOD, LayerwiseDecayState, init, step, allows_complex=True
+  )

@@ -67,6 +67,7 @@ def _names_inside(state: Any, kind: str) -> list[str]:
 
 def _check_chain(states: list[Any]) -> None:
   """Checks the states of the members of an ``optax.chain``."""
+  _check_scaled_before_normalized(states)
   for place, state in enumerate(states):
     if place and _protocol.scales_loss(state):
       raise ValueError(
@@ -81,3 +82,16 @@ def _check_chain(states: list[Any]) -> None:
         f" which a member after it may change; got it in place {place + 1} of {len(states)}. Put it"
         f" around the chain: `{names[0]}(optax.chain(...))`."
       )
+
+
+def _check_scaled_before_normalized(states: list[Any]) -> None:
+  scaled: list[str] = []
+  for state in states:
+    normalizing = _names_inside(state, "normalizes")
+    if scaled and normalizing:
+      raise ValueError(
+        f"`{scaled[0]}` must come after an optimizer that normalizes its gradients, which divides"
+        f" the factors away; got it before one with a {normalizing[0]}. Put it last:"
+        f" `optax.chain(optimizer, {scaled[0]}(...))`."
+      )
+    scaled += _names_inside(state, "scales")

@@ -13,6 +13,8 @@ The class of a method's state may declare tuples of names:
             transformation that it holds: none of these three may be inside
   replaces  the method, as ``("switch_after",)``, if in some steps other updates than those of the
             transformation that it holds count: no wrapper that takes snapshots may be inside
+  scales    the method, as ``("layerwise_decay",)``, if it multiplies leaves by factors of their own
+  normalizes  anything, if the method divides such factors away, as Adam does
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
 
@@ -70,10 +72,28 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 # The declarations that name fields.
 _FIELDS = ("metrics", "requests", "outcome", "exact")
 # Declarations for optax's states.
-_OPTAX = {
+_OPTAX: dict[tuple[Any, str], tuple[str, ...]] = {
   (optax.MultiStepsState, "gathers"): ("optax.MultiSteps",),
   (optax.LookaheadState, "replaces"): ("optax.lookahead",),
 }
+for _normalizing in (
+  "ScaleByAdaDeltaState",
+  "ScaleByAdamState",
+  "ScaleByAdanState",
+  "ScaleByAmsgradState",
+  "ScaleByBeliefState",
+  "ScaleByLionState",
+  "ScaleByNovogradState",
+  "ScaleByRStdDevState",
+  "ScaleByRmsState",
+  "ScaleByRpropState",
+  "ScaleByRssState",
+  "ScaleBySM3State",
+  "FactoredState",
+):
+  # Not every version of optax has them all.
+  if hasattr(optax, _normalizing):
+    _OPTAX[getattr(optax, _normalizing), "normalizes"] = (_normalizing,)
 
 
 @functools.cache

@@ -217,6 +217,22 @@ def test_orders_in_a_chain_are_refused_where_the_whole_is_seen(name, door):
     calls[door]()
 
 
+@pytest.mark.parametrize(
+  "optimizer",
+  [optax.adamw, optax.lion, optax.rmsprop, optax.adabelief, optax_boost.lars],
+  ids=lambda factory: factory.__name__,
+)
+def test_a_decay_whose_factors_the_optimizer_divides_away_is_refused(optimizer):
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  decay = optax_boost.layerwise_decay(["a", "b"])
+  for first in (decay, optax.chain(optax.clip(1.0), decay)):
+    tx = optax.chain(first, optimizer(0.1))
+    with pytest.raises(ValueError, match=r"`layerwise_decay` must come after .* `optax.chain\(opt"):
+      optax_boost.apply_gradients(tx, params, tx.init(params), params)
+  for tx in (optax.chain(optimizer(0.1), decay), optax.chain(decay, optax.sgd(0.1, 0.9))):
+    optax_boost.apply_gradients(tx, params, tx.init(params), params)
+
+
 def test_masters_of_half_precision_inside_apply_if_finite_are_refused_with_the_order_that_works():
   tx = optax.apply_if_finite(optax_boost.master_weights(optax.sgd(1.0)), 5)
   half = jnp.ones(2, jnp.bfloat16)
