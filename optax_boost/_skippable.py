@@ -89,6 +89,8 @@ class Landing:
     def call(*carry: Any) -> tuple[Any, ...]:
       return tuple(_conditional.cast_like(tuple(function(*carry)), carry))
 
+    if jax.sharding.get_abstract_mesh().manual_axes:
+      carry = jax.tree.map(_conditional.vary, carry, jax.eval_shape(call, *carry))
     return condition, *_conditional.cond(condition, call, lambda *carry: carry, *carry)
 
   def holds_if(self, condition: Condition, check: Callable[[], jax.Array]) -> jax.Array:

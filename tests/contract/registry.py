@@ -53,7 +53,7 @@ class Row:
   kwargs: dict[str, Any]
   baseline: Callable[[], optax.GradientTransformation]
   needs_params: bool
-  descends: Callable[[], optax.GradientTransformation] = optax.identity
+  descends: Callable[[], optax.GradientTransformation] | None = None
   steps: int = 500
   reachable: Callable[[Any], Any] = lambda tree: tree
   start: Callable[[Any], Any] | None = None
@@ -88,7 +88,8 @@ class Row:
 
   def optimizer(self) -> optax.GradientTransformationExtraArgs:
     """The transformation, made into something that descends."""
-    return optax.chain(self.make(), self.descends())
+    # What descends as it is stays alone: some wrappers must come last in a chain.
+    return self.make() if self.descends is None else optax.chain(self.make(), self.descends())
 
   def __str__(self) -> str:
     return f"{self.factory}-{self.label}" if self.label else self.factory

@@ -298,7 +298,8 @@ newer_xla = pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="older XLA 
 def test_a_step_needs_no_more_memory_than_one_leaf_and_its_moments(name, inner):
   size = 2**19
   program = compiled(WRAPPERS[name](inner), size=size)
-  assert program.memory_analysis().temp_size_in_bytes < 3.1 * size * 4
+  # And, with optimization switched off for the tests, its gradient.
+  assert program.memory_analysis().temp_size_in_bytes < 4.1 * size * 4
 
 
 @pytest.mark.parametrize("name", ["accumulate", "dynamic_loss_scale", "master_weights"])

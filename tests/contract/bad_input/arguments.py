@@ -95,13 +95,11 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ("full_gradient", "stacked"): kinds.FLAG,
   ("auto_boost", "axis_name"): kinds.AXIS_WORD,
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
-  **dict.fromkeys(("layout", "method", "backend", "not_finite", "level"), kinds.NAME),
+  **dict.fromkeys(("check", "layout", "method", "backend", "not_finite", "level"), kinds.NAME),
   **dict.fromkeys(("dtype", "param_dtype", "accumulator_dtype"), kinds.FLOAT_DTYPE),
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
-  **dict.fromkeys(
-    ("fn_flag", "bias", "use_bias", "vmap_seeds", "progress", "check_params"), kinds.FLAG
-  ),
+  **dict.fromkeys(("fn_flag", "bias", "use_bias", "vmap_seeds", "progress"), kinds.FLAG),
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
   **dict.fromkeys(("forward_fn", "predicate", "evaluate", "weight"), kinds.FUNCTION),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
