@@ -49,7 +49,7 @@ test-oldest:
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
-# The sizes of the house; tests/house/test_figures.py holds their bounds.
+# The sizes of the house: a report.
 house: $(READY)
 	$(BIN)/python -m tests.house.figures
 
