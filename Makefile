@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type bench evidence docs browser dist release-check clean
+.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type pins bench evidence docs browser dist release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -49,16 +49,32 @@ test-oldest:
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
-# The sizes of the house; tests/house/test_figures.py holds their bounds.
+# The sizes of the house: a report.
 house: $(READY)
 	$(BIN)/python -m tests.house.figures
 
-lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+# The linter and the type checker have an environment of their own, with the versions of tests/tools.txt
+# and nothing else. A new rule of ruff, a new check of mypy or a changed type in numpy's stubs would
+# otherwise fail `make test` wherever pip is newer, though nothing here has changed. mypy reads the
+# packages that are installed beside it, so they are pinned there as well; they are not imported, so
+# what they depend on is left out.
+TOOLS := .venv-tools
+lint: $(TOOLS)/.ready
+	$(TOOLS)/bin/ruff check .
+	$(TOOLS)/bin/ruff format --check .
 
-type: $(READY)
-	$(BIN)/mypy
+type: $(TOOLS)/.ready
+	$(TOOLS)/bin/mypy
+
+$(TOOLS)/.ready: tests/tools.txt
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --no-deps --only-binary :all: -r tests/tools.txt
+	touch $@
+
+# Renews tests/tools.txt, then checks with the new versions.
+pins: $(TOOLS)/.ready
+	$(TOOLS)/bin/python tests/pins.py
+	$(MAKE) lint type
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
@@ -123,4 +139,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-devices .venv-dist build dist docs/build out
+	rm -rf .venv .venv-tools .venv-oldest .venv-devices .venv-dist build dist docs/build out

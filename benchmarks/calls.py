@@ -1,6 +1,6 @@
 """How many of the package's functions one NNX step calls: ``python -m benchmarks.calls``.
 
-The step of ``dynamic_loss_scale(accumulate(freeze_layers(adamw)))`` on a model of two layers: its
+The step of ``dynamic_loss_scale(accumulate(freeze_layers(adamw)))`` on a model of a few layers: its
 first call, a call at another depth of frozen layers, and a call of a compiled step.
 """
 
@@ -55,11 +55,12 @@ def count(work: Callable[[], Any]) -> Calls:
   return Calls(functions, jumps)
 
 
-def step_calls() -> dict[str, Calls]:
+def step_calls(layers: int = 2) -> dict[str, Calls]:
   """The calls of three kinds of steps."""
-  model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1)))
-  schedule = optax_boost.FreezeSchedule(2, lambda step, key: jnp.where(step == 0, 1, 0))
-  frozen = optax_boost.freeze_layers(optax.adamw(1e-3), ["layers/0/", "layers/1/"], schedule)
+  model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(layers)))
+  schedule = optax_boost.FreezeSchedule(layers, lambda step, key: jnp.where(step == 0, 1, 0))
+  groups = [f"layers/{i}/" for i in range(layers)]
+  frozen = optax_boost.freeze_layers(optax.adamw(1e-3), groups, schedule)
   tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(frozen, 2))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))

@@ -40,7 +40,7 @@ class Card(NamedTuple):
     file: its file name.
     title: the names of the method.
     does: the effect of the method, in one line.
-    verdict: whether it helps: yes, no or sometimes, in at most twelve words.
+    verdict: whether it helps: yes, no or sometimes, in one short sentence.
     wish: the wish that it serves, of `WISHES`.
     source: the software and the papers that it comes from.
     names: the public names that the card describes.

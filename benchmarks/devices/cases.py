@@ -1,4 +1,8 @@
-"""The optimizer steps to compile: every factory as users write it, and its peers in optax."""
+"""The optimizer steps to compile: methods as users write them, and their peers in optax.
+
+A method whose kernels, collectives or temporaries are worth a bound gets a case here, and the bound
+in bounds.py. That every method lowers for GPUs and TPUs is a column of its contract.
+"""
 
 from collections.abc import Callable
 import dataclasses

@@ -35,6 +35,12 @@ _FEW_WORDS, _BANDS = 64, 4
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   """One exact step, as on the host; `sizes`: the least and the largest of a subset, ever."""
+  # Sets (W, P, m) meet flags (P, m) below. Users who forbid this forbid it to their own arrays.
+  with jax.numpy_rank_promotion("allow"):
+    return _permute(work, sizes, remainder)
+
+
+def _permute(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   n = work.weights.shape[0]
   size = jnp.minimum(work.size, n)
   position = _arranged(work.weights, work.order, size)
@@ -57,7 +63,9 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
 
   edges = _edges(n, *sizes)
   bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
-  received = jax.lax.switch(jnp.searchsorted(jnp.array(edges[1:-1]), size), bands)
+  # The dtype of the sizes: a list without entries would be of floats.
+  band = jnp.searchsorted(jnp.array(edges[1:-1], size.dtype), size)
+  received = jax.lax.switch(band, bands)
   source = _sorting.gather(position, received)
   return _sorting.scatter(jnp.zeros_like(position), position, source)
 
@@ -178,7 +186,7 @@ class _Search:
     self.base = (jnp.arange(lanes, dtype=jnp.int32) * size)[:, None]
     self.end = jnp.minimum(self.base + size, self.n)
     self.dtype = values.dtype
-    self.values = values.astype(jnp.promote_types(values.dtype, jnp.zeros([]).dtype))
+    self.values = _arrays.widen(values)
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
     self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
     # The first entry of a lane is tied with nothing before it.

@@ -282,7 +282,7 @@ def _dense_ranks(columns: np.ndarray) -> np.ndarray:
   np.cumsum(ordered[1:] != ordered[:-1], axis=0, out=classes[1:])
   ranks = np.empty_like(classes)
   np.put_along_axis(ranks, order, classes, 0)
-  return ranks.astype(np.min_scalar_type(classes.max(initial=0)))
+  return ranks.astype(np.min_scalar_type(np.max(classes, initial=0)))
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

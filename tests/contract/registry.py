@@ -35,8 +35,6 @@ class Row:
     start: maps a target to where the solving starts, for methods that cannot reach it from zero.
     gathers: whether it may gather sharded params.
     calls_host: whether it works on the host, by callbacks, and so on CPUs only.
-    differentiable: whether JAX can take derivatives of its steps, as it can't of a search in a loop
-      or on the host.
     static: arguments that ``optax.inject_hyperparams`` must leave alone.
     acts: proves that the method acts, where comparing its first update with the baseline's does
       not: gets the transformation and the baseline.
@@ -45,6 +43,8 @@ class Row:
     label: tells rows of the same factory apart.
     extra: makes the extra arguments that ``update`` needs from its updates and params.
     wrap: gives the transformation what it needs around it, such as a named axis.
+    not_applicable: by column, which is the name of a test, why the row can't act there. The column
+      runs all the same and must fail: a reason that no longer holds turns it red.
     bad_values: by argument, the values that it must refuse, of tests/contract/bad_input/kinds.py;
       arguments that tests/contract/bad_input/arguments.py knows by name need none.
   """
@@ -59,7 +59,6 @@ class Row:
   start: Callable[[Any], Any] | None = None
   gathers: bool = False
   calls_host: bool = False
-  differentiable: bool = True
   static: tuple[str, ...] = ()
   acts: Callable[[Any, Any], bool] | None = None
   rewrites: bool = True
@@ -67,6 +66,7 @@ class Row:
   label: str = ""
   wrap: Callable[[Any], optax.GradientTransformationExtraArgs] = lambda tx: tx
   extra: Callable[[Any, Any], dict[str, Any]] | None = None
+  not_applicable: dict[str, str] = dataclasses.field(default_factory=dict)
   bad_values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def make(self) -> optax.GradientTransformationExtraArgs:
@@ -270,12 +270,20 @@ def _averages_the_params_after_each_step(tx: Any, baseline: Any) -> bool:
   return bool(jnp.allclose(mean, decayed, rtol=1e-6) | jnp.allclose(mean, params[3], rtol=1e-6))
 
 
+_SEARCHES_A_LOSS = {
+  "test_derivatives_of_steps_are_finite": "its line search is a loop of unknown length",
+  "test_inside_shard_map_each_device_may_have_a_state_of_its_own": (
+    "its line search refuses a loss that varies over the axis of a mesh"
+  ),
+}
+
 ROWS = (
   Row(
     "accumulate",
     {"inner": optax.sgd(0.1), "every": 2},
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
+    not_applicable={"test_params_of_others_are_refused": "only its inner optimizer reads params"},
   ),
   Row(
     "dynamic_loss_scale",
@@ -354,6 +362,14 @@ ROWS = (
     {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
+    not_applicable=dict.fromkeys(
+      (
+        "test_refuses_gradients_of_another_tree",
+        "test_gradients_of_others_are_refused",
+        "test_params_of_others_are_refused",
+      ),
+      "its two optimizers look at gradients and params",
+    ),
   ),
   Row(
     "scale_by_lars_trust_ratio",
@@ -424,18 +440,18 @@ ROWS = (
     },
     baseline=lambda: optax.sgd(0.05, momentum=0.9),
     needs_params=True,
-    differentiable=False,
     static=("subspace", "max_search"),
     extra=_loss_nearby,
+    not_applicable=_SEARCHES_A_LOSS,
   ),
   Row(
     "dim_reduce",
     {"subspace": _three_waves, "inner": optax.sgd(0.1, momentum=0.5), "alpha": 0.05},
     baseline=lambda: optax.sgd(0.1, momentum=0.5),
     needs_params=True,
-    differentiable=False,
     static=("subspace", "max_search"),
     extra=_loss_nearby,
+    not_applicable=_SEARCHES_A_LOSS,
     label="inner",
   ),
   Row(
@@ -445,6 +461,11 @@ ROWS = (
     needs_params=False,
     descends=lambda: optax.sgd(0.1),
     wrap=_on_two_replicas,
+    not_applicable={
+      "test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set": (
+        "binding its axes sets the mesh"
+      ),
+    },
   ),
   Row(
     "sgperm",
@@ -463,9 +484,40 @@ ROWS = (
     start=_reversed,
     gathers=True,
     calls_host=True,
-    differentiable=False,
     static=("partition_size_min", "key"),
+    not_applicable={
+      "test_derivatives_of_steps_are_finite": "JAX takes no derivatives of a callback to the host"
+    },
     label="host",
+  ),
+  Row(
+    "sgperm",
+    {
+      "alpha": 0.5,
+      "beta1": 1.0,
+      "lamda": 0.5,
+      "lamda_max": 1.0,
+      "momentum": 0.0,
+      "partition_size_min": 4,
+      "backend": "device",
+      "key": 1,
+    },
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    start=_reversed,
+    gathers=True,
+    static=("partition_size_min", "key"),
+    label="device",
+  ),
+  Row(
+    "sgperm",
+    {"alpha": 0.5, "momentum": 0.0, "method": "rank"},
+    baseline=lambda: optax.sgd(0.1),
+    needs_params=True,
+    start=_reversed,
+    gathers=True,
+    static=("partition_size_min",),
+    label="rank",
   ),
   Row(
     "sgperm",

@@ -133,12 +133,8 @@ def test_inside_partition_with_all_extra_arguments(row):
   )
 
 
-# AdaSum's axes must be bound, which sets the mesh. Jitted, with the mesh set, all rows run in
-# test_contract.py.
-UNSET_MESH = [row for row in ROWS if row.factory != "adasum"]
-
-
-@pytest.mark.parametrize("row", UNSET_MESH, ids=str)
+# Jitted, with the mesh set, all rows run in test_contract.py.
+@every_row
 def test_params_on_a_mesh_with_explicit_axes_eagerly_and_no_mesh_set(row):
   if row.factory in ("sgperm", "laperm") and not hasattr(jax.lax, "pcast"):
     pytest.skip("gathers there, unless jitted, need a newer JAX")
@@ -190,12 +186,12 @@ def test_complex_leaves_are_trained_or_refused_by_name(row):
   if row.factory not in COMPLEX:
     with pytest.raises(TypeError, match=r"'dense/bias' is complex64.*optax.masked"):
       tx.init(params)
-    return
-  state = tx.init(params)
-  for _ in range(3):
-    updates, state = jax.jit(tx.update)(params, state, params)
-  chex.assert_tree_all_finite(updates)
-  assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("complex64")}
+  else:
+    state = tx.init(params)
+    for _ in range(3):
+      updates, state = jax.jit(tx.update)(params, state, params)
+    chex.assert_tree_all_finite(updates)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("complex64")}
 
 
 def in_host_memory(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -281,11 +277,7 @@ def around(row: registry.Row, inner: optax.GradientTransformation) -> dict[str, 
   return row.kwargs | dict.fromkeys(places, inner)
 
 
-# Replicas of AdaSum share one state. The line search of `dim_reduce` refuses varying losses.
-LOCAL = [row for row in ROWS if row.factory not in ("adasum", "dim_reduce")]
-
-
-@pytest.mark.parametrize("row", LOCAL, ids=str)
+@every_row
 def test_inside_shard_map_each_device_may_have_a_state_of_its_own(row):
   """Local SGD, around an optimizer whose state has counters and moments."""
   tx = row.feed(getattr(optax_boost, row.factory)(**around(row, INNER["adam"]())))

@@ -82,6 +82,10 @@ def both(tx: Any, wrapped: Any = lambda step: step) -> tuple[Any, Any]:
   return tuple(wrapped(functools.partial(call, tx)) for call in calls)
 
 
+def test_the_wrappers_have_a_step_in_place():
+  assert {*WRAPPERS, *PLAIN} <= {row.factory for row in ROWS}
+
+
 @every_row
 def test_jitted_it_is_update_and_apply_updates(row):
   tx = row.optimizer() if row.factory in ("adasum", "centralize") else row.make()

@@ -1,4 +1,4 @@
-"""Figures of the house: `make house` prints them, test_figures.py holds their bounds."""
+"""Figures of the house, which `make house` prints: a report, for no figure is a goal."""
 
 import ast
 from collections.abc import Iterator

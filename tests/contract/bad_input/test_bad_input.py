@@ -84,6 +84,11 @@ def test_every_argument_of_a_public_function_has_a_kind():
         assert prefix + name in arguments.CALLS or prefix + name in WITHOUT_CALL, prefix + name
 
 
+first_row_of_each_factory = pytest.mark.parametrize(
+  "row", arguments.FIRST_ROWS, ids=lambda row: row.factory
+)
+
+
 def _like_params(leaf: Any) -> Any:
   return jax.tree.map(lambda p: leaf, PARAMS)
 
@@ -108,11 +113,9 @@ STATES = {
   "params": PARAMS,
   "Adam's": optax.adam(0.1).init(PARAMS),
 }
-# What these do not look at is handed on to the optimizers inside, or to the chain.
-HANDS_ON = {"switch_after": ("updates", "params"), "accumulate": ("params",)}
 
 
-@pytest.mark.parametrize("row", arguments.FIRST_ROWS, ids=lambda row: row.factory)
+@first_row_of_each_factory
 def test_params_of_another_kind_are_refused(row):
   init = row.make().init
   for label, tree in LEAVES.items():
@@ -120,21 +123,29 @@ def test_params_of_another_kind_are_refused(row):
     assert not complaint, f"{label}: {complaint}"
 
 
-@pytest.mark.parametrize("row", arguments.FIRST_ROWS, ids=lambda row: row.factory)
-def test_gradients_params_and_states_of_others_are_refused(row):
+def complaints(row, argument, values, errors, words):
+  """By label, how ``update`` does not refuse values of one argument as it must."""
   tx = row.make()
   good = {"updates": GRADS, "state": tx.init(PARAMS), "params": PARAMS}
-  if good["state"] == optax.EmptyState():
-    return  # It maps over the gradients alone.
-  calls = [
-    *(("updates", label, tree, ValueError, "gradients|leaf") for label, tree in TREES.items()),
-    *(("params", label, tree, ValueError, "params|leaf") for label, tree in TREES.items()),
-    # A chain of optax raises ValueError.
-    *(("state", *named, (TypeError, ValueError), "state") for named in STATES.items()),
-  ]
-  if row.needs_params:
-    calls.append(("params", "None", None, ValueError, "params"))
-  for argument, label, value, errors, words in calls:
-    if argument not in HANDS_ON.get(row.factory, ()):
-      complaint = refusal(lambda: tx.update(**good | {argument: value}), errors, words)  # noqa: B023
-      assert not complaint, f"{argument}, {label}: {complaint}"
+  found = {
+    label: refusal(functools.partial(tx.update, **good | {argument: value}), errors, words)
+    for label, value in values.items()
+  }
+  return {label: complaint for label, complaint in found.items() if complaint}
+
+
+@first_row_of_each_factory
+def test_gradients_of_others_are_refused(row):
+  assert not complaints(row, "updates", TREES, ValueError, "gradients|leaf")
+
+
+@first_row_of_each_factory
+def test_params_of_others_are_refused(row):
+  values = TREES | ({"None": None} if row.needs_params else {})
+  assert not complaints(row, "params", values, ValueError, "params|leaf")
+
+
+@first_row_of_each_factory
+def test_states_of_others_are_refused(row):
+  # A chain of optax raises ValueError.
+  assert not complaints(row, "state", STATES, (TypeError, ValueError), "state")
