@@ -11,4 +11,5 @@ from optax_boost._train_step._state import placement as placement
 from optax_boost._train_step._step import TrainStep as TrainStep
 from optax_boost._train_step._step import known_depth as known_depth
 from optax_boost._train_step._step import make_train_step as make_train_step
+from optax_boost._train_step._written import copied_inputs as copied_inputs
 from optax_boost._train_step._written import with_written_params as with_written_params

@@ -112,7 +112,7 @@ def estimate_batch_stats(
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
   norms = _less_bn.modules(copy, nnx.BatchNorm)
   given = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
-  estimated = _batch_stats.estimate(of_batch, given, batches)
+  estimated = _batch_stats.estimate(of_batch, given, _adapter.close_batches(batches))
   for path, norm in norms.items():
     norm.mean[...], norm.var[...] = estimated[path]
   return copy
@@ -121,7 +121,7 @@ def estimate_batch_stats(
 def _of_batch(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
   """The mean and the variance of each BatchNorm, by its path."""
   model = nnx.merge(graphdef, state)
-  forward_fn(model, batch)
+  forward_fn(model, _adapter.plain_batch(batch))
   pairs = {p: (n.mean[...], n.var[...]) for p, n in _less_bn.modules(model, nnx.BatchNorm).items()}
   return {
     path: tuple(jnp.where(jnp.all(pair[1] >= 0), x, _batch_stats.UNREACHED) for x in pair)
