@@ -95,6 +95,7 @@ class Program:
     """
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
+    _state.check_opt_state(self.tx, state.params, state.opt_state)
     objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
     if objective.groups is not None and depth is None:
       self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)

@@ -244,15 +244,10 @@ def _explain(
 ) -> None:
   """Raises an error that names the argument which made a step fail, if it is found."""
   _tree.check_traceable("batch", batch)
-  try:
-    made = jax.eval_shape(optimizer.tx.init, state.params)
-  except Exception:
-    # Then the step's own error says more.
-    return
-  if not _tree.same_shapes(state.opt_state, made):
+  if difference := _train_step.other_opt_state(optimizer.tx, state.params, state.opt_state):
     raise ValueError(
       "`optimizer` must be made for this model; its state is of other params, or of another"
-      " transformation than `optimizer.tx`. Make a new one:"
+      f" transformation than `optimizer.tx`: {difference}. Make a new one:"
       " nnx.Optimizer(model, tx, wrt=nnx.Param)."
     ) from error
 
@@ -271,7 +266,9 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
-      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
+      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. A second model (a
+      teacher, the other half of a GAN) goes into the batch, as a module or an ``nnx.State``: the
+      step reads its present values. The loss must not change it, so put it into evaluation mode.
     **options: as in :func:`optax_boost.make_train_step`, no `has_model_state`; `full_grad_fn` is
       always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
       key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
@@ -279,9 +276,11 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Returns:
     The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
-    optimizer, batch, rng)``, which updates model and optimizer in place and donates their old
-    arrays. `rng` is a key, into which the number of the step (``optimizer.step``) is folded; or
-    ``nnx.Rngs``, or one of its streams, whose counts go on by the draws of one forward pass.
+    optimizer, batch, rng)``, which updates model and optimizer in place. It donates their old
+    arrays if its last call made them and nothing else holds them; it copies those that a clone,
+    another model or a variable of yours holds. `rng` is a key, into which the number of the step
+    (``optimizer.step``) is folded; or ``nnx.Rngs``, or one of its streams, whose counts go on by
+    the draws of one forward pass.
     ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` are as
     in :class:`optax_boost.TrainStep`. One step serves any number of models, in turns or from
     several threads at once, but two threads must not train the same model. Model and optimizer may
@@ -290,8 +289,8 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   Raises:
     TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
     ValueError: when called: the optimizer was made for another model, or for no variable of this
-      one; when traced: the loss creates, removes or reshapes trained
-      variables.
+      one; when traced: the loss creates, removes or reshapes trained variables, or changes an
+      NNX object of the batch.
 
   Examples:
     >>> from flax import nnx
