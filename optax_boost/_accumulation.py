@@ -98,8 +98,7 @@ def accumulate(
   inner = _base.check_transformation("inner", inner)
   if not callable(every):
     _base.check_whole_number("every", every)
-  if not_finite is not None:
-    _base.check_name("not_finite", not_finite, ("drop", "keep"))
+  _base.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   def init(params: optax.Params) -> AccumulateState:

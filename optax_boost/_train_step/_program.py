@@ -62,6 +62,9 @@ class Program:
   weight: str | Callable[[Any], Any] | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
+  # Likewise: by the types of params and optimizer states that were compared, the `init` that made
+  # the optimizer state to compare with.
+  states_checked: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
   def loss(
     self, params: optax.Params, model_state: Any, batch: Any, *rngs: jax.Array
@@ -95,7 +98,7 @@ class Program:
     """
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
-    _state.check_opt_state(self.tx, state.params, state.opt_state)
+    self._check_opt_state(state)
     objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
     if objective.groups is not None and depth is None:
       self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)
@@ -138,6 +141,13 @@ class Program:
     new_state = _state.TrainState(params, opt_state, model_state, state.step + 1)
     new_state = jax.tree.map(_state.drop_weak_type, new_state)
     return _state.keep_placement(new_state, state, placement), metrics
+
+  def _check_opt_state(self, state: _state.TrainState) -> None:
+    types = jax.tree.map(jax.typeof, (state.params, state.opt_state))
+    kind = (jax.tree.structure(types), *jax.tree.leaves(types))
+    if self.states_checked.get(kind) is not self.tx.init:
+      _state.check_opt_state(self.tx, state.params, state.opt_state)
+      self.states_checked[kind] = self.tx.init
 
   def _weight(self, batch: Any, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""

@@ -204,12 +204,18 @@ def check_opt_state(
 ) -> None:
   """Refuses arrays of an optimizer state that would broadcast against those of these params."""
   expected = _expected_state(tx, params)
-  differences = _other_arrays(expected, opt_state) if expected is not None else []
-  if differences:
+  if expected is None or _types(expected) == _types(opt_state):
+    return
+  if differences := _other_arrays(expected, opt_state):
     raise ValueError(
       "`state.opt_state` must be the state of this optimizer for these params;"
       f" {differences[0]}. {_MAKE_OR_RESTORE}"
     )
+
+
+def _types(tree: Any) -> Any:
+  leaves, structure = jax.tree.flatten(tree)
+  return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves], structure
 
 
 def explain_other_state(
@@ -258,6 +264,9 @@ def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> A
     return None
 
 
+_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+
+
 def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
   """Arrays of a state that differ from the expected ones of the same path.
 
@@ -270,14 +279,11 @@ def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
     if path not in leaves or not array.shape:
       continue
     got = leaves[path]
-    if jnp.shape(got) != array.shape or _number_kind(got) != _number_kind(array):
+    dtype = jnp.result_type(got)
+    same_kind = any(jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _KINDS)
+    if jnp.shape(got) != array.shape or not (dtype == array.dtype or same_kind):
       differences.append(
         f"its leaf '{path}' must have the shape {array.shape} and the dtype {array.dtype}; got"
-        f" {jnp.shape(got)} and {jnp.result_type(got)}"
+        f" {jnp.shape(got)} and {dtype}"
       )
   return differences
-
-
-def _number_kind(x: Any) -> Any:
-  kinds = (jnp.floating, jnp.complexfloating, jnp.integer)
-  return next((kind for kind in kinds if jnp.issubdtype(jnp.result_type(x), kind)), None)

@@ -138,3 +138,27 @@ def test_gradients_params_and_states_of_others_are_refused(row):
     if argument not in HANDS_ON.get(row.factory, ()):
       complaint = refusal(lambda: tx.update(**good | {argument: value}), errors, words)  # noqa: B023
       assert not complaint, f"{argument}, {label}: {complaint}"
+
+
+def _states_of_others(state):
+  """States that are not a method's own, though some are tuples of its length."""
+  yield from STATES.values()
+  yield optax.TraceState(trace=PARAMS)
+  yield (optax.EmptyState(),) * len(state)
+  yield tuple(reversed(state))
+  yield (*state, optax.EmptyState())
+  yield state[:-1]
+  yield list(state)
+  if hasattr(state, "_asdict"):
+    yield state._asdict()
+
+
+@pytest.mark.parametrize("row", arguments.FIRST_ROWS, ids=lambda row: row.factory)
+def test_states_of_other_transformations_are_refused_in_one_form(row):
+  tx = row.make()
+  state = tx.init(PARAMS)
+  if state == optax.EmptyState():
+    pytest.skip("it has no state")
+  for other in _states_of_others(state):
+    with pytest.raises(TypeError, match=r"needs the state that its own `init` made, .*; got"):
+      tx.update(GRADS, other, PARAMS)
