@@ -20,7 +20,11 @@ from optax_boost import _tree
 _METHOD = "accumulate"
 
 
-@_protocol.declares(metrics=("accumulate/notfinite_count",), steps=("inner_count",))
+@_protocol.declares(
+  metrics=("accumulate/notfinite_count",),
+  requests=(_protocol.WEIGHT_SUM,),
+  steps=("inner_count",),
+)
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
 

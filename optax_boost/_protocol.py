@@ -14,12 +14,13 @@ The class of a method's state may declare tuples of names:
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
 
-The train step knows three requests and no method:
+The train step knows four requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
   frozen_groups     scalar int32; the backward pass of that many groups is not computed
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
+  weight_sum        sum of the extra arguments `weight`, the sizes of micro-batches
 
 Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
 and can't be in the state, which holds arrays: it is an attribute of the method's ``update``, with
@@ -47,6 +48,7 @@ from optax_boost import _tree
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
+WEIGHT_SUM = "weight_sum"
 
 _State = TypeVar("_State")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -172,6 +174,11 @@ def refuse_observers(method: str, opt_state: optax.OptState) -> None:
       f" `{method}` changes its updates or its state afterwards. Put its wrapper around the whole:"
       f" `{wrapper}({method}(...))`."
     )
+
+
+def is_requested(opt_state: optax.OptState, request: str) -> bool:
+  """Whether any state makes a request."""
+  return bool(_asking(opt_state, request))
 
 
 def state_asking(opt_state: optax.OptState, request: str) -> Any:

@@ -54,6 +54,11 @@ def plain_batch(batch: Any) -> Any:
   return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 
 
+def of_plain_batch(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+  """A function of the user's batch as a function of the batch inside a step; None stays None."""
+  return None if function is None else lambda batch: function(plain_batch(batch))
+
+
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=["batch", "constants"],

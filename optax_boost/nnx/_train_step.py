@@ -94,7 +94,7 @@ class TrainStep:
     program, state, key = self._open(model, optimizer, rng)
     batches = _adapter.close_batches(batches)
     if callable(weight_fn):
-      weight_fn = _of_plain_batch(weight_fn)
+      weight_fn = _adapter.of_plain_batch(weight_fn)
     key = jax.random.key(_adapter.PASS_SEED) if key is None else key
     state = _train_step.TrainStep(program).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
@@ -218,11 +218,6 @@ def _count_references(values: list[Any]) -> list[int]:
   return [sys.getrefcount(value) for value in values]
 
 
-def _of_plain_batch(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-  """A function of the user's batch as a function of the batch inside a step."""
-  return lambda batch: function(_adapter.plain_batch(batch))
-
-
 def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> None:
   nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
   nnx.update(optimizer, {"step": state.step})
@@ -318,7 +313,7 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   if callable(weight := options.get("weight")):
-    options["weight"] = _of_plain_batch(weight)
+    options["weight"] = _adapter.of_plain_batch(weight)
   # The transformation is known with the model only.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   program = dataclasses.replace(step.program, has_model_state=True)

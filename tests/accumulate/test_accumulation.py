@@ -190,3 +190,8 @@ def test_a_traced_weight_that_is_no_number_of_examples_is_left_out_and_counted(w
   updates, state = update(jnp.full(1, 3.0), state, 2.0)
   np.testing.assert_array_equal(updates, [-3.0])
   assert state.notfinite_count == 1
+
+
+def test_an_unknown_treatment_is_refused_with_all_that_there_are():
+  with pytest.raises(ValueError, match=r"`not_finite` must be one of 'drop', 'keep', None; got 'n"):
+    optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="none")

@@ -1,6 +1,7 @@
 """The train step on plain JAX functions."""
 
 import itertools
+import warnings
 
 import chex
 import jax
@@ -272,6 +273,43 @@ def test_refuses_a_weight_that_the_loss_does_not_return():
   state = step.init({"embedding": jnp.ones((4, 8)), "head": jnp.ones((8, 4))})
   with pytest.raises(ValueError, match=r"name of an entry of the loss's aux.*got 'words' for"):
     step(state, PADDED)
+
+
+WEIGHTED = {
+  "nothing": (lambda tx: tx, True),
+  "MultiSteps": (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), True),
+  "accumulate": (lambda tx: optax_boost.accumulate(tx, 2), False),
+  "accumulate inside": (
+    lambda tx: optax_boost.average_params(
+      optax.chain(optax.clip(1.0), optax_boost.accumulate(tx, 2)), decay=0.9
+    ),
+    False,
+  ),
+  "masked": (lambda tx: optax.masked(optax_boost.accumulate(tx, 2), {"head": True}), False),
+  "a transformation of one's own": (
+    lambda tx: optax.GradientTransformationExtraArgs(
+      tx.init, lambda updates, state, params=None, *, weight, **_: tx.update(updates, state)
+    ),
+    False,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_weight_without_accumulation_warns_once(name):
+  wrap, warns = WEIGHTED[name]
+  tx = wrap(optax.sgd(0.1))
+  step = optax_boost.make_train_step(
+    lambda params, x: jnp.sum(params["head"] * x), tx, weight=lambda batch: len(batch)
+  )
+  state = step.init({"head": jnp.ones(2)})
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state, _ = step(state, jnp.ones((3, 2)))
+    step(state, jnp.ones((4, 2)))
+  texts = [str(w.message) for w in caught if w.category is optax_boost.NoEffectWarning]
+  assert len(texts) == warns
+  assert all("`weight` has no effect in this step" in text for text in texts)
 
 
 def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
