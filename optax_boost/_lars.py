@@ -227,7 +227,8 @@ def lars(
   chain = optax.chain(ratio, descent, trace)
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
-    kinds = (ScaleByLarsTrustRatioState, *(type(part.init(())) for part in (descent, trace)))
+    kinds: list[Any] = [ScaleByLarsTrustRatioState]
+    kinds += [type(part.init(())) for part in (descent, trace)]
     _base.require_chain_state(state, kinds, "lars")
     return chain.update(updates, state, params, layers=layers)
 

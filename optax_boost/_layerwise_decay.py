@@ -26,6 +26,8 @@ def layerwise_decay(
 
   for group i of G. Put it after the optimizer, so that it scales the learning rate, and the weight
   decay that the optimizer adds: ``optax.chain(optax.adamw(rate), layerwise_decay(groups))``.
+  Before Adam and other optimizers that divide gradients by their size it has no effect: they divide
+  the factors away.
 
   Args:
     groups: a :class:`LayerGroups`, in which the layers of a stacked leaf have factors of their own;

@@ -67,7 +67,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
 
 def place_abstract(state: TrainState, params: optax.Params, model_state: Any) -> TrainState:
   """Gives an abstract state the shardings of the params, as a concrete one has them."""
-  sharding_of_param = {
+  sharding_of_param: dict[str, tuple[Any, Any]] = {
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_tree.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
@@ -76,13 +76,13 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
     jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec()) if meshes else None
   )
 
-  def place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  def place(leaf: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)
 
-  def place_like(leaf: Any, given: Any) -> jax.ShapeDtypeStruct:
+  def place_like(leaf: Any, given: Any) -> Any:
     return place(leaf, _sharding(given))
 
-  def place_by_path(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+  def place_by_path(path: str, leaf: Any) -> Any:
     names = path.split("/")
     for start in range(len(names) + 1):
       shape, sharding = sharding_of_param.get("/".join(names[start:]), (None, None))

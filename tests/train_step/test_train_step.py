@@ -536,8 +536,13 @@ def test_no_mask_is_advised_where_it_would_not_help(call):
     call()
 
 
-def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
-  step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), optax.adam(0.1))
+def test_refuses_an_update_that_broadcasts_the_params():
+  def init(params):
+    # Its types are not known while tracing.
+    return optax.adam(0.1).init(params) if float(jnp.sum(params["w"])) > 0 else None
+
+  tx = optax.GradientTransformation(init, optax.adam(0.1).update)
+  step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), tx)
   state = step.init({"w": jnp.ones((3, 1))})
   other = step.init({"w": jnp.ones((3, 2))})
   with pytest.raises(ValueError, match=r"turns params\['w'\] of shape \(3, 1\) into .* \(3, 2\)"):
