@@ -207,9 +207,12 @@ def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
   (unshared,) = _count_references(list(holder))
   for place, references in enumerate(_count_references(leaves)):
     leaf = leaves[place]
-    if references == unshared and place < len(made) and made[place]() is leaf:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+    is_made = place < len(made) and made[place]() is leaf
+    # Of an array over several processes each would have to copy it, but one alone may hold it.
+    is_shared = references != unshared and leaf.is_fully_addressable
+    if is_shared or not is_made:
       leaves[place] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 
