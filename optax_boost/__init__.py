@@ -1,7 +1,12 @@
 """Training accelerators as composable optax transformations.
 
-Flax is not imported here: ``optax_boost.nnx`` and ``optax_boost.linen`` are imported by name.
+Flax is imported with ``optax_boost.nnx`` and ``optax_boost.linen`` alone, when they are first used.
 """
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+from typing import Any
 
 from optax_boost._accumulation import accumulate
 from optax_boost._adasum import adasum
@@ -100,3 +105,16 @@ __all__ = [
   "svrg",
   "switch_after",
 ]
+
+# Type checkers would take any name for one of this module.
+if not TYPE_CHECKING:
+
+  def __getattr__(name: str) -> Any:
+    """Imports the subpackages for Flax when they are first used."""
+    if name not in ("linen", "nnx"):
+      raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("flax") is None:
+      raise ImportError(
+        f"`optax_boost.{name}` needs Flax, which is not installed: pip install 'optax-boost[flax]'."
+      )
+    return importlib.import_module(f"{__name__}.{name}")

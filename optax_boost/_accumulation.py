@@ -23,7 +23,10 @@ _METHOD = "accumulate"
 
 
 @_protocol.declares(
-  metrics=("accumulate/notfinite_count",), outcome=("made",), gathers=("accumulate",)
+  metrics=("accumulate/notfinite_count",),
+  requests=(_protocol.WEIGHT_SUM,),
+  outcome=("made",),
+  gathers=("accumulate",),
 )
 class AccumulateState(NamedTuple):
   """State of :func:`accumulate`.
@@ -115,8 +118,7 @@ def accumulate(
   inner = _base.check_transformation("inner", inner)
   if not callable(every):
     _base.check_whole_number("every", every)
-  if not_finite is not None:
-    _base.check_name("not_finite", not_finite, ("drop", "keep"))
+  _base.check_name("not_finite", not_finite, ("drop", "keep"), optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   method = _Accumulate(inner, every, not_finite, axis_name)

@@ -338,14 +338,26 @@ def require_params(params: Any, method: str) -> None:
     )
 
 
+_OWN_STATE = (
+  "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass the state of"
+  " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
+)
+
+
 def require_state(state: Any, state_type: type, method: str) -> None:
   """Raises TypeError for the state of another transformation."""
   if not isinstance(state, state_type):
-    raise TypeError(
-      f"`{method}` needs the state that its own `init` made, a {state_type.__name__}; got a"
-      f" {type(state).__name__}. Pass the state of this transformation; a checkpoint must be"
-      " restored into the structure of `tx.init(params)`."
+    required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
+    raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
+
+
+def require_chain_state(state: Any, state_types: Sequence[type], method: str) -> None:
+  """Raises TypeError for a tuple of states other than those of a method's chain."""
+  if [type(part) for part in state] != list(state_types):
+    required, got = (
+      ", ".join(kind.__name__ for kind in kinds) for kinds in (state_types, map(type, state))
     )
+    raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
 
 
 def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
@@ -395,13 +407,16 @@ def check_key(name: str, key: Any) -> None:
     raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {got}.")
 
 
-def check_name(argument: str, value: Any, allowed: Sequence[str]) -> None:
+def check_name(
+  argument: str, value: Any, allowed: Sequence[str], *, optional: bool = False
+) -> None:
   """Checks an argument that is one of several names."""
+  if optional and value is None:
+    return
   error = ValueError if isinstance(value, str) else TypeError
   if error is TypeError or value not in allowed:
-    raise error(
-      f"`{argument}` must be one of {', '.join(map(repr, allowed))}; got {shorten(value)}."
-    )
+    names = [*map(repr, allowed), *(["None"] if optional else [])]
+    raise error(f"`{argument}` must be one of {', '.join(names)}; got {shorten(value)}.")
 
 
 def with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_F], _F]:

@@ -6,6 +6,7 @@ n_b   the batch's number of examples
 s = sum_b n_b s_b / sum_b n_b
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,13 +27,18 @@ def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
   return jnp.where(uses > 0, mean + (new - mean) / (uses + 1), new)
 
 
-def estimate(of_batch: jax.tree_util.Partial, given: Any, batches: Iterable[Any]) -> Any:
+def estimate(
+  of_batch: jax.tree_util.Partial,
+  given: Any,
+  batches: Iterable[Any],
+  weight_fn: Callable[[Any], Any] | None,
+) -> Any:
   """A tree like `given` of new statistics, from ``of_batch(given, batch)`` of each batch."""
   if not jax.tree.leaves(given):
     _base.warn(f"`{_METHOD}` found no statistics of a BatchNorm.", _base.NoEffectWarning)
     return given
   estimated = _full_gradient.mean_over_batches(
-    of_batch, given, batches, None, None, False, _METHOD, "batch statistics"
+    of_batch, given, batches, None, weight_fn, False, _METHOD, "batch statistics"
   )
   paths = _tree.leaf_paths(given)
   leaves = zip(paths, jax.tree.leaves(estimated), strict=True)

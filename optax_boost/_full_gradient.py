@@ -192,7 +192,8 @@ def _weight(batch: Any, weight_fn: Callable[[Any], Any] | None, index: int, meth
         f"`weight_fn` must return a finite number >= 0; it returned {weight:g} for batch {index}."
       )
     return weight
-  shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+  leaves = jax.tree.leaves(batch, is_leaf=_tree.is_constants)
+  shapes = [jnp.shape(leaf) for leaf in leaves if not _tree.is_constants(leaf)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:
     raise ValueError(

@@ -231,6 +231,9 @@ def lars(
   chain = optax.chain(ratio, descent, trace)
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    kinds: list[Any] = [ScaleByLarsTrustRatioState]
+    kinds += [type(part.init(())) for part in (descent, trace)]
+    _base.require_chain_state(state, kinds, "lars")
     return chain.update(updates, state, params, layers=layers)
 
   return _transformation.transformation("lars", tuple, chain.init, step, needs_params=True)

@@ -212,8 +212,16 @@ def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ..
 
 def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool | None]:
   """True for each leaf of the arguments, None for the state of a loss that carries one."""
-  constants = len(jax.tree.leaves(args[:1])) if is_stateful(loss_fn) else 0
-  return [*[None] * constants, *[True] * (len(jax.tree.leaves(args)) - constants)]
+  state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
+  return [*[None] * len(jax.tree.leaves(state)), *batch_flags(data)]
+
+
+def batch_flags(data: Any) -> list[bool | None]:
+  """True for each leaf of a batch and of other data, None for the constants in it."""
+  flags: list[bool | None] = []
+  for node in jax.tree.leaves(data, is_leaf=_tree.is_constants):
+    flags += [None] * len(jax.tree.leaves(node)) if _tree.is_constants(node) else [True]
+  return flags
 
 
 def stateful(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,12 +18,13 @@ The class of a method's state may declare tuples of names:
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
 
-The train step knows three requests and no method:
+The train step knows four requests and no method:
 
   loss_scale        scalar float32; the loss is multiplied by it before it is differentiated
   frozen_groups     scalar int32; the backward pass of that many groups is not computed
   full_gradient     the mean gradient over all of the data, which ``TrainStep.refresh`` hands to
                     the state's method ``with_full_gradient(params, full_gradient)``
+  weight_sum        sum of the extra arguments `weight`, the sizes of micro-batches
 
 Declarations belong to types, so a param may bear any name. Which leaf is in which group is static
 and can't be in the state, which holds arrays: the transformation's form holds it
@@ -49,6 +50,7 @@ from optax_boost import _tree
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
 FULL_GRADIENT = "full_gradient"
+WEIGHT_SUM = "weight_sum"
 
 _State = TypeVar("_State")
 
@@ -197,6 +199,11 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
 def scales_loss(state: optax.OptState) -> bool:
   """Whether a state asks for a scale of the loss, and so must see every overflow."""
   return bool(_asking(state, LOSS_SCALE))
+
+
+def is_requested(opt_state: optax.OptState, request: str) -> bool:
+  """Whether any state makes a request."""
+  return bool(_asking(opt_state, request))
 
 
 def state_asking(opt_state: optax.OptState, request: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import re
 from typing import Any
+from typing import NamedTuple
 from typing import TypeVar
 
 import jax
@@ -22,6 +23,17 @@ _BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")
+
+
+class Constants(NamedTuple):
+  """Arrays in a batch that are not examples: those of a second model."""
+
+  arrays: Any
+
+
+def is_constants(node: Any) -> bool:
+  """Whether a node of a batch holds no examples."""
+  return isinstance(node, Constants)
 
 
 def leaf_name(path: str) -> str:

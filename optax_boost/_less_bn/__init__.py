@@ -7,3 +7,4 @@ from optax_boost._less_bn._plan import Plan as Plan
 from optax_boost._less_bn._plan import Predicate as Predicate
 from optax_boost._less_bn._plan import Trace as Trace
 from optax_boost._less_bn._plan import make_plan as make_plan
+from optax_boost._less_bn._plan import recorded_plans as recorded_plans

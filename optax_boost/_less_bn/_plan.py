@@ -6,7 +6,10 @@ sides, the one with more layers is the branch; a side with at most one layer is 
 
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
+import contextvars
 import math
 from typing import Any
 from typing import Literal
@@ -57,6 +60,23 @@ class Plan(NamedTuple):
   head: str | None
 
 
+# The plans of the calls inside `recorded_plans`, each with the number of the model's BatchNorms.
+_RECORD: contextvars.ContextVar[list[tuple[Plan, int]] | None] = contextvars.ContextVar(
+  "optax_boost.less_bn", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[tuple[Plan, int]]]:
+  """Records the plans that are made inside, each with the number of the model's BatchNorms."""
+  plans: list[tuple[Plan, int]] = []
+  token = _RECORD.set(plans)
+  try:
+    yield plans
+  finally:
+    _RECORD.reset(token)
+
+
 def make_plan(
   trace: Callable[[tuple[Any, ...], dict[str, Any]], Trace],
   args: tuple[Any, ...],
@@ -91,7 +111,10 @@ def make_plan(
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
     )
-  return Plan(removed, head)
+  plan = Plan(removed, head)
+  if (record := _RECORD.get()) is not None:
+    record.append((plan, len(norms)))
+  return plan
 
 
 def _goes(place: NormPlace) -> bool:

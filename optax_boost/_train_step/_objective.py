@@ -107,8 +107,9 @@ class Objective:
 
   def layers(self) -> _layers.Layers:
     """The axes of the params, which the program tells; the model state holds constants."""
-    state, *data = (len(jax.tree.leaves(argument)) for argument in self._others)
-    return _layers.describe(self.program, self._params, [*[None] * state, *[True] * sum(data)])
+    state, *data = self._others
+    flags = [*[None] * len(jax.tree.leaves(state)), *_layers.batch_flags(data)]
+    return _layers.describe(self.program, self._params, flags)
 
   def statistics_axes(self) -> dict[int, int]:
     """The axis of layers of each leaf of the model state that a scan over layers slices."""

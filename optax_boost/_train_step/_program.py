@@ -20,6 +20,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
+import inspect
 from typing import Any
 from typing import TypeAlias
 
@@ -45,6 +46,12 @@ _TRACED_DEPTH = (
   " abstract values). Frozen layers are not updated all the same. Call the train step directly."
 )
 
+_UNUSED_WEIGHT = (
+  "`weight` has no effect in this step: its optimizer accumulates no gradients, so each step uses"
+  " the mean over its own batch. Put `optax_boost.accumulate(..., every=n)` around the optimizer,"
+  " or leave `weight` out."
+)
+
 
 # Compared and hashed by identity: jit keeps its programs by the bound methods.
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +68,10 @@ class Program:
   hold_frozen_statistics: bool
   weight: str | Callable[[Any], Any] | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
-  warnings_given: set[type[Warning]] = dataclasses.field(default_factory=set)
+  warnings_given: set[str] = dataclasses.field(default_factory=set)
+  # Likewise: by the types of params and optimizer states that were compared, the `init` that made
+  # the optimizer state to compare with.
+  states_checked: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
   def loss(
     self, params: optax.Params, model_state: Any, batch: Any, *rngs: jax.Array
@@ -95,9 +105,10 @@ class Program:
     """
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
+    self._check_opt_state(state)
     objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
     if objective.groups is not None and depth is None:
-      self._warn_once(_TRACED_DEPTH, _base.NoEffectWarning)
+      self._warn_once(_TRACED_DEPTH)
     grad, (value, (model_state, aux)) = objective.gradient(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state, objective.program)
@@ -110,6 +121,10 @@ class Program:
     extra["layers"] = _layers.OnDemand(objective.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
+      # A transformation of the user's own may name the argument.
+      is_named = "weight" in inspect.signature(self.tx.update).parameters
+      if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
+        self._warn_once(_UNUSED_WEIGHT)
     try:
       params, opt_state = _apply_gradients.step_in_place(
         self.tx, grad, objective.opt_state, start, extra
@@ -137,6 +152,13 @@ class Program:
     new_state = jax.tree.map(_state.drop_weak_type, new_state)
     return _state.keep_placement(new_state, state, placement), metrics
 
+  def _check_opt_state(self, state: _state.TrainState) -> None:
+    types = jax.tree.map(jax.typeof, (state.params, state.opt_state))
+    kind = (jax.tree.structure(types), *jax.tree.leaves(types))
+    if self.states_checked.get(kind) is not self.tx.init:
+      _state.check_opt_state(self.tx, state.params, state.opt_state)
+      self.states_checked[kind] = self.tx.init
+
   def _weight(self, batch: Any, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""
     if callable(self.weight):
@@ -149,7 +171,7 @@ class Program:
       )
     return aux[self.weight]
 
-  def _warn_once(self, message: str, kind: type[Warning]) -> None:
-    if kind not in self.warnings_given:
-      self.warnings_given.add(kind)
-      _base.warn(message, kind)
+  def _warn_once(self, message: str) -> None:
+    if message not in self.warnings_given:
+      self.warnings_given.add(message)
+      _base.warn(message, _base.NoEffectWarning)

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 from typing import NamedTuple
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,41 @@ def canonicalize_state(state: TrainState) -> TrainState:
 
   moved = jax.tree.unflatten(jax.tree.structure(state), map(canonicalize, leaves))
   return moved if replicated else commit_like(moved, moved)
+
+
+def place_abstract(state: TrainState, params: optax.Params, model_state: Any) -> TrainState:
+  """Gives an abstract state the shardings of the params, as a concrete one has them."""
+  sharding_of_param: dict[str, tuple[Any, Any]] = {
+    path: (leaf.shape, _sharding(leaf))
+    for path, leaf in zip(_tree.leaf_paths(params), jax.tree.leaves(params), strict=True)
+  }
+  meshes = [s.mesh for _, s in sharding_of_param.values() if hasattr(s, "mesh")]
+  everywhere = (
+    jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec()) if meshes else None
+  )
+
+  def place(leaf: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)
+
+  def place_like(leaf: Any, given: Any) -> Any:
+    return place(leaf, _sharding(given))
+
+  def place_by_path(path: str, leaf: Any) -> Any:
+    names = path.split("/")
+    for start in range(len(names) + 1):
+      shape, sharding = sharding_of_param.get("/".join(names[start:]), (None, None))
+      if shape == leaf.shape:
+        return place(leaf, sharding)
+    return place(leaf, None)
+
+  leaves: Any = jax.tree.leaves(state.opt_state)
+  leaves = map(place_by_path, _tree.leaf_paths(state.opt_state), leaves)
+  return TrainState(
+    params=jax.tree.map(place_like, state.params, params),
+    opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), leaves),
+    model_state=jax.tree.map(place_like, state.model_state, model_state),
+    step=place(state.step, None),
+  )
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
@@ -163,19 +199,91 @@ def drop_weak_type(leaf: Any) -> jax.Array:
   return jnp.asarray(leaf, jnp.result_type(leaf))
 
 
+def check_opt_state(
+  tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
+) -> None:
+  """Refuses arrays of an optimizer state that would broadcast against those of these params."""
+  expected = _expected_state(tx, params)
+  if expected is None or _types(expected) == _types(opt_state):
+    return
+  if differences := _other_arrays(expected, opt_state):
+    raise ValueError(
+      "`state.opt_state` must be the state of this optimizer for these params;"
+      f" {differences[0]}. {_MAKE_OR_RESTORE}"
+    )
+
+
+def _types(tree: Any) -> Any:
+  leaves, structure = jax.tree.flatten(tree)
+  return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves], structure
+
+
 def explain_other_state(
   error: Exception, state: TrainState, tx: optax.GradientTransformation
 ) -> None:
   """Raises an error of its own where an update failed on the state of another optimizer."""
-  try:
-    expected = jax.eval_shape(tx.init, state.params)
-  except Exception:
-    # The params do not fit either: the update's error says more.
-    return
-  if not _tree.same_shapes(expected, state.opt_state):
+  if difference := other_opt_state(tx, state.params, state.opt_state):
     raise TypeError(
       "`state` must hold the optimizer state that `step.init(params)` made, of the same"
-      f" transformation and params: {_base.shorten(expected, 400)}; got"
-      f" {_base.shorten(state.opt_state, 400)}. A checkpoint must be restored into the structure"
-      " of `step.init(params)`."
+      f" transformation and params; {difference}. {_MAKE_OR_RESTORE}"
     ) from error
+
+
+_MAKE_OR_RESTORE = (
+  "Make it with `step.init(params)`; a checkpoint must be restored into the structure of"
+  " `step.init(params)`."
+)
+
+
+def other_opt_state(
+  tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
+) -> str:
+  """What tells an optimizer state from that of this optimizer for these params; "": nothing."""
+  expected = _expected_state(tx, params)
+  if expected is None or _tree.same_shapes(expected, opt_state):
+    return ""
+  required, found = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
+  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - found)]
+  differences += [f"it has a leaf '{path}' too many" for path in sorted(found - required)]
+  differences += _other_arrays(expected, opt_state)
+  return (
+    differences[0]
+    if differences
+    else (f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}")
+  )
+
+
+def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> Any:
+  """The types of a new optimizer state; None if `init` can't tell them for traced params."""
+  try:
+    with warnings.catch_warnings():
+      # They were given when the state was made.
+      warnings.simplefilter("ignore")
+      return jax.eval_shape(tx.init, params)
+  except Exception:
+    return None
+
+
+_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+
+
+def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
+  """Arrays of a state that differ from the expected ones of the same path.
+
+  An `init` of another author may make scalars that grow in the first update, and an update may
+  change the precision, so only shapes of arrays and kinds of numbers must agree.
+  """
+  leaves = dict(zip(_tree.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
+  differences = []
+  for path, array in zip(_tree.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
+    if path not in leaves or not array.shape:
+      continue
+    got = leaves[path]
+    dtype = jnp.result_type(got)
+    same_kind = any(jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _KINDS)
+    if jnp.shape(got) != array.shape or not (dtype == array.dtype or same_kind):
+      differences.append(
+        f"its leaf '{path}' must have the shape {array.shape} and the dtype {array.dtype}; got"
+        f" {jnp.shape(got)} and {dtype}"
+      )
+  return differences

@@ -32,11 +32,14 @@ class TrainStep:
     """Makes the state to start from, of copies: the first step donates the state.
 
     Args:
-      params: the initial params; those that are sharded over a mesh keep their sharding.
+      params: the initial params; those that are sharded over a mesh keep their sharding. They may
+        be abstract (``jax.ShapeDtypeStruct``).
       model_state: the initial mutable statistics, if the loss takes any.
 
     Returns:
-      A :class:`TrainState`.
+      A :class:`TrainState`. From abstract arrays an abstract one, to restore a checkpoint into:
+      arrays of the optimizer state lie as the params of the same path and shape, all others on
+      every device of the params' mesh.
 
     Raises:
       TypeError: a leaf is not an array, one of the params is not floating-point, or the params are
@@ -50,6 +53,9 @@ class TrainStep:
       )
     _tree.check_traceable("params", params)
     _tree.check_traceable("model_state", model_state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, model_state))):
+      state = jax.eval_shape(self.init, params, model_state)
+      return _state.place_abstract(state, params, model_state)
     params, model_state = jax.tree.map(jnp.array, (params, model_state))
     _tree.check_inexact(params, "make_train_step", _tree.KEEP_OUT)
     state = _state.TrainState(

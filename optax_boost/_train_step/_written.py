@@ -42,13 +42,21 @@ def take_written_params(
   copied = [x is y for x, y in zip(inputs, outputs[place], strict=False)]
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
-    numbers = [*range(len(leaves)), *[_OTHER] * (len(inputs) - len(leaves))]
-    origins = _Copies().run(program, numbers)[place]
-    copied = [origin == i for i, origin in enumerate(origins)]
+    copied = copied_inputs(program, len(leaves), place)
   left = zip(leaves, jax.tree.leaves(model_state.params), copied, strict=True)
   return jax.tree.unflatten(
     structure, [old if same else new for old, new, same in left]
   ), model_state.model_state
+
+
+def copied_inputs(
+  program: Any, number: int | None = None, place: slice = slice(None)
+) -> list[bool]:
+  """Whether a program returns each of its first inputs, all by default, in the outputs `place`."""
+  inputs = len(program.jaxpr.invars)
+  number = inputs if number is None else number
+  numbers = [*range(number), *[_OTHER] * (inputs - number)]
+  return [origin == i for i, origin in enumerate(_Copies().run(program, numbers)[place])]
 
 
 class _Copies(_jaxpr.Interpreter[int]):

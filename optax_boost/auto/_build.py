@@ -9,7 +9,9 @@ import optax
 
 import optax_boost
 from optax_boost import _base
+from optax_boost import _groups
 from optax_boost import _layers
+from optax_boost import _less_bn
 from optax_boost import _tree
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
@@ -26,6 +28,8 @@ class AutoBoost:
     why: the reason of each method, on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
+    effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
+      last called, and whether that was anything.
   """
 
   title: str
@@ -33,13 +37,24 @@ class AutoBoost:
   why: dict[str, str]
   ignored: str = ""
   key: jax.Array | int = 0
+  effects: dict[str, tuple[str, bool]] = dataclasses.field(
+    default_factory=dict, compare=False, repr=False
+  )
 
   def explain(self) -> str:
-    """A table: each method, whether it is on, why, and its settings."""
+    """A table: each method, whether it is on, why, its settings, and what it did.
+
+    After :meth:`model` and :meth:`optimizer` were called it tells what they changed, and a method
+    that changed nothing is off.
+    """
     lines = [self.title]
     for name, reason in self.why.items():
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
-      lines.append(f"{name:17} {'on ' if name in self.on else 'off'}  {reason:38}  {settings}")
+      effect, acts = self.effects.get(name, ("", True))
+      word = "on " if name in self.on and acts else "off"
+      lines.append(f"{name:17} {word}  {reason:38}  {settings}")
+      if effect:
+        lines.append(f"{'':22} here: {effect}")
     if self.ignored:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
@@ -58,7 +73,18 @@ class AutoBoost:
     """
     if "less_bn" not in self.on:
       return model
-    return less_bn(model, *args, fn_flag=self.on["less_bn"]["fn_flag"], **kwargs)
+    settings = self.on["less_bn"]
+    with _less_bn.recorded_plans() as plans:
+      changed = less_bn(model, *args, fn_flag=settings["fn_flag"], **kwargs)
+    for plan, norms in plans:
+      effect = f"{len(plan.removed)} of {norms} BatchNorms removed"
+      if settings["fn_flag"]:
+        effect += f", {plan.head or 'no layer'} normalized"
+      if settings["gc_flag"]:
+        effect += "; the optimizer centralizes gradients"
+      acts = bool(plan.removed or plan.head or settings["gc_flag"])
+      self.effects["less_bn"] = effect, acts
+    return changed
 
   def optimizer(
     self,
@@ -110,6 +136,11 @@ class AutoBoost:
         )
       if not ours or _convolves(layers):
         groups = optax_boost.layer_groups(*trace, num_groups=freezing["param_groups"])
+    if freezing:
+      effect = "no layers frozen, for most kernels are not of convolutions"
+      if groups is not None:
+        effect = f"layers in {_groups.count_groups(groups)} groups, the last of which never freezes"
+      self.effects["grad_freeze"] = effect, groups is not None
     if freezing and groups is not None:
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := self.on.get("grad_accumulation"):

@@ -28,6 +28,7 @@ def estimate_batch_stats(
   batches: Iterable[Any],
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
+  weight_fn: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
   """Estimates BatchNorm statistics again: :func:`optax_boost.nnx.estimate_batch_stats` for Linen.
 
@@ -40,6 +41,7 @@ def estimate_batch_stats(
     batches: see :func:`optax_boost.nnx.estimate_batch_stats`.
     forward_fn: ``forward_fn(model, batch)``, where ``model(x, ...)`` applies the module; its result
       is not used. None: ``model(batch)``.
+    weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
 
   Returns:
     The variables with the new statistics. :class:`optax_boost.NoEffectWarning` names statistics
@@ -61,11 +63,12 @@ def estimate_batch_stats(
   _adapter.check_module(module)
   params, collections = _adapter.split_variables(variables)
   _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   given = collections.get(_COLLECTION, {})
   of_batch = _OfBatch(module, forward_fn or operator.call)
   others = {name: value for name, value in collections.items() if name != _COLLECTION}
   partial = jax.tree_util.Partial(of_batch, params, others)
-  estimated = _batch_stats.estimate(partial, given, batches)
+  estimated = _batch_stats.estimate(partial, given, batches, weight_fn)
   return {"params": params, **collections, **({_COLLECTION: estimated} if estimated else {})}
 
 

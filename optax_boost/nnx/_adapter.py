@@ -4,6 +4,11 @@
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -24,6 +29,9 @@ PASS_SEED = 0
 # Generators of random numbers, which a step or a loss may take besides its model.
 RNG_TYPES = (nnx.Rngs, nnx.RngStream)
 
+# Flax 0.12 renamed the base class of modules.
+_GRAPH_NODE = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object)
+
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
 _COLLECTIONS = ("batch_stats", "rngs")
@@ -41,8 +49,93 @@ class Keyed(NamedTuple):
 
 
 def plain_batch(batch: Any) -> Any:
-  """A batch without its mark."""
-  return batch.batch if isinstance(batch, Keyed) else batch
+  """A batch as a loss sees it."""
+  batch = batch.batch if isinstance(batch, Keyed) else batch
+  return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
+
+
+def of_plain_batch(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+  """A function of the user's batch as a function of the batch inside a step; None stays None."""
+  return None if function is None else lambda batch: function(plain_batch(batch))
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["batch", "constants"],
+  meta_fields=["structure", "graphdef"],
+)
+@dataclasses.dataclass(frozen=True)
+class ClosedBatch:
+  """A batch that holds NNX objects, such as a second model, as a tree of arrays.
+
+  Attributes:
+    batch: the batch, with None in the place of each NNX object.
+    constants: the arrays of the NNX objects.
+    structure: the structure of the batch, of which NNX objects are leaves.
+    graphdef: the structure of the NNX objects.
+  """
+
+  batch: Any
+  constants: _tree.Constants
+  structure: Any
+  graphdef: Any
+
+  def open(self) -> tuple[Any, tuple[Any, ...]]:
+    """The batch with new NNX objects, and these objects."""
+    with nnx.merge_context() as context:
+      objects = context.unflatten(self.graphdef, list(self.constants.arrays))
+    unused = iter(objects)
+    leaves = [
+      next(unused) if leaf is None else leaf for leaf in self.structure.flatten_up_to(self.batch)
+    ]
+    return jax.tree.unflatten(self.structure, leaves), objects
+
+  def names(self) -> list[str]:
+    """The path of each NNX object in the batch."""
+    is_object = [leaf is None for leaf in self.structure.flatten_up_to(self.batch)]
+    paths = _tree.leaf_paths(jax.tree.unflatten(self.structure, is_object))
+    return [path for path, selected in zip(paths, is_object, strict=True) if selected]
+
+
+def close_batch(batch: Any) -> Any:
+  """Takes the NNX objects in a batch apart; a batch without any is returned as it is."""
+  leaves, structure = jax.tree.flatten(batch, is_leaf=_is_graph_node)
+  objects = tuple(filter(_is_graph_node, leaves))
+  if not objects:
+    return batch
+  for node in objects:
+    if isinstance(node, RNG_TYPES):
+      raise TypeError(
+        f"`batch` can't hold an nnx.{type(node).__name__}, whose counts a step would not move."
+        " Pass it as the argument `rng`: step(model, optimizer, batch, rngs) calls"
+        " loss_fn(model, batch, rngs)."
+      )
+  with nnx.split_context() as context:
+    graphdef, arrays = context.flatten(objects, with_paths=False)
+  without = jax.tree.unflatten(
+    structure, [None if _is_graph_node(leaf) else leaf for leaf in leaves]
+  )
+  return ClosedBatch(without, _tree.Constants(tuple(arrays)), structure, graphdef)
+
+
+class ClosedBatches:
+  """An iterable of batches whose NNX objects are taken apart."""
+
+  def __init__(self, batches: Iterable[Any]):
+    self._batches = batches
+
+  def __iter__(self) -> Iterator[Any]:
+    return map(close_batch, self._batches)
+
+  def __len__(self) -> int:
+    # A TypeError if the batches have no length, as a progress bar expects.
+    return len(self._batches)  # type: ignore[arg-type]
+
+
+def close_batches(batches: Any) -> Any:
+  """Batches whose NNX objects are taken apart; what is no iterable of batches is left alone."""
+  is_iterable = isinstance(batches, Iterable) and not isinstance(batches, Mapping | str | bytes)
+  return ClosedBatches(batches) if is_iterable else batches
 
 
 def pure_loss(
@@ -62,18 +155,24 @@ def pure_loss(
   # `race` passes a key to losses with a parameter of that name; models have streams of their own.
   def loss(params: Any, model_state: Any, batch: Any, *keys: jax.Array) -> Any:
     moves_streams = bool(keys) and not isinstance(batch, Keyed)
-    batch = plain_batch(batch)
-    # A model of its own for every call: its changes in the forward pass (statistics, rng counts)
-    # are read off afterwards, and a trial point's changes are dropped with it.
-    with nnx.update_context(_CONTEXT):
-      with nnx.merge_context(_CONTEXT, inner=True) as context:
-        roots = context.merge(graphdef, *_states(params, model_state))
-      if moves_streams:
-        _advance(roots, jax.random.bits(keys[0]))
-      check_batch(batch)
-      output = loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
-      with nnx.split_context(_CONTEXT) as context:
-        structure, after, new_state = _split(context, wrt, roots)
+    batch = close_batch(batch.batch if isinstance(batch, Keyed) else batch)
+
+    def forward(batch: Any) -> Any:
+      # A model of its own for every call: its changes in the forward pass (statistics, rng counts)
+      # are read off afterwards, and a trial point's changes are dropped with it.
+      with nnx.update_context(_CONTEXT):
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+          roots = context.merge(graphdef, *_states(params, model_state))
+        if moves_streams:
+          _advance(roots, jax.random.bits(keys[0]))
+        output = loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
+        with nnx.split_context(_CONTEXT) as context:
+          return output, *_split(context, wrt, roots)
+
+    if isinstance(batch, ClosedBatch):
+      output, structure, after, new_state = _call_read_only(forward, batch)
+    else:
+      output, structure, after, new_state = forward(batch)
     _check_trained(params, after)
     if not may_change:
       _check_others(model_state, new_state)
@@ -82,6 +181,53 @@ def pure_loss(
     return output, _train_step.with_written_params(new_state, params, after)
 
   return _layers.stateful(loss)
+
+
+def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
+  """Calls a function of a batch, and refuses changes of the NNX objects in the batch."""
+
+  def call(constants: _tree.Constants) -> Any:
+    batch, objects = dataclasses.replace(closed, constants=constants).open()
+    output = function(batch)
+    with nnx.split_context() as context:
+      return output, objects, context.flatten(objects, with_paths=False)[1]
+
+  def arrays_after(constants: _tree.Constants) -> list[Any]:
+    return jax.tree.leaves(call(constants)[2])
+
+  output, objects, arrays = call(closed.constants)
+  before, after = _variable_paths(closed.open()[1]), _variable_paths(objects)
+  changed = {*before} ^ {*after}
+  replaced = [
+    old is not new
+    for old, new in zip(jax.tree.leaves(closed.constants), jax.tree.leaves(arrays), strict=False)
+  ]
+  if not changed and any(replaced):
+    # `nnx.jit`, `nnx.remat` and the like return all variables of their modules as other arrays.
+    program = jax.make_jaxpr(arrays_after)(closed.constants)
+    copied = _train_step.copied_inputs(program)
+    paths = [
+      path
+      for path, array in zip(before, closed.constants.arrays, strict=True)
+      for _ in jax.tree.leaves(array)
+    ]
+    changed = {path for path, same in zip(paths, copied, strict=True) if not same}
+  if changed:
+    names = closed.names()
+    shown = sorted("/".join([names[i], *map(str, path)]).strip("/") for i, *path in changed)
+    raise ValueError(
+      "`loss_fn` must not change the NNX objects in the batch, which a step only reads; it changes"
+      f" {_base.shorten(shown, 400)}. Put a module whose statistics or rng counts change into"
+      " evaluation mode before the step: module.eval(). To change it, return the new values as aux"
+      " and write them after the step, or make it a part of the step's `model`."
+    )
+  return output
+
+
+def _variable_paths(objects: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+  """The path of each variable, in the order of Flax's flattening."""
+  with nnx.split_context() as context:
+    return list(context.flatten(objects)[1].paths)
 
 
 def split_loss(
@@ -217,15 +363,9 @@ def check_model(model: Any, *, tree: bool = False) -> None:
     )
 
 
-def check_batch(batch: Any) -> None:
-  """Refuses NNX objects in a batch; called while tracing, so it costs a step nothing."""
-  node = next(filter(_is_nnx, jax.tree.leaves(batch, is_leaf=_is_nnx)), None)
-  if node is not None:
-    raise TypeError(
-      f"`batch` must hold arrays only; it holds an nnx.{type(node).__name__}. Its changes would"
-      " be lost. Pass `nnx.Rngs` as the argument `rng`: step(model, optimizer, batch, rngs) calls"
-      " loss_fn(model, batch, rngs)."
-    )
+def _is_graph_node(node: Any) -> bool:
+  """Whether a node of a batch is an object of NNX: a module, a variable, a metric, an optimizer."""
+  return isinstance(node, _GRAPH_NODE)
 
 
 def _is_nnx(node: Any) -> bool:

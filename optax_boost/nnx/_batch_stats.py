@@ -61,6 +61,7 @@ def estimate_batch_stats(
   batches: Iterable[Any],
   *,
   forward_fn: Callable[[Any, Any], Any] | None = None,
+  weight_fn: Callable[[Any], Any] | None = None,
 ) -> Any:
   """Estimates the statistics of a model's BatchNorms again, in one pass over batches.
 
@@ -75,9 +76,10 @@ def estimate_batch_stats(
   Args:
     model: the model; it is not changed.
     batches: any iterable of trees of arrays, of the training data, in the size of training batches;
-      each counts by its number of examples, the length of the leaves' first axis.
+      each counts by its number of examples.
     forward_fn: ``forward_fn(model, batch)`` calls the model; its result is not used. None:
       ``model(batch)``.
+    weight_fn: from a batch to its number of examples. None: the length of the leaves' first axis.
 
   Returns:
     A copy of the model with the new statistics, in the modes (``train()``, ``eval()``) of `model`.
@@ -97,6 +99,7 @@ def estimate_batch_stats(
   """
   _adapter.check_model(model)
   _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
+  _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   copy = _less_bn.copy_model(model)
   working = nnx.clone(copy)
   working.eval()
@@ -112,7 +115,8 @@ def estimate_batch_stats(
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
   norms = _less_bn.modules(copy, nnx.BatchNorm)
   given = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
-  estimated = _batch_stats.estimate(of_batch, given, batches)
+  batches, weight_fn = _adapter.close_batches(batches), _adapter.of_plain_batch(weight_fn)
+  estimated = _batch_stats.estimate(of_batch, given, batches, weight_fn)
   for path, norm in norms.items():
     norm.mean[...], norm.var[...] = estimated[path]
   return copy
@@ -121,7 +125,7 @@ def estimate_batch_stats(
 def _of_batch(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
   """The mean and the variance of each BatchNorm, by its path."""
   model = nnx.merge(graphdef, state)
-  forward_fn(model, batch)
+  forward_fn(model, _adapter.plain_batch(batch))
   pairs = {p: (n.mean[...], n.var[...]) for p, n in _less_bn.modules(model, nnx.BatchNorm).items()}
   return {
     path: tuple(jnp.where(jnp.all(pair[1] >= 0), x, _batch_stats.UNREACHED) for x in pair)

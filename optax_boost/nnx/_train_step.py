@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
+import sys
 from typing import Any
 from typing import TypeAlias
 import weakref
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
@@ -21,26 +24,56 @@ from optax_boost.nnx import _adapter
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
 
+# Names the contexts in which Flax finds model, optimizer and rngs again after a step.
+_CONTEXT = "optax_boost.step"
+
+
+@dataclasses.dataclass
+class _Training:
+  """What a step knows of the training of one optimizer.
+
+  Attributes:
+    tx: the optimizer's transformation, when it was checked.
+    placement: where the arrays of the training lie.
+    frozen_groups: reads the number of frozen groups from an optimizer state.
+    made: the arrays that the last call returned, in the order of Flax's flattening.
+  """
+
+  tx: optax.GradientTransformation
+  placement: Any
+  frozen_groups: Callable[[Any], Any]
+  made: Sequence[weakref.ref[Any]] = ()
+
+
 class TrainStep:
   """A jitted train step that updates model and optimizer; made by :func:`make_train_step`."""
 
   def __init__(self, program: _train_step.Program, donate: bool):
     self._program = program
-    donated = (0, 1, 2) if donate else ()
-    self._jitted = nnx.jit(self._step, donate_argnums=donated, static_argnums=(6, 7))
-    # Each optimizer's transformation, where the arrays of its training lie, and how to read the
-    # number of frozen groups.
-    self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+    self._donate = donate
+    self._jitted = jax.jit(self._step, donate_argnums=(1,) if donate else (), static_argnums=(5, 6))
+    self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
   ) -> _train_step.Metrics:
     """Makes one step, in place; arguments as :func:`make_train_step` says."""
-    arguments = self._arguments(model, optimizer, batch, rng)
+    rngs, settings = self._settings(model, optimizer, batch, rng)
+    training = self._trainings[optimizer]
     try:
-      return self._jitted(*arguments)
+      # As `nnx.jit` does, which can't tell which arrays it may donate.
+      with nnx.update_context(_CONTEXT):
+        with nnx.split_context(_CONTEXT) as context:
+          graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
+        if self._donate:
+          arrays = _copy_shared(arrays, training.made)
+        graphdef, arrays, metrics = self._jitted(graphdef, arrays, *settings)
+        training.made = list(map(weakref.ref, jax.tree.leaves(arrays)))
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+          context.unflatten(graphdef, arrays)
+      return metrics
     except (TypeError, ValueError) as error:
-      _explain(error, self._open(model, optimizer, rng)[1], optimizer, batch)
+      _explain(error, self._open(model, optimizer, rng)[1], optimizer, settings[0])
       raise
 
   def refresh(
@@ -59,6 +92,9 @@ class TrainStep:
     masks of its own for each batch.
     """
     program, state, key = self._open(model, optimizer, rng)
+    batches = _adapter.close_batches(batches)
+    if callable(weight_fn):
+      weight_fn = _adapter.of_plain_batch(weight_fn)
     key = jax.random.key(_adapter.PASS_SEED) if key is None else key
     state = _train_step.TrainStep(program).refresh(
       state, batches, key, weight_fn=weight_fn, progress=progress
@@ -70,39 +106,50 @@ class TrainStep:
 
     Arguments as for a step; the batch may be abstract.
     """
-    return self._jitted.lower(*self._arguments(model, optimizer, batch, rng))
+    rngs, settings = self._settings(model, optimizer, batch, rng)
+    with nnx.update_context(_CONTEXT):
+      with nnx.split_context(_CONTEXT) as context:
+        graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
+      return self._jitted.lower(graphdef, arrays, *settings)
 
-  def _arguments(
+  def _settings(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Any
-  ) -> tuple[Any, ...]:
-    """The arguments of a step; an optimizer that is new is checked, and brought into its form."""
+  ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The rngs of a call, and the arguments of :meth:`_step` after the arrays.
+
+    An optimizer that is new is checked, and brought into the form that a step returns.
+    """
     rngs, key = _split_rng(rng)
-    is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._seen
-    if is_new or self._seen[optimizer][0] is not optimizer.tx:
+    is_new = not isinstance(optimizer, nnx.Optimizer) or optimizer not in self._trainings
+    # By equality: Flax 0.11 rebuilds the tuple in each call.
+    if is_new or self._trainings[optimizer].tx != optimizer.tx:
       state = self._open(model, optimizer, rng)[1]
       if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         _write_state(state, optimizer)
         _adapter.write(state.params, state.model_state, model, *rngs)
       reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
-      self._seen[optimizer] = optimizer.tx, _train_step.placement(state), reader
-    _, placement, frozen_groups = self._seen[optimizer]
-    depth = _train_step.known_depth(frozen_groups(optimizer.opt_state))
-    return model, optimizer, rngs, batch, key, self._program.data, depth, placement
+      placement = _train_step.placement(state)
+      self._trainings[optimizer] = _Training(optimizer.tx, placement, reader)
+    training = self._trainings[optimizer]
+    depth = _train_step.known_depth(training.frozen_groups(optimizer.opt_state))
+    batch = _adapter.close_batch(batch)
+    return rngs, (batch, key, self._program.data, depth, training.placement)
 
   def _step(
     self,
-    model: Any,
-    optimizer: nnx.Optimizer,
-    rngs: tuple[Any, ...],
+    graphdef: Any,
+    arrays: list[Any],
     batch: Any,
     key: jax.Array | None,
     data: dict[str, Any],
     depth: int | None,
     placement: Any,
-  ) -> _train_step.Metrics:
-    """One step on a model whose arrays are traced."""
-    _adapter.check_batch(batch)
+  ) -> tuple[Any, list[Any], _train_step.Metrics]:
+    """One step on the arrays of model, optimizer and rngs, which it returns."""
+    with nnx.merge_context(_CONTEXT, inner=True) as context:
+      model, optimizer, rngs = context.unflatten(graphdef, arrays)
     program, state = self._split(model, optimizer, rngs, key)
+    # The model has another structure than when the places were looked up.
     if len(placement) != len(jax.tree.leaves(state)):
       placement = ()
     if key is not None:
@@ -112,7 +159,9 @@ class TrainStep:
     state, metrics = program.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
     _adapter.write(state.params, state.model_state, model, *rngs)
-    return metrics
+    with nnx.split_context(_CONTEXT) as context:
+      graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
+    return graphdef, arrays, metrics
 
   def _split(
     self, model: Any, optimizer: nnx.Optimizer, rngs: tuple[Any, ...], key: jax.Array | None
@@ -145,6 +194,33 @@ class TrainStep:
     return program, _train_step.canonicalize_state(state), key
 
 
+def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
+  """Copies the arrays that a step may not donate: those that anything else may hold.
+
+  A step may donate what its last call `made`, if nothing but a variable refers to it: neither a
+  clone of the model, nor another model that was given its arrays, nor the user. Takes the arrays
+  out of the list `arrays`, which would count as a reference.
+  """
+  leaves, structure = jax.tree.flatten(arrays)
+  arrays.clear()
+  holder = [object()]
+  (unshared,) = _count_references(list(holder))
+  for place, references in enumerate(_count_references(leaves)):
+    leaf = leaves[place]
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+      continue
+    is_made = place < len(made) and made[place]() is leaf
+    # Of an array over several processes each would have to copy it, but one alone may hold it.
+    is_shared = references != unshared and leaf.is_fully_addressable
+    if is_shared or not is_made:
+      leaves[place] = jnp.array(leaf)
+  return jax.tree.unflatten(structure, leaves)
+
+
+def _count_references(values: list[Any]) -> list[int]:
+  return [sys.getrefcount(value) for value in values]
+
+
 def _write_state(state: _train_step.TrainState, optimizer: nnx.Optimizer) -> None:
   nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
   nnx.update(optimizer, {"step": state.step})
@@ -166,15 +242,10 @@ def _explain(
 ) -> None:
   """Raises an error that names the argument which made a step fail, if it is found."""
   _tree.check_traceable("batch", batch)
-  try:
-    made = jax.eval_shape(optimizer.tx.init, state.params)
-  except Exception:
-    # Then the step's own error says more.
-    return
-  if not _tree.same_shapes(state.opt_state, made):
+  if difference := _train_step.other_opt_state(optimizer.tx, state.params, state.opt_state):
     raise ValueError(
       "`optimizer` must be made for this model; its state is of other params, or of another"
-      " transformation than `optimizer.tx`. Make a new one:"
+      f" transformation than `optimizer.tx`: {difference}. Make a new one:"
       " nnx.Optimizer(model, tx, wrt=nnx.Param)."
     ) from error
 
@@ -193,7 +264,9 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Args:
     loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(model, batch, rng)`` if the step is called with
-      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``.
+      a key or with ``nnx.Rngs``. Returns the scalar loss, or ``(loss, aux)``. A second model (a
+      teacher, the other half of a GAN) goes into the batch, as a module or an ``nnx.State``: the
+      step reads its present values. The loss must not change it, so put it into evaluation mode.
     **options: as in :func:`optax_boost.make_train_step`, no `has_model_state`; `full_grad_fn` is
       always called as ``full_grad_fn(grad_fn, params, rng=key)``, with ``grad_fn(params, batch,
       key)`` for pure trees of params; the key moves all rng streams, and is handed to a loss that
@@ -201,9 +274,11 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
 
   Returns:
     The step, called as ``metrics = step(model, optimizer, batch)`` or ``metrics = step(model,
-    optimizer, batch, rng)``, which updates model and optimizer in place and donates their old
-    arrays. `rng` is a key, into which the number of the step (``optimizer.step``) is folded; or
-    ``nnx.Rngs``, or one of its streams, whose counts go on by the draws of one forward pass.
+    optimizer, batch, rng)``, which updates model and optimizer in place. It donates their old
+    arrays if its last call made them and nothing else holds them; it copies those that a clone,
+    another model or a variable of yours holds. `rng` is a key, into which the number of the step
+    (``optimizer.step``) is folded; or ``nnx.Rngs``, or one of its streams, whose counts go on by
+    the draws of one forward pass.
     ``step.refresh(model, optimizer, batches)`` and ``step.lower(model, optimizer, batch)`` are as
     in :class:`optax_boost.TrainStep`. One step serves any number of models, in turns or from
     several threads at once, but two threads must not train the same model. Model and optimizer may
@@ -212,8 +287,8 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   Raises:
     TypeError: an argument is of the wrong kind; when traced: the loss returns something else.
     ValueError: when called: the optimizer was made for another model, or for no variable of this
-      one; when traced: the loss creates, removes or reshapes trained
-      variables.
+      one; when traced: the loss creates, removes or reshapes trained variables, or changes an
+      NNX object of the batch.
 
   Examples:
     >>> from flax import nnx
@@ -241,7 +316,7 @@ def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
   if callable(weight := options.get("weight")):
-    options["weight"] = lambda batch: weight(_adapter.plain_batch(batch))
+    options["weight"] = _adapter.of_plain_batch(weight)
   # The transformation is known with the model only.
   step = _train_step.make_train_step(loss_fn, optax.identity(), **options)
   program = dataclasses.replace(step.program, has_model_state=True)

@@ -220,3 +220,8 @@ def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
   found = jax.jit(mapped)(grads, tokens)
   expected = -np.einsum("tdk,td->k", grads, tokens) / tokens.sum()
   np.testing.assert_allclose(found, np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_treatment_is_refused_with_all_that_there_are():
+  with pytest.raises(ValueError, match=r"`not_finite` must be one of 'drop', 'keep', None; got 'n"):
+    optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="none")

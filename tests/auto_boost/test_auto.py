@@ -1,5 +1,6 @@
 """Levels, and MindSpore's configuration word for word: the decision, and what is built of it."""
 
+import functools
 import json
 import pathlib
 import warnings
@@ -20,6 +21,7 @@ from optax_boost.auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.less_bn.residual_models import LinenNet
+from tests.less_bn.residual_models import NnxNet
 from tests.less_bn.residual_models import X
 from tests.less_bn.residual_models import filled_nnx_net
 
@@ -157,6 +159,50 @@ def test_it_explains_what_is_on_and_off_and_why():
     "an SGD of rate 1 takes the optimizer's place"
     in auto_boost(config={"boost": {"mode": "enable_all"}}).explain()
   )
+
+
+def rows_of(boost):
+  """The rows of the table by method, each with the line that tells its effect."""
+  text = boost.explain().replace("\n                       here: ", " | ")
+  return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
+
+
+@pytest.mark.parametrize("form", ["nnx", "linen"])
+@pytest.mark.parametrize(("sizes", "removed"), [((3, 3), 0), ((1, 3, 1), 4)])
+@pytest.mark.parametrize("gc_flag", [True, False])
+def test_it_explains_what_was_removed_from_this_model(form, sizes, removed, gc_flag):
+  config = manual({"less_bn": {"fn_flag": False, "gc_flag": gc_flag}}, less_bn=True)
+  boost = auto_boost("O1", config=config)
+  assert rows_of(boost)["less_bn"].startswith("on boost.less_bn is true")
+  model, less_bn = NnxNet(sizes), ob_nnx.less_bn
+  if form == "linen":
+    model, less_bn = LinenNet(sizes), functools.partial(ob_linen.less_bn, train=True)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", optax_boost.NoEffectWarning)
+    boost.model(less_bn, model, X)
+  row = rows_of(boost)["less_bn"]
+  norms = 2 * len(sizes) + 2
+  assert row.startswith("on" if removed or gc_flag else "off")
+  effect = f"{removed} of {norms} BatchNorms removed"
+  assert row.endswith(f"| {effect}{'; the optimizer centralizes gradients' if gc_flag else ''}")
+
+
+def test_it_explains_whether_a_last_layer_was_normalized():
+  boost = auto_boost("O1", config=manual({"less_bn": {"gc_flag": False}}, less_bn=True))
+  boost.model(ob_nnx.less_bn, NnxNet(), X)
+  assert rows_of(boost)["less_bn"].endswith("removed, last normalized")
+
+
+def test_it_explains_whether_layers_of_this_model_are_frozen():
+  boost = auto_boost("O1", total_steps=10)
+  boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
+  row = rows_of(boost)["grad_freeze"]
+  assert row.startswith("off")
+  assert row.endswith("| no layers frozen, for most kernels are not of convolutions")
+  boost.optimizer(optax.sgd(0.1), groups=["layer[0-4]$", "layer"])
+  row = rows_of(boost)["grad_freeze"]
+  assert row.startswith("on")
+  assert "| layers in 2 groups" in row
 
 
 ERRORS = [

@@ -1,6 +1,7 @@
 """The train step on plain JAX functions."""
 
 import itertools
+import warnings
 
 import chex
 import jax
@@ -273,6 +274,43 @@ def test_refuses_a_weight_that_the_loss_does_not_return():
     step(state, PADDED)
 
 
+WEIGHTED = {
+  "nothing": (lambda tx: tx, True),
+  "MultiSteps": (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), True),
+  "accumulate": (lambda tx: optax_boost.accumulate(tx, 2), False),
+  "accumulate inside": (
+    lambda tx: optax_boost.average_params(
+      optax.chain(optax.clip(1.0), optax_boost.accumulate(tx, 2)), decay=0.9
+    ),
+    False,
+  ),
+  "masked": (lambda tx: optax.masked(optax_boost.accumulate(tx, 2), {"head": True}), False),
+  "a transformation of one's own": (
+    lambda tx: optax.GradientTransformationExtraArgs(
+      tx.init, lambda updates, state, params=None, *, weight, **_: tx.update(updates, state)
+    ),
+    False,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_weight_without_accumulation_warns_once(name):
+  wrap, warns = WEIGHTED[name]
+  tx = wrap(optax.sgd(0.1))
+  step = optax_boost.make_train_step(
+    lambda params, x: jnp.sum(params["head"] * x), tx, weight=lambda batch: len(batch)
+  )
+  state = step.init({"head": jnp.ones(2)})
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state, _ = step(state, jnp.ones((3, 2)))
+    step(state, jnp.ones((4, 2)))
+  texts = [str(w.message) for w in caught if w.category is optax_boost.NoEffectWarning]
+  assert len(texts) == warns
+  assert all("`weight` has no effect in this step" in text for text in texts)
+
+
 def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
   step = normed_step(optax.sgd(0.0), donate=False)
   state = step.init(*initial())
@@ -497,8 +535,13 @@ def test_no_mask_is_advised_where_it_would_not_help(call):
     call()
 
 
-def test_refuses_an_optimizer_state_of_other_params_that_would_broadcast():
-  step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), optax.adam(0.1))
+def test_refuses_an_update_that_broadcasts_the_params():
+  def init(params):
+    # Its types are not known while tracing.
+    return optax.adam(0.1).init(params) if float(jnp.sum(params["w"])) > 0 else None
+
+  tx = optax.GradientTransformation(init, optax.adam(0.1).update)
+  step = optax_boost.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), tx)
   state = step.init({"w": jnp.ones((3, 1))})
   other = step.init({"w": jnp.ones((3, 2))})
   with pytest.raises(ValueError, match=r"turns params\['w'\] of shape \(3, 1\) into .* \(3, 2\)"):

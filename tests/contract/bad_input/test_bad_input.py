@@ -149,3 +149,25 @@ def test_params_of_others_are_refused(row):
 def test_states_of_others_are_refused(row):
   # A chain of optax raises ValueError.
   assert not complaints(row, "state", STATES, (TypeError, ValueError), "state")
+
+
+def _states_of_others(state):
+  """States that are not a method's own, though some are tuples of its length."""
+  yield from STATES.values()
+  yield optax.TraceState(trace=PARAMS)
+  yield (optax.EmptyState(),) * len(state)
+  yield tuple(reversed(state))
+  yield (*state, optax.EmptyState())
+  yield state[:-1]
+  yield list(state)
+  if hasattr(state, "_asdict"):
+    yield state._asdict()
+
+
+@first_row_of_each_factory
+def test_states_of_other_transformations_are_refused_in_one_form(row):
+  tx = row.make()
+  state = tx.init(PARAMS)
+  for other in _states_of_others(state):
+    with pytest.raises(TypeError, match=r"needs the state that its own `init` made, .*; got"):
+      tx.update(GRADS, other, PARAMS)

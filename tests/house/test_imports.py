@@ -1,0 +1,38 @@
+"""What `import optax_boost` gives, with and without Flax."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code):
+  paths = [os.environ.get("PYTHONPATH", ""), os.getcwd()]
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+  return subprocess.run(
+    [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+  )
+
+
+def test_the_forms_for_flax_are_imported_where_they_are_first_used():
+  code = (
+    "import sys, optax_boost\n"
+    "assert 'flax' not in sys.modules\n"
+    "assert not hasattr(optax_boost, 'keras')\n"
+    "print(optax_boost.nnx.make_train_step.__module__, optax_boost.linen.split_loss.__module__)"
+  )
+  result = run(code)
+  assert result.stdout.split() == ["optax_boost.nnx._train_step", "optax_boost.linen._adapter"]
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen"])
+def test_without_flax_an_error_says_what_to_install(name):
+  code = (
+    "import importlib.util, optax_boost\n"
+    "importlib.util.find_spec = lambda name: None\n"
+    f"optax_boost.{name}"
+  )
+  error = run(code).stderr
+  assert f"ImportError: `optax_boost.{name}` needs Flax" in error
+  assert "pip install 'optax-boost[flax]'" in error
