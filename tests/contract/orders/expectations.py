@@ -47,8 +47,9 @@ def refusals(order):
   kinds = programs.kinds(order)
   found = []
   for i, outer in enumerate(kinds):
-    for inner in kinds[i + 1 :]:
-      if outer == "freeze_layers" and inner in ("multi_steps", "accumulate"):
+    for name, inner in zip(order[i + 1 :], kinds[i + 1 :], strict=True):
+      steps_rarely = inner == "multi_steps" or (inner == "accumulate" and programs.EVERY[name] != 1)
+      if outer == "freeze_layers" and steps_rarely:
         found.append((i, r"accumulate\(freeze_layers\("))
       if outer == "freeze_layers" and inner in LAST_IN_CHAIN:
         found.append((i, rf"{factory(inner)}\(freeze_layers\("))

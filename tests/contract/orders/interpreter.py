@@ -708,7 +708,7 @@ class SwitchAfter:
 
   def init(self, params):
     inner = [self.first.init(params), self.second.init(params)]
-    return State("SwitchAfterState", {"count": 0}, inner)
+    return State("SwitchAfterState", {"count": 0, "made_count": 0}, inner)
 
   def update(self, grads, state, params, extra):
     first_state, second_state = state.inner
@@ -720,6 +720,7 @@ class SwitchAfter:
       state.after(
         [first_state, second_state],
         count=state["count"] + 1,
+        made_count=state["made_count"] + made,
       ),
       made,
     )
