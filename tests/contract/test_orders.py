@@ -27,13 +27,36 @@ from tests.contract.orders import programs
 ORDERS = os.environ.get("ORDERS")
 ALL = ORDERS in ("all", "full")
 SINGLES = tuple((name,) for names in programs.KINDS.values() for name in names)
-EXTRAS = (("freeze_continuous", "accumulate_one"), ("accumulate", "accumulate_varying"))
+# What neither pairs nor the advised order hold: a window of one, windows of windows, an answer
+# whether a step was made that must travel through a wrapper of optax, and refusals deeper inside.
+EXTRAS = (
+  ("freeze_continuous", "accumulate_one"),
+  ("accumulate", "accumulate_varying"),
+  ("average_params", "partition", "accumulate"),
+  ("average_params_every", "switch_after", "accumulate"),
+  ("average_params", "inject_hyperparams", "stochastic_rounding"),
+  ("average_params_decay", "apply_if_finite", "accumulate"),
+  ("average_params_decay", "multi_steps", "apply_if_finite"),
+  ("average_params", "multi_steps", "stochastic_rounding"),
+  ("average_params_every", "layerwise_decay", "accumulate"),
+  ("average_params", "accumulate", "accumulate_varying"),
+  ("freeze_continuous", "switch_after", "apply_if_finite"),
+  ("freeze_gradual", "switch_after", "accumulate"),
+  ("freeze_fixed", "apply_if_finite", "multi_steps"),
+  ("freeze_interval", "inject_hyperparams", "master_weights"),
+  ("switch_after", "apply_if_finite", "dynamic_loss_scale"),
+  ("inject_hyperparams", "clip", "dynamic_loss_scale"),
+  ("masked", "layerwise_decay", "average_params_decay"),
+  ("multi_steps", "clip_after", "master_weights"),
+  ("layerwise_decay", "partition", "stochastic_rounding"),
+)
 
 
 def sample():
   """Every way to use a wrapper outside and inside another one, and orders that were once wrong."""
   kinds = tuple(programs.KINDS)
   chosen = {pair for i in (1, 5) for pair in zip(kinds, kinds[i:] + kinds[:i], strict=True)}
+  chosen |= set(programs.ONCE_WRONG)
   return tuple(order for order in programs.pairs() if programs.kinds(order) in chosen)
 
 
@@ -54,18 +77,22 @@ def marked(orders, wrong):
   ]
 
 
-def check(order, runs):
+def check(order, runs, known=()):
   failures = []
   for base, door, dtype in runs:
     outcome, detail = comparison.outcome(order, base, door, dtype)
     verdict = expectations.verdict(order, door, outcome, detail, dtype, known_wrong.FIELDS)
     if verdict not in ("right", "refused"):
       failures.append(f"{base}, {door}: {verdict}")
+      # One is enough of a composition that is known to be wrong.
+      if order in known:
+        break
   assert not failures, "\n".join(failures)
 
 
 def in_float32(order, number):
-  check(order, [(base, door, "float32") for base, door in in_three_doors(order, number)])
+  runs = [(base, door, "float32") for base, door in in_three_doors(order, number)]
+  check(order, runs, known_wrong.IN_FLOAT32)
 
 
 @pytest.mark.parametrize(("order", "number"), marked(SINGLES, known_wrong.IN_FLOAT32))
@@ -81,7 +108,7 @@ def test_two_wrappers_do_what_both_cards_say_or_are_refused(order, number):
   in_float32(order, number)
 
 
-TRIPLES = programs.triples() if ALL else programs.triples()[::16]
+TRIPLES = programs.triples() if ALL else programs.triples()[::24]
 
 
 @pytest.mark.parametrize(("order", "number"), marked(TRIPLES, known_wrong.IN_FLOAT32))
@@ -118,15 +145,17 @@ def test_the_table_of_schedules_freezes_in_the_steps_that_the_schedule_says():
 
 
 # Params in bfloat16: rounded to nearest, or to one of the two neighbours, and only by steps made.
-BFLOAT16 = programs.in_bfloat16() if ALL else programs.in_bfloat16()[::5]
+BFLOAT16 = programs.in_bfloat16() if ALL else programs.ONCE_WRONG_IN_BFLOAT16
 
 
 @pytest.mark.parametrize(("order", "number"), marked(BFLOAT16, known_wrong.IN_BFLOAT16))
 def test_params_in_bfloat16_are_the_rounding_of_the_interpreters(order, number):
   doors = comparison.DOORS
-  if not (ALL or order in known_wrong.IN_BFLOAT16):
+  if not (ORDERS == "full" or order in known_wrong.IN_BFLOAT16):
     doors = (doors[number % len(doors)],)
-  check(order, [(base, door, "bfloat16") for door in doors for base in programs.exact_bases(order)])
+  bases = programs.exact_bases(order)
+  runs = [(base, door, "bfloat16") for door, base in itertools.product(doors, bases)]
+  check(order, runs, known_wrong.IN_BFLOAT16)
 
 
 ROUNDING = ("master_weights_key", "stochastic_rounding")
@@ -160,7 +189,7 @@ def test_a_step_that_an_optimizer_makes_bad_is_undone_and_counted(order, number)
   pairs = list(itertools.product(bases, comparison.DOORS))
   if not (ALL or order in known_wrong.POISONED):
     pairs = pairs[number % 6 :: 6]
-  check(order, [(base, door, "float32") for base, door in pairs])
+  check(order, [(base, door, "float32") for base, door in pairs], known_wrong.POISONED)
 
 
 @pytest.mark.parametrize("door", comparison.DOORS)

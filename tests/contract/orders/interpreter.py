@@ -29,6 +29,8 @@ every nesting. What the cards leave open is decided here so:
 - A step is bad for `master_weights` and `stochastic_rounding` if the inner optimizer's updates or
   state would turn NaN or infinite, as their cards say, not if the gradient is: an inner wrapper
   that leaves a bad gradient out makes a good step of it, or a step that is not made.
+- A loss scale must see every overflow, or it would never come down. So an `accumulate` around it
+  keeps bad micro-batches, and `master_weights` around the two lets them into the window's sum.
 - An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
   in `optax.masked` and `optax.partition` the leaves that it sees.
 - Masters follow params that something else has moved whenever `update` is called. In a step that
@@ -95,6 +97,13 @@ def turned_bad(old, new):
       if any(lost(x, news[path]) for path, x in trees.items()):
         return True
   return False
+
+
+def is_bad(grads, updates, old, new):
+  """Whether `master_weights` and `stochastic_rounding` undo an inner step."""
+  scaled = "DynamicLossScaleState" in {node.name for node in new.nodes()}
+  excused = scaled and not all_finite(grads)
+  return not all_finite(updates) or (turned_bad(old, new) and not excused)
 
 
 @dataclasses.dataclass
@@ -546,13 +555,14 @@ class MasterWeights:
 
     masters = {path: follow(path) for path in params}
     updates, inner, made = self.inner.update(grads, state.inner[0], masters, extra)
-    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
+    bad = is_bad(grads, updates, state.inner[0], inner)
     still = zeros_like(params)
+    known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
     if bad:
-      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+      count = state["notfinite_count"] + 1
+      return still, state.after(state.inner, _known=known, notfinite_count=count), False
     if not made:
-      followed = any(np.any(masters[p] != state["master_params"][p]) for p in masters)
-      return still, state.after([inner], _known=not followed), False
+      return still, state.after([inner], _known=known), False
     new = tree_map(np.add, masters, updates)
     rounded = self.run.round_randomly(new) if self.keyed else self.run.round(new)
     # A leaf whose master stays, stays: it is not rounded again.
@@ -575,7 +585,7 @@ class StochasticRounding:
 
   def update(self, grads, state, params, extra):
     updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
-    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
+    bad = is_bad(grads, updates, state.inner[0], inner)
     still = zeros_like(params)
     if bad:
       return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
