@@ -54,7 +54,7 @@ test-oldest:
 ORDERS := all
 orders: $(READY)
 	ORDERS=$(ORDERS) JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-out/programs} \
-	  $(BIN)/python -m pytest -n $(WORKERS) tests/contract/test_orders.py
+	  $(BIN)/python -m pytest -n $(WORKERS) -m "not optimized" tests/contract/test_orders.py
 
 # The sizes of the house; tests/house/test_figures.py holds their bounds.
 house: $(READY)

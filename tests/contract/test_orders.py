@@ -161,6 +161,48 @@ def test_params_in_bfloat16_are_the_rounding_of_the_interpreters(order, number):
 ROUNDING = ("master_weights_key", "stochastic_rounding")
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("door", comparison.DOORS)
+@pytest.mark.parametrize("around", [(), ("accumulate_one",)], ids=["alone", "accumulate"])
+def test_averages_in_bfloat16_are_of_rounded_params(around, door, request):
+  # Optimized programs may leave out a rounding to 16 bits and back.
+  if (around, door) in known_wrong.UNROUNDED_AVERAGES:
+    request.applymarker(pytest.mark.xfail(raises=AssertionError))
+  rng = np.random.default_rng(0)
+  size, dtype = 1000, jnp.bfloat16
+  grads = rng.normal(size=(6, size)).astype(dtype)
+  params = rng.normal(size=size).astype(dtype)
+  tx = programs.build(("average_params_decay", *around), "sgd")
+  if door == "train_step":
+    step = optax_boost.make_train_step(lambda p, g: jnp.sum(p * g), tx, donate=False)
+    state = step.init(jnp.asarray(params))
+  else:
+    state = jnp.asarray(params), tx.init(jnp.asarray(params))
+
+    @jax.jit
+    def by_hand(p, s, g):
+      if door == "apply_gradients":
+        return optax_boost.apply_gradients(tx, g, s, p)
+      updates, s = tx.update(g, s, p)
+      return optax.apply_updates(p, updates), s
+
+  average = params.astype(np.float64)
+  decay = programs.AVERAGES["average_params_decay"]["decay"]
+  for k, g in enumerate(grads, 1):
+    if door == "train_step":
+      state, _ = step(state, jnp.asarray(g))
+      found_params, found_state = state.params, state.opt_state
+    else:
+      state = found_params, found_state = by_hand(*state, jnp.asarray(g))
+    # A power of two times a number of 8 bits, added exactly and rounded once.
+    exact = params.astype(np.float64) - programs.RATE * g.astype(np.float64)
+    params = exact.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(found_params, params)
+    share = (1 - decay) / (1 - decay**k)
+    average += (params.astype(np.float64) - average) * share
+    np.testing.assert_allclose(found_state.average, average, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("inner", programs.MOVING)
 @pytest.mark.parametrize("rounds", ["master_weights_key", "stochastic_rounding"])
 def test_random_rounding_has_the_right_mean(rounds, inner):

@@ -81,6 +81,9 @@ def may_be_refused(order, dtype="float32"):
       # Synchronization changes updates after a snapshot, and moves frozen leaves.
       if outer == "lookahead" and inner in ("average_params", "freeze_layers"):
         return True
+      # A window of one micro-step is no accumulation, but its state looks like any other's.
+      if outer == "freeze_layers" and inner == "accumulate":
+        return True
       # An identity changes no updates, but its state looks like that of clipping.
       if outer == "identity_after" and inner in LAST_IN_CHAIN:
         return True

@@ -36,7 +36,6 @@ IN_FLOAT32 = orders("""
   clip_after > master_weights_key
   clip_after > stochastic_rounding
   dynamic_loss_scale > freeze_interval > accumulate_varying
-  freeze_continuous > accumulate_one
   freeze_continuous > accumulate_varying > master_weights
   freeze_continuous > apply_if_finite
   freeze_continuous > dynamic_loss_scale_hysteresis > clip
@@ -136,3 +135,11 @@ SCALE_IS_SILENT = True
 
 # The doors that let `optax.chain(svrg(...), dynamic_loss_scale(...))` in.
 SVRG_BEFORE_A_SCALE = ("apply_gradients",)
+
+# Wrappers inside `average_params`, and doors, whose snapshots in bfloat16 are not rounded.
+UNROUNDED_AVERAGES = (
+  ((), "update"),
+  ((), "apply_gradients"),
+  ((), "train_step"),
+  (("accumulate_one",), "update"),
+)
