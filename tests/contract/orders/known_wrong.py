@@ -87,8 +87,6 @@ IN_FLOAT32 = orders("""
   master_weights_key > freeze_progressive > accumulate_keep
   multi_steps > clip_after > master_weights
   stochastic_rounding > freeze_gradual > apply_if_finite
-  switch_after > master_weights
-  switch_after > master_weights_key
   switch_after > stochastic_rounding
 """)
 
