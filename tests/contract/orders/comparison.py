@@ -23,7 +23,7 @@ COMPARED = {
   "TraceState", "ScaleByAdamState", "ApplyIfFiniteState", "MultiStepsState", "LookaheadState",
   "InjectStatefulHyperparamsState", "AccumulateState", "DynamicLossScaleState",
   "MasterWeightsState", "StochasticRoundingState", "AverageParamsState", "FreezeLayersState",
-  "SwitchAfterState",
+  "SwitchAfterState", "LapermState",
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class Interpreter:
 
   def __init__(self, order, base, door, dtype="float32"):
     self.order, self.door = order, door
-    self.run = eager.Run(dtype)
+    self.run = eager.Run(dtype, in_place=door in WHOLE)
     self.tx = programs.interpret(order, base, self.run)
     self.weighted = "accumulate" in programs.kinds(order)
     params = programs.initial_params()
@@ -144,8 +144,9 @@ class Interpreter:
         grads = {n: np.zeros_like(g) if n in frozen and n in seen else g for n, g in grads.items()}
     extra = {"weight": weight} if self.weighted else {}
     with np.errstate(all="ignore"):
-      updates, self.state, self.made = self.tx.update(grads, self.state, self.params, extra)
-      self.params = self.run.round(eager.tree_map(np.add, self.params, updates))
+      updates, state, _ = self.tx.update(grads, self.state, self.params, extra)
+      self.params = self.run.land(self.params, updates, self.state, state)
+      self.state = state
     return self.params, self.state
 
 

@@ -18,7 +18,7 @@ LAST_IN_CHAIN = (
 # Members of a chain that change the updates of what is before them.
 CHANGES_AFTER = ("layerwise_decay", "clip_after")
 OURS = (
-  "accumulate", "dynamic_loss_scale", *LAST_IN_CHAIN, "freeze_layers", "switch_after"
+  "accumulate", "dynamic_loss_scale", *LAST_IN_CHAIN, "freeze_layers", "switch_after", "laperm"
 )  # fmt: skip
 
 
@@ -57,6 +57,8 @@ def refusals(order):
         "dynamic_loss_scale", "freeze_layers", "average_params"
       ):  # fmt: skip
         found.append((i, rf"{inner}\(switch_after\("))
+      if outer == "laperm" and inner == "average_params":
+        found.append((i, r"average_params\(laperm\("))
       if outer in CHANGES_AFTER and inner in LAST_IN_CHAIN:
         found.append((i, rf"{factory(inner)}\((optax\.)?chain\("))
       if outer == "clip" and inner == "dynamic_loss_scale":
@@ -83,6 +85,9 @@ def may_be_refused(order, dtype="float32"):
         return True
       # A window of one micro-step is no accumulation, but its state looks like any other's.
       if outer == "freeze_layers" and inner == "accumulate":
+        return True
+      # A permutation replaces the updates; masters follow the changed params.
+      if outer == "laperm" and inner in LAST_IN_CHAIN:
         return True
       # An identity changes no updates, but its state looks like that of clipping.
       if outer == "identity_after" and inner in LAST_IN_CHAIN:
@@ -112,7 +117,7 @@ def expected(order, door, dtype="float32"):
 
 
 def verdict(order, door, outcome, detail, dtype="float32", ignored=()):
-  """ "right", "refused" as it should be, or what is wrong."""
+  """What came of a run: "right", "refused" as it should be, or what is wrong."""
   wanted = expected(order, door, dtype)
   if outcome == "error":
     return f"raw error: {detail}"

@@ -122,11 +122,26 @@ class Run:
     observed: the params that the tested program returned for the current step. Random rounding
       takes its outcome from them, if it is one that it could have had.
     trained: of each leaf the steps in which it was trained, for `COUNTS_OF_TRAINED_STEPS`.
+    in_place: whether the door writes new params itself. Then a permutation of `laperm` heals params
+      that are NaN, which no update can.
   """
 
   dtype: str = "float32"
   observed: dict[str, np.ndarray] | None = None
   trained: dict[str, int] | None = None
+  in_place: bool = False
+
+  def land(self, params, updates, old, new):
+    """The params after a step that led from one state to the next."""
+    landed = tree_map(np.add, params, updates)
+    for before, after in zip(old.nodes(), new.nodes(), strict=True):
+      permutes = self.in_place and after.name == "LapermState" and after["synced"]
+      if permutes and after["count"] != before["count"]:
+        landed |= {
+          path: np.where(np.isnan(params[path]), p, landed[path])
+          for path, p in after["permuted_params"].items()
+        }
+    return self.round(landed)
 
   def round(self, tree):
     """Params rounded to the nearest numbers of their dtype.
@@ -616,20 +631,15 @@ class AverageParams:
       taken += 1
       share = 1 / taken if self.decay is None else (1 - self.decay) / (1 - self.decay**taken)
 
-      def blend(a, p, u):
+      def blend(a, snapshot):
         # An entry that is not finite is not taken.
-        snapshot = p + u
         mixed = snapshot if taken == 1 else a + (snapshot - a) * share
         return np.where(np.isfinite(mixed), mixed, a)
 
-      average = tree_map(blend, average, params, self.rounded(params, updates))
+      snapshot = self.run.land(params, updates, state.inner[0], inner)
+      average = tree_map(blend, average, snapshot)
     fields = {"average": average, "count": count, "snapshot_count": taken}
     return updates, state.after([inner], **fields), made
-
-  def rounded(self, params, updates):
-    """The updates from the params to their rounded successors, which a snapshot is taken of."""
-    new = self.run.round(tree_map(np.add, params, updates))
-    return tree_map(np.subtract, new, params)
 
 
 class FreezeLayers:
@@ -734,6 +744,40 @@ class SwitchAfter:
       ),
       made,
     )
+
+
+class Laperm:
+  """`laperm`: every few steps each output's weights are the initial ones, in the trained order.
+
+  Its vectors are the columns of the leaves that it is told to permute.
+  """
+
+  def __init__(self, inner, names, sync_every):
+    self.inner, self.names, self.sync_every = inner, names, sync_every
+
+  def init(self, params):
+    held = {path: p for path, p in params.items() if leaf_name(path) in self.names}
+    fields = {"count": 0, "synced": True, "permuted_params": held}
+    return State("LapermState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    count = state["count"] + made
+    due = made and count % self.sync_every == 0
+    weights = state["permuted_params"]
+    if due:
+
+      def permuted(path):
+        trained = params[path] + updates[path]
+        # NaN counts as the largest.
+        order = np.argsort(np.where(np.isnan(trained), np.inf, trained), axis=0, kind="stable")
+        ranks = np.argsort(order, axis=0)
+        return np.take_along_axis(np.sort(weights[path], axis=0), ranks, axis=0)
+
+      weights = {path: permuted(path) for path in weights}
+      updates = updates | {path: w - params[path] for path, w in weights.items()}
+    fields = {"count": count, "synced": due if made else state["synced"]}
+    return updates, state.after([inner], permuted_params=weights, **fields), made
 
 
 def averaged_params(state, params):

@@ -205,6 +205,7 @@ KINDS = {
   ),
   "layerwise_decay": ("layerwise_decay",),
   "switch_after": ("switch_after",),
+  "laperm": ("laperm",),
   "multi_steps": ("multi_steps",),
   "apply_if_finite": ("apply_if_finite",),
   "clip": ("clip",),
@@ -218,6 +219,7 @@ KINDS = {
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 KIND_OF |= {"accumulate_one": "accumulate", "dynamic_loss_scale_checked": "dynamic_loss_scale"}
 SWITCH = 5
+SYNC_EVERY = 2
 LARGEST_NORM = 2.0
 DECAY = 0.5
 # More than there are: a step after giving up is made, which its state does not tell.
@@ -253,6 +255,8 @@ def build(order, base, learning_rate=RATE):
     return optax.chain(make(), optax_boost.layerwise_decay(list(GROUPS), DECAY))
   if name == "switch_after":
     return optax_boost.switch_after(SWITCH, make(), make(learning_rate / 2))
+  if name == "laperm":
+    return optax_boost.laperm(make(), SYNC_EVERY, exclude="^(?!head)")
   if name == "multi_steps":
     return optax.MultiSteps(make(), 2).gradient_transformation()
   if name == "apply_if_finite":
@@ -297,7 +301,8 @@ def interpret(order, base, run, rate=None, *, wide=False):
   if name in SCALES:
     return eager.DynamicLossScale(make(), **SCALES[name])
   if name in AVERAGES:
-    return eager.AverageParams(make(), eager.Run() if wide else run, **AVERAGES[name])
+    of_run = dataclasses.replace(run, dtype="float32") if wide else run
+    return eager.AverageParams(make(), of_run, **AVERAGES[name])
   if name.startswith("freeze_"):
     freezing = freezings()[name.removeprefix("freeze_")]
     return eager.FreezeLayers(make(), run, GROUPS, freezing.depths, freezing.factors)
@@ -309,6 +314,8 @@ def interpret(order, base, run, rate=None, *, wide=False):
     return eager.Chain(make(), eager.LayerwiseDecay(GROUPS, DECAY))
   if name == "switch_after":
     return eager.SwitchAfter(SWITCH, make(), make(HalfOf(rate)))
+  if name == "laperm":
+    return eager.Laperm(make(), ("head",), SYNC_EVERY)
   if name == "multi_steps":
     return eager.MultiSteps(make(), 2)
   if name == "apply_if_finite":
