@@ -26,11 +26,11 @@ every nesting. What the cards leave open is decided here so:
   scale meets the gradient of each of them.
 - A bad micro-batch that `accumulate` drops has no influence, whichever door it came through: its
   loss, which the train step passes as `value`, doesn't make the window's step a bad one.
-- A step is bad for `master_weights` and `stochastic_rounding` if the inner optimizer's updates or
-  state would turn NaN or infinite, as their cards say, not if the gradient is: an inner wrapper
-  that leaves a bad gradient out makes a good step of it, or a step that is not made.
-- A loss scale must see every overflow, or it would never come down. So an `accumulate` around it
-  keeps bad micro-batches, and `master_weights` around the two lets them into the window's sum.
+- `master_weights`, `stochastic_rounding` and `dynamic_loss_scale` undo a step by whose updates or
+  state a number would turn NaN or infinite, also if the gradient is finite, and not if an inner
+  wrapper leaves a bad gradient out. That is the step of the optimizer, not the micro-batch that
+  joins a window's sum: a bad one that `accumulate` keeps spoils its window, which ends without a
+  step. The innermost of these wrappers around the step counts it.
 - An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
   in `optax.masked` and `optax.partition` the leaves that it sees.
 - Masters follow params that something else has moved whenever `update` is called. In a step that
@@ -99,11 +99,27 @@ def turned_bad(old, new):
   return False
 
 
-def is_bad(grads, updates, old, new):
-  """Whether `master_weights` and `stochastic_rounding` undo an inner step."""
-  scaled = "DynamicLossScaleState" in {node.name for node in new.nodes()}
-  excused = scaled and not all_finite(grads)
-  return not all_finite(updates) or (turned_bad(old, new) and not excused)
+def step_inside(inner, grads, state, params, extra, *, judges=False):
+  """A step of what one of our wrappers holds: updates, state, whether it was made, whether lost.
+
+  A wrapper that judges undoes a step whose updates or state turn bad. The step is that of the first
+  transformation inside that is none of `SEEN_THROUGH`; the innermost judge counts it as lost.
+  """
+  judged = judges or extra.get("_judged", False)
+  if isinstance(inner, SEEN_THROUGH):
+    losses = []
+    of_wrapper = extra | {"_judged": judged, "_losses": losses}
+    updates, new, made = inner.update(grads, state, params, of_wrapper)
+    lost = bool(losses)
+  else:
+    named = {name: value for name, value in extra.items() if not name.startswith("_")}
+    updates, new, made = inner.update(grads, state, params, named)
+    lost = judged and (not all_finite(updates) or turned_bad(state, new))
+    if lost:
+      updates, new, made = zeros_like(updates), state, False
+  if lost and not judges and "_losses" in extra:
+    extra["_losses"].append(lost)
+  return updates, new, made, lost
 
 
 @dataclasses.dataclass
@@ -123,7 +139,7 @@ class Run:
       takes its outcome from them, if it is one that it could have had.
     trained: of each leaf the steps in which it was trained, for `COUNTS_OF_TRAINED_STEPS`.
     in_place: whether the door writes new params itself. Then a permutation of `laperm` heals params
-      that are NaN, which no update can.
+      that are not finite, which no update can.
   """
 
   dtype: str = "float32"
@@ -138,7 +154,7 @@ class Run:
       permutes = self.in_place and after.name == "LapermState" and after["synced"]
       if permutes and after["count"] != before["count"]:
         landed |= {
-          path: np.where(np.isnan(params[path]), p, landed[path])
+          path: np.where(np.isfinite(params[path]), landed[path], p)
           for path, p in after["permuted_params"].items()
         }
     return self.round(landed)
@@ -477,7 +493,7 @@ class Accumulate:
       if "AccumulateState" in inside:
         extra["weight"] = weights
       mean = tree_map(lambda t: t / weights, total)
-      updates, inner, made = self.inner.update(mean, inner, params, extra)
+      updates, inner, made, _ = step_inside(self.inner, mean, inner, params, extra)
       ran = True
     if not made:
       updates = zeros_like(updates)
@@ -507,9 +523,8 @@ class DynamicLossScale:
     hysteresis,
     minimum,
     maximum,
-    check_params=False,
   ):
-    self.inner, self.initial, self.check_params = inner, initial_scale, check_params
+    self.inner, self.initial = inner, initial_scale
     self.growth_interval, self.hysteresis = growth_interval, hysteresis
     self.minimum, self.maximum = minimum, maximum
 
@@ -527,10 +542,9 @@ class DynamicLossScale:
     good, lost = all_finite(unscaled), False
     updates, inner, made = zeros_like(grads), state.inner[0], False
     if good:
-      updates, moved, made = self.inner.update(unscaled, inner, params, extra)
-      lost = self.check_params and not all_finite(updates)
-      updates = zeros_like(grads) if lost else updates
-      inner, made = (inner, False) if lost else (moved, made)
+      updates, inner, made, lost = step_inside(
+        self.inner, unscaled, inner, params, extra, judges=True
+      )
       growth += 1
       if growth == self.growth_interval:
         scale, growth, overflows = min(2 * scale, self.maximum), 0, 0
@@ -569,15 +583,13 @@ class MasterWeights:
       return np.where(moved, params[path], state["master_params"][path])
 
     masters = {path: follow(path) for path in params}
-    updates, inner, made = self.inner.update(grads, state.inner[0], masters, extra)
-    bad = is_bad(grads, updates, state.inner[0], inner)
-    still = zeros_like(params)
-    known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
-    if bad:
-      count = state["notfinite_count"] + 1
-      return still, state.after(state.inner, _known=known, notfinite_count=count), False
+    updates, inner, made, lost = step_inside(
+      self.inner, grads, state.inner[0], masters, extra, judges=True
+    )
     if not made:
-      return still, state.after([inner], _known=known), False
+      known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
+      fields = {"_known": known, "notfinite_count": state["notfinite_count"] + lost}
+      return zeros_like(params), state.after([inner], **fields), False
     new = tree_map(np.add, masters, updates)
     rounded = self.run.round_randomly(new) if self.keyed else self.run.round(new)
     # A leaf whose master stays, stays: it is not rounded again.
@@ -599,13 +611,12 @@ class StochasticRounding:
     return State("StochasticRoundingState", fields, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
-    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
-    bad = is_bad(grads, updates, state.inner[0], inner)
-    still = zeros_like(params)
-    if bad:
-      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+    updates, inner, made, lost = step_inside(
+      self.inner, grads, state.inner[0], params, extra, judges=True
+    )
     if not made:
-      return still, state.after([inner]), False
+      count = state["notfinite_count"] + lost
+      return zeros_like(params), state.after([inner], notfinite_count=count), False
     rounded = self.run.round_randomly(tree_map(np.add, params, updates))
     updates = tree_map(np.subtract, rounded, params)
     return updates, state.after([inner], count=state["count"] + 1), True
@@ -623,7 +634,7 @@ class AverageParams:
     return State("AverageParamsState", fields, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
-    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    updates, inner, made, _ = step_inside(self.inner, grads, state.inner[0], params, extra)
     count = state["count"] + made
     after = count - (self.start or 0)
     taken, average = state["snapshot_count"], state["average"]
@@ -728,7 +739,7 @@ class SwitchAfter:
 
   def init(self, params):
     inner = [self.first.init(params), self.second.init(params)]
-    return State("SwitchAfterState", {"count": 0, "made_count": 0}, inner)
+    return State("SwitchAfterState", {"count": 0}, inner)
 
   def update(self, grads, state, params, extra):
     first_state, second_state = state.inner
@@ -740,7 +751,6 @@ class SwitchAfter:
       state.after(
         [first_state, second_state],
         count=state["count"] + 1,
-        made_count=state["made_count"] + made,
       ),
       made,
     )
@@ -778,6 +788,10 @@ class Laperm:
       updates = updates | {path: w - params[path] for path, w in weights.items()}
     fields = {"count": count, "synced": due if made else state["synced"]}
     return updates, state.after([inner], permuted_params=weights, **fields), made
+
+
+# The wrappers that say of each step whether it is made; they hand on that it is judged.
+SEEN_THROUGH = (Accumulate, DynamicLossScale, MasterWeights, StochasticRounding, AverageParams)
 
 
 def averaged_params(state, params):

@@ -153,20 +153,20 @@ POISONED = (
   ("master_weights",),
   ("master_weights_key",),
   ("stochastic_rounding",),
-  ("dynamic_loss_scale_checked",),
+  ("dynamic_loss_scale",),
   ("master_weights", "accumulate"),
   ("stochastic_rounding", "accumulate"),
   ("accumulate", "master_weights"),
-  ("accumulate", "dynamic_loss_scale_checked"),
-  ("dynamic_loss_scale_checked", "accumulate"),
+  ("accumulate", "dynamic_loss_scale"),
+  ("dynamic_loss_scale", "accumulate"),
   ("dynamic_loss_scale", "master_weights"),
   ("dynamic_loss_scale", "stochastic_rounding"),
   ("master_weights", "freeze_continuous"),
   ("average_params", "master_weights"),
   ("average_params", "stochastic_rounding"),
-  ("average_params", "dynamic_loss_scale_checked"),
+  ("average_params", "dynamic_loss_scale"),
   ("average_params", "accumulate", "master_weights"),
-  ("master_weights", "dynamic_loss_scale_checked"),
+  ("master_weights", "dynamic_loss_scale"),
 )
 
 # What each wrapper is made with: every name is one way to use it.
@@ -182,10 +182,6 @@ SCALES = {
   },
   "dynamic_loss_scale_hysteresis": {
     "initial_scale": 16.0, "growth_interval": 7, "hysteresis": 2, "minimum": 8.0, "maximum": 64.0
-  },
-  "dynamic_loss_scale_checked": {
-    "initial_scale": 4.0, "growth_interval": 9, "hysteresis": 1, "minimum": 1.0, "maximum": 8.0,
-    "check_params": True,
   },
 }  # fmt: skip
 AVERAGES = {
@@ -217,7 +213,7 @@ KINDS = {
   "identity_after": ("identity_after",),
 }
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-KIND_OF |= {"accumulate_one": "accumulate", "dynamic_loss_scale_checked": "dynamic_loss_scale"}
+KIND_OF["accumulate_one"] = "accumulate"
 SWITCH = 5
 SYNC_EVERY = 2
 LARGEST_NORM = 2.0
