@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-cpus test-oldest house lint type pins bench evidence docs browser dist release-check clean
+.PHONY: demo demo-auto demo-finetune devices test test-cpus orders test-oldest house lint type pins bench evidence docs browser dist release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -48,6 +48,13 @@ test-oldest:
 	  $(NEWER_PAGES:%="--deselect=tests/house/test_docs.py::test_the_code_of_a_page_runs[%")
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
+
+# All pairs of wrappers and their triples against an interpreter in NumPy; `make test` runs a sample.
+# ORDERS=full goes through every door around every optimizer. Programs are kept for the next run.
+ORDERS := all
+orders: $(READY)
+	ORDERS=$(ORDERS) JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-out/programs} \
+	  $(BIN)/python -m pytest -n $(WORKERS) -m "not optimized" tests/contract/test_orders.py
 
 # The sizes of the house: a report.
 house: $(READY)

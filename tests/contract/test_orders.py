@@ -27,13 +27,36 @@ from tests.contract.orders import programs
 ORDERS = os.environ.get("ORDERS")
 ALL = ORDERS in ("all", "full")
 SINGLES = tuple((name,) for names in programs.KINDS.values() for name in names)
-EXTRAS = (("freeze_continuous", "accumulate_one"), ("accumulate", "accumulate_varying"))
+# What neither pairs nor the advised order hold: a window of one, windows of windows, an answer
+# whether a step was made that must travel through a wrapper of optax, and refusals deeper inside.
+EXTRAS = (
+  ("freeze_continuous", "accumulate_one"),
+  ("accumulate", "accumulate_varying"),
+  ("average_params", "partition", "accumulate"),
+  ("average_params_every", "switch_after", "accumulate"),
+  ("average_params", "inject_hyperparams", "stochastic_rounding"),
+  ("average_params_decay", "apply_if_finite", "accumulate"),
+  ("average_params_decay", "multi_steps", "apply_if_finite"),
+  ("average_params", "multi_steps", "stochastic_rounding"),
+  ("average_params_every", "layerwise_decay", "accumulate"),
+  ("average_params", "accumulate", "accumulate_varying"),
+  ("freeze_continuous", "switch_after", "apply_if_finite"),
+  ("freeze_gradual", "switch_after", "accumulate"),
+  ("freeze_fixed", "apply_if_finite", "multi_steps"),
+  ("freeze_interval", "inject_hyperparams", "master_weights"),
+  ("switch_after", "apply_if_finite", "dynamic_loss_scale"),
+  ("inject_hyperparams", "clip", "dynamic_loss_scale"),
+  ("masked", "layerwise_decay", "average_params_decay"),
+  ("multi_steps", "clip_after", "master_weights"),
+  ("layerwise_decay", "partition", "stochastic_rounding"),
+)
 
 
 def sample():
   """Every way to use a wrapper outside and inside another one, and orders that were once wrong."""
   kinds = tuple(programs.KINDS)
   chosen = {pair for i in (1, 5) for pair in zip(kinds, kinds[i:] + kinds[:i], strict=True)}
+  chosen |= set(programs.ONCE_WRONG)
   return tuple(order for order in programs.pairs() if programs.kinds(order) in chosen)
 
 
@@ -54,18 +77,22 @@ def marked(orders, wrong):
   ]
 
 
-def check(order, runs):
+def check(order, runs, known=()):
   failures = []
   for base, door, dtype in runs:
     outcome, detail = comparison.outcome(order, base, door, dtype)
-    verdict = expectations.verdict(order, door, outcome, detail, dtype, known_wrong.FIELDS)
+    verdict = expectations.verdict(order, door, outcome, detail, dtype)
     if verdict not in ("right", "refused"):
       failures.append(f"{base}, {door}: {verdict}")
+      # One is enough of a composition that is known to be wrong.
+      if order in known:
+        break
   assert not failures, "\n".join(failures)
 
 
 def in_float32(order, number):
-  check(order, [(base, door, "float32") for base, door in in_three_doors(order, number)])
+  runs = [(base, door, "float32") for base, door in in_three_doors(order, number)]
+  check(order, runs, known_wrong.IN_FLOAT32)
 
 
 @pytest.mark.parametrize(("order", "number"), marked(SINGLES, known_wrong.IN_FLOAT32))
@@ -81,23 +108,12 @@ def test_two_wrappers_do_what_both_cards_say_or_are_refused(order, number):
   in_float32(order, number)
 
 
-TRIPLES = programs.triples() if ALL else programs.triples()[::16]
+TRIPLES = programs.triples() if ALL else programs.triples()[::24]
 
 
 @pytest.mark.parametrize(("order", "number"), marked(TRIPLES, known_wrong.IN_FLOAT32))
 def test_three_wrappers_do_what_their_cards_say_or_are_refused(order, number):
   in_float32(order, number)
-
-
-@pytest.mark.parametrize("field", known_wrong.FIELDS)
-@pytest.mark.xfail(reason="a field that is known to be wrong", raises=AssertionError)
-def test_fields_that_are_known_to_be_wrong(field):
-  wrapper = {
-    "MasterWeightsState": "master_weights",
-    "StochasticRoundingState": "stochastic_rounding",
-  }
-  differences = comparison.run((wrapper[field.partition(".")[0]],), "sgd", "update")
-  assert field not in differences
 
 
 def test_the_sample_holds_every_kind_of_wrapper_in_every_role():
@@ -118,18 +134,60 @@ def test_the_table_of_schedules_freezes_in_the_steps_that_the_schedule_says():
 
 
 # Params in bfloat16: rounded to nearest, or to one of the two neighbours, and only by steps made.
-BFLOAT16 = programs.in_bfloat16() if ALL else programs.in_bfloat16()[::5]
+BFLOAT16 = programs.in_bfloat16() if ALL else programs.ONCE_WRONG_IN_BFLOAT16
 
 
 @pytest.mark.parametrize(("order", "number"), marked(BFLOAT16, known_wrong.IN_BFLOAT16))
 def test_params_in_bfloat16_are_the_rounding_of_the_interpreters(order, number):
   doors = comparison.DOORS
-  if not (ALL or order in known_wrong.IN_BFLOAT16):
+  if not (ORDERS == "full" or order in known_wrong.IN_BFLOAT16):
     doors = (doors[number % len(doors)],)
-  check(order, [(base, door, "bfloat16") for door in doors for base in programs.exact_bases(order)])
+  bases = programs.exact_bases(order)
+  runs = [(base, door, "bfloat16") for door, base in itertools.product(doors, bases)]
+  check(order, runs, known_wrong.IN_BFLOAT16)
 
 
 ROUNDING = ("master_weights_key", "stochastic_rounding")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("door", comparison.DOORS)
+@pytest.mark.parametrize("around", [(), ("accumulate_one",)], ids=["alone", "accumulate"])
+def test_averages_in_bfloat16_are_of_rounded_params(around, door):
+  # Optimized programs may leave out a rounding to 16 bits and back.
+  rng = np.random.default_rng(0)
+  size, dtype = 1000, jnp.bfloat16
+  grads = rng.normal(size=(6, size)).astype(dtype)
+  params = rng.normal(size=size).astype(dtype)
+  tx = programs.build(("average_params_decay", *around), "sgd")
+  if door == "train_step":
+    step = optax_boost.make_train_step(lambda p, g: jnp.sum(p * g), tx, donate=False)
+    state = step.init(jnp.asarray(params))
+  else:
+    state = jnp.asarray(params), tx.init(jnp.asarray(params))
+
+    @jax.jit
+    def by_hand(p, s, g):
+      if door == "apply_gradients":
+        return optax_boost.apply_gradients(tx, g, s, p)
+      updates, s = tx.update(g, s, p)
+      return optax.apply_updates(p, updates), s
+
+  average = params.astype(np.float64)
+  decay = programs.AVERAGES["average_params_decay"]["decay"]
+  for k, g in enumerate(grads, 1):
+    if door == "train_step":
+      state, _ = step(state, jnp.asarray(g))
+      found_params, found_state = state.params, state.opt_state
+    else:
+      state = found_params, found_state = by_hand(*state, jnp.asarray(g))
+    # A power of two times a number of 8 bits, added exactly and rounded once.
+    exact = params.astype(np.float64) - programs.RATE * g.astype(np.float64)
+    params = exact.astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(found_params, params)
+    share = (1 - decay) / (1 - decay**k)
+    average += (params.astype(np.float64) - average) * share
+    np.testing.assert_allclose(found_state.average, average, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("inner", programs.MOVING)
@@ -160,30 +218,14 @@ def test_a_step_that_an_optimizer_makes_bad_is_undone_and_counted(order, number)
   pairs = list(itertools.product(bases, comparison.DOORS))
   if not (ALL or order in known_wrong.POISONED):
     pairs = pairs[number % 6 :: 6]
-  check(order, [(base, door, "float32") for base, door in pairs])
-
-
-@pytest.mark.parametrize("door", comparison.DOORS)
-@pytest.mark.parametrize("base", ["sgd", "adam"])
-def test_a_loss_scale_counts_a_step_that_an_optimizer_makes_bad(base, door, request):
-  if known_wrong.SCALE_IS_SILENT:
-    request.applymarker(pytest.mark.xfail(raises=AssertionError))
-  base = programs.Poisoned(base)
-  program = comparison.Program(("dynamic_loss_scale",), base, door)
-  program.init()
-  for grads in base.gradients():
-    params, state = program.step(grads, 1.0)
-  assert all(np.isfinite(p).all() for p in params.values())
-  assert optax.tree.get(state, "notfinite_count") > 0
+  check(order, [(base, door, "float32") for base, door in pairs], known_wrong.POISONED)
 
 
 # Gradients that were changed before a loss scale has seen them.
 
 
 @pytest.mark.parametrize("door", ["apply_gradients", "train_step"])
-def test_svrg_before_a_loss_scale_is_refused(door, request):
-  if door in known_wrong.SVRG_BEFORE_A_SCALE:
-    request.applymarker(pytest.mark.xfail(raises=pytest.fail.Exception))
+def test_svrg_before_a_loss_scale_is_refused(door):
   tx = optax.chain(optax_boost.svrg(None), optax_boost.dynamic_loss_scale(optax.sgd(0.1)))
   params = {name: jnp.asarray(p) for name, p in programs.initial_params().items()}
   grads = {name: jnp.ones_like(p) for name, p in params.items()}

@@ -26,9 +26,11 @@ every nesting. What the cards leave open is decided here so:
   scale meets the gradient of each of them.
 - A bad micro-batch that `accumulate` drops has no influence, whichever door it came through: its
   loss, which the train step passes as `value`, doesn't make the window's step a bad one.
-- A step is bad for `master_weights` and `stochastic_rounding` if the inner optimizer's updates or
-  state would turn NaN or infinite, as their cards say, not if the gradient is: an inner wrapper
-  that leaves a bad gradient out makes a good step of it, or a step that is not made.
+- `master_weights`, `stochastic_rounding` and `dynamic_loss_scale` undo a step by whose updates or
+  state a number would turn NaN or infinite, also if the gradient is finite, and not if an inner
+  wrapper leaves a bad gradient out. That is the step of the optimizer, not the micro-batch that
+  joins a window's sum: a bad one that `accumulate` keeps spoils its window, which ends without a
+  step. The innermost of these wrappers around the step counts it.
 - An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
   in `optax.masked` and `optax.partition` the leaves that it sees.
 - Masters follow params that something else has moved whenever `update` is called. In a step that
@@ -97,6 +99,29 @@ def turned_bad(old, new):
   return False
 
 
+def step_inside(inner, grads, state, params, extra, *, judges=False):
+  """A step of what one of our wrappers holds: updates, state, whether it was made, whether lost.
+
+  A wrapper that judges undoes a step whose updates or state turn bad. The step is that of the first
+  transformation inside that is none of `SEEN_THROUGH`; the innermost judge counts it as lost.
+  """
+  judged = judges or extra.get("_judged", False)
+  if isinstance(inner, SEEN_THROUGH):
+    losses = []
+    of_wrapper = extra | {"_judged": judged, "_losses": losses}
+    updates, new, made = inner.update(grads, state, params, of_wrapper)
+    lost = bool(losses)
+  else:
+    named = {name: value for name, value in extra.items() if not name.startswith("_")}
+    updates, new, made = inner.update(grads, state, params, named)
+    lost = judged and (not all_finite(updates) or turned_bad(state, new))
+    if lost:
+      updates, new, made = zeros_like(updates), state, False
+  if lost and not judges and "_losses" in extra:
+    extra["_losses"].append(lost)
+  return updates, new, made, lost
+
+
 @dataclasses.dataclass
 class Rate:
   """A learning rate, which `optax.inject_hyperparams` changes between steps."""
@@ -113,11 +138,26 @@ class Run:
     observed: the params that the tested program returned for the current step. Random rounding
       takes its outcome from them, if it is one that it could have had.
     trained: of each leaf the steps in which it was trained, for `COUNTS_OF_TRAINED_STEPS`.
+    in_place: whether the door writes new params itself. Then a permutation of `laperm` heals params
+      that are not finite, which no update can.
   """
 
   dtype: str = "float32"
   observed: dict[str, np.ndarray] | None = None
   trained: dict[str, int] | None = None
+  in_place: bool = False
+
+  def land(self, params, updates, old, new):
+    """The params after a step that led from one state to the next."""
+    landed = tree_map(np.add, params, updates)
+    for before, after in zip(old.nodes(), new.nodes(), strict=True):
+      permutes = self.in_place and after.name == "LapermState" and after["synced"]
+      if permutes and after["count"] != before["count"]:
+        landed |= {
+          path: np.where(np.isfinite(params[path]), landed[path], p)
+          for path, p in after["permuted_params"].items()
+        }
+    return self.round(landed)
 
   def round(self, tree):
     """Params rounded to the nearest numbers of their dtype.
@@ -453,7 +493,7 @@ class Accumulate:
       if "AccumulateState" in inside:
         extra["weight"] = weights
       mean = tree_map(lambda t: t / weights, total)
-      updates, inner, made = self.inner.update(mean, inner, params, extra)
+      updates, inner, made, _ = step_inside(self.inner, mean, inner, params, extra)
       ran = True
     if not made:
       updates = zeros_like(updates)
@@ -483,9 +523,8 @@ class DynamicLossScale:
     hysteresis,
     minimum,
     maximum,
-    check_params=False,
   ):
-    self.inner, self.initial, self.check_params = inner, initial_scale, check_params
+    self.inner, self.initial = inner, initial_scale
     self.growth_interval, self.hysteresis = growth_interval, hysteresis
     self.minimum, self.maximum = minimum, maximum
 
@@ -503,10 +542,9 @@ class DynamicLossScale:
     good, lost = all_finite(unscaled), False
     updates, inner, made = zeros_like(grads), state.inner[0], False
     if good:
-      updates, moved, made = self.inner.update(unscaled, inner, params, extra)
-      lost = self.check_params and not all_finite(updates)
-      updates = zeros_like(grads) if lost else updates
-      inner, made = (inner, False) if lost else (moved, made)
+      updates, inner, made, lost = step_inside(
+        self.inner, unscaled, inner, params, extra, judges=True
+      )
       growth += 1
       if growth == self.growth_interval:
         scale, growth, overflows = min(2 * scale, self.maximum), 0, 0
@@ -545,14 +583,13 @@ class MasterWeights:
       return np.where(moved, params[path], state["master_params"][path])
 
     masters = {path: follow(path) for path in params}
-    updates, inner, made = self.inner.update(grads, state.inner[0], masters, extra)
-    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
-    still = zeros_like(params)
-    if bad:
-      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+    updates, inner, made, lost = step_inside(
+      self.inner, grads, state.inner[0], masters, extra, judges=True
+    )
     if not made:
-      followed = any(np.any(masters[p] != state["master_params"][p]) for p in masters)
-      return still, state.after([inner], _known=not followed), False
+      known = all(np.array_equal(masters[p], state["master_params"][p]) for p in masters)
+      fields = {"_known": known, "notfinite_count": state["notfinite_count"] + lost}
+      return zeros_like(params), state.after([inner], **fields), False
     new = tree_map(np.add, masters, updates)
     rounded = self.run.round_randomly(new) if self.keyed else self.run.round(new)
     # A leaf whose master stays, stays: it is not rounded again.
@@ -574,13 +611,12 @@ class StochasticRounding:
     return State("StochasticRoundingState", fields, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
-    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
-    bad = not all_finite(updates) or turned_bad(state.inner[0], inner)
-    still = zeros_like(params)
-    if bad:
-      return still, state.after(state.inner, notfinite_count=state["notfinite_count"] + 1), False
+    updates, inner, made, lost = step_inside(
+      self.inner, grads, state.inner[0], params, extra, judges=True
+    )
     if not made:
-      return still, state.after([inner]), False
+      count = state["notfinite_count"] + lost
+      return zeros_like(params), state.after([inner], notfinite_count=count), False
     rounded = self.run.round_randomly(tree_map(np.add, params, updates))
     updates = tree_map(np.subtract, rounded, params)
     return updates, state.after([inner], count=state["count"] + 1), True
@@ -598,7 +634,7 @@ class AverageParams:
     return State("AverageParamsState", fields, [self.inner.init(params)])
 
   def update(self, grads, state, params, extra):
-    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    updates, inner, made, _ = step_inside(self.inner, grads, state.inner[0], params, extra)
     count = state["count"] + made
     after = count - (self.start or 0)
     taken, average = state["snapshot_count"], state["average"]
@@ -606,20 +642,15 @@ class AverageParams:
       taken += 1
       share = 1 / taken if self.decay is None else (1 - self.decay) / (1 - self.decay**taken)
 
-      def blend(a, p, u):
+      def blend(a, snapshot):
         # An entry that is not finite is not taken.
-        snapshot = p + u
         mixed = snapshot if taken == 1 else a + (snapshot - a) * share
         return np.where(np.isfinite(mixed), mixed, a)
 
-      average = tree_map(blend, average, params, self.rounded(params, updates))
+      snapshot = self.run.land(params, updates, state.inner[0], inner)
+      average = tree_map(blend, average, snapshot)
     fields = {"average": average, "count": count, "snapshot_count": taken}
     return updates, state.after([inner], **fields), made
-
-  def rounded(self, params, updates):
-    """The updates from the params to their rounded successors, which a snapshot is taken of."""
-    new = self.run.round(tree_map(np.add, params, updates))
-    return tree_map(np.subtract, new, params)
 
 
 class FreezeLayers:
@@ -723,6 +754,44 @@ class SwitchAfter:
       ),
       made,
     )
+
+
+class Laperm:
+  """`laperm`: every few steps each output's weights are the initial ones, in the trained order.
+
+  Its vectors are the columns of the leaves that it is told to permute.
+  """
+
+  def __init__(self, inner, names, sync_every):
+    self.inner, self.names, self.sync_every = inner, names, sync_every
+
+  def init(self, params):
+    held = {path: p for path, p in params.items() if leaf_name(path) in self.names}
+    fields = {"count": 0, "synced": True, "permuted_params": held}
+    return State("LapermState", fields, [self.inner.init(params)])
+
+  def update(self, grads, state, params, extra):
+    updates, inner, made = self.inner.update(grads, state.inner[0], params, extra)
+    count = state["count"] + made
+    due = made and count % self.sync_every == 0
+    weights = state["permuted_params"]
+    if due:
+
+      def permuted(path):
+        trained = params[path] + updates[path]
+        # NaN counts as the largest.
+        order = np.argsort(np.where(np.isnan(trained), np.inf, trained), axis=0, kind="stable")
+        ranks = np.argsort(order, axis=0)
+        return np.take_along_axis(np.sort(weights[path], axis=0), ranks, axis=0)
+
+      weights = {path: permuted(path) for path in weights}
+      updates = updates | {path: w - params[path] for path, w in weights.items()}
+    fields = {"count": count, "synced": due if made else state["synced"]}
+    return updates, state.after([inner], permuted_params=weights, **fields), made
+
+
+# The wrappers that say of each step whether it is made; they hand on that it is judged.
+SEEN_THROUGH = (Accumulate, DynamicLossScale, MasterWeights, StochasticRounding, AverageParams)
 
 
 def averaged_params(state, params):

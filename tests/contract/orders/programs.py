@@ -153,20 +153,20 @@ POISONED = (
   ("master_weights",),
   ("master_weights_key",),
   ("stochastic_rounding",),
-  ("dynamic_loss_scale_checked",),
+  ("dynamic_loss_scale",),
   ("master_weights", "accumulate"),
   ("stochastic_rounding", "accumulate"),
   ("accumulate", "master_weights"),
-  ("accumulate", "dynamic_loss_scale_checked"),
-  ("dynamic_loss_scale_checked", "accumulate"),
+  ("accumulate", "dynamic_loss_scale"),
+  ("dynamic_loss_scale", "accumulate"),
   ("dynamic_loss_scale", "master_weights"),
   ("dynamic_loss_scale", "stochastic_rounding"),
   ("master_weights", "freeze_continuous"),
   ("average_params", "master_weights"),
   ("average_params", "stochastic_rounding"),
-  ("average_params", "dynamic_loss_scale_checked"),
+  ("average_params", "dynamic_loss_scale"),
   ("average_params", "accumulate", "master_weights"),
-  ("master_weights", "dynamic_loss_scale_checked"),
+  ("master_weights", "dynamic_loss_scale"),
 )
 
 # What each wrapper is made with: every name is one way to use it.
@@ -182,10 +182,6 @@ SCALES = {
   },
   "dynamic_loss_scale_hysteresis": {
     "initial_scale": 16.0, "growth_interval": 7, "hysteresis": 2, "minimum": 8.0, "maximum": 64.0
-  },
-  "dynamic_loss_scale_checked": {
-    "initial_scale": 4.0, "growth_interval": 9, "hysteresis": 1, "minimum": 1.0, "maximum": 8.0,
-    "check_params": True,
   },
 }  # fmt: skip
 AVERAGES = {
@@ -205,6 +201,7 @@ KINDS = {
   ),
   "layerwise_decay": ("layerwise_decay",),
   "switch_after": ("switch_after",),
+  "laperm": ("laperm",),
   "multi_steps": ("multi_steps",),
   "apply_if_finite": ("apply_if_finite",),
   "clip": ("clip",),
@@ -216,11 +213,13 @@ KINDS = {
   "identity_after": ("identity_after",),
 }
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-KIND_OF |= {"accumulate_one": "accumulate", "dynamic_loss_scale_checked": "dynamic_loss_scale"}
+KIND_OF["accumulate_one"] = "accumulate"
 SWITCH = 5
+SYNC_EVERY = 2
 LARGEST_NORM = 2.0
 DECAY = 0.5
-MOST_ERRORS = 4
+# More than there are: a step after giving up is made, which its state does not tell.
+MOST_ERRORS = 20
 
 
 def build(order, base, learning_rate=RATE):
@@ -252,6 +251,8 @@ def build(order, base, learning_rate=RATE):
     return optax.chain(make(), optax_boost.layerwise_decay(list(GROUPS), DECAY))
   if name == "switch_after":
     return optax_boost.switch_after(SWITCH, make(), make(learning_rate / 2))
+  if name == "laperm":
+    return optax_boost.laperm(make(), SYNC_EVERY, exclude="^(?!head)")
   if name == "multi_steps":
     return optax.MultiSteps(make(), 2).gradient_transformation()
   if name == "apply_if_finite":
@@ -296,7 +297,8 @@ def interpret(order, base, run, rate=None, *, wide=False):
   if name in SCALES:
     return eager.DynamicLossScale(make(), **SCALES[name])
   if name in AVERAGES:
-    return eager.AverageParams(make(), eager.Run() if wide else run, **AVERAGES[name])
+    of_run = dataclasses.replace(run, dtype="float32") if wide else run
+    return eager.AverageParams(make(), of_run, **AVERAGES[name])
   if name.startswith("freeze_"):
     freezing = freezings()[name.removeprefix("freeze_")]
     return eager.FreezeLayers(make(), run, GROUPS, freezing.depths, freezing.factors)
@@ -308,6 +310,8 @@ def interpret(order, base, run, rate=None, *, wide=False):
     return eager.Chain(make(), eager.LayerwiseDecay(GROUPS, DECAY))
   if name == "switch_after":
     return eager.SwitchAfter(SWITCH, make(), make(HalfOf(rate)))
+  if name == "laperm":
+    return eager.Laperm(make(), ("head",), SYNC_EVERY)
   if name == "multi_steps":
     return eager.MultiSteps(make(), 2)
   if name == "apply_if_finite":
@@ -371,10 +375,13 @@ def triples():
 
 @functools.cache
 def pairs():
-  """All ordered pairs of kinds; the ways to use a wrapper take turns."""
+  """All ordered pairs of kinds that optax allows; the ways to use a wrapper take turns."""
   turns = {kind: itertools.cycle(names) for kind, names in KINDS.items()}
   return tuple(
-    tuple(next(turns[kind]) for kind in pair) for pair in itertools.permutations(KINDS, 2)
+    tuple(next(turns[kind]) for kind in pair)
+    for pair in itertools.permutations(KINDS, 2)
+    # Their trees must be like the gradients', which optax.lookahead's pairs are not.
+    if pair[0] not in ("masked", "partition", "apply_if_finite") or pair[1] != "lookahead"
   )
 
 
@@ -413,3 +420,37 @@ def in_bfloat16():
 def exact_bases(order):
   """The optimizers that compute exactly, or in float32."""
   return ("momentum", "adam") if set(PRECISION) & set(order) else ("sgd",)
+
+
+# Kinds of pairs, and compositions with params in bfloat16, that once went wrong silently.
+ONCE_WRONG = (
+  ("freeze_layers", "accumulate"),
+  ("freeze_layers", "multi_steps"),
+  ("freeze_layers", "master_weights"),
+  ("freeze_layers", "stochastic_rounding"),
+  ("freeze_layers", "dynamic_loss_scale"),
+  ("freeze_layers", "apply_if_finite"),
+  ("average_params", "stochastic_rounding"),
+  ("layerwise_decay", "master_weights"),
+  ("layerwise_decay", "stochastic_rounding"),
+  ("layerwise_decay", "average_params"),
+  ("clip_after", "average_params"),
+  ("clip", "dynamic_loss_scale"),
+  ("switch_after", "stochastic_rounding"),
+)
+ONCE_WRONG_IN_BFLOAT16 = (
+  ("average_params",),
+  ("average_params_decay",),
+  ("master_weights", "freeze_continuous"),
+  ("stochastic_rounding", "freeze_continuous"),
+  ("freeze_continuous", "master_weights_key"),
+  ("apply_if_finite", "master_weights"),
+  ("apply_if_finite", "stochastic_rounding"),
+  ("average_params", "stochastic_rounding"),
+  ("layerwise_decay", "master_weights"),
+  ("master_weights_key", "accumulate"),
+  ("master_weights_key", "dynamic_loss_scale"),
+  ("master_weights_key", "freeze_continuous"),
+  ("master_weights_key", "switch_after"),
+  ("master_weights_key", "multi_steps"),
+)
