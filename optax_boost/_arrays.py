@@ -168,6 +168,14 @@ def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
 
 
+def steepest_ascent(gradients: Any) -> Any:
+  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
+
+  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
+  """
+  return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
+
+
 def all_finite(tree: Any) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
   flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]

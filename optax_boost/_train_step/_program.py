@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _in_place
 from optax_boost import _layers
@@ -77,7 +78,8 @@ class Program:
 
   def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
     """The gradient of the loss alone, on any batch."""
-    return jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
+    gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
+    return _arrays.steepest_ascent(gradient)
 
   def step(
     self,
