@@ -113,8 +113,48 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
   return jax.tree.map(copy, tree)
 
 
+def as_jax(tree: Any) -> Any:
+  """A tree with copies as JAX's arrays in place of NumPy's arrays of floating-point numbers.
+
+  Their dtypes are JAX's: float64 is float32 where JAX has no float64. To compute with the dtype of
+  a NumPy array would mean to ask for float64.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  of_numpy = [isinstance(x, np.ndarray | np.generic) for x in leaves]
+  if not any(of_numpy):
+    return tree
+  pairs = zip(leaves, of_numpy, strict=True)
+  return jax.tree.unflatten(
+    structure, [jnp.array(x) if n and jnp.issubdtype(x.dtype, jnp.inexact) else x for x, n in pairs]
+  )
+
+
+def transformation(
+  init: Callable[..., Any], update: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+  """A transformation of functions that need not care for NumPy's arrays: see :func:`as_jax`."""
+
+  @functools.wraps(init)
+  def init_fn(params: optax.Params) -> Any:
+    return init(as_jax(params))
+
+  @functools.wraps(update)
+  def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    return update(as_jax(updates), state, as_jax(params), **as_jax_gradients(extra_args))
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def as_jax_gradients(extra_args: dict[str, Any]) -> dict[str, Any]:
+  """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
+  return extra_args | {
+    name: as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
+  }
+
+
 def accumulator_dtype(dtype: Any) -> Any:
-  """The dtype for reductions over values of `dtype`: at least float32."""
+  """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
+  dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
   wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if wide else jnp.float32)

@@ -48,7 +48,7 @@ def transformation(
 
   # An attribute of the function: it stays if the pair of functions is copied, as trees are.
   update.step = step  # type: ignore[attr-defined]
-  return optax.GradientTransformationExtraArgs(init, update)
+  return _arrays.transformation(init, update)
 
 
 def is_in_place(tx: optax.GradientTransformation) -> bool:
@@ -158,6 +158,8 @@ def apply_gradients(
   """
   tx = _base.check_transformation("tx", tx)
   _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
+  grads, params = _arrays.as_jax((grads, params))
+  extra_args = _arrays.as_jax_gradients(extra_args)
   return PARAMS.step(tx, lambda: (grads, dict(extra_args)), opt_state, params)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _tree
@@ -48,7 +49,7 @@ def transformation(
     return step(updates, state, params, **own)
 
   update = wants_layers(update_fn) if "layers" in named else update_fn
-  return optax.GradientTransformationExtraArgs(init_fn, update)
+  return _arrays.transformation(init_fn, update)
 
 
 class Leaves:

@@ -122,7 +122,7 @@ def switch_after(
       second_state=_conditional.cast_like(second_state, state.second_state),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _arrays.transformation(init_fn, update_fn)
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:

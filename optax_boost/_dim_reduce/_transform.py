@@ -152,7 +152,7 @@ def dim_reduce(
     copy of the basis, unless the axes of the state say None for it.
   """
   method = _DimReduce(subspace, rho, sigma, gamma, alpha, max_search, groups, inner)
-  return optax.GradientTransformationExtraArgs(method.init, method.update)
+  return _arrays.transformation(method.init, method.update)
 
 
 @dataclasses.dataclass

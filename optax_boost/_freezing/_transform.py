@@ -156,4 +156,4 @@ def freeze_layers(
       ),
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _arrays.transformation(init_fn, update_fn)

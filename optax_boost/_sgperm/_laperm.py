@@ -120,7 +120,7 @@ def laperm(
     _base.check_whole_number("sync_every", sync_every)
   cutter = _layout.Cutter(_METHOD, layout, layers, exclude)
   method = _Laperm(inner, sync_every, cutter)
-  return optax.GradientTransformationExtraArgs(method.init, method.update)
+  return _arrays.transformation(method.init, method.update)
 
 
 class _Laperm(NamedTuple):

@@ -205,7 +205,7 @@ def sgperm(
     backend=backend,
     key=_base.as_key("key", 0 if key is None else key),
   )
-  return optax.GradientTransformationExtraArgs(transform.init, transform.update)
+  return _arrays.transformation(transform.init, transform.update)
 
 
 @dataclasses.dataclass(frozen=True)
