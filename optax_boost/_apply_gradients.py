@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _orders
 from optax_boost import _skippable
@@ -59,7 +60,8 @@ def apply_gradients(
   """
   tx = _base.check_transformation("tx", tx)
   _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
-  return step_in_place(tx, grads, opt_state, params, extra_args)
+  grads, params = _arrays.as_jax((grads, params))
+  return step_in_place(tx, grads, opt_state, params, _arrays.as_jax_gradients(extra_args))
 
 
 def step_in_place(

@@ -113,8 +113,32 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
   return jax.tree.map(copy, tree)
 
 
+def as_jax(tree: Any) -> Any:
+  """A tree with copies as JAX's arrays in place of NumPy's arrays of floating-point numbers.
+
+  Their dtypes are JAX's: float64 is float32 where JAX has no float64. To compute with the dtype of
+  a NumPy array would mean to ask for float64.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  of_numpy = [isinstance(x, np.ndarray | np.generic) for x in leaves]
+  if not any(of_numpy):
+    return tree
+  pairs = zip(leaves, of_numpy, strict=True)
+  return jax.tree.unflatten(
+    structure, [jnp.array(x) if n and jnp.issubdtype(x.dtype, jnp.inexact) else x for x, n in pairs]
+  )
+
+
+def as_jax_gradients(extra_args: dict[str, Any]) -> dict[str, Any]:
+  """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
+  return extra_args | {
+    name: as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
+  }
+
+
 def accumulator_dtype(dtype: Any) -> Any:
-  """The dtype for reductions over values of `dtype`: at least float32."""
+  """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
+  dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
   wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
   return jnp.dtype(dtype if wide else jnp.float32)
@@ -189,6 +213,14 @@ def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   groups = stackable([None] * len(columns[0]), *columns)
   parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
+
+
+def steepest_ascent(gradients: Any) -> Any:
+  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
+
+  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
+  """
+  return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 
 def all_finite(tree: Any) -> jax.Array:

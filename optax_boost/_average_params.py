@@ -315,7 +315,7 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
       f" {_base.shorten(jax.tree.map(jnp.shape, state.average), 200)}."
     )
   return [
-    None if _tree.is_masked(a) else jnp.where(taken > 0, a.astype(p.dtype), p)
+    None if _tree.is_masked(a) else jnp.where(taken > 0, a.astype(jnp.result_type(p)), p)
     for a, p in pairs
     if not _tree.is_masked(p)
   ]

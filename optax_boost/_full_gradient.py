@@ -41,7 +41,8 @@ def full_gradient(
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
       ``jax.grad(loss_fn)``. It is jitted here, and as with ``jax.jit`` another function is compiled
-      again, one whose inner functions were redefined is not.
+      again, one whose inner functions were redefined is not. ``jax.grad`` conjugates gradients of
+      complex leaves: conjugate them back; the train step's own are.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
@@ -72,7 +73,7 @@ def full_gradient(
   _base.check_callable("grad_fn", grad_fn, "grad_fn(params, batch)")
   _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
   _base.check_bool("stacked", stacked)
-  _tree.check_floating(params, _METHOD, _tree.CLOSE_OVER)
+  _tree.check_inexact(params, _METHOD, _tree.CLOSE_OVER)
   # A key of `jax.random.PRNGKey` stays as it is.
   raw = getattr(rng, "dtype", None) == jnp.uint32 and getattr(rng, "ndim", 0) == 1
   rng = rng if rng is None or raw else _base.as_key("rng", rng)
@@ -234,7 +235,8 @@ def check_gradients(gradients: Any, params: Any, source: str) -> None:
   got: Any = jax.tree.structure(gradients)
   want: Any = jax.tree.structure(params)
   if got == want:
-    _tree.check_floating(gradients, source, "Give gradients as `jax.grad` does.")
+    of_real = jax.tree.map(lambda g, p: None if jnp.iscomplexobj(p) else g, gradients, params)
+    _tree.check_floating(of_real, source, "Give gradients as `jax.grad` does.")
   shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(gradients)]
   if got != want or shapes != [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]:
     raise ValueError(

@@ -13,11 +13,9 @@ import dataclasses
 import inspect
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
+from optax_boost import _arrays
 from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _skippable
@@ -89,7 +87,8 @@ def transformation(
   def update(
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, Any]:
-    updates, params = _as_jax((updates, params))
+    updates, params = _arrays.as_jax((updates, params))
+    extra_args = _arrays.as_jax_gradients(extra_args)
     form.check(updates, state, params)
     accepted = extra_args if takes_all else {k: v for k, v in extra_args.items() if k in named}
     return step(updates, state, params, **accepted)
@@ -121,7 +120,8 @@ def wrapper(
   def update(
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
   ) -> tuple[optax.Updates, Any]:
-    updates, params = _as_jax((updates, params))
+    updates, params = _arrays.as_jax((updates, params))
+    extra_args = _arrays.as_jax_gradients(extra_args)
 
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return updates, dict(extra_args)
@@ -139,18 +139,13 @@ def _with_form(
 ) -> optax.GradientTransformationExtraArgs:
   def init_fn(params: optax.Params) -> Any:
     form.check_params(params)
-    state = init(_as_jax(params))
+    state = init(_arrays.as_jax(params))
     _orders.check(state)
     return state
 
   # An attribute of the function: it stays if the pair of functions is copied, as trees are.
   update.form = form
   return optax.GradientTransformationExtraArgs(init_fn, update)
-
-
-def _as_jax(tree: Any) -> Any:
-  """A tree with JAX's arrays for NumPy's, whose float64 JAX may not have."""
-  return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 # By module and name: the variable in which the ``update`` of an optax wrapper keeps what it wraps.

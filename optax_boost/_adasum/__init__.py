@@ -7,18 +7,16 @@ For two gradients a, b of one leaf:
 and for N of them a binary tree, neighbours first: (0, 1), (2, 3), ..., then the results of these
 pairs. A node without a partner passes up a level, so N need not be a power of two.
 
-Every node of the tree is a linear combination of the N gradients, and every inner product in it
-follows from their Gram matrix. So the tree is never walked with vectors:
-
-  s           a power of two, at most the largest entry of a group of leaves on any replica
-  G  (N, N)   Gram matrix of the group's gradients g_1 ... g_N, divided by s: <g_i, g_j> / s^2
-  C  (K, N)   the K nodes of a level as combinations of g_1 ... g_N; C = I at the leaves
   x  (D, M)   all leaves of a device as one vector, cut into D chunks of M entries, one per device
 
+The tree is walked on chunks, level by level: each device has its chunk of all N gradients, combines
+the pairs of nodes there, and sums up squares and products of the nodes that come out. An all-reduce
+of these sums, some numbers for each group of leaves, gives the next level's coefficients.
+
 Between devices: the largest entries are compared (all-reduce), chunks change owners (all-to-all),
-each device adds its chunk's part of G to the others' parts (all-reduce), combines its chunk, and
-the chunks are gathered. That moves the bytes of an all-reduce, in four collectives for any N and
-any number of leaves. Each entry is computed on one device only, so all replicas get the same bits.
+sums are added (an all-reduce per level), and the chunks of the result are gathered. That moves the
+bytes of an all-reduce, in 3 + log2(N) collectives for any number of leaves. Each entry is computed
+on one device only, so all replicas get the same bits.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 """

@@ -101,11 +101,13 @@ def unpack(layouts: Sequence[Layout], vectors: Sequence[jax.Array]) -> list[jax.
   return [leaves[i] for i in range(len(leaves))]
 
 
-def cut_block(chunk: Chunk, turn: jax.Array) -> tuple[jax.Array, ...]:
-  """A block ``(N, B)`` of columns, where it starts, which of them count, and their group."""
+def cut_block(
+  chunk: Chunk, rows: Sequence[jax.Array], dtype: Any, turn: jax.Array
+) -> tuple[jax.Array, ...]:
+  """A block ``(K, B)`` of columns, where it starts, which of them count, and their group."""
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block
-  parts = [jax.lax.dynamic_slice_in_dim(row, start, width) for row in chunk.rows]
+  parts = [jax.lax.dynamic_slice_in_dim(row, start, width).astype(dtype) for row in rows]
   # Not fused: XLA's CPU code for stacking slices is slower than a copy.
   block = jnp.stack(jax.lax.optimization_barrier(parts))
   return block, start, (jnp.arange(width) >= low) & (jnp.arange(width) < high), group

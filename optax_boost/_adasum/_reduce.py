@@ -1,8 +1,10 @@
-"""The Gram matrices of chunks of columns, and the combinations of them; also over devices."""
+"""The tree of adaptive sums on chunks of columns, also over devices."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ import numpy as np
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost._adasum import _coefficients
 from optax_boost._adasum import _layout
+from optax_boost._adasum import _pairs
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -21,15 +23,15 @@ def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax
   layouts = _layout.layouts(
     [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves], groups, chunks=1
   )
-  units = _units(jnp.stack(list(map(_largest, leaves))), groups)
+  largest = _of_groups(jnp.stack(list(map(jax.vmap(_largest), leaves)), axis=1), groups)
   chunks = []
   for layout in layouts:
     rows = [leaves[i].reshape(replicas, -1 if leaves[i].size else 0) for i in layout.leaves]
     padding = jnp.zeros((replicas, layout.chunk - sum(row.shape[1] for row in rows)), layout.dtype)
     joined = jnp.concatenate([*rows, padding], axis=1)
     chunks.append(_layout.Chunk(layout, list(joined), jnp.asarray(layout.blocks[0])))
-  weights = _coefficients.coefficients(_gram(chunks, units))
-  return _layout.unpack(layouts, [_combine(chunk, weights) for chunk in chunks])
+  vectors, _, finite = _walk(chunks, largest, lambda sums: sums)
+  return _only_finite(_layout.unpack(layouts, vectors), groups, finite)
 
 
 # Compiled as a whole also where `update` is called eagerly.
@@ -46,7 +48,9 @@ def reduce_over_devices(
   every_axis = axes + local_axes + shard_axes
   layouts = _layout.layouts(leaves, groups, chunks=replicas * nearby)
   owner = jax.lax.axis_index(local_axes + axes)
-  units = _units(jax.lax.pmax(jnp.stack(list(map(_largest, leaves))), every_axis), groups)
+  of_replica = jnp.arange(replicas)[:, None] == jax.lax.axis_index(axes)
+  largest = jnp.where(of_replica, jnp.stack(list(map(_largest, leaves))), 0)
+  largest = jax.lax.pmax(_of_groups(largest, groups), every_axis)
   chunks = []
   for layout in layouts:
     x = _layout.pack(leaves, layout, replicas * nearby, owner)
@@ -55,61 +59,105 @@ def reduce_over_devices(
     if replicas > 1:
       x = jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
     chunks.append(_layout.Chunk(layout, list(x), jnp.asarray(layout.blocks)[owner]))
-  gram = jax.lax.psum(_gram(chunks, units), every_axis)
-  weights = _coefficients.coefficients(gram)
-  vectors = [_gather(_combine(chunk, weights), local_axes + axes) for chunk in chunks]
-  orthogonality = _coefficients.orthogonality(gram, weights, units)
-  return _layout.unpack(layouts, vectors), orthogonality, ~jnp.all(jnp.isfinite(gram))
+  total = functools.partial(jax.lax.psum, axis_name=every_axis)
+  parts, orthogonality, finite = _walk(chunks, largest, total)
+  vectors = [_gather(part, local_axes + axes) for part in parts]
+  outputs = _only_finite(_layout.unpack(layouts, vectors), groups, finite)
+  return outputs, orthogonality, ~jnp.all(finite)
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-  return jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0).astype(jnp.float32)
+  """The largest entry of a leaf; infinity, which a maximum over devices keeps, in place of NaN."""
+  wide = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
+  return jnp.where(jnp.isnan(wide), jnp.inf, wide)
 
 
-def _units(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """For each group a power of two, at most its leaves' `largest` entry."""
-  members = np.arange(max(groups) + 1)[:, None] == np.array(groups)
-  of_groups = jnp.max(jnp.where(members, largest, 0), axis=1)
-  exponents = jnp.frexp(jnp.where(jnp.isfinite(of_groups), of_groups, 0))[1]
-  # Its inverse, too, must be a normal number.
-  return jnp.ldexp(jnp.float32(1), jnp.clip(exponents - 1, -125, 125))
+def _of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
+  """The groups' largest entries on each replica ``(G, N)``, from those of leaves ``(N, L)``."""
+  members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
+  return jnp.max(jnp.where(members, largest, 0), axis=2)
 
 
-def _gram(chunks: Sequence[_layout.Chunk], units: jax.Array) -> jax.Array:
-  """The chunks' part of the groups' Gram matrices ``(G, N, N)``, in units' squares."""
-  return functools.reduce(jnp.add, [_gram_of_chunk(chunk, units) for chunk in chunks])
+def _only_finite(
+  leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
+) -> list[jax.Array]:
+  """NaN in place of the leaves of groups that are not finite on some replica."""
+  pairs = zip(leaves, groups, strict=True)
+  return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
 
 
-def _gram_of_chunk(chunk: _layout.Chunk, units: jax.Array) -> jax.Array:
+def _walk(
+  chunks: Sequence[_layout.Chunk],
+  largest: jax.Array,
+  total: Callable[[_pairs.Sums], _pairs.Sums],
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+  """Walks the tree on chunks of the gradients, level by level; `total` adds up all devices' sums.
+
+  Returns the chunks of the result, the orthogonality, and which groups are finite.
+  """
+  levels = []
+  nodes = [chunk.rows for chunk in chunks]
+  factors, bounds = None, _pairs.bounds_of(largest)
+  finite = jnp.all(jnp.isfinite(largest), axis=1)
+  while factors is None or bounds.shape[1] > 1:
+    scales = _pairs.scales_of(bounds)
+    passes = [_pass(*of_chunk, factors, scales) for of_chunk in zip(chunks, nodes, strict=True)]
+    nodes = [of_level for of_level, _ in passes]
+    sums = total(functools.reduce(functools.partial(jax.tree.map, jnp.add), [s for _, s in passes]))
+    finite &= jnp.all(jnp.isfinite(sums.squares), axis=1)
+    levels.append((sums, scales))
+    factors, bounds = _pairs.pair_up(sums, scales)
+  nodes = [_pass(*of_chunk, factors, None)[0] for of_chunk in zip(chunks, nodes, strict=True)]
+  result = [
+    of_chunk[0].astype(chunk.layout.dtype) for of_chunk, chunk in zip(nodes, chunks, strict=True)
+  ]
+  return result, _pairs.orthogonality(*levels[0], *levels[-1]), finite
+
+
+def _pass(
+  chunk: _layout.Chunk,
+  nodes: list[jax.Array],
+  factors: _pairs.Factors | None,
+  scales: jax.Array | None,
+) -> tuple[list[jax.Array], _pairs.Sums]:
+  """One pass over a chunk of a level's nodes.
+
+  Combines their pairs, if `factors` are given, and sums up the resulting nodes with `scales`.
+  """
   wide = _arrays.accumulator_dtype(chunk.layout.dtype)
-  scales = (1 / units).astype(wide)
-  replicas = len(chunk.rows)
+  # The results take the place of the first nodes of pairs, and of a node without a partner.
+  kept = [] if factors is None else [node.astype(wide) for node in nodes[::2]]
+  size = (0 if scales is None else scales.shape[0], len(kept) or len(nodes))
 
-  def add(turn: jax.Array, grams: jax.Array) -> jax.Array:
-    x, _, counts, group = _layout.cut_block(chunk, turn)
-    # Selected, not multiplied: entries of another leaf may be NaN.
-    x = jnp.where(counts, x.astype(wide) * scales[group], 0)
-    return grams.at[group].add(jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST))
+  def turn(number: jax.Array, carry: tuple[list[jax.Array], _pairs.Sums]) -> Any:
+    results, sums = carry
+    level = nodes
+    if factors is not None:
+      level = [results[i // 2] if i % 2 == 0 else node for i, node in enumerate(nodes)]
+    x, start, counts, group = _layout.cut_block(chunk, level, wide, number)
+    if factors is not None:
+      old = x[::2]
+      x = _pairs.combine(x, factors, group)
+      new = jnp.where(counts, x, old)
+      results = [
+        jax.lax.dynamic_update_slice(result, row, (start,))
+        for result, row in zip(results, new, strict=True)
+      ]
+    if scales is not None:
+      # Selected, not multiplied: entries of another leaf may be NaN.
+      x = jnp.where(counts, x * _pairs.power(scales[group], wide)[:, None], 0)
+      even = len(x) // 2 * 2
+      sums = _pairs.Sums(
+        sums.squares.at[group].add(jnp.sum(x * x, axis=1)),
+        sums.products.at[group].add(jnp.sum(x[0:even:2] * x[1:even:2], axis=1)),
+      )
+    return results, sums
 
   # Under `shard_map` the loop must know from the start that they vary as the gradients do.
   zero = jnp.where(False, chunk.rows[0][0].astype(wide), 0)
-  zeros = jnp.broadcast_to(zero, (units.size, replicas, replicas))
-  return jax.lax.fori_loop(0, len(chunk.blocks), add, zeros)
-
-
-def _combine(chunk: _layout.Chunk, weights: jax.Array) -> jax.Array:
-  """The chunk ``(M,)`` of the result, from coefficients ``(G, N)``."""
-  layout = chunk.layout
-  wide = _arrays.accumulator_dtype(layout.dtype)
-
-  def mix(turn: jax.Array, result: jax.Array) -> jax.Array:
-    x, start, counts, group = _layout.cut_block(chunk, turn)
-    mixed = jnp.sum(weights[group].astype(wide)[:, None] * x.astype(wide), axis=0)
-    old = jax.lax.dynamic_slice_in_dim(result, start, layout.block)
-    new = jnp.where(counts, mixed.astype(layout.dtype), old)
-    return jax.lax.dynamic_update_slice(result, new, (start,))
-
-  return jax.lax.fori_loop(0, len(chunk.blocks), mix, chunk.rows[0])
+  zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
+  results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (kept, zeros))
+  return (nodes if factors is None else results), sums
 
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:

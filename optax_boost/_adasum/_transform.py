@@ -94,10 +94,10 @@ def adasum(
   The inner state then differs from replica to replica and must be kept so, as in
   ``examples/adasum_processes.py``, which runs it over several processes or machines.
 
-  Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce, and each group
-  N x N numbers in one all-reduce. Inner products cost N multiplications per entry and device; above
-  some 64 replicas, use `local_axis_name`. They are taken in float32, of gradients divided by the
-  group's largest entry, so gradients may have any magnitude from 1e-30 to 1e30.
+  Each dtype costs an all-to-all and an all-gather, about the bytes of an all-reduce, and each level
+  of the tree an all-reduce of a few numbers per group; above some 64 replicas, use
+  `local_axis_name`. Inner products are taken in float32, of gradients scaled by their group's
+  largest entry, so gradients may have any magnitude from 1e-30 to 1e30, and differ as much.
 
   A group that is not finite on one replica becomes NaN as a whole on all of them; other leaves are
   untouched, and no state but `notfinite_count` remembers it.
@@ -155,9 +155,9 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    The relative error is below 1e-4 if gradients cancel tenfold over the whole tree. A node that
-    cancels to less than 1 part in 512 of its summands counts as zero: its direction is a rounding
-    error. No sure gain over the mean; see the method's card.
+    Where the two summands of a node cancel to a part c of their norms, rounding errors grow to some
+    1e-6 / c: as those of the gradients, which float32 has rounded, do in exact arithmetic. A node
+    counts as zero only if it is. No sure gain over the mean; see the method's card.
   """
   names = {
     "axis_name": axis_name,

@@ -92,7 +92,7 @@ class Objective:
       return _groups.select_frozen(self.depth, number, jnp.zeros_like(g), g)
 
     grad, output = jax.grad(scaled, has_aux=True)(params)
-    leaves, structure = jax.tree.flatten(grad)
+    leaves, structure = jax.tree.flatten(_arrays.steepest_ascent(grad))
     return jax.tree.unflatten(structure, map(finish, leaves, numbers, self._is_scaled)), output
 
   def closures(self, current: optax.Params) -> dict[str, Callable[..., Any]]:

@@ -166,7 +166,9 @@ def make_train_step(
   """Makes a jitted train step that feeds any optax transformation.
 
   ``tx.update`` receives `value`, `grad`, `value_fn` and `grad_fn`, so that line searches
-  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and our own methods work unwired.
+  (``optax.lbfgs``), ``optax.contrib.reduce_on_plateau`` and our own methods work unwired. The
+  gradients of complex params, which ``jax.grad`` gives conjugated, are conjugated back: minus the
+  gradient is the direction of descent.
 
   Args:
     loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rng)`` if the step is called

@@ -197,16 +197,71 @@ def test_parallel_gradients_are_averaged_whatever_their_norms(factors):
   direction = np.random.default_rng(0).normal(size=50).astype(np.float32)
   rows = np.float32(factors)[:, None] * direction
   error = np.abs(optax_boost.adasum_reduce(rows) - np.mean(factors) * np.float64(direction)).max()
-  # A pair that cancels to a part c of its summands costs 1 / c^2 of the rounding errors.
   assert error <= 1e-4 * np.abs(rows).sum(axis=0).max() / len(factors)
 
 
-def test_a_node_that_all_but_cancels_counts_as_zero():
+@pytest.mark.parametrize("where", ["stacked", "on devices"])
+def test_parallel_gradients_that_cancel_at_most_tenfold_are_averaged(where):
+  """The draws of Horovod's `test_parallel`, whose tree may cancel far more on its way."""
+  draws = []
+  for seed in range(200):
+    factors = np.random.RandomState(seed).normal(0, 1, (8, 1))
+    if np.abs(factors.sum()) >= np.abs(factors).sum() / 10:
+      draws.append((factors @ np.ones((1, 147))).astype(np.float32))
+  # As leaves of one tree they have coefficients each.
+  stacked = dict(enumerate(draws))
+  if where == "stacked":
+    found = optax_boost.adasum_reduce(stacked)
+  else:
+    found = replica(on_devices(TX, stacked)[0])
+  assert len(draws) > 100
+  for i, rows in stacked.items():
+    mean = rows.mean(axis=0, dtype=np.float64)
+    np.testing.assert_allclose(found[i], mean, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+  "magnitudes",
+  [
+    [1, 1e-19, 1, 1],
+    [1e-19, 1],
+    [1e-30, 1e30],
+    [1e30, 1e-30, 1e30],
+    [1, 1e-35, 1e-33, 1e-36],
+    [1e-36] * 5,
+    [3e36, 1e-36, 3e36],
+  ],
+)
+@pytest.mark.parametrize("kind", ["parallel", "of their own"])
+def test_replicas_of_any_magnitude_have_the_inner_products_of_float64(magnitudes, kind):
+  """A gradient 1e-19 of the largest is not zero, nor are its coefficients those of zero."""
+  rng = np.random.default_rng(0)
+  common = rng.uniform(0.5, 1, size=60)
+  own = rng.normal(size=(len(magnitudes), 60)) if kind == "of their own" else 0
+  rows = (np.array(magnitudes)[:, None] * (common + 0.3 * own)).astype(np.float32)
+  want = tree_of_pairs(rows)
+  found = np.float64(optax_boost.adasum_reduce(rows))
+  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+  devices, _ = on_devices(TX, rows)
+  np.testing.assert_allclose(
+    np.float64(devices[0]), want, rtol=1e-5, atol=1e-6 * np.abs(want).max()
+  )
+
+
+def test_a_node_that_cancels_exactly_counts_as_zero_and_no_other():
   a, b = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
-  # The direction of the first node consists of rounding errors. Were it used, half of its part in
-  # `b` would be gone.
-  rows = np.stack([a, -a * np.float32(1 - 2.0**-20), a + b, a + b])
-  np.testing.assert_allclose(optax_boost.adasum_reduce(rows), a + b, rtol=0, atol=1e-5)
+  np.testing.assert_array_equal(optax_boost.adasum_reduce(np.stack([a, -a])), 0 * a)
+  exact = optax_boost.adasum_reduce(np.stack([a, -a, b, b]))
+  np.testing.assert_allclose(exact, b, rtol=1e-6)
+  # What is left of the large entries' sum is small, and has a direction all the same.
+  large, small = np.eye(2, 50, dtype=np.float32) * np.array([[1], [1e-20]], np.float32)
+  rows = np.stack([large + small, small - large, small, small])
+  np.testing.assert_allclose(optax_boost.adasum_reduce(rows), tree_of_pairs(rows), rtol=1e-5)
+  # A node that cancels to a part c of its summands costs 1 / c of the rounding errors.
+  for part in (2.0**-6, 2.0**-12):
+    rows = np.stack([a, -a * np.float32(1 - part), a + b, a + b])
+    error = norm(optax_boost.adasum_reduce(rows) - tree_of_pairs(rows))
+    assert error <= 2.0**-22 / part * norm(a)
 
 
 def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes():
@@ -342,18 +397,21 @@ def collectives(program):
   [(2, [(31, 7)]), (7, [(100, 100)] * 30), (8, [(1_000_000,)]), (8, [(1000, 50)] * 20)],
   ids=["one small leaf", "30 leaves", "one large leaf", "20 large leaves"],
 )
-def test_four_collectives_and_two_copies_for_any_number_of_leaves_and_replicas(replicas, shapes):
+def test_a_small_all_reduce_per_level_and_two_copies_for_any_number_of_leaves(replicas, shapes):
   program = compiled(shapes, replicas)
-  assert collectives(program) == ["all-gather", "all-reduce", "all-reduce", "all-to-all"]
+  levels = math.ceil(math.log2(replicas))
+  small = ["all-reduce"] * (1 + levels)
+  assert collectives(program) == ["all-gather", *small, "all-to-all"]
   size = 4 * sum(map(math.prod, shapes))
-  # The tables of blocks and N x N matrices take some kilobytes.
+  # The tables of blocks and the sums take some kilobytes.
   assert program.memory_analysis().temp_size_in_bytes <= 2.02 * size + 2**14
 
 
 def test_hierarchy_adds_one_collective():
   tx = optax_boost.adasum("replicas", local_axis_name="near")
   program = compiled([(31, 7)] * 3, 8, tx, mesh=mesh_of(4, 2))
-  assert len(collectives(program)) == 5
+  # A scatter, besides those of four replicas.
+  assert len(collectives(program)) == 1 + 5
 
 
 def test_gradients_that_shard_map_has_summed_already_are_refused():

@@ -130,7 +130,7 @@ def _on_two_replicas(
       def part(g: jax.Array) -> jax.Array:
         return g * (1 + weight * jnp.sign(g).astype(weight.dtype)).astype(g.dtype)
 
-      own = jax.tree.map(part, updates)
+      own = jax.tree.map(part, jax.tree.map(jnp.asarray, updates))
       return tx.update(own, state, params, **extra)
 
     def both(*given: Any) -> Any:
@@ -168,8 +168,8 @@ def _loss_nearby(updates: Any, params: Any) -> dict[str, Any]:
 
   def value_fn(point: Any) -> jax.Array:
     def part(g: Any, p: Any, q: Any) -> jax.Array:
-      wide = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
-      g, p, q = (x.astype(wide) for x in (g, p, q))
+      wide = jnp.float64 if jnp.result_type(p) == jnp.float64 else jnp.float32
+      g, p, q = (jnp.asarray(x, wide) for x in (g, p, q))
       return jnp.sum(g * (q - p) + 0.5 * (q - p) ** 2)
 
     parts = jax.tree.map(part, updates, params, point)

@@ -1,0 +1,123 @@
+"""The adaptive sums of one level of the tree, from sums of squares that stay in range.
+
+For K nodes x_1 ... x_K of a level, in each of G groups of leaves:
+
+  e  (G, K)  no entry of a node exceeds 2^e
+  h  (G, K)  the scales 2^h of nodes, for which squares and their sums stay in range: 48 - e
+  squares (G, K), products (G, K / 2)
+             of the scaled nodes: |2^h x|^2, and <2^h_a a, 2^h_b b> of each pair a, b
+  n  (G, K)  no node's norm exceeds 2^n
+
+The adaptive sum of a pair is (a - 2^r s_a a) + (b - 2^-r s_b b), where r = n_b - n_a and
+
+  s_a = <2^-n_a a, 2^-n_b b> / (2 |2^-n_a a|^2)
+
+and s_b likewise, each 0 if its node is zero. 2^r may be out of range, so a is multiplied by about
+its root, twice: what comes out in between is no larger than both of a and b.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Scaled entries are at most 2^48 and their squares 2^96: up to 2^31 of them have a finite sum in
+# float32. Squares are normal numbers down to entries of 2^-111 of their node's bound.
+_LARGEST = 48
+# Powers of two from here to the inverse are normal numbers in float32.
+_LOWEST = -126
+
+
+class Sums(NamedTuple):
+  """Sums over a level's scaled nodes."""
+
+  squares: jax.Array  # (G, K)
+  products: jax.Array  # (G, K // 2)
+
+
+class Factors(NamedTuple):
+  """What the pairs of a level are combined with: ``(G, K // 2)`` of the first and second nodes."""
+
+  ratios: tuple[jax.Array, jax.Array]  # r, -r
+  shares: tuple[jax.Array, jax.Array]  # s_a, s_b
+
+
+def power(exponents: jax.Array, dtype: Any) -> jax.Array:
+  """Powers of two."""
+  return jnp.ldexp(jnp.ones([], dtype), exponents)
+
+
+def bounds_of(largest: jax.Array) -> jax.Array:
+  """The exponents e of nodes, from their largest entries."""
+  known = (largest > 0) & jnp.isfinite(largest)
+  return jnp.where(known, jnp.frexp(jnp.where(known, largest, 1))[1], _LOWEST)
+
+
+def scales_of(bounds: jax.Array) -> jax.Array:
+  """The exponents h of the scales of nodes."""
+  return jnp.minimum(_LARGEST - bounds, -_LOWEST)
+
+
+def norms_of(squares: jax.Array, scales: jax.Array) -> jax.Array:
+  """The exponents n of nodes; the lowest one for nodes that are zero."""
+  exponents = (jnp.frexp(squares)[1] + 1) // 2 - scales
+  return jnp.where(squares > 0, jnp.maximum(exponents, _LOWEST), _LOWEST)
+
+
+def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
+  """The factors of a level's pairs, and the exponents e of the next level's nodes."""
+  pairs = sums.products.shape[1]
+  norms = norms_of(sums.squares, scales)
+  # Of the nodes divided by 2^n: squares are below 1, and at least 1/4 unless the node is zero.
+  shifts = scales + norms
+  squares = jnp.ldexp(sums.squares, -2 * shifts)
+  first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
+  product = jnp.ldexp(sums.products, -shifts[:, first] - shifts[:, second])
+
+  def share(square: jax.Array) -> jax.Array:
+    return jnp.where(square > 0, product / jnp.where(square > 0, 2 * square, 1), 0)
+
+  ratio = norms[:, second] - norms[:, first]
+  factors = Factors((ratio, -ratio), (share(squares[:, first]), share(squares[:, second])))
+  # The norm of an adaptive sum is at most 3/2 of the summed norms.
+  of_pairs = jnp.maximum(norms[:, first], norms[:, second]) + 2
+  return factors, jnp.concatenate([of_pairs, norms[:, 2 * pairs :]], axis=1)
+
+
+def combine(nodes: jax.Array, factors: Factors, group: jax.Array) -> jax.Array:
+  """The next level ``(K - K // 2, B)`` from B entries of a level's nodes, all of one group."""
+  pairs = factors.shares[0].shape[1]
+  first, second = nodes[0 : 2 * pairs : 2], nodes[1 : 2 * pairs : 2]
+
+  def reduced(node: jax.Array, ratio: jax.Array, share: jax.Array) -> jax.Array:
+    root = ratio[group] // 2
+    other = share[group].astype(node.dtype) * power(ratio[group] - root, node.dtype)
+    return node - node * power(root, node.dtype)[:, None] * other[:, None]
+
+  sides = zip((first, second), factors.ratios, factors.shares, strict=True)
+  a, b = (reduced(*side) for side in sides)
+  return jnp.concatenate([a + b, nodes[2 * pairs :]])
+
+
+def orthogonality(
+  first: Sums, first_scales: jax.Array, last: Sums, last_scales: jax.Array
+) -> jax.Array:
+  """The result's squared norm over the gradients' summed ones, over all groups.
+
+  From the sums of the gradients, and of the last level with more than one node.
+  """
+  unit = jnp.max(norms_of(first.squares, first_scales))
+  before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))
+  squares = jnp.ldexp(last.squares, -2 * (last_scales + unit))
+  after = jnp.sum(squares, axis=1)
+  if last.products.shape[1]:
+    # In units of the norms, so that the product of squares is in range.
+    shifts = last_scales + norms_of(last.squares, last_scales)
+    sizes = jnp.prod(jnp.ldexp(last.squares, -2 * shifts), axis=1)
+    product = jnp.ldexp(last.products[:, 0], -jnp.sum(shifts, axis=1))
+    cosine = jnp.where(sizes > 0, jnp.square(product) / jnp.where(sizes > 0, sizes, 1), 0)
+    product = jnp.ldexp(last.products[:, 0], -jnp.sum(last_scales + unit, axis=1))
+    after = after * (1 - 0.75 * cosine) + 0.5 * cosine * product
+  ratio = jnp.sum(after) / jnp.where(before == 0, 1, before)
+  return jnp.where(before == 0, 1, ratio).astype(jnp.float32)

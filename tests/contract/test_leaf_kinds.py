@@ -1,0 +1,151 @@
+"""The contract's column *leaves of all kinds*: params that are NumPy arrays, or complex.
+
+Warnings are errors in all tests: JAX's warning that float64 is not available, too, which optax does
+not give for such params.
+"""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+from tests import problems
+from tests.contract import registry
+from tests.contract import test_hostile
+
+every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
+# These train in scans and loops of their own, where the depth of freezing is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
+
+
+def with_zeros(tree: Any) -> Any:
+  """A tree with some entries of zero, which neither gradients nor decay move."""
+  return jax.tree.map(lambda x: x.at[..., 1].set(0), tree)
+
+
+def in_numpy(tree: Any) -> Any:
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@functools.cache
+def on_device(row: registry.Row) -> tuple[Any, Any, Any, Any]:
+  """Params and gradients as JAX's arrays in float32, and what an update makes of them."""
+  tx, params = row.make(), with_zeros(problems.params())
+  grads = with_zeros(problems.grads(params))
+  return params, grads, *jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+  """The same values and the same dtypes, those of NumPy's arrays as JAX reads them."""
+  # An update that does nothing may hand the caller's array back.
+  kinds = [jax.tree.map(jnp.result_type, tree) for tree in (found, expected)]
+  assert kinds[0] == kinds[1]
+  chex.assert_trees_all_close(
+    jax.tree.map(jnp.asarray, found), expected, rtol=1e-5, atol=1e-6, strict=False
+  )
+
+
+@every_row
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jitted"])
+def test_float64_params_of_numpy_are_float32_where_jax_has_no_float64(row, compiled):
+  tx = row.make()
+  params, grads, updates, state = on_device(row)
+  call = jax.jit if compiled else lambda function: function
+  start = tx.init(in_numpy(params))
+  assert_same(start, tx.init(params))
+  found = call(tx.update)(in_numpy(grads), start, in_numpy(params))
+  assert_same(found, (updates, state))
+  # The loss and its gradient, too, of which the row's own extra arguments are not.
+  more = {"value": np.float64(0), "grad": in_numpy(grads)}
+  found = call(tx.update)(in_numpy(grads), start, in_numpy(params), **more)
+  assert_same(found, (updates, state))
+  # As restored from a file, with gradients that are JAX's.
+  found = call(tx.update)(grads, jax.tree.map(np.asarray, start), in_numpy(params))
+  assert_same(found, (updates, state))
+
+
+@every_row
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jitted"])
+def test_steps_in_place_take_float64_params_of_numpy(row, compiled):
+  tx = row.feed(getattr(optax_boost, row.factory)(**row.kwargs))
+  params, grads, *_ = on_device(row)
+  step = functools.partial(optax_boost.apply_gradients, tx)
+  expected = jax.jit(step)(grads, tx.init(params), params)
+  step = jax.jit(step) if compiled else step
+  assert_same(step(in_numpy(grads), tx.init(in_numpy(params)), in_numpy(params)), expected)
+
+
+@every_row
+def test_the_train_step_takes_float64_params_of_numpy(row):
+  step = test_hostile.train_step(row.optimizer())
+  params = on_device(row)[0]
+  expected, _ = test_hostile.train(step, params)
+  assert_same(test_hostile.train(step, in_numpy(params))[0], expected)
+
+
+@every_row
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+def test_the_train_step_goes_downhill_on_complex_params_or_refuses_them_by_name(row):
+  params = jax.tree.map(lambda x: x * (1 + 2j), problems.params())
+  tx = optax.chain(row.optimizer())
+
+  def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return sum(jnp.sum(jnp.abs(x - batch) ** 2) for x in jax.tree.leaves(params))
+
+  step = optax_boost.make_train_step(loss_fn, tx)
+  if row.factory not in test_hostile.COMPLEX:
+    with pytest.raises(TypeError, match=r"the leaf 'conv/kernel' is complex64.*optax.masked"):
+      step.init(params)
+    return
+  state = step.init(params)
+  for _ in range(20):
+    state, metrics = step(state, 3 + 4j)
+  assert metrics["loss"] < 0.6 * loss_fn(params, 3 + 4j)
+  assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("complex64")}
+
+
+@pytest.mark.parametrize("wrapper", ["stochastic_rounding", "master_weights"])
+def test_an_entry_that_is_zero_stays_so_with_a_key(wrapper):
+  tx = getattr(optax_boost, wrapper)(optax.sgd(0.1), key=0)
+  params = {"bias": np.array([0.0, 1.0, 0.5])}
+  state = tx.init(params)
+  for grads in ({"bias": jnp.array([0.0, 10.0, 0.0])}, {"bias": np.zeros(3)}):
+    updates, state = tx.update(grads, state, params)
+    params = jax.tree.map(lambda p, u: np.asarray(p + u, np.float64), params, updates)
+  np.testing.assert_array_equal(params["bias"], [0, 0, 0.5])
+
+
+FUNCTIONS = {
+  "averaged_params": lambda params: _averaged(params),
+  "full_gradient": lambda params: optax_boost.full_gradient(
+    jax.grad(problems.distance), params, [problems.params()], weight_fn=lambda _: 1
+  ),
+  "refresh_svrg": lambda params: optax_boost.refresh_svrg(
+    optax_boost.svrg(None).init(params), params, params
+  ),
+  "adasum_reduce": lambda params: optax_boost.adasum_reduce(
+    jax.tree.map(lambda x: np.stack([np.asarray(x), 2 * np.asarray(x)]), params)
+  ),
+  "fit_subspace": lambda params: (
+    optax_boost.fit_subspace(
+      [jax.tree.map(lambda x, n=n: x + x * n * n, params) for n in range(4)], 1
+    ).basis
+  ),
+}
+
+
+def _averaged(params: Any) -> Any:
+  tx = optax_boost.average_params(optax.sgd(0.1), decay=0.5)
+  return optax_boost.averaged_params(tx.update(params, tx.init(params), params)[1], params)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_params_take_float64_params_of_numpy(name):
+  params = problems.params()
+  assert_same(FUNCTIONS[name](in_numpy(params)), FUNCTIONS[name](params))
