@@ -4,6 +4,7 @@ The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i fr
 the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
+from optax_boost._freezing import _state_layout
+from optax_boost._freezing import _thawing
 
 
 @_protocol.declares(requests=("frozen_groups",))
@@ -30,13 +33,16 @@ class FreezeLayersState(NamedTuple):
     frozen_groups: scalar int32, how many groups the next step freezes.
     key: raw key data of the schedule's generator.
     hidden: the paths that ``optax.masked`` hides from it; no arrays.
-    inner_state: the inner optimizer's state.
+    group_counts: for each step count in `inner_state` that belongs to moments, in the order of
+      ``jax.tree.leaves``, a vector with an entry per group: the steps in which it was trained.
+    inner_state: the inner optimizer's state. The step counts in it count all steps.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
   frozen_groups: jax.Array
   key: jax.Array
   hidden: dict[str, optax.MaskedNode]
+  group_counts: tuple[jax.Array, ...]
   inner_state: optax.OptState
 
 
@@ -117,14 +123,22 @@ def freeze_layers(
 
   def init_fn(params: optax.Params) -> FreezeLayersState:
     _tree.check_inexact(params, "freeze_layers")
-    number(params)
+    numbers = number(params)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
     inner_state = inner.init(params)
     _protocol.refuse_observers("freeze_layers", inner_state)
-    hidden = _protocol.hidden_leaves(params)
-    return FreezeLayersState(count, depth_at(count, key_data), key_data, hidden, inner_state)
+    layout = _state_layout.find_layout(inner, inner_state, numbers)
+    _warn_of_shared_counts(layout.unclear)
+    return FreezeLayersState(
+      count=count,
+      frozen_groups=depth_at(count, key_data),
+      key=key_data,
+      hidden=_protocol.hidden_leaves(params),
+      group_counts=_thawing.initial_counts(layout, inner_state, num_groups),
+      inner_state=inner_state,
+    )
 
   @_protocol.with_attributes(frozen_groups=_protocol.GroupAssignment(number, num_groups))
   def update_fn(
@@ -143,7 +157,18 @@ def freeze_layers(
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
-    out, moved = inner.update(grads, state.inner_state, params, **extra)
+    layout = _state_layout.find_layout(inner, state.inner_state, numbers)
+    out, moved, group_counts = _thawing.update(
+      inner,
+      layout,
+      numbers,
+      grads,
+      state.inner_state,
+      params,
+      extra,
+      state.group_counts,
+      state.frozen_groups,
+    )
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, out)
@@ -151,9 +176,19 @@ def freeze_layers(
     return zero_frozen(out), state._replace(
       count=count,
       frozen_groups=depth_at(count, state.key),
-      inner_state=_groups.select_state(
-        "freeze_layers", inner, frozen, numbers, state.inner_state, moved
-      ),
+      group_counts=group_counts,
+      inner_state=layout.select(frozen, state.inner_state, moved),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _warn_of_shared_counts(types: Sequence[str]) -> None:
+  if types:
+    _base.warn(
+      f"`freeze_layers` keeps one step count for all groups in {', '.join(types)}: it can't tell"
+      " whether the count belongs to the moments of the leaves or to the run. The first steps of a"
+      " layer that is thawed late may be too long. Warm the learning rate up after each thaw, or"
+      " keep the moments in a NamedTuple with a scalar `count`, as `optax.ScaleByAdamState`.",
+      UserWarning,
+    )
