@@ -249,6 +249,8 @@ def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any
       n not in (1, m) for n, m in zip(group.shape, shape, strict=True)
     ):
       group = int(np.max(group))
+    else:
+      group = group.astype(np.int32)
   frozen = group < depth
   if isinstance(depth, np.integer | np.ndarray) and np.all(frozen) == np.any(frozen):
     return if_frozen if np.all(frozen) else otherwise

@@ -8,10 +8,14 @@ in its state counts the steps of the run: that of ``optax.ScaleByScheduleState``
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
+import itertools
 from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _groups
@@ -24,16 +28,75 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+  """The groups of the layers of a stacked leaf.
+
+  Attributes:
+    groups: the group of each layer.
+    axis: of the layers in the leaf.
+    shape: of the leaf.
+  """
+
+  groups: tuple[int, ...]
+  axis: int
+  shape: tuple[int, ...]
+
+  @property
+  def last_group(self) -> int:
+    """The group of values without the axis of layers: they are frozen when all layers are."""
+    return max(self.groups)
+
+  @functools.lru_cache(maxsize=4096)  # noqa: B019  # small, and equal for all instances of a leaf
+  def axis_in(self, shape: tuple[int, ...]) -> int | None:
+    """The axis of layers in a value made of the leaf, which may lack some of the leaf's axes.
+
+    None if the value has no such axis, or if its shape does not tell.
+    """
+    found = set()
+    for axes in itertools.combinations(range(len(self.shape)), len(shape)):
+      if all(n in (1, self.shape[axis]) for n, axis in zip(shape, axes, strict=True)):
+        found.add(axes.index(self.axis) if self.axis in axes else None)
+    place = found.pop() if len(found) == 1 else None
+    return place if place is not None and shape[place] == len(self.groups) else None
+
+  def spread(self, of_layers: Any, shape: tuple[int, ...]) -> Any:
+    """A vector with an entry per layer, in a shape that broadcasts against a value's."""
+    place = self.axis_in(shape)
+    return of_layers.reshape([-1 if axis == place else 1 for axis in range(len(shape))])
+
+  def numbers_for(self, shape: tuple[int, ...]) -> _groups.GroupNumber:
+    """The groups of a value, in a shape that broadcasts against it."""
+    has_axis = self.axis_in(shape) is not None
+    return self.spread(np.array(self.groups), shape) if has_axis else self.last_group
+
+
+# The group of a leaf, or of each of its layers.
+LeafGroup: TypeAlias = int | Layers
+
+
+def leaf_groups(numbers: Any, leaves: Any) -> Any:
+  """The groups of leaves, in their structure; `numbers` are those that broadcast against them."""
+
+  def of_leaf(number: _groups.GroupNumber, leaf: Any) -> LeafGroup:
+    if not isinstance(number, np.ndarray):
+      return number
+    axis = int(np.argmax(number.shape))
+    return Layers(tuple(number.ravel().tolist()), axis, jnp.shape(leaf))
+
+  return jax.tree.map(of_leaf, numbers, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
 class StateLayout:
   """What the leaves of an inner optimizer's state belong to, in the order of ``jax.tree.leaves``.
 
   Attributes:
-    groups: the group of each leaf that belongs to a leaf of the params; None for the others.
+    groups: of each leaf that belongs to a leaf of the params, the group; None for the others.
     counts: the places of the step counts that belong to moments.
     unclear: the types of states whose integers may or may not belong to their moments.
   """
 
-  groups: Sequence[_groups.GroupNumber | None]
+  groups: Sequence[LeafGroup | None]
   counts: Sequence[int]
   unclear: Sequence[str]
 
@@ -41,31 +104,38 @@ class StateLayout:
     self, choose: Callable[[_groups.GroupNumber, Any, Any], Any], before: Any, after: Any
   ) -> Any:
     """Combines two states: ``choose(group, before, after)``; leaves of no group are those after."""
+
+    def of_leaf(group: LeafGroup | None, old: Any, new: Any) -> Any:
+      if group is None:
+        return new
+      number = group.numbers_for(jnp.shape(new)) if isinstance(group, Layers) else group
+      return choose(number, old, new)
+
     structure: Any
     leaves, structure = jax.tree.flatten(after)
-    triples = zip(self.groups, jax.tree.leaves(before), leaves, strict=True)
-    chosen = [new if group is None else choose(group, old, new) for group, old, new in triples]
-    return jax.tree.unflatten(structure, chosen)
+    return jax.tree.unflatten(
+      structure, list(map(of_leaf, self.groups, jax.tree.leaves(before), leaves))
+    )
 
 
 class _OfParams:
   """Stands in a state for a tree of the params' structure; holds the groups of its leaves."""
 
-  def __init__(self, tree: Any, numbers: Any):
+  def __init__(self, tree: Any, groups: Any):
     masked_or_group = jax.tree.map(
-      lambda value, number: value if _tree.is_masked(value) else number,
+      lambda value, group: value if _tree.is_masked(value) else group,
       tree,
-      numbers,
+      groups,
       is_leaf=_tree.is_masked,
     )
-    self.groups: list[_groups.GroupNumber] = jax.tree.leaves(masked_or_group)
+    self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
 
 
-def find_layout(inner: optax.GradientTransformation, state: Any, numbers: Any) -> StateLayout:
-  """The layout of a state; `numbers` are the groups of the params' leaves, in their structure."""
+def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) -> StateLayout:
+  """The layout of a state; `groups` are those of the params' leaves, as of :func:`leaf_groups`."""
   try:
     marked = optax.tree.map_params(
-      inner, _OfParams, state, numbers, transform_non_params=lambda x: x, is_leaf=lambda _: True
+      inner, _OfParams, state, groups, transform_non_params=lambda x: x, is_leaf=lambda _: True
     )
   except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
     raise TypeError(
@@ -74,28 +144,28 @@ def find_layout(inner: optax.GradientTransformation, state: Any, numbers: Any) -
       " `optax_boost.path_mask`, or pass them as trees. An `init` that computes with the params, as"
       " in `optax.lbfgs`, can't be used here."
     ) from error
-  groups: list[_groups.GroupNumber | None] = []
+  groups_of_state: list[LeafGroup | None] = []
   counts: list[int] = []
   unclear: dict[str, None] = {}
 
   def visit(node: Any) -> None:
     if isinstance(node, _OfParams):
-      groups.extend(node.groups)
+      groups_of_state.extend(node.groups)
       return
     children = _children(node)
     if children is None:
-      groups.append(None)
+      groups_of_state.append(None)
       return
     kind = _kind_of_counts(node, children)
     if kind == "unclear":
       unclear[type(node).__name__] = None
     for _, child in children:
       if kind == "moments" and _is_counter(child):
-        counts.append(len(groups))
+        counts.append(len(groups_of_state))
       visit(child)
 
   visit(marked)
-  return StateLayout(groups, counts, list(unclear))
+  return StateLayout(groups_of_state, counts, list(unclear))
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
@@ -119,7 +189,7 @@ def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
   is_clear = all(
     isinstance(child, _OfParams)
     or (_is_counter(child) and name in _STEP_COUNTS)
-    # Settings, as the coefficients of Muon. Scalars may be estimates made of all leaves, as those of
+    # Settings, as the coefficients of Muon. Scalars may be estimates made of all leaves, as in
     # Prodigy; an inner state means a wrapper, whose count may be that of the run.
     or (jax.tree_util.all_leaves([child]) and jnp.ndim(child) > 0)
     or not jax.tree.leaves(child)

@@ -19,7 +19,6 @@ in an array that broadcasts against the leaf; all other operations get those of 
 
 from collections.abc import Iterable
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -30,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _groups
 from optax_boost import _jaxpr
 from optax_boost import _views
 from optax_boost._freezing import _state_layout
@@ -38,33 +36,9 @@ from optax_boost._freezing import _state_layout
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-  """The groups of the layers of a leaf, for values that are computed for all layers at once."""
-
-  groups: tuple[int, ...]
-  axis: int
-  ndim: int
-
-  def fit(self, shape: Sequence[int]) -> bool:
-    """Whether a value of a shape has the layers along their axis."""
-    return len(shape) == self.ndim and shape[self.axis] == len(self.groups)
-
-  def along_axis(self, values: Any) -> Any:
-    """An array with one entry per layer that broadcasts against the leaf."""
-    return values.reshape([-1 if i == self.axis else 1 for i in range(self.ndim)])
-
-
 # With whose counts a value is computed: those of a group, of each layer's group, or, if it is None,
 # the counts of the inner state itself, which every step advances.
-_Owner: TypeAlias = int | _Layers | None
-
-
-def _owner(number: _groups.GroupNumber | None, shape: Sequence[int]) -> _Owner:
-  if not isinstance(number, np.ndarray):
-    return number
-  layers = _Layers(tuple(number.ravel().tolist()), int(np.argmax(number.shape)), number.ndim)
-  return layers if layers.fit(shape) else max(layers.groups)
+_Owner: TypeAlias = _state_layout.LeafGroup | None
 
 
 class _Value(NamedTuple):
@@ -91,8 +65,12 @@ class _Value(NamedTuple):
     of_leaves = self.owners or self.scalar_owners
     if len(of_leaves) == 1:
       (owner,) = of_leaves
-    if isinstance(owner, _Layers) and not (self.pure or owner.fit(self.shape)):
-      return max(owner.groups)
+    if (
+      isinstance(owner, _state_layout.Layers)
+      and not self.pure
+      and owner.axis_in(self.shape) is None
+    ):
+      return owner.last_group
     return owner
 
 
@@ -102,6 +80,11 @@ class _Operation(NamedTuple):
   equation: Any
   inputs: list[int]
   outputs: list[int]
+
+
+def _is_entrywise(operation: _Operation) -> bool:
+  """Whether a scalar operand may as well be an array of the result's shape."""
+  return operation.equation.primitive.name in (*_views.POINTWISE, "broadcast_in_dim")
 
 
 class _Recorder(_jaxpr.Interpreter[int]):
@@ -160,6 +143,8 @@ class _Computation:
     self._computed: dict[tuple[int, _Owner], Any] = {
       (number, None): value for number, value in [*recorder.constants.items(), *arguments.items()]
     }
+    # Of pure values, the entries of the vectors in `_computed`.
+    self._entries: dict[tuple[int, _Owner], Any] = {}
 
   def run(self, results: Iterable[tuple[int, _Owner]]) -> None:
     """Computes results for their owners."""
@@ -188,15 +173,19 @@ class _Computation:
           self._computed[number, owner] = output
 
   def result(self, number: int, owner: _Owner) -> Any:
-    """A computed value for an owner; a pure one for a leaf's layers has an entry per layer."""
+    """A computed value for an owner; a pure one for a leaf's layers is a vector of theirs."""
     value = self._values[number]
     owner = value.computed_for(owner)
     if not value.pure:
       return self._computed[number, owner]
-    vector = self._computed[number, None]
-    if isinstance(owner, _Layers):
-      return owner.along_axis(vector[np.array(owner.groups)])
-    return jax.lax.index_in_dim(vector, -1 if owner is None else owner, keepdims=False)
+    if (number, owner) not in self._entries:
+      vector = self._computed[number, None]
+      self._entries[number, owner] = (
+        vector[np.array(owner.groups)]
+        if isinstance(owner, _state_layout.Layers)
+        else jax.lax.index_in_dim(vector, -1 if owner is None else owner, keepdims=False)
+      )
+    return self._entries[number, owner]
 
   def for_groups(self, number: int, num_groups: int) -> Any:
     """A computed scalar for each group."""
@@ -204,50 +193,56 @@ class _Computation:
       return self._computed[number, None][:num_groups]
     return jnp.stack([self.result(number, group) for group in range(num_groups)])
 
-  def _takes_layers(self, operation: _Operation) -> bool:
-    """Whether scalars among the operands may as well be arrays of the result's shape."""
-    return operation.equation.primitive.name in (*_views.POINTWISE, "broadcast_in_dim")
-
   def _groups_asked(self, operation: _Operation, number: int, owner: _Owner) -> list[_Owner]:
     """For whom an operation takes a value: for a leaf's layers, or for each of their groups."""
-    value = self._values[number]
-    is_split = isinstance(owner, _Layers) and value.pure and not self._takes_layers(operation)
-    return list(dict.fromkeys(owner.groups)) if is_split else [owner]
+    if (
+      isinstance(owner, _state_layout.Layers)
+      and self._values[number].pure
+      and not _is_entrywise(operation)
+    ):
+      return list(dict.fromkeys(owner.groups))
+    return [owner]
 
   def _compute(self, operation: _Operation, owner: _Owner) -> list[Any]:
-    """The results of an operation for an owner; of a pure one for all groups at once."""
-    values = [self._values[number] for number in operation.inputs]
-    if all(self._values[number].pure for number in operation.outputs) and operation.outputs:
-      operands = [self._computed[number, None] for number in operation.inputs]
-      axes = [0 if value.pure else None for value in values]
-      vectorized = jax.vmap(lambda *operands: self._bind(operation.equation, operands), axes)
-      return vectorized(*operands)
-    has_counts = any(value.pure for value in values)
-    if not isinstance(owner, _Layers) or not has_counts:
-      operands = [self.result(number, owner) for number in operation.inputs]
-      return self._bind(operation.equation, operands)
+    """The results of an operation for an owner; pure ones for all groups at once."""
+    if operation.outputs and all(self._values[number].pure for number in operation.outputs):
+      return self._compute_for_all_groups(operation)
+    if isinstance(owner, _state_layout.Layers) and any(
+      self._values[number].pure for number in operation.inputs
+    ):
+      return self._compute_for_layers(operation, owner)
+    operands = [self.result(number, owner) for number in operation.inputs]
+    return self._bind(operation.equation, operands)
+
+  def _compute_for_all_groups(self, operation: _Operation) -> list[Any]:
+    operands = [self._computed[number, None] for number in operation.inputs]
+    axes = [0 if self._values[number].pure else None for number in operation.inputs]
+    return jax.vmap(lambda *operands: self._bind(operation.equation, operands), axes)(*operands)
+
+  def _compute_for_layers(self, operation: _Operation, owner: _state_layout.Layers) -> list[Any]:
+    pure = [self._values[number].pure for number in operation.inputs]
     shapes = [self._values[number].shape for number in operation.outputs]
-    if self._takes_layers(operation):
+    if _is_entrywise(operation):
+      operands = [self.result(number, owner) for number in operation.inputs]
       operands = [
-        jnp.broadcast_to(self.result(number, owner), shapes[0])
-        if value.pure
-        else self.result(number, owner)
-        for number, value in zip(operation.inputs, values, strict=True)
+        jnp.broadcast_to(owner.spread(x, shapes[0]), shapes[0]) if is_pure else x
+        for x, is_pure in zip(operands, pure, strict=True)
       ]
-      if operation.equation.primitive.name == "broadcast_in_dim":
-        return operands[:1]
-      return self._bind(operation.equation, operands)
+      is_broadcast = operation.equation.primitive.name == "broadcast_in_dim"
+      return operands if is_broadcast else self._bind(operation.equation, operands)
     # Once for each group, and then each layer's own result.
     outputs: list[Any] = []
     for group in sorted(set(owner.groups)):
       operands = [
-        self.result(number, group if value.pure else owner)
-        for number, value in zip(operation.inputs, values, strict=True)
+        self.result(number, group if is_pure else owner)
+        for number, is_pure in zip(operation.inputs, pure, strict=True)
       ]
       of_group = self._bind(operation.equation, operands)
-      is_group = owner.along_axis(np.array(owner.groups) == group)
+      is_group = np.array(owner.groups) == group
       outputs = [
-        jnp.where(is_group, new, old) if owner.fit(shape) else new
+        jnp.where(owner.spread(is_group, shape), new, old)
+        if owner.axis_in(shape) is not None
+        else new
         for new, old, shape in zip(of_group, outputs or of_group, shapes, strict=True)
       ]
     return outputs
@@ -273,7 +268,7 @@ def initial_counts(layout: _state_layout.StateLayout, state: Any, num_groups: in
 def update(
   inner: optax.GradientTransformationExtraArgs,
   layout: _state_layout.StateLayout,
-  numbers: Any,
+  groups: Any,
   gradients: optax.Updates,
   state: optax.OptState,
   params: optax.Params | None,
@@ -286,7 +281,7 @@ def update(
   Args:
     inner: the optimizer.
     layout: of its state.
-    numbers: the groups of the leaves, in the structure of the gradients.
+    groups: of the leaves of the params, as of :func:`_state_layout.leaf_groups`.
     gradients: the gradients, zero for frozen leaves.
     state: the optimizer's state. Its own counts count all steps.
     params: the params, if there are any.
@@ -299,7 +294,7 @@ def update(
     computed as if they were trained, for the caller to replace.
   """
   num_groups = len(counts[0]) if counts else 1
-  is_trained = np.arange(num_groups) >= depth
+  is_trained = np.arange(num_groups, dtype=np.int32) >= depth
   leaves = jax.tree.leaves(state)
   state_counts = [leaves[place] for place in layout.counts]
   if _are_equal(state_counts, counts, is_trained):
@@ -308,7 +303,7 @@ def update(
     new_counts = [jnp.full(num_groups, new_leaves[place]) for place in layout.counts]
   else:
     updates, new_state, new_counts = _update_apart(
-      inner, layout, numbers, (gradients, params, state), extra_args, counts
+      inner, layout, groups, (gradients, params, state), extra_args, counts
     )
   pairs = zip(new_counts, counts, strict=True)
   return updates, new_state, tuple(jnp.where(is_trained, new, old) for new, old in pairs)
@@ -329,7 +324,7 @@ def _are_equal(
 def _update_apart(
   inner: optax.GradientTransformationExtraArgs,
   layout: _state_layout.StateLayout,
-  numbers: Any,
+  groups: Any,
   arguments: tuple[optax.Updates, optax.Params | None, optax.OptState],
   extra_args: dict[str, Any],
   counts: Sequence[jax.Array],
@@ -340,33 +335,30 @@ def _update_apart(
     return inner.update(gradients, state, params, **extra_args)
 
   program, shapes = jax.make_jaxpr(_jaxpr.untraced(step), return_shape=True)(*arguments)
-  groups_of_params = jax.tree.leaves(numbers)
+  groups_of_params: list[_Owner] = jax.tree.leaves(groups)
   of_state = range(len(jax.tree.leaves(arguments[:2])), len(program.jaxpr.invars))
   of_counts = {of_state[place]: vector for place, vector in zip(layout.counts, counts, strict=True)}
   trees = 1 if arguments[1] is None else 2
-  groups = [*groups_of_params * trees, *layout.groups]
+  owners = [*groups_of_params * trees, *layout.groups]
 
   recorder = _Recorder()
   inputs: dict[int, Any] = {}
-  leaves = jax.tree.leaves(arguments)
-  for i, (variable, group, leaf) in enumerate(zip(program.jaxpr.invars, groups, leaves, strict=True)):
+  triples = zip(program.jaxpr.invars, owners, jax.tree.leaves(arguments), strict=True)
+  for i, (variable, owner, leaf) in enumerate(triples):
     shape = variable.aval.shape
     if i in of_counts:
       inputs[recorder.add(_Value(shape, counted=True, pure=True))] = jnp.append(of_counts[i], leaf)
     else:
-      owners = frozenset() if group is None else frozenset([_owner(group, shape)])
-      inputs[recorder.add(_Value(shape, owners=owners))] = leaf
+      owned_by = frozenset() if owner is None else frozenset([owner])
+      inputs[recorder.add(_Value(shape, owners=owned_by))] = leaf
   outputs = recorder.run(program, list(inputs))
 
   computation = _Computation(program, recorder, inputs)
-  owners = [
-    _owner(group, recorder.values[number].shape)
-    for number, group in zip(outputs, [*groups_of_params, *layout.groups], strict=True)
-  ]
+  wanted = list(zip(outputs, [*groups_of_params, *layout.groups], strict=True))
   new_counts = [outputs[len(groups_of_params) + place] for place in layout.counts]
   num_groups = len(counts[0])
   every_group = [(number, group) for number in new_counts for group in range(num_groups)]
-  computation.run([*zip(outputs, owners, strict=True), *every_group])
-  results = [computation.result(*pair) for pair in zip(outputs, owners, strict=True)]
+  computation.run([*wanted, *every_group])
+  results = [computation.result(number, owner) for number, owner in wanted]
   updates, state = jax.tree.unflatten(jax.tree.structure(shapes), results)
   return updates, state, [computation.for_groups(number, num_groups) for number in new_counts]

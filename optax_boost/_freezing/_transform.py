@@ -129,7 +129,9 @@ def freeze_layers(
     count = jnp.zeros([], jnp.int32)
     inner_state = inner.init(params)
     _protocol.refuse_observers("freeze_layers", inner_state)
-    layout = _state_layout.find_layout(inner, inner_state, numbers)
+    layout = _state_layout.find_layout(
+      inner, inner_state, _state_layout.leaf_groups(numbers, params)
+    )
     _warn_of_shared_counts(layout.unclear)
     return FreezeLayersState(
       count=count,
@@ -157,11 +159,12 @@ def freeze_layers(
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
-    layout = _state_layout.find_layout(inner, state.inner_state, numbers)
+    groups_of_leaves = _state_layout.leaf_groups(numbers, updates)
+    layout = _state_layout.find_layout(inner, state.inner_state, groups_of_leaves)
     out, moved, group_counts = _thawing.update(
       inner,
       layout,
-      numbers,
+      groups_of_leaves,
       grads,
       state.inner_state,
       params,
