@@ -21,6 +21,7 @@ OPTIMIZERS = {
   "amsgrad": optax.amsgrad,
   "lamb": optax.lamb,
   "adafactor": optax.adafactor,
+  "adafactor, unclipped": functools.partial(optax.adafactor, clipping_threshold=None),
   "adabelief": optax.adabelief,
   # These correct a bias as well, or have a first step of their own.
   "adan": optax.adan,
@@ -34,7 +35,8 @@ TWO = optax_boost.gradual_unfreezing(2, every=THAW)
 
 
 def written_out():
-  return {"body": jnp.full((3, 4), 0.5), "head": jnp.full((4,), 0.5)}
+  # LAMB's first step of params that are zero is not scaled by their norm.
+  return {"body": jnp.zeros((3, 4)), "head": jnp.full((4,), 0.5)}
 
 
 def stacked():
@@ -84,8 +86,11 @@ def test_a_thawed_layer_starts_as_with_a_fresh_optimizer(name):
 
 
 # Without those whose updates depend on the size of the whole leaf.
-STACKED = {name: make for name, make in OPTIMIZERS.items() if name not in ("lamb", "muon")} | {
-  "adafactor": functools.partial(optax.adafactor, multiply_by_parameter_scale=False)
+WITHOUT = ("lamb", "muon", "adafactor", "adafactor, unclipped")
+STACKED = {name: make for name, make in OPTIMIZERS.items() if name not in WITHOUT} | {
+  "adafactor": functools.partial(
+    optax.adafactor, multiply_by_parameter_scale=False, clipping_threshold=None
+  )
 }
 
 
@@ -102,6 +107,18 @@ def test_a_thawed_layer_of_a_stacked_leaf_starts_as_with_a_fresh_optimizer(name)
   # The decay of AdamW follows the params, which start at 0.5.
   np.testing.assert_allclose(ours[:, 3:], alone["layers"][THAW:, 3:] / RATE, rtol=0.05)
   np.testing.assert_allclose(ours[:, :3], fresh["layers"][:, :3] / RATE, rtol=0.05)
+
+
+def test_factored_moments_of_a_thawed_layer_start_as_with_a_fresh_optimizer():
+  inner = STACKED["adafactor"](RATE)
+  plan = optax_boost.LayerGroups((("w[0:2]",), ("w[2:3]",)), (2, 1))
+  tx = optax_boost.freeze_layers(inner, plan, optax_boost.gradual_unfreezing(2, every=100))
+  params = {"w": jnp.ones((3, 128, 130))}
+  updates, _, state = train(tx, params, ones, 110)
+  assert optax.tree.get(state, "v_row")["w"].shape == (3, 128)
+  assert not np.any(updates["w"][:100, :2])
+  np.testing.assert_allclose(updates["w"][:, 2, 0, 0], -RATE, rtol=1e-4)
+  np.testing.assert_allclose(updates["w"][100:, :, 0, 0], -RATE, rtol=1e-4)
 
 
 def random_gradients(params):
