@@ -56,25 +56,31 @@ def freeze_layers(
   """Freezes the first groups of leaves on the steps that a schedule says.
 
   A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
-  gradients are zeroed before `inner`, so norm clipping measures trained leaves only.
+  gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
+  a step count of its own, as each param has in PyTorch, for Adam and others that correct the bias
+  of their moments by it: a thawed layer's first steps are those of a fresh optimizer. Learning rate
+  schedules follow the steps of the run.
+
   :func:`make_train_step` reads the depth from the state before each step, compiles one program per
   depth and does not compute the backward pass of frozen groups. Inside your own ``jit``, ``scan``
   or ``vmap`` it can't know the depth and computes the whole backward pass, as does a loop without
   it. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
-  slices of the optimizer's state; a state without the axis of layers, as a factored moment, is
-  frozen with the last of them. The train step cuts the scans of the loss, but not those inside a
-  ``cond``, a ``shard_map`` or a function with a derivative of its own, nor the backward pass of
-  frozen layers whose inputs depend on trained params: freeze these, too.
+  slices of the optimizer's state; a state without the axis of layers, as the norms of
+  ``optax.novograd``, is frozen with the last of them. The train step cuts the scans of the loss,
+  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
+  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
 
   Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. Around it go
   ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
 
   Args:
-    inner: the optimizer. Shared numbers in its state (step counts, norms) advance in every step; a
-      leaf's entries are recognized with ``optax.tree.map_params``.
+    inner: the optimizer. A leaf's entries in its state are recognized with
+      ``optax.tree.map_params``. Scalars advance in every step; a `count` (or `count_m2`, `t`,
+      `step`, `is_initial_step`) beside moments is kept for each group, too. If it may be the
+      run's, as in ``optax.contrib.prodigy``, all groups share it, and a warning says so.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
       searched in the leaves' paths. The first that matches counts; a leaf that none matches is in
       the last group.

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -480,6 +481,29 @@ def test_an_optimizer_of_ones_own_is_known_by_the_names_in_its_state():
   tx = optax_boost.freeze_layers(custom(lambda count, mean: (count, mean)), ["body", "head"], TWO)
   with pytest.warns(UserWarning, match="one step count for all groups in tuple"):
     tx.init(written_out())
+
+
+def test_a_count_apart_from_the_moments_is_that_of_the_run():
+  adam = optax.scale_by_adam()
+
+  class Clock(NamedTuple):
+    count: jax.Array
+
+  def init(params):
+    state = adam.init(params)
+    return state._replace(count=None), Clock(state.count)
+
+  def update(updates, state, params=None):
+    moments, clock = state
+    updates, new = adam.update(updates, moments._replace(count=clock.count), params)
+    return updates, (new._replace(count=None), Clock(new.count))
+
+  inner = optax.GradientTransformation(init, update)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
+  updates, _, state = train(tx, written_out(), ones, THAW + AFTER)
+  assert state.group_counts == ()
+  # The jump that counts of their own prevent.
+  assert 4 < jnp.max(updates["body"]) < 5
 
 
 @pytest.mark.parametrize(("depth", "trained"), [(7, [False, True]), (-3, [True, True])])
