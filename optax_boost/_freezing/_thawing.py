@@ -19,6 +19,7 @@ in an array that broadcasts against the leaf; all other operations get those of 
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import NamedTuple
 from typing import TypeAlias
@@ -29,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _base
+from optax_boost import _groups
 from optax_boost import _jaxpr
 from optax_boost import _views
 from optax_boost._freezing import _state_layout
@@ -259,20 +262,39 @@ class _Computation:
     return _jaxpr.compute(program, inputs.values())
 
 
-def initial_counts(layout: _state_layout.StateLayout, state: Any, num_groups: int) -> Any:
-  """The step counts of the groups, a vector for each count of the state's moments."""
+def initial_counts(
+  inner: optax.GradientTransformation,
+  state: optax.OptState,
+  numbers: Any,
+  params: optax.Params,
+  num_groups: int,
+) -> tuple[jax.Array, ...]:
+  """The step counts of the groups, a vector for each count of the state's moments.
+
+  Warns of counts that may belong to the moments, or to the run.
+  """
+  layout = _state_layout.find_layout(inner, state, _state_layout.leaf_groups(numbers, params))
+  if layout.unclear:
+    _base.warn(
+      f"`freeze_layers` keeps one step count for all groups in {', '.join(layout.unclear)}: it"
+      " can't tell whether the count belongs to the moments of the leaves or to the run. The first"
+      " steps of a layer that is thawed late may be too long. Warm the learning rate up after each"
+      " thaw, or keep the moments in a NamedTuple with a scalar `count`, as"
+      " `optax.ScaleByAdamState`.",
+      UserWarning,
+    )
   leaves = jax.tree.leaves(state)
   return tuple(jnp.full(num_groups, leaves[place]) for place in layout.counts)
 
 
 def update(
   inner: optax.GradientTransformationExtraArgs,
-  layout: _state_layout.StateLayout,
-  groups: Any,
+  numbers: Any,
   gradients: optax.Updates,
   state: optax.OptState,
   params: optax.Params | None,
   extra_args: dict[str, Any],
+  *,
   counts: Sequence[jax.Array],
   depth: Any,
 ) -> tuple[optax.Updates, optax.OptState, tuple[jax.Array, ...]]:
@@ -280,24 +302,24 @@ def update(
 
   Args:
     inner: the optimizer.
-    layout: of its state.
-    groups: of the leaves of the params, as of :func:`_state_layout.leaf_groups`.
+    numbers: the groups of the leaves, in the structure of the gradients.
     gradients: the gradients, zero for frozen leaves.
     state: the optimizer's state. Its own counts count all steps.
     params: the params, if there are any.
     extra_args: of ``update``.
     counts: the groups' step counts, as from :func:`initial_counts`.
-    depth: how many groups are frozen; their counts stay.
+    depth: how many groups are frozen.
 
   Returns:
-    Updates, the new state and the new counts of the groups. What belongs to frozen leaves is
-    computed as if they were trained, for the caller to replace.
+    Updates, which for frozen leaves are those of trained ones; the new state and the new counts
+    of the groups, in which the entries of frozen leaves and groups are the old ones.
   """
+  groups = _state_layout.leaf_groups(numbers, gradients)
+  layout = _state_layout.find_layout(inner, state, groups)
   num_groups = len(counts[0]) if counts else 1
   is_trained = np.arange(num_groups, dtype=np.int32) >= depth
   leaves = jax.tree.leaves(state)
-  state_counts = [leaves[place] for place in layout.counts]
-  if _are_equal(state_counts, counts, is_trained):
+  if _are_equal([leaves[place] for place in layout.counts], counts, is_trained):
     updates, new_state = inner.update(gradients, state, params, **extra_args)
     new_leaves = jax.tree.leaves(new_state)
     new_counts = [jnp.full(num_groups, new_leaves[place]) for place in layout.counts]
@@ -306,7 +328,11 @@ def update(
       inner, layout, groups, (gradients, params, state), extra_args, counts
     )
   pairs = zip(new_counts, counts, strict=True)
-  return updates, new_state, tuple(jnp.where(is_trained, new, old) for new, old in pairs)
+  return (
+    updates,
+    layout.select(functools.partial(_groups.select_frozen, depth), state, new_state),
+    tuple(jnp.where(is_trained, new, old) for new, old in pairs),
+  )
 
 
 def _are_equal(

@@ -4,7 +4,6 @@ The leaves fall into groups 0, ..., G-1 along the forward pass. A step with i fr
 the groups i, ..., G-1; i is a function of (t, key), how many groups are frozen in step t.
 """
 
-from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
-from optax_boost._freezing import _state_layout
 from optax_boost._freezing import _thawing
 
 
@@ -135,16 +133,12 @@ def freeze_layers(
     count = jnp.zeros([], jnp.int32)
     inner_state = inner.init(params)
     _protocol.refuse_observers("freeze_layers", inner_state)
-    layout = _state_layout.find_layout(
-      inner, inner_state, _state_layout.leaf_groups(numbers, params)
-    )
-    _warn_of_shared_counts(layout.unclear)
     return FreezeLayersState(
       count=count,
       frozen_groups=depth_at(count, key_data),
       key=key_data,
       hidden=_protocol.hidden_leaves(params),
-      group_counts=_thawing.initial_counts(layout, inner_state, num_groups),
+      group_counts=_thawing.initial_counts(inner, inner_state, numbers, params, num_groups),
       inner_state=inner_state,
     )
 
@@ -165,18 +159,15 @@ def freeze_layers(
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
-    groups_of_leaves = _state_layout.leaf_groups(numbers, updates)
-    layout = _state_layout.find_layout(inner, state.inner_state, groups_of_leaves)
-    out, moved, group_counts = _thawing.update(
+    out, inner_state, group_counts = _thawing.update(
       inner,
-      layout,
-      groups_of_leaves,
+      numbers,
       grads,
       state.inner_state,
       params,
       extra,
-      state.group_counts,
-      state.frozen_groups,
+      counts=state.group_counts,
+      depth=state.frozen_groups,
     )
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
@@ -186,18 +177,7 @@ def freeze_layers(
       count=count,
       frozen_groups=depth_at(count, state.key),
       group_counts=group_counts,
-      inner_state=layout.select(frozen, state.inner_state, moved),
+      inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _warn_of_shared_counts(types: Sequence[str]) -> None:
-  if types:
-    _base.warn(
-      f"`freeze_layers` keeps one step count for all groups in {', '.join(types)}: it can't tell"
-      " whether the count belongs to the moments of the leaves or to the run. The first steps of a"
-      " layer that is thawed late may be too long. Warm the learning rate up after each thaw, or"
-      " keep the moments in a NamedTuple with a scalar `count`, as `optax.ScaleByAdamState`.",
-      UserWarning,
-    )
