@@ -1,11 +1,16 @@
-"""Freezing per depth: ``python -m benchmarks.freezing --rounds 40 --out benchmarks/results``."""
+"""Freezing per depth: ``python -m benchmarks.freezing --rounds 40 --out benchmarks/results``.
+
+With ``--counts``: what step counts of their own cost the groups.
+"""
 
 import argparse
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import pathlib
 import time
 from typing import Any
+from typing import NamedTuple
 
 from flax import linen as nn
 import jax
@@ -36,6 +41,15 @@ that `mindspore.boost.freeze_cell` makes for the depth, compiled alone; `all dep
 in one graph, chosen at run time. The groups of the CNN are those of `GradientFreeze`, and the same
 as ours. Those of the MLP are given to `FreezeOpt` as ours: `GradientFreeze` puts two dense layers
 into one group, finds five where ten are asked for, and then freezes nothing at any depth."""
+
+
+_ABOUT_COUNTS = f"""\
+Adam in `freeze_layers` with {_GROUPS} groups, each with its own step count, beside the same Adam
+whose one count all groups share: its state keeps the count apart from the moments, and
+`freeze_layers` takes it for the run's. Params and state are donated. "Update" is `tx.update` and
+`optax.apply_updates` in one's own `jit`, where the depth is not known while tracing; "train step"
+is `make_train_step` with nothing frozen. Times are processor time, and ratios are medians of the
+ratios within a round."""
 
 
 class ConvNet(nn.Module):
@@ -170,10 +184,120 @@ def beside_mindspore(title: str, name: str, module: nn.Module, batch: Any, round
     return _harness.compare(contenders, [_PLAIN, _THEIR_PLAIN], rounds, title)
 
 
+class _Clock(NamedTuple):
+  """A step count alone, as the count of a learning rate schedule."""
+
+  count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+
+
+def adam(shared: bool) -> optax.GradientTransformation:
+  """Adam, whose count all groups share or not."""
+  scale = optax.scale_by_adam()
+
+  def init(params: Any) -> Any:
+    state = scale.init(params)
+    return state._replace(count=None), _Clock(state.count)
+
+  def update(updates: Any, state: Any, params: Any = None) -> Any:
+    moments, clock = state
+    updates, new = scale.update(updates, moments._replace(count=clock.count), params)
+    return updates, (new._replace(count=None), _Clock(new.count))
+
+  first = optax.GradientTransformation(init, update) if shared else scale
+  return optax.chain(first, optax.scale(-1e-3))
+
+
+def update_alone(name: str, tx: optax.GradientTransformation, params: Any) -> _harness.Contender:
+  """Compiles an update in a jit of its own.
+
+  Args:
+    name: of the contender.
+    tx: the optimizer.
+    params: the params, which also are the gradients.
+  """
+
+  def step(params: Any, state: Any, gradients: Any) -> Any:
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  gradients = jax.tree.map(lambda x: 0.1 * x, params)
+  # The first trace in a process fills JAX's caches.
+  jax.make_jaxpr(lambda *args: step(*args))(params, tx.init(params), gradients)
+  start = time.process_time()
+  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), gradients)
+  facts = {"trace, s": time.process_time() - start}
+  start = time.process_time()
+  compiled = lowered.compile()
+  facts["compile, s"] = time.process_time() - start
+  facts["GFLOPs"] = compiled.cost_analysis()["flops"] / 1e9
+  facts["temp MB"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
+  carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
+  return _harness.carried(name, compiled, carry, gradients, facts=facts)
+
+
+def in_processor_time(contender: _harness.Contender) -> _harness.Contender:
+  """Times a contender by the processor's clock, which other work on the machine does not stretch.
+
+  Args:
+    contender: to be timed.
+  """
+  work = contender.run
+
+  def run() -> float:
+    start = time.process_time()
+    if work is not None:
+      work()
+    return time.process_time() - start
+
+  return dataclasses.replace(contender, run=run)
+
+
+def compare_counts(batch: Any, rounds: int) -> list[Any]:
+  """Compares a count for each group with one for all.
+
+  Args:
+    batch: of the train step.
+    rounds: quiet rounds to collect.
+  """
+  shared, apart = "one count", "a count per group"
+  schedule = optax_boost.gradual_unfreezing(_GROUPS, every=100)
+  leaves = {f"layer_{i:03d}": jnp.ones((128, 128)) for i in range(161)}
+  patterns = [f"layer_{i:02d}" for i in range(_GROUPS - 1)] + ["."]
+  stacked = {"blocks": jnp.ones((12, 512, 512)), "head": jnp.ones(512)}
+  ends = [i * 12 // _GROUPS for i in range(_GROUPS + 1)]
+  layers = [(f"blocks[{ends[i]}:{ends[i + 1]}]",) for i in range(_GROUPS)]
+  layers[-1] += ("head",)
+  plan = optax_boost.LayerGroups(tuple(layers), (1,) * _GROUPS)
+  comparisons = []
+  for title, params, groups in (
+    ("Update of 161 leaves", leaves, patterns),
+    ("Update of 12 stacked layers", stacked, plan),
+  ):
+    contenders = [
+      update_alone(name, optax_boost.freeze_layers(adam(name == shared), groups, schedule), params)
+      for name in (shared, apart)
+    ]
+    timed = list(map(in_processor_time, contenders))
+    comparisons.append(_harness.compare(timed, [shared], rounds, title))
+  module = Perceptron()
+  variables = module.init(jax.random.key(0), batch["x"])
+  split = optax_boost.linen.split_loss(loss_fn, module, variables)
+  plan = optax_boost.layer_groups(*split, batch, num_groups=_GROUPS)
+  unfrozen = optax_boost.fixed_freezing(_GROUPS, 0)
+  contenders = [
+    contender(name, module, optax_boost.freeze_layers(adam(name == shared), plan, unfrozen), batch)
+    for name in (shared, apart)
+  ]
+  title = "Train step of the MLP: 3072 inputs, nine layers of 512, batch 256"
+  timed = list(map(in_processor_time, contenders))
+  return [*comparisons, _harness.compare(timed, [shared], rounds, title)]
+
+
 def main() -> None:
   """Measures both models and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rounds", type=int, default=40, help="quiet rounds to collect")
+  parser.add_argument("--counts", action="store_true", help="measure the groups' step counts")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
   keys = jax.random.split(jax.random.key(0), 4)
@@ -186,6 +310,11 @@ def main() -> None:
     "y": jax.random.randint(keys[3], (256,), 0, 10),
   }
   rounds = options.rounds
+  where = _harness.machine(["jax", "jaxlib", "optax", "flax"])
+  if options.counts:
+    comparisons = compare_counts(vectors, rounds)
+    _harness.write("group_counts", _ABOUT_COUNTS, comparisons, where, options.out)
+    return
   mlp, cnn = Perceptron(), ConvNet()
   comparisons = [
     compare("MLP: 3072 inputs, nine layers of 512, batch 256", mlp, vectors, rounds),
@@ -193,7 +322,6 @@ def main() -> None:
     beside_mindspore("MLP beside MindSpore", "mlp", mlp, vectors, rounds),
     beside_mindspore("CNN beside MindSpore", "cnn", cnn, images, min(rounds, 3)),
   ]
-  where = _harness.machine(["jax", "jaxlib", "optax", "flax"])
   _harness.write("freezing", _ABOUT, comparisons, where, options.out)
 
 

@@ -263,43 +263,6 @@ def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 
-def select_state(
-  method: str,
-  inner: optax.GradientTransformation,
-  select: Callable[[int, Any, Any], Any],
-  numbers: Any,
-  before: optax.OptState,
-  after: optax.OptState,
-) -> optax.OptState:
-  """Selects, leaf by leaf, between an optimizer's state before and after a step.
-
-  ``select(group, before, after)`` decides; values of no leaf (step counts, norms) are those after.
-  """
-  try:
-    groups = optax.tree.map_params(
-      inner,
-      lambda value, number: value if _tree.is_masked(value) else number,
-      before,
-      numbers,
-      transform_non_params=lambda _: None,
-      is_leaf=_tree.is_masked,
-    )
-  except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-    raise TypeError(
-      f"`{method}` needs an inner optimizer over whose state `optax.tree.map_params` can map; it"
-      f" failed: {error}. Masks and labels that are callables must take any tree: use"
-      " `optax_boost.path_mask`, or pass them as trees. An `init` that computes with the params, as"
-      " in `optax.lbfgs`, can't be used here."
-    ) from error
-  return jax.tree.map(
-    lambda group, old, new: new if group is None else select(group, old, new),
-    groups,
-    before,
-    after,
-    is_leaf=lambda value: value is None,
-  )
-
-
 def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any) -> Any:
   """One of two values, or parts of both; decided while tracing if the depth is a NumPy integer.
 
@@ -311,6 +274,8 @@ def select_frozen(depth: Any, group: GroupNumber, if_frozen: Any, otherwise: Any
       n not in (1, m) for n, m in zip(group.shape, shape, strict=True)
     ):
       group = int(np.max(group))
+    else:
+      group = group.astype(np.int32)
   frozen = group < depth
   if isinstance(depth, np.integer | np.ndarray) and np.all(frozen) == np.any(frozen):
     return if_frozen if np.all(frozen) else otherwise

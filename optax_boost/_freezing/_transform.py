@@ -19,6 +19,7 @@ from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost._freezing import _schedules
+from optax_boost._freezing import _thawing
 
 
 @_protocol.declares(requests=("frozen_groups",), outcome=("made",), changes=("freeze_layers",))
@@ -30,7 +31,9 @@ class FreezeLayersState(NamedTuple):
     frozen_groups: scalar int32, how many groups the next step freezes.
     key: raw key data of the schedule's generator.
     hidden: the paths that ``optax.masked`` hides from it; no arrays.
-    inner_state: the inner optimizer's state.
+    group_counts: for each step count in `inner_state` that belongs to moments, in the order of
+      ``jax.tree.leaves``, a vector with an entry per group: the steps in which it was trained.
+    inner_state: the inner optimizer's state. The step counts in it count all steps.
     made: scalar bool, whether the last call made a step.
   """
 
@@ -38,6 +41,7 @@ class FreezeLayersState(NamedTuple):
   frozen_groups: jax.Array
   key: jax.Array
   hidden: dict[str, optax.MaskedNode]
+  group_counts: tuple[jax.Array, ...]
   inner_state: optax.OptState
   made: jax.Array
 
@@ -52,25 +56,31 @@ def freeze_layers(
   """Freezes the first groups of leaves on the steps that a schedule says.
 
   A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
-  gradients are zeroed before `inner`, so norm clipping measures trained leaves only.
+  gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
+  a step count of its own, as each param has in PyTorch, for Adam and others that correct the bias
+  of their moments by it: a thawed layer's first steps are those of a fresh optimizer. Learning rate
+  schedules follow the steps of the run.
+
   :func:`make_train_step` reads the depth from the state before each step, compiles one program per
   depth and does not compute the backward pass of frozen groups. Inside your own ``jit``, ``scan``
   or ``vmap`` it can't know the depth and computes the whole backward pass, as does a loop without
   it. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
-  slices of the optimizer's state; a state without the axis of layers, as a factored moment, is
-  frozen with the last of them. The train step cuts the scans of the loss, but not those inside a
-  ``cond``, a ``shard_map`` or a function with a derivative of its own, nor the backward pass of
-  frozen layers whose inputs depend on trained params: freeze these, too.
+  slices of the optimizer's state; a state without the axis of layers, as the norms of
+  ``optax.novograd``, is frozen with the last of them. The train step cuts the scans of the loss,
+  but not those inside a ``cond``, a ``shard_map`` or a function with a derivative of its own, nor
+  the backward pass of frozen layers whose inputs depend on trained params: freeze these, too.
 
   Put it around the whole optimizer: ``freeze_layers(optax.chain(clip, adamw), ...)``. Around it go
   ``optax.MultiSteps``, :func:`accumulate` (a whole window then has one depth),
   ``optax.apply_if_finite`` and :func:`dynamic_loss_scale` (a skipped step repeats its depth).
 
   Args:
-    inner: the optimizer. Shared numbers in its state (step counts, norms) advance in every step; a
-      leaf's entries are recognized with ``optax.tree.map_params``.
+    inner: the optimizer. A leaf's entries in its state are recognized with
+      ``optax.tree.map_params``. Scalars advance in every step; a `count` (or `count_m2`, `t`,
+      `step`, `is_initial_step`) beside moments is kept for each group, too. If it may be the
+      run's, as in ``optax.contrib.prodigy``, all groups share it, and a warning says so.
     groups: a :class:`LayerGroups`; or regular expressions, one per group in the order of freezing,
       that match whole segments of the leaves' paths. A leaf that two match is an error; one that
       none matches is in the last group.
@@ -118,17 +128,19 @@ def freeze_layers(
     return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
 
   def init(params: optax.Params) -> FreezeLayersState:
-    number(params)
+    numbers = number(params)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
+    inner_state = inner.init(params)
     return FreezeLayersState(
-      count,
-      depth_at(count, key_data),
-      key_data,
-      _protocol.hidden_leaves(params),
-      inner.init(params),
-      jnp.zeros([], bool),
+      count=count,
+      frozen_groups=depth_at(count, key_data),
+      key=key_data,
+      hidden=_protocol.hidden_leaves(params),
+      group_counts=_thawing.initial_counts(inner, inner_state, numbers, params, num_groups),
+      inner_state=inner_state,
+      made=jnp.zeros([], bool),
     )
 
   def step(
@@ -141,8 +153,17 @@ def freeze_layers(
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)
 
     grads, extra = _masking.map_gradients(zero_frozen, updates, extra_args)
-    out, moved = inner.update(grads, state.inner_state, params, **extra)
-    made = jnp.asarray(_protocol.made_step(state.inner_state, moved))
+    out, inner_state, group_counts = _thawing.update(
+      inner,
+      numbers,
+      grads,
+      state.inner_state,
+      params,
+      extra,
+      counts=state.group_counts,
+      depth=state.frozen_groups,
+    )
+    made = jnp.asarray(_protocol.made_step(state.inner_state, inner_state))
     if schedule.learning_rate_scale is not None:
       scale = _schedules.scale_per_group(schedule.learning_rate_scale(state.count), num_groups)
       out = jax.tree.map(lambda n, u: (_arrays.widen(u) * scale[n]).astype(u.dtype), numbers, out)
@@ -150,9 +171,8 @@ def freeze_layers(
     return zero_frozen(out), state._replace(
       count=count,
       frozen_groups=depth_at(count, state.key),
-      inner_state=_groups.select_state(
-        "freeze_layers", inner, frozen, numbers, state.inner_state, moved
-      ),
+      group_counts=group_counts,
+      inner_state=inner_state,
       made=made,
     )
 

@@ -423,17 +423,33 @@ def test_frozen_layers_and_their_state_stay_bit_for_bit(name):
     state = after
 
 
-def test_a_moment_without_the_axis_of_layers_moves_while_one_of_them_is_trained():
+def one_step_of(inner, depth):
+  """The updates and the state after a step of wide layers, of which the first are frozen."""
   params = make_params(width=128)
   x = jnp.ones((4, 128))
   plan = groups_of(params=params, x=x)
-  tx = optax_boost.freeze_layers(optax.adafactor(1e-2), plan, fixed(3))
+  tx = optax_boost.freeze_layers(inner, plan, fixed(depth))
   grads = jax.grad(loss_fn)(params, x)
-  updates, state = tx.update(grads, tx.init(params), params)
+  return jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def test_a_factored_moment_is_frozen_layer_by_layer():
+  updates, state = one_step_of(optax.adafactor(1e-2), 3)
   for u in jax.tree.leaves(updates["blocks"]):
     assert not jnp.any(u[:2])
     assert jnp.any(u[2:])
-  assert jnp.any(optax.tree.get(state, "v_row")["blocks"]["up"])
+  for moment in (optax.tree.get(state, "v_row"), optax.tree.get(state, "v_col")):
+    assert moment["blocks"]["up"].shape == (LAYERS, 128)
+    assert not jnp.any(moment["blocks"]["up"][:2])
+    assert jnp.all(jnp.any(moment["blocks"]["up"][2:], axis=1))
+
+
+def test_a_moment_without_the_axis_of_layers_moves_while_one_of_them_is_trained():
+  for depth in (LAYERS, LAYERS + 1):
+    updates, state = one_step_of(optax.novograd(1e-2), depth)
+    nu = optax.tree.get(state, "nu")["blocks"]["up"]
+    assert nu.shape == ()
+    assert bool(nu > 0) == bool(jnp.any(updates["blocks"]["up"])) == (depth == LAYERS)
 
 
 def flops(loss, params, plan, depth, x):

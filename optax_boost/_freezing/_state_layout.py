@@ -1,0 +1,206 @@
+"""What the leaves of an inner optimizer's state belong to: a leaf of the params, or a step count.
+
+A step count beside trees of the params' structure counts the steps of these moments: ``count`` of
+``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count that is alone
+in its state counts the steps of the run: that of ``optax.ScaleByScheduleState``.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+from typing import Any
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _groups
+from optax_boost import _tree
+
+# The names of step counts in the states of optax. Others count something else: `mini_step` the
+# micro-batches of a window, `steps_since_sync` the inner steps of SAM.
+_STEP_COUNTS = ("count", "count_m2", "is_initial_step", "step", "t")
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+  """The groups of the layers of a stacked leaf.
+
+  Attributes:
+    groups: the group of each layer.
+    axis: of the layers in the leaf.
+    shape: of the leaf.
+  """
+
+  groups: tuple[int, ...]
+  axis: int
+  shape: tuple[int, ...]
+
+  @property
+  def last_group(self) -> int:
+    """The group of values without the axis of layers: they are frozen when all layers are."""
+    return max(self.groups)
+
+  @functools.lru_cache(maxsize=4096)  # noqa: B019  # small, and equal for all instances of a leaf
+  def axis_in(self, shape: tuple[int, ...]) -> int | None:
+    """The axis of layers in a value made of the leaf, which may lack some of the leaf's axes.
+
+    None if the value has no such axis, or if its shape does not tell.
+    """
+    found = set()
+    for axes in itertools.combinations(range(len(self.shape)), len(shape)):
+      if all(n in (1, self.shape[axis]) for n, axis in zip(shape, axes, strict=True)):
+        found.add(axes.index(self.axis) if self.axis in axes else None)
+    place = found.pop() if len(found) == 1 else None
+    return place if place is not None and shape[place] == len(self.groups) else None
+
+  def spread(self, of_layers: Any, shape: tuple[int, ...]) -> Any:
+    """A vector with an entry per layer, in a shape that broadcasts against a value's."""
+    place = self.axis_in(shape)
+    return of_layers.reshape([-1 if axis == place else 1 for axis in range(len(shape))])
+
+  def numbers_for(self, shape: tuple[int, ...]) -> _groups.GroupNumber:
+    """The groups of a value, in a shape that broadcasts against it."""
+    has_axis = self.axis_in(shape) is not None
+    return self.spread(np.array(self.groups), shape) if has_axis else self.last_group
+
+
+# The group of a leaf, or of each of its layers.
+LeafGroup: TypeAlias = int | Layers
+
+
+def leaf_groups(numbers: Any, leaves: Any) -> Any:
+  """The groups of leaves, in their structure; `numbers` are those that broadcast against them."""
+
+  def of_leaf(number: _groups.GroupNumber, leaf: Any) -> LeafGroup:
+    if not isinstance(number, np.ndarray):
+      return number
+    axis = int(np.argmax(number.shape))
+    return Layers(tuple(number.ravel().tolist()), axis, jnp.shape(leaf))
+
+  return jax.tree.map(of_leaf, numbers, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+  """What the leaves of an inner optimizer's state belong to, in the order of ``jax.tree.leaves``.
+
+  Attributes:
+    groups: of each leaf that belongs to a leaf of the params, the group; None for the others.
+    counts: the places of the step counts that belong to moments.
+    unclear: the types of states whose integers may or may not belong to their moments.
+  """
+
+  groups: Sequence[LeafGroup | None]
+  counts: Sequence[int]
+  unclear: Sequence[str]
+
+  def select(
+    self, choose: Callable[[_groups.GroupNumber, Any, Any], Any], before: Any, after: Any
+  ) -> Any:
+    """Combines two states: ``choose(group, before, after)``; leaves of no group are those after."""
+
+    def of_leaf(group: LeafGroup | None, old: Any, new: Any) -> Any:
+      if group is None:
+        return new
+      number = group.numbers_for(jnp.shape(new)) if isinstance(group, Layers) else group
+      return choose(number, old, new)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(after)
+    return jax.tree.unflatten(
+      structure, list(map(of_leaf, self.groups, jax.tree.leaves(before), leaves))
+    )
+
+
+class _OfParams:
+  """Stands in a state for a tree of the params' structure; holds the groups of its leaves."""
+
+  def __init__(self, tree: Any, groups: Any):
+    masked_or_group = jax.tree.map(
+      lambda value, group: value if _tree.is_masked(value) else group,
+      tree,
+      groups,
+      is_leaf=_tree.is_masked,
+    )
+    self.groups: list[LeafGroup] = jax.tree.leaves(masked_or_group)
+
+
+def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) -> StateLayout:
+  """The layout of a state; `groups` are those of the params' leaves, as of :func:`leaf_groups`."""
+  try:
+    marked = optax.tree.map_params(
+      inner, _OfParams, state, groups, transform_non_params=lambda x: x, is_leaf=lambda _: True
+    )
+  except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    raise TypeError(
+      "`freeze_layers` needs an inner optimizer over whose state `optax.tree.map_params` can map;"
+      f" it failed: {error}. Masks and labels that are callables must take any tree: use"
+      " `optax_boost.path_mask`, or pass them as trees. An `init` that computes with the params, as"
+      " in `optax.lbfgs`, can't be used here."
+    ) from error
+  groups_of_state: list[LeafGroup | None] = []
+  counts: list[int] = []
+  unclear: dict[str, None] = {}
+
+  def visit(node: Any) -> None:
+    if isinstance(node, _OfParams):
+      groups_of_state.extend(node.groups)
+      return
+    children = _children(node)
+    if children is None:
+      groups_of_state.append(None)
+      return
+    kind = _kind_of_counts(node, children)
+    if kind == "unclear":
+      unclear[type(node).__name__] = None
+    for _, child in children:
+      if kind == "moments" and _is_counter(child):
+        counts.append(len(groups_of_state))
+      visit(child)
+
+  visit(marked)
+  return StateLayout(groups_of_state, counts, list(unclear))
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+  """The fields, entries or items of a node and their names; None for a leaf."""
+  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+  if len(flat) == 1 and flat[0][0] == ():
+    return None
+  return [(jax.tree_util.keystr(path, simple=True), child) for path, child in flat]
+
+
+def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
+  """Whether the counters in a node belong to "moments", to the "run", or are "unclear"."""
+  counters = [child for _, child in children if _is_counter(child)]
+  # The methods of this package count the steps of the run.
+  if not counters or type(node).__module__.partition(".")[0] == _PACKAGE:
+    return "run"
+  if not any(isinstance(child, _OfParams) for _, child in children):
+    containers = [child for _, child in children if type(child) in (dict, list, tuple)]
+    items = [item for container in containers for _, item in _children(container) or ()]
+    return "unclear" if any(isinstance(item, _OfParams) for item in items) else "run"
+  is_clear = all(
+    isinstance(child, _OfParams)
+    or (_is_counter(child) and name in _STEP_COUNTS)
+    # Settings, as the coefficients of Muon. Scalars may be estimates made of all leaves, as in
+    # Prodigy; an inner state means a wrapper, whose count may be that of the run.
+    or (jax.tree_util.all_leaves([child]) and jnp.ndim(child) > 0)
+    or not jax.tree.leaves(child)
+    for name, child in children
+  )
+  return "moments" if is_clear else "unclear"
+
+
+def _is_counter(value: Any) -> bool:
+  """Whether a value is a scalar of a signed integer or a bool."""
+  if isinstance(value, _OfParams) or not jax.tree_util.all_leaves([value]) or jnp.ndim(value) > 0:
+    return False
+  dtype = jnp.result_type(value)
+  return jnp.issubdtype(dtype, jnp.signedinteger) or jnp.issubdtype(dtype, jnp.bool_)

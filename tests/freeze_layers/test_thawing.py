@@ -1,0 +1,518 @@
+"""Freezing: the first steps of a thawed layer are those of a fresh optimizer."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+
+RATE, THAW, AFTER = 1e-3, 500, 40
+OPTIMIZERS = {
+  "adam": optax.adam,
+  "adamw": functools.partial(optax.adamw, weight_decay=1e-2),
+  "nadam": optax.nadam,
+  "radam": optax.radam,
+  "amsgrad": optax.amsgrad,
+  "lamb": optax.lamb,
+  "adafactor": optax.adafactor,
+  "adafactor, unclipped": functools.partial(optax.adafactor, clipping_threshold=None),
+  "adabelief": optax.adabelief,
+  # These correct a bias as well, or have a first step of their own.
+  "adan": optax.adan,
+  "ademamix": optax.contrib.ademamix,
+  "adopt": optax.contrib.adopt,
+  "muon": optax.contrib.muon,
+  "optimistic adam": optax.optimistic_adam_v2,
+  "rmsprop": functools.partial(optax.rmsprop, bias_correction=True),
+}
+TWO = optax_boost.gradual_unfreezing(2, every=THAW)
+
+
+def written_out():
+  # LAMB's first step of params that are zero is not scaled by their norm.
+  return {"body": jnp.zeros((3, 4)), "head": jnp.full((4,), 0.5)}
+
+
+def stacked():
+  return {"layers": jnp.full((5, 3, 4), 0.5), "head": jnp.full((4,), 0.5)}
+
+
+# Layers 0 to 2 of five in the first group, the others in the last.
+HALF = optax_boost.LayerGroups((("layers[0:3]",), ("layers[3:5]", "head")), (36, 28))
+
+
+def train(tx, params, gradients, steps, state=None):
+  """The updates of each step, as one tree with an axis of steps, and the last params and state."""
+
+  def step(carry, t):
+    params, state = carry
+    updates, state = tx.update(gradients(t, params), state, params)
+    return (optax.apply_updates(params, updates), state), updates
+
+  state = tx.init(params) if state is None else state
+  (params, state), updates = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(steps)))(
+    (params, state)
+  )
+  return updates, params, state
+
+
+def at(tree, index):
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def ones(t, params):
+  return jax.tree.map(jnp.ones_like, params)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_thawed_layer_starts_as_with_a_fresh_optimizer(name):
+  inner = OPTIMIZERS[name](RATE)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
+  before, params, state = train(tx, written_out(), ones, THAW)
+  assert not np.any(before["body"])
+  after, _, _ = train(tx, params, ones, AFTER, state)
+  fresh, _, _ = train(inner, params, ones, AFTER)
+  np.testing.assert_allclose(after["body"] / RATE, fresh["body"] / RATE, rtol=1e-4)
+  # The head goes on as if nothing had happened.
+  alone, _, _ = train(inner, written_out(), ones, THAW + AFTER)
+  np.testing.assert_allclose(before["head"] / RATE, alone["head"][:THAW] / RATE, rtol=1e-4)
+  np.testing.assert_allclose(after["head"] / RATE, alone["head"][THAW:] / RATE, rtol=1e-4)
+
+
+# Without those whose updates depend on the size of the whole leaf.
+WITHOUT = ("lamb", "muon", "adafactor", "adafactor, unclipped")
+STACKED = {name: make for name, make in OPTIMIZERS.items() if name not in WITHOUT} | {
+  "adafactor": functools.partial(
+    optax.adafactor, multiply_by_parameter_scale=False, clipping_threshold=None
+  )
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_a_thawed_layer_of_a_stacked_leaf_starts_as_with_a_fresh_optimizer(name):
+  inner = STACKED[name](RATE)
+  tx = optax_boost.freeze_layers(inner, HALF, TWO)
+  before, params, state = train(tx, stacked(), ones, THAW)
+  assert not np.any(before["layers"][:, :3])
+  after, _, _ = train(tx, params, ones, AFTER, state)
+  alone, _, _ = train(inner, stacked(), ones, THAW + AFTER)
+  fresh, _, _ = train(inner, stacked(), ones, AFTER)
+  ours = after["layers"] / RATE
+  # The decay of AdamW follows the params, which start at 0.5.
+  np.testing.assert_allclose(ours[:, 3:], alone["layers"][THAW:, 3:] / RATE, rtol=0.05)
+  np.testing.assert_allclose(ours[:, :3], fresh["layers"][:, :3] / RATE, rtol=0.05)
+
+
+def test_factored_moments_of_a_thawed_layer_start_as_with_a_fresh_optimizer():
+  inner = STACKED["adafactor"](RATE)
+  plan = optax_boost.LayerGroups((("w[0:2]",), ("w[2:3]",)), (2, 1))
+  tx = optax_boost.freeze_layers(inner, plan, optax_boost.gradual_unfreezing(2, every=100))
+  params = {"w": jnp.ones((3, 128, 130))}
+  updates, _, state = train(tx, params, ones, 110)
+  assert optax.tree.get(state, "v_row")["w"].shape == (3, 128)
+  assert not np.any(updates["w"][:100, :2])
+  np.testing.assert_allclose(updates["w"][:, 2, 0, 0], -RATE, rtol=1e-4)
+  np.testing.assert_allclose(updates["w"][100:, :, 0, 0], -RATE, rtol=1e-4)
+
+
+def random_gradients(params):
+  """Gradients of each step, from a NumPy generator."""
+  steps = np.random.default_rng(0).normal(size=(60, 100)).astype(np.float32)
+  leaves, structure = jax.tree.flatten(params)
+  ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+
+  def gradients(t, params):
+    parts = np.split(steps, ends, axis=1)
+    flat = [
+      jnp.asarray(part[:, : leaf.size].reshape(-1, *leaf.shape))[t]
+      for part, leaf in zip(parts, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, flat)
+
+  return gradients
+
+
+def adam_of_a_param(gradients, is_trained, b1=0.9, b2=0.999, eps=1e-8):
+  """Adam's updates in PyTorch, where a param whose `grad` is None keeps its state and its step."""
+  m = v = np.zeros(gradients.shape[1:])
+  n, updates = 0, []
+  for g, trained in zip(np.asarray(gradients, np.float64), is_trained, strict=True):
+    if not trained:
+      updates.append(np.zeros(m.shape))
+      continue
+    n += 1
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    updates.append(-RATE * (m / (1 - b1**n)) / (np.sqrt(v / (1 - b2**n)) + eps))
+  return np.stack(updates)
+
+
+SCHEDULES = {
+  "in turns": optax_boost.continuous_freezing(3, 0.4),
+  "at intervals": optax_boost.interval_freezing(3, 0.5),
+  "two thaws": optax_boost.gradual_unfreezing(3, every=20),
+  "for good": optax_boost.progressive_freezing(3, 60, anneal=False),
+  "again": optax_boost.FreezeSchedule(3, lambda t, key: jnp.array([2, 0, 1, 2, 0])[t // 12]),
+}
+
+
+def depths(schedule, steps):
+  key = jax.random.key(0)
+  return np.array([int(schedule.frozen_groups(jnp.int32(t), key)) for t in range(steps)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_steps_are_those_of_pytorch_with_a_count_per_param(schedule):
+  params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4), "c": jnp.zeros(())}
+  gradients = random_gradients(params)
+  tx = optax_boost.freeze_layers(optax.adam(RATE), ["a", "b", "c"], schedule)
+  updates, _, state = train(tx, params, gradients, 60)
+  frozen = depths(schedule, 60)
+  all_gradients = jax.vmap(lambda t: gradients(t, params))(jnp.arange(60))
+  for group, name in enumerate("abc"):
+    expected = adam_of_a_param(all_gradients[name], frozen <= group)
+    np.testing.assert_allclose(updates[name], expected, rtol=1e-3, atol=1e-7)
+  (counts,) = state.group_counts
+  assert counts.tolist() == [np.sum(frozen <= group) for group in range(3)]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_steps_of_stacked_layers_are_those_of_written_out_ones(schedule, axis):
+  layers = {"w": jnp.zeros((4, 2, 3) if axis == 0 else (2, 4, 3)), "head": jnp.zeros(2)}
+  dims = ":, " * axis
+  plan = optax_boost.LayerGroups(
+    ((f"w[{dims}0:1]",), (f"w[{dims}1:3]",), (f"w[{dims}3:4]", "head")), (6, 12, 8)
+  )
+  gradients = random_gradients(layers)
+  updates, _, _ = train(
+    optax_boost.freeze_layers(optax.adam(RATE), plan, schedule), layers, gradients, 60
+  )
+  all_gradients = jax.vmap(lambda t: gradients(t, layers))(jnp.arange(60))
+  frozen = depths(schedule, 60)
+  for layer, group in enumerate((0, 1, 1, 2)):
+    of_layer = np.take(np.asarray(all_gradients["w"]), layer, axis + 1)
+    expected = adam_of_a_param(of_layer, frozen <= group)
+    ours = np.take(np.asarray(updates["w"]), layer, axis + 1)
+    np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-7)
+
+
+SCHEDULED = {
+  "schedule": optax.adam(optax.linear_schedule(1.0, 0.0, 100)),
+  "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 100)),
+  "in a chain": optax.chain(
+    optax.scale_by_adam(), optax.scale_by_schedule(lambda t: -(1 - t / 100))
+  ),
+}
+
+
+@pytest.mark.parametrize("inner", SCHEDULED.values(), ids=SCHEDULED)
+def test_a_learning_rate_schedule_goes_on_after_a_thaw(inner):
+  schedule = optax_boost.gradual_unfreezing(2, every=50)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], schedule)
+  updates, _, _ = train(tx, written_out(), ones, 80)
+  t = np.arange(80)
+  np.testing.assert_allclose(updates["head"][:, 0], -(1 - t / 100), rtol=1e-4)
+  expected = np.where(t < 50, 0, -(1 - t / 100))
+  np.testing.assert_allclose(updates["body"][:, 0, 0], expected, rtol=1e-4)
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+CLIPPED = {
+  "before": optax.chain(CLIP, optax.ema(0.9), optax.scale(-1.0)),
+  "after": optax.chain(optax.scale_by_adam(), CLIP, optax.scale(-1.0)),
+  "twice": optax.chain(CLIP, optax.scale_by_adam(), CLIP, optax.scale(-1.0)),
+}
+
+
+@pytest.mark.parametrize("clipped", CLIPPED)
+def test_clipping_takes_the_norm_of_all_trained_leaves(clipped):
+  schedule = optax_boost.gradual_unfreezing(2, every=200)
+  tx = optax_boost.freeze_layers(CLIPPED[clipped], ["body", "head"], schedule)
+  updates, _, _ = train(tx, written_out(), ones, 203)
+  np.testing.assert_allclose(updates["head"][100:200], -1 / np.sqrt(4), rtol=1e-4)
+  # Twelve more entries of the same size.
+  np.testing.assert_allclose(updates["body"][200:], -1 / np.sqrt(16), rtol=0.1)
+  if clipped != "before":
+    squares = jnp.sum(updates["body"] ** 2, (1, 2)) + jnp.sum(updates["head"] ** 2, 1)
+    np.testing.assert_allclose(squares, 1.0, rtol=1e-4)
+
+
+def test_the_norm_of_stacked_layers_is_taken_over_all_that_are_trained():
+  schedule = optax_boost.gradual_unfreezing(2, every=200)
+  tx = optax_boost.freeze_layers(CLIPPED["after"], HALF, schedule)
+  updates, _, _ = train(tx, stacked(), ones, 203)
+  np.testing.assert_allclose(updates["layers"][:200, 3:], -1 / np.sqrt(28), rtol=1e-4)
+  np.testing.assert_allclose(updates["layers"][200:], -1 / np.sqrt(64), rtol=1e-4)
+
+
+SCHEDULES_OF_TWO = optax_boost.FreezeSchedule(2, lambda t, key: (t // 5 + 1) % 2)
+
+
+def test_training_goes_on_exactly_from_saved_arrays():
+  tx = optax_boost.freeze_layers(optax.adam(RATE), ["body", "head"], SCHEDULES_OF_TWO)
+  gradients = random_gradients(written_out())
+
+  @functools.partial(jax.jit, donate_argnums=(1, 2))
+  def step(t, params, state):
+    updates, state = tx.update(gradients(t, params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  def run(save_and_load):
+    params, state = written_out(), tx.init(written_out())
+    for t in range(30):
+      params, state = step(t, params, save_and_load(state))
+    return params, state
+
+  def through_arrays(state):
+    leaves = [np.array(leaf) for leaf in jax.tree.leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(tx.init(written_out())), leaves)
+
+  chex.assert_trees_all_equal(run(through_arrays), run(lambda state: state))
+
+
+def test_momentum_without_a_count_is_as_before():
+  inner = optax.sgd(RATE, momentum=0.9)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], SCHEDULES_OF_TWO)
+  state = tx.init(written_out())
+  assert state.group_counts == ()
+  params = written_out()
+  gradients = random_gradients(params)
+  updates, _, _ = train(tx, params, gradients, 30)
+  velocity = np.zeros((3, 4))
+  for t in range(30):
+    if t // 5 % 2:
+      velocity = 0.9 * velocity + np.asarray(gradients(t, params)["body"])
+      np.testing.assert_allclose(updates["body"][t], -RATE * velocity, rtol=1e-4, atol=1e-9)
+    else:
+      assert not np.any(updates["body"][t])
+
+
+INSIDE = {
+  "masked": optax.masked(optax.adam(RATE), optax_boost.path_mask("")),
+  "partition": optax.partition(
+    {"x": optax.adam(RATE), "y": optax.adam(RATE)},
+    lambda p: jax.tree.map_with_path(lambda path, _: "x" if "head" in str(path) else "y", p),
+  ),
+  "finite": optax.apply_if_finite(optax.adam(RATE), 3),
+  "jit": optax.GradientTransformation(
+    optax.adam(RATE).init, jax.jit(lambda g, s, p=None: optax.adam(RATE).update(g, s, p))
+  ),
+  "loss scale": optax_boost.dynamic_loss_scale(optax.adam(RATE), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("groups", [["body", "head"], HALF], ids=["written out", "stacked"])
+def test_counts_are_found_inside_wrappers(name, groups):
+  params = written_out() if isinstance(groups, list) else stacked()
+  schedule = optax_boost.gradual_unfreezing(2, every=100)
+  tx = optax_boost.freeze_layers(INSIDE[name], groups, schedule)
+  updates, _, _ = train(tx, params, ones, 110)
+  for leaf in jax.tree.leaves(updates):
+    np.testing.assert_allclose(leaf[100:], -RATE, rtol=1e-4)
+
+
+def test_a_step_that_is_skipped_inside_counts_for_no_group():
+  tx = optax_boost.freeze_layers(INSIDE["finite"], ["body", "head"], TWO)
+  params = written_out()
+  bad = lambda t, p: jax.tree.map(lambda x: jnp.where(t < 3, jnp.nan, 1.0) + x * 0, p)  # noqa: E731
+  _, _, state = train(tx, params, bad, 10)
+  (counts,) = state.group_counts
+  assert counts.tolist() == [0, 7]
+
+
+def count_updates(tx, calls):
+  def update(*args, **kwargs):
+    next(calls)
+    return tx.update(*args, **kwargs)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+@pytest.mark.parametrize("form", ["written out", "stacked"])
+def test_the_program_grows_by_scalars_only(form):
+  """The inner optimizer is traced once, and each leaf has one square root, with any groups."""
+  groups = [f"^{i}$" for i in range(10)]
+  params = {str(i): jnp.ones((3, 4)) for i in range(10)}
+  if form == "stacked":
+    params = {"w": jnp.ones((10, 3, 4))}
+    groups = optax_boost.LayerGroups(tuple((f"w[{i}:{i + 1}]",) for i in range(10)), (12,) * 10)
+  calls = itertools.count()
+  inner = count_updates(optax.adam(RATE), calls)
+  tx = optax_boost.freeze_layers(inner, groups, optax_boost.gradual_unfreezing(10, every=3))
+  state = tx.init(params)
+  program = jax.make_jaxpr(tx.update)(params, state, params).jaxpr
+  assert next(calls) == 1
+
+  def roots(program):
+    found = 0
+    for equation in program.eqns:
+      found += equation.primitive.name == "sqrt" and equation.outvars[0].aval.ndim > 0
+      inner = [p for p in equation.params.values() if hasattr(p, "jaxpr")]
+      found += sum(roots(p.jaxpr) for p in inner)
+    return found
+
+  assert roots(program) == len(params)
+
+
+def expected_steps():
+  tx = optax_boost.freeze_layers(optax.adam(RATE), ["body", "head"], SCHEDULES_OF_TWO)
+  params = written_out()
+  gradients = random_gradients(params)
+  return tx, params, gradients, train(tx, params, gradients, 20)[0]
+
+
+def test_steps_are_the_same_outside_of_jit():
+  tx, params, gradients, expected = expected_steps()
+  state = tx.init(params)
+  for t in range(20):
+    updates, state = tx.update(gradients(t, params), state, params)
+    chex.assert_trees_all_close(updates, at(expected, t), rtol=1e-4, atol=1e-8)
+
+
+def test_a_population_at_several_steps_has_counts_of_its_own():
+  tx, params, gradients, expected = expected_steps()
+  starts = [0, 4, 9, 15]
+  states = [train(tx, params, gradients, t)[2] if t else tx.init(params) for t in starts]
+  together = jax.tree.map(lambda *x: jnp.stack(x), *states)
+  batch = [gradients(t, params) for t in starts]
+  gradients_together = jax.tree.map(lambda *x: jnp.stack(x), *batch)
+  updates, _ = jax.vmap(lambda g, s: tx.update(g, s, params))(gradients_together, together)
+  for i, t in enumerate(starts):
+    ours = at(updates, i)
+    chex.assert_trees_all_close(ours, at(expected, t), rtol=1e-4, atol=1e-8)
+
+
+def test_a_step_can_be_differentiated():
+  tx, params, gradients, _ = expected_steps()
+  _, _, state = train(tx, params, gradients, 7)
+
+  def moved(scale, t=7):
+    updates, after = tx.update(optax.tree.scale(scale, gradients(t, params)), state, params)
+    return optax.tree.sum(updates) + optax.tree.sum(after.inner_state[0].nu)
+
+  slope = jax.grad(moved)(1.0)
+  np.testing.assert_allclose(slope, (moved(1.01) - moved(0.99)) / 0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_sharded_layers_and_devices_by_hand_take_the_same_steps(explicit):
+  kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+  params = {"layers": jnp.ones((4, 2, 8)), "head": jnp.ones(8)}
+  plan = optax_boost.LayerGroups((("layers[0:2]",), ("layers[2:4]", "head")), (32, 40))
+  tx = optax_boost.freeze_layers(optax.adam(RATE), plan, optax_boost.gradual_unfreezing(2, 20))
+  expected, _, _ = train(tx, params, ones, 30)
+  specs = {"layers": jax.sharding.PartitionSpec("x"), "head": jax.sharding.PartitionSpec("x")}
+  with jax.set_mesh(mesh):
+    placed = jax.tree.map(
+      lambda p, s: jax.device_put(p, jax.sharding.NamedSharding(mesh, s)), params, specs
+    )
+    ours, _, _ = train(tx, placed, ones, 30)
+  chex.assert_trees_all_close(jax.device_get(ours), expected, rtol=1e-5)
+  if not explicit:
+    run = lambda p: train(tx, p, ones, 30)[0]  # noqa: E731
+    by_hand = jax.shard_map(
+      run, mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec()
+    )(params)
+    chex.assert_trees_all_close(by_hand, expected, rtol=1e-5)
+
+
+def loss_fn(params, batch):
+  return jnp.sum(params["body"] * batch) + jnp.sum(params["head"])
+
+
+def test_the_train_step_compiled_per_depth_thaws_gently():
+  tx = optax_boost.freeze_layers(
+    optax.adam(RATE), ["body", "head"], optax_boost.gradual_unfreezing(2, every=60)
+  )
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(written_out())
+  for t in range(70):
+    before = np.array(state.params["body"])
+    state, _ = step(state, jnp.ones((3, 4)))
+    moved = before - np.asarray(state.params["body"])
+    np.testing.assert_allclose(moved, 0 if t < 60 else RATE, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+  ("inner", "name"),
+  [
+    (optax.contrib.prodigy(), "ProdigyState"),
+    (optax.contrib.schedule_free(optax.sgd(RATE), RATE), "ScheduleFreeState"),
+    (optax.chain(optax.adam(RATE), optax.contrib.momo()), "MomoState"),
+  ],
+)
+def test_a_count_that_may_be_of_the_run_stays_shared_and_is_warned_of(inner, name):
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
+  with pytest.warns(UserWarning, match=rf"one step count for all groups in {name}: .*thawed late"):
+    state = tx.init(written_out())
+  assert len(state.group_counts) == (name == "MomoState")
+
+
+def custom(state_of):
+  """An optimizer of one's own: a mean of gradients with its bias corrected."""
+
+  def init(params):
+    return state_of(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+  def update(updates, state, params=None):
+    count, mean = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, dict) and "body" in x)
+    count = count + 1
+    mean = jax.tree.map(lambda m, u: 0.9 * m + 0.1 * u, mean, updates)
+    return jax.tree.map(lambda m: -m / (1 - 0.9**count), mean), state_of(count, mean)
+
+  return optax.GradientTransformation(init, update)
+
+
+def test_an_optimizer_of_ones_own_is_known_by_the_names_in_its_state():
+  tx = optax_boost.freeze_layers(
+    custom(lambda count, mean: {"count": count, "mean": mean}), ["body", "head"], TWO
+  )
+  updates, _, _ = train(tx, written_out(), ones, THAW + 3)
+  np.testing.assert_allclose(updates["body"][THAW:], -1, rtol=1e-5)
+  tx = optax_boost.freeze_layers(custom(lambda count, mean: (count, mean)), ["body", "head"], TWO)
+  with pytest.warns(UserWarning, match="one step count for all groups in tuple"):
+    tx.init(written_out())
+
+
+def test_a_count_apart_from_the_moments_is_that_of_the_run():
+  adam = optax.scale_by_adam()
+
+  class Clock(NamedTuple):
+    count: jax.Array
+
+  def init(params):
+    state = adam.init(params)
+    return state._replace(count=None), Clock(state.count)
+
+  def update(updates, state, params=None):
+    moments, clock = state
+    updates, new = adam.update(updates, moments._replace(count=clock.count), params)
+    return updates, (new._replace(count=None), Clock(new.count))
+
+  inner = optax.GradientTransformation(init, update)
+  tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
+  updates, _, state = train(tx, written_out(), ones, THAW + AFTER)
+  assert state.group_counts == ()
+  # The jump that counts of their own prevent.
+  assert 4 < jnp.max(updates["body"]) < 5
+
+
+@pytest.mark.parametrize(("depth", "trained"), [(7, [False, True]), (-3, [True, True])])
+def test_a_depth_beyond_the_groups_is_clipped(depth, trained):
+  schedule = optax_boost.FreezeSchedule(2, lambda t, key: jnp.int32(depth))
+  for inner in (optax.sgd(RATE), optax.adam(RATE)):
+    tx = optax_boost.freeze_layers(inner, ["body", "head"], schedule)
+    state = tx.init(written_out())
+    for _ in range(2):
+      assert int(state.frozen_groups) == 2 - sum(trained)
+      updates, state = tx.update(ones(0, written_out()), state, written_out())
+      assert [bool(np.any(updates[name])) for name in ("body", "head")] == trained
