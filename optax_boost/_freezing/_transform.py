@@ -16,6 +16,7 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _masking
+from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost._freezing import _schedules
@@ -132,16 +133,19 @@ def freeze_layers(
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
-    inner_state = inner.init(params)
-    return FreezeLayersState(
+    state = FreezeLayersState(
       count=count,
       frozen_groups=depth_at(count, key_data),
       key=key_data,
       hidden=_protocol.hidden_leaves(params),
-      group_counts=_thawing.initial_counts(inner, inner_state, numbers, params, num_groups),
-      inner_state=inner_state,
+      group_counts=(),
+      inner_state=inner.init(params),
       made=jnp.zeros([], bool),
     )
+    # Before the inner state is looked at, which may warn of a wrapper that is refused.
+    _orders.check(state)
+    counts = _thawing.initial_counts(inner, state.inner_state, numbers, params, num_groups)
+    return state._replace(group_counts=counts)
 
   def step(
     updates: optax.Updates, state: FreezeLayersState, params: Any, **extra_args: Any

@@ -45,7 +45,7 @@ import numpy as np
 
 # The counts with which Adam corrects its bias belong to the leaf: a leaf that was frozen until now
 # starts with a count of one. False: they belong to the run.
-COUNTS_OF_TRAINED_STEPS = False
+COUNTS_OF_TRAINED_STEPS = True
 
 
 @dataclasses.dataclass
