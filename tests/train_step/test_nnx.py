@@ -13,6 +13,7 @@ import pytest
 import optax_boost
 import optax_boost.nnx as ob_nnx
 from optax_boost.nnx import _adapter
+from tests import compilations
 from tests.train_step.test_train_step import BATCH
 from tests.train_step.test_train_step import CLOSURE_USERS
 
@@ -527,6 +528,49 @@ def test_models_with_named_axes_train_on_a_mesh(tx, number, kind):
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(model, optimizer, grads)
   assert model.kernel[...].sharding.spec == jax.sharding.PartitionSpec("data", "model")
+
+
+class Pair(nnx.Module):
+  """Two layers, cut along the outputs of the first, and a bias that each device has whole."""
+
+  def __init__(self, place):
+    self.up = nnx.Param(place(jnp.ones((8, 16)) / 8, (None, "model")))
+    self.bias = nnx.Param(place(jnp.zeros(16), ()))
+    self.down = nnx.Param(place(jnp.ones((16, 4)) / 4, ("model", None)))
+    self.shift = nnx.BatchStat(None)
+
+  def __call__(self, x):
+    shift = self.shift.get_value()
+    hidden = jnp.tanh(x @ self.up[...] + self.bias[...] + (0 if shift is None else shift))
+    return hidden @ self.down[...]
+
+
+def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program():
+  """XLA alone would have each device keep only the part of the bias that it computes."""
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+  def place(x, spec):
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+  model = Pair(place)
+  optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+  before = jax.tree.map(lambda x: x.sharding, nnx.state(model, nnx.Param))
+  step = compilations.Watched(
+    ob_nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+  )
+  batch = place(jnp.eye(8), ("data",))
+  for _ in range(2):
+    step(model, optimizer, batch)
+  assert step.compiled_once()
+
+  def same_place(x, sharding):
+    assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+  jax.tree.map(same_place, nnx.state(model, nnx.Param), before)
+  # One array more: the places of the others, which are noted once, no longer fit the state.
+  model.shift.set_value(place(jnp.ones(16), ()))
+  expected = jnp.mean((model(batch) - 1) ** 2)
+  np.testing.assert_allclose(step(model, optimizer, batch)["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rng", [None, jax.random.key(0)], ids=["no key", "key"])
