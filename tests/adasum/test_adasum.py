@@ -285,6 +285,19 @@ def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes(
     np.testing.assert_allclose(state.orthogonality, 1 / mesh.shape["replicas"], rtol=1e-5)
 
 
+def test_the_mean_of_a_node_neither_overflows_nor_loses_what_float16_can_hold():
+  """Sums of two would overflow in float32 and bfloat16; the least float16 has no half."""
+  same = {
+    "bfloat16": jnp.full((4, 3), 3e38, jnp.bfloat16),
+    "float16": jnp.full((4, 3), 2.0**-24, jnp.float16),
+    "float32": jnp.full((4, 3), 3e38, jnp.float32),
+  }
+  tx = optax_boost.adasum("replicas", local_axis_name="near")
+  found, _ = on_devices(tx, same, mesh_of(2, 2), ("replicas", "near"))
+  for path, leaf in same.items():
+    np.testing.assert_array_equal(np.float64(found[path]), np.float64(leaf), err_msg=path)
+
+
 def test_sharded_leaves_have_one_scale_and_the_inner_products_of_the_whole():
   extreme = np.tile(np.float32([1e30, 1e30, 1e-20, 3e-20]), (2, 1))
   stacked = {"extreme": extreme, "w": gradients(2, {"w": (16, 6)})["w"]}

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost._dim_reduce import _quasi_newton
 import optax_boost.nnx
 from optax_boost.nnx import _adapter
 from tests import compilations
@@ -466,6 +467,46 @@ def test_the_default_goes_on_where_rounding_errors_hide_the_decrease():
     60,
   )
   assert losses[-1] - 1e4 < 0.1 * (losses[0] - 1e4)
+
+
+def test_a_trial_is_judged_by_the_change_that_the_inner_optimizer_makes_of_it():
+  """SGD makes a hundredth of each trial, so the loss has a hundredth of the slope to fall by."""
+  tx = optax_boost.dim_reduce(whole_space(2), sigma=0.5, alpha=0.0, inner=optax.sgd(0.01))
+  start = np.float32([3.0, -2.0])
+  step = optax_boost.make_train_step(lambda params, batch: 0.5 * jnp.sum(params**2), tx)
+  state, metrics = step(step.init(jnp.asarray(start)), None)
+  # On a parabola 0.995 of the linear change is reached, which is more than half of it.
+  assert int(metrics["line_search_steps"]) == 1
+  np.testing.assert_allclose(state.params, 0.99 * start, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("accepted", "tried", "short", "expected"),
+  [
+    (0.5, 1, False, 1.0),
+    (0.5, 2, False, 0.5),
+    (0.5, 2, True, 0.5),
+    (1.0, 1, False, 1.0),
+    (1.0, 1, True, 2.0),
+    (2.0, 1, False, 2.0),
+    (2.0, 1, True, 4.0),
+    (4.0, 3, True, 4.0),
+  ],
+)
+def test_a_search_begins_longer_only_if_the_last_ones_first_trial_was_accepted(
+  accepted, tried, short, expected
+):
+  """Beyond 1 only if that step ended before the minimum; and never shorter than it was."""
+  search = _quasi_newton.Search(
+    accepted=jnp.float32(accepted),
+    tried=jnp.int32(tried),
+    notfinite=jnp.int32(0),
+    step=jnp.float32(accepted / 2),
+    hidden=jnp.bool_(False),
+    short=jnp.bool_(short),
+  )
+  first, no = jnp.float32(accepted * 2 ** (tried - 1)), jnp.bool_(False)
+  assert _quasi_newton.next_step(search, first, no, jnp.float32(1), 0.5) == expected
 
 
 def test_a_gradient_of_zero_is_no_rejected_step():

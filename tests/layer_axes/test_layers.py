@@ -404,3 +404,21 @@ def test_ranks_are_sorted_again_where_a_later_step_knows_the_layers():
     jax.tree.leaves(optax_boost.permuted_params(state).params), jax.tree.leaves(start), strict=True
   ):
     np.testing.assert_array_equal(jnp.sort(moved, None), jnp.sort(first, None))
+
+
+def test_noise_of_a_key_in_a_batch_is_no_data_whether_the_key_is_typed_or_integers():
+  """A layer that only noise enters has the place where its output meets the data."""
+  params = {"first": jnp.ones((8, 8)), "noisy": jnp.ones((8, 8)), "third": jnp.ones((8, 2))}
+
+  def loss(params, batch):
+    x, key = batch
+    if jnp.issubdtype(key.dtype, jnp.integer):
+      key = jax.random.wrap_key_data(key)
+    offset = jax.random.normal(key, x.shape) @ params["noisy"]
+    hidden = jnp.tanh(jnp.tanh(x @ params["first"]) + offset)
+    return jnp.mean(hidden @ params["third"])
+
+  typed, integers = (
+    optax_boost.layer_groups(loss, params, (X, key)) for key in (KEY, jax.random.key_data(KEY))
+  )
+  assert integers.groups == typed.groups
