@@ -71,10 +71,12 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
     path: (leaf.shape, _sharding(leaf))
     for path, leaf in zip(_tree.leaf_paths(params), jax.tree.leaves(params), strict=True)
   }
-  meshes = [s.mesh for _, s in sharding_of_param.values() if hasattr(s, "mesh")]
-  everywhere = (
-    jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec()) if meshes else None
-  )
+  shardings = [sharding for _, sharding in sharding_of_param.values() if sharding is not None]
+  meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+  # On all devices of the mesh, or on the one device.
+  everywhere = next(iter(shardings), None)
+  if meshes:
+    everywhere = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec())
 
   def place(leaf: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)

@@ -37,9 +37,9 @@ class TrainStep:
       model_state: the initial mutable statistics, if the loss takes any.
 
     Returns:
-      A :class:`TrainState`. From abstract arrays an abstract one, to restore a checkpoint into:
-      arrays of the optimizer state lie as the params of the same path and shape, all others on
-      every device of the params' mesh.
+      A :class:`TrainState`. From abstract arrays an abstract one, to restore a checkpoint into. If
+      the params have shardings, arrays of the optimizer state have those of the params of the same
+      path and shape, and all others lie on every device of the mesh.
 
     Raises:
       TypeError: a leaf is not an array, one of the params is not floating-point, or the params are

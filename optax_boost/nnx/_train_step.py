@@ -207,12 +207,13 @@ def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
   (unshared,) = _count_references(list(holder))
   for place, references in enumerate(_count_references(leaves)):
     leaf = leaves[place]
+    is_made = place < len(made) and made[place]() is leaf
+    if is_made and references == unshared:
+      continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    is_made = place < len(made) and made[place]() is leaf
-    # Of an array over several processes each would have to copy it, but one alone may hold it.
-    is_shared = references != unshared and leaf.is_fully_addressable
-    if is_shared or not is_made:
+    # One process alone may hold an array that lies over several, which all would have to copy.
+    if not is_made or leaf.is_fully_addressable:
       leaves[place] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 

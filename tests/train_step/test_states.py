@@ -69,7 +69,7 @@ def test_a_state_of_another_structure_is_refused_with_the_name_of_a_leaf():
 
 
 def test_a_state_of_other_kinds_of_numbers_is_refused_and_another_precision_is_not():
-  step = optax_boost.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9))
+  step = optax_boost.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), donate=False)
   state = step.init(params_of(2))
   complex_state = optax.sgd(0.1, momentum=0.9).init(params_of(2, jnp.complex64))
   with pytest.raises(ValueError, match=r"dtype float32; got .*complex64"):
