@@ -50,10 +50,10 @@ test-oldest:
 	  $(filter-out $(NEWER),$(WITH_OPTIMIZED))
 
 # All pairs of wrappers and their triples against an interpreter in NumPy; `make test` runs a sample.
-# ORDERS=full goes through every door around every optimizer. Programs are kept for the next run.
-ORDERS := all
+# `make orders ORDERS=full` goes through every door around every optimizer. Programs are kept.
+ORDERS ?= all
 orders: $(READY)
-	ORDERS=$(ORDERS) JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-out/programs} \
+	ORDERS=$(ORDERS) JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
 	  $(BIN)/python -m pytest -n $(WORKERS) -m "not optimized" tests/contract/test_orders.py
 
 # The sizes of the house: a report.
