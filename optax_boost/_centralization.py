@@ -4,7 +4,6 @@ G_j <- G_j - mean_i(G_ij)      for each output j, i over the weights that lead t
 """
 
 import math
-import re
 from typing import Any
 from typing import Literal
 
@@ -18,8 +17,6 @@ from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _transformation
 from optax_boost import _tree
-
-_EMBEDDING = re.compile(r"(^|/)[a-z_]*embedding(/weight)?$")
 
 
 def centralize(
@@ -95,13 +92,33 @@ def centralize(
     mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
     return (wide - mean).astype(g.dtype)
 
-  def init(params: optax.Params) -> optax.EmptyState:
-    paths = _tree.leaf_paths(params)
-    if paths and not any(fan_in(leaf) for leaf, skip in kernels.of(params) if not skip):
+  def warn_if_idle(tree: Any, layers: _layers.Layers | None) -> None:
+    plan = kernels.of(tree, layers)
+    if plan and not any(fan_in(leaf) for leaf, skip in plan if not skip):
+      paths = [leaf.path for leaf, _ in plan]
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
+
+  def may_hold_kernels(tree: Any) -> bool:
+    """Whether a trace of the loss might find kernels that names and shapes don't tell."""
+    plan = kernels.of(tree)
+    by_rule = layers is None and _tree.is_auto(exclude)
+    return any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan)
+
+  warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
+  # The paths of trees of which the first update tells whether there is any kernel.
+  undecided: set[tuple[str, ...]] = set()
+
+  def init(params: optax.Params) -> optax.EmptyState:
+    if may_hold_kernels(params):
+      undecided.add(tuple(_tree.leaf_paths(params)))
+    else:
+      warn_once_if_idle(params, None)
     return optax.EmptyState()
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    # The train step's `layers` tell it, which names and shapes alone may not.
+    if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
+      warn_once_if_idle(updates, layers)
     return kernels.map(centred, updates, layers), state
 
   return _transformation.transformation("centralize", optax.EmptyState, init, step)
@@ -117,7 +134,7 @@ def _left_alone(leaves: list[_layers.Leaf], layout: str) -> list[bool]:
   def is_kernel(leaf: _layers.Leaf) -> bool:
     if leaf.axes is not None:
       return leaf.axes.mixes_inputs
-    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _EMBEDDING.search(leaf.path):
+    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _layers.is_embedding(leaf.path):
       return False
     return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
 

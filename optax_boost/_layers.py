@@ -108,6 +108,8 @@ class Leaf(NamedTuple):
     return math.prod(self.stacked_shape)
 
 
+_EMBEDDING = re.compile(r"(^|/)[a-z_]*(embedding(/weight)?|embeddings|embeds?)$")
+_KERNEL = re.compile(r"(^|/)(kernel|weight|w)$")
 # Flax's attention: of [features, heads, head features] only the first axis is fan-in.
 _ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
 
@@ -173,7 +175,8 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
   A leaf's axes are told by the operation in which it first meets data. Axes that a matrix product
   or a convolution sums over are the fan-in; axes that a scan slices, that index one of many
   kernels, or along which each kernel has data of its own (``vmap``, experts) hold layers; the
-  others are outputs. Rows of embeddings are looked up, so these have no fan-in.
+  others are outputs. Rows of embeddings are looked up, so these have no fan-in. A kernel whose
+  input no data goes into (noise, constants, learned tables) has the fan-in of its product with it.
 
   Args:
     loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
@@ -240,19 +243,22 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
 
   `data` flags the other arguments; None makes one a constant, and all are data without flags.
   Scalars, constants and noise count as data, in this order, only if all leaves would otherwise
-  meet data in one place or nowhere.
+  meet data in one place or nowhere. A leaf that has no fan-in then may have one in a product with
+  noise, constants or other leaves, before it meets data.
   """
   paths = _tree.leaf_paths(params)
   shapes = [variable.aval.shape for variable in program.jaxpr.invars]
   others = program.jaxpr.invars[len(paths) :]
   flags = [True] * len(others) if data is None else data
   kinds = [_kind(variable.aval, flag) for variable, flag in zip(others, flags, strict=True)]
-  candidates = []
-  accepted: set[str | None] = set()
-  for kind in (_ARRAY, _SCALAR, _CONSTANT, _KEY):
-    accepted = {*accepted, kind}
+
+  def follow(
+    accepted: set[str | None], named_kernels: frozenset[int] | None = None
+  ) -> _leaf_uses.LeafUses:
     uses = _leaf_uses.LeafUses(
-      constants_are_data=_CONSTANT in accepted, noise_is_data=_KEY in accepted
+      constants_are_data=_CONSTANT in accepted,
+      noise_is_data=_KEY in accepted,
+      named_kernels=named_kernels,
     )
     leaves = [uses.leaf(shape) for shape in shapes[: len(paths)]]
     arguments = zip(shapes[len(paths) :], kinds, strict=True)
@@ -262,12 +268,41 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
       uses.places.append(
         [_leaf_uses.Use(leaf, _leaf_uses.PENALTY) for leaf in sorted(output.leaves)]
       )
-    candidates.append(uses)
-    if _count_places(uses) > 1:
+    return uses
+
+  candidates = []
+  accepted: set[str | None] = set()
+  for kind in (_ARRAY, _SCALAR, _CONSTANT, _KEY):
+    accepted = {*accepted, kind}
+    candidates.append((follow(accepted), accepted))
+    if _count_places(candidates[-1][0]) > 1:
       break
-  best = max(candidates, key=_count_places)
-  axes = tuple(_axes(best, leaf, len(shapes[leaf])) for leaf in range(len(paths)))
-  return Layers(tuple(paths), axes, tuple(_order(best)), tuple(best.scans))
+  best, accepted = max(candidates, key=lambda candidate: _count_places(candidate[0]))
+  axes = [_axes(best, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
+  lacking = [
+    leaf for leaf, found in enumerate(axes) if _may_lack_fan_in(paths[leaf], shapes[leaf], found)
+  ]
+  if lacking:
+    named = frozenset(leaf for leaf, path in enumerate(paths) if _KERNEL.search(path))
+    generated = follow(accepted, named)
+    for leaf in lacking:
+      found = _axes(generated, leaf, len(shapes[leaf]))
+      axes[leaf] = found if found is not None and found.fan_in else axes[leaf]
+  return Layers(tuple(paths), tuple(axes), tuple(_order(best)), tuple(best.scans))
+
+
+def _may_lack_fan_in(path: str, shape: Sequence[int], axes: Axes | None) -> bool:
+  """Whether a leaf without fan-in may be a kernel whose input is made without data.
+
+  Tables of positions are no kernels, though constants may resize them.
+  """
+  named_otherwise = _tree.is_bias_or_norm(path) or is_embedding(path)
+  return len(shape) > 1 and not named_otherwise and (axes is None or not axes.fan_in)
+
+
+def is_embedding(path: str) -> bool:
+  """Whether a leaf has the name of an embedding."""
+  return _EMBEDDING.search(path) is not None
 
 
 _ARRAY, _SCALAR, _CONSTANT, _KEY = "array", "scalar", "constant", "key"
@@ -307,8 +342,15 @@ def _axes(uses: _leaf_uses.LeafUses, leaf: int, rank: int) -> Axes | None:
   own += [use for use in uses.experts if use.leaf == leaf]
   experts = {use.leaf for use in uses.experts}
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.
-  telling = [_leaf_uses.LOOKED_UP, _leaf_uses.CONTRACTED, _leaf_uses.ENTRYWISE]
-  for kind in telling[1:] if leaf in experts else telling:
+  telling = [
+    _leaf_uses.GENERATED,
+    _leaf_uses.LOOKED_UP,
+    _leaf_uses.CONTRACTED,
+    _leaf_uses.ENTRYWISE,
+  ]
+  if leaf in experts:
+    telling.remove(_leaf_uses.LOOKED_UP)
+  for kind in telling:
     for use in own:
       if use.kind == kind:
         layers = (use.layers | uses.matched_axes(leaf)) - use.fan_in

@@ -11,6 +11,8 @@ from optax_boost import _views
 
 CONTRACTED, ENTRYWISE, LOOKED_UP = "contracted", "entrywise", "looked up"
 UNCLEAR, PENALTY = "unclear", "penalty"
+# Contracted with an input that no data went into.
+GENERATED = "generated"
 _Axes = frozenset[int]
 _NONE: frozenset[Any] = frozenset()
 
@@ -81,11 +83,27 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     scans: the scans over layers.
   """
 
-  def __init__(self, *, constants_are_data: bool, noise_is_data: bool) -> None:
+  def __init__(
+    self,
+    *,
+    constants_are_data: bool,
+    noise_is_data: bool,
+    named_kernels: frozenset[int] | None = None,
+  ) -> None:
+    """Makes an analysis.
+
+    Args:
+      constants_are_data: whether constants that are no scalars count as data.
+      noise_is_data: whether what is drawn from keys counts as data.
+      named_kernels: the leaves with the name of a kernel. If given, kernels make data of any input:
+        of noise, of constants, and of other leaves, as a layer makes of a learned table. Of two
+        leaves in a product the second is the kernel, unless only the first has the name of one.
+    """
     self.places: list[list[Use]] = []
     self.experts: list[Use] = []
     self.scans: list[Scan] = []
     self._constants_are_data, self._noise_is_data = constants_are_data, noise_is_data
+    self._named_kernels = named_kernels
     self._labels = _Labels()
     self._axis_labels: list[tuple[int, ...]] = []  # of each leaf
     self._shapes: list[tuple[int, ...]] = []  # of each leaf
@@ -135,6 +153,8 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     data = any(v.data for v in inputs)
     if data:
       self._note_uses(equation, inputs)
+    else:
+      data = self._note_generated(equation, inputs)
     leaves = _NONE if data else _NONE.union(*(v.leaves for v in inputs))
     summed = any(
       v.penalty or (v.leaves and atom.aval.shape)
@@ -247,6 +267,33 @@ class LeafUses(_jaxpr.Interpreter[Value]):
     uses = [use for leaf in sorted(place) for use in place[leaf] or [Use(leaf, UNCLEAR)]]
     if uses or penalties:
       self.places.append(uses + [Use(leaf, PENALTY) for leaf in sorted(penalties)])
+
+  def _note_generated(self, equation: Any, inputs: list[Value]) -> bool:
+    """Notes the leaves of a kernel in a product without data; returns whether it is one."""
+    product = _views.contraction(equation)
+    if product is None or self._named_kernels is None:
+      return False
+    kernel = self._kernel_of(equation, inputs)
+    if kernel is None:
+      return False
+    uses = [_use_in_product(view, kernel, product) for view in inputs[kernel].views]
+    generated = [use._replace(kind=GENERATED) for use in uses if use.kind == CONTRACTED]
+    if generated:
+      self._match(product, kernel, inputs)
+    self.places.append(generated)
+    return True
+
+  def _kernel_of(self, equation: Any, inputs: list[Value]) -> int | None:
+    """Which operand of a product is the kernel, if the other one can be its input."""
+    named = self._named_kernels or _NONE
+    first, second = (value.leaves for value in inputs[:2])
+    if first and second:
+      # A matrix times itself is a penalty.
+      only_first = first & named and not second & named
+      return None if first & second else (0 if only_first else 1)
+    kernel = 0 if first else 1
+    is_array = equation.invars[1 - kernel].aval.size > 1
+    return kernel if (first or second) and is_array else None
 
   def _match(self, product: _views.Contraction, kernel: int, inputs: list[Value]) -> None:
     """Notes the labels along which a product of a kernel and data matches and sums."""

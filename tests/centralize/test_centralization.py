@@ -1,7 +1,9 @@
 """Gradient centralization against MindSpore's recorded run, and against NumPy."""
 
+import functools
 import json
 import pathlib
+import warnings
 
 import chex
 import jax
@@ -269,6 +271,84 @@ def test_axes_by_pattern_keep_outputs_on_other_devices_apart():
 def test_nothing_to_centralize_warns():
   with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: bias"):
     optax_boost.centralize().init({"bias": jnp.ones(3)})
+  params = {"kernel": jnp.ones((3, 2))}
+  with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: kernel"):
+    optax_boost.centralize(exclude="kernel").init(params)
+
+
+def convolution(params, batch, groups=1):
+  """A convolution on grey images, or a depthwise one, by a kernel of (3, 3, 1, 4)."""
+  images = jnp.broadcast_to(batch, (2, 6, 6, groups))
+  numbers = ("NHWC", "HWIO", "NHWC")
+  return jnp.sum(
+    jax.lax.conv_general_dilated(
+      images,
+      params["conv"]["kernel"],
+      (1, 1),
+      "SAME",
+      dimension_numbers=numbers,
+      feature_group_count=groups,
+    )
+    ** 2
+  )
+
+
+def lookup(params, batch):
+  rows = params["conv"]["kernel"].reshape(9, 4)[jnp.int32(batch[:, 0, 0, 0])]
+  return jnp.sum(rows * batch[:, 0, 0])
+
+
+@pytest.mark.parametrize("loss", ["grey", "depthwise", "lookup"])
+def test_whether_there_is_any_kernel_is_told_by_the_loss_if_it_is_traced(loss):
+  """A kernel on grey images looks like a depthwise one; only of that a warning is true."""
+  loss_fn = lookup if loss == "lookup" else functools.partial(convolution, groups=1)
+  loss_fn = functools.partial(convolution, groups=4) if loss == "depthwise" else loss_fn
+  params = {"conv": {"kernel": gradient(3, 3, 1, 4)}}
+  batch = jnp.asarray(gradient(2, 6, 6, 1))
+  step = optax_boost.make_train_step(
+    loss_fn, optax.chain(optax_boost.centralize(), optax.sgd(1.0)), donate=False
+  )
+  state = step.init(params)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    after, _ = step(state, batch)
+    # Once is enough.
+    step(after, batch[:1])
+  assert [w.category for w in caught] == [optax_boost.NoEffectWarning] * (loss != "grey")
+  moved = after.params["conv"]["kernel"] - params["conv"]["kernel"]
+  is_centred = np.allclose(np.mean(moved, (0, 1, 2)), 0, atol=1e-6 * np.abs(moved).max())
+  assert is_centred == (loss == "grey")
+
+
+def test_in_a_loop_of_ones_own_the_first_update_warns_once():
+  params = {"conv": {"kernel": gradient(3, 3, 1, 4)}}
+  tx = optax_boost.centralize()
+  state = tx.init(params)
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"no kernel .* are: conv/kernel\."):
+    tx.update(params, state)
+  tx.update(params, state)
+
+
+@pytest.mark.parametrize("source", ["noise", "table"])
+def test_a_kernel_whose_input_is_made_without_data_is_centralized(source):
+  """Diffusion times that the loss draws, and a table that it closes over."""
+  times = gradient(16, 6)
+  shapes = {"trunk": (5, 8), "time": (6, 8), "head": (8, 3)}
+  params = {name: gradient(*shape) for name, shape in shapes.items()}
+  x = gradient(16, 5)
+
+  def loss_fn(params, x, key):
+    rows = jax.random.uniform(key, (16, 6)) if source == "noise" else times
+    hidden = jnp.tanh(x @ params["trunk"] + jnp.tanh(rows @ params["time"]))
+    return jnp.mean((hidden @ params["head"]) ** 2)
+
+  tx = optax.chain(optax_boost.centralize(), optax.sgd(1.0))
+  step = optax_boost.make_train_step(loss_fn, tx, donate=False)
+  state, _ = step(step.init(params), x, jax.random.key(0))
+  for name, before in params.items():
+    moved = state.params[name] - before
+    assert np.abs(moved).max() > 1e-3
+    np.testing.assert_allclose(np.mean(moved, 0), 0, atol=1e-6)
 
 
 def test_a_bad_gradient_spoils_only_its_own_output():

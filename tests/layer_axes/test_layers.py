@@ -422,3 +422,131 @@ def test_noise_of_a_key_in_a_batch_is_no_data_whether_the_key_is_typed_or_intege
     optax_boost.layer_groups(loss, params, (X, key)) for key in (KEY, jax.random.key_data(KEY))
   )
   assert integers.groups == typed.groups
+
+
+# The leaf `time` is a kernel whose input no data goes into; all others meet data.
+TIMES = np.linspace(0, 1, 12).reshape(2, 6)
+
+
+def noise(p, key, x):
+  return jax.random.uniform(key, (2, 6)) @ p["time"]
+
+
+def waves_of_noise(p, key, x):
+  steps = jax.random.randint(key, (2,), 0, 1000)
+  return jnp.sin(steps[:, None] * 10.0 ** jnp.arange(6)) @ p["time"]
+
+
+def a_table(p, key, x):
+  return jnp.asarray(TIMES) @ p["time"]
+
+
+def a_computed_table(p, key, x):
+  return jnp.cos(jnp.arange(12.0)).reshape(2, 6) @ p["time"]
+
+
+def rows_of_a_computed_table(p, key, x):
+  table = jnp.cos(jnp.arange(30.0)).reshape(5, 6) @ p["time"]
+  return table[jnp.argmax(x[:, :5], axis=1)]
+
+
+def kernel_first(p, key, x):
+  return (p["time"].T @ jnp.asarray(TIMES).T).T
+
+
+def vmapped_kernel_first(p, key, x):
+  return jax.vmap(lambda row: p["time"].T @ row)(jnp.asarray(TIMES))
+
+
+def in_a_scan(p, key, x):
+  return jax.lax.scan(lambda h, row: (h, row @ p["time"]), 0, jnp.asarray(TIMES))[1]
+
+
+@pytest.mark.parametrize(
+  "generated",
+  [
+    noise,
+    waves_of_noise,
+    a_table,
+    a_computed_table,
+    rows_of_a_computed_table,
+    kernel_first,
+    vmapped_kernel_first,
+    in_a_scan,
+  ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_kernel_whose_input_no_data_goes_into(generated, depth):
+  params = {"trunk": jnp.ones((8, 4)), "time": jnp.ones((6, 4)), "head": jnp.ones((4, 3))}
+  params["shift"] = jnp.ones((2, 4))
+  if depth == 2:
+    params["next"] = jnp.ones((4, 4))
+
+  def loss_fn(p, x, key):
+    of_time = generated(p, key, x)
+    of_time = jax.nn.gelu(of_time) @ p["next"] if depth == 2 else of_time
+    return jnp.sum(jnp.tanh(x @ p["trunk"] + jnp.tanh(of_time) + p["shift"]) @ p["head"])
+
+  kernels = dict.fromkeys(params.keys() - {"shift"}, ((0,), ()))
+  assert axes(loss_fn, params, X, KEY) == kernels | {"shift": ((), ())}
+
+
+def test_kernels_of_einsums_convolutions_and_experts_whose_input_no_data_goes_into():
+  params = {
+    "trunk": jnp.ones((8, 4)),
+    "heads": jnp.ones((2, 6, 2)),
+    "conv": jnp.ones((3, 6, 4)),
+    "experts": jnp.ones((2, 6, 4)),
+  }
+
+  def loss_fn(p, x, key):
+    noise = jax.random.normal(key, (2, 5, 6))
+    heads = jnp.einsum("bd,ndh->bnh", noise[:, 0], p["heads"]).reshape(2, 4)
+    conv = jax.lax.conv_general_dilated(
+      noise, p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    experts = jnp.einsum("etd,edf->etf", noise, p["experts"])
+    return jnp.sum(x @ p["trunk"] + heads + conv[:, 0]) + jnp.sum(x[:, :4] * experts[:, 0])
+
+  assert axes(loss_fn, params, X, KEY) == {
+    "conv": ((0, 1), ()),
+    "experts": ((1,), (0,)),
+    "heads": ((1,), ()),
+    "trunk": ((0,), ()),
+  }
+
+
+@pytest.mark.parametrize("layout", ["flax", "equinox"])
+def test_a_kernel_that_a_learned_table_goes_into(layout):
+  shapes = {"trunk": (8, 4), "table": (2, 6), "weight": (6, 4) if layout == "flax" else (4, 6)}
+
+  def loss_fn(p, x):
+    if layout == "flax":
+      of_table = p["table"] @ p["weight"]
+    else:
+      of_table = jax.vmap(lambda row: p["weight"] @ row)(p["table"])
+    return jnp.sum(jnp.tanh(x @ p["trunk"] + of_table))
+
+  params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+  assert axes(loss_fn, params, X) == {
+    "table": ((), ()),
+    "trunk": ((0,), ()),
+    "weight": ((0 if layout == "flax" else 1,), ()),
+  }
+
+
+def test_a_table_that_constants_resize_and_a_penalty_have_no_fan_in():
+  params = {"pos_embedding": jnp.ones((4, 8)), "pos_embed": jnp.ones((4, 8))}
+  params |= {"trunk": jnp.ones((8, 4)), "free": jnp.ones((8, 4))}
+
+  def loss_fn(p, x):
+    tables = [
+      jax.image.resize(p[name], (2, 8), "linear") for name in ("pos_embedding", "pos_embed")
+    ]
+    gram = p["free"].T @ p["free"]
+    return jnp.sum((x + sum(tables)) @ p["trunk"]) + jnp.sum(gram**2)
+
+  found = optax_boost.layer_axes(loss_fn, params, X)
+  pairs = zip(found.paths, found.axes, strict=True)
+  fan_ins = {path: of_leaf and of_leaf.fan_in for path, of_leaf in pairs}
+  assert fan_ins == {"free": None, "pos_embed": (), "pos_embedding": (), "trunk": (0,)}
