@@ -133,8 +133,8 @@ def with_spectrum(singular, rows=15, seed=0):
 
 @pytest.mark.parametrize("components", [4, 5, 6])
 def test_small_components_are_as_exact_as_a_float32_svd_of_the_rows(components):
-  # Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from its rounding errors. It
-  # mixes those that are asked for with the rest, so more directions are computed than are asked for.
+  # Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from its rounding errors.
+  # It mixes those that are asked for with the rest, so more directions than these are computed.
   singular = np.array([1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e-4])
   rows, right = with_spectrum(singular)
   found = optax_boost.fit_subspace(tree(rows), components)
