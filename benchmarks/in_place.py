@@ -23,7 +23,11 @@ leaves. Ratios are medians of the ratios within a round.
 
 What such a step can't go below: `carried` takes params and state through the call untouched, as a
 call takes its time for each array; `read twice` reads the gradients once more, for their sum, as a
-check of them must before anything is written."""
+check of them must before anything is written.
+
+`dynamic_loss_scale` computes a step once ahead, to see whether its result is finite; `gradients` is
+`check="gradients"`, which looks at the gradients alone; `two calls` are `update` and
+`optax.apply_updates`."""
 
 ENTRIES = 10_000_000
 LEAVES = (40, 161)
@@ -103,7 +107,7 @@ def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: in
   def optaxes(title: str, tx: optax.GradientTransformation, calls: int = 1) -> _harness.Contender:
     return contender(title, two_calls(tx), tx.init(params), params, calls)
 
-  accumulate = optax_boost.accumulate
+  accumulate, scale = optax_boost.accumulate, optax_boost.dynamic_loss_scale
   idle = (params, tx.init(params))
   total = jnp.zeros([])
   of = f"{name}, {leaves} leaves"
@@ -135,7 +139,10 @@ def compare(name: str, tx: optax.GradientTransformation, leaves: int, rounds: in
       [
         optaxes(name, tx),
         contender(f"{name}, read twice", reading_twice(two_calls(tx)), (total, idle[1]), params),
-        ours("dynamic_loss_scale", optax_boost.dynamic_loss_scale(tx)),
+        ours("dynamic_loss_scale", scale(tx)),
+        ours("dynamic_loss_scale, gradients", scale(tx, check="gradients")),
+        optaxes("dynamic_loss_scale, two calls", scale(tx)),
+        optaxes("dynamic_loss_scale, gradients, two calls", scale(tx, check="gradients")),
         optaxes("optax.apply_if_finite", optax.apply_if_finite(tx, 5)),
       ],
       [name, "optax.apply_if_finite"],
