@@ -20,8 +20,8 @@ from optax_boost import _conditional
 # of their number.
 _SMALL = 8192
 _TOGETHER = 8
-# So many entries are summed before the next sums, where XLA stores them: in jaxlib 0.10.2 for CPUs a
-# step of `dynamic_loss_scale` without these links takes six times as long (benchmarks.in_place).
+# So many entries are summed before the next sums, where XLA stores them: in jaxlib 0.10.2 for CPUs
+# a step of `dynamic_loss_scale` without these links takes six times as long (benchmarks.in_place).
 _LINK = 2**19
 
 
