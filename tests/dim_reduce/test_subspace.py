@@ -131,18 +131,25 @@ def with_spectrum(singular, rows=15, seed=0):
   return left * singular @ right, right
 
 
-@pytest.mark.parametrize("components", [4, 5, 6])
-def test_small_components_are_as_exact_as_a_float32_svd_of_the_rows(components):
-  # Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from its rounding errors.
-  # It mixes those that are asked for with the rest, so more directions than these are computed.
-  singular = np.array([1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e-4])
-  rows, right = with_spectrum(singular)
+@pytest.mark.parametrize(
+  ("singular", "components"),
+  [
+    ([1.0, 1e-1, 1e-2, 1e-3, 3e-4, 1e-4], 6),
+    # Variances that differ by less than the Gram matrix's rounding errors, so it mixes directions
+    # that are asked for with others. More are computed than are asked for.
+    ([1.0, 1e-2, 1e-4, 7e-5, 5e-5], 3),
+    ([1.0, 1e-2, 1e-4, 7e-5, 5e-5], 4),
+  ],
+)
+def test_small_components_are_as_exact_as_a_float32_svd_of_the_rows(singular, components):
+  """Variances from 1 to 1e-8: the Gram matrix alone can't tell the last from rounding errors."""
+  rows, right = with_spectrum(np.array(singular))
   found = optax_boost.fit_subspace(tree(rows), components)
-  singular, right = singular[:components], right[:components]
   basis = flat(found.basis)
   np.testing.assert_allclose(basis @ basis.T, np.eye(components), atol=2e-6)
-  np.testing.assert_allclose(np.sqrt(14 * found.explained_variance), singular, rtol=2e-3)
-  np.testing.assert_allclose(np.abs(np.sum(basis * right, axis=1)), 1, atol=1e-4)
+  deviations = np.sqrt(14 * found.explained_variance)
+  np.testing.assert_allclose(deviations, singular[:components], rtol=2e-3)
+  np.testing.assert_allclose(np.abs(np.sum(basis * right[:components], axis=1)), 1, atol=1e-4)
 
 
 def test_snapshots_keep_their_digits_around_a_large_mean():
