@@ -228,6 +228,13 @@ class Comparison:
         holder = node.hyperparams if field == "learning_rate" else node._asdict()
         self.check(moment, f"{wanted.name}.{field}", holder[field], value, (i,))
     if any(node.name == "AverageParamsState" for node in states):
+      # In a pair of params only the fast ones are averaged, or both are.
+      inside_pair = {"fast", "slow"} & {p.partition("/")[0] for p in params} and names[0] == (
+        "LookaheadState"
+      )
+      if inside_pair:
+        found_params = found_params.fast
+        params = eager.Lookahead.side(params, "fast")
       averaged = optax_boost.averaged_params(found_state, found_params)
       of_run = dataclasses.replace(self.run, observed=flat(averaged))
       wanted_average = of_run.round(eager.averaged_params(state, params))
@@ -248,10 +255,11 @@ def run(order, base, door, dtype="float32"):
     steps = list(zip(of_base, weights, strict=True))
     try:
       program = Program(order, base, door, dtype)
-      comparison.compare("init", program.init(), (oracle.params, oracle.state))
+      initial = program.init()
       found = program.step(*steps[0])
     except ValueError as error:
       raise Refused(str(error)) from error
+    comparison.compare("init", initial, (oracle.params, oracle.state))
     for t, (grads, weight) in enumerate(steps):
       if t:
         found = program.step(grads, weight)

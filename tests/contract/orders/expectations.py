@@ -83,6 +83,9 @@ def may_be_refused(order, dtype="float32"):
       # Synchronization changes updates after a snapshot, and moves frozen leaves.
       if outer == "lookahead" and inner in ("average_params", "freeze_layers"):
         return True
+      # `make_train_step` must find the groups, which a factory hides.
+      if outer == "inject_hyperparams" and inner == "freeze_layers":
+        return True
       # A window of one micro-step is no accumulation, but its state looks like any other's.
       if outer == "freeze_layers" and inner == "accumulate":
         return True

@@ -31,6 +31,7 @@ every nesting. What the cards leave open is decided here so:
   wrapper leaves a bad gradient out. That is the step of the optimizer, not the micro-batch that
   joins a window's sum: a bad one that `accumulate` keeps spoils its window, which ends without a
   step. The innermost of these wrappers around the step counts it.
+- An `average_params` averages the masters inside `master_weights`, the rounded params elsewhere.
 - An `average_params` in `optax.lookahead` averages the fast params before they are synchronized;
   in `optax.masked` and `optax.partition` the leaves that it sees.
 - Masters follow params that something else has moved whenever `update` is called. In a step that
@@ -147,8 +148,11 @@ class Run:
   trained: dict[str, int] | None = None
   in_place: bool = False
 
-  def land(self, params, updates, old, new):
-    """The params after a step that led from one state to the next."""
+  def land(self, params, updates, old, new, rounding="nearest"):
+    """The params after a step that led from one state to the next.
+
+    `rounding` is "nearest", "random" inside `stochastic_rounding`, None for masters.
+    """
     landed = tree_map(np.add, params, updates)
     for before, after in zip(old.nodes(), new.nodes(), strict=True):
       permutes = self.in_place and after.name == "LapermState" and after["synced"]
@@ -156,13 +160,18 @@ class Run:
         landed |= {
           path: np.where(np.isfinite(params[path]), landed[path], p)
           for path, p in after["permuted_params"].items()
+          # Not of a pair of params.
+          if path in landed
         }
-    return self.round(landed)
+    if rounding is None:
+      return landed
+    return self.round(landed) if rounding == "nearest" else self.round_randomly(landed)
 
   def round(self, tree):
     """Params rounded to the nearest numbers of their dtype.
 
-    In the middle between two, but for rounding errors of float32, to the observed one.
+    Next to the middle between two, as far as float32 may be off, to the observed one. In the very
+    middle, where short binary fractions may be, to the even one.
     """
     if self.dtype == "float32":
       return tree
@@ -170,8 +179,9 @@ class Run:
     def choose(path, x):
       low, high = neighbours(x)
       found = self.observed[path]
-      tie = (abs(x - (low + high) / 2) <= 2.0**-19 * abs(x)) & ((found == low) | (found == high))
-      return np.where(tie, found, nearest(x))
+      off = abs(x - (low + high) / 2)
+      close = (off > 0) & (off <= 2.0**-19 * abs(x))
+      return np.where(close & ((found == low) | (found == high)), found, nearest(x))
 
     return {path: choose(path, x) for path, x in tree.items()}
 
@@ -625,8 +635,8 @@ class StochasticRounding:
 class AverageParams:
   """`average_params`: the mean of the snapshots after `start`, or with weights that decay."""
 
-  def __init__(self, inner, run, *, start=None, decay=None, every=1):
-    self.inner, self.run = inner, run
+  def __init__(self, inner, run, rounding, *, start=None, decay=None, every=1):
+    self.inner, self.run, self.rounding = inner, run, rounding
     self.start, self.decay, self.every = start, decay, every
 
   def init(self, params):
@@ -647,7 +657,7 @@ class AverageParams:
         mixed = snapshot if taken == 1 else a + (snapshot - a) * share
         return np.where(np.isfinite(mixed), mixed, a)
 
-      snapshot = self.run.land(params, updates, state.inner[0], inner)
+      snapshot = self.run.land(params, updates, state.inner[0], inner, self.rounding)
       average = tree_map(blend, average, snapshot)
     fields = {"average": average, "count": count, "snapshot_count": taken}
     return updates, state.after([inner], **fields), made

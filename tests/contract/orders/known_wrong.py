@@ -12,6 +12,7 @@ def orders(text):
 # it is made in place.
 IN_FLOAT32 = orders("""
   laperm > multi_steps
+  multi_steps > laperm
 """)
 
 IN_BFLOAT16 = orders("""

@@ -281,15 +281,15 @@ MASK = {name: name not in HIDDEN for name in SHAPES}
 LABELS = {name: "hidden" if name in HIDDEN else "seen" for name in SHAPES}
 
 
-def interpret(order, base, run, rate=None, *, wide=False):
-  """The same composition for the interpreter; `wide`: inside a wrapper that keeps float32."""
+def interpret(order, base, run, rate=None, rounding="nearest"):
+  """The same composition for the interpreter; `rounding` as of `Run.land`."""
   rate = eager.Rate(RATE) if rate is None else rate
   if not order:
     return interpret_base(base, rate, run)
   name, *inside = order
 
-  def make(rate=rate, wide=wide):
-    return interpret(inside, base, run, rate, wide=wide)
+  def make(rate=rate, rounding=rounding):
+    return interpret(inside, base, run, rate, rounding)
 
   if name in EVERY:
     every = EVERY[name] if callable(EVERY[name]) else lambda _: EVERY[name]
@@ -297,15 +297,14 @@ def interpret(order, base, run, rate=None, *, wide=False):
   if name in SCALES:
     return eager.DynamicLossScale(make(), **SCALES[name])
   if name in AVERAGES:
-    of_run = dataclasses.replace(run, dtype="float32") if wide else run
-    return eager.AverageParams(make(), of_run, **AVERAGES[name])
+    return eager.AverageParams(make(), run, rounding, **AVERAGES[name])
   if name.startswith("freeze_"):
     freezing = freezings()[name.removeprefix("freeze_")]
     return eager.FreezeLayers(make(), run, GROUPS, freezing.depths, freezing.factors)
   if name in ("master_weights", "master_weights_key"):
-    return eager.MasterWeights(make(wide=True), run, keyed=name == "master_weights_key")
+    return eager.MasterWeights(make(rounding=None), run, keyed=name == "master_weights_key")
   if name == "stochastic_rounding":
-    return eager.StochasticRounding(make(wide=True), run)
+    return eager.StochasticRounding(make(rounding="random"), run)
   if name == "layerwise_decay":
     return eager.Chain(make(), eager.LayerwiseDecay(GROUPS, DECAY))
   if name == "switch_after":
