@@ -307,8 +307,9 @@ def _averages(state: AverageParamsState, params: optax.Params) -> list[jax.Array
   (taken,) = jax.tree.leaves(state.snapshot_count)
   targets = jax.tree.leaves(params, is_leaf=_tree.is_masked)
   averages = _masking.leaves_like(state.average, params)
-  pairs = list(zip(averages or [None] * len(targets), targets, strict=True))
-  if not all(_tree.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs):
+  pairs = list(zip(averages or [], targets, strict=False))
+  fits = [_tree.is_masked(a) or jnp.shape(a) == jnp.shape(p) for a, p in pairs]
+  if averages is None or not all(fits):
     raise ValueError(
       "`averaged_params` needs the params that the state is of; got the shapes"
       f" {_base.shorten(jax.tree.map(jnp.shape, params), 200)} for averages of the shapes"

@@ -17,6 +17,7 @@ The class of a method's state may declare tuples of names:
   normalizes  anything, if the method divides such factors away, as Adam does
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
+  exact_if  fields with a scalar bool, if not every step leads to the exact params
 
 The train step knows four requests and no method:
 
@@ -72,7 +73,7 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 
 
 # The declarations that name fields.
-_FIELDS = ("metrics", "requests", "outcome", "exact")
+_FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
 # Declarations for optax's states.
 _OPTAX: dict[tuple[Any, str], tuple[str, ...]] = {
   (optax.MultiStepsState, "gathers"): ("optax.MultiSteps",),

@@ -18,6 +18,7 @@ becomes a part of the loop's work on each leaf.
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -254,7 +255,7 @@ def add_updates(
 ) -> optax.Params:
   """``optax.apply_updates``, without its rounding where a state holds the exact new params."""
 
-  def reach(total: Any, param: Any, update: Any, exact: Any) -> Any:
+  def reach(reached: Any, total: Any, param: Any, update: Any, exact: Any) -> Any:
     if _tree.is_masked(exact) or jnp.shape(exact) != jnp.shape(total):
       return total
     exact = _conditional.in_device_memory(exact).astype(total.dtype)
@@ -262,15 +263,19 @@ def add_updates(
     step = exact.astype(wide) - param.astype(wide)
     # Relative to the step: whatever else changes an update, as a frozen leaf's zero, is added.
     leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
-    return jnp.where(leads, exact, total)
+    return jnp.where(leads & reached, exact, total)
 
   new = optax.apply_updates(params, updates)
   structure: Any = jax.tree.structure(params, is_leaf=_tree.is_masked)
   for node in _protocol.declaring_states(state, "exact"):
+    reached: Any = True
+    for name in _protocol.declared(node, "exact_if"):
+      reached = reached & getattr(node, name)
+    reach_if = functools.partial(reach, reached)
     for name in _protocol.declared(node, "exact"):
       trees = (new, params, updates, getattr(node, name))
       leaves = [_masking.leaves_like(tree, params) for tree in trees]
       fitting = [of_tree for of_tree in leaves if of_tree is not None]
       if len(fitting) == len(trees):
-        new = jax.tree.unflatten(structure, list(map(reach, *fitting)))
+        new = jax.tree.unflatten(structure, list(map(reach_if, *fitting)))
   return new

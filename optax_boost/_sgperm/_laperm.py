@@ -33,7 +33,9 @@ from optax_boost._sgperm import _sorting
 _METHOD = "laperm"
 
 
-@_protocol.declares(exact=("permuted_params",), outcome=("made",), replaces=("laperm",))
+@_protocol.declares(
+  exact=("permuted_params",), exact_if=("synced",), outcome=("made",), replaces=("laperm",)
+)
 class LapermState(NamedTuple):
   """State of :func:`laperm`: two copies of the params and the inner state.
 

@@ -554,3 +554,11 @@ def test_half_precision_params_are_averaged_as_they_are_stored(dtype, door):
 
   after, state = step(grads, tx.init(params), params)
   np.testing.assert_array_equal(state.average, after.astype(jnp.float32))
+
+
+def test_averages_of_other_params_than_a_pair_are_refused():
+  params = {"w": jnp.ones(2)}
+  state = optax_boost.average_params(optax.sgd(0.1), start=0).init(params)
+  pair = optax.LookaheadParams.init_synced(params)
+  with pytest.raises(ValueError, match="`averaged_params` needs the params that the state is of"):
+    optax_boost.averaged_params(state, pair)
