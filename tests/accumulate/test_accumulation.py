@@ -175,7 +175,7 @@ def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf, 10**400, jnp.float32(-1)])
-def test_refuses_a_weight_that_is_no_number_of_examples(weight):
+def test_refuses_a_weight_that_cannot_be_a_number_of_examples(weight):
   tx = optax_boost.accumulate(optax.sgd(0.1), 2)
   with pytest.raises(ValueError, match=r"`weight` must be finite and >= 0"):
     tx.update(jnp.ones(1), tx.init(jnp.ones(1)), weight=weight)
@@ -183,7 +183,9 @@ def test_refuses_a_weight_that_is_no_number_of_examples(weight):
 
 @pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
 @pytest.mark.parametrize("not_finite", ["drop", "keep"])
-def test_a_traced_weight_that_is_no_number_of_examples_is_left_out_and_counted(weight, not_finite):
+def test_a_traced_weight_that_cannot_be_a_number_of_examples_is_left_out_and_counted(
+  weight, not_finite
+):
   tx = optax_boost.accumulate(optax.sgd(1.0), every=2, not_finite=not_finite)
   state = tx.init(jnp.zeros(1))
   update = jax.jit(lambda g, state, weight: tx.update(g, state, weight=weight))

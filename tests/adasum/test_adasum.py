@@ -440,7 +440,7 @@ def test_gradients_that_shard_map_has_summed_already_are_refused():
     step({"w": jnp.ones(3)}, jnp.ones((2, 3)))
 
 
-def test_where_a_gather_cannot_say_that_its_result_is_the_same_a_sum_does(monkeypatch):
+def test_a_sum_replaces_a_gather_whose_result_cannot_be_declared_equal_on_all_devices(monkeypatch):
   tx, stacked = optax_boost.adasum("replicas"), gradients(3)
   expected, _ = on_devices(tx, stacked)
   gather = jax.lax.all_gather

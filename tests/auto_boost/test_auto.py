@@ -411,7 +411,7 @@ def test_adasum_of_weight_deltas_over_servers_is_mindspores():
     on_servers(boost.optimizer(optax.sgd(0.1)), cast=False)
 
 
-def test_adasum_of_a_level_is_on_gradients_and_that_of_a_configuration_on_updates():
+def test_a_level_applies_adasum_to_gradients_and_a_configuration_applies_it_to_updates():
   adasum, adam = optax_boost.adasum("x"), optax.adam(0.05)
   level = auto_boost("O2", total_steps=4, axis_name="x")
   only = manual(adasum=True, less_bn=False, grad_freeze=False)

@@ -96,7 +96,7 @@ SKIPPING = {
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("name", SKIPPING)
 @pytest.mark.parametrize("step", [optax_boost.apply_gradients, two_calls])
-def test_skipped_steps_are_no_snapshots(name, outside, step):
+def test_skipped_steps_do_not_count_as_snapshots(name, outside, step):
   wrap = SKIPPING[name]
   average = functools.partial(optax_boost.average_params, start=0)
   tx = wrap(average(optax.sgd(0.25))) if outside else average(wrap(optax.sgd(0.25)))

@@ -184,7 +184,7 @@ def test_the_first_trial_costs_one_forward_pass_and_each_that_fails_one_more():
     assert float(state.accepted_rho) == length
 
 
-def test_the_share_of_the_gradient_and_the_curvature_are_those_of_the_loss():
+def test_the_share_of_the_gradient_and_the_curvature_agree_with_the_loss():
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.0)
   train = optax_boost.make_train_step(loss_fn, tx)
   state, _ = train(train.init(PARAMS), 1.0)
@@ -430,7 +430,7 @@ def rosenbrock(x):
   return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
 
 
-def test_the_default_minimizes_rosenbrocks_function_where_two_trials_stand_still():
+def test_the_default_minimizes_rosenbrocks_function_on_which_two_trials_make_no_step():
   losses, metrics = losses_of(
     optax_boost.dim_reduce(whole_space(4)), rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100
   )
@@ -509,7 +509,7 @@ def test_a_search_begins_longer_only_if_the_last_ones_first_trial_was_accepted(
   assert _quasi_newton.next_step(search, first, no, jnp.float32(1), 0.5) == expected
 
 
-def test_a_gradient_of_zero_is_no_rejected_step():
+def test_a_gradient_of_zero_does_not_count_as_a_rejected_step():
   losses, metrics = losses_of(
     optax_boost.dim_reduce(whole_space(2)), lambda x: jnp.sum(x**2), np.zeros(2), 3
   )
@@ -627,7 +627,7 @@ def takes_grad():
 
 
 @pytest.mark.parametrize("value", [jnp.ones(2), "low", None, 1j])
-def test_a_loss_that_is_no_scalar_is_refused(value):
+def test_a_loss_must_be_a_scalar(value):
   tx = optax_boost.dim_reduce(SUBSPACE)
   state = tx.init(PARAMS)
   if value is not None:
@@ -676,7 +676,7 @@ def test_a_subspace_fits_whatever_the_arrays_of_the_params_are_wrapped_in():
     ({"max_search": "all"}, ValueError, r"`max_search` must be one of 'auto'; got 'all'"),
   ],
 )
-def test_refuses_what_is_no_subspace_and_no_search(kwargs, error, text):
+def test_refuses_bad_subspaces_and_bad_settings_of_the_search(kwargs, error, text):
   with pytest.raises(error, match=text):
     optax_boost.dim_reduce(**{"subspace": SUBSPACE} | kwargs)
 

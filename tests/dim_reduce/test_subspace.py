@@ -77,7 +77,7 @@ def assert_fits(subspace, rows, rtol=1e-4):
 
 
 @pytest.mark.parametrize("case", ["wide", "tall", "wide32"])
-def test_exact_components_are_those_of_the_reference(x64, case):
+def test_exact_components_agree_with_mindspore(x64, case):
   with np.load(GOLDEN) as golden:
     data, expected = golden[f"{case}_data"], golden[f"{case}_components_full"]
     singular = golden[f"{case}_singular_values"]
@@ -99,7 +99,7 @@ def test_exact_components_are_those_of_the_reference(x64, case):
   closeness.assert_within_ulps(subspace.explained_variance, variance, terms, 6)
 
 
-def test_randomized_components_are_those_of_the_reference_with_its_random_numbers(x64):
+def test_randomized_components_agree_with_mindspore_for_its_random_numbers(x64):
   with np.load(GOLDEN) as golden:
     data, expected = golden["wide_data"], golden["wide_components_randomized"]
     omega = golden["wide_omega"]
@@ -116,7 +116,7 @@ def aligned(rows, expected):
 
 
 @pytest.mark.parametrize("components", [3, 13])
-def test_exact_components_are_those_of_a_dense_svd(components):
+def test_exact_components_agree_with_a_dense_svd(components):
   for seed in range(4):
     rows = walk(seed=seed)
     assert_fits(optax_boost.fit_subspace(rows, components), rows)
@@ -405,13 +405,13 @@ def test_snapshots_of_different_trees_are_refused():
     ({}, r"at least one leaf; got an empty tree"),
   ],
 )
-def test_what_is_no_snapshots_is_refused(snapshots, text):
+def test_other_things_than_snapshots_are_refused(snapshots, text):
   with pytest.raises(ValueError, match=text):
     optax_boost.fit_subspace(snapshots, 1)
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])
-def test_an_optimizer_state_without_a_trajectory_is_no_stacked_tree(tx):
+def test_an_optimizer_state_without_a_trajectory_is_refused_as_snapshots(tx):
   step = optax_boost.make_train_step(lambda p, b: jnp.sum(p), tx)
   state = step.init(jnp.ones((3, 2)))
   for source in (state, state.opt_state):

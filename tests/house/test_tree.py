@@ -145,6 +145,6 @@ def test_a_callable_module_of_bools_is_a_mask():
 
 
 @pytest.mark.parametrize("exclude", [np.array([True, False]), jnp.array([True, False])])
-def test_an_array_is_no_selector(exclude):
+def test_an_array_is_refused_as_a_selector(exclude):
   with pytest.raises(TypeError, match=r"`exclude` must be regular expressions, a tree of bools"):
     optax_boost.lars(0.1, exclude=exclude)

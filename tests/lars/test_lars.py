@@ -393,7 +393,7 @@ def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platfor
   chex.assert_trees_all_close(jax.jit(step)(grads, params), expected, rtol=1e-5)
 
 
-def test_there_is_no_buffer_beyond_the_norms():
+def test_the_step_needs_memory_for_the_norms_only():
   shapes = [(256, 256), (512, 128), (3, 3, 64, 64)]
   params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
   tx = optax_boost.lars(0.1, 1e-4)
@@ -558,7 +558,7 @@ def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch
   assert updates["a"].sharding.is_equivalent_to(params["a"].sharding, 4)
 
 
-def test_derivatives_of_a_step_are_those_of_its_formula():
+def test_derivatives_of_a_step_equal_the_derivatives_of_its_formula():
   """With respect to the initial params, as in meta-learning; a layer of zeros has ratio 1."""
   rng = np.random.default_rng(0)
   kernels = {"hidden": rng.normal(size=(3, 4)), "zeros": np.zeros((4, 2))}

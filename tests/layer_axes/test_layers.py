@@ -199,7 +199,7 @@ def test_rows_of_embeddings_are_looked_up():
   assert set(found.values()) == {((), ())}
 
 
-def test_the_kernel_after_an_embedding_is_no_embedding():
+def test_the_kernel_after_an_embedding_is_not_taken_for_an_embedding():
   params = {"rows": jnp.ones((9, 8)), "kernel": jnp.ones((8, 4))}
   found = axes(lambda p, tokens: jnp.sum(p["rows"][tokens] @ p["kernel"]), params, TOKENS)
   assert found == {"kernel": ((0,), ()), "rows": ((), ())}
@@ -406,7 +406,7 @@ def test_ranks_are_sorted_again_where_a_later_step_knows_the_layers():
     np.testing.assert_array_equal(jnp.sort(moved, None), jnp.sort(first, None))
 
 
-def test_noise_of_a_key_in_a_batch_is_no_data_whether_the_key_is_typed_or_integers():
+def test_a_key_passed_as_integers_gives_the_same_order_of_layers_as_a_typed_key():
   """A layer that only noise enters has the place where its output meets the data."""
   params = {"first": jnp.ones((8, 8)), "noisy": jnp.ones((8, 8)), "third": jnp.ones((8, 2))}
 

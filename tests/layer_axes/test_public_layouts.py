@@ -77,7 +77,7 @@ def half(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_stacked_leaves_are_those_of_the_layers(name):
+def test_the_stacked_leaves_are_exactly_the_leaves_of_the_layers(name):
   layout = traced(name)
   axes = stacked(layout)
   paths, found = _tree.leaf_paths(layout.params), set(axes)

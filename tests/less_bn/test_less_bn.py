@@ -312,7 +312,7 @@ def test_the_last_dense_layer_becomes_a_head_that_keeps_its_weights():
   np.testing.assert_allclose(module.apply(variables, X), expected, rtol=1e-5)
 
 
-def test_a_dense_layer_with_others_after_it_is_no_head():
+def test_a_dense_layer_before_other_layers_is_not_taken_for_the_head():
   model = nnx.eval_shape(lambda: NnxNet(block=Gated))
   model.last = nnx.Conv(8, 5, (1,), rngs=nnx.Rngs(0))
   with pytest.warns(optax_boost.NoEffectWarning, match="finds no last dense layer"):

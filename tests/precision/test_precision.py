@@ -275,7 +275,7 @@ def test_a_bad_gradient_leaves_masters_and_the_inner_state_as_they_were(inner, b
   assert jnp.all(updates < 0)
 
 
-def test_what_the_inner_optimizer_copes_with_is_no_bad_step():
+def test_gradients_that_the_inner_optimizer_can_handle_do_not_count_as_bad():
   tx = optax_boost.master_weights(optax.chain(optax.zero_nans(), optax.sgd(1.0)))
   params = jnp.ones(2)
   updates, state = tx.update(jnp.array([jnp.nan, 0.5]), tx.init(params), params)

@@ -68,7 +68,7 @@ def by_hand(rate, seed, steps=6):
   return np.array(losses), path
 
 
-def test_curves_are_those_of_a_plain_loop_with_the_same_seeds(raced):
+def test_curves_equal_the_curves_of_a_plain_loop_with_the_same_seeds(raced):
   for name, rate in (("sgd", 0.05), ("fast", 0.1)):
     assert raced.spent[name]["steps"].tolist() == [2, 4, 6]
     for row, seed in enumerate(raced.seeds):
@@ -160,7 +160,7 @@ def result_of(complete=True, **methods):
   return RaceResult(seeds, curves, spent, complete)
 
 
-def test_budgets_are_those_of_the_cheapest_and_curves_are_interpolated_there():
+def test_the_cheapest_sets_the_budgets_at_which_curves_are_interpolated():
   result = result_of(
     cheap=([[9, 8, 7], [9, 6, 5]],),
     dear=([[6, 4, 2], [4, 3, 1]], (2, 4, 6), (1.5, 3.5, 5.0)),
@@ -198,7 +198,7 @@ def test_a_table_compares_at_each_budget():
   assert [row.split()[-2] for row in costs.splitlines()[2:]] == ["1e+03", "2e+03"]
 
 
-def test_a_budget_spent_before_the_first_point_is_no_value():
+def test_a_budget_spent_before_the_first_point_has_no_value():
   result = result_of(cheap=([[9, 8, 7]],), dear=([[1, 1, 1]], (10, 20, 30)))
   assert np.isnan(result.values("dear", LOSS, "gradient_evaluations")).all()
   row = next(line for line in result.table().splitlines() if "dear" in line)

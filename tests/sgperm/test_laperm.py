@@ -77,7 +77,7 @@ def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
   np.testing.assert_array_equal(np.sort(now["bias"]), np.sort(start["bias"]))
 
 
-def test_a_leaf_that_is_frozen_during_a_synchronization_stands_still():
+def test_a_leaf_that_is_frozen_during_a_synchronization_is_not_updated():
   start = params()
   tx = optax_boost.freeze_layers(
     optax_boost.laperm(optax.sgd(0.5), sync_every=2),
@@ -119,7 +119,7 @@ def test_the_period_can_be_a_function_of_the_steps_made():
     run(optax_boost.laperm(optax.sgd(1.0), lambda count: jnp.ones(2)), "float32", 1)
 
 
-def test_micro_steps_of_an_accumulation_inside_are_no_steps():
+def test_micro_steps_of_an_accumulation_inside_do_not_count_as_steps():
   tx = optax_boost.laperm(optax_boost.accumulate(optax.sgd(1.0), every=3), sync_every=2)
   flags, now, state = run(tx, "float32", 8)
   # After a synchronization params stay a permutation until the next inner step.
@@ -131,7 +131,7 @@ def test_micro_steps_of_an_accumulation_inside_are_no_steps():
   assert np.any(now["kernel"] != params()["kernel"])
 
 
-def test_steps_that_a_loss_scale_inside_skips_are_no_steps():
+def test_steps_that_a_loss_scale_inside_skips_do_not_count():
   def overflowing(t):
     return jax.tree.map(lambda g: jnp.where(t == 1, jnp.inf, g), grads(t))
 

@@ -142,7 +142,7 @@ def test_weights_take_few_bits(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(nnx, "as_pure"), reason="older optimizers refuse hidden leaves")
-def test_the_params_of_an_nnx_model_are_those_of_its_optimizers_state(tmp_path):
+def test_the_params_of_an_nnx_model_equal_the_params_in_its_optimizers_state(tmp_path):
   model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
   tx = optax_boost.laperm(optax.sgd(0.1), sync_every=1, exclude="bias")
   state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state

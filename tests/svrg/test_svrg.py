@@ -461,7 +461,7 @@ def test_inside_masked_a_closure_that_knows_no_hidden_leaves_gets_advice(name):
     tx.update(START, tx.init(START), START, **extra)
 
 
-def test_a_line_search_behind_it_does_not_refuse_the_full_gradient():
+def test_a_line_search_after_svrg_accepts_the_full_gradient():
   step = optax_boost.make_train_step(
     loss_fn,
     optax.chain(optax_boost.svrg(4), optax.lbfgs()),
@@ -628,7 +628,7 @@ def padded():
   return stacked
 
 
-def test_padding_is_no_example_streamed_or_scanned():
+def test_padding_does_not_count_as_examples_streamed_or_scanned():
   stacked = padded()
   weigh = {"weight_fn": lambda batch: batch["mask"].sum()}
   gradient = jax.grad(masked_loss)
@@ -786,7 +786,7 @@ def test_full_gradient_refuses_what_it_cannot_average(source, gradient, error, m
 
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, jnp.float32("inf"), "5", jnp.ones([]) * 1j])
-def test_a_weight_that_is_no_finite_number_is_refused_or_in_a_scan_not_taken(weight):
+def test_a_weight_that_is_not_a_finite_number_is_refused_or_left_out_in_a_scan(weight):
   def full_gradient(data, **kwargs):
     weigh = {"weight_fn": lambda batch: weight}
     return optax_boost.full_gradient(GRADIENT, START, data, **weigh, **kwargs)

@@ -143,7 +143,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize(("kind", "programs"), WRITERS.values(), ids=WRITERS)
-def test_writes_of_the_forward_pass_are_those_of_the_loop_that_flax_documents(kind, programs):
+def test_the_forward_pass_writes_what_the_loop_in_flaxs_documentation_writes(kind, programs):
   traced = []
 
   def loss(model, batch):
@@ -375,7 +375,7 @@ def test_a_full_pass_draws_for_each_batch_and_leaves_the_rngs_alone(rng):
   assert counts(model, *([rng] if isinstance(rng, nnx.Rngs) else [])) == before
 
 
-def test_statistics_of_frozen_layers_stand_still_with_rngs_and_where_a_variable_appears():
+def test_statistics_of_frozen_layers_do_not_change_with_rngs_or_with_a_new_variable():
   def loss(model, batch, rngs):
     model.hidden.sown = nnx.Intermediate(batch["x"][0])
     return loss_fn(model, batch)[0]

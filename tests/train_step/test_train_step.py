@@ -311,7 +311,7 @@ def test_a_weight_without_accumulation_warns_once(name):
   assert all("`weight` has no effect in this step" in text for text in texts)
 
 
-def test_the_same_key_draws_anew_at_every_step_and_again_after_a_restart(tmp_path):
+def test_one_key_draws_other_numbers_at_every_step_and_the_same_after_a_restart(tmp_path):
   step = normed_step(optax.sgd(0.0), donate=False)
   state = step.init(*initial())
   losses = []
