@@ -92,24 +92,23 @@ def centralize(
     mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
     return (wide - mean).astype(g.dtype)
 
+  def is_idle(plan: list[tuple[_layers.Leaf, bool]]) -> bool:
+    return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
+
   def warn_if_idle(tree: Any, layers: _layers.Layers | None) -> None:
-    plan = kernels.of(tree, layers)
-    if plan and not any(fan_in(leaf) for leaf, skip in plan if not skip):
+    if is_idle(plan := kernels.of(tree, layers)):
       paths = [leaf.path for leaf, _ in plan]
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
 
-  def may_hold_kernels(tree: Any) -> bool:
-    """Whether a trace of the loss might find kernels that names and shapes don't tell."""
-    plan = kernels.of(tree)
-    by_rule = layers is None and _tree.is_auto(exclude)
-    return any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan)
-
   warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
-  # The paths of trees of which the first update tells whether there is any kernel.
+  # The paths of trees of which the first update tells whether there is any kernel: a trace of the
+  # loss may find kernels that their names and shapes don't tell.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
-    if may_hold_kernels(params):
+    plan = kernels.of(params)
+    by_rule = layers is None and _tree.is_auto(exclude)
+    if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
       undecided.add(tuple(_tree.leaf_paths(params)))
     else:
       warn_once_if_idle(params, None)
