@@ -178,7 +178,7 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
 
 def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
   """Whether the counters in a node belong to "moments", to the "run", or are "unclear"."""
-  counters = [child for _, child in children if _is_counter(child)]
+  counters = [name for name, child in children if _is_counter(child)]
   # The methods of this package count the steps of the run.
   if not counters or type(node).__module__.partition(".")[0] == _PACKAGE:
     return "run"
@@ -186,16 +186,19 @@ def _kind_of_counts(node: Any, children: list[tuple[str, Any]]) -> str:
     containers = [child for _, child in children if type(child) in (dict, list, tuple)]
     items = [item for container in containers for _, item in _children(container) or ()]
     return "unclear" if any(isinstance(item, _OfParams) for item in items) else "run"
-  is_clear = all(
-    isinstance(child, _OfParams)
-    or (_is_counter(child) and name in _STEP_COUNTS)
-    # Settings, as the coefficients of Muon. Scalars may be estimates made of all leaves, as in
-    # Prodigy; an inner state means a wrapper, whose count may be that of the run.
-    or (jax.tree_util.all_leaves([child]) and jnp.ndim(child) > 0)
-    or not jax.tree.leaves(child)
+  remaining = [
+    child
     for name, child in children
-  )
-  return "moments" if is_clear else "unclear"
+    if not (isinstance(child, _OfParams) or (_is_counter(child) and name in _STEP_COUNTS))
+  ]
+  # A state in this one, also an empty one, belongs to an optimizer that another one wraps.
+  is_wrapper = any(x is not None and not jax.tree_util.all_leaves([x]) for x in remaining)
+  if is_wrapper and not any(name in _STEP_COUNTS for name in counters):
+    return "run"
+  # Scalars may be estimates made of all leaves, as in Prodigy. Arrays that belong to no leaf are
+  # settings, as the coefficients of Muon.
+  has_scalars = any(jax.tree_util.all_leaves([x]) and jnp.ndim(x) == 0 for x in remaining)
+  return "unclear" if is_wrapper or has_scalars else "moments"
 
 
 def _is_counter(value: Any) -> bool:

@@ -7,14 +7,14 @@ of the inner ``update`` is traced once, and computed so that each value that dep
 computed with the count of the group that it belongs to.
 
   owners   of a value in the program: the groups of the leaves (gradients, params, moments) of which
-           it is made. One owner: it is computed with the counts of this group.
+           it is made. A value with one owner is computed with the counts of this group.
   pure     a scalar made of counts alone, as 1 - b^n: computed for all groups at once, in a vector.
-  others   which are made of leaves of several groups, as the norm of all updates that clipping
-           takes, get a value per group that asks for it: the same one if each of the leaves' values
-           has one owner, or if no count is in it, as in the norm of the gradients.
+  mixed    a value made of leaves of several groups, as the norm of all updates for clipping: it is
+           computed once per group for which it is needed, from values that have one owner each.
 
-The layers of a stacked leaf may belong to several groups. Then entrywise operations get the counts
-in an array that broadcasts against the leaf; all other operations get those of its last group.
+Values without a count in them are computed once. The layers of a stacked leaf may belong to several
+groups. Then entrywise operations get the counts in an array that broadcasts against the leaf; all
+other operations get those of its last group.
 """
 
 from collections.abc import Iterable
@@ -83,6 +83,19 @@ class _Operation(NamedTuple):
   equation: Any
   inputs: list[int]
   outputs: list[int]
+
+
+def _memory(x: Any) -> Any:
+  return getattr(jax.typeof(x), "memory_space", None)
+
+
+def _in_memory(x: Any, space: Any) -> Any:
+  """An array in a memory: a state may be kept in the host's, where nothing is computed."""
+  return x if space in (None, _memory(x)) else jax.device_put(x, space)
+
+
+def _on_device(x: Any) -> Any:
+  return _in_memory(x, jax.memory.Space.Device) if _memory(x) is not None else x
 
 
 def _is_entrywise(operation: _Operation) -> bool:
@@ -183,18 +196,19 @@ class _Computation:
       return self._computed[number, owner]
     if (number, owner) not in self._entries:
       vector = self._computed[number, None]
-      self._entries[number, owner] = (
-        vector[np.array(owner.groups)]
-        if isinstance(owner, _state_layout.Layers)
-        else jax.lax.index_in_dim(vector, -1 if owner is None else owner, keepdims=False)
-      )
+      entries = _on_device(vector)
+      if isinstance(owner, _state_layout.Layers):
+        entries = entries[np.array(owner.groups)]
+      else:
+        entries = jax.lax.index_in_dim(entries, -1 if owner is None else owner, keepdims=False)
+      self._entries[number, owner] = _in_memory(entries, _memory(vector))
     return self._entries[number, owner]
 
   def for_groups(self, number: int, num_groups: int) -> Any:
     """A computed scalar for each group."""
     if self._values[number].pure:
-      return self._computed[number, None][:num_groups]
-    return jnp.stack([self.result(number, group) for group in range(num_groups)])
+      return _on_device(self._computed[number, None])[:num_groups]
+    return jnp.stack([_on_device(self.result(number, group)) for group in range(num_groups)])
 
   def _groups_asked(self, operation: _Operation, number: int, owner: _Owner) -> list[_Owner]:
     """For whom an operation takes a value: for a leaf's layers, or for each of their groups."""
@@ -284,7 +298,7 @@ def initial_counts(
       UserWarning,
     )
   leaves = jax.tree.leaves(state)
-  return tuple(jnp.full(num_groups, leaves[place]) for place in layout.counts)
+  return tuple(jnp.full(num_groups, _on_device(leaves[place])) for place in layout.counts)
 
 
 def update(
@@ -322,7 +336,7 @@ def update(
   if _are_equal([leaves[place] for place in layout.counts], counts, is_trained):
     updates, new_state = inner.update(gradients, state, params, **extra_args)
     new_leaves = jax.tree.leaves(new_state)
-    new_counts = [jnp.full(num_groups, new_leaves[place]) for place in layout.counts]
+    new_counts = [jnp.full(num_groups, _on_device(new_leaves[place])) for place in layout.counts]
   else:
     updates, new_state, new_counts = _update_apart(
       inner, layout, groups, (gradients, params, state), extra_args, counts
@@ -373,7 +387,9 @@ def _update_apart(
   for i, (variable, owner, leaf) in enumerate(triples):
     shape = variable.aval.shape
     if i in of_counts:
-      inputs[recorder.add(_Value(shape, counted=True, pure=True))] = jnp.append(of_counts[i], leaf)
+      vector = jnp.append(_on_device(of_counts[i]), _on_device(leaf))
+      number = recorder.add(_Value(shape, counted=True, pure=True))
+      inputs[number] = _in_memory(vector, _memory(leaf))
     else:
       owned_by = frozenset() if owner is None else frozenset([owner])
       inputs[recorder.add(_Value(shape, owners=owned_by))] = leaf

@@ -258,6 +258,8 @@ def alone(name):
   return after_two_steps(INSIDE[name])
 
 
+# The count of Sophia also says when the Hessian is estimated.
+@pytest.mark.filterwarnings("ignore:.*keeps one step count for all groups in SophiaState")
 @pytest.mark.parametrize(
   ("wrapper", "name"), [pair for pair in itertools.product(WRAPPERS, INSIDE) if pair != REFUSED]
 )

@@ -129,10 +129,10 @@ def random_gradients(params):
   ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
 
   def gradients(t, params):
-    parts = np.split(steps, ends, axis=1)
+    columns = np.split(steps, ends, axis=1)
     flat = [
-      jnp.asarray(part[:, : leaf.size].reshape(-1, *leaf.shape))[t]
-      for part, leaf in zip(parts, leaves, strict=True)
+      jnp.asarray(of_leaf[:, : leaf.size].reshape(-1, *leaf.shape))[t]
+      for of_leaf, leaf in zip(columns, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, flat)
 
@@ -446,7 +446,8 @@ def test_the_train_step_compiled_per_depth_thaws_gently():
   ("inner", "name"),
   [
     (optax.contrib.prodigy(), "ProdigyState"),
-    (optax.contrib.schedule_free(optax.sgd(RATE), RATE), "ScheduleFreeState"),
+    (optax.contrib.mechanize(optax.sgd(RATE)), "MechanicState"),
+    (optax.contrib.dog(RATE), "DoGState"),
     (optax.chain(optax.adam(RATE), optax.contrib.momo()), "MomoState"),
   ],
 )
