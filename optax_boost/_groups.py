@@ -126,7 +126,9 @@ def layer_groups(
   program = _layers.trace(loss_fn, params, args)
   described = _layers.describe(program, params, _layers.data_flags(loss_fn, args))
   leaves = _layers.leaves_of(params, described)
-  model = _layer_blocks.Model(leaves, list(described.uses), described.scans)
+  # A dot in a key separates modules, too, as in the flat names of PyTorch: `h.0.attn.weight`.
+  in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
+  model = _layer_blocks.Model(in_modules, list(described.uses), described.scans)
   order = model.order
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:

@@ -108,10 +108,10 @@ class Leaf(NamedTuple):
     return math.prod(self.stacked_shape)
 
 
-_EMBEDDING = re.compile(r"(^|/)[a-z_]*(embedding(/weight)?|embeddings|embeds?)$")
-_KERNEL = re.compile(r"(^|/)(kernel|weight|w)$")
+_EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
+_KERNEL = re.compile(r"(^|[/.])(kernel|weight|w)$")
 # Flax's attention: of [features, heads, head features] only the first axis is fan-in.
-_ATTENTION_INPUT = re.compile(r"(^|/)(query|key|value)/kernel$")
+_ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
 
 
 def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:

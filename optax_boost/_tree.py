@@ -19,7 +19,7 @@ _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
 # How many trees' plans `once_per_tree` keeps.
 _MOST_PLANS = 64
 _MISSING = object()
-_BIAS_OR_NORM = re.compile(r"(^|/)(bias|scale|beta|gamma)$")
+_BIAS_OR_NORM = re.compile(r"(^|[/.])(bias|scale|beta|gamma)$")
 
 _Plan = TypeVar("_Plan")
 _State = TypeVar("_State")

@@ -230,6 +230,32 @@ def test_what_is_left_of_a_block_that_is_cut_stays_in_order():
   assert names == [[f"layers/{i}/{part}/kernel"] for i in range(2) for part in parts]
 
 
+def test_a_dot_in_a_key_separates_modules():
+  nested = transformer_params()
+  leaves, structure = jax.tree.flatten(nested)
+  names = [path.replace("/", ".") for path in _tree.leaf_paths(nested)]
+
+  def loss(flat, tokens):
+    return transformer_loss(jax.tree.unflatten(structure, [flat[n] for n in names]), tokens)
+
+  flat = dict(zip(names, leaves, strict=True))
+  for num_groups in (None, 3, 14):
+    plan = optax_boost.layer_groups(loss, flat, TOKENS, num_groups=num_groups)
+    of_nested = of_plain(num_groups=num_groups).groups
+    assert plan.groups == tuple(
+      tuple(path.replace("/", ".") for path in group) for group in of_nested
+    )
+  # A matrix of biases, one per layer, is no kernel.
+  stacked = {"layers.w": jnp.stack([jnp.eye(WIDTH)] * 2), "layers.bias": jnp.ones((2, WIDTH))}
+
+  def unrolled(params, x):
+    for i in range(2):
+      x = jnp.tanh(x + params["layers.bias"][i]) @ params["layers.w"][i]
+    return jnp.mean(x)
+
+  assert len(optax_boost.layer_groups(unrolled, stacked, X).groups) == 1
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_vector_of_the_root_stays_where_it_is_used(scanned):
   kernels = jnp.stack([jnp.eye(WIDTH)] * LAYERS)
@@ -348,5 +374,6 @@ def test_groups_made_by_hand_must_have_each_layer_once(groups, words):
 def test_groups_made_by_hand_may_list_layers_in_any_order():
   params = {"w": jnp.ones((2, 3))}
   plan = optax_boost.LayerGroups((("w[:, 2:3]",), ("w[:, 0:1]", "w[:, 1:2]")), (2, 4))
-  updates, _ = optax_boost.layerwise_decay(plan, 0.5).update(params, optax.EmptyState())
+  decay = optax_boost.layerwise_decay(plan, 0.5)
+  updates, _ = decay.update(params, decay.init(params))
   assert updates["w"].tolist() == [[1.0, 1.0, 0.5]] * 2

@@ -598,10 +598,12 @@ def test_layers_of_nnx_stand_still():
 
 def test_the_rates_of_stacked_layers_decay_as_those_of_unrolled_ones():
   params = make_params()
-  updates, _ = optax_boost.layerwise_decay(groups_of(), 0.75).update(params, optax.EmptyState())
+  decay = optax_boost.layerwise_decay(groups_of(), 0.75)
+  updates, _ = decay.update(params, decay.init(params))
   # The recipe of timm and BEiT: the embedding is layer 0, the head the last.
   np.testing.assert_allclose(updates["embed"], 0.75 ** (LAYERS + 1) * params["embed"], rtol=1e-6)
   np.testing.assert_array_equal(updates["head"], params["head"])
   names = ["embed", *(f"blocks/{i}/" for i in range(LAYERS)), "head"]
-  unrolled, _ = optax_boost.layerwise_decay(names, 0.75).update(unstack(params), optax.EmptyState())
+  decay = optax_boost.layerwise_decay(names, 0.75)
+  unrolled, _ = decay.update(unstack(params), decay.init(unstack(params)))
   chex.assert_trees_all_close(unstack(updates), unrolled, rtol=1e-6)
