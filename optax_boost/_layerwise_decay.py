@@ -20,7 +20,10 @@ _METHOD = "layerwise_decay"
 
 @_protocol.declares(scales=("layerwise_decay",))
 class LayerwiseDecayState(NamedTuple):
-  """State of :func:`layerwise_decay`: nothing."""
+  """State of :func:`layerwise_decay`, by whose type its place in a chain is checked.
+
+  Attributes: none.
+  """
 
 
 def layerwise_decay(

@@ -283,7 +283,6 @@ ROWS = (
     {"inner": optax.sgd(0.1), "every": 2},
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
-    not_applicable={"test_params_of_others_are_refused": "only its inner optimizer reads params"},
   ),
   Row(
     "dynamic_loss_scale",
@@ -362,14 +361,6 @@ ROWS = (
     {"step": 2, "first": optax.sgd(0.05), "second": optax.sgd(0.1)},
     baseline=lambda: optax.sgd(0.1),
     needs_params=False,
-    not_applicable=dict.fromkeys(
-      (
-        "test_refuses_gradients_of_another_tree",
-        "test_gradients_of_others_are_refused",
-        "test_params_of_others_are_refused",
-      ),
-      "its two optimizers look at gradients and params",
-    ),
   ),
   Row(
     "scale_by_lars_trust_ratio",

@@ -870,6 +870,7 @@ def skipping(tx):
     kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
     return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
 
+  update.wraps = tx
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 

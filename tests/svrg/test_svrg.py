@@ -843,10 +843,7 @@ def test_before_a_loss_scale_it_is_refused():
     return step(step.init(jnp.zeros(3)), jnp.arange(3.0))[0].params
 
   svrg = optax_boost.svrg(refresh_every=1)
-  with pytest.raises(ValueError, match=r"with a SvrgState inside a loss scale, .* Put the scale"):
+  with pytest.raises(ValueError, match=r"scale must come first in a chain: .* Put it around the"):
     trained(optax.chain(svrg, optax.chain(scaled(optax.sgd(0.1)))))
-  for tx in (
-    scaled(optax.chain(svrg, optax.sgd(0.1))),
-    optax.chain(optax.identity(), scaled(optax.chain(svrg, optax.sgd(0.1)))),
-  ):
-    np.testing.assert_allclose(trained(tx), trained(optax.chain(svrg, optax.sgd(0.1))), rtol=1e-6)
+  alone, around = optax.chain(svrg, optax.sgd(0.1)), scaled(optax.chain(svrg, optax.sgd(0.1)))
+  np.testing.assert_allclose(trained(around), trained(alone), rtol=1e-6)
