@@ -1,5 +1,7 @@
 """The one form of a transformation: what it wraps, how often it is traced, what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -289,3 +291,48 @@ def test_the_two_sides_of_a_switch_tell_each_for_itself():
     made.append(bool(state.made))
   assert made == [True, True, False, True, False, True]
   assert _protocol.made_step(tx.init(params), state) == made[-1]
+
+
+def test_a_function_around_an_update_that_bears_its_attributes_is_called():
+  inner = optax_boost.accumulate(optax.sgd(1.0), every=1)
+
+  @functools.wraps(inner.update)
+  def update(updates, state, params=None, **extra_args):
+    halves = jax.tree.map(lambda g: g / 2, updates)
+    return inner.update(halves, state, params, **extra_args)
+
+  tx, params = optax.GradientTransformationExtraArgs(inner.init, update), jnp.ones(3)
+  for outer in (tx, optax_boost.average_params(tx, decay=0.5)):
+    after, _ = optax_boost.apply_gradients(outer, jnp.ones(3), outer.init(params), params)
+    assert after.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("door", ["update", "apply_gradients"])
+@pytest.mark.parametrize("name", CHECKING)
+def test_a_state_in_float16_that_overflows_is_not_kept(name, door, jitted):
+  def init(params):
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float16), params)
+
+  def update(updates, state, params=None):
+    sums = jax.tree.map(lambda g, s: g + s.astype(jnp.float32), updates, state)
+    return jax.tree.map(lambda s: -1e-6 * s, sums), sums
+
+  tx = CHECKING[name](optax.GradientTransformation(init, update))
+
+  def step(params, state):
+    grads = jnp.full(3, 8e4 if name == "dynamic_loss_scale" else 4e4)
+    if door == "apply_gradients":
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = jnp.ones(3)
+  state = tx.init(params)
+  step = jax.jit(step) if jitted else step
+  for _ in range(2):
+    params, state = step(params, state)
+  assert state.notfinite_count == 1
+  assert state.inner_state.dtype == jnp.float16
+  np.testing.assert_allclose(state.inner_state, 4e4, rtol=1e-3)
+  np.testing.assert_allclose(params, 0.96, rtol=1e-3)
