@@ -336,3 +336,22 @@ def test_a_state_in_float16_that_overflows_is_not_kept(name, door, jitted):
   assert state.inner_state.dtype == jnp.float16
   np.testing.assert_allclose(state.inner_state, 4e4, rtol=1e-3)
   np.testing.assert_allclose(params, 0.96, rtol=1e-3)
+
+
+def test_groups_are_found_in_a_wrapper_that_names_its_extra_arguments():
+  freezing = optax_boost.fixed_freezing(2, 1)
+  inner = optax_boost.freeze_layers(optax.sgd(1.0), ["body", "head"], freezing)
+
+  def update(updates, state, params=None, value=None):
+    return inner.update(updates, state, params)
+
+  update.wraps = inner
+  wrapper = optax.GradientTransformationExtraArgs(inner.init, update)
+  step = optax_boost.make_train_step(
+    lambda params, batch: jnp.sum(params["body"] * params["head"]),
+    optax_boost.dynamic_loss_scale(wrapper),
+  )
+  state, metrics = step(step.init({"body": jnp.ones(2), "head": jnp.ones(2)}), None)
+  assert metrics["frozen_groups"] == 1
+  assert state.params["body"].tolist() == [1, 1]
+  assert state.params["head"].tolist() == [0, 0]
