@@ -355,3 +355,11 @@ def test_groups_are_found_in_a_wrapper_that_names_its_extra_arguments():
   assert metrics["frozen_groups"] == 1
   assert state.params["body"].tolist() == [1, 1]
   assert state.params["head"].tolist() == [0, 0]
+
+
+def test_updates_of_two_scales_have_the_dtype_of_gradients_and_params():
+  tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(1.0), 2.0), 2.0)
+  params = jnp.ones(3, jnp.float16)
+  updates, _ = tx.update(4 * params, tx.init(params), params)
+  assert updates.dtype == jnp.float16
+  assert updates.tolist() == [-1] * 3
