@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _transformation
 from tests.contract import registry
@@ -363,3 +364,11 @@ def test_updates_of_two_scales_have_the_dtype_of_gradients_and_params():
   updates, _ = tx.update(4 * params, tx.init(params), params)
   assert updates.dtype == jnp.float16
   assert updates.tolist() == [-1] * 3
+
+
+def test_steps_in_place_take_leaves_without_a_dtype_and_keys():
+  tx, params = optax.sgd(0.5), {"w": 2.0}
+  after, _ = optax_boost.apply_gradients(tx, {"w": 1.0}, tx.init(params), params)
+  assert after == {"w": 1.5}
+  # No dtype of a param that is trained.
+  _orders.check(tx.init(params), {"key": jax.random.key(0), "count": jnp.zeros(2, jnp.int8)})
