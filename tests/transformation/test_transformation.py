@@ -372,3 +372,17 @@ def test_steps_in_place_take_leaves_without_a_dtype_and_keys():
   assert after == {"w": 1.5}
   # No dtype of a param that is trained.
   _orders.check(tx.init(params), {"key": jax.random.key(0), "count": jnp.zeros(2, jnp.int8)})
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_train_step_takes_wrappers_inside_flatten(name):
+  def train(tx):
+    step = optax_boost.make_train_step(lambda params, x: jnp.sum(params["w"] ** 2 * x), tx)
+    state = step.init({"w": jnp.ones((2, 3)), "b": jnp.ones(2)})
+    for _ in range(2):
+      state, _ = step(state, jnp.ones(3))
+    return state.params["w"]
+
+  wrapped = train(optax.flatten(wrap([name], optax.sgd(0.1))))
+  steps = 1 if name == "accumulate" else 2
+  np.testing.assert_allclose(wrapped, np.full((2, 3), 0.8**steps), rtol=1e-6)
