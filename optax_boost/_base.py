@@ -204,6 +204,7 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
     accepted = {key: argument for key, argument in extra_args.items() if key in names}
     return tx.update(updates, state, params, **accepted)
 
+  update.wraps = tx  # type: ignore[attr-defined]
   # Some of optax's methods refuse extra arguments that they don't name.
   return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -81,7 +81,11 @@ def map_gradients(
     return mask_like(function(fill_masked(seen, updates)), seen)
 
   if extra.get("grad") is not None:
-    extra["grad"] = of_some(extra["grad"])
+    if leaves_like(extra["grad"], updates) is None:
+      # Of other leaves, as inside ``optax.flatten``: whoever needs it says that it is missing.
+      del extra["grad"]
+    else:
+      extra["grad"] = of_some(extra["grad"])
   if extra.get("grad_fn") is not None:
     grad_fn = extra["grad_fn"]
     extra["grad_fn"] = lambda *args, **kwargs: of_some(grad_fn(*args, **kwargs))

@@ -20,7 +20,7 @@ def check(opt_state: optax.OptState, params: optax.Params | None = None) -> None
 
   With params, also for orders that are right for float32 params only.
   """
-  half = any(jnp.dtype(leaf.dtype).itemsize < 4 for leaf in jax.tree.leaves(params))
+  half = any(_is_half_precision(leaf) for leaf in jax.tree.leaves(params))
   for node in _protocol.nodes(opt_state):
     if type(node) is tuple:
       _check_chain([state for state in node if isinstance(state, tuple)])
@@ -32,6 +32,12 @@ def check(opt_state: optax.OptState, params: optax.Params | None = None) -> None
       _refuse(node, "snapshots", holder, _CHANGES)
       _refuse(node, "rounds", holder, _CHANGES)
       _refuse(node, "gathers", holder, _CHANGES_A_WINDOW)
+
+
+def _is_half_precision(leaf: Any) -> bool:
+  """Whether a param is kept in fewer than 32 bits; a leaf may be a Python number or a key, too."""
+  dtype = jnp.result_type(leaf)
+  return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 4
 
 
 _REPLACES = (

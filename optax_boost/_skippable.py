@@ -163,9 +163,17 @@ class Wrapper(Protocol):
     """The result of the call, and the new state; `outcome` is of the call of `inner`."""
 
 
+def form_of(update: Callable[..., Any]) -> Any:
+  """The form of an ``update`` of ours; None of any other function.
+
+  ``functools.wraps`` copies attributes: a function around ours bears our form and is not ours.
+  """
+  return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)
+
+
 def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   """Calls a transformation, through its wrappers."""
-  form = getattr(tx.update, "form", None)
+  form = form_of(tx.update)
   wrapper: Wrapper | None = None if form is None else form.wrapper
   if form is None or wrapper is None:
     return _make(tx, call, state)
@@ -218,7 +226,10 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
 
   def is_sound() -> jax.Array:
     nonlocal ahead
-    ahead = params, updates, moved = update(call.place, state)
+    params, updates, moved = update(call.place, state)
+    # In the dtypes in which the state is kept: a number may be beyond the range of float16.
+    moved = _conditional.cast_like(moved, state)
+    ahead = params, updates, moved
     new, old = updates, jax.tree.map(jnp.zeros_like, updates)
     if params is not None:
       new, old = optax.apply_updates(params, updates), params

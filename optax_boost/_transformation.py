@@ -171,7 +171,7 @@ def wrapped_by(update: Callable[..., Any]) -> list[Callable[..., Any]]:
   A wrapper of a user's own tells them by an attribute `wraps` of its ``update`` or of the object
   whose method this is: a transformation, or a tuple of them. ``jax.jit`` tells the function in it.
   """
-  form = getattr(update, "form", None)
+  form = _skippable.form_of(update)
   if form is not None:
     return [tx.update for tx in form.wraps]
   owner = getattr(update, "__self__", None)
@@ -217,7 +217,7 @@ def forms(tx: optax.GradientTransformation) -> list[Form]:
   found, pending = [], [tx.update]
   while pending:
     update = pending.pop()
-    form = getattr(update, "form", None)
+    form = _skippable.form_of(update)
     if form is not None:
       found.append(form)
     pending += wrapped_by(update)

@@ -256,7 +256,8 @@ class _LossScale:
     landing = call.landing
     if self.checks_updates:
       landing = landing.checked(self._agree)
-    if not _protocol.declaring_states(state.inner_state, "rounds"):
+    # Inside of another scale gradients are float32 already: the outer one knows the dtype.
+    if landing.cast is None and not _protocol.declaring_states(state.inner_state, "rounds"):
       landing = dataclasses.replace(landing, cast=_cast_to(call.gradients()[0], call.params))
     return landing
 

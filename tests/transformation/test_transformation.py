@@ -1,5 +1,7 @@
 """The one form of a transformation: what it wraps, how often it is traced, what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _transformation
 from tests.contract import registry
@@ -289,3 +292,97 @@ def test_the_two_sides_of_a_switch_tell_each_for_itself():
     made.append(bool(state.made))
   assert made == [True, True, False, True, False, True]
   assert _protocol.made_step(tx.init(params), state) == made[-1]
+
+
+def test_a_function_around_an_update_that_bears_its_attributes_is_called():
+  inner = optax_boost.accumulate(optax.sgd(1.0), every=1)
+
+  @functools.wraps(inner.update)
+  def update(updates, state, params=None, **extra_args):
+    halves = jax.tree.map(lambda g: g / 2, updates)
+    return inner.update(halves, state, params, **extra_args)
+
+  tx, params = optax.GradientTransformationExtraArgs(inner.init, update), jnp.ones(3)
+  for outer in (tx, optax_boost.average_params(tx, decay=0.5)):
+    after, _ = optax_boost.apply_gradients(outer, jnp.ones(3), outer.init(params), params)
+    assert after.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("door", ["update", "apply_gradients"])
+@pytest.mark.parametrize("name", CHECKING)
+def test_a_state_in_float16_that_overflows_is_not_kept(name, door, jitted):
+  def init(params):
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float16), params)
+
+  def update(updates, state, params=None):
+    sums = jax.tree.map(lambda g, s: g + s.astype(jnp.float32), updates, state)
+    return jax.tree.map(lambda s: -1e-6 * s, sums), sums
+
+  tx = CHECKING[name](optax.GradientTransformation(init, update))
+
+  def step(params, state):
+    grads = jnp.full(3, 8e4 if name == "dynamic_loss_scale" else 4e4)
+    if door == "apply_gradients":
+      return optax_boost.apply_gradients(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = jnp.ones(3)
+  state = tx.init(params)
+  step = jax.jit(step) if jitted else step
+  for _ in range(2):
+    params, state = step(params, state)
+  assert state.notfinite_count == 1
+  assert state.inner_state.dtype == jnp.float16
+  np.testing.assert_allclose(state.inner_state, 4e4, rtol=1e-3)
+  np.testing.assert_allclose(params, 0.96, rtol=1e-3)
+
+
+def test_groups_are_found_in_a_wrapper_that_names_its_extra_arguments():
+  freezing = optax_boost.fixed_freezing(2, 1)
+  inner = optax_boost.freeze_layers(optax.sgd(1.0), ["body", "head"], freezing)
+
+  def update(updates, state, params=None, value=None):
+    return inner.update(updates, state, params)
+
+  update.wraps = inner
+  wrapper = optax.GradientTransformationExtraArgs(inner.init, update)
+  step = optax_boost.make_train_step(
+    lambda params, batch: jnp.sum(params["body"] * params["head"]),
+    optax_boost.dynamic_loss_scale(wrapper),
+  )
+  state, metrics = step(step.init({"body": jnp.ones(2), "head": jnp.ones(2)}), None)
+  assert metrics["frozen_groups"] == 1
+  assert state.params["body"].tolist() == [1, 1]
+  assert state.params["head"].tolist() == [0, 0]
+
+
+def test_updates_of_two_scales_have_the_dtype_of_gradients_and_params():
+  tx = optax_boost.dynamic_loss_scale(optax_boost.dynamic_loss_scale(optax.sgd(1.0), 2.0), 2.0)
+  params = jnp.ones(3, jnp.float16)
+  updates, _ = tx.update(4 * params, tx.init(params), params)
+  assert updates.dtype == jnp.float16
+  assert updates.tolist() == [-1] * 3
+
+
+def test_steps_in_place_take_leaves_without_a_dtype_and_keys():
+  tx, params = optax.sgd(0.5), {"w": 2.0}
+  after, _ = optax_boost.apply_gradients(tx, {"w": 1.0}, tx.init(params), params)
+  assert after == {"w": 1.5}
+  # No dtype of a param that is trained.
+  _orders.check(tx.init(params), {"key": jax.random.key(0), "count": jnp.zeros(2, jnp.int8)})
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_train_step_takes_wrappers_inside_flatten(name):
+  def train(tx):
+    step = optax_boost.make_train_step(lambda params, x: jnp.sum(params["w"] ** 2 * x), tx)
+    state = step.init({"w": jnp.ones((2, 3)), "b": jnp.ones(2)})
+    for _ in range(2):
+      state, _ = step(state, jnp.ones(3))
+    return state.params["w"]
+
+  wrapped = train(optax.flatten(wrap([name], optax.sgd(0.1))))
+  steps = 1 if name == "accumulate" else 2
+  np.testing.assert_allclose(wrapped, np.full((2, 3), 0.8**steps), rtol=1e-6)
