@@ -1038,6 +1038,28 @@ def test_a_model_of_nnx_freezes_its_first_layer():
       assert set(jax.tree.leaves(same)) == {t in frozen_in}
 
 
+class Adapted(nnx.Module):
+  def __init__(self, rngs):
+    base = lambda: nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
+    self.layers = nnx.List([nnx.LoRA(4, 2, 4, base_module=base(), rngs=rngs) for _ in range(3)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = jnp.tanh(layer(x))
+    return x
+
+
+def test_base_weights_beside_adapters_are_no_statistics(recwarn):
+  model, loss = Adapted(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
+  x = jnp.ones((2, 4))
+  groups = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model, wrt=nnx.LoRAParam), x)
+  schedule = optax_boost.fixed_freezing(3, frozen_groups=2)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+  ob_nnx.make_train_step(loss)(model, optimizer, x)
+  assert not [w for w in recwarn if issubclass(w.category, optax_boost.NoEffectWarning)]
+
+
 def test_the_train_step_refuses_two_freezes():
   tx = optax.chain(*[optax_boost.freeze_layers(**(GOOD | {"groups": ("c|d", "a|b")}))] * 2)
   step = optax_boost.make_train_step(chain_loss, tx)
