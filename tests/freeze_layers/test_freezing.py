@@ -568,6 +568,18 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
     params, state = moved, after
 
 
+def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  schedule = optax_boost.fixed_freezing(2, 1)
+  tx = optax_boost.freeze_layers(
+    optax.chain(optax.adam(0.1), optax_boost.layerwise_decay(["a", "b"])), ["a", "b"], schedule
+  )
+  tx = optax.partition({"x": tx, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert not np.any(updates["a"])
+  assert not recwarn.list
+
+
 def test_clipping_counts_what_is_trained():
   tx = optax_boost.freeze_layers(
     optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
@@ -1038,7 +1050,7 @@ def test_a_model_of_nnx_freezes_its_first_layer():
       assert set(jax.tree.leaves(same)) == {t in frozen_in}
 
 
-class Adapted(nnx.Module):
+class WithAdapters(nnx.Module):
   def __init__(self, rngs):
     base = lambda: nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
     self.layers = nnx.List([nnx.LoRA(4, 2, 4, base_module=base(), rngs=rngs) for _ in range(3)])
@@ -1050,7 +1062,7 @@ class Adapted(nnx.Module):
 
 
 def test_base_weights_beside_adapters_are_no_statistics(recwarn):
-  model, loss = Adapted(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
+  model, loss = WithAdapters(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
   x = jnp.ones((2, 4))
   groups = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model, wrt=nnx.LoRAParam), x)
   schedule = optax_boost.fixed_freezing(3, frozen_groups=2)
