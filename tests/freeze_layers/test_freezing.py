@@ -882,6 +882,7 @@ def skipping(tx):
     kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, moved)
     return jax.tree.map(lambda u: jnp.where(skip, 0, u), updates), kept
 
+  update.wraps = tx  # by which the train step finds the groups
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
