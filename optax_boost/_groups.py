@@ -204,7 +204,7 @@ def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
-    of_leaves = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL)
+    of_leaves = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree)
     return [len(groups) - 1 if number is None else number for number in of_leaves]
   whole: dict[str, int] = {}
   # By path, the axis of the layers and their groups.

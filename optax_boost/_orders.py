@@ -74,6 +74,7 @@ def _names_inside(state: Any, kind: str) -> list[str]:
 def _check_chain(states: list[Any]) -> None:
   """Checks the states of the members of an ``optax.chain``."""
   _check_scaled_before_normalized(states)
+  _check_frozen_before_moments(states)
   for place, state in enumerate(states):
     if place and _protocol.scales_loss(state):
       raise ValueError(
@@ -101,3 +102,18 @@ def _check_scaled_before_normalized(states: list[Any]) -> None:
         f" `optax.chain(optimizer, {scaled[0]}(...))`."
       )
     scaled += _names_inside(state, "scales")
+
+
+def _check_frozen_before_moments(states: list[Any]) -> None:
+  holders: list[str] = []
+  for state in states:
+    moments = _names_inside(state, "remembers")
+    if holders and moments:
+      raise ValueError(
+        f"`{holders[0]}` must hold the whole optimizer: moments after it, here those of a"
+        f" {moments[0]}, move a leaf on while it is frozen. Put them inside:"
+        f" `{holders[0]}(optax.chain(...))`."
+      )
+    # Of leaves that a mask hides from the method, others may make the steps.
+    for node in _protocol.declaring_states(state, "changes"):
+      holders += [] if node.hidden else _protocol.declared(node, "changes")

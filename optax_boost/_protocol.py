@@ -15,6 +15,7 @@ The class of a method's state may declare tuples of names:
             transformation that it holds count: no wrapper that takes snapshots may be inside
   scales    the method, as ``("layerwise_decay",)``, if it multiplies leaves by factors of their own
   normalizes  anything, if the method divides such factors away, as Adam does
+  remembers   anything, if the method moves a leaf on after its gradient has become zero
   exact     fields with the exact params after the step, to which its updates lead; a leaf that is
             not the method's is ``optax.MaskedNode()``
   exact_if  fields with a scalar bool, if not every step leads to the exact params
@@ -97,6 +98,18 @@ for _normalizing in (
   # Not every version of optax has them all.
   if hasattr(optax, _normalizing):
     _OPTAX[getattr(optax, _normalizing), "normalizes"] = (_normalizing,)
+for _remembering in (
+  "EmaState",
+  "ScaleByAdamState",
+  "ScaleByAdanState",
+  "ScaleByAmsgradState",
+  "ScaleByBeliefState",
+  "ScaleByLionState",
+  "ScaleByNovogradState",
+  "TraceState",
+):
+  if hasattr(optax, _remembering):
+    _OPTAX[getattr(optax, _remembering), "remembers"] = (_remembering,)
 
 
 @functools.cache

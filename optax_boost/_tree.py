@@ -119,14 +119,17 @@ def assign_groups(
   group_of_pattern: Sequence[tuple[str, int]],
   paths: Sequence[str],
   advice: str = "",
+  *,
+  tree: Any = None,
 ) -> list[int | None]:
   """For each path, the group whose pattern matches it, or None; warns of idle patterns.
 
-  ValueError for a path that patterns of two groups match; `advice` ends its message.
+  Patterns of leaves that are masked in `tree` are not idle. ValueError for a path that patterns of
+  two groups match; `advice` ends its message.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
-  for path, matches in zip(paths, _matches(argument, patterns, paths), strict=True):
+  for path, matches in zip(paths, _matches(argument, patterns, paths, tree), strict=True):
     first = matches[0] if matches else None
     groups.append(None if first is None else group_of_pattern[first][1])
     for other in matches:

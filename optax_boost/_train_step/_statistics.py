@@ -56,7 +56,11 @@ def hold_statistics(
 
   leaves, structure = jax.tree.flatten(after)
   paths, own_modules = _tree.leaf_paths(after), _modules(after)
-  statistics = [path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x)]
+  # What the loss returns as it got it, as the base weights beside an adapter, is no statistic.
+  given = {id(leaf) for _, leaf in old_leaves.values()}
+  statistics = [
+    path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in given
+  ]
   if statistics and not modules.keys() & own_modules:
     _tree.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"

@@ -568,6 +568,18 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
     params, state = moved, after
 
 
+def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  schedule = optax_boost.fixed_freezing(2, 1)
+  tx = optax_boost.freeze_layers(
+    optax.chain(optax.adam(0.1), optax_boost.layerwise_decay(["a", "b"])), ["a", "b"], schedule
+  )
+  tx = optax.partition({"x": tx, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+  updates, _ = tx.update(params, tx.init(params), params)
+  assert not np.any(updates["a"])
+  assert not recwarn.list
+
+
 def test_clipping_counts_what_is_trained():
   tx = optax_boost.freeze_layers(
     optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
@@ -1037,6 +1049,28 @@ def test_a_model_of_nnx_freezes_its_first_layer():
     for t, (before, after) in enumerate(itertools.pairwise(history)):
       same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), before[name], after[name])
       assert set(jax.tree.leaves(same)) == {t in frozen_in}
+
+
+class WithAdapters(nnx.Module):
+  def __init__(self, rngs):
+    base = lambda: nnx.Linear(4, 4, rngs=rngs)  # noqa: E731
+    self.layers = nnx.List([nnx.LoRA(4, 2, 4, base_module=base(), rngs=rngs) for _ in range(3)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = jnp.tanh(layer(x))
+    return x
+
+
+def test_base_weights_beside_adapters_are_no_statistics(recwarn):
+  model, loss = WithAdapters(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
+  x = jnp.ones((2, 4))
+  groups = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model, wrt=nnx.LoRAParam), x)
+  schedule = optax_boost.fixed_freezing(3, frozen_groups=2)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), groups, schedule)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+  ob_nnx.make_train_step(loss)(model, optimizer, x)
+  assert not [w for w in recwarn if issubclass(w.category, optax_boost.NoEffectWarning)]
 
 
 def test_the_train_step_refuses_two_freezes():

@@ -236,6 +236,32 @@ def test_a_decay_whose_factors_the_optimizer_divides_away_is_refused(optimizer):
     optax_boost.apply_gradients(tx, params, tx.init(params), params)
 
 
+@pytest.mark.parametrize(
+  "moments", [optax.adamw(0.1), optax.sgd(0.1, 0.9), optax.ema(0.9)], ids=["adamw", "sgd", "ema"]
+)
+def test_moments_after_a_freeze_which_move_frozen_leaves_are_refused(moments):
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  schedule = optax_boost.fixed_freezing(2, 1)
+
+  def frozen(inner):
+    return optax_boost.freeze_layers(inner, ["a", "b"], schedule)
+
+  tx = optax.chain(frozen(optax.identity()), optax.chain(optax.clip(1.0), moments))
+  with pytest.raises(
+    ValueError, match=r"`freeze_layers` must hold the whole.* inside: `freeze_lay"
+  ):
+    optax_boost.apply_gradients(tx, params, tx.init(params), params)
+  step = optax_boost.make_train_step(lambda p, _: jnp.sum(p["a"] * p["b"]), tx)
+  state = step.init(params)
+  with pytest.raises(ValueError, match=r"`freeze_layers` must hold the whole"):
+    step(state, None)
+  after = optax.chain(optax.add_decayed_weights(0.1), frozen(moments), optax.scale(0.5))
+  first, second = {"a": True, "b": False}, {"a": False, "b": True}
+  apart = optax.chain(optax.masked(frozen(moments), first), optax.masked(moments, second))
+  for tx in (after, apart):
+    optax_boost.apply_gradients(tx, params, tx.init(params), params)
+
+
 def test_masters_of_half_precision_inside_apply_if_finite_are_refused_with_the_order_that_works():
   tx = optax.apply_if_finite(optax_boost.master_weights(optax.sgd(1.0)), 5)
   half = jnp.ones(2, jnp.bfloat16)
