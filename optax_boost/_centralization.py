@@ -115,6 +115,7 @@ def centralize(
     return optax.EmptyState()
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
+    layers = _method.check_layers(layers)
     # The train step's `layers` tell it, which names and shapes alone may not.
     if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)

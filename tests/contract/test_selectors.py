@@ -42,7 +42,12 @@ def blocks_where(flags):
 
 
 def changed(tree, other):
-  return jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), tree, other)
+  """Whether each leaf differs by more than rounding, as of a sum in another order."""
+
+  def differs(a, b):
+    return not np.allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-5, atol=1e-6)
+
+  return jax.tree.map(differs, tree, other)
 
 
 def by_path_mask(pattern):
