@@ -34,7 +34,8 @@ def all_finite(tree: Any) -> jax.Array:
 def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
   """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
 
-  An entry that is infinite in `old` may be meant to be, as the first best loss of a search.
+  An entry that is infinite in `old` may be meant to be, as the first best loss of a search: it may
+  stay so or become finite, but not NaN.
   Integers are always finite. A param's new value and its new moments are computed from the same
   arrays, so they are checked in one loop, which reads these once.
   """
@@ -98,7 +99,7 @@ def _by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether no entry of pairs ``(new, old)`` is bad, but where `old` is; `old` may be None."""
+  """Whether no entry of pairs ``(new, old)`` is worse than in `old`, which may be None."""
   groups = jax.lax.stop_gradient(groups)
   # XLA's compilers for GPUs and TPUs compute such sums without temporaries.
   return jax.lax.platform_dependent(
@@ -122,7 +123,9 @@ def _sums_are_finite(groups: Sequence[Sequence[tuple[Any, Any]]], linked_after: 
       # The link is zero if all before it is finite; otherwise the answer is known.
       x = _conditional.in_device_memory(new) + link.astype(new.dtype)
       if old is not None:
-        x = jnp.where(jnp.isfinite(_conditional.in_device_memory(old)), x, 0)
+        old = _conditional.in_device_memory(old)
+        turned_nan = jnp.isnan(x) & ~jnp.isnan(old)
+        x = jnp.where(jnp.isfinite(old) | turned_nan, x, 0)
       products.append(jnp.real(0 * _arrays.widen(x)))
       entries += x.size
     total = jnp.sum(functools.reduce(jnp.add, products))

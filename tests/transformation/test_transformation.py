@@ -412,3 +412,35 @@ def test_the_train_step_takes_wrappers_inside_flatten(name):
   wrapped = train(optax.flatten(wrap([name], optax.sgd(0.1))))
   steps = 1 if name == "accumulate" else 2
   np.testing.assert_allclose(wrapped, np.full((2, 3), 0.8**steps), rtol=1e-6)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("door", ["update", "apply_gradients"])
+@pytest.mark.parametrize("name", CHECKING)
+def test_an_infinite_param_that_would_turn_nan_is_kept_and_counted(name, door, jitted):
+  """Weight decay adds infinity to minus infinity; an infinite param without it stays."""
+  params = jnp.array([1.0, -jnp.inf])
+
+  def after(inner):
+    tx = CHECKING[name](inner)
+
+    def step(params, state):
+      grads = jnp.array([1.0, 0.0])
+      if door == "apply_gradients":
+        return optax_boost.apply_gradients(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if jitted else step
+    stepped, state = step(params, tx.init(params))
+    return stepped, state.notfinite_count
+
+  decayed = optax.chain(optax.add_decayed_weights(0.1), optax.scale(-1.0))
+  stepped, count = after(decayed)
+  assert stepped.tolist() == [1, -np.inf]
+  assert count == 1
+  stepped, count = after(optax.sgd(0.5))
+  np.testing.assert_allclose(
+    stepped, [1 - (0.25 if name == "dynamic_loss_scale" else 0.5), -np.inf]
+  )
+  assert count == 0
