@@ -73,8 +73,8 @@ def _names_inside(state: Any, kind: str) -> list[str]:
 
 def _check_chain(states: list[Any]) -> None:
   """Checks the states of the members of an ``optax.chain``."""
-  _check_scaled_before_normalized(states)
-  _check_frozen_before_moments(states)
+  _check_factors(states)
+  _check_frozen(states)
   for place, state in enumerate(states):
     if place and _protocol.scales_loss(state):
       raise ValueError(
@@ -91,7 +91,8 @@ def _check_chain(states: list[Any]) -> None:
       )
 
 
-def _check_scaled_before_normalized(states: list[Any]) -> None:
+def _check_factors(states: list[Any]) -> None:
+  """Refuses factors of leaves before a member of the chain that divides them away."""
   scaled: list[str] = []
   for state in states:
     normalizing = _names_inside(state, "normalizes")
@@ -104,7 +105,8 @@ def _check_scaled_before_normalized(states: list[Any]) -> None:
     scaled += _names_inside(state, "scales")
 
 
-def _check_frozen_before_moments(states: list[Any]) -> None:
+def _check_frozen(states: list[Any]) -> None:
+  """Refuses moments after a freeze, which they don't know of."""
   holders: list[str] = []
   for state in states:
     moments = _names_inside(state, "remembers")

@@ -75,41 +75,35 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
 
 # The declarations that name fields.
 _FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
-# Declarations for optax's states.
+# Declarations of optax's states with moments, which `remembers` says move a leaf on once its
+# gradient is zero.
+_OPTAX_MOMENTS = {
+  "EmaState": ("remembers",),
+  "FactoredState": ("normalizes",),
+  "ScaleByAdaDeltaState": ("normalizes",),
+  "ScaleByAdamState": ("normalizes", "remembers"),
+  "ScaleByAdanState": ("normalizes", "remembers"),
+  "ScaleByAmsgradState": ("normalizes", "remembers"),
+  "ScaleByBeliefState": ("normalizes", "remembers"),
+  "ScaleByLionState": ("normalizes", "remembers"),
+  "ScaleByNovogradState": ("normalizes", "remembers"),
+  "ScaleByRStdDevState": ("normalizes",),
+  "ScaleByRmsState": ("normalizes",),
+  "ScaleByRpropState": ("normalizes",),
+  "ScaleByRssState": ("normalizes",),
+  "ScaleBySM3State": ("normalizes",),
+  "TraceState": ("remembers",),
+}
+# The declarations of all of optax's states.
 _OPTAX: dict[tuple[Any, str], tuple[str, ...]] = {
   (optax.MultiStepsState, "gathers"): ("optax.MultiSteps",),
   (optax.LookaheadState, "replaces"): ("optax.lookahead",),
+} | {
+  (getattr(optax, name), kind): (name,)
+  for name, kinds in _OPTAX_MOMENTS.items()
+  for kind in kinds
+  if hasattr(optax, name)  # not every version of optax has them all
 }
-for _normalizing in (
-  "ScaleByAdaDeltaState",
-  "ScaleByAdamState",
-  "ScaleByAdanState",
-  "ScaleByAmsgradState",
-  "ScaleByBeliefState",
-  "ScaleByLionState",
-  "ScaleByNovogradState",
-  "ScaleByRStdDevState",
-  "ScaleByRmsState",
-  "ScaleByRpropState",
-  "ScaleByRssState",
-  "ScaleBySM3State",
-  "FactoredState",
-):
-  # Not every version of optax has them all.
-  if hasattr(optax, _normalizing):
-    _OPTAX[getattr(optax, _normalizing), "normalizes"] = (_normalizing,)
-for _remembering in (
-  "EmaState",
-  "ScaleByAdamState",
-  "ScaleByAdanState",
-  "ScaleByAmsgradState",
-  "ScaleByBeliefState",
-  "ScaleByLionState",
-  "ScaleByNovogradState",
-  "TraceState",
-):
-  if hasattr(optax, _remembering):
-    _OPTAX[getattr(optax, _remembering), "remembers"] = (_remembering,)
 
 
 @functools.cache
