@@ -338,13 +338,19 @@ def check_update(
   (check_inexact if allows_complex else check_floating)(updates, method)
 
 
-def check_same_tree(updates: Any, params: Any, method: str) -> None:
-  """Raises ValueError for gradients whose structure or shapes differ from the params'."""
-  if isinstance(params, optax.LookaheadParams) and not isinstance(updates, optax.LookaheadParams):
+def refuse_pair(params: Any, method: str) -> None:
+  """Raises ValueError for the pair of params of ``optax.lookahead``."""
+  if isinstance(params, optax.LookaheadParams):
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got the pair of params of"
       f" `optax.lookahead`. Put `{method}` inside: `optax.lookahead(optax.chain(...), ...)`."
     )
+
+
+def check_same_tree(updates: Any, params: Any, method: str) -> None:
+  """Raises ValueError for gradients whose structure or shapes differ from the params'."""
+  if not isinstance(updates, optax.LookaheadParams):
+    refuse_pair(params, method)
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:

@@ -19,6 +19,7 @@ from optax_boost import _masking
 from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost import _tree
 from optax_boost._freezing import _schedules
 from optax_boost._freezing import _thawing
 
@@ -129,6 +130,7 @@ def freeze_layers(
     return jnp.clip(depth, 0, num_groups - 1).astype(jnp.int32)
 
   def init(params: optax.Params) -> FreezeLayersState:
+    _tree.refuse_pair(params, "freeze_layers")
     numbers = number(params)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
