@@ -99,37 +99,49 @@ def _by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether no entry of pairs ``(new, old)`` is worse than in `old`, which may be None."""
+  """Whether no entry of pairs ``(new, old)`` is bad, but where `old` is; `old` may be None."""
   groups = jax.lax.stop_gradient(groups)
-  # XLA's compilers for GPUs and TPUs compute such sums without temporaries.
-  return jax.lax.platform_dependent(
-    groups,
-    cpu=functools.partial(_sums_are_finite, linked_after=_LINK),
-    default=functools.partial(_sums_are_finite, linked_after=math.inf),
-  )
+  return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
 
-def _sums_are_finite(groups: Sequence[Sequence[tuple[Any, Any]]], linked_after: float) -> jax.Array:
-  """Whether all sums are finite; they are computed in links of so many entries at the least.
+def _sums(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
+  """Whether all sums are finite, one for each array.
+
+  XLA's compilers for GPUs and TPUs compute them without temporaries (`make devices`).
+  """
+  zero = jnp.zeros([], jnp.float32)
+  products = [_zero_or_nan(new, old, zero) for group in groups for new, old in group]
+  return jnp.isfinite(_total([jnp.sum(product) for product in products]))
+
+
+def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
+  """Whether all sums are finite, one for each group, in links of :data:`_LINK` entries or more.
 
   XLA for CPUs stores what it sums. Linked, it does so for a part of the entries at a time, which
   stay in the cache.
   """
-  sums = [jnp.zeros([], jnp.float32)]
-  link, entries = sums[0], 0
+  sums: list[jax.Array] = []
+  link, entries = jnp.zeros([], jnp.float32), 0
   for group in groups:
-    products = []
-    for new, old in group:
-      # The link is zero if all before it is finite; otherwise the answer is known.
-      x = _conditional.in_device_memory(new) + link.astype(new.dtype)
-      if old is not None:
-        old = _conditional.in_device_memory(old)
-        turned_nan = jnp.isnan(x) & ~jnp.isnan(old)
-        x = jnp.where(jnp.isfinite(old) | turned_nan, x, 0)
-      products.append(jnp.real(0 * _arrays.widen(x)))
-      entries += x.size
-    total = jnp.sum(functools.reduce(jnp.add, products))
-    sums.append(total.astype(jnp.float32))
-    if entries >= linked_after:
-      link, entries = jnp.sum(jnp.stack(sums)), 0
-  return jnp.isfinite(jnp.sum(jnp.stack(sums)))
+    # The link is zero if all before it is finite; otherwise the answer is known.
+    products = [_zero_or_nan(new, old, link) for new, old in group]
+    sums.append(jnp.sum(functools.reduce(jnp.add, products)))
+    entries += sum(product.size for product in products)
+    if entries >= _LINK:
+      link, entries = _total(sums), 0
+  return jnp.isfinite(_total(sums))
+
+
+def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
+  """Zero times each entry, in at least float32; and zero where it was bad before."""
+  x = _conditional.in_device_memory(new) + link.astype(new.dtype)
+  if old is not None:
+    old = _conditional.in_device_memory(old)
+    turned_nan = jnp.isnan(x) & ~jnp.isnan(old)
+    x = jnp.where(jnp.isfinite(old) | turned_nan, x, 0)
+  return jnp.real(0 * _arrays.widen(x))
+
+
+def _total(sums: Sequence[jax.Array]) -> jax.Array:
+  zero = jnp.zeros([], jnp.float32)
+  return jnp.sum(jnp.stack([zero, *(of_one.astype(jnp.float32) for of_one in sums)]))

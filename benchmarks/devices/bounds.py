@@ -18,11 +18,12 @@ _ADASUM = (
   *(("collective-permute", 0), ("collective bytes", 1.1 * 2 * _WHOLE)),
 )
 _ADASUM_LEVELS = {"v5e-8": 3, "v5e-64": 6, "v5e-256": 8}
-# Kernels outside of the loops that make a step: two for each gradient's check, one for each sum.
+# Kernels outside of the loops that make a step: two for each gradient's check, one for each sum; of
+# masters, whose step is computed ahead, one for the new master, each new moment and their sums.
 _IN_PLACE = {
   "accumulate": 75,
   "dynamic_loss_scale": 55,
-  "master_weights": 60,
+  "master_weights": 90,
 }
 # One loop for equal leaves; fan-in shards cross once there and once back.
 _PERMUTING = ("sgperm pairs", "sgperm rank", "sgperm exact", "laperm")
