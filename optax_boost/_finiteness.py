@@ -5,6 +5,7 @@ whole tree, exactly, in one pass at the speed of memory.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import math
@@ -25,10 +26,18 @@ _TOGETHER = 8
 _LINK = 2**19
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite; a scalar bool."""
-  groups = [leaves for (leaves,) in _arrays.stackable_leaves(tree)]
-  return _is_sound([[(leaf, None) for leaf in leaves] for leaves in groups])
+def all_finite(
+  tree: Any, divisor: Any = 1.0, divide: Callable[[Any], Any] = lambda tree: tree
+) -> jax.Array:
+  """Whether every entry of ``divide(tree)``, a tree divided by a number, is finite.
+
+  A finite sum of squares proves it, which XLA for CPUs computes without storing anything; only if
+  squares overflow is every entry looked at. `tree` should exist already, as the check may be
+  skipped.
+  """
+  tree = jax.lax.stop_gradient(tree)
+  squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
+  return _unless_proven(jnp.isfinite(squares), lambda: _every_entry_is_finite(divide(tree)))
 
 
 def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
@@ -51,15 +60,27 @@ def sum_is_finite(total: Any, addend: Any) -> jax.Array:
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
-  def check() -> tuple[jax.Array]:
-    return (all_finite(jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, addend)),)
+  def check() -> jax.Array:
+    sums = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, addend)
+    return _every_entry_is_finite(sums)
 
   if not all(_has_wide_range(leaf.dtype) for leaf in jax.tree.leaves(total)):
-    return check()[0]
-  small = jnp.isfinite(_arrays.sum_squares_of_tree(addend))
+    return check()
+  return _unless_proven(jnp.isfinite(_arrays.sum_squares_of_tree(addend)), check)
+
+
+def _every_entry_is_finite(tree: Any) -> jax.Array:
+  groups = [leaves for (leaves,) in _arrays.stackable_leaves(tree)]
+  return _is_sound([[(leaf, None) for leaf in leaves] for leaves in groups])
+
+
+def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
+  """A check that is made only if its outcome is not known to be True."""
   # Without the barrier XLA for TPUs makes the check in every step, and selects.
-  _, finite = _conditional.once_if(~small, lambda _: jax.lax.optimization_barrier(check()), small)
-  return finite
+  _, holds = _conditional.once_if(
+    ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
+  )
+  return holds
 
 
 def _has_wide_range(dtype: Any) -> bool:

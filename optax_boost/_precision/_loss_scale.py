@@ -227,9 +227,12 @@ class _LossScale:
         functools.partial(self._unscale, state.loss_scale), *call.gradients()
       )
 
-    finite = call.landing.holds_if(
-      call.go, lambda: self._agree(_finiteness.all_finite(unscaled()[0]))
-    )
+    def are_finite() -> jax.Array:
+      divide = functools.partial(self._unscale, state.loss_scale)
+      grads, _ = call.gradients()
+      return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
+
+    finite = call.landing.holds_if(call.go, are_finite)
     # A loss scale inside must see every overflow, or it would never come down.
     nested = _protocol.scales_loss(state.inner_state)
     go = call.go if nested else _conditional.both(call.go, finite)
