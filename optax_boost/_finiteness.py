@@ -138,8 +138,8 @@ def _sums(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
   """Whether all sums are finite, one for each group, in links of :data:`_LINK` entries or more.
 
-  XLA for CPUs stores what it sums. Linked, it does so for a part of the entries at a time, which
-  stay in the cache.
+  XLA for CPUs stores the products that it sums. Linked, it stores a part of them at a time, which
+  stays in the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
