@@ -1,7 +1,7 @@
-"""AutoBoost's levels as the time until O0's score; O0 with its own best batch and peak rate.
+"""AutoBoost's levels on images, as the time until O0's score with its best batch and peak rate.
 
-``make evidence PARTS=levels`` trains on digits and on ``cifar10*.npz`` and ``tinyshakespeare.txt``
-in the folder of the environment variable ``OPTAX_BOOST_DATA``.
+``make evidence PARTS=image_levels`` trains on digits and on ``cifar10*.npz`` in the folder of
+the environment variable ``OPTAX_BOOST_DATA``.
 """
 
 import dataclasses
@@ -12,18 +12,17 @@ from typing import NamedTuple
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from benchmarks import auto_boost as networks
-from benchmarks import models
 import optax_boost
 import optax_boost.nnx
 from tests.evidence import common
 from tests.evidence import report
 from tests.evidence import runs
+from tests.evidence import times
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
@@ -40,19 +39,14 @@ class Task(NamedTuple):
   steps: int
   batches: tuple[int, ...] = (32, 16, 64)
   rates: tuple[float, ...] = (0.025, 0.05)
-  score: str = "test accuracy, %"
 
 
-AUGMENTED, LARGER, TEXT = "cifar10, augmented", "cifar10, 32 x 32", "transformer"
+AUGMENTED, LARGER = "cifar10, augmented", "cifar10, 32 x 32"
 TASKS = {
   "digits": Task("Digits: ResNet-11", "digits", 100, (32, 16), (0.05, 0.1, 0.2)),
   "cifar10": Task("CIFAR-10 at 16 x 16: ResNet-11", "cifar10", 800, rates=(0.025, 0.05, 0.1)),
   AUGMENTED: Task("CIFAR-10 at 16 x 16, augmented: ResNet-11", "cifar10", 4000, (32, 16)),
   LARGER: Task("CIFAR-10 at 32 x 32: ResNet-11", "cifar10", 500, (32, 16)),
-  TEXT: Task(
-    *("Tiny Shakespeare: transformer of 6 blocks", "tinyshakespeare", 1000, (8, 4)),
-    *((3e-3, 6e-3, 1.2e-2), "test loss"),
-  ),
 }
 O0, LEVELS = "O0", ("O1", "O2")
 # Shares of O0's steps that a contender trains for: fewer, while its mean score is O0's or above, or
@@ -134,53 +128,9 @@ class Images:
     }
 
 
-class Text:
-  """A small transformer of characters, which scans over its blocks, AdamW and clipped gradients."""
-
-  network = models.GPT2(layers=6, width=64, heads=4, vocabulary=128, length=64, dtype=jnp.float32)
-
-  def __init__(self, setting, steps):
-    self.steps, self.batch, self.boost = steps, setting.batch, boost_of(setting, steps)
-    self.parts = common.text()
-    params, sample = self.network.init(jax.random.key(0)), next(self.batches(0))
-    # Without the clipping, seeds scatter by 0.05 nats, and whatever calms the start seems to help.
-    adamw = optax.adamw(rate(self.boost, setting.rate, steps), weight_decay=0.1)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    tx = self.boost.optimizer(clipped, self.network.loss, params, sample)
-    self.step = optax_boost.make_train_step(self.network.loss, tx)
-
-  def start(self, seed):
-    return self.step.init(self.network.init(jax.random.key(seed)))
-
-  def advance(self, state, batch):
-    return self.step(state, batch)
-
-  def batches(self, seed):
-    rng, text = np.random.default_rng(seed), self.parts["train"]
-    for _ in range(self.steps):
-      starts = rng.integers(0, len(text) - 65, self.batch)
-      yield text[starts[:, None] + np.arange(65)]
-
-  def scores(self, state):
-    loss, params = jax.jit(self.network.loss), state.params
-    if "average" in self.boost.on:
-      params = optax_boost.averaged_params(state.opt_state, params)
-
-    def mean_loss(text):
-      windows = text[: len(text) // 65 * 65].reshape(-1, 65)[:1024].reshape(-1, 128, 65)
-      return float(np.mean([loss(params, window) for window in windows]))
-
-    # The larger the better.
-    return {part: -mean_loss(self.parts[part]) for part in ("validation", "test")}
-
-
-def trainer(setting, steps):
-  return (Text if setting.task == TEXT else Images)(setting, steps)
-
-
 def train(setting, seed):
   """Scores on validation and test data, the larger the better."""
-  made = trainer(setting, setting.steps)
+  made = Images(setting, setting.steps)
   state = made.start(seed)
   for batch in made.batches(seed):
     state, _ = made.advance(state, batch)
@@ -190,7 +140,7 @@ def train(setting, seed):
 def measure(chosen, seed):
   """Processor seconds of a step of each setting over the first's: the medians of all rounds."""
   del seed
-  trainers = {setting: trainer(setting, TIMED) for setting in chosen}
+  trainers = {setting: Images(setting, TIMED) for setting in chosen}
   # The first round compiles.
   rounds = [list(seconds_in_turns(trainers).values()) for _ in range(1 + ROUNDS)][1:]
   return {"ratios": np.median([np.divide(r, r[0]) for r in rounds], 0).tolist()}
@@ -227,12 +177,6 @@ def tuned(task):
   return runs.tune(train, {O0: grid}, SEEDS)[O0]
 
 
-def time_to(score, times, scores):
-  """The interpolated time at which a curve first reaches a score; infinite if it doesn't."""
-  end = next((i for i, reached in enumerate(scores, 1) if reached >= score), None)
-  return float(np.interp(score, scores[:end][-2:], times[:end][-2:])) if end else np.inf
-
-
 def curve(setting, ratio, target):
   """Scores of all seeds by share of O0's steps: the fewest that reach the target, and less."""
   scores = {}
@@ -261,15 +205,11 @@ def outcome(task):
     times, by_seed = [ratio * share for share in scores], np.transpose(list(scores.values()))
     pairs = zip([np.mean(targets), *targets], [by_seed.mean(0), *by_seed], strict=True)
     # A seed means the same initial weights and the same batches.
-    to_score, *of_seeds = (time_to(target, times, seed) for target, seed in pairs)
+    to_score, *of_seeds = (times.time_to(target, times, seed) for target, seed in pairs)
     lacks = np.mean(targets) - by_seed.mean(0).max()
     found = {"ratio": ratio, "scores": scores, "to score": to_score}
     levels[setting.name] = found | {"by seed": of_seeds, "lacks": lacks}
   return {"setting": chosen.setting, "tried": chosen.tried, "levels": levels}
-
-
-def speed(seconds):
-  return f"{1 / seconds:.2f}" if np.isfinite(seconds) else "never"
 
 
 def summary(found):
@@ -279,26 +219,26 @@ def summary(found):
     for name in LEVELS:
       level = result["levels"][name]
       lacks = f", lacks {level['lacks']:.2g}" if np.isinf(level["to score"]) else ""
-      seeds = ", ".join(map(speed, level["by seed"]))
-      line = (speed(level["to score"]) + lacks, seeds, f"{1 / level['ratio']:.2f}")
+      seeds = ", ".join(map(times.speed, level["by seed"]))
+      line = (times.speed(level["to score"]) + lacks, seeds, f"{1 / level['ratio']:.2f}")
       lines.append((TASKS[task].title, name, *line))
   return report.table(("", "", "to O0's score", "by seed", "steps per time"), lines)
 
 
 def section(task, result):
-  sign, form = (-1, "{:.3f}") if task == TEXT else (1, "{:.2f}")
+  form = "{:.2f}"
   chosen = result["setting"]
   lines = [
-    (name, f"{share:g}", f"{level['ratio'] * share:.2f}", report.spread(sign * scores, form))
+    (name, f"{share:g}", f"{level['ratio'] * share:.2f}", report.spread(scores, form))
     for name, level in result["levels"].items()
     for share, scores in level["scores"].items()
   ]
   tried = ", ".join(
-    f"{s.batch}/{s.rate:g}/{s.steps:,}: {form.format(sign * score)}" for s, score in result["tried"]
+    f"{s.batch}/{s.rate:g}/{s.steps:,}: {form.format(score)}" for s, score in result["tried"]
   )
   words = f"## {TASKS[task].title}, {chosen.steps:,} steps\n\nBatch {chosen.batch}, peak rate"
   words += f" {chosen.rate:g}. Tried (batch/rate/steps: validation): {tried}.\n\n"
-  return words + report.table(("", "share of steps", "time", TASKS[task].score), lines)
+  return words + report.table(("", "share of steps", "time", "test accuracy, %"), lines)
 
 
 def picture(found):
@@ -320,17 +260,17 @@ def picture(found):
   return figure
 
 
-def test_levels_reach_the_score_of_plain_training():
+def test_levels_of_images_reach_the_score_of_plain_training():
   common.need(*(task.data for task in TASKS.values()))
   found = {task: outcome(task) for task in TASKS}
   page = report.words(
-    "levels",
+    "image_levels",
     summary=summary(found),
     sections="\n".join(section(task, result) for task, result in found.items()),
     **{"tuning_seed": runs.TUNING_SEED, "last_rate": LAST_RATE, "rounds": ROUNDS},
     **{"timed": TIMED - 1, "turn": TURN, "seeds": len(SEEDS)},
   )
-  report.write("levels", *page, picture(found))
+  report.write("image_levels", *page, picture(found))
   for task in ("digits", "cifar10"):
     levels = found[task]["levels"]
     assert levels["O1"]["to score"] < 1 / 1.2, levels

@@ -1,0 +1,219 @@
+"""AutoBoost's levels on transformers, as the time until a tuned O0's score.
+
+``make evidence PARTS=levels`` trains on ``tinyshakespeare.txt`` in the folder of the environment
+variable ``OPTAX_BOOST_DATA``, and on the sources of Python's standard library.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.evidence import common
+from tests.evidence import report
+from tests.evidence import runs
+from tests.evidence import sequence_trainings
+from tests.evidence import times
+from tests.evidence.sequence_trainings import DROPPED
+from tests.evidence.sequence_trainings import O0
+from tests.evidence.sequence_trainings import SHORT
+from tests.evidence.sequence_trainings import SMALL
+from tests.evidence.sequence_trainings import TASKS
+
+pytestmark = pytest.mark.slow
+SEEDS = (0, 1, 2)
+LEVELS, CONTROLS = ("O1", "O2"), (SHORT, DROPPED, SMALL)
+# Shares of O0's time; the search for O0's score begins at the second.
+SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
+
+
+@functools.cache
+def costs(name, tried):
+  """The time of a step of each shape, in that of the first, and all that `measure` says."""
+  task = TASKS[name]
+  # One of the tasks with the same programs.
+  alike = next(
+    other
+    for other, t in TASKS.items()
+    if (t.rotary, t.length, t.masked) == (task.rotary, task.length, task.masked)
+  )
+  (measured,) = runs.train_all(sequence_trainings.measure, [((alike, tried), 0)])
+  return dict(zip(tried, measured["ratios"], strict=True)), measured
+
+
+@functools.cache
+def tuned(name):
+  """O0's best batch and peak rate on validation data: better than half and twice of each."""
+  task = TASKS[name]
+  first = sequence_trainings.TOKENS_OF_A_BATCH // task.length
+  batches = tuple(n for n in (first, 2 * first, 4 * first, first // 2, first // 4) if n)
+  table, _ = costs(name, tuple((batch, task.length) for batch in batches))
+  steps = task.budget * sequence_trainings.TOKENS / sequence_trainings.TOKENS_OF_A_BATCH
+  tried = {}
+  best = (first, 6e-3)
+  if task.budget > 1:
+    shorter = next(n for n, t in TASKS.items() if t == task._replace(title=t.title, budget=1))
+    best = tuned(shorter)[0].batch, tuned(shorter)[0].rate
+  while True:
+    batch, rate = best
+    cross = [best, (batch // 2, rate), (batch * 2, rate), (batch, rate / 2), (batch, rate * 2)]
+    cross = [pair for pair in cross if pair[0] in batches and pair not in tried]
+    settings = [
+      sequence_trainings.Setting(name, O0, b, r, steps / table[b, task.length]) for b, r in cross
+    ]
+    results = train_all(settings, [runs.TUNING_SEED])
+    tried |= {pair: result["validation"] for pair, (result,) in zip(cross, results, strict=True)}
+    highest = max(tried, key=tried.get)
+    if highest == best:
+      break
+    best = highest
+  batch, rate = best
+  ratios, measured = costs(name, sequence_trainings.shapes(task, batch))
+  time = steps / table[batch, task.length]
+  setting = sequence_trainings.Setting(name, O0, batch, rate, time, tuple(ratios.items()))
+  return setting, tried, measured
+
+
+def train_all(settings, seeds=SEEDS):
+  """The results of each setting, one for each seed."""
+  runs_of = [(setting, seed) for setting in settings for seed in seeds]
+  results = runs.train_all(sequence_trainings.train, runs_of)
+  return [results[i : i + len(seeds)] for i in range(0, len(results), len(seeds))]
+
+
+def mean_test(results):
+  return np.mean([result["test"] for result in results])
+
+
+@functools.cache
+def o0(name):
+  """O0's results."""
+  return train_all([tuned(name)[0]])[0]
+
+
+@functools.cache
+def level(name, form):
+  """A level's results by share of O0's time: the least that reaches O0's score, and around."""
+  setting, results = tuned(name)[0]._replace(form=form), {}
+
+  def reaches(share):
+    (results[share],) = train_all([setting._replace(time=share * setting.time)])
+    return mean_test(results[share]) >= mean_test(o0(name))
+
+  if reaches(SHARES[1]):
+    all(map(reaches, SHARES[2:]))
+  else:
+    reaches(SHARES[0])
+  return dict(sorted(results.items()))
+
+
+@functools.cache
+def control(name, form):
+  """A control's results, in the share of O0's time at which a level is first tried."""
+  setting, share = tuned(name)[0], SHARES[1]
+  (results,) = train_all([setting._replace(form=form, time=share * setting.time)])
+  return {share: results}
+
+
+def outcome(name):
+  """O0's setting, and the results of each form by share of O0's time."""
+  setting, tried, measured = tuned(name)
+  forms = {O0: {1.0: o0(name)}}
+  forms |= {form: level(name, form) for form in LEVELS}
+  controls = CONTROLS if TASKS[name].budget == 1 else CONTROLS[:1]
+  forms |= {form: control(name, form) for form in controls}
+  return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
+
+
+def to_score(found, form):
+  """The share of O0's time until O0's mean score, and until each seed's own."""
+  curve, whole = found["forms"][form], found["forms"][O0][1.0]
+  scores = np.array([[result["test"] for result in results] for results in curve.values()])
+  targets = [result["test"] for result in whole]
+  pairs = zip([np.mean(targets), *targets], [scores.mean(1), *scores.T], strict=True)
+  return [times.time_to(target, list(curve), reached) for target, reached in pairs]
+
+
+def summary(everything):
+  lines = []
+  for name, found in everything.items():
+    cells = []
+    for form in LEVELS:
+      share, *seeds = to_score(found, form)
+      cells += [times.speed(share), ", ".join(map(times.speed, seeds))]
+    loss = report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")
+    lines.append((TASKS[name].title, loss, *cells))
+  header = ("", "O0's test loss", "O1", "by seed", "O2", "by seed")
+  return report.table(header, lines)
+
+
+def section(name, found):
+  setting, measured = found["setting"], found["measured"]
+  costs, full = dict(setting.costs), TASKS[name].length
+  tried = ", ".join(
+    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
+  )
+  lengths = ", ".join(
+    f"{n}: {costs[setting.batch * full // n, n]:.2f}" for n in (full // 8, full // 4, full // 2)
+  )
+  seconds = setting.time * measured["milliseconds"] / 1e3
+  compiling = np.median(measured["compiling"])
+  text = (
+    f"## {TASKS[name].title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
+    f" {len(sequence_trainings.plan(setting)):,} steps, about {seconds:.0f} s. Tried"
+    f" (batch/rate: validation): {tried}. A step's time by length, over one of {full}: {lengths}."
+    f" Compiling a length: {compiling:.1f} s.\n\n"
+  )
+  lines = [
+    (form, f"{share:g}", f"{results[0]['steps']:,}",
+     report.spread([-result["test"] for result in results], "{:.3f}"),
+     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
+    for form, shares in found["forms"].items()
+    for share, results in shares.items()
+  ]  # fmt: skip
+  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
+  return text + report.table(header, lines)
+
+
+def picture(everything):
+  """Loss against time, a panel for each training, and O0's loss as a line."""
+  figure, panels = report.panels([TASKS[name].title for name in everything], 4.0, 2.6)
+  styles = {
+    "O1": {"color": report.BLUE, "marker": "o"},
+    "O2": {"color": report.ORANGE, "marker": "s"},
+    SHORT: {"color": report.GREEN, "marker": "^", "linestyle": "none"},
+    DROPPED: {"color": report.PINK, "marker": "v", "linestyle": "none"},
+    SMALL: {"color": report.LIGHT, "marker": "D", "linestyle": "none"},
+  }
+  for axes, found in zip(panels, everything.values(), strict=True):
+    loss = -mean_test(found["forms"][O0][1.0])
+    axes.axhline(loss, color=report.GREY, linestyle=":", zorder=0)
+    axes.plot([1.0], [loss], "*", color=report.GREY, markersize=12, label="O0, tuned")
+    for form, style in styles.items():
+      if form in found["forms"]:
+        shares = found["forms"][form]
+        axes.plot(list(shares), [-mean_test(r) for r in shares.values()], label=form, **style)
+    axes.set_xlim(0.4, 1.05)
+  for axes in panels[-2:]:
+    axes.set_xlabel("time, in O0's")
+  for axes in panels[::2]:
+    axes.set_ylabel("test loss, nats")
+  report.legend_below(figure, 3)
+  return figure
+
+
+def test_levels_reach_the_score_of_plain_training():
+  common.need(sequence_trainings.SHAKESPEARE)
+  everything = {name: outcome(name) for name in TASKS}
+  numbers = {
+    "rounds": sequence_trainings.ROUNDS,
+    "timed": sequence_trainings.TIMED,
+    "turn": sequence_trainings.TURN,
+    "tuning_seed": runs.TUNING_SEED,
+    "seeds": len(SEEDS),
+  }
+  sections = "\n".join(section(name, found) for name, found in everything.items())
+  page = report.words("levels", summary=summary(everything), sections=sections, **numbers)
+  report.write("levels", *page, picture(everything))
+  for name, found in everything.items():
+    assert to_score(found, "O1")[0] < 1, name
