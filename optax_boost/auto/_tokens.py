@@ -86,7 +86,10 @@ def find_tokens(loss_fn: Callable[..., Any], params: Any, *args: Any) -> TokenBa
     return "the loss looks no tokens of a batch up in its params"
   names = [repr(_tree.leaf_name(places[number][1])) for number in numbers]
   if len(numbers) > 1:
-    return f"the loss looks {' and '.join(names)} up, which may not belong together"
+    return (
+      f"the loss looks {' and '.join(names)} up; pass `sequence_length` if they belong together"
+      " token by token"
+    )
   tokens = jnp.shape(leaves[numbers[0]])[1]
   read = {size for _, shape in lookups.found for size in shape}
   where, batch_path = places[numbers[0]]

@@ -118,7 +118,7 @@ WHOLE = {
   "two sequences": (
     two_tables,
     {"source": TOKENS[:, 1:], "target": TOKENS[:, :-1]},
-    "the loss looks 'source' and 'target' up, which may not belong together",
+    "the loss looks 'source' and 'target' up; pass `sequence_length` if they belong together",
   ),
   "positions of one length": (fixed_positions, {"tokens": TOKENS}, "of 17 tokens: "),
   "a prime length": (
