@@ -13,9 +13,9 @@ from optax_boost import _groups
 from optax_boost import _layers
 from optax_boost import _less_bn
 from optax_boost import _tree
-from optax_boost.auto import _config
-from optax_boost.auto import _levels
-from optax_boost.auto import _methods
+from optax_boost._auto import _config
+from optax_boost._auto import _levels
+from optax_boost._auto import _methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ def auto_boost(
     key: the seed of the freezing schedule, or a key.
 
   Returns:
-    An :class:`optax_boost.auto.AutoBoost`, used as below; ``print(boost.explain())`` shows it.
+    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
 
   Raises:
     ValueError: a level, block or key is unknown, or a value can't be honoured.

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import special
 
 from optax_boost import _base
-from optax_boost.race import _plot
+from optax_boost._race import _plot
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
-from optax_boost.race import _result
+from optax_boost._race import _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5

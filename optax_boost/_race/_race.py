@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost.race import _result
-from optax_boost.race import _run
+from optax_boost._race import _result
+from optax_boost._race import _run
 
 
 def race(
