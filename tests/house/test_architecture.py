@@ -73,6 +73,8 @@ def layer(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_one_way(path):
   name, below = layer(path), ours(path)
+  root = imported(path) & {"optax_boost"}
+  assert not root, "nothing in the package may import the root that is importing it"
   if name == "_base":
     assert not below
   elif name in FOUNDATION:
