@@ -20,7 +20,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
-import inspect
 from typing import Any
 from typing import TypeAlias
 
@@ -33,10 +32,13 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _protocol
+from optax_boost import _transformation
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective
+from optax_boost._train_step import _requests
 from optax_boost._train_step import _state
 from optax_boost._train_step import _statistics
+from optax_boost._train_step import _traced_loss
 from optax_boost._train_step import _written
 
 Metrics: TypeAlias = dict[str, Any]
@@ -108,45 +110,50 @@ class Program:
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     self._check_opt_state(state)
-    objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
-    if objective.groups is not None and depth is None:
+    arguments = (state.model_state, batch, *rngs)
+    traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
+    loss_scale = _requests.loss_scale(state.opt_state, state.params)
+    freezing, opt_state = _requests.freezing(self.tx, state.opt_state, state.params, depth)
+    if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
-    grad, (value, (model_state, aux)) = objective.gradient(state.params)
+    # A method that asks for the layers needs the traced program, which then gives the loss, too.
+    asks_for_layers = _transformation.names_extra_argument(self.tx, "layers")
+    loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
+    objective = _objective.Objective(loss, traced, loss_scale, freezing)
+    (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state, objective.program)
+    start, model_state = _written.take_written_params(state.params, model_state, traced)
     extra = {"value": value, "grad": grad, **objective.closures(start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
       extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
-    extra["layers"] = _layers.OnDemand(objective.layers)
+    extra["layers"] = _layers.OnDemand(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
       # A transformation of the user's own may name the argument.
-      is_named = "weight" in inspect.signature(self.tx.update).parameters
+      is_named = _transformation.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
     try:
-      params, opt_state = _apply_gradients.step_in_place(
-        self.tx, grad, objective.opt_state, start, extra
-      )
+      params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     except (AttributeError, TypeError, ValueError) as error:
       _state.explain_other_state(error, state, self.tx)
       raise
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    if objective.groups is not None:
+    if freezing is not None:
       # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(objective.depth, jnp.int32)
+      metrics["frozen_groups"] = jnp.asarray(freezing.depth, jnp.int32)
       if self.hold_frozen_statistics:
         model_state = _statistics.hold_statistics(
           state.model_state,
           model_state,
           state.params,
-          objective.groups,
-          objective.depth,
-          objective.statistics_axes,
+          freezing.groups,
+          freezing.depth,
+          traced.statistics_axes,
         )
     if self.has_aux:
       metrics["aux"] = aux

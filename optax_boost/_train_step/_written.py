@@ -9,6 +9,7 @@ import jax
 import optax
 
 from optax_boost import _jaxpr
+from optax_boost._train_step import _traced_loss
 
 # The number of a value that is not a leaf of the params.
 _OTHER = -1
@@ -29,12 +30,13 @@ def with_written_params(model_state: Any, before: optax.Params, after: optax.Par
 
 
 def take_written_params(
-  params: optax.Params, model_state: Any, program: Any
+  params: optax.Params, model_state: Any, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, Any]:
   """The params as the forward pass left them, and the new statistics alone."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   leaves, structure = jax.tree.flatten(params)
+  program = traced.program
   inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
   # By the params' place in the outputs: the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
