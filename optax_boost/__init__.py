@@ -38,6 +38,7 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._layers import layer_axes
 from optax_boost._layerwise_decay import layerwise_decay
+from optax_boost._path_mask import path_mask
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import stochastic_rounding
@@ -54,7 +55,6 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import flatten_metrics
 from optax_boost._train_step import make_train_step
-from optax_boost._tree import path_mask
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -26,11 +25,6 @@ def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
 def is_auto(mesh: Any) -> bool:
   """Whether the compiler places arrays along all axes of a mesh."""
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def is_committed(leaf: Any) -> bool:
-  """Whether an array was put on its devices, not left where it was made."""
-  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def without_axes(
@@ -60,32 +54,9 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
-def place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
-
-  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
-  """
-  sharding = jax.typeof(snapshot).sharding
-  if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
-    return ring
-  traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
-  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
-  like: Any = sharding if traced else snapshot.sharding
-  spec = jax.sharding.PartitionSpec(None, *like.spec)
-  placed = jax.sharding.NamedSharding(like.mesh, spec)
-  return place_by(ring, placed) if traced else jax.device_put(ring, placed)
-
-
 def is_whole_here(x: Any) -> bool:
   """Whether this process has all of an array: it has no other process's, or each has a copy."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-
-
-def whole(x: Any) -> np.ndarray:
-  """An array on this host; where processes have parts of it, all must call this."""
-  if is_whole_here(x):
-    return np.asarray(x)
-  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -213,14 +184,6 @@ def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   groups = stackable([None] * len(columns[0]), *columns)
   parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
-
-
-def steepest_ascent(gradients: Any) -> Any:
-  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
-
-  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
-  """
-  return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 
 def all_finite(tree: Any) -> jax.Array:

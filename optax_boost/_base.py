@@ -1,6 +1,5 @@
 """Types and argument checks that every method shares; imports nothing else of ours."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import re
 import sys
 from typing import Any
 from typing import TypeAlias
-from typing import TypeVar
 import warnings
 
 import jax
@@ -26,8 +24,6 @@ import optax
 LeafSelector: TypeAlias = Any
 # Axes of a mesh by name, the same for all leaves or by regular expression.
 AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -207,20 +203,6 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
   update.wraps = tx  # type: ignore[attr-defined]
   # Some of optax's methods refuse extra arguments that they don't name.
   return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
-  """Raises TypeError unless an argument names a floating dtype."""
-  try:
-    # NumPy takes None for float64 and an array for its dtype.
-    named = value is not None and not is_any_array(value)
-    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-  except (TypeError, ValueError):
-    floating = False
-  if not (floating or (optional and value is None)):
-    raise TypeError(
-      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."
-    )
 
 
 def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
@@ -418,18 +400,3 @@ def check_name(
   if error is TypeError or value not in allowed:
     names = [*map(repr, allowed), *(["None"] if optional else [])]
     raise error(f"`{argument}` must be one of {', '.join(names)}; got {shorten(value)}.")
-
-
-def with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_F], _F]:
-  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
-
-  def decorate(function: _F) -> _F:
-    signature = inspect.signature(function)
-    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    for name, parameter in inspect.signature(core).parameters.items():
-      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
-        shown[name] = parameter
-    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
-    return function
-
-  return decorate

@@ -92,10 +92,6 @@ def map_gradients(
   return function(updates), extra
 
 
-# The extra arguments that are functions of the params.
-CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
-
-
 def ignoring_closures(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function of params that lets the other extra arguments pass.
 

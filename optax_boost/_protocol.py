@@ -206,7 +206,7 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
 
 def scales_loss(state: optax.OptState) -> bool:
   """Whether a state asks for a scale of the loss, and so must see every overflow."""
-  return bool(_asking(state, LOSS_SCALE))
+  return is_requested(state, LOSS_SCALE)
 
 
 def is_requested(opt_state: optax.OptState, request: str) -> bool:
@@ -227,12 +227,6 @@ def state_asking(opt_state: optax.OptState, request: str) -> Any:
     return None
   _field(states[0], type(states[0]), request, "requests")
   return states[0]
-
-
-def requested(opt_state: optax.OptState, request: str) -> Any:
-  """The value of a request, None where no state makes it; ValueError where several do."""
-  state = state_asking(opt_state, request)
-  return None if state is None else getattr(state, request)
 
 
 def request_reader(opt_state: optax.OptState, request: str) -> Callable[[optax.OptState], Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _base
 from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _skippable
@@ -49,21 +50,22 @@ class Form:
   wrapper: _skippable.Wrapper | None = None
 
   def check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
-    """Checks the arguments of ``update``."""
-    _tree.check_update(
-      self.method,
-      updates,
-      state,
-      self.state_type,
-      _tree.differentiated(params) if self.allows_pairs else params,
-      needs_params=self.needs_params,
-      allows_complex=self.allows_complex,
-    )
+    """Checks the arguments of ``update``: params that fit the gradients, and the own state."""
+    if self.needs_params:
+      _base.require_params(params, self.method)
+    _base.require_state(state, self.state_type, self.method)
+    if params is not None:
+      of_gradients = _tree.differentiated(params) if self.allows_pairs else params
+      _tree.check_same_tree(updates, of_gradients, self.method)
+    self._check_leaves(updates)
 
   def check_params(self, params: optax.Params) -> None:
     """Checks the argument of ``init``."""
+    self._check_leaves(params)
+
+  def _check_leaves(self, tree: Any) -> None:
     check = _tree.check_inexact if self.allows_complex else _tree.check_floating
-    check(params, self.method)
+    check(tree, self.method)
 
 
 def transformation(

@@ -56,29 +56,15 @@ def leaf_keys(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[t
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
   boxes = set()
   if any(path[-1:] in _BOXED for path in paths):
-    boxes = {path for path, node in flatten(tree, is_leaf=_is_box)[0] if _is_box(node)}
+    boxes = {path for path, node in flatten(tree, is_leaf=is_box)[0] if is_box(node)}
   return [path[:-1] if path[:-1] in boxes else path for path in paths]
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
   """Whether a node wraps one value, as variables of NNX and Linen's partitioning metadata do."""
   # By its children, of which a mask hides none; named tuples are the user's own containers.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
-
-
-def unboxed(tree: Any) -> Any:
-  """A tree with the values of its boxes in their place.
-
-  For a state's arrays of other shapes than the params: Flax shards an array as its box says, and
-  the box of a param means the param's shape.
-  """
-
-  def value(node: Any) -> Any:
-    # A mask, of which there are no leaves, may be in a box, too.
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _is_box(node) else node
-
-  return jax.tree.map(value, tree, is_leaf=_is_box)
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -279,63 +265,10 @@ def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
   return [node for node in jax.tree.leaves(opt_state, is_leaf=matches) if matches(node)]
 
 
-def path_mask(*patterns: str) -> Callable[[Any], Any]:
-  """A mask for ``optax.masked`` that selects leaves by their path.
-
-  Args:
-    *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
-      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` and
-      not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
-
-  Returns:
-    A function from params to a tree of bools: True for the leaves whose path a pattern matches.
-    A pattern that matches nothing raises :class:`NoEffectWarning`.
-
-  Raises:
-    TypeError: a pattern is not a string.
-    ValueError: a pattern is not a regular expression.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_boost
-    >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
-    >>> optax_boost.path_mask("kernel$")(params)
-    {'conv': {'bias': False, 'kernel': True}}
-    >>> decay = optax.masked(
-    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
-    ... )
-  """
-  for pattern in patterns:
-    _base.compile_pattern("patterns", pattern)
-
-  def mask(params: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(params), select(params, patterns, "patterns"))
-
-  return mask
-
-
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
   _base.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning)
-
-
-def check_update(
-  method: str,
-  updates: Any,
-  state: Any,
-  state_type: type,
-  params: Any,
-  *,
-  needs_params: bool = False,
-  allows_complex: bool = False,
-) -> None:
-  """Checks the arguments of ``update``: the gradients, the method's own state, params that fit."""
-  if needs_params:
-    _base.require_params(params, method)
-  _base.require_state(state, state_type, method)
-  if params is not None:
-    check_same_tree(updates, params, method)
-  (check_inexact if allows_complex else check_floating)(updates, method)
 
 
 def refuse_pair(params: Any, method: str) -> None:

@@ -14,6 +14,7 @@ from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._dim_reduce import _boxes
 from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
@@ -103,7 +104,7 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
       )
     dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
     basis.append(jnp.array(_subspace.placed(r, p).astype(dtype)))
-  return _tree.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
+  return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
 def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:

@@ -162,6 +162,10 @@ def _widen(tree: Any) -> Any:
   return jax.tree.map(_arrays.widen, tree)
 
 
+# The extra arguments that are functions of the params.
+_CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
+
+
 def _wide_arguments(
   updates: optax.Updates, extra_args: dict[str, Any], params: optax.Params
 ) -> tuple[optax.Updates, dict[str, Any]]:
@@ -171,7 +175,7 @@ def _wide_arguments(
     return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # The closures take the wide params: the model computes in its params' dtype all the same.
-  closures = {name: extra_args.get(name) for name in _masking.CLOSURES}
+  closures = {name: extra_args.get(name) for name in _CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
   extra = extra_args | {

@@ -5,10 +5,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _arrays
 from optax_boost import _cut_scans
 from optax_boost import _masking
 from optax_boost._train_step import _requests
@@ -44,7 +44,7 @@ class Objective:
         return apply_scale(value), (value, aux)
 
       gradients, output = jax.grad(scaled, has_aux=True)(params)
-    gradients = _arrays.steepest_ascent(gradients)
+    gradients = steepest_ascent(gradients)
     if self.loss_scale is not None:
       gradients = self.loss_scale.unscale_unseen(gradients)
     # Those of a known depth are zero by now.
@@ -78,6 +78,14 @@ class Objective:
 
     grad_fn = of_masked(lambda params: self.value_and_grad(params)[1], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
+
+
+def steepest_ascent(gradients: Any) -> Any:
+  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
+
+  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
+  """
+  return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
 
 
 def of_masked(

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _apply_gradients
-from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _protocol
@@ -91,7 +90,7 @@ class Program:
   def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
     """The gradient of the loss alone, on any batch."""
     gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
-    return _arrays.steepest_ascent(gradient)
+    return _objective.steepest_ascent(gradient)
 
   def step(
     self,

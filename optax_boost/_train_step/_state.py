@@ -111,14 +111,19 @@ def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
   return _sharding(next(iter(jax.tree.leaves(state.params)), None))
 
 
+def _is_committed(leaf: Any) -> bool:
+  """Whether an array was put on its devices, not left where it was made."""
+  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
+
+
 def commit_like(state: TrainState, arguments: Any) -> TrainState:
   """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
   # At every step: the cheap question first.
-  if _arrays.is_committed(state.step):
+  if _is_committed(state.step):
     return state
   if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
     return state
-  for leaf in filter(_arrays.is_committed, jax.tree.leaves(arguments)):
+  for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
       return jax.tree.map(functools.partial(_put, sharding=leaf.sharding), state)
     # Axes that are Explicit are part of the arrays' types.

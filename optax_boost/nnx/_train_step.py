@@ -4,9 +4,11 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import inspect
 import sys
 from typing import Any
 from typing import TypeAlias
+from typing import TypeVar
 import weakref
 
 from flax import nnx
@@ -23,6 +25,7 @@ from optax_boost.nnx import _adapter
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Names the contexts in which Flax finds model, optimizer and rngs again after a step.
 _CONTEXT = "optax_boost.step"
@@ -251,7 +254,22 @@ def _explain(
     ) from error
 
 
-@_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
+def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
+  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
+
+  def decorate(function: _Function) -> _Function:
+    signature = inspect.signature(function)
+    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, parameter in inspect.signature(core).parameters.items():
+      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
+        shown[name] = parameter
+    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
+    return function
+
+  return decorate
+
+
+@_with_keywords_of(_train_step.make_train_step, "has_model_state")
 def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
   """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
