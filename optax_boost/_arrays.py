@@ -22,7 +22,7 @@ def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
-def is_auto(mesh: Any) -> bool:
+def has_auto_axes_only(mesh: Any) -> bool:
   """Whether the compiler places arrays along all axes of a mesh."""
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
@@ -111,8 +111,8 @@ def accumulator_dtype(dtype: Any) -> Any:
   """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
-  wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
-  return jnp.dtype(dtype if wide else jnp.float32)
+  is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
+  return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
 
 def widest_dtype(tree: Any) -> Any:
@@ -126,19 +126,19 @@ def widen(x: jax.Array) -> jax.Array:
   return x.astype(accumulator_dtype(x.dtype))
 
 
-def divide(x: jax.Array, by: jax.Array, largest: float = float("inf")) -> jax.Array:
+def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
   """A quotient by a positive number, at most `largest`, made by multiplying.
 
   XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
   same for powers of two.
   """
-  wide = widen(x)
-  by = by.astype(wide.real.dtype)
+  dividend = widen(x)
+  divisor = divisor.astype(dividend.real.dtype)
   # The inverse of a larger number would not be a normal one.
   if largest > 2.0**126:
-    shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
-    wide, by = wide * shift, by * shift
-  return (wide * (1 / by)).astype(x.dtype)
+    shift = jnp.where(divisor > 2.0**64, 2.0**-64, 1.0).astype(divisor.dtype)
+    dividend, divisor = dividend * shift, divisor * shift
+  return (dividend * (1 / divisor)).astype(x.dtype)
 
 
 def zeros_like_wide(tree: Any) -> Any:
@@ -148,8 +148,8 @@ def zeros_like_wide(tree: Any) -> Any:
 
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
-  wide = widen(x)
-  return jnp.sum(wide * wide, axis=axes)
+  widened = widen(x)
+  return jnp.sum(widened * widened, axis=axes)
 
 
 def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -182,8 +182,8 @@ def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = stackable([None] * len(columns[0]), *columns)
-  parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
-  return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
+  chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
+  return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
 
 
 def all_finite(tree: Any) -> jax.Array:

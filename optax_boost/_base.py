@@ -77,7 +77,7 @@ def _is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def known_number(value: Any) -> Any:
+def concrete_number(value: Any) -> Any:
   """A number or scalar array as a number; None for traced arrays, whose values are unknown."""
   if not is_any_array(value):
     return value
@@ -113,11 +113,11 @@ def check_number(
       f"`{name}` must be a real number or a scalar array; got {shorten(value)} of type"
       f" {type(value).__name__}."
     )
-  known = known_number(value)
-  if known is None:
+  concrete = concrete_number(value)
+  if concrete is None:
     return
   try:
-    number = float(known)
+    number = float(concrete)
   except OverflowError:
     number = math.inf
   bounds = [
@@ -156,9 +156,9 @@ def check_whole_number(
       f"`{name}` shapes the program, so it must be a Python number; got {shorten(value)}. Pass"
       f" int({name}); under `optax.inject_hyperparams` name it in `static_args`."
     )
-  known = known_number(value)
-  if known is not None and not minimum <= int(known) <= maximum:
-    bound = f">= {minimum}" if int(known) < minimum else f"<= {maximum}"
+  concrete = concrete_number(value)
+  if concrete is not None and not minimum <= int(concrete) <= maximum:
+    bound = f">= {minimum}" if int(concrete) < minimum else f"<= {maximum}"
     raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
   check_number(name, value)
 
@@ -305,11 +305,11 @@ def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | N
   return value
 
 
-def varying_axes(kind: Any) -> frozenset[str]:
+def varying_axes(aval: Any) -> frozenset[str]:
   """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
   # Older versions of JAX have the second name.
-  manual = getattr(kind, "manual_axis_type", None)
-  return frozenset(manual.varying if manual is not None else getattr(kind, "vma", None) or ())
+  manual = getattr(aval, "manual_axis_type", None)
+  return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
 def require_params(params: Any, method: str) -> None:
@@ -336,10 +336,10 @@ def require_state(state: Any, state_type: type, method: str) -> None:
 
 def require_chain_state(state: Any, state_types: Sequence[type], method: str) -> None:
   """Raises TypeError for a tuple of states other than those of a method's chain."""
-  if [type(part) for part in state] != list(state_types):
-    required, got = (
-      ", ".join(kind.__name__ for kind in kinds) for kinds in (state_types, map(type, state))
-    )
+  types = [type(member) for member in state]
+  if types != list(state_types):
+    required = ", ".join(expected.__name__ for expected in state_types)
+    got = ", ".join(actual.__name__ for actual in types)
     raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
 
 
@@ -381,12 +381,12 @@ def as_key(name: str, key: Any) -> jax.Array:
 
 def check_key(name: str, key: Any) -> None:
   """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
-  one, got = key is None, shorten(key)
+  is_one_key, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    one = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
+    is_one_key = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
     got = f"an array of shape {key.shape} and dtype {key.dtype}"
-  if not one:
+  if not is_one_key:
     raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {got}.")
 
 

@@ -107,7 +107,7 @@ def centralize(
 
   def init(params: optax.Params) -> optax.EmptyState:
     plan = kernels.of(params)
-    by_rule = layers is None and _tree.is_auto(exclude)
+    by_rule = layers is None and _tree.is_auto_selector(exclude)
     if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
       undecided.add(tuple(_tree.leaf_paths(params)))
     else:

@@ -42,31 +42,29 @@ def leaves_like(tree: Any, like: Any) -> list[Any] | None:
   structures: list[Any] = [jax.tree.structure(x, is_leaf=_tree.is_masked) for x in (tree, like)]
   if structures[0] == structures[1]:
     return jax.tree.leaves(tree, is_leaf=_tree.is_masked)
-  pairs = [
-    list(
-      zip(
-        _tree.leaf_paths(x, _tree.is_masked),
-        jax.tree.leaves(x, is_leaf=_tree.is_masked),
-        strict=True,
-      )
-    )
-    for x in (tree, like)
-  ]
-  leaves, targets = map(dict, pairs)
-
-  def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
-    hidden = tuple(
-      f"{path}/" if path else "" for path, leaf in ones.items() if _tree.is_masked(leaf)
-    )
-    return all(
-      _tree.is_masked(leaf) or path in ones or path.startswith(hidden)
-      for path, leaf in others.items()
-    )
-
-  unique = list(map(len, (leaves, targets))) == list(map(len, pairs))
-  if not (unique and covers(leaves, targets) and covers(targets, leaves)):
+  leaves, targets = _leaves_by_path(tree), _leaves_by_path(like)
+  if leaves is None or targets is None:
+    return None
+  if not (_covers(leaves, targets) and _covers(targets, leaves)):
     return None
   return [leaves.get(path, optax.MaskedNode()) for path in targets]
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any] | None:
+  """The leaves and masks of a tree by their paths, or None if two have the same path."""
+  paths = _tree.leaf_paths(tree, _tree.is_masked)
+  leaves = jax.tree.leaves(tree, is_leaf=_tree.is_masked)
+  return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None
+
+
+def _covers(first: dict[str, Any], second: dict[str, Any]) -> bool:
+  """Whether each leaf of `second` has the path of one in `first`, or is below a mask there."""
+  masks = [path for path, leaf in first.items() if _tree.is_masked(leaf)]
+  prefixes = tuple(f"{path}/" if path else "" for path in masks)
+  return all(
+    _tree.is_masked(leaf) or path in first or path.startswith(prefixes)
+    for path, leaf in second.items()
+  )
 
 
 def map_gradients(

@@ -34,7 +34,7 @@ class Leaves:
 
     def plan(tree: Any, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
       leaves = _layers.leaves_of(tree, layers)
-      auto_selected = _tree.is_auto(exclude)
+      auto_selected = _tree.is_auto_selector(exclude)
       skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
       return list(zip(leaves, skipped, strict=True))
 
@@ -50,12 +50,12 @@ class Leaves:
     if isinstance(names, Mapping):
       first = _tree.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
       of_patterns = [of_pattern or None for of_pattern in names.values()]
-      found = [None if index is None else of_patterns[index] for index in first]
+      of_leaves = [None if index is None else of_patterns[index] for index in first]
     else:
-      found = [names] * len(leaves)
-    for of_leaf in dict.fromkeys(found):
+      of_leaves = [names] * len(leaves)
+    for of_leaf in dict.fromkeys(of_leaves):
       _base.require_axis("axis_name", of_leaf, self.method)
-    return found
+    return of_leaves
 
   def map(
     self,

@@ -129,23 +129,26 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
 _flatten = jax.tree_util.default_registry.flatten_one_level
 
 
-def _places(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
-  """All nodes and leaves of a tree, each after those inside it, with their place in it."""
-  found: list[tuple[tuple[int, ...], Any]] = []
+def _nodes_with_indices(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+  """All nodes and leaves of a tree, each after those inside it, with the indices that lead to it.
+
+  An index is of a child among its parent's children.
+  """
+  outside_in: list[tuple[tuple[int, ...], Any]] = []
   pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
   # A loop, not a tree map: an optimizer state has thousands of nodes, and few declare anything.
   while pending:
-    place, node = pending.pop()
-    found.append((place, node))
+    indices, node = pending.pop()
+    outside_in.append((indices, node))
     flat = _flatten(node)
     for i, child in enumerate(flat[0] if flat is not None else ()):
-      pending.append(((*place, i), child))
-  return found[::-1]
+      pending.append(((*indices, i), child))
+  return outside_in[::-1]
 
 
 def nodes(tree: Any) -> list[Any]:
   """All nodes and leaves of a tree, each after those inside it."""
-  return [node for _, node in _places(tree)]
+  return [node for _, node in _nodes_with_indices(tree)]
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
@@ -179,8 +182,9 @@ def made_step(before: optax.OptState, after: optax.OptState) -> Any:
     return isinstance(node, optax_states) or bool(declared(node, "outcome"))
 
   made: Any = np.bool_(True)
-  olds, news = (jax.tree.leaves(state, is_leaf=tells) for state in (before, after))
-  for old, new in zip(olds, news, strict=True):
+  old_nodes = jax.tree.leaves(before, is_leaf=tells)
+  new_nodes = jax.tree.leaves(after, is_leaf=tells)
+  for old, new in zip(old_nodes, new_nodes, strict=True):
     if isinstance(new, optax.PartitionState):
       made = made & _part_made_step(old.inner_states, new.inner_states)
     elif isinstance(new, optax.MultiStepsState):
@@ -232,12 +236,14 @@ def state_asking(opt_state: optax.OptState, request: str) -> Any:
 def request_reader(opt_state: optax.OptState, request: str) -> Callable[[optax.OptState], Any]:
   """A function that reads a request from any state of this structure, without a search."""
   asking = state_asking(opt_state, request)
-  places = [place for place, node in _places(opt_state) if asking is not None and node is asking]
+  if asking is None:
+    return lambda opt_state: None
+  path = next(indices for indices, node in _nodes_with_indices(opt_state) if node is asking)
 
   def read(node: optax.OptState) -> Any:
-    for index in places[0] if places else ():
+    for index in path:
       node = _flatten(node)[0][index]
-    return getattr(node, request) if places else None
+    return getattr(node, request)
 
   return read
 

@@ -67,11 +67,11 @@ def is_box(node: Any) -> bool:
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
 
 
-def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_leaves(function: Callable[..., Any], tree: Any, *trees: Any) -> Any:
   """``jax.tree.map`` over trees of the same leaves, of which some may be in boxes."""
   structure: Any
   leaves, structure = jax.tree.flatten(tree)
-  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, rest))))
+  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, trees))))
 
 
 def is_masked(value: Any) -> bool:
@@ -184,7 +184,7 @@ def select(
   return _broadcast_mask(mask, tree, argument)
 
 
-def is_auto(selector: Any) -> bool:
+def is_auto_selector(selector: Any) -> bool:
   """Whether a selector stands for the method's own rule."""
   # Arrays, which a user may pass by mistake, compare entry by entry.
   return isinstance(selector, str) and selector == "auto"
@@ -218,7 +218,7 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
 
 def check_selector(argument: str, selector: _base.LeafSelector) -> None:
   """Checks an argument that selects leaves, as far as that is possible without the tree."""
-  if selector is None or is_auto(selector) or _is_function(selector):
+  if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
     _base.compile_pattern(argument, selector)
@@ -287,10 +287,12 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:
-    own, others = leaf_paths(updates), leaf_paths(params)
-    lacking, beyond = ([p for p in x if p not in y] for x, y in ((others, own), (own, others)))
-    lists = [f"{verb} {_base.shorten(p)}" for verb, p in (("lack", lacking), ("have", beyond)) if p]
-    differ = " and ".join(lists) or f"have the containers {got} instead of {want}"
+    update_paths, param_paths = leaf_paths(updates), leaf_paths(params)
+    lacking = [path for path in param_paths if path not in update_paths]
+    surplus = [path for path in update_paths if path not in param_paths]
+    clauses = [f"lack {_base.shorten(lacking)}"] if lacking else []
+    clauses += [f"have {_base.shorten(surplus)}"] if surplus else []
+    differ = " and ".join(clauses) or f"have the containers {got} instead of {want}"
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got gradients that"
       f" {differ}. Pass the params that the gradients were taken with respect to."
@@ -306,9 +308,12 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
 
 def same_shapes(first: Any, second: Any) -> bool:
   """Whether two trees have the same structure and shapes."""
-  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
-  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
-  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
+  first_structure: Any
+  first_leaves, first_structure = jax.tree.flatten(first)
+  second_leaves, second_structure = jax.tree.flatten(second)
+  if first_structure != second_structure:
+    return False
+  return list(map(jnp.shape, first_leaves)) == list(map(jnp.shape, second_leaves))
 
 
 # The advice if all params are differentiated, even if a mask hides some from the optimizer; without
@@ -340,7 +345,11 @@ def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required
       raise TypeError(
         f"`{method}` needs arrays as leaves; the leaf '{leaf_name(path)}' is {_base.shorten(leaf)}"
         f" of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
-        + (" Convert them with `jax.tree.map(jnp.asarray, params)`." if _is_number(leaf) else "")
+        + (
+          " Convert them with `jax.tree.map(jnp.asarray, params)`."
+          if _is_python_number(leaf)
+          else ""
+        )
       )
     if not jnp.issubdtype(leaf.dtype, kind):
       raise TypeError(
@@ -349,14 +358,14 @@ def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required
       )
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_python_number(leaf: Any) -> bool:
   return isinstance(leaf, int | float | complex)
 
 
 def _keep_out(leaf: Any, name: str) -> str:
   """Advice for a leaf that can't be made an array, as functions and names in modules."""
   advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
-  return "" if _is_number(leaf) else advice
+  return "" if _is_python_number(leaf) else advice
 
 
 def check_traceable(name: str, tree: Any) -> None:

@@ -41,8 +41,9 @@ def with_adasum(
   def vary(u: jax.Array, _: Any) -> jax.Array:
     return jnp.where(jax.lax.axis_index(local_axis_name) < 0, jnp.zeros_like(u), u)
 
-  before, after = map(optax.stateless_with_tree_map, (mean, vary))
-  return optax.chain(before, tx, after, adasum)
+  average = optax.stateless_with_tree_map(mean)
+  mark_varying = optax.stateless_with_tree_map(vary)
+  return optax.chain(average, tx, mark_varying, adasum)
 
 
 def subspace_optimizer(

@@ -99,8 +99,8 @@ def race(
 
 
 def _methods(problem: _run.Problem, transformations: Any) -> dict[str, _run.Method]:
-  known = isinstance(transformations, Mapping) and all(isinstance(n, str) for n in transformations)
-  if not known or not transformations:
+  is_mapping = isinstance(transformations, Mapping)
+  if not (is_mapping and transformations and all(isinstance(n, str) for n in transformations)):
     raise TypeError(
       "`transformations` must be a dictionary from names to transformations, at least one; got"
       f" {_base.shorten(transformations)}."

@@ -206,9 +206,9 @@ class Method:
         self._record([seed], self.begin(seed))
     else:
       problem = self._problem
-      states = _stack([self._step.init(*problem.start(seed)) for seed in seeds])
-      feed = map(_stack, zip(*map(problem.batches, seeds), strict=True))
-      keys = _stack([problem.key(seed) for seed in seeds])
+      states = _stack_trees([self._step.init(*problem.start(seed)) for seed in seeds])
+      feed = map(_stack_trees, zip(*map(problem.batches, seeds), strict=True))
+      keys = _stack_trees([problem.key(seed) for seed in seeds])
       self._record(seeds, _Training(self._vmapped, states, feed, keys))
 
   def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
@@ -224,7 +224,7 @@ class Method:
         with np.errstate(all="ignore"):
           loss = float(losses[:, i].mean())
         points[seed].append({**self._problem.measure(*of_seed), _result.LOSS: loss})
-        before, now = (sorted(points[seed][place]) for place in (0, -1))
+        before, now = sorted(points[seed][0]), sorted(points[seed][-1])
         if before != now:
           raise ValueError(
             f"`evaluate` must return the same metrics each time; got {now} after {before}. Return"
@@ -234,7 +234,7 @@ class Method:
     return totals
 
 
-def _stack(trees: Sequence[Any]) -> Any:
+def _stack_trees(trees: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -246,15 +246,15 @@ def train(
   progress: bool,
 ) -> bool:
   """Counts, then times, then trains the other seeds; returns whether it came to the end."""
-  first, *others = seeds
+  first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
   clock = ("all in turns", _clock, (methods, blocks, first))
-  trains = [(name, method.train, (others, vmap_seeds)) for name, method in methods.items()]
-  parts = [*counts, clock, *trains]
+  trains = [(name, method.train, (later_seeds, vmap_seeds)) for name, method in methods.items()]
+  jobs = [*counts, clock, *trains]
   try:
-    for name, part, args in _base.with_progress(parts, progress, "race", "part"):
+    for name, run, args in _base.with_progress(jobs, progress, "race", "part"):
       try:
-        part(*args)
+        run(*args)
       except Exception as error:
         error.add_note(f"`race` was training with the method {name!r}.")
         raise

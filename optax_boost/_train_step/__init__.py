@@ -6,11 +6,11 @@ from optax_boost._train_step._program import Metrics as Metrics
 from optax_boost._train_step._program import Program as Program
 from optax_boost._train_step._state import TrainState as TrainState
 from optax_boost._train_step._state import canonicalize_state as canonicalize_state
-from optax_boost._train_step._state import check_state as check_state
+from optax_boost._train_step._state import check_train_state as check_train_state
 from optax_boost._train_step._state import other_opt_state as other_opt_state
 from optax_boost._train_step._state import placement as placement
 from optax_boost._train_step._step import TrainStep as TrainStep
-from optax_boost._train_step._step import known_depth as known_depth
+from optax_boost._train_step._step import concrete_depth as concrete_depth
 from optax_boost._train_step._step import make_train_step as make_train_step
 from optax_boost._train_step._written import copied_inputs as copied_inputs
 from optax_boost._train_step._written import with_written_params as with_written_params

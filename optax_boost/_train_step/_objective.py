@@ -22,22 +22,22 @@ class Objective:
   Attributes:
     loss: from params to the loss, and aux: the user's function, or the program traced from it.
     traced: the program, for layers of a leaf of which some are frozen.
-    loss_scale: the scale of the loss that is differentiated; None: 1.
+    scaling: the scale of the loss that is differentiated; None: 1.
     freezing: the layers without a gradient; None: all have one.
   """
 
   loss: Callable[[optax.Params], tuple[jax.Array, Any]]
   traced: _traced_loss.TracedLoss
-  loss_scale: _requests.LossScale | None
-  freezing: _requests.Freezing | None
+  scaling: _requests.ScaleRequest | None
+  freezing: _requests.FreezeRequest | None
 
   def value_and_grad(self, params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
     """The loss with aux, and the scaled gradient, zero for frozen leaves and layers."""
     loss = self._without_frozen_gradients()
-    if self.loss_scale is None:
+    if self.scaling is None:
       output, gradients = jax.value_and_grad(loss, has_aux=True)(params)
     else:
-      apply_scale = self.loss_scale.apply
+      apply_scale = self.scaling.apply
 
       def scaled(params: optax.Params) -> tuple[jax.Array, Any]:
         value, aux = loss(params)
@@ -45,16 +45,16 @@ class Objective:
 
       gradients, output = jax.grad(scaled, has_aux=True)(params)
     gradients = steepest_ascent(gradients)
-    if self.loss_scale is not None:
-      gradients = self.loss_scale.unscale_unseen(gradients)
+    if self.scaling is not None:
+      gradients = self.scaling.unscale_unseen(gradients)
     # Those of a known depth are zero by now.
-    if self.freezing is not None and self.freezing.known() is None:
+    if self.freezing is not None and self.freezing.frozen() is None:
       gradients = self.freezing.zero_frozen(gradients)
     return output, gradients
 
   def _without_frozen_gradients(self) -> Callable[[optax.Params], tuple[jax.Array, Any]]:
     """The loss, with a derivative of zero for leaves and layers that are known to be frozen."""
-    frozen = None if self.freezing is None else self.freezing.known()
+    frozen = None if self.freezing is None else self.freezing.frozen()
     if frozen is None or not any(map(np.any, frozen)):
       return self.loss
     is_cut = any(np.any(flags) and not np.all(flags) for flags in frozen)

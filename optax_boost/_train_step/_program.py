@@ -111,14 +111,14 @@ class Program:
     self._check_opt_state(state)
     arguments = (state.model_state, batch, *rngs)
     traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
-    loss_scale = _requests.loss_scale(state.opt_state, state.params)
-    freezing, opt_state = _requests.freezing(self.tx, state.opt_state, state.params, depth)
+    scaling = _requests.scale_request(state.opt_state, state.params)
+    freezing, opt_state = _requests.freeze_request(self.tx, state.opt_state, state.params, depth)
     if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
     # A method that asks for the layers needs the traced program, which then gives the loss, too.
     asks_for_layers = _transformation.names_extra_argument(self.tx, "layers")
     loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
-    objective = _objective.Objective(loss, traced, loss_scale, freezing)
+    objective = _objective.Objective(loss, traced, scaling, freezing)
     (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
     start, model_state = _written.take_written_params(state.params, model_state, traced)
@@ -162,10 +162,10 @@ class Program:
 
   def _check_opt_state(self, state: _state.TrainState) -> None:
     types = jax.tree.map(jax.typeof, (state.params, state.opt_state))
-    kind = (jax.tree.structure(types), *jax.tree.leaves(types))
-    if self.states_checked.get(kind) is not self.tx.init:
+    signature = (jax.tree.structure(types), *jax.tree.leaves(types))
+    if self.states_checked.get(signature) is not self.tx.init:
       _state.check_opt_state(self.tx, state.params, state.opt_state)
-      self.states_checked[kind] = self.tx.init
+      self.states_checked[signature] = self.tx.init
 
   def _weight(self, batch: Any, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""

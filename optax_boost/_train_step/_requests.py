@@ -16,7 +16,7 @@ from optax_boost import _transformation
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScale:
+class ScaleRequest:
   """A request to multiply the loss by a number before it is differentiated.
 
   Attributes:
@@ -42,7 +42,7 @@ class LossScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Freezing:
+class FreezeRequest:
   """A request not to compute the backward pass of the first groups of layers.
 
   Attributes:
@@ -53,7 +53,7 @@ class Freezing:
   groups: Sequence[_groups.GroupNumber]
   depth: Any
 
-  def known(self) -> list[Any] | None:
+  def frozen(self) -> list[Any] | None:
     """For each leaf, or each of its layers, whether it is frozen; None for a traced depth."""
     if not isinstance(self.depth, np.integer):
       return None
@@ -69,20 +69,20 @@ class Freezing:
     return jax.tree.unflatten(structure, zeroed)
 
 
-def loss_scale(opt_state: optax.OptState, params: optax.Params) -> LossScale | None:
+def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
   """The loss scale that an optimizer state asks for; ValueError for several."""
   state = _protocol.state_asking(opt_state, _protocol.LOSS_SCALE)
   if state is None:
     return None
-  return LossScale(state.loss_scale, _protocol.seen_leaves(state, params))
+  return ScaleRequest(state.loss_scale, _protocol.seen_leaves(state, params))
 
 
-def freezing(
+def freeze_request(
   tx: optax.GradientTransformation,
   opt_state: optax.OptState,
   params: optax.Params,
   depth: int | None,
-) -> tuple[Freezing | None, optax.OptState]:
+) -> tuple[FreezeRequest | None, optax.OptState]:
   """The freezing that an optimizer state asks for, and the state; ValueError for several.
 
   A known depth becomes a constant in the state, so that ``update`` computes nothing for frozen
@@ -94,11 +94,11 @@ def freezing(
   groups = _group_numbers(tx, state, params)
   traced = state.frozen_groups
   if depth is None:
-    return Freezing(groups, traced), opt_state
+    return FreezeRequest(groups, traced), opt_state
   constant: Any = np.int32(depth)
   leaves, structure = jax.tree.flatten(opt_state)
   leaves = [constant if leaf is traced else leaf for leaf in leaves]
-  return Freezing(groups, constant), jax.tree.unflatten(structure, leaves)
+  return FreezeRequest(groups, constant), jax.tree.unflatten(structure, leaves)
 
 
 def _group_numbers(

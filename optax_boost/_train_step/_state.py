@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
   step: jax.Array
 
 
-def check_state(state: Any) -> None:
+def check_train_state(state: Any) -> None:
   """Refuses all but states of a train step."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _base.check_type("state", state, TrainState, words)
@@ -56,7 +56,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
     if replicated:
       sharding = _on_mesh(leaf)
       if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        leaf = _put(leaf, replicated)
+        leaf = _put_in_memory(leaf, replicated)
       elif sharding is not None and sharding != leaf.sharding:
         leaf = jax.device_put(leaf, sharding)
     return jnp.array(leaf) if repeated else leaf
@@ -81,8 +81,8 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
   def place(leaf: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)
 
-  def place_like(leaf: Any, given: Any) -> Any:
-    return place(leaf, _sharding(given))
+  def place_like(leaf: Any, initial: Any) -> Any:
+    return place(leaf, _sharding(initial))
 
   def place_by_path(path: str, leaf: Any) -> Any:
     names = path.split("/")
@@ -125,20 +125,22 @@ def commit_like(state: TrainState, arguments: Any) -> TrainState:
     return state
   for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
-      return jax.tree.map(functools.partial(_put, sharding=leaf.sharding), state)
+      return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
     # Axes that are Explicit are part of the arrays' types.
-    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.is_auto(
+    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.has_auto_axes_only(
       leaf.sharding.mesh
     ):
       everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-      return jax.tree.map(functools.partial(_put, sharding=everywhere), state)
+      return jax.tree.map(functools.partial(_put_in_memory, sharding=everywhere), state)
   return state
 
 
-def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   """Puts a leaf on devices, in the memory that it lies in: a state may be kept on the host."""
-  kind = getattr(_sharding(leaf), "memory_kind", None)
-  return jax.device_put(leaf, sharding.with_memory_kind(kind) if kind else sharding)
+  memory_kind = getattr(_sharding(leaf), "memory_kind", None)
+  if memory_kind:
+    sharding = sharding.with_memory_kind(memory_kind)
+  return jax.device_put(leaf, sharding)
 
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
@@ -162,7 +164,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes are part of the type, and so are places in the memory of the host.
-  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.is_auto(mesh)
+  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
   while spec and spec[-1] is None:
@@ -249,15 +251,13 @@ def other_opt_state(
   expected = _expected_state(tx, params)
   if expected is None or _tree.same_shapes(expected, opt_state):
     return ""
-  required, found = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
-  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - found)]
-  differences += [f"it has a leaf '{path}' too many" for path in sorted(found - required)]
+  required, present = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
+  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - present)]
+  differences += [f"it has a leaf '{path}' too many" for path in sorted(present - required)]
   differences += _other_arrays(expected, opt_state)
-  return (
-    differences[0]
-    if differences
-    else (f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}")
-  )
+  if differences:
+    return differences[0]
+  return f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}"
 
 
 def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> Any:

@@ -134,11 +134,11 @@ class TrainStep:
     structure = jax.tree.structure(state.opt_state)
     if structure not in self._readers:
       self._readers[structure] = _protocol.request_reader(state.opt_state, _protocol.FROZEN_GROUPS)
-    depth = known_depth(self._readers[structure](state.opt_state))
+    depth = concrete_depth(self._readers[structure](state.opt_state))
     return state, batch, rng, self.program.data, depth, _state.placement(state)
 
 
-def known_depth(frozen_groups: Any) -> int | None:
+def concrete_depth(frozen_groups: Any) -> int | None:
   """How many groups a step freezes: which program it runs. None: none, or a traced number."""
   for leaf in jax.tree.leaves(frozen_groups):
     return None if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) else int(leaf)
@@ -146,7 +146,7 @@ def known_depth(frozen_groups: Any) -> int | None:
 
 
 def _check_call(state: Any, rng: Any) -> None:
-  _state.check_state(state)
+  _state.check_train_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)

@@ -38,13 +38,13 @@ def take_written_params(
   leaves, structure = jax.tree.flatten(params)
   program = traced.program
   inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
-  # By the params' place in the outputs: the loss, its statistics, the params, aux.
+  # The outputs are the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
-  place = slice(end - len(leaves), end)
-  copied = [x is y for x, y in zip(inputs, outputs[place], strict=False)]
+  of_params = slice(end - len(leaves), end)
+  copied = [x is y for x, y in zip(inputs, outputs[of_params], strict=False)]
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
-    copied = copied_inputs(program, len(leaves), place)
+    copied = copied_inputs(program, len(leaves), of_params)
   left = zip(leaves, jax.tree.leaves(model_state.params), copied, strict=True)
   return jax.tree.unflatten(
     structure, [old if same else new for old, new, same in left]
@@ -52,16 +52,16 @@ def take_written_params(
 
 
 def copied_inputs(
-  program: Any, number: int | None = None, place: slice = slice(None)
+  program: Any, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Whether a program returns each of its first inputs, all by default, in the outputs `place`."""
+  """Whether a program returns its first `count` inputs, all by default, as these `outputs`."""
   inputs = len(program.jaxpr.invars)
-  number = inputs if number is None else number
-  numbers = [*range(number), *[_OTHER] * (inputs - number)]
-  return [origin == i for i, origin in enumerate(_Copies().run(program, numbers)[place])]
+  count = inputs if count is None else count
+  origins = _CopyFinder().run(program, [*range(count), *[_OTHER] * (inputs - count)])
+  return [origin == i for i, origin in enumerate(origins[outputs])]
 
 
-class _Copies(_jaxpr.Interpreter[int]):
+class _CopyFinder(_jaxpr.Interpreter[int]):
   """Finds the leaves that a program returns unchanged."""
 
   def constant(self, value: Any) -> int:

@@ -34,12 +34,12 @@ _GRAPH_NODE = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
-_COLLECTIONS = ("batch_stats", "rngs")
+_COLLECTION_OF_ROOT = ("batch_stats", "rngs")
 # With them, the structure of the roots after a forward pass that has changed it: a tree without
 # leaves, so that each compiled program returns its own.
 _STRUCTURE = "structure"
 # Names the contexts in which Flax finds the roots' objects again after such a pass.
-_CONTEXT = "optax_boost"
+_FORWARD_CONTEXT = "optax_boost"
 
 
 class Keyed(NamedTuple):
@@ -160,14 +160,14 @@ def pure_loss(
     def forward(batch: Any) -> Any:
       # A model of its own for every call: its changes in the forward pass (statistics, rng counts)
       # are read off afterwards, and a trial point's changes are dropped with it.
-      with nnx.update_context(_CONTEXT):
-        with nnx.merge_context(_CONTEXT, inner=True) as context:
+      with nnx.update_context(_FORWARD_CONTEXT):
+        with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
           roots = context.merge(graphdef, *_states(params, model_state))
         if moves_streams:
           _advance(roots, jax.random.bits(keys[0]))
         output = loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
-        with nnx.split_context(_CONTEXT) as context:
-          return output, *_split(context, wrt, roots)
+        with nnx.split_context(_FORWARD_CONTEXT) as context:
+          return output, *_split_in(context, wrt, roots)
 
     if isinstance(batch, ClosedBatch):
       output, structure, after, new_state = _call_read_only(forward, batch)
@@ -282,16 +282,18 @@ def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
   """The structure, the trained arrays with their paths in the model, and all other arrays."""
   # Unlike `nnx.split` in the graph mode, whatever mode is set.
   with nnx.split_context() as context:
-    return _split(context, wrt, roots)
+    return _split_in(context, wrt, roots)
 
 
-def _split(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def _split_in(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any, Any]:
   selects = nnx.filterlib.to_predicate(wrt)
-  graphdef, params, rest = context.split(
+  graphdef, params, untrained = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
-  params, rest = as_pure(params), as_pure(rest)
-  collections = {name: rest[i] for i, name in enumerate(_COLLECTIONS) if i in rest}
+  params, untrained = as_pure(params), as_pure(untrained)
+  collections = {
+    name: untrained[root] for root, name in enumerate(_COLLECTION_OF_ROOT) if root in untrained
+  }
   return graphdef, params.get(0, params), collections
 
 
@@ -308,16 +310,20 @@ def write(params: Any, collections: Any, *roots: Any) -> None:
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
     return
-  with nnx.update_context(_CONTEXT):
-    with nnx.split_context(_CONTEXT) as context:
+  with nnx.update_context(_FORWARD_CONTEXT):
+    with nnx.split_context(_FORWARD_CONTEXT) as context:
       context.split(roots)
-    with nnx.merge_context(_CONTEXT, inner=False) as context:
+    with nnx.merge_context(_FORWARD_CONTEXT, inner=False) as context:
       context.merge(collections[_STRUCTURE], *_states(params, collections))
 
 
 def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
-  rest = {i: _dict(collections[n]) for i, n in enumerate(_COLLECTIONS) if n in collections}
-  return nnx.State({0: _dict(params)}), nnx.State(rest)
+  untrained = {
+    root: _dict(collections[name])
+    for root, name in enumerate(_COLLECTION_OF_ROOT)
+    if name in collections
+  }
+  return nnx.State({0: _dict(params)}), nnx.State(untrained)
 
 
 def _dict(tree: Any) -> Any:

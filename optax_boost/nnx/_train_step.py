@@ -28,11 +28,11 @@ Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Names the contexts in which Flax finds model, optimizer and rngs again after a step.
-_CONTEXT = "optax_boost.step"
+_STEP_CONTEXT = "optax_boost.step"
 
 
 @dataclasses.dataclass
-class _Training:
+class _OptimizerRecord:
   """What a step knows of the training of one optimizer.
 
   Attributes:
@@ -55,7 +55,7 @@ class TrainStep:
     self._program = program
     self._donate = donate
     self._jitted = jax.jit(self._step, donate_argnums=(1,) if donate else (), static_argnums=(5, 6))
-    self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+    self._trainings: weakref.WeakKeyDictionary[Any, _OptimizerRecord] = weakref.WeakKeyDictionary()
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
@@ -65,14 +65,14 @@ class TrainStep:
     training = self._trainings[optimizer]
     try:
       # As `nnx.jit` does, which can't tell which arrays it may donate.
-      with nnx.update_context(_CONTEXT):
-        with nnx.split_context(_CONTEXT) as context:
+      with nnx.update_context(_STEP_CONTEXT):
+        with nnx.split_context(_STEP_CONTEXT) as context:
           graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
         if self._donate:
           arrays = _copy_shared(arrays, training.made)
         graphdef, arrays, metrics = self._jitted(graphdef, arrays, *settings)
         training.made = list(map(weakref.ref, jax.tree.leaves(arrays)))
-        with nnx.merge_context(_CONTEXT, inner=False) as context:
+        with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           context.unflatten(graphdef, arrays)
       return metrics
     except (TypeError, ValueError) as error:
@@ -110,8 +110,8 @@ class TrainStep:
     Arguments as for a step; the batch may be abstract.
     """
     rngs, settings = self._settings(model, optimizer, batch, rng)
-    with nnx.update_context(_CONTEXT):
-      with nnx.split_context(_CONTEXT) as context:
+    with nnx.update_context(_STEP_CONTEXT):
+      with nnx.split_context(_STEP_CONTEXT) as context:
         graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
       return self._jitted.lower(graphdef, arrays, *settings)
 
@@ -132,9 +132,9 @@ class TrainStep:
         _adapter.write(state.params, state.model_state, model, *rngs)
       reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
       placement = _train_step.placement(state)
-      self._trainings[optimizer] = _Training(optimizer.tx, placement, reader)
+      self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, reader)
     training = self._trainings[optimizer]
-    depth = _train_step.known_depth(training.frozen_groups(optimizer.opt_state))
+    depth = _train_step.concrete_depth(training.frozen_groups(optimizer.opt_state))
     batch = _adapter.close_batch(batch)
     return rngs, (batch, key, self._program.data, depth, training.placement)
 
@@ -149,7 +149,7 @@ class TrainStep:
     placement: Any,
   ) -> tuple[Any, list[Any], _train_step.Metrics]:
     """One step on the arrays of model, optimizer and rngs, which it returns."""
-    with nnx.merge_context(_CONTEXT, inner=True) as context:
+    with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     program, state = self._split(model, optimizer, rngs, key)
     # The model has another structure than when the places were looked up.
@@ -162,7 +162,7 @@ class TrainStep:
     state, metrics = program.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
     _adapter.write(state.params, state.model_state, model, *rngs)
-    with nnx.split_context(_CONTEXT) as context:
+    with nnx.split_context(_STEP_CONTEXT) as context:
       graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
     return graphdef, arrays, metrics
 
@@ -208,16 +208,16 @@ def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
   arrays.clear()
   holder = [object()]
   (unshared,) = _count_references(list(holder))
-  for place, references in enumerate(_count_references(leaves)):
-    leaf = leaves[place]
-    is_made = place < len(made) and made[place]() is leaf
+  for i, references in enumerate(_count_references(leaves)):
+    leaf = leaves[i]
+    is_made = i < len(made) and made[i]() is leaf
     if is_made and references == unshared:
       continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     # One process alone may hold an array that lies over several, which all would have to copy.
     if not is_made or leaf.is_fully_addressable:
-      leaves[place] = jnp.array(leaf)
+      leaves[i] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 
 
