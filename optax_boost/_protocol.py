@@ -36,6 +36,7 @@ and can't be in the state, which holds arrays: the transformation's form holds i
 
 import collections
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
@@ -73,8 +74,12 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
   return declare
 
 
-# The declarations that name fields.
+# The declarations that name fields, and all.
 _FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
+_KINDS = (
+  *_FIELDS,
+  *("snapshots", "rounds", "gathers", "changes", "replaces", "scales", "normalizes", "remembers"),
+)
 # Declarations of optax's states with moments, which `remembers` says move a leaf on once its
 # gradient is zero.
 _OPTAX_MOMENTS = {
@@ -114,10 +119,20 @@ def _names(state_type: Any, kind: str) -> tuple[str, ...]:
   return names if is_declaration else ()
 
 
+def _find_kinds(state_type: Any) -> tuple[str, ...]:
+  return tuple(kind for kind in _KINDS if _names(state_type, kind))
+
+
+# From the type of a node to the kinds of its declarations: none for most nodes of a state.
+_kinds: Callable[[Any], tuple[str, ...]] = functools.cache(_find_kinds)
+
+
 def declared(state: Any, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   state_type: Any = type(state)
   names = _names(state_type, kind)
+  if not names:
+    return ()
   # Moments may be instances of a user's model class that has an attribute `metrics`; those are no
   # states.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
@@ -153,8 +168,18 @@ def nodes(tree: Any) -> list[Any]:
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
   """The states that declare something, each after those inside it."""
-  typed: list[tuple[Any, Any]] = [(type(node), node) for node in nodes(opt_state)]
-  return [node for node_type, node in typed if _names(node_type, kind) and declared(node, kind)]
+  candidates = [node for node in nodes(opt_state) if kind in _kinds(type(node))]
+  return [node for node in candidates if declared(node, kind)]
+
+
+def declared_inside(opt_state: optax.OptState, kinds: Sequence[str]) -> dict[str, list[str]]:
+  """The names that the states in an optimizer state declare, by kind."""
+  names: dict[str, list[str]] = {kind: [] for kind in kinds}
+  for node in nodes(opt_state):
+    for kind in _kinds(type(node)):
+      if kind in names:
+        names[kind] += declared(node, kind)
+  return names
 
 
 def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:

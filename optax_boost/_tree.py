@@ -297,12 +297,12 @@ def check_same_tree(updates: Any, params: Any, method: str) -> None:
       f"`{method}` needs gradients and params of the same tree structure; got gradients that"
       f" {differ}. Pass the params that the gradients were taken with respect to."
     )
-  shapes = zip(leaf_paths(updates), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-  for path, update, param in shapes:
+  pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+  for i, (update, param) in enumerate(pairs):
     if jnp.shape(update) != jnp.shape(param):
       raise ValueError(
         f"`{method}` needs gradients of the params' shapes; got {jnp.shape(update)} for the"
-        f" leaf '{leaf_name(path)}' of shape {jnp.shape(param)}."
+        f" leaf '{leaf_name(leaf_paths(updates)[i])}' of shape {jnp.shape(param)}."
       )
 
 
@@ -338,22 +338,24 @@ def check_inexact(tree: Any, method: str, advice: str | None = None) -> None:
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
-def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required: str) -> None:
-  for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+def _check_dtype(
+  tree: Any, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
+) -> None:
+  for i, leaf in enumerate(jax.tree.leaves(tree)):
     # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
     if not hasattr(leaf, "dtype"):
+      conversion = ""
+      if _is_python_number(leaf):
+        conversion = " Convert them with `jax.tree.map(jnp.asarray, params)`."
       raise TypeError(
-        f"`{method}` needs arrays as leaves; the leaf '{leaf_name(path)}' is {_base.shorten(leaf)}"
-        f" of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
-        + (
-          " Convert them with `jax.tree.map(jnp.asarray, params)`."
-          if _is_python_number(leaf)
-          else ""
-        )
+        f"`{method}` needs arrays as leaves; the leaf '{leaf_name(leaf_paths(tree)[i])}' is"
+        f" {_base.shorten(leaf)} of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
+        f"{conversion}"
       )
-    if not jnp.issubdtype(leaf.dtype, kind):
+    if not jnp.issubdtype(leaf.dtype, dtype):
       raise TypeError(
-        f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is {leaf.dtype}. "
+        f"`{method}` needs {required} leaves; the leaf '{leaf_name(leaf_paths(tree)[i])}' is"
+        f" {leaf.dtype}. "
         + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
       )
 
