@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_boost import _types
+
 # Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
 _SMALL = 8192
 # Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
@@ -22,7 +24,7 @@ def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
-def has_auto_axes_only(mesh: Any) -> bool:
+def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
   """Whether the compiler places arrays along all axes of a mesh."""
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
@@ -54,7 +56,7 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
-def is_whole_here(x: Any) -> bool:
+def is_whole_here(x: _types.Unchecked) -> bool:
   """Whether this process has all of an array: it has no other process's, or each has a copy."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
@@ -68,7 +70,9 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
+def copy_arrays(
+  tree: _types.SameTree, dtype_of: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
+) -> _types.SameTree:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 
   Abstract leaves stay abstract: zeros in their place would train from zero without an error.
@@ -84,7 +88,7 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
   return jax.tree.map(copy, tree)
 
 
-def as_jax(tree: Any) -> Any:
+def as_jax(tree: _types.SameTree) -> _types.SameTree:
   """A tree with copies as JAX's arrays in place of NumPy's arrays of floating-point numbers.
 
   Their dtypes are JAX's: float64 is float32 where JAX has no float64. To compute with the dtype of
@@ -100,14 +104,14 @@ def as_jax(tree: Any) -> Any:
   )
 
 
-def as_jax_gradients(extra_args: dict[str, Any]) -> dict[str, Any]:
+def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:
   """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
   return extra_args | {
     name: as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
   }
 
 
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
   """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
@@ -115,7 +119,7 @@ def accumulator_dtype(dtype: Any) -> Any:
   return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
 
-def widest_dtype(tree: Any) -> Any:
+def widest_dtype(tree: _types.Tree) -> jnp.dtype:
   """The dtype for reductions over real leaves: float32, or float64 where a leaf has it."""
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
@@ -141,7 +145,7 @@ def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> j
   return (dividend * (1 / divisor)).astype(x.dtype)
 
 
-def zeros_like_wide(tree: Any) -> Any:
+def zeros_like_wide(tree: _types.SameTree) -> _types.SameTree:
   """Zeros in :func:`accumulator_dtype`, sharded as the leaves are."""
   return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
 
@@ -157,7 +161,7 @@ def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
 
 
-def sum_squares_of_tree(tree: Any) -> jax.Array:
+def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
   """The sum of the squared magnitudes of all entries of all leaves, in at least float32."""
   sums = [
     sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in stackable_leaves(tree)
@@ -178,7 +182,7 @@ def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[l
   return list(groups.values())
 
 
-def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
+def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = stackable([None] * len(columns[0]), *columns)
@@ -186,7 +190,7 @@ def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
   return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: _types.Tree) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
   flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   if not flags:

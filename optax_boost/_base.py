@@ -1,7 +1,6 @@
-"""Types and argument checks that every method shares; imports nothing else of ours."""
+"""Argument checks and warnings that every method shares."""
 
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
 import inspect
@@ -10,7 +9,8 @@ import numbers
 import re
 import sys
 from typing import Any
-from typing import TypeAlias
+from typing import TypeGuard
+from typing import TypeVar
 import warnings
 
 import jax
@@ -18,12 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# A set of leaves: one or several regular expressions that match whole segments of their paths (see
-# `compile_pattern`), a tree of bools, a callable from the params to such a tree (optax's mask
-# convention), or None for no leaf.
-LeafSelector: TypeAlias = Any
-# Axes of a mesh by name, the same for all leaves or by regular expression.
-AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
+from optax_boost import _types
+
+_Item = TypeVar("_Item")
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -43,7 +40,7 @@ def warn(message: str, category: type[Warning]) -> None:
   warnings.warn(message, category, stacklevel=level)
 
 
-def shorten(value: Any, limit: int = 80) -> str:
+def shorten(value: _types.Unchecked, limit: int = 80) -> str:
   """The repr of a value for a message, cut to `limit` characters; never raises."""
   try:
     text = repr(value)
@@ -53,17 +50,17 @@ def shorten(value: Any, limit: int = 80) -> str:
   return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: _types.Unchecked) -> TypeGuard[jax.Array]:
   """Whether a value is a JAX array, traced ones and NNX variables included."""
   return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
 
 
-def is_any_array(value: Any) -> bool:
+def is_any_array(value: _types.Unchecked) -> TypeGuard[jax.Array | np.ndarray]:
   """Whether a value is a JAX or NumPy array."""
   return is_array(value) or isinstance(value, np.ndarray)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: _types.Unchecked) -> bool:
   """Whether a value is a Python or NumPy integer; bools don't count."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -77,7 +74,7 @@ def _is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def concrete_number(value: Any) -> Any:
+def concrete_number(value: _types.Unchecked) -> Any:
   """A number or scalar array as a number; None for traced arrays, whose values are unknown."""
   if not is_any_array(value):
     return value
@@ -91,7 +88,7 @@ def concrete_number(value: Any) -> Any:
 
 def check_number(
   name: str,
-  value: Any,
+  value: _types.Unchecked,
   *,
   minimum: float = -math.inf,
   maximum: float = math.inf,
@@ -141,7 +138,7 @@ def check_number(
 
 def check_whole_number(
   name: str,
-  value: Any,
+  value: _types.Unchecked,
   *,
   minimum: int = 1,
   maximum: int = LARGEST_COUNT,
@@ -163,25 +160,29 @@ def check_whole_number(
   check_number(name, value)
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: _types.Unchecked) -> None:
   """Raises TypeError unless an argument is True or False."""
   check_type(name, value, bool | np.bool_, "True or False")
 
 
-def check_callable(name: str, value: Any, form: str = "", *, optional: bool = False) -> None:
+def check_callable(
+  name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
+) -> None:
   """Raises TypeError unless an argument is callable; `form` shows the call in the message."""
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
 
-def check_type(name: str, value: Any, kind: Any, words: str) -> None:
+def check_type(name: str, value: _types.Unchecked, kind: Any, words: str) -> None:
   """Raises TypeError unless an argument is of a type, which `words` describe."""
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 
 
-def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+def check_transformation(
+  name: str, value: _types.Unchecked
+) -> optax.GradientTransformationExtraArgs:
   """Checks an argument that is a transformation, and lets it swallow extra arguments."""
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
@@ -196,7 +197,9 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
     return tx
   names = {p.name for p in parameters}
 
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+  def update(
+    updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra_args: Any
+  ) -> tuple[optax.Updates, optax.OptState]:
     accepted = {key: argument for key, argument in extra_args.items() if key in names}
     return tx.update(updates, state, params, **accepted)
 
@@ -205,7 +208,7 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
+def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_rate") -> None:
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule."""
   if not callable(learning_rate):
     check_number(name, learning_rate, minimum=0.0)
@@ -232,7 +235,7 @@ def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
   return re.compile(whole)
 
 
-def compile_within_segments(argument: str, pattern: Any) -> re.Pattern[str]:
+def compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
   """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
@@ -247,7 +250,7 @@ def compile_within_segments(argument: str, pattern: Any) -> re.Pattern[str]:
     ) from error
 
 
-def check_patterns(name: str, value: Any, words: str) -> None:
+def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
   """Checks a sequence of regular expressions, at least one; `words` say what else is allowed."""
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
@@ -255,7 +258,7 @@ def check_patterns(name: str, value: Any, words: str) -> None:
     compile_pattern(name, pattern)
 
 
-def check_axis_name(name: str, value: Any) -> None:
+def check_axis_name(name: str, value: _types.Unchecked) -> None:
   """Raises TypeError unless an argument names one or several mesh axes, or is None."""
   names = value if isinstance(value, tuple) else (value,)
   if value is not None and not (names and all(isinstance(n, str) for n in names)):
@@ -312,7 +315,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
-def require_params(params: Any, method: str) -> None:
+def require_params(params: _types.Tree, method: str) -> None:
   """Raises ValueError if ``update`` is called without params."""
   if params is None:
     raise ValueError(
@@ -327,14 +330,16 @@ _OWN_STATE = (
 )
 
 
-def require_state(state: Any, state_type: type, method: str) -> None:
+def require_state(state: _types.Tree, state_type: type, method: str) -> None:
   """Raises TypeError for the state of another transformation."""
   if not isinstance(state, state_type):
     required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
     raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
 
 
-def require_chain_state(state: Any, state_types: Sequence[type], method: str) -> None:
+def require_chain_state(
+  state: Sequence[_types.Tree], state_types: Sequence[type], method: str
+) -> None:
   """Raises TypeError for a tuple of states other than those of a method's chain."""
   types = [type(member) for member in state]
   if types != list(state_types):
@@ -343,7 +348,7 @@ def require_chain_state(state: Any, state_types: Sequence[type], method: str) ->
     raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
 
 
-def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
+def require_extra(value: _types.Unchecked, name: str, method: str, purpose: str) -> None:
   """Raises ValueError if ``update`` lacks an extra argument; `purpose` describes it."""
   if value is None:
     raise ValueError(
@@ -353,7 +358,7 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
-def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
+def with_progress(items: Iterable[_Item], progress: bool, desc: str, unit: str) -> Iterable[_Item]:
   """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
   check_bool("progress", progress)
   if not progress or importlib.util.find_spec("tqdm") is None:
@@ -379,7 +384,7 @@ def as_key(name: str, key: Any) -> jax.Array:
   return jax.random.key(key)
 
 
-def check_key(name: str, key: Any) -> None:
+def check_key(name: str, key: _types.Unchecked) -> None:
   """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
   is_one_key, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -391,7 +396,7 @@ def check_key(name: str, key: Any) -> None:
 
 
 def check_name(
-  argument: str, value: Any, allowed: Sequence[str], *, optional: bool = False
+  argument: str, value: _types.Unchecked, allowed: Sequence[str], *, optional: bool = False
 ) -> None:
   """Checks an argument that is one of several names."""
   if optional and value is None:

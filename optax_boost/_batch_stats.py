@@ -6,7 +6,6 @@ n_b   the batch's number of examples
 s = sum_b n_b s_b / sum_b n_b
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from optax_boost import _base
 from optax_boost import _full_gradient
 from optax_boost import _tree
+from optax_boost import _types
 
 _METHOD = "estimate_batch_stats"
 # Stands for a statistic that no call has computed.
@@ -29,9 +29,9 @@ def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
 
 def estimate(
   of_batch: jax.tree_util.Partial,
-  statistics: Any,
-  batches: Iterable[Any],
-  weight_fn: Callable[[Any], Any] | None,
+  statistics: _types.Tree,
+  batches: Iterable[_types.Tree],
+  weight_fn: _types.WeightFn | None,
 ) -> Any:
   """New statistics like the present ones, from ``of_batch(statistics, batch)`` of each batch."""
   if not jax.tree.leaves(statistics):

@@ -17,14 +17,15 @@ from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost import _types
 
 
 def centralize(
   *,
-  exclude: _base.LeafSelector = "auto",
+  exclude: _types.LeafSelector = "auto",
   layout: Literal["flax", "torch"] = "flax",
   layers: _layers.Layers | None = None,
-  axis_name: _base.AxisNames | None = None,
+  axis_name: _types.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Subtracts from each kernel's gradient its mean over the fan-in.
 

@@ -49,6 +49,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost import _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
@@ -127,7 +128,7 @@ def _find_kinds(state_type: Any) -> tuple[str, ...]:
 _kinds: Callable[[Any], tuple[str, ...]] = functools.cache(_find_kinds)
 
 
-def declared(state: Any, kind: str) -> tuple[str, ...]:
+def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   state_type: Any = type(state)
   names = _names(state_type, kind)
@@ -144,7 +145,7 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
 _flatten = jax.tree_util.default_registry.flatten_one_level
 
 
-def _nodes_with_indices(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+def _nodes_with_indices(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
   """All nodes and leaves of a tree, each after those inside it, with the indices that lead to it.
 
   An index is of a child among its parent's children.
@@ -161,7 +162,7 @@ def _nodes_with_indices(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
   return outside_in[::-1]
 
 
-def nodes(tree: Any) -> list[Any]:
+def nodes(tree: _types.Tree) -> list[Any]:
   """All nodes and leaves of a tree, each after those inside it."""
   return [node for _, node in _nodes_with_indices(tree)]
 
@@ -182,9 +183,9 @@ def declared_inside(opt_state: optax.OptState, kinds: Sequence[str]) -> dict[str
   return names
 
 
-def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
+def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
   """The declared metrics of all states; a name that occurs again is numbered: ``name_1``."""
-  metrics: dict[str, Any] = {}
+  metrics: _types.Metrics = {}
   times: collections.Counter[str] = collections.Counter()
   for state in declaring_states(opt_state, "metrics"):
     for name in declared(state, "metrics"):
@@ -202,7 +203,7 @@ def made_step(before: optax.OptState, after: optax.OptState) -> Any:
   counters. Everything else makes a step in every call.
   """
 
-  def tells(node: Any) -> bool:
+  def tells(node: _types.Tree) -> bool:
     optax_states = optax.PartitionState | optax.MultiStepsState | optax.ApplyIfFiniteState
     return isinstance(node, optax_states) or bool(declared(node, "outcome"))
 
@@ -283,7 +284,7 @@ def renew_full_gradients(
       f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
     )
 
-  def asks(node: Any) -> bool:
+  def asks(node: _types.Tree) -> bool:
     return FULL_GRADIENT in declared(node, "requests")
 
   return jax.tree.map(
@@ -298,7 +299,7 @@ def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
   return [state for state in states if request in declared(state, "requests")]
 
 
-def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
+def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
@@ -312,7 +313,7 @@ class GroupAssignment(NamedTuple):
 
   # From a tree to its leaves' groups, in its structure; of layers in several groups an array that
   # broadcasts against the leaf.
-  number: Callable[[Any], Any]
+  number: Callable[[_types.Tree], _types.Tree]
   num_groups: int
 
 
@@ -321,7 +322,7 @@ def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
   return dict.fromkeys(_tree.masked_paths(params), optax.MaskedNode())
 
 
-def seen_leaves(state: Any, tree: Any) -> list[bool]:
+def seen_leaves(state: _types.Tree, tree: _types.Tree) -> list[bool]:
   """Whether the method of a state sees each leaf; ``optax.partition`` hides the others."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _tree.leaf_paths(tree)]

@@ -19,6 +19,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
+from optax_boost import _types
 from optax_boost._race import _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
@@ -35,15 +36,15 @@ _UNNAMED = "evaluation"
 class Problem:
   """The training problem; the fields are arguments of `race`."""
 
-  loss_fn: Callable[..., Any]
-  init_fn: Callable[[jax.Array], Any]
+  loss_fn: _types.LossFn
+  init_fn: Callable[[jax.Array], _types.Tree]
   # From the seed to endless batches.
-  batches: Callable[[int], Iterator[Any]]
-  evaluate: Callable[..., Any] | None
+  batches: Callable[[int], Iterator[_types.Tree]]
+  evaluate: _types.Closure | None
   steps: int
   points: int
   has_model_state: bool
-  full_grad_fn: Callable[..., Any] | None
+  full_grad_fn: _types.Closure | None
 
   def __post_init__(self) -> None:
     _base.check_callable("loss_fn", self.loss_fn, "loss_fn(params, batch)")
@@ -60,7 +61,7 @@ class Problem:
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
   def train_step(
-    self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation
+    self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
     """The train step of one method."""
     return _train_step.make_train_step(
@@ -84,7 +85,7 @@ class Problem:
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 
-  def measure(self, params: Any, model_state: Any) -> dict[str, float]:
+  def measure(self, params: _types.Tree, model_state: _types.Tree) -> dict[str, float]:
     """The metrics of `evaluate` by name, each a real number."""
     if self.evaluate is None:
       return {}
@@ -106,7 +107,7 @@ class _Counter:
   def __init__(self) -> None:
     self._cost = 0.0
 
-  def mark(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  def mark(self, loss_fn: _types.LossFn) -> _types.LossFn:
     """The same loss; each value and each pullback of it is counted."""
 
     def identity(cost: float, x: Any) -> Any:
@@ -134,10 +135,10 @@ class _Counter:
 class _Training:
   """A training under way, of one seed or of several at once."""
 
-  def __init__(self, step: Callable[..., Any], state: Any, feed: Iterator[Any], key: Any):
+  def __init__(self, step: Callable[..., Any], state: Any, feed: Iterator[_types.Tree], key: Any):
     self._step, self._feed, self._key = step, feed, key
     self.state = state
-    self.metrics: dict[str, Any] = {}
+    self.metrics: _types.Metrics = {}
 
   def advance(self, count: int) -> tuple[np.ndarray, float]:
     """Makes steps; returns their losses ``(count, ...)`` and the time."""
@@ -234,7 +235,7 @@ class Method:
     return totals
 
 
-def _stack_trees(trees: Sequence[Any]) -> Any:
+def _stack_trees(trees: Sequence[_types.Tree]) -> Any:
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -250,7 +251,7 @@ def train(
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
   clock = ("all in turns", _clock, (methods, blocks, first))
   trains = [(name, method.train, (later_seeds, vmap_seeds)) for name, method in methods.items()]
-  jobs = [*counts, clock, *trains]
+  jobs: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [*counts, clock, *trains]
   try:
     for name, run, args in _base.with_progress(jobs, progress, "race", "part"):
       try:

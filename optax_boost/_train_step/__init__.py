@@ -1,12 +1,9 @@
 """A train step that hands every method the extra arguments that it needs."""
 
-from optax_boost._train_step._loss import bound_arrays as bound_arrays
 from optax_boost._train_step._metrics import flatten_metrics as flatten_metrics
-from optax_boost._train_step._program import Metrics as Metrics
 from optax_boost._train_step._program import Program as Program
 from optax_boost._train_step._state import TrainState as TrainState
 from optax_boost._train_step._state import canonicalize_state as canonicalize_state
-from optax_boost._train_step._state import check_train_state as check_train_state
 from optax_boost._train_step._state import other_opt_state as other_opt_state
 from optax_boost._train_step._state import placement as placement
 from optax_boost._train_step._step import TrainStep as TrainStep

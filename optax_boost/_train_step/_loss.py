@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _types
 
-def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
+
+def split_output(
+  output: Any, has_aux: bool, has_model_state: bool
+) -> tuple[jax.Array, tuple[Any, Any]]:
   """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
   beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:
@@ -37,11 +41,11 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
   return loss, ((second, None) if has_model_state else (None, second))
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: _types.Unchecked) -> bool:
   return isinstance(value, tuple) and len(value) == 2
 
 
-def _describe(value: Any) -> str:
+def _describe(value: _types.Unchecked) -> str:
   if hasattr(value, "shape"):
     return f"an array of shape {value.shape}"
   if isinstance(value, tuple):

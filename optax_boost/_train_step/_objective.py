@@ -11,6 +11,7 @@ import optax
 
 from optax_boost import _cut_scans
 from optax_boost import _masking
+from optax_boost import _types
 from optax_boost._train_step import _requests
 from optax_boost._train_step import _traced_loss
 
@@ -69,7 +70,7 @@ class Objective:
 
     return loss
 
-  def closures(self, current: optax.Params) -> dict[str, Callable[..., Any]]:
+  def closures(self, current: optax.Params) -> dict[str, _types.Closure]:
     """The loss and its gradient as extra arguments of ``update``: functions of params."""
 
     @_masking.ignoring_closures
@@ -80,7 +81,7 @@ class Objective:
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
 
 
-def steepest_ascent(gradients: Any) -> Any:
+def steepest_ascent(gradients: _types.SameTree) -> _types.SameTree:
   """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
 
   ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
@@ -90,7 +91,7 @@ def steepest_ascent(gradients: Any) -> Any:
 
 def of_masked(
   gradient: Callable[[optax.Params], optax.Updates], current: optax.Params
-) -> Callable[..., optax.Updates]:
+) -> _types.Closure:
   """A gradient function of params in which ``optax.masked`` may have hidden leaves."""
 
   # Transformations may pass more than params, as `optax.contrib.sam` the number of its inner step.

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost import _types
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective
 from optax_boost._train_step import _requests
@@ -39,8 +39,6 @@ from optax_boost._train_step import _state
 from optax_boost._train_step import _statistics
 from optax_boost._train_step import _traced_loss
 from optax_boost._train_step import _written
-
-Metrics: TypeAlias = dict[str, Any]
 
 _TRACED_DEPTH = (
   "`freeze_layers` saves no time in this step: how many groups it freezes is known in the traced"
@@ -60,15 +58,15 @@ _UNUSED_WEIGHT = (
 class Program:
   """The computation of a train step, from the arguments of :func:`make_train_step`."""
 
-  loss_fn: Callable[..., Any]
+  loss_fn: _types.LossFn
   tx: optax.GradientTransformation
-  full_grad_fn: Callable[..., Any] | None
-  data: dict[str, Any]
+  full_grad_fn: _types.Closure | None
+  data: dict[str, _types.Tree]
   _: dataclasses.KW_ONLY
   has_aux: bool
   has_model_state: bool
   hold_frozen_statistics: bool
-  weight: str | Callable[[Any], Any] | None
+  weight: str | _types.WeightFn | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[str] = dataclasses.field(default_factory=set)
   # Likewise: by the types of params and optimizer states that were compared, the `init` that made
@@ -76,7 +74,7 @@ class Program:
   states_checked: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
   def loss(
-    self, params: optax.Params, model_state: Any, batch: Any, *rngs: jax.Array
+    self, params: optax.Params, model_state: _types.Tree, batch: _types.Tree, *rngs: jax.Array
   ) -> tuple[jax.Array, tuple[Any, Any]]:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
@@ -87,7 +85,9 @@ class Program:
       return loss, (model_state, aux)
     return _loss.split_output(output, self.has_aux, self.has_model_state)
 
-  def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+  def gradient(
+    self, model_state: _types.Tree, params: optax.Params, batch: _types.Tree, *rngs: jax.Array
+  ) -> Any:
     """The gradient of the loss alone, on any batch."""
     gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
     return _objective.steepest_ascent(gradient)
@@ -95,12 +95,12 @@ class Program:
   def step(
     self,
     state: _state.TrainState,
-    batch: Any,
+    batch: _types.Tree,
     rng: jax.Array | None,
-    data: dict[str, Any],
+    data: dict[str, _types.Tree],
     depth: int | None = None,
     placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
-  ) -> tuple[_state.TrainState, Metrics]:
+  ) -> tuple[_state.TrainState, _types.Metrics]:
     """One step.
 
     `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
@@ -167,7 +167,7 @@ class Program:
       _state.check_opt_state(self.tx, state.params, state.opt_state)
       self.states_checked[signature] = self.tx.init
 
-  def _weight(self, batch: Any, aux: Any) -> Any:
+  def _weight(self, batch: _types.Tree, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""
     if callable(self.weight):
       return self.weight(batch)

@@ -51,7 +51,7 @@ class FreezeRequest:
   """
 
   groups: Sequence[_groups.GroupNumber]
-  depth: Any
+  depth: jax.Array | np.integer
 
   def frozen(self) -> list[Any] | None:
     """For each leaf, or each of its layers, whether it is frozen; None for a traced depth."""
@@ -95,7 +95,7 @@ def freeze_request(
   traced = state.frozen_groups
   if depth is None:
     return FreezeRequest(groups, traced), opt_state
-  constant: Any = np.int32(depth)
+  constant = np.int32(depth)
   leaves, structure = jax.tree.flatten(opt_state)
   leaves = [constant if leaf is traced else leaf for leaf in leaves]
   return FreezeRequest(groups, constant), jax.tree.unflatten(structure, leaves)

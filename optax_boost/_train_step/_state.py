@@ -12,6 +12,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost import _types
 
 
 class TrainState(NamedTuple):
@@ -30,7 +31,7 @@ class TrainState(NamedTuple):
   step: jax.Array
 
 
-def check_train_state(state: Any) -> None:
+def check_train_state(state: _types.Unchecked) -> None:
   """Refuses all but states of a train step."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _base.check_type("state", state, TrainState, words)
@@ -65,7 +66,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
   return moved if replicated else commit_like(moved, moved)
 
 
-def place_abstract(state: TrainState, params: optax.Params, model_state: Any) -> TrainState:
+def place_abstract(state: TrainState, params: optax.Params, model_state: _types.Tree) -> TrainState:
   """Gives an abstract state the shardings of the params, as a concrete one has them."""
   sharding_of_param: dict[str, tuple[Any, Any]] = {
     path: (leaf.shape, _sharding(leaf))
@@ -102,7 +103,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
   )
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:
   """The sharding of an array, or of an abstract one; inside a trace there is none to ask for."""
   return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
 
@@ -111,12 +112,12 @@ def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
   return _sharding(next(iter(jax.tree.leaves(state.params)), None))
 
 
-def _is_committed(leaf: Any) -> bool:
+def _is_committed(leaf: _types.Unchecked) -> bool:
   """Whether an array was put on its devices, not left where it was made."""
   return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
-def commit_like(state: TrainState, arguments: Any) -> TrainState:
+def commit_like(state: TrainState, arguments: _types.Tree) -> TrainState:
   """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
   # At every step: the cheap question first.
   if _is_committed(state.step):
@@ -213,7 +214,7 @@ def check_opt_state(
 ) -> None:
   """Refuses arrays of an optimizer state that would broadcast against those of these params."""
   expected = _expected_state(tx, params)
-  if expected is None or _types(expected) == _types(opt_state):
+  if expected is None or _shapes_and_dtypes(expected) == _shapes_and_dtypes(opt_state):
     return
   if differences := _other_arrays(expected, opt_state):
     raise ValueError(
@@ -222,7 +223,7 @@ def check_opt_state(
     )
 
 
-def _types(tree: Any) -> Any:
+def _shapes_and_dtypes(tree: _types.Tree) -> Any:
   leaves, structure = jax.tree.flatten(tree)
   return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves], structure
 
@@ -274,7 +275,7 @@ def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> A
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 
 
-def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
+def _other_arrays(expected: _types.Tree, opt_state: _types.Tree) -> list[str]:
   """Arrays of a state that differ from the expected ones of the same path.
 
   An `init` of another author may make scalars that grow in the first update, and an update may

@@ -12,14 +12,15 @@ import optax
 
 from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost import _types
 
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
 
 
 def hold_statistics(
-  before: Any,
-  after: Any,
+  before: _types.Tree,
+  after: _types.Tree,
   params: optax.Params,
   groups: Sequence[_groups.GroupNumber],
   depth: jax.Array | np.integer,
@@ -71,11 +72,11 @@ def hold_statistics(
   return jax.tree.unflatten(structure, list(map(keep, paths, new_modules, leaves)))
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: _types.Unchecked) -> bool:
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _module_paths(tree: Any) -> list[str]:
+def _module_paths(tree: _types.Tree) -> list[str]:
   """The paths of the leaves' modules, without the collections' names in front, if there are any.
 
   A place in a sequence is not a name: lists of params and of statistics have to be of one length.
@@ -86,7 +87,7 @@ def _module_paths(tree: Any) -> list[str]:
       if isinstance(key, jax.tree_util.SequenceKey):
         lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
 
-  def names(path: tuple[Any, ...]) -> list[str]:
+  def names(path: _types.KeyPath) -> list[str]:
     texts = [jax.tree_util.keystr((key,), simple=True) for key in path[:-1]]
     for depth, text in enumerate(texts):
       if path[:depth] in lengths:

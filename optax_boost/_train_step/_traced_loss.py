@@ -1,6 +1,5 @@
 """The loss of a step as a traced program, for those who need more of it than its results."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from optax_boost import _cut_scans
 from optax_boost import _jaxpr
 from optax_boost import _layers
 from optax_boost import _leaf_uses
+from optax_boost import _types
 
 
 class TracedLoss:
@@ -20,18 +20,18 @@ class TracedLoss:
   """
 
   def __init__(
-    self, loss_fn: Callable[..., Any], params: optax.Params, arguments: tuple[Any, ...]
+    self, loss_fn: _types.LossFn, params: optax.Params, arguments: tuple[_types.Tree, ...]
   ) -> None:
     """`arguments` are those of the loss after the params: the model state, then data."""
     self._loss_fn, self._params, self._arguments = loss_fn, params, arguments
-    self._programs: dict[Any, tuple[Any, Any]] = {}
+    self._programs: dict[Any, tuple[_types.Program, Any]] = {}
 
   def __call__(self, params: optax.Params) -> tuple[jax.Array, Any]:
     """The loss and aux, computed by the program."""
     return self.run_cut(params, jax.tree.leaves(params))
 
   @property
-  def program(self) -> Any:
+  def program(self) -> _types.Program:
     """The program at the current params."""
     return self._trace(self._params)[0]
 
@@ -63,7 +63,7 @@ class TracedLoss:
     uses.run(self.program, values)
     return {leaf: axis for scan in uses.scans for leaf, axis in scan.axes}
 
-  def _trace(self, params: optax.Params) -> tuple[Any, Any]:
+  def _trace(self, params: optax.Params) -> tuple[_types.Program, Any]:
     """The program for params of these types, and the structure of its output."""
     types = jax.tree.map(jax.typeof, params)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from optax_boost import _jaxpr
+from optax_boost import _types
 from optax_boost._train_step import _traced_loss
 
 # The number of a value that is not a leaf of the params.
@@ -18,11 +19,11 @@ _OTHER = -1
 class WrittenParams(NamedTuple):
   """New statistics, and the params after the forward pass."""
 
-  model_state: Any
+  model_state: _types.Tree
   params: optax.Params
 
 
-def with_written_params(model_state: Any, before: optax.Params, after: optax.Params) -> Any:
+def with_written_params(model_state: _types.Tree, before: optax.Params, after: optax.Params) -> Any:
   """Adds the params after the forward pass to new statistics, if any was replaced."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
@@ -30,7 +31,7 @@ def with_written_params(model_state: Any, before: optax.Params, after: optax.Par
 
 
 def take_written_params(
-  params: optax.Params, model_state: Any, traced: _traced_loss.TracedLoss
+  params: optax.Params, model_state: _types.Tree, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, Any]:
   """The params as the forward pass left them, and the new statistics alone."""
   if not isinstance(model_state, WrittenParams):
@@ -52,7 +53,7 @@ def take_written_params(
 
 
 def copied_inputs(
-  program: Any, count: int | None = None, outputs: slice = slice(None)
+  program: _types.Program, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
   """Whether a program returns its first `count` inputs, all by default, as these `outputs`."""
   inputs = len(program.jaxpr.invars)
@@ -64,10 +65,10 @@ def copied_inputs(
 class _CopyFinder(_jaxpr.Interpreter[int]):
   """Finds the leaves that a program returns unchanged."""
 
-  def constant(self, value: Any) -> int:
+  def constant(self, value: _types.Unchecked) -> int:
     return _OTHER
 
-  def operation(self, equation: Any, inputs: list[int]) -> list[int]:
+  def operation(self, equation: _types.Equation, inputs: list[int]) -> list[int]:
     return [_OTHER] * len(equation.outvars)
 
   def join(self, values: Sequence[int]) -> int:

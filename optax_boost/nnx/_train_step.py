@@ -20,6 +20,7 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _train_step
 from optax_boost import _tree
+from optax_boost import _types
 from optax_boost.nnx import _adapter
 
 # The source of a loss's random numbers.
@@ -59,7 +60,7 @@ class TrainStep:
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
-  ) -> _train_step.Metrics:
+  ) -> _types.Metrics:
     """Makes one step, in place; arguments as :func:`make_train_step` says."""
     rngs, settings = self._settings(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
@@ -86,7 +87,7 @@ class TrainStep:
     batches: Iterable[Any],
     rng: Rng | None = None,
     *,
-    weight_fn: Callable[[Any], Any] | None = None,
+    weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
@@ -142,12 +143,12 @@ class TrainStep:
     self,
     graphdef: Any,
     arrays: list[Any],
-    batch: Any,
+    batch: _types.Tree,
     key: jax.Array | None,
-    data: dict[str, Any],
+    data: dict[str, _types.Tree],
     depth: int | None,
     placement: Any,
-  ) -> tuple[Any, list[Any], _train_step.Metrics]:
+  ) -> tuple[Any, list[Any], _types.Metrics]:
     """One step on the arrays of model, optimizer and rngs, which it returns."""
     with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
@@ -242,7 +243,7 @@ def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
 
 
 def _explain(
-  error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: Any
+  error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: _types.Tree
 ) -> None:
   """Raises an error that names the argument which made a step fail, if it is found."""
   _tree.check_traceable("batch", batch)
@@ -270,7 +271,7 @@ def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Fun
 
 
 @_with_keywords_of(_train_step.make_train_step, "has_model_state")
-def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
+def make_train_step(loss_fn: _types.LossFn, **options: Any) -> TrainStep:
   """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
   Statistics and rng counts come from the one forward pass at the current params; trial points of a
