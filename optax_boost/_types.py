@@ -25,7 +25,7 @@ Dtype: TypeAlias = jax.typing.DTypeLike
 # Metrics by name, as a train step returns them.
 Metrics: TypeAlias = dict[str, Any]
 # A traced program and an equation of it.
-Program: TypeAlias = jax_core.ClosedJaxpr
+Jaxpr: TypeAlias = jax_core.ClosedJaxpr
 Equation: TypeAlias = jax_core.JaxprEqn
 # The arguments of ``update`` after its first three, by name.
 ExtraArgs: TypeAlias = dict[str, Any]

@@ -389,7 +389,7 @@ class _DimReduce:
     }
 
 
-def _project(state: DimReduceState, tree: Any, groups: _linalg.Groups) -> jax.Array:
+def _project(state: DimReduceState, tree: Any, groups: _linalg.SubspaceGroups) -> jax.Array:
   """P g, [G, k], for a tree like the params."""
   if not jax.tree.leaves(tree):
     return jnp.zeros_like(state.projected_gradient)

@@ -20,15 +20,15 @@ def split_output(
     beside_loss = "aux" if has_aux else ""
   expected = f"(loss, {beside_loss})" if beside_loss else "loss"
   if beside_loss and not _is_pair(output):
-    raise TypeError(f"`loss_fn` must return {expected}; got {_describe(output)}.")
+    raise TypeError(f"`loss_fn` must return {expected}; got {_form_of(output)}.")
   second: Any = None
   loss, second = output if beside_loss else (output, None)
   if has_aux and has_model_state and not _is_pair(second):
-    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_describe(second)}).")
+    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_form_of(second)}).")
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
     hint = " If it returns aux as well: `make_train_step` takes has_aux=True, `race` takes no aux."
     raise TypeError(
-      f"`loss_fn` must return {expected} with a scalar loss; got {_describe(loss)} as the loss."
+      f"`loss_fn` must return {expected} with a scalar loss; got {_form_of(loss)} as the loss."
       f" Take the mean over the batch.{'' if has_aux else hint}"
     )
   if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -45,7 +45,7 @@ def _is_pair(value: _types.Unchecked) -> bool:
   return isinstance(value, tuple) and len(value) == 2
 
 
-def _describe(value: _types.Unchecked) -> str:
+def _form_of(value: _types.Unchecked) -> str:
   if hasattr(value, "shape"):
     return f"an array of shape {value.shape}"
   if isinstance(value, tuple):

@@ -272,7 +272,7 @@ def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> A
     return None
 
 
-_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+_NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 
 
 def _other_arrays(expected: _types.Tree, opt_state: _types.Tree) -> list[str]:
@@ -288,7 +288,9 @@ def _other_arrays(expected: _types.Tree, opt_state: _types.Tree) -> list[str]:
       continue
     got = leaves[path]
     dtype = jnp.result_type(got)
-    same_kind = any(jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _KINDS)
+    same_kind = any(
+      jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _NUMBER_KINDS
+    )
     if jnp.shape(got) != array.shape or not (dtype == array.dtype or same_kind):
       differences.append(
         f"its leaf '{path}' must have the shape {array.shape} and the dtype {array.dtype}; got"

@@ -24,14 +24,14 @@ class TracedLoss:
   ) -> None:
     """`arguments` are those of the loss after the params: the model state, then data."""
     self._loss_fn, self._params, self._arguments = loss_fn, params, arguments
-    self._programs: dict[Any, tuple[_types.Program, Any]] = {}
+    self._programs: dict[Any, tuple[_types.Jaxpr, Any]] = {}
 
   def __call__(self, params: optax.Params) -> tuple[jax.Array, Any]:
     """The loss and aux, computed by the program."""
     return self.run_cut(params, jax.tree.leaves(params))
 
   @property
-  def program(self) -> _types.Program:
+  def program(self) -> _types.Jaxpr:
     """The program at the current params."""
     return self._trace(self._params)[0]
 
@@ -63,7 +63,7 @@ class TracedLoss:
     uses.run(self.program, values)
     return {leaf: axis for scan in uses.scans for leaf, axis in scan.axes}
 
-  def _trace(self, params: optax.Params) -> tuple[_types.Program, Any]:
+  def _trace(self, params: optax.Params) -> tuple[_types.Jaxpr, Any]:
     """The program for params of these types, and the structure of its output."""
     types = jax.tree.map(jax.typeof, params)
     signature = (jax.tree.structure(types), *jax.tree.leaves(types))

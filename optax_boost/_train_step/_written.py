@@ -53,7 +53,7 @@ def take_written_params(
 
 
 def copied_inputs(
-  program: _types.Program, count: int | None = None, outputs: slice = slice(None)
+  program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
   """Whether a program returns its first `count` inputs, all by default, as these `outputs`."""
   inputs = len(program.jaxpr.invars)
