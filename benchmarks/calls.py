@@ -1,7 +1,9 @@
 """How many of the package's functions one NNX step calls: ``python -m benchmarks.calls``.
 
-The step of ``dynamic_loss_scale(accumulate(freeze_layers(adamw)))`` on a model of a few layers: its
-first call, a call at another depth of frozen layers, and a call of a compiled step.
+For ``adamw``, ``lars``, and ``dynamic_loss_scale(accumulate(freeze_layers(adamw)))`` with
+``centralize``, on a model of a few layers: the first call, a call of the compiled step, and, where
+layers freeze, a call at another depth of frozen layers. With a number, ``python -m benchmarks.calls
+20``, also the functions that are called most often.
 """
 
 import collections
@@ -55,26 +57,38 @@ def count(work: Callable[[], Any]) -> Calls:
   return Calls(functions, jumps)
 
 
-def step_calls(layers: int = 2) -> dict[str, Calls]:
-  """The calls of three kinds of steps."""
-  model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(layers)))
+def optimizers(layers: int) -> dict[str, optax.GradientTransformation]:
+  """The optimizers whose steps are counted, for a model of so many layers."""
   schedule = optax_boost.FreezeSchedule(layers, lambda step, key: jnp.where(step == 0, 1, 0))
   groups = [f"layers/{i}/" for i in range(layers)]
-  frozen = optax_boost.freeze_layers(optax.adamw(1e-3), groups, schedule)
-  tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(frozen, 2))
+  centralized = optax.chain(optax_boost.centralize(), optax.adamw(1e-3))
+  frozen = optax_boost.freeze_layers(centralized, groups, schedule)
+  return {
+    "adamw": optax.adamw(1e-3),
+    "lars": optax_boost.lars(1e-3),
+    "wrappers": optax_boost.dynamic_loss_scale(optax_boost.accumulate(frozen, 2)),
+  }
+
+
+def step_calls(tx: optax.GradientTransformation, layers: int = 2) -> dict[str, Calls]:
+  """The calls of a first step, of a warm one, and of one at another depth of frozen layers."""
+  model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(layers)))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
   batch = jnp.ones((2, 3))
-  names = ("first call", "warm call", "new depth")
+  names = ("first call", "warm call", "third call")
   return {name: count(lambda: step(model, optimizer, batch)) for name in names}
 
 
 def main() -> None:
   """Prints the figures."""
-  for name, calls in step_calls().items():
-    print(f"{name}: {calls.functions.total():,} calls, {calls.jumps:,} jumps from file to file")
-    for function, times in calls.functions.most_common(int(*sys.argv[1:] or [0])):
-      print(f"  {times:6,}  {function}")
+  shown = int(*sys.argv[1:] or [0])
+  for optimizer, tx in optimizers(2).items():
+    for name, calls in step_calls(tx).items():
+      total = calls.functions.total()
+      print(f"{optimizer}, {name}: {total:,} calls, {calls.jumps:,} jumps from file to file")
+      for function, times in calls.functions.most_common(shown):
+        print(f"  {times:6,}  {function}")
 
 
 if __name__ == "__main__":

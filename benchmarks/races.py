@@ -24,8 +24,8 @@ import scipy.optimize
 from benchmarks import _harness
 from benchmarks import plot
 import optax_boost
+from optax_boost import RaceResult
 import optax_boost.nnx
-from optax_boost.race import RaceResult
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 import numpy as np
 
-from optax_boost.race import RaceResult
+from optax_boost import RaceResult
 
 LOSS = "training loss"
 FORMATS = (".png", ".pdf", ".svg")

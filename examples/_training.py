@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 import optax_boost
+from optax_boost import RaceResult
 import optax_boost.nnx
-from optax_boost.race import RaceResult
 
 BATCH_SIZE = 512
 STEPS = 40  # about as many are made where the number of epochs is left open

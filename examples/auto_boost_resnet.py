@@ -93,7 +93,7 @@ class Result(NamedTuple):
   seconds: float
 
 
-def run(boost: optax_boost.auto.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iterator[Result]:
+def run(boost: optax_boost.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iterator[Result]:
   """Trains and evaluates a model per seed.
 
   Args:

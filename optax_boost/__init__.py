@@ -12,6 +12,8 @@ from optax_boost._accumulation import accumulate
 from optax_boost._adasum import adasum
 from optax_boost._adasum import adasum_reduce
 from optax_boost._apply_gradients import apply_gradients
+from optax_boost._auto import AutoBoost
+from optax_boost._auto import auto_boost
 from optax_boost._average_params import average_params
 from optax_boost._average_params import averaged_params
 from optax_boost._base import NoEffectWarning
@@ -36,9 +38,12 @@ from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
 from optax_boost._layers import layer_axes
 from optax_boost._layerwise_decay import layerwise_decay
+from optax_boost._path_mask import path_mask
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import stochastic_rounding
+from optax_boost._race import RaceResult
+from optax_boost._race import race
 from optax_boost._sequence_lengths import LengthSchedule
 from optax_boost._sequence_lengths import cut_sequences
 from optax_boost._sequence_lengths import sequence_length_warmup
@@ -53,20 +58,17 @@ from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import flatten_metrics
 from optax_boost._train_step import make_train_step
-from optax_boost._tree import path_mask
-from optax_boost.auto import auto_boost
-
-# The function takes the place of its subpackage as an attribute.
-from optax_boost.race import race
 
 __version__ = "0.1.0"
 
 __all__ = [
+  "AutoBoost",
   "FreezeSchedule",
   "LayerGroups",
   "LengthSchedule",
   "NoEffectWarning",
   "PermutedParams",
+  "RaceResult",
   "Subspace",
   "TrainState",
   "TrainStep",

@@ -7,10 +7,11 @@ import functools
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from optax_boost import _types
 
 # Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
 _SMALL = 8192
@@ -23,14 +24,9 @@ def increment_if(flag: jax.Array, count: jax.Array) -> jax.Array:
   return jnp.where(flag, optax.safe_increment(count), count)
 
 
-def is_auto(mesh: Any) -> bool:
+def has_auto_axes_only(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
   """Whether the compiler places arrays along all axes of a mesh."""
   return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def is_committed(leaf: Any) -> bool:
-  """Whether an array was put on its devices, not left where it was made."""
-  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
 
 
 def without_axes(
@@ -60,32 +56,9 @@ def place_by(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.sharding.reshard(x, sharding) if explicit else x
 
 
-def place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
-  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
-
-  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
-  """
-  sharding = jax.typeof(snapshot).sharding
-  if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
-    return ring
-  traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
-  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
-  like: Any = sharding if traced else snapshot.sharding
-  spec = jax.sharding.PartitionSpec(None, *like.spec)
-  placed = jax.sharding.NamedSharding(like.mesh, spec)
-  return place_by(ring, placed) if traced else jax.device_put(ring, placed)
-
-
-def is_whole_here(x: Any) -> bool:
+def is_whole_here(x: _types.Unchecked) -> bool:
   """Whether this process has all of an array: it has no other process's, or each has a copy."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-
-
-def whole(x: Any) -> np.ndarray:
-  """An array on this host; where processes have parts of it, all must call this."""
-  if is_whole_here(x):
-    return np.asarray(x)
-  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -97,7 +70,9 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Any:
+def copy_arrays(
+  tree: _types.SameTree, dtype_of: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
+) -> _types.SameTree:
   """Copies arrays into buffers of their own, so that params and state can both be donated.
 
   Abstract leaves stay abstract: zeros in their place would train from zero without an error.
@@ -113,7 +88,7 @@ def copy_arrays(tree: Any, dtype_of: Callable[[Any], Any] = lambda dtype: dtype)
   return jax.tree.map(copy, tree)
 
 
-def as_jax(tree: Any) -> Any:
+def as_jax(tree: _types.SameTree) -> _types.SameTree:
   """A tree with copies as JAX's arrays in place of NumPy's arrays of floating-point numbers.
 
   Their dtypes are JAX's: float64 is float32 where JAX has no float64. To compute with the dtype of
@@ -129,22 +104,22 @@ def as_jax(tree: Any) -> Any:
   )
 
 
-def as_jax_gradients(extra_args: dict[str, Any]) -> dict[str, Any]:
+def as_jax_gradients(extra_args: _types.ExtraArgs) -> _types.ExtraArgs:
   """The extra arguments of ``update`` with the loss and its gradient as :func:`as_jax` has them."""
   return extra_args | {
     name: as_jax(extra_args[name]) for name in ("value", "grad") if name in extra_args
   }
 
 
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: _types.Dtype) -> jnp.dtype:
   """The dtype for reductions over values of `dtype`: at least float32, and one that JAX has."""
   dtype = jax.dtypes.canonicalize_dtype(dtype)
   # Not by promotion, which a user may have forbidden (`jax.numpy_dtype_promotion`).
-  wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
-  return jnp.dtype(dtype if wide else jnp.float32)
+  is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
+  return jnp.dtype(dtype if is_wide_enough else jnp.float32)
 
 
-def widest_dtype(tree: Any) -> Any:
+def widest_dtype(tree: _types.Tree) -> jnp.dtype:
   """The dtype for reductions over real leaves: float32, or float64 where a leaf has it."""
   dtypes = [accumulator_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
   return max(dtypes, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
@@ -155,30 +130,30 @@ def widen(x: jax.Array) -> jax.Array:
   return x.astype(accumulator_dtype(x.dtype))
 
 
-def divide(x: jax.Array, by: jax.Array, largest: float = float("inf")) -> jax.Array:
+def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
   """A quotient by a positive number, at most `largest`, made by multiplying.
 
   XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
   same for powers of two.
   """
-  wide = widen(x)
-  by = by.astype(wide.real.dtype)
+  dividend = widen(x)
+  divisor = divisor.astype(dividend.real.dtype)
   # The inverse of a larger number would not be a normal one.
   if largest > 2.0**126:
-    shift = jnp.where(by > 2.0**64, 2.0**-64, 1.0).astype(by.dtype)
-    wide, by = wide * shift, by * shift
-  return (wide * (1 / by)).astype(x.dtype)
+    shift = jnp.where(divisor > 2.0**64, 2.0**-64, 1.0).astype(divisor.dtype)
+    dividend, divisor = dividend * shift, divisor * shift
+  return (dividend * (1 / divisor)).astype(x.dtype)
 
 
-def zeros_like_wide(tree: Any) -> Any:
+def zeros_like_wide(tree: _types.SameTree) -> _types.SameTree:
   """Zeros in :func:`accumulator_dtype`, sharded as the leaves are."""
   return jax.tree.map(lambda x: jnp.zeros_like(x, accumulator_dtype(x.dtype)), tree)
 
 
 def sum_squares(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
   """The sum of squares over `axes` (None: all), in :func:`accumulator_dtype`."""
-  wide = widen(x)
-  return jnp.sum(wide * wide, axis=axes)
+  widened = widen(x)
+  return jnp.sum(widened * widened, axis=axes)
 
 
 def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -186,7 +161,7 @@ def sum_squares_together(leaves: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(functools.reduce(jnp.add, [jnp.real(x * jnp.conj(x)) for x in leaves]))
 
 
-def sum_squares_of_tree(tree: Any) -> jax.Array:
+def sum_squares_of_tree(tree: _types.Tree) -> jax.Array:
   """The sum of the squared magnitudes of all entries of all leaves, in at least float32."""
   sums = [
     sum_squares_together([widen(leaf) for leaf in leaves]) for (leaves,) in stackable_leaves(tree)
@@ -207,23 +182,15 @@ def stackable(keys: Sequence[Hashable], *columns: Sequence[jax.Array]) -> list[l
   return list(groups.values())
 
 
-def stackable_leaves(*trees: Any) -> list[list[list[jax.Array]]]:
+def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
   """Small leaves of one type together, so that one reduction does for them; of each tree."""
   columns = list(map(jax.tree.leaves, trees))
   groups = stackable([None] * len(columns[0]), *columns)
-  parts = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
-  return [[[leaves[i] for i in part] for leaves in columns] for part in parts]
+  chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
+  return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
 
 
-def steepest_ascent(gradients: Any) -> Any:
-  """Gradients of ``jax.grad`` as optimizers take them: conjugated where params are complex.
-
-  ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
-  """
-  return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
-
-
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: _types.Tree) -> jax.Array:
   """Whether every entry of every leaf is finite; a scalar bool."""
   flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   if not flags:

@@ -189,7 +189,7 @@ class _AverageParams:
   def _is_due(self, count: jax.Array, made: jax.Array) -> jax.Array:
     """Whether a snapshot is taken after step `count`, if it was made."""
     start = 0 if self.start is None else self.start
-    if _base.is_integer(self.every) and self.every == 1 and _base.known_number(start) == 0:
+    if _base.is_integer(self.every) and self.every == 1 and _base.concrete_number(start) == 0:
       return jnp.asarray(made)
     after = count - start
     return made & (after > 0) & (after % self.every == 0)

@@ -1,8 +1,6 @@
-"""Types and argument checks that every method shares; imports nothing else of ours."""
+"""Argument checks and warnings that every method shares."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
 import inspect
@@ -11,7 +9,7 @@ import numbers
 import re
 import sys
 from typing import Any
-from typing import TypeAlias
+from typing import TypeGuard
 from typing import TypeVar
 import warnings
 
@@ -20,14 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# A set of leaves: one or several regular expressions that match whole segments of their paths (see
-# `compile_pattern`), a tree of bools, a callable from the params to such a tree (optax's mask
-# convention), or None for no leaf.
-LeafSelector: TypeAlias = Any
-# Axes of a mesh by name, the same for all leaves or by regular expression.
-AxisNames: TypeAlias = str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
+from optax_boost import _types
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_Item = TypeVar("_Item")
 
 # The largest count that int32 holds: counts are compared with int32 counters on the device.
 LARGEST_COUNT = 2**31 - 1
@@ -47,7 +40,7 @@ def warn(message: str, category: type[Warning]) -> None:
   warnings.warn(message, category, stacklevel=level)
 
 
-def shorten(value: Any, limit: int = 80) -> str:
+def shorten(value: _types.Unchecked, limit: int = 80) -> str:
   """The repr of a value for a message, cut to `limit` characters; never raises."""
   try:
     text = repr(value)
@@ -57,17 +50,17 @@ def shorten(value: Any, limit: int = 80) -> str:
   return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: _types.Unchecked) -> TypeGuard[jax.Array]:
   """Whether a value is a JAX array, traced ones and NNX variables included."""
   return isinstance(value, jax.Array) or hasattr(value, "__jax_array__")
 
 
-def is_any_array(value: Any) -> bool:
+def is_any_array(value: _types.Unchecked) -> TypeGuard[jax.Array | np.ndarray]:
   """Whether a value is a JAX or NumPy array."""
   return is_array(value) or isinstance(value, np.ndarray)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: _types.Unchecked) -> bool:
   """Whether a value is a Python or NumPy integer; bools don't count."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -81,7 +74,7 @@ def _is_real(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def known_number(value: Any) -> Any:
+def concrete_number(value: _types.Unchecked) -> Any:
   """A number or scalar array as a number; None for traced arrays, whose values are unknown."""
   if not is_any_array(value):
     return value
@@ -95,7 +88,7 @@ def known_number(value: Any) -> Any:
 
 def check_number(
   name: str,
-  value: Any,
+  value: _types.Unchecked,
   *,
   minimum: float = -math.inf,
   maximum: float = math.inf,
@@ -117,11 +110,11 @@ def check_number(
       f"`{name}` must be a real number or a scalar array; got {shorten(value)} of type"
       f" {type(value).__name__}."
     )
-  known = known_number(value)
-  if known is None:
+  concrete = concrete_number(value)
+  if concrete is None:
     return
   try:
-    number = float(known)
+    number = float(concrete)
   except OverflowError:
     number = math.inf
   bounds = [
@@ -145,7 +138,7 @@ def check_number(
 
 def check_whole_number(
   name: str,
-  value: Any,
+  value: _types.Unchecked,
   *,
   minimum: int = 1,
   maximum: int = LARGEST_COUNT,
@@ -160,32 +153,36 @@ def check_whole_number(
       f"`{name}` shapes the program, so it must be a Python number; got {shorten(value)}. Pass"
       f" int({name}); under `optax.inject_hyperparams` name it in `static_args`."
     )
-  known = known_number(value)
-  if known is not None and not minimum <= int(known) <= maximum:
-    bound = f">= {minimum}" if int(known) < minimum else f"<= {maximum}"
+  concrete = concrete_number(value)
+  if concrete is not None and not minimum <= int(concrete) <= maximum:
+    bound = f">= {minimum}" if int(concrete) < minimum else f"<= {maximum}"
     raise ValueError(f"`{name}` must be {bound}; got {shorten(value)}.")
   check_number(name, value)
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: _types.Unchecked) -> None:
   """Raises TypeError unless an argument is True or False."""
   check_type(name, value, bool | np.bool_, "True or False")
 
 
-def check_callable(name: str, value: Any, form: str = "", *, optional: bool = False) -> None:
+def check_callable(
+  name: str, value: _types.Unchecked, form: str = "", *, optional: bool = False
+) -> None:
   """Raises TypeError unless an argument is callable; `form` shows the call in the message."""
   if not (callable(value) or (optional and value is None)):
     how = f", called as `{form}`" if form else ""
     raise TypeError(f"`{name}` must be callable{how}; got {shorten(value)}.")
 
 
-def check_type(name: str, value: Any, kind: Any, words: str) -> None:
+def check_type(name: str, value: _types.Unchecked, kind: Any, words: str) -> None:
   """Raises TypeError unless an argument is of a type, which `words` describe."""
   if not isinstance(value, kind):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
 
 
-def check_transformation(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+def check_transformation(
+  name: str, value: _types.Unchecked
+) -> optax.GradientTransformationExtraArgs:
   """Checks an argument that is a transformation, and lets it swallow extra arguments."""
   if not isinstance(value, optax.GradientTransformation):
     hint = "Did you pass the factory instead of what it returns?"
@@ -200,7 +197,9 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
     return tx
   names = {p.name for p in parameters}
 
-  def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+  def update(
+    updates: optax.Updates, state: optax.OptState, params: optax.Params = None, **extra_args: Any
+  ) -> tuple[optax.Updates, optax.OptState]:
     accepted = {key: argument for key, argument in extra_args.items() if key in names}
     return tx.update(updates, state, params, **accepted)
 
@@ -209,21 +208,7 @@ def check_transformation(name: str, value: Any) -> optax.GradientTransformationE
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
-  """Raises TypeError unless an argument names a floating dtype."""
-  try:
-    # NumPy takes None for float64 and an array for its dtype.
-    named = value is not None and not is_any_array(value)
-    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-  except (TypeError, ValueError):
-    floating = False
-  if not (floating or (optional and value is None)):
-    raise TypeError(
-      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got {shorten(value)}."
-    )
-
-
-def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
+def check_learning_rate(learning_rate: _types.Unchecked, name: str = "learning_rate") -> None:
   """Checks a learning rate: a number >= 0, a scalar array, or a schedule."""
   if not callable(learning_rate):
     check_number(name, learning_rate, minimum=0.0)
@@ -250,7 +235,7 @@ def compile_pattern(argument: str, pattern: Any) -> re.Pattern[str]:
   return re.compile(whole)
 
 
-def compile_within_segments(argument: str, pattern: Any) -> re.Pattern[str]:
+def compile_within_segments(argument: str, pattern: _types.Unchecked) -> re.Pattern[str]:
   """Like :func:`compile_pattern`, but matches may begin and end within a segment."""
   if not isinstance(pattern, str):
     raise TypeError(
@@ -265,7 +250,7 @@ def compile_within_segments(argument: str, pattern: Any) -> re.Pattern[str]:
     ) from error
 
 
-def check_patterns(name: str, value: Any, words: str) -> None:
+def check_patterns(name: str, value: _types.Unchecked, words: str) -> None:
   """Checks a sequence of regular expressions, at least one; `words` say what else is allowed."""
   if not (isinstance(value, list | tuple) and value and all(isinstance(p, str) for p in value)):
     raise TypeError(f"`{name}` must be {words}; got {shorten(value)}.")
@@ -273,7 +258,7 @@ def check_patterns(name: str, value: Any, words: str) -> None:
     compile_pattern(name, pattern)
 
 
-def check_axis_name(name: str, value: Any) -> None:
+def check_axis_name(name: str, value: _types.Unchecked) -> None:
   """Raises TypeError unless an argument names one or several mesh axes, or is None."""
   names = value if isinstance(value, tuple) else (value,)
   if value is not None and not (names and all(isinstance(n, str) for n in names)):
@@ -323,14 +308,14 @@ def bound_axis(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | N
   return value
 
 
-def varying_axes(kind: Any) -> frozenset[str]:
+def varying_axes(aval: Any) -> frozenset[str]:
   """The mesh axes along which an array of a type, or an abstract one, varies in ``shard_map``."""
   # Older versions of JAX have the second name.
-  manual = getattr(kind, "manual_axis_type", None)
-  return frozenset(manual.varying if manual is not None else getattr(kind, "vma", None) or ())
+  manual = getattr(aval, "manual_axis_type", None)
+  return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
 
 
-def require_params(params: Any, method: str) -> None:
+def require_params(params: _types.Tree, method: str) -> None:
   """Raises ValueError if ``update`` is called without params."""
   if params is None:
     raise ValueError(
@@ -345,23 +330,25 @@ _OWN_STATE = (
 )
 
 
-def require_state(state: Any, state_type: type, method: str) -> None:
+def require_state(state: _types.Tree, state_type: type, method: str) -> None:
   """Raises TypeError for the state of another transformation."""
   if not isinstance(state, state_type):
     required, got = f"a {state_type.__name__}", f"a {type(state).__name__}"
     raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
 
 
-def require_chain_state(state: Any, state_types: Sequence[type], method: str) -> None:
+def require_chain_state(
+  state: Sequence[_types.Tree], state_types: Sequence[type], method: str
+) -> None:
   """Raises TypeError for a tuple of states other than those of a method's chain."""
-  if [type(part) for part in state] != list(state_types):
-    required, got = (
-      ", ".join(kind.__name__ for kind in kinds) for kinds in (state_types, map(type, state))
-    )
+  types = [type(member) for member in state]
+  if types != list(state_types):
+    required = ", ".join(expected.__name__ for expected in state_types)
+    got = ", ".join(actual.__name__ for actual in types)
     raise TypeError(_OWN_STATE.format(method=method, required=f"({required})", got=f"({got})"))
 
 
-def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
+def require_extra(value: _types.Unchecked, name: str, method: str, purpose: str) -> None:
   """Raises ValueError if ``update`` lacks an extra argument; `purpose` describes it."""
   if value is None:
     raise ValueError(
@@ -371,7 +358,7 @@ def require_extra(value: Any, name: str, method: str, purpose: str) -> None:
     )
 
 
-def with_progress(items: Iterable[Any], progress: bool, desc: str, unit: str) -> Iterable[Any]:
+def with_progress(items: Iterable[_Item], progress: bool, desc: str, unit: str) -> Iterable[_Item]:
   """Shows a progress bar around an iterable, if `progress` is set and ``tqdm`` is installed."""
   check_bool("progress", progress)
   if not progress or importlib.util.find_spec("tqdm") is None:
@@ -397,19 +384,19 @@ def as_key(name: str, key: Any) -> jax.Array:
   return jax.random.key(key)
 
 
-def check_key(name: str, key: Any) -> None:
+def check_key(name: str, key: _types.Unchecked) -> None:
   """Raises TypeError unless an argument is one key; a step would make a seed a key each time."""
-  one, got = key is None, shorten(key)
+  is_one_key, got = key is None, shorten(key)
   if isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    one = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
+    is_one_key = key.ndim == 0 if typed else key.ndim == 1 and key.dtype == jnp.uint32
     got = f"an array of shape {key.shape} and dtype {key.dtype}"
-  if not one:
+  if not is_one_key:
     raise TypeError(f"`{name}` must be one key of `jax.random.key`; got {got}.")
 
 
 def check_name(
-  argument: str, value: Any, allowed: Sequence[str], *, optional: bool = False
+  argument: str, value: _types.Unchecked, allowed: Sequence[str], *, optional: bool = False
 ) -> None:
   """Checks an argument that is one of several names."""
   if optional and value is None:
@@ -418,18 +405,3 @@ def check_name(
   if error is TypeError or value not in allowed:
     names = [*map(repr, allowed), *(["None"] if optional else [])]
     raise error(f"`{argument}` must be one of {', '.join(names)}; got {shorten(value)}.")
-
-
-def with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_F], _F]:
-  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
-
-  def decorate(function: _F) -> _F:
-    signature = inspect.signature(function)
-    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    for name, parameter in inspect.signature(core).parameters.items():
-      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
-        shown[name] = parameter
-    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
-    return function
-
-  return decorate

@@ -6,7 +6,6 @@ n_b   the batch's number of examples
 s = sum_b n_b s_b / sum_b n_b
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from optax_boost import _base
 from optax_boost import _full_gradient
 from optax_boost import _tree
+from optax_boost import _types
 
 _METHOD = "estimate_batch_stats"
 # Stands for a statistic that no call has computed.
@@ -29,18 +29,18 @@ def add_use(mean: jax.Array, new: jax.Array, uses: jax.Array) -> jax.Array:
 
 def estimate(
   of_batch: jax.tree_util.Partial,
-  given: Any,
-  batches: Iterable[Any],
-  weight_fn: Callable[[Any], Any] | None,
+  statistics: _types.Tree,
+  batches: Iterable[_types.Tree],
+  weight_fn: _types.WeightFn | None,
 ) -> Any:
-  """A tree like `given` of new statistics, from ``of_batch(given, batch)`` of each batch."""
-  if not jax.tree.leaves(given):
+  """New statistics like the present ones, from ``of_batch(statistics, batch)`` of each batch."""
+  if not jax.tree.leaves(statistics):
     _base.warn(f"`{_METHOD}` found no statistics of a BatchNorm.", _base.NoEffectWarning)
-    return given
+    return statistics
   estimated = _full_gradient.mean_over_batches(
-    of_batch, given, batches, None, weight_fn, False, _METHOD, "batch statistics"
+    of_batch, statistics, batches, None, weight_fn, False, _METHOD, "batch statistics"
   )
-  paths = _tree.leaf_paths(given)
+  paths = _tree.leaf_paths(statistics)
   leaves = zip(paths, jax.tree.leaves(estimated), strict=True)
   idle = [path for path, leaf in leaves if jnp.any(leaf == UNREACHED)]
   if idle:
@@ -48,6 +48,6 @@ def estimate(
       f"`{_METHOD}` has reached no BatchNorm with the statistics {idle}: the call leaves it out.",
       paths,
     )
-  triples = zip(paths, jax.tree.leaves(estimated), jax.tree.leaves(given), strict=True)
+  triples = zip(paths, jax.tree.leaves(estimated), jax.tree.leaves(statistics), strict=True)
   kept = [old if path in idle else new.astype(old.dtype) for path, new, old in triples]
-  return jax.tree.unflatten(jax.tree.structure(given), kept)
+  return jax.tree.unflatten(jax.tree.structure(statistics), kept)

@@ -17,14 +17,15 @@ from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost import _types
 
 
 def centralize(
   *,
-  exclude: _base.LeafSelector = "auto",
+  exclude: _types.LeafSelector = "auto",
   layout: Literal["flax", "torch"] = "flax",
   layers: _layers.Layers | None = None,
-  axis_name: _base.AxisNames | None = None,
+  axis_name: _types.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Subtracts from each kernel's gradient its mean over the fan-in.
 
@@ -107,7 +108,7 @@ def centralize(
 
   def init(params: optax.Params) -> optax.EmptyState:
     plan = kernels.of(params)
-    by_rule = layers is None and _tree.is_auto(exclude)
+    by_rule = layers is None and _tree.is_auto_selector(exclude)
     if is_idle(plan) and any(len(leaf.shape) > 1 and (by_rule or not skip) for leaf, skip in plan):
       undecided.add(tuple(_tree.leaf_paths(params)))
     else:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _types
 
 
-def is_concrete(condition: Any) -> bool:
+def is_concrete(condition: _types.Unchecked) -> bool:
   """Whether a condition is known; ``lax.cond`` would then be compiled again at every step."""
   return not isinstance(condition, jax.core.Tracer)
 
@@ -58,7 +59,7 @@ def update_if(
   condition: jax.Array,
   update: Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]],
   state: optax.OptState,
-  shapes: Any = None,
+  shapes: _types.Tree = None,
 ) -> tuple[optax.Updates, optax.OptState]:
   """Makes an update under a condition; otherwise updates are zero and the state is `state`.
 
@@ -83,7 +84,7 @@ def update_if(
   return (jax.lax.cond if on_mesh else cond)(condition, step, skip, state)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
+def cast_like(tree: _types.SameTree, like: _types.Tree) -> _types.SameTree:
   """Gives each array its counterpart's dtype, as conditionals, scans and compiled steps need.
 
   Momentum of float16 params, for one, is float32 once a float32 gradient is added to it.

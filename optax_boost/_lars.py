@@ -29,6 +29,7 @@ from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost import _types
 
 
 @jax.jit
@@ -92,10 +93,10 @@ def scale_by_lars_trust_ratio(
   *,
   clip: jax.typing.ArrayLike | None = None,
   clip_ratio: optax.ScalarOrSchedule | None = None,
-  exclude: _base.LeafSelector = "auto",
-  weight_decay_mask: _base.LeafSelector | None = None,
+  exclude: _types.LeafSelector = "auto",
+  weight_decay_mask: _types.LeafSelector | None = None,
   layers: _layers.Layers | None = None,
-  axis_name: _base.AxisNames | None = None,
+  axis_name: _types.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Adds weight decay and scales each layer by its LARS trust ratio.
 
@@ -161,10 +162,10 @@ def lars(
   nesterov: bool = False,
   clip: jax.typing.ArrayLike | None = None,
   clip_ratio: bool = False,
-  exclude: _base.LeafSelector = "auto",
-  weight_decay_mask: _base.LeafSelector | None = None,
+  exclude: _types.LeafSelector = "auto",
+  weight_decay_mask: _types.LeafSelector | None = None,
   layers: _layers.Layers | None = None,
-  axis_name: _base.AxisNames | None = None,
+  axis_name: _types.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
 

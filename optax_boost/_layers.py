@@ -138,34 +138,6 @@ def leaves_of(tree: Any, layers: Layers | None = None) -> list[Leaf]:
   return leaves
 
 
-def split_layers(
-  tree: Any, layers: Layers | None
-) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
-  """The layers of a tree with their leaves' paths, and a function that makes them a tree again."""
-  leaves = [leaf if leaf.layers else leaf._replace(axes=None) for leaf in leaves_of(tree, layers)]
-
-  def split(leaf: Leaf, x: jax.Array) -> list[jax.Array]:
-    if not leaf.stacked:
-      return [x]
-    front = jnp.moveaxis(x, leaf.stacked, range(len(leaf.stacked)))
-    return list(front.reshape(leaf.layers, *leaf.layer_shape))
-
-  def merge(leaf: Leaf, layers: list[jax.Array]) -> jax.Array:
-    if not leaf.stacked:
-      return layers[0]
-    front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.layer_shape)
-    return jnp.moveaxis(front, range(len(leaf.stacked)), leaf.stacked)
-
-  def join(layers: Sequence[jax.Array]) -> Any:
-    rest = iter(layers)
-    merged = [merge(leaf, [next(rest) for _ in range(leaf.layers)]) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), merged)
-
-  pairs = zip(leaves, jax.tree.leaves(tree), strict=True)
-  paths = [leaf.path for leaf in leaves for _ in range(leaf.layers)]
-  return paths, [layer for leaf, x in pairs for layer in split(leaf, x)], join
-
-
 def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) -> Layers:
   """Reads the axes of the params from a trace of the loss.
 

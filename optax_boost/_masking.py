@@ -8,9 +8,10 @@ import jax
 import optax
 
 from optax_boost import _tree
+from optax_boost import _types
 
 
-def mask_like(tree: Any, masked: Any) -> Any:
+def mask_like(tree: _types.Tree, masked: _types.Tree) -> _types.Tree:
   """Hides the leaves of `tree` that are hidden in `masked`; optax does not mask extra arguments."""
   if _same_structure(tree, masked):
     return tree
@@ -19,7 +20,7 @@ def mask_like(tree: Any, masked: Any) -> Any:
   )
 
 
-def fill_masked(tree: Any, full: Any) -> Any:
+def fill_masked(tree: _types.Tree, full: _types.Tree) -> _types.Tree:
   """Puts the leaves of `full` where ``optax.MaskedNode`` hides them in `tree`."""
   if _same_structure(tree, full):
     return tree
@@ -28,12 +29,12 @@ def fill_masked(tree: Any, full: Any) -> Any:
   )
 
 
-def _same_structure(first: Any, second: Any) -> bool:
+def _same_structure(first: _types.Tree, second: _types.Tree) -> bool:
   structures: list[Any] = [jax.tree.structure(tree) for tree in (first, second)]
   return bool(structures[0] == structures[1])
 
 
-def leaves_like(tree: Any, like: Any) -> list[Any] | None:
+def leaves_like(tree: _types.Tree, like: _types.Tree) -> list[Any] | None:
   """The leaves of `tree` in the order of `like`'s, or None if the trees don't match.
 
   An ``optax.MaskedNode`` is a leaf that stands for any leaves below its path. By path, not by
@@ -42,40 +43,40 @@ def leaves_like(tree: Any, like: Any) -> list[Any] | None:
   structures: list[Any] = [jax.tree.structure(x, is_leaf=_tree.is_masked) for x in (tree, like)]
   if structures[0] == structures[1]:
     return jax.tree.leaves(tree, is_leaf=_tree.is_masked)
-  pairs = [
-    list(
-      zip(
-        _tree.leaf_paths(x, _tree.is_masked),
-        jax.tree.leaves(x, is_leaf=_tree.is_masked),
-        strict=True,
-      )
-    )
-    for x in (tree, like)
-  ]
-  leaves, targets = map(dict, pairs)
-
-  def covers(ones: dict[str, Any], others: dict[str, Any]) -> bool:
-    hidden = tuple(
-      f"{path}/" if path else "" for path, leaf in ones.items() if _tree.is_masked(leaf)
-    )
-    return all(
-      _tree.is_masked(leaf) or path in ones or path.startswith(hidden)
-      for path, leaf in others.items()
-    )
-
-  unique = list(map(len, (leaves, targets))) == list(map(len, pairs))
-  if not (unique and covers(leaves, targets) and covers(targets, leaves)):
+  leaves, targets = _leaves_by_path(tree), _leaves_by_path(like)
+  if leaves is None or targets is None:
+    return None
+  if not (_covers(leaves, targets) and _covers(targets, leaves)):
     return None
   return [leaves.get(path, optax.MaskedNode()) for path in targets]
 
 
+def _leaves_by_path(tree: _types.Tree) -> dict[str, Any] | None:
+  """The leaves and masks of a tree by their paths, or None if two have the same path."""
+  paths = _tree.leaf_paths(tree, _tree.is_masked)
+  leaves = jax.tree.leaves(tree, is_leaf=_tree.is_masked)
+  return dict(zip(paths, leaves, strict=True)) if len(set(paths)) == len(paths) else None
+
+
+def _covers(first: dict[str, Any], second: dict[str, Any]) -> bool:
+  """Whether each leaf of `second` has the path of one in `first`, or is below a mask there."""
+  masks = [path for path, leaf in first.items() if _tree.is_masked(leaf)]
+  prefixes = tuple(f"{path}/" if path else "" for path in masks)
+  return all(
+    _tree.is_masked(leaf) or path in first or path.startswith(prefixes)
+    for path, leaf in second.items()
+  )
+
+
 def map_gradients(
-  function: Callable[[Any], Any], updates: Any, extra_args: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+  function: Callable[[_types.Tree], _types.Tree],
+  updates: _types.Tree,
+  extra_args: Mapping[str, Any],
+) -> tuple[Any, _types.ExtraArgs]:
   """Applies a function to all gradients: `updates`, the extra arguments `grad` and `grad_fn`."""
   extra = dict(extra_args)
 
-  def of_some(gradients: Any) -> Any:
+  def of_some(gradients: _types.Tree) -> _types.Tree:
     # A method further inside may see fewer leaves than the function.
     seen = mask_like(gradients, updates)
     return mask_like(function(fill_masked(seen, updates)), seen)
@@ -92,24 +93,20 @@ def map_gradients(
   return function(updates), extra
 
 
-# The extra arguments that are functions of the params.
-CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
-
-
-def ignoring_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+def ignoring_closures(function: _types.Closure) -> _types.Closure:
   """A function of params that lets the other extra arguments pass.
 
   optax's line searches pass them on, and look for their names in its signature.
   """
 
   def call(
-    params: Any,
+    params: _types.Tree,
     *args: Any,
-    grad_fn: Any = None,
-    full_grad_fn: Any = None,
-    obj_fn: Any = None,
-    layers: Any = None,
-    weight: Any = None,
+    grad_fn: _types.Unchecked = None,
+    full_grad_fn: _types.Unchecked = None,
+    obj_fn: _types.Unchecked = None,
+    layers: _types.Unchecked = None,
+    weight: _types.Unchecked = None,
   ) -> Any:
     return function(params, *args)
 

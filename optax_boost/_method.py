@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _tree
+from optax_boost import _types
 
 
 class Leaves:
@@ -23,24 +24,24 @@ class Leaves:
   def __init__(
     self,
     method: str,
-    exclude: _base.LeafSelector,
+    exclude: _types.LeafSelector,
     auto: Callable[[list[_layers.Leaf]], list[bool]],
     layers: _layers.Layers | None,
-    axis_name: _base.AxisNames | None,
+    axis_name: _types.AxisNames | None,
   ) -> None:
     _tree.check_selector("exclude", exclude)
     _check_axis_names(axis_name)
     self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
 
-    def plan(tree: Any, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
+    def plan(tree: _types.Tree, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
       leaves = _layers.leaves_of(tree, layers)
-      auto_selected = _tree.is_auto(exclude)
+      auto_selected = _tree.is_auto_selector(exclude)
       skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
       return list(zip(leaves, skipped, strict=True))
 
     self._plan = _tree.once_per_tree(plan)
 
-  def of(self, tree: Any, layers: Any = None) -> list[tuple[_layers.Leaf, bool]]:
+  def of(self, tree: _types.Tree, layers: Any = None) -> list[tuple[_layers.Leaf, bool]]:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self._layers or check_layers(layers))
 
@@ -50,17 +51,17 @@ class Leaves:
     if isinstance(names, Mapping):
       first = _tree.first_match("axis_name", list(names), [leaf.path for leaf in leaves])
       of_patterns = [of_pattern or None for of_pattern in names.values()]
-      found = [None if index is None else of_patterns[index] for index in first]
+      of_leaves = [None if index is None else of_patterns[index] for index in first]
     else:
-      found = [names] * len(leaves)
-    for of_leaf in dict.fromkeys(found):
+      of_leaves = [names] * len(leaves)
+    for of_leaf in dict.fromkeys(of_leaves):
       _base.require_axis("axis_name", of_leaf, self.method)
-    return found
+    return of_leaves
 
   def map(
     self,
     function: Callable[[jax.Array, _layers.Leaf, Any], jax.Array],
-    tree: Any,
+    tree: _types.Tree,
     layers: Any,
   ) -> Any:
     """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
@@ -74,7 +75,7 @@ class Leaves:
     return jax.tree.unflatten(structure, mapped)
 
 
-def _check_axis_names(names: _base.AxisNames | None) -> None:
+def _check_axis_names(names: _types.AxisNames | None) -> None:
   """Checks names of mesh axes, the same for all leaves or by regular expression, or None."""
   if not isinstance(names, Mapping):
     _base.check_axis_name("axis_name", names)

@@ -56,7 +56,7 @@ _CHANGES_A_WINDOW = (
 
 def _refuse(holder_state: Any, kind: str, holder: str, reason: str) -> None:
   """Refuses states that declare `kind` inside the state of a method, or of a wrapper of optax."""
-  for name in _names_inside(holder_state, kind):
+  for name in _protocol.declared_inside(holder_state, (kind,))[kind]:
     works = f"`{name}({holder}(...))`"
     if kind == "gathers" and name != "accumulate":
       works += f" or `accumulate({holder}(...))`"
@@ -66,23 +66,20 @@ def _refuse(holder_state: Any, kind: str, holder: str, reason: str) -> None:
     )
 
 
-def _names_inside(state: Any, kind: str) -> list[str]:
-  nodes = _protocol.declaring_states(state, kind)
-  return [name for node in nodes for name in _protocol.declared(node, kind)]
-
-
 def _check_chain(states: list[Any]) -> None:
   """Checks the states of the members of an ``optax.chain``."""
-  _check_factors(states)
-  _check_frozen(states)
-  for place, state in enumerate(states):
-    if place and _protocol.scales_loss(state):
+  kinds = ("normalizes", "remembers", "requests", "rounds", "scales", "snapshots")
+  names_of_states = [_protocol.declared_inside(state, kinds) for state in states]
+  _check_factors(names_of_states)
+  _check_frozen(states, names_of_states)
+  for place, names_of_kind in enumerate(names_of_states):
+    if place and _protocol.LOSS_SCALE in names_of_kind["requests"]:
       raise ValueError(
         "a loss scale must come first in a chain: a member before it gets gradients of the scaled"
         f" loss; got the scale in place {place + 1} of {len(states)}. Put it around the chain:"
         " `dynamic_loss_scale(optax.chain(...))`."
       )
-    names = _names_inside(state, "snapshots") + _names_inside(state, "rounds")
+    names = names_of_kind["snapshots"] + names_of_kind["rounds"]
     if names and place + 1 < len(states):
       raise ValueError(
         f"`{names[0]}` must come last in a chain: it computes the new params from its own updates,"
@@ -91,25 +88,25 @@ def _check_chain(states: list[Any]) -> None:
       )
 
 
-def _check_factors(states: list[Any]) -> None:
+def _check_factors(names_of_states: list[dict[str, list[str]]]) -> None:
   """Refuses factors of leaves before a member of the chain that divides them away."""
   scaled: list[str] = []
-  for state in states:
-    normalizing = _names_inside(state, "normalizes")
+  for names_of_kind in names_of_states:
+    normalizing = names_of_kind["normalizes"]
     if scaled and normalizing:
       raise ValueError(
         f"`{scaled[0]}` must come after an optimizer that normalizes its gradients, which divides"
         f" the factors away; got it before one with a {normalizing[0]}. Put it last:"
         f" `optax.chain(optimizer, {scaled[0]}(...))`."
       )
-    scaled += _names_inside(state, "scales")
+    scaled += names_of_kind["scales"]
 
 
-def _check_frozen(states: list[Any]) -> None:
+def _check_frozen(states: list[Any], names_of_states: list[dict[str, list[str]]]) -> None:
   """Refuses moments after a freeze, which they don't know of."""
   holders: list[str] = []
-  for state in states:
-    moments = _names_inside(state, "remembers")
+  for state, names_of_kind in zip(states, names_of_states, strict=True):
+    moments = names_of_kind["remembers"]
     if holders and moments:
       raise ValueError(
         f"`{holders[0]}` must hold the whole optimizer: moments after it, here those of a"

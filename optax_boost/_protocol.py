@@ -36,6 +36,7 @@ and can't be in the state, which holds arrays: the transformation's form holds i
 
 import collections
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
@@ -48,6 +49,7 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost import _types
 
 LOSS_SCALE = "loss_scale"
 FROZEN_GROUPS = "frozen_groups"
@@ -73,8 +75,12 @@ def declares(**declarations: tuple[str, ...]) -> Callable[[type[_State]], type[_
   return declare
 
 
-# The declarations that name fields.
+# The declarations that name fields, and all.
 _FIELDS = ("metrics", "requests", "outcome", "exact", "exact_if")
+_KINDS = (
+  *_FIELDS,
+  *("snapshots", "rounds", "gathers", "changes", "replaces", "scales", "normalizes", "remembers"),
+)
 # Declarations of optax's states with moments, which `remembers` says move a leaf on once its
 # gradient is zero.
 _OPTAX_MOMENTS = {
@@ -114,10 +120,20 @@ def _names(state_type: Any, kind: str) -> tuple[str, ...]:
   return names if is_declaration else ()
 
 
-def declared(state: Any, kind: str) -> tuple[str, ...]:
+def _find_kinds(state_type: Any) -> tuple[str, ...]:
+  return tuple(kind for kind in _KINDS if _names(state_type, kind))
+
+
+# From the type of a node to the kinds of its declarations: none for most nodes of a state.
+_kinds: Callable[[Any], tuple[str, ...]] = functools.cache(_find_kinds)
+
+
+def declared(state: _types.Tree, kind: str) -> tuple[str, ...]:
   """The names that the class of a state declares; `kind` is ``"metrics"``, ``"requests"``, ..."""
   state_type: Any = type(state)
   names = _names(state_type, kind)
+  if not names:
+    return ()
   # Moments may be instances of a user's model class that has an attribute `metrics`; those are no
   # states.
   fields = (hasattr(state, name.rpartition("/")[2]) for name in names)
@@ -129,34 +145,47 @@ def declared(state: Any, kind: str) -> tuple[str, ...]:
 _flatten = jax.tree_util.default_registry.flatten_one_level
 
 
-def _places(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
-  """All nodes and leaves of a tree, each after those inside it, with their place in it."""
-  found: list[tuple[tuple[int, ...], Any]] = []
+def _nodes_with_indices(tree: _types.Tree) -> list[tuple[tuple[int, ...], Any]]:
+  """All nodes and leaves of a tree, each after those inside it, with the indices that lead to it.
+
+  An index is of a child among its parent's children.
+  """
+  outside_in: list[tuple[tuple[int, ...], Any]] = []
   pending: list[tuple[tuple[int, ...], Any]] = [((), tree)]
   # A loop, not a tree map: an optimizer state has thousands of nodes, and few declare anything.
   while pending:
-    place, node = pending.pop()
-    found.append((place, node))
+    indices, node = pending.pop()
+    outside_in.append((indices, node))
     flat = _flatten(node)
     for i, child in enumerate(flat[0] if flat is not None else ()):
-      pending.append(((*place, i), child))
-  return found[::-1]
+      pending.append(((*indices, i), child))
+  return outside_in[::-1]
 
 
-def nodes(tree: Any) -> list[Any]:
+def nodes(tree: _types.Tree) -> list[Any]:
   """All nodes and leaves of a tree, each after those inside it."""
-  return [node for _, node in _places(tree)]
+  return [node for _, node in _nodes_with_indices(tree)]
 
 
 def declaring_states(opt_state: optax.OptState, kind: str) -> list[Any]:
   """The states that declare something, each after those inside it."""
-  typed: list[tuple[Any, Any]] = [(type(node), node) for node in nodes(opt_state)]
-  return [node for node_type, node in typed if _names(node_type, kind) and declared(node, kind)]
+  candidates = [node for node in nodes(opt_state) if kind in _kinds(type(node))]
+  return [node for node in candidates if declared(node, kind)]
 
 
-def read_metrics(opt_state: optax.OptState) -> dict[str, Any]:
+def declared_inside(opt_state: optax.OptState, kinds: Sequence[str]) -> dict[str, list[str]]:
+  """The names that the states in an optimizer state declare, by kind."""
+  names: dict[str, list[str]] = {kind: [] for kind in kinds}
+  for node in nodes(opt_state):
+    for kind in _kinds(type(node)):
+      if kind in names:
+        names[kind] += declared(node, kind)
+  return names
+
+
+def read_metrics(opt_state: optax.OptState) -> _types.Metrics:
   """The declared metrics of all states; a name that occurs again is numbered: ``name_1``."""
-  metrics: dict[str, Any] = {}
+  metrics: _types.Metrics = {}
   times: collections.Counter[str] = collections.Counter()
   for state in declaring_states(opt_state, "metrics"):
     for name in declared(state, "metrics"):
@@ -174,13 +203,14 @@ def made_step(before: optax.OptState, after: optax.OptState) -> Any:
   counters. Everything else makes a step in every call.
   """
 
-  def tells(node: Any) -> bool:
+  def tells(node: _types.Tree) -> bool:
     optax_states = optax.PartitionState | optax.MultiStepsState | optax.ApplyIfFiniteState
     return isinstance(node, optax_states) or bool(declared(node, "outcome"))
 
   made: Any = np.bool_(True)
-  olds, news = (jax.tree.leaves(state, is_leaf=tells) for state in (before, after))
-  for old, new in zip(olds, news, strict=True):
+  old_nodes = jax.tree.leaves(before, is_leaf=tells)
+  new_nodes = jax.tree.leaves(after, is_leaf=tells)
+  for old, new in zip(old_nodes, new_nodes, strict=True):
     if isinstance(new, optax.PartitionState):
       made = made & _part_made_step(old.inner_states, new.inner_states)
     elif isinstance(new, optax.MultiStepsState):
@@ -206,7 +236,7 @@ def _part_made_step(before: dict[Any, Any], after: dict[Any, Any]) -> Any:
 
 def scales_loss(state: optax.OptState) -> bool:
   """Whether a state asks for a scale of the loss, and so must see every overflow."""
-  return bool(_asking(state, LOSS_SCALE))
+  return is_requested(state, LOSS_SCALE)
 
 
 def is_requested(opt_state: optax.OptState, request: str) -> bool:
@@ -229,21 +259,17 @@ def state_asking(opt_state: optax.OptState, request: str) -> Any:
   return states[0]
 
 
-def requested(opt_state: optax.OptState, request: str) -> Any:
-  """The value of a request, None where no state makes it; ValueError where several do."""
-  state = state_asking(opt_state, request)
-  return None if state is None else getattr(state, request)
-
-
 def request_reader(opt_state: optax.OptState, request: str) -> Callable[[optax.OptState], Any]:
   """A function that reads a request from any state of this structure, without a search."""
   asking = state_asking(opt_state, request)
-  places = [place for place, node in _places(opt_state) if asking is not None and node is asking]
+  if asking is None:
+    return lambda opt_state: None
+  path = next(indices for indices, node in _nodes_with_indices(opt_state) if node is asking)
 
   def read(node: optax.OptState) -> Any:
-    for index in places[0] if places else ():
+    for index in path:
       node = _flatten(node)[0][index]
-    return getattr(node, request) if places else None
+    return getattr(node, request)
 
   return read
 
@@ -258,7 +284,7 @@ def renew_full_gradients(
       f" `optax_boost.svrg` does; got {_base.shorten(jax.tree.structure(opt_state), 400)}."
     )
 
-  def asks(node: Any) -> bool:
+  def asks(node: _types.Tree) -> bool:
     return FULL_GRADIENT in declared(node, "requests")
 
   return jax.tree.map(
@@ -273,7 +299,7 @@ def _asking(opt_state: optax.OptState, request: str) -> list[Any]:
   return [state for state in states if request in declared(state, "requests")]
 
 
-def _field(state: Any, state_type: type, field: str, kind: str) -> Any:
+def _field(state: _types.Tree, state_type: type, field: str, kind: str) -> Any:
   if not hasattr(state, field):
     raise TypeError(
       f"`{state_type.__name__}` declares `{field}` in its `{kind}`, but has no such field. Its"
@@ -287,7 +313,7 @@ class GroupAssignment(NamedTuple):
 
   # From a tree to its leaves' groups, in its structure; of layers in several groups an array that
   # broadcasts against the leaf.
-  number: Callable[[Any], Any]
+  number: Callable[[_types.Tree], _types.Tree]
   num_groups: int
 
 
@@ -296,7 +322,7 @@ def hidden_leaves(params: optax.Params) -> dict[str, optax.MaskedNode]:
   return dict.fromkeys(_tree.masked_paths(params), optax.MaskedNode())
 
 
-def seen_leaves(state: Any, tree: Any) -> list[bool]:
+def seen_leaves(state: _types.Tree, tree: _types.Tree) -> list[bool]:
   """Whether the method of a state sees each leaf; ``optax.partition`` hides the others."""
   hidden = [f"{path}/" for path in getattr(state, "hidden", ())]
   return [not f"{path}/".startswith(tuple(hidden)) for path in _tree.leaf_paths(tree)]

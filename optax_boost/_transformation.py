@@ -16,6 +16,7 @@ from typing import Any
 import optax
 
 from optax_boost import _arrays
+from optax_boost import _base
 from optax_boost import _orders
 from optax_boost import _protocol
 from optax_boost import _skippable
@@ -33,6 +34,7 @@ class Form:
     needs_params: whether ``update`` must be called with params.
     allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of ``optax.lookahead``.
+    extra_args: the extra arguments that its step names.
     frozen_groups: for a method whose state requests ``frozen_groups``: which leaf is in which.
     wrapper: the method, if it is a wrapper.
   """
@@ -43,25 +45,27 @@ class Form:
   needs_params: bool = False
   allows_complex: bool = False
   allows_pairs: bool = False
+  extra_args: frozenset[str] = frozenset()
   frozen_groups: _protocol.GroupAssignment | None = None
   wrapper: _skippable.Wrapper | None = None
 
   def check(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> None:
-    """Checks the arguments of ``update``."""
-    _tree.check_update(
-      self.method,
-      updates,
-      state,
-      self.state_type,
-      _tree.differentiated(params) if self.allows_pairs else params,
-      needs_params=self.needs_params,
-      allows_complex=self.allows_complex,
-    )
+    """Checks the arguments of ``update``: params that fit the gradients, and the own state."""
+    if self.needs_params:
+      _base.require_params(params, self.method)
+    _base.require_state(state, self.state_type, self.method)
+    if params is not None:
+      of_gradients = _tree.differentiated(params) if self.allows_pairs else params
+      _tree.check_same_tree(updates, of_gradients, self.method)
+    self._check_leaves(updates)
 
   def check_params(self, params: optax.Params) -> None:
     """Checks the argument of ``init``."""
+    self._check_leaves(params)
+
+  def _check_leaves(self, tree: Any) -> None:
     check = _tree.check_inexact if self.allows_complex else _tree.check_floating
-    check(params, self.method)
+    check(tree, self.method)
 
 
 def transformation(
@@ -81,8 +85,16 @@ def transformation(
   """
   parameters = inspect.signature(step).parameters.values()
   takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-  form = Form(method, state_type, wraps, needs_params, allows_complex, frozen_groups=frozen_groups)
+  named = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+  form = Form(
+    method,
+    state_type,
+    wraps,
+    needs_params,
+    allows_complex,
+    extra_args=named,
+    frozen_groups=frozen_groups,
+  )
 
   def update(
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -212,13 +224,26 @@ def _is_named(entry: tuple[Any, ...]) -> bool:
   return len(entry) == 2 and isinstance(entry[0], str)
 
 
-def forms(tx: optax.GradientTransformation) -> list[Form]:
-  """The forms of all transformations of ours in a transformation, each before those inside it."""
-  found, pending = [], [tx.update]
+def _updates_of(tx: optax.GradientTransformation) -> Iterator[Callable[..., Any]]:
+  """The ``update`` functions of a transformation, each before those that it wraps."""
+  pending = [tx.update]
   while pending:
     update = pending.pop()
-    form = _skippable.form_of(update)
-    if form is not None:
-      found.append(form)
+    yield update
     pending += wrapped_by(update)
-  return found
+
+
+def forms(tx: optax.GradientTransformation) -> list[Form]:
+  """The forms of all transformations of ours in a transformation, each before those inside it."""
+  forms_or_none = map(_skippable.form_of, _updates_of(tx))
+  return [form for form in forms_or_none if form is not None]
+
+
+def names_extra_argument(tx: optax.GradientTransformation, name: str) -> bool:
+  """Whether a transformation, or one that it wraps, names an extra argument."""
+  for update in _updates_of(tx):
+    form = _skippable.form_of(update)
+    named = inspect.signature(update).parameters if form is None else form.extra_args
+    if name in named:
+      return True
+  return False

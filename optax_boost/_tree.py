@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
+from optax_boost import _types
 
 # The key paths from an NNX variable to its value.
 _BOXED = [(jax.tree_util.GetAttrKey(name),) for name in ("value", "raw_value")]
@@ -28,10 +29,10 @@ _State = TypeVar("_State")
 class Constants(NamedTuple):
   """Arrays in a batch that are not examples: those of a second model."""
 
-  arrays: Any
+  arrays: tuple[Any, ...]
 
 
-def is_constants(node: Any) -> bool:
+def is_constants(node: _types.Tree) -> bool:
   """Whether a node of a batch holds no examples."""
   return isinstance(node, Constants)
 
@@ -41,7 +42,7 @@ def leaf_name(path: str) -> str:
   return path or "params"
 
 
-def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def leaf_paths(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[str]:
   """The path of every leaf, in the order of ``jax.tree.leaves``; ``""`` for a single leaf.
 
   A trailing ``.value`` inside an NNX variable is dropped: patterns need not know of it.
@@ -50,50 +51,36 @@ def leaf_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
   return [jax.tree_util.keystr(path, simple=True, separator="/") for path in keys]
 
 
-def leaf_keys(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Any, ...]]:
+def leaf_keys(tree: _types.Tree, is_leaf: _types.LeafTest | None = None) -> list[_types.KeyPath]:
   """The keys that :func:`leaf_paths` joins."""
   flatten = jax.tree_util.tree_flatten_with_path
   paths = [path for path, _ in flatten(tree, is_leaf=is_leaf)[0]]
   boxes = set()
   if any(path[-1:] in _BOXED for path in paths):
-    boxes = {path for path, node in flatten(tree, is_leaf=_is_box)[0] if _is_box(node)}
+    boxes = {path for path, node in flatten(tree, is_leaf=is_box)[0] if is_box(node)}
   return [path[:-1] if path[:-1] in boxes else path for path in paths]
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: _types.Tree) -> bool:
   """Whether a node wraps one value, as variables of NNX and Linen's partitioning metadata do."""
   # By its children, of which a mask hides none; named tuples are the user's own containers.
   children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
 
 
-def unboxed(tree: Any) -> Any:
-  """A tree with the values of its boxes in their place.
-
-  For a state's arrays of other shapes than the params: Flax shards an array as its box says, and
-  the box of a param means the param's shape.
-  """
-
-  def value(node: Any) -> Any:
-    # A mask, of which there are no leaves, may be in a box, too.
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _is_box(node) else node
-
-  return jax.tree.map(value, tree, is_leaf=_is_box)
-
-
-def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_leaves(function: Callable[..., Any], tree: _types.Tree, *trees: _types.Tree) -> _types.Tree:
   """``jax.tree.map`` over trees of the same leaves, of which some may be in boxes."""
   structure: Any
   leaves, structure = jax.tree.flatten(tree)
-  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, rest))))
+  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, trees))))
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: _types.Tree) -> bool:
   """Whether a value stands for leaves that ``optax.masked`` or ``optax.partition`` hid."""
   return isinstance(value, optax.MaskedNode)
 
 
-def masked_paths(tree: Any) -> list[str]:
+def masked_paths(tree: _types.Tree) -> list[str]:
   """The paths of the nodes that hide leaves."""
   nodes = zip(leaf_paths(tree, is_masked), jax.tree.leaves(tree, is_leaf=is_masked), strict=True)
   return [path for path, node in nodes if is_masked(node)]
@@ -105,7 +92,7 @@ def is_bias_or_norm(path: str) -> bool:
 
 
 def first_match(
-  argument: str, patterns: Sequence[str], paths: Sequence[str], *, tree: Any = None
+  argument: str, patterns: Sequence[str], paths: Sequence[str], *, tree: _types.Tree = None
 ) -> list[int | None]:
   """For each path, the index of the first pattern that matches it; warns of idle patterns.
 
@@ -120,7 +107,7 @@ def assign_groups(
   paths: Sequence[str],
   advice: str = "",
   *,
-  tree: Any = None,
+  tree: _types.Tree = None,
 ) -> list[int | None]:
   """For each path, the group whose pattern matches it, or None; warns of idle patterns.
 
@@ -144,7 +131,7 @@ def assign_groups(
 
 
 def _matches(
-  argument: str, patterns: Sequence[str], paths: Sequence[str], tree: Any = None
+  argument: str, patterns: Sequence[str], paths: Sequence[str], tree: _types.Tree = None
 ) -> list[list[int]]:
   """For each path, the indices of the patterns that match whole segments of it.
 
@@ -180,8 +167,8 @@ def _whole_segments_hint(argument: str, pattern: str, paths: Sequence[str]) -> s
 
 
 def select(
-  tree: Any,
-  selector: _base.LeafSelector,
+  tree: _types.Tree,
+  selector: _types.LeafSelector,
   argument: str,
 ) -> list[bool]:
   """Whether a selector selects each leaf, in the order of ``jax.tree.leaves``."""
@@ -198,18 +185,18 @@ def select(
   return _broadcast_mask(mask, tree, argument)
 
 
-def is_auto(selector: Any) -> bool:
+def is_auto_selector(selector: _types.LeafSelector) -> bool:
   """Whether a selector stands for the method's own rule."""
   # Arrays, which a user may pass by mistake, compare entry by entry.
   return isinstance(selector, str) and selector == "auto"
 
 
-def _is_function(selector: Any) -> bool:
+def _is_function(selector: _types.LeafSelector) -> bool:
   """Whether a selector is to be called; Equinox's modules of bools can be, and are not."""
   return callable(selector) and not any(isinstance(x, bool) for x in jax.tree.leaves(selector))
 
 
-def _not_a_selector(argument: str, got: Any) -> TypeError:
+def _not_a_selector(argument: str, got: _types.Unchecked) -> TypeError:
   return TypeError(
     f"`{argument}` must be regular expressions, a tree of bools, a callable that returns one, or"
     f" None; got {_base.shorten(got)}. Under `optax.inject_hyperparams` a callable must be named in"
@@ -217,7 +204,7 @@ def _not_a_selector(argument: str, got: Any) -> TypeError:
   )
 
 
-def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
+def _broadcast_mask(mask: _types.Tree, tree: _types.Tree, argument: str) -> list[bool]:
   flags = jax.tree.leaves(mask)
   if not all(isinstance(flag, bool) for flag in flags):
     raise _not_a_selector(argument, mask)
@@ -230,9 +217,9 @@ def _broadcast_mask(mask: Any, tree: Any, argument: str) -> list[bool]:
     ) from error
 
 
-def check_selector(argument: str, selector: _base.LeafSelector) -> None:
+def check_selector(argument: str, selector: _types.LeafSelector) -> None:
   """Checks an argument that selects leaves, as far as that is possible without the tree."""
-  if selector is None or is_auto(selector) or _is_function(selector):
+  if selector is None or is_auto_selector(selector) or _is_function(selector):
     return
   if isinstance(selector, str):
     _base.compile_pattern(argument, selector)
@@ -250,7 +237,7 @@ def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
   """
   plans: dict[Any, Any] = {}
 
-  def cached(tree: Any, *static: Hashable) -> _Plan:
+  def cached(tree: _types.Tree, *static: Hashable) -> _Plan:
     leaves, structure = jax.tree.flatten(tree)
     key = (structure, tuple(jnp.shape(leaf) for leaf in leaves), *static)
     # Another thread may clear the plans at any time, so none is looked up twice.
@@ -265,52 +252,18 @@ def once_per_tree(plan: Callable[..., _Plan]) -> Callable[..., _Plan]:
   return cached
 
 
-def differentiated(params: Any) -> Any:
+def differentiated(params: _types.Tree) -> Any:
   """The params that gradients are of: of the pair for ``optax.lookahead``, the fast ones."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def find_states(opt_state: Any, state_type: type[_State]) -> list[_State]:
+def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State]:
   """All states of a type in an optimizer state, at any depth."""
 
-  def matches(node: Any) -> bool:
+  def matches(node: _types.Tree) -> bool:
     return isinstance(node, state_type)
 
   return [node for node in jax.tree.leaves(opt_state, is_leaf=matches) if matches(node)]
-
-
-def path_mask(*patterns: str) -> Callable[[Any], Any]:
-  """A mask for ``optax.masked`` that selects leaves by their path.
-
-  Args:
-    *patterns: regular expressions that match whole segments of the leaves' paths (keys joined by
-      ``/``; a dot in a key separates segments, too): ``"blocks/1"`` selects ``blocks/1/kernel`` and
-      not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
-
-  Returns:
-    A function from params to a tree of bools: True for the leaves whose path a pattern matches.
-    A pattern that matches nothing raises :class:`NoEffectWarning`.
-
-  Raises:
-    TypeError: a pattern is not a string.
-    ValueError: a pattern is not a regular expression.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_boost
-    >>> params = {"conv": {"kernel": jnp.ones((3, 3, 1, 8)), "bias": jnp.ones(8)}}
-    >>> optax_boost.path_mask("kernel$")(params)
-    {'conv': {'bias': False, 'kernel': True}}
-    >>> decay = optax.masked(
-    ...   optax.add_decayed_weights(1e-4), optax_boost.path_mask("kernel$")
-    ... )
-  """
-  for pattern in patterns:
-    _base.compile_pattern("patterns", pattern)
-
-  def mask(params: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(params), select(params, patterns, "patterns"))
-
-  return mask
 
 
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
@@ -319,26 +272,7 @@ def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   _base.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning)
 
 
-def check_update(
-  method: str,
-  updates: Any,
-  state: Any,
-  state_type: type,
-  params: Any,
-  *,
-  needs_params: bool = False,
-  allows_complex: bool = False,
-) -> None:
-  """Checks the arguments of ``update``: the gradients, the method's own state, params that fit."""
-  if needs_params:
-    _base.require_params(params, method)
-  _base.require_state(state, state_type, method)
-  if params is not None:
-    check_same_tree(updates, params, method)
-  (check_inexact if allows_complex else check_floating)(updates, method)
-
-
-def refuse_pair(params: Any, method: str) -> None:
+def refuse_pair(params: _types.Tree, method: str) -> None:
   """Raises ValueError for the pair of params of ``optax.lookahead``."""
   if isinstance(params, optax.LookaheadParams):
     raise ValueError(
@@ -347,35 +281,40 @@ def refuse_pair(params: Any, method: str) -> None:
     )
 
 
-def check_same_tree(updates: Any, params: Any, method: str) -> None:
+def check_same_tree(updates: _types.Tree, params: _types.Tree, method: str) -> None:
   """Raises ValueError for gradients whose structure or shapes differ from the params'."""
   if not isinstance(updates, optax.LookaheadParams):
     refuse_pair(params, method)
   got: Any = jax.tree.structure(updates)
   want: Any = jax.tree.structure(params)
   if got != want:
-    own, others = leaf_paths(updates), leaf_paths(params)
-    lacking, beyond = ([p for p in x if p not in y] for x, y in ((others, own), (own, others)))
-    lists = [f"{verb} {_base.shorten(p)}" for verb, p in (("lack", lacking), ("have", beyond)) if p]
-    differ = " and ".join(lists) or f"have the containers {got} instead of {want}"
+    update_paths, param_paths = leaf_paths(updates), leaf_paths(params)
+    lacking = [path for path in param_paths if path not in update_paths]
+    surplus = [path for path in update_paths if path not in param_paths]
+    clauses = [f"lack {_base.shorten(lacking)}"] if lacking else []
+    clauses += [f"have {_base.shorten(surplus)}"] if surplus else []
+    differ = " and ".join(clauses) or f"have the containers {got} instead of {want}"
     raise ValueError(
       f"`{method}` needs gradients and params of the same tree structure; got gradients that"
       f" {differ}. Pass the params that the gradients were taken with respect to."
     )
-  shapes = zip(leaf_paths(updates), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-  for path, update, param in shapes:
+  pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+  for i, (update, param) in enumerate(pairs):
     if jnp.shape(update) != jnp.shape(param):
       raise ValueError(
         f"`{method}` needs gradients of the params' shapes; got {jnp.shape(update)} for the"
-        f" leaf '{leaf_name(path)}' of shape {jnp.shape(param)}."
+        f" leaf '{leaf_name(leaf_paths(updates)[i])}' of shape {jnp.shape(param)}."
       )
 
 
-def same_shapes(first: Any, second: Any) -> bool:
+def same_shapes(first: _types.Tree, second: _types.Tree) -> bool:
   """Whether two trees have the same structure and shapes."""
-  leaves, structures = zip(*map(jax.tree.flatten, (first, second)), strict=True)
-  shapes = [list(map(jnp.shape, of_one)) for of_one in leaves]
-  return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
+  first_structure: Any
+  first_leaves, first_structure = jax.tree.flatten(first)
+  second_leaves, second_structure = jax.tree.flatten(second)
+  if first_structure != second_structure:
+    return False
+  return list(map(jnp.shape, first_leaves)) == list(map(jnp.shape, second_leaves))
 
 
 # The advice if all params are differentiated, even if a mask hides some from the optimizer; without
@@ -387,7 +326,7 @@ KEEP_OUT = (
 )
 
 
-def check_floating(tree: Any, method: str, advice: str | None = None) -> None:
+def check_floating(tree: _types.Tree, method: str, advice: str | None = None) -> None:
   """Raises TypeError for leaves that are not real floating-point arrays.
 
   `advice` is where such a leaf belongs; None: hidden by a mask around `method`.
@@ -395,38 +334,44 @@ def check_floating(tree: Any, method: str, advice: str | None = None) -> None:
   _check_dtype(tree, method, advice, jnp.floating, "real floating-point")
 
 
-def check_inexact(tree: Any, method: str, advice: str | None = None) -> None:
+def check_inexact(tree: _types.Tree, method: str, advice: str | None = None) -> None:
   """Like :func:`check_floating`, but complex leaves may pass, too."""
   _check_dtype(tree, method, advice, jnp.inexact, "floating-point")
 
 
-def _check_dtype(tree: Any, method: str, advice: str | None, kind: Any, required: str) -> None:
-  for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+def _check_dtype(
+  tree: _types.Tree, method: str, advice: str | None, dtype: jax.typing.DTypeLike, required: str
+) -> None:
+  for i, leaf in enumerate(jax.tree.leaves(tree)):
     # A Python float has no shape, dtype or sharding, and optax's optimizers refuse it, too.
     if not hasattr(leaf, "dtype"):
+      conversion = ""
+      if _is_python_number(leaf):
+        conversion = " Convert them with `jax.tree.map(jnp.asarray, params)`."
       raise TypeError(
-        f"`{method}` needs arrays as leaves; the leaf '{leaf_name(path)}' is {_base.shorten(leaf)}"
-        f" of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
-        + (" Convert them with `jax.tree.map(jnp.asarray, params)`." if _is_number(leaf) else "")
+        f"`{method}` needs arrays as leaves; the leaf '{leaf_name(leaf_paths(tree)[i])}' is"
+        f" {_base.shorten(leaf)} of type {type(leaf).__name__}.{_keep_out(leaf, 'params')}"
+        f"{conversion}"
       )
-    if not jnp.issubdtype(leaf.dtype, kind):
+    if not jnp.issubdtype(leaf.dtype, dtype):
       raise TypeError(
-        f"`{method}` needs {required} leaves; the leaf '{leaf_name(path)}' is {leaf.dtype}. "
+        f"`{method}` needs {required} leaves; the leaf '{leaf_name(leaf_paths(tree)[i])}' is"
+        f" {leaf.dtype}. "
         + (advice or f"Leave it out with `optax.masked` or `optax.partition` around `{method}`.")
       )
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_python_number(leaf: _types.Unchecked) -> bool:
   return isinstance(leaf, int | float | complex)
 
 
-def _keep_out(leaf: Any, name: str) -> str:
+def _keep_out(leaf: _types.Unchecked, name: str) -> str:
   """Advice for a leaf that can't be made an array, as functions and names in modules."""
   advice = f" Keep it out of `{name}`, as `equinox.filter(model, equinox.is_inexact_array)` does."
-  return "" if _is_number(leaf) else advice
+  return "" if _is_python_number(leaf) else advice
 
 
-def check_traceable(name: str, tree: Any) -> None:
+def check_traceable(name: str, tree: _types.Tree) -> None:
   """Raises TypeError for leaves that are neither arrays, abstract or not, nor numbers."""
   for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
     try:

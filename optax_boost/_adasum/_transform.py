@@ -17,6 +17,7 @@ from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
+from optax_boost._adasum import _split_layers
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
@@ -182,7 +183,7 @@ def adasum(
     for argument, value in names.items():
       _base.require_axis(argument, value, "adasum", optional=argument != "axis_name")
     known = own_layers or _method.check_layers(layers)
-    paths, parts, join = _layers.split_layers(updates, known)
+    paths, parts, join = _split_layers.split_layers(updates, known)
     if not parts:
       return updates, state
     check_not_summed(parts, axes + local_axes)

@@ -9,8 +9,8 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _groups
 from optax_boost import _layers
-from optax_boost._dim_reduce._linalg import Groups
 from optax_boost._dim_reduce._linalg import LeafGroups
+from optax_boost._dim_reduce._linalg import SubspaceGroups
 
 # A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
 Plan: TypeAlias = _groups.Groups | _layers.Layers | None
@@ -29,7 +29,7 @@ def check_groups(plan: Plan) -> None:
     )
 
 
-def find_groups(tree: Any, plan: Plan, method: str) -> Groups:
+def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:
   """The groups of each leaf's layers.
 
   By a description of layers, layer i of all leaves is group i, and leaves without layers are the
@@ -42,11 +42,11 @@ def find_groups(tree: Any, plan: Plan, method: str) -> Groups:
       LeafGroups(leaf.stacked, tuple(range(leaf.layers)) if leaf.stacked else (last,))
       for leaf in leaves
     ]
-    return Groups(tuple(by_layer), max(last + any(not leaf.stacked for leaf in leaves), 1))
+    return SubspaceGroups(tuple(by_layer), max(last + any(not leaf.stacked for leaf in leaves), 1))
   if plan is None:
-    return Groups((LeafGroups((), (0,)),) * len(jax.tree.leaves(tree)), 1)
+    return SubspaceGroups((LeafGroups((), (0,)),) * len(jax.tree.leaves(tree)), 1)
   numbers = _groups.layer_numbers(tree, plan, method)
-  return Groups(tuple(map(_of_number, numbers)), _groups.count_groups(plan))
+  return SubspaceGroups(tuple(map(_of_number, numbers)), _groups.count_groups(plan))
 
 
 def _of_number(number: _groups.GroupNumber) -> LeafGroups:

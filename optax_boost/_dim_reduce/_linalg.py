@@ -32,14 +32,14 @@ class LeafGroups:
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class SubspaceGroups:
   """The groups of a tree's leaves, and how many there are."""
 
   leaves: tuple[LeafGroups, ...]
   number: int
 
 
-def products(rows: Any, others: Any, groups: Groups) -> jax.Array:
+def products(rows: Any, others: Any, groups: SubspaceGroups) -> jax.Array:
   """``A B'``, [G, k, m], of two stacked trees; [G, k] with a tree that is not stacked."""
   dtype = _arrays.widest_dtype((rows, others))
   a, b = ([x.astype(dtype) for x in jax.tree.leaves(tree)] for tree in (rows, others))
@@ -81,14 +81,16 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
   return result.reshape(-1, *result.shape[len(layers) :])
 
 
-def _sum_by_group(parts: Sequence[jax.Array], numbers: Sequence[int], groups: Groups) -> jax.Array:
+def _sum_by_group(
+  parts: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
+) -> jax.Array:
   # A contraction: XLA would fuse a sum over leaves into the kernel of each.
   joined = jnp.concatenate(parts)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
 
 
-def combine(coefficients: jax.Array, rows: Any, groups: Groups) -> Any:
+def combine(coefficients: jax.Array, rows: Any, groups: SubspaceGroups) -> Any:
   """Linear combinations of rows, each layer's with its group's coefficients [G, c, k].
 
   A stacked tree of c rows, in at least float32; for coefficients [G, k] a tree that is not stacked.

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from optax_boost import _arrays
 from optax_boost._dim_reduce import _linalg
-from optax_boost._dim_reduce._linalg import Groups
+from optax_boost._dim_reduce._linalg import SubspaceGroups
 from optax_boost._dim_reduce._linalg import matmul
 
 # More directions than wanted, of which the last are inaccurate.
@@ -113,7 +113,7 @@ def _distances(rows: Any, good: jax.Array, origin: Any, shift: Any) -> Any:
 
 
 def principal_components(
-  centred: Iterable[Any], k: int, sketch: jax.Array | None, groups: Groups
+  centred: Iterable[Any], k: int, sketch: jax.Array | None, groups: SubspaceGroups
 ) -> Components:
   """The first k components of centred snapshots, fewer than m of these.
 
@@ -172,13 +172,13 @@ def _inverse(x: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _orthonormalize(rows: Any, groups: Groups) -> Any:
+def _orthonormalize(rows: Any, groups: SubspaceGroups) -> Any:
   return _linalg.combine(_orthonormalizer(_linalg.products(rows, rows, groups)), rows, groups)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _rayleigh_ritz(
-  basis: Any, coordinates: jax.Array, total: jax.Array, k: int, groups: Groups
+  basis: Any, coordinates: jax.Array, total: jax.Array, k: int, groups: SubspaceGroups
 ) -> Components:
   """The components within the span of l rows that are nearly orthonormal, or zero.
 

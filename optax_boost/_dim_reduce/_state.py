@@ -14,6 +14,7 @@ from optax_boost import _base
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._dim_reduce import _boxes
 from optax_boost._dim_reduce import _groups
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce import _quasi_newton
@@ -103,10 +104,10 @@ def basis_like(subspace: _subspace.Subspace, params: Any) -> Any:
       )
     dtype = r.dtype if r.dtype == jnp.bfloat16 else _arrays.accumulator_dtype(p.dtype)
     basis.append(jnp.array(_subspace.placed(r, p).astype(dtype)))
-  return _tree.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
+  return _boxes.unboxed(jax.tree.unflatten(jax.tree.structure(params), basis))
 
 
-def warn_of_long_rows(basis: Any, groups: _linalg.Groups) -> None:
+def warn_of_long_rows(basis: Any, groups: _linalg.SubspaceGroups) -> None:
   """Warns of concrete rows longer than 1 within a group, as after a fit with other groups."""
   leaves = jax.tree.leaves(basis)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or not any(x.size for x in leaves):
@@ -186,7 +187,7 @@ def refresh_subspace(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _renew(state: DimReduceState, basis: Any, groups: _linalg.Groups) -> DimReduceState:
+def _renew(state: DimReduceState, basis: Any, groups: _linalg.SubspaceGroups) -> DimReduceState:
   """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
   good = _arrays.all_finite(basis)
   taken = jnp.where(good, state.projected_momentum, 0)

@@ -13,6 +13,7 @@ from optax_boost import _conditional
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost._dim_reduce import _boxes
 
 _METHOD = "record_trajectory"
 
@@ -33,6 +34,21 @@ class TrajectoryState(NamedTuple):
   count: jax.Array  # type: ignore[assignment]  # hides the method of tuples
   snapshot_count: jax.Array
   notfinite_count: jax.Array
+
+
+def check_floating_dtype(name: str, value: Any, *, optional: bool = False) -> None:
+  """Raises TypeError unless an argument names a floating dtype."""
+  try:
+    # NumPy takes None for float64 and an array for its dtype.
+    named = value is not None and not _base.is_any_array(value)
+    floating = named and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except (TypeError, ValueError):
+    floating = False
+  if not (floating or (optional and value is None)):
+    raise TypeError(
+      f"`{name}` must be a floating dtype, as jnp.float32 or jnp.bfloat16; got"
+      f" {_base.shorten(value)}."
+    )
 
 
 def record_trajectory(
@@ -79,7 +95,7 @@ def record_trajectory(
   """
   _base.check_whole_number("every", every)
   _base.check_whole_number("capacity", capacity, static=True)
-  _base.check_floating_dtype("dtype", dtype, optional=True)
+  check_floating_dtype("dtype", dtype, optional=True)
   _base.check_axis_name("axis_name", axis_name)
 
   def init(params: optax.Params) -> TrajectoryState:
@@ -88,7 +104,7 @@ def record_trajectory(
       return jnp.broadcast_to(jnp.zeros_like(p, dtype=dtype), (capacity, *jnp.shape(p)))
 
     return TrajectoryState(
-      snapshots=_tree.unboxed(jax.tree.map(ring, params)),
+      snapshots=_boxes.unboxed(jax.tree.map(ring, params)),
       count=jnp.zeros([], jnp.int32),
       snapshot_count=jnp.zeros([], jnp.int32),
       notfinite_count=jnp.zeros([], jnp.int32),
@@ -106,7 +122,7 @@ def record_trajectory(
       slot = state.snapshot_count % capacity
 
       def write(ring: jax.Array, p: jax.Array) -> jax.Array:
-        ring = _arrays.place_ring(ring, p)
+        ring = _place_ring(ring, p)
         old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
         row = jnp.where(good, p.astype(ring.dtype), old)
         return jax.lax.dynamic_update_index_in_dim(ring, row, slot, 0)
@@ -122,6 +138,22 @@ def record_trajectory(
     return updates, state._replace(count=optax.safe_increment(state.count))
 
   return _transformation.transformation(_METHOD, TrajectoryState, init, step, needs_params=True)
+
+
+def _place_ring(ring: jax.Array, snapshot: jax.Array) -> jax.Array:
+  """A ring of snapshots, sharded on an Explicit mesh as the next snapshot is if not sharded yet.
+
+  A state restored without shardings is not; an unsharded array takes no slice that is sharded.
+  """
+  sharding = jax.typeof(snapshot).sharding
+  if any(jax.typeof(ring).sharding.spec) or not any(sharding.spec):
+    return ring
+  traced = isinstance(ring, jax.core.Tracer) or isinstance(snapshot, jax.core.Tracer)
+  # Outside of a trace `reshard` would not move the ring to the devices of the mesh.
+  like: Any = sharding if traced else snapshot.sharding
+  spec = jax.sharding.PartitionSpec(None, *like.spec)
+  placed = jax.sharding.NamedSharding(like.mesh, spec)
+  return _arrays.place_by(ring, placed) if traced else jax.device_put(ring, placed)
 
 
 def snapshots(opt_state: optax.OptState) -> optax.Params:

@@ -231,7 +231,7 @@ class _DimReduce:
     if self.inner is None:
       return None
     state = self.inner.init(params)
-    if _protocol.requested(state, _protocol.LOSS_SCALE) is not None:
+    if _protocol.scales_loss(state):
       raise ValueError(
         f"`inner` must not scale the loss, of which `{_METHOD}` takes the gradient; got a state"
         f" with a `{_protocol.LOSS_SCALE}`. Put the loss scale around `{_METHOD}` instead."
@@ -389,7 +389,7 @@ class _DimReduce:
     }
 
 
-def _project(state: DimReduceState, tree: Any, groups: _linalg.Groups) -> jax.Array:
+def _project(state: DimReduceState, tree: Any, groups: _linalg.SubspaceGroups) -> jax.Array:
   """P g, [G, k], for a tree like the params."""
   if not jax.tree.leaves(tree):
     return jnp.zeros_like(state.projected_gradient)

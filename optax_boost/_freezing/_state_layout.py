@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
+class StackedGroups:
   """The groups of the layers of a stacked leaf.
 
   Attributes:
@@ -71,7 +71,7 @@ class Layers:
 
 
 # The group of a leaf, or of each of its layers.
-LeafGroup: TypeAlias = int | Layers
+LeafGroup: TypeAlias = int | StackedGroups
 
 
 def leaf_groups(numbers: Any, leaves: Any) -> Any:
@@ -81,7 +81,7 @@ def leaf_groups(numbers: Any, leaves: Any) -> Any:
     if not isinstance(number, np.ndarray):
       return number
     axis = int(np.argmax(number.shape))
-    return Layers(tuple(number.ravel().tolist()), axis, jnp.shape(leaf))
+    return StackedGroups(tuple(number.ravel().tolist()), axis, jnp.shape(leaf))
 
   return jax.tree.map(of_leaf, numbers, leaves)
 
@@ -108,7 +108,7 @@ class StateLayout:
     def of_leaf(group: LeafGroup | None, old: Any, new: Any) -> Any:
       if group is None:
         return new
-      number = group.numbers_for(jnp.shape(new)) if isinstance(group, Layers) else group
+      number = group.numbers_for(jnp.shape(new)) if isinstance(group, StackedGroups) else group
       return choose(number, old, new)
 
     structure: Any

@@ -69,7 +69,7 @@ class _Value(NamedTuple):
     if len(of_leaves) == 1:
       (owner,) = of_leaves
     if (
-      isinstance(owner, _state_layout.Layers)
+      isinstance(owner, _state_layout.StackedGroups)
       and not self.pure
       and owner.axis_in(self.shape) is None
     ):
@@ -197,7 +197,7 @@ class _Computation:
     if (number, owner) not in self._entries:
       vector = self._computed[number, None]
       entries = _on_device(vector)
-      if isinstance(owner, _state_layout.Layers):
+      if isinstance(owner, _state_layout.StackedGroups):
         entries = entries[np.array(owner.groups)]
       else:
         entries = jax.lax.index_in_dim(entries, -1 if owner is None else owner, keepdims=False)
@@ -213,7 +213,7 @@ class _Computation:
   def _groups_asked(self, operation: _Operation, number: int, owner: _Owner) -> list[_Owner]:
     """For whom an operation takes a value: for a leaf's layers, or for each of their groups."""
     if (
-      isinstance(owner, _state_layout.Layers)
+      isinstance(owner, _state_layout.StackedGroups)
       and self._values[number].pure
       and not _is_entrywise(operation)
     ):
@@ -224,7 +224,7 @@ class _Computation:
     """The results of an operation for an owner; pure ones for all groups at once."""
     if operation.outputs and all(self._values[number].pure for number in operation.outputs):
       return self._compute_for_all_groups(operation)
-    if isinstance(owner, _state_layout.Layers) and any(
+    if isinstance(owner, _state_layout.StackedGroups) and any(
       self._values[number].pure for number in operation.inputs
     ):
       return self._compute_for_layers(operation, owner)
@@ -236,7 +236,9 @@ class _Computation:
     axes = [0 if self._values[number].pure else None for number in operation.inputs]
     return jax.vmap(lambda *operands: self._bind(operation.equation, operands), axes)(*operands)
 
-  def _compute_for_layers(self, operation: _Operation, owner: _state_layout.Layers) -> list[Any]:
+  def _compute_for_layers(
+    self, operation: _Operation, owner: _state_layout.StackedGroups
+  ) -> list[Any]:
     pure = [self._values[number].pure for number in operation.inputs]
     shapes = [self._values[number].shape for number in operation.outputs]
     if _is_entrywise(operation):

@@ -2,7 +2,7 @@
 
 from optax_boost._less_bn._flow import mark_norm as mark_norm
 from optax_boost._less_bn._flow import on_arrays as on_arrays
-from optax_boost._less_bn._flow import trace as trace
+from optax_boost._less_bn._flow import trace_flows as trace_flows
 from optax_boost._less_bn._plan import Plan as Plan
 from optax_boost._less_bn._plan import Predicate as Predicate
 from optax_boost._less_bn._plan import Trace as Trace

@@ -28,7 +28,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Stands for a normalization while the model is traced, under a name that :func:`trace` finds."""
+  """Stands for a normalization while the model is traced: `x`, marked for :func:`trace_flows`."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -89,7 +89,7 @@ class Flow:
     return all(self.nodes[i].shape == node.shape for i in node.inputs)
 
 
-def trace(
+def trace_flows(
   apply: Callable[..., Any], params: Any, state: Any, args: tuple[Any, ...], kwargs: Any
 ) -> list[Flow]:
   """Traces ``apply(params, state, *args, **kwargs)`` and follows each array among its inputs.

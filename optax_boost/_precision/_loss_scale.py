@@ -175,7 +175,7 @@ def dynamic_loss_scale(
     minimum=minimum,
     maximum=maximum,
   )
-  known = _base.known_number(maximum)
+  known = _base.concrete_number(maximum)
   largest = math.inf if known is None else float(known)
   method = _LossScale(inner, initial_scale, largest, next_scale, axis_name, check == "updates")
   return _transformation.wrapper(_METHOD, DynamicLossScaleState, method.init, method)
@@ -189,7 +189,7 @@ def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
     _base.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
-  low, first, high = map(_base.known_number, scales.values())
+  low, first, high = map(_base.concrete_number, scales.values())
   if None not in (low, first, high) and not low <= first <= high:
     raise ValueError(
       "`minimum`, `initial_scale` and `maximum` must be in this order, from the smallest to the"

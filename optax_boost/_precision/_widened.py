@@ -86,7 +86,7 @@ class WideOptimizer:
 
     def get(place: Any) -> optax.Params:
       params, masters = outer.get(place[0]), place[1]
-      return _widen(params) if masters is None else self._follow(masters, params)
+      return _widen_tree(params) if masters is None else self._follow(masters, params)
 
     def put(place: Any, new: optax.Params, old: optax.Params) -> Any:
       params = outer.get(place[0])
@@ -100,7 +100,7 @@ class WideOptimizer:
       return outer.put(place[0], rounded, params), None if place[1] is None else new
 
     def read(place: Any) -> optax.Params:
-      return _widen(outer.read(place[0])) if place[1] is None else place[1]
+      return _widen_tree(outer.read(place[0])) if place[1] is None else place[1]
 
     landing = dataclasses.replace(outer, in_params=True, cast=None, get=get, put=put, read=read)
     return landing.checked(self._agree) if self.checks_updates else landing
@@ -157,9 +157,13 @@ def make(
   return _transformation.wrapper(method, state_type, optimizer.init, optimizer, needs_params=True)
 
 
-def _widen(tree: Any) -> Any:
+def _widen_tree(tree: Any) -> Any:
   """A tree in at least float32."""
   return jax.tree.map(_arrays.widen, tree)
+
+
+# The extra arguments that are functions of the params.
+_CLOSURES = ("value_fn", "obj_fn", "grad_fn", "full_grad_fn")
 
 
 def _wide_arguments(
@@ -168,16 +172,16 @@ def _wide_arguments(
   """The gradients and extra arguments of an inner optimizer whose params are in float32."""
 
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
-    return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
+    return _widen_tree(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
   # The closures take the wide params: the model computes in its params' dtype all the same.
-  closures = {name: extra_args.get(name) for name in _masking.CLOSURES}
+  closures = {name: extra_args.get(name) for name in _CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
   extra = extra_args | {
     name: _at_rounded(function, params) for name, function in closures.items() if function
   }
-  return _masking.map_gradients(_widen, updates, extra)
+  return _masking.map_gradients(_widen_tree, updates, extra)
 
 
 def _at_rounded(function: Any, params: optax.Params) -> Any:

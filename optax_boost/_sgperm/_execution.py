@@ -162,7 +162,7 @@ def _across_devices(
 def _mesh_of(arrays: list[jax.Array]) -> jax.sharding.AbstractMesh | None:
   """The arrays' mesh of several devices, if the compiler chooses its shardings."""
   meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.core.Tracer)]
-  return next((m for m in meshes if m.size > 1 and _arrays.is_auto(m)), None)
+  return next((m for m in meshes if m.size > 1 and _arrays.has_auto_axes_only(m)), None)
 
 
 def _exchanged(

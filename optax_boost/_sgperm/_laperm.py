@@ -25,6 +25,7 @@ from optax_boost import _conditional
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost import _types
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
@@ -62,7 +63,7 @@ def laperm(
   inner: optax.GradientTransformation,
   sync_every: int | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike],
   *,
-  exclude: _base.LeafSelector = None,
+  exclude: _types.LeafSelector = None,
   layout: Literal["flax", "torch"] = "flax",
   layers: _layers.Layers | None = None,
 ) -> optax.GradientTransformationExtraArgs:

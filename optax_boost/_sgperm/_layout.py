@@ -13,6 +13,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _tree
+from optax_boost import _types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Cutter:
     method: str,
     layout: Literal["flax", "torch"],
     layers: _layers.Layers | None,
-    exclude: _base.LeafSelector = None,
+    exclude: _types.LeafSelector = None,
   ) -> None:
     _base.check_name("layout", layout, ("flax", "torch"))
     self._method, self._layers = method, _method.check_layers(layers)

@@ -9,6 +9,7 @@ import zipfile
 import zlib
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -92,11 +93,11 @@ class PermutedParams(NamedTuple):
           "`PermutedParams.save` needs the values of leaves that are not permuted; got none for the"
           f" leaf '{_tree.leaf_name(name)}'. Call `permuted_params(opt_state, params)`."
         )
-      values = _arrays.whole(x)
+      values = _on_this_host(x)
       if _tree.is_masked(index):
         arrays[f"values/{name}"] = _widened(values)
         continue
-      axes = _moving_axes(_arrays.whole(index))
+      axes = _moving_axes(_on_this_host(index))
       arrays[f"ranks/{name}"] = _dense_ranks(_columns(_bits(values), axes))
       arrays[f"axes/{name}"] = np.array(axes, np.int8)
       arrays[f"checksum/{name}"] = _checksum(values)
@@ -176,6 +177,13 @@ def permuted_params(
   return PermutedParams(*(jax.tree.unflatten(structure, tree) for tree in trees))
 
 
+def _on_this_host(x: Any) -> np.ndarray:
+  """An array on this host; where processes have parts of it, all must call this."""
+  if _arrays.is_whole_here(x):
+    return np.asarray(x)
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
 def _aligned(tree: Any, params: optax.Params) -> list[Any]:
   """The leaves of a tree like the params, in the order of the params'."""
   leaves = _masking.leaves_like(tree, params)
@@ -234,7 +242,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, Any]:
   """A leaf's values and permutation, from its initial values."""
-  start, sharding = _arrays.whole(leaf), jnp.asarray(leaf).sharding
+  start, sharding = _on_this_host(leaf), jnp.asarray(leaf).sharding
   values = arrays.get(f"values/{name}")
   if values is not None and values.shape == start.shape:
     return _arrays.put(values.astype(start.dtype), sharding), optax.MaskedNode()

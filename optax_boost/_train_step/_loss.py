@@ -8,23 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_boost import _types
 
-def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any, tuple[Any, Any]]:
+
+def split_output(
+  output: Any, has_aux: bool, has_model_state: bool
+) -> tuple[jax.Array, tuple[Any, Any]]:
   """Brings the output of a loss into the form ``loss, (model_state, aux)``."""
-  rest_form = "(model_state, aux)" if has_aux else "model_state"
+  beside_loss = "(model_state, aux)" if has_aux else "model_state"
   if not has_model_state:
-    rest_form = "aux" if has_aux else ""
-  expected = f"(loss, {rest_form})" if rest_form else "loss"
-  if rest_form and not _is_pair(output):
-    raise TypeError(f"`loss_fn` must return {expected}; got {_kind(output)}.")
-  rest: Any = None
-  loss, rest = output if rest_form else (output, None)
-  if has_aux and has_model_state and not _is_pair(rest):
-    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_kind(rest)}).")
+    beside_loss = "aux" if has_aux else ""
+  expected = f"(loss, {beside_loss})" if beside_loss else "loss"
+  if beside_loss and not _is_pair(output):
+    raise TypeError(f"`loss_fn` must return {expected}; got {_form_of(output)}.")
+  second: Any = None
+  loss, second = output if beside_loss else (output, None)
+  if has_aux and has_model_state and not _is_pair(second):
+    raise TypeError(f"`loss_fn` must return {expected}; got (loss, {_form_of(second)}).")
   if not hasattr(loss, "shape") or jnp.shape(loss) != ():
     hint = " If it returns aux as well: `make_train_step` takes has_aux=True, `race` takes no aux."
     raise TypeError(
-      f"`loss_fn` must return {expected} with a scalar loss; got {_kind(loss)} as the loss."
+      f"`loss_fn` must return {expected} with a scalar loss; got {_form_of(loss)} as the loss."
       f" Take the mean over the batch.{'' if has_aux else hint}"
     )
   if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -33,15 +37,15 @@ def split_output(output: Any, has_aux: bool, has_model_state: bool) -> tuple[Any
       f" {loss.dtype}."
     )
   if has_aux and has_model_state:
-    return loss, rest
-  return loss, ((rest, None) if has_model_state else (None, rest))
+    return loss, second
+  return loss, ((second, None) if has_model_state else (None, second))
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: _types.Unchecked) -> bool:
   return isinstance(value, tuple) and len(value) == 2
 
 
-def _kind(value: Any) -> str:
+def _form_of(value: _types.Unchecked) -> str:
   if hasattr(value, "shape"):
     return f"an array of shape {value.shape}"
   if isinstance(value, tuple):
@@ -53,10 +57,12 @@ def bound_arrays(function: Callable[..., Any] | None) -> tuple[Any, dict[str, An
   """Takes arrays out of a ``functools.partial``, so that jit need not treat them as constants."""
   if not isinstance(function, functools.partial):
     return function, {}
-  data: dict[str, Any] = {}
-  rest: dict[str, Any] = {}
+  arrays: dict[str, Any] = {}
+  static: dict[str, Any] = {}
   for name, value in function.keywords.items():
     leaves = jax.tree.leaves(value)
-    arrays = leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
-    (data if arrays else rest)[name] = jax.tree.map(jnp.asarray, value) if arrays else value
-  return functools.partial(function.func, *function.args, **rest), data
+    if leaves and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+      arrays[name] = jax.tree.map(jnp.asarray, value)
+    else:
+      static[name] = value
+  return functools.partial(function.func, *function.args, **static), arrays

@@ -6,11 +6,11 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
-from optax_boost._train_step import _program
+from optax_boost import _types
 
 
 def flatten_metrics(
-  metrics: _program.Metrics, params: optax.Params | None = None
+  metrics: _types.Metrics, params: optax.Params | None = None
 ) -> dict[str, float | int | bool]:
   """The metrics of a train step as Python numbers by name, for TensorBoard and other loggers.
 

@@ -20,26 +20,25 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
-import inspect
 from typing import Any
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_boost import _apply_gradients
-from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _protocol
+from optax_boost import _transformation
+from optax_boost import _types
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective
+from optax_boost._train_step import _requests
 from optax_boost._train_step import _state
 from optax_boost._train_step import _statistics
+from optax_boost._train_step import _traced_loss
 from optax_boost._train_step import _written
-
-Metrics: TypeAlias = dict[str, Any]
 
 _TRACED_DEPTH = (
   "`freeze_layers` saves no time in this step: how many groups it freezes is known in the traced"
@@ -59,15 +58,15 @@ _UNUSED_WEIGHT = (
 class Program:
   """The computation of a train step, from the arguments of :func:`make_train_step`."""
 
-  loss_fn: Callable[..., Any]
+  loss_fn: _types.LossFn
   tx: optax.GradientTransformation
-  full_grad_fn: Callable[..., Any] | None
-  data: dict[str, Any]
+  full_grad_fn: _types.Closure | None
+  data: dict[str, _types.Tree]
   _: dataclasses.KW_ONLY
   has_aux: bool
   has_model_state: bool
   hold_frozen_statistics: bool
-  weight: str | Callable[[Any], Any] | None
+  weight: str | _types.WeightFn | None
   # Warnings that were given, each once: a step is traced again for each depth and shape of a batch.
   warnings_given: set[str] = dataclasses.field(default_factory=set)
   # Likewise: by the types of params and optimizer states that were compared, the `init` that made
@@ -75,7 +74,7 @@ class Program:
   states_checked: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
   def loss(
-    self, params: optax.Params, model_state: Any, batch: Any, *rngs: jax.Array
+    self, params: optax.Params, model_state: _types.Tree, batch: _types.Tree, *rngs: jax.Array
   ) -> tuple[jax.Array, tuple[Any, Any]]:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
@@ -86,20 +85,22 @@ class Program:
       return loss, (model_state, aux)
     return _loss.split_output(output, self.has_aux, self.has_model_state)
 
-  def gradient(self, model_state: Any, params: optax.Params, batch: Any, *rngs: jax.Array) -> Any:
+  def gradient(
+    self, model_state: _types.Tree, params: optax.Params, batch: _types.Tree, *rngs: jax.Array
+  ) -> Any:
     """The gradient of the loss alone, on any batch."""
     gradient = jax.grad(lambda params: self.loss(params, model_state, batch, *rngs)[0])(params)
-    return _arrays.steepest_ascent(gradient)
+    return _objective.steepest_ascent(gradient)
 
   def step(
     self,
     state: _state.TrainState,
-    batch: Any,
+    batch: _types.Tree,
     rng: jax.Array | None,
-    data: dict[str, Any],
+    data: dict[str, _types.Tree],
     depth: int | None = None,
     placement: tuple[jax.sharding.NamedSharding | None, ...] = (),
-  ) -> tuple[_state.TrainState, Metrics]:
+  ) -> tuple[_state.TrainState, _types.Metrics]:
     """One step.
 
     `data` are the arrays of `full_grad_fn`, `depth` the groups frozen, if known, and `placement`
@@ -108,45 +109,50 @@ class Program:
     _base.check_key("rng", rng)
     rngs = () if rng is None else (jax.random.fold_in(rng, state.step),)
     self._check_opt_state(state)
-    objective = _objective.Objective(self.loss, self.tx, state, (batch, *rngs), depth)
-    if objective.groups is not None and depth is None:
+    arguments = (state.model_state, batch, *rngs)
+    traced = _traced_loss.TracedLoss(self.loss, state.params, arguments)
+    scaling = _requests.scale_request(state.opt_state, state.params)
+    freezing, opt_state = _requests.freeze_request(self.tx, state.opt_state, state.params, depth)
+    if freezing is not None and depth is None:
       self._warn_once(_TRACED_DEPTH)
-    grad, (value, (model_state, aux)) = objective.gradient(state.params)
+    # A method that asks for the layers needs the traced program, which then gives the loss, too.
+    asks_for_layers = _transformation.names_extra_argument(self.tx, "layers")
+    loss = traced if asks_for_layers else lambda params: self.loss(params, *arguments)
+    objective = _objective.Objective(loss, traced, scaling, freezing)
+    (value, (model_state, aux)), grad = objective.value_and_grad(state.params)
     # An update starts from the params as the forward pass has left them, as in Flax's loop.
-    start, model_state = _written.take_written_params(state.params, model_state, objective.program)
+    start, model_state = _written.take_written_params(state.params, model_state, traced)
     extra = {"value": value, "grad": grad, **objective.closures(start)}
     if self.full_grad_fn is not None:
       gradient = functools.partial(self.gradient, state.model_state)
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
       extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
-    extra["layers"] = _layers.OnDemand(objective.layers)
+    extra["layers"] = _layers.OnDemand(traced.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
       # A transformation of the user's own may name the argument.
-      is_named = "weight" in inspect.signature(self.tx.update).parameters
+      is_named = _transformation.names_extra_argument(self.tx, "weight")
       if not (is_named or _protocol.is_requested(state.opt_state, _protocol.WEIGHT_SUM)):
         self._warn_once(_UNUSED_WEIGHT)
     try:
-      params, opt_state = _apply_gradients.step_in_place(
-        self.tx, grad, objective.opt_state, start, extra
-      )
+      params, opt_state = _apply_gradients.step_in_place(self.tx, grad, opt_state, start, extra)
     except (AttributeError, TypeError, ValueError) as error:
       _state.explain_other_state(error, state, self.tx)
       raise
     _state.check_shapes(state.params, params)
     metrics = {"loss": value, **_protocol.read_metrics(opt_state)}
-    if objective.groups is not None:
+    if freezing is not None:
       # Of this step; the new state holds the next one's.
-      metrics["frozen_groups"] = jnp.asarray(objective.depth, jnp.int32)
+      metrics["frozen_groups"] = jnp.asarray(freezing.depth, jnp.int32)
       if self.hold_frozen_statistics:
         model_state = _statistics.hold_statistics(
           state.model_state,
           model_state,
           state.params,
-          objective.groups,
-          objective.depth,
-          objective.statistics_axes,
+          freezing.groups,
+          freezing.depth,
+          traced.statistics_axes,
         )
     if self.has_aux:
       metrics["aux"] = aux
@@ -156,12 +162,12 @@ class Program:
 
   def _check_opt_state(self, state: _state.TrainState) -> None:
     types = jax.tree.map(jax.typeof, (state.params, state.opt_state))
-    kind = (jax.tree.structure(types), *jax.tree.leaves(types))
-    if self.states_checked.get(kind) is not self.tx.init:
+    signature = (jax.tree.structure(types), *jax.tree.leaves(types))
+    if self.states_checked.get(signature) is not self.tx.init:
       _state.check_opt_state(self.tx, state.params, state.opt_state)
-      self.states_checked[kind] = self.tx.init
+      self.states_checked[signature] = self.tx.init
 
-  def _weight(self, batch: Any, aux: Any) -> Any:
+  def _weight(self, batch: _types.Tree, aux: Any) -> Any:
     """The weight of a batch among the micro-batches of :func:`accumulate`."""
     if callable(self.weight):
       return self.weight(batch)

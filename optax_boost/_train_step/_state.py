@@ -12,6 +12,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _tree
+from optax_boost import _types
 
 
 class TrainState(NamedTuple):
@@ -30,7 +31,7 @@ class TrainState(NamedTuple):
   step: jax.Array
 
 
-def check_state(state: Any) -> None:
+def check_train_state(state: _types.Unchecked) -> None:
   """Refuses all but states of a train step."""
   words = "an `optax_boost.TrainState`: what `step.init` or the step before returned"
   _base.check_type("state", state, TrainState, words)
@@ -56,7 +57,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
     if replicated:
       sharding = _on_mesh(leaf)
       if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        leaf = _put(leaf, replicated)
+        leaf = _put_in_memory(leaf, replicated)
       elif sharding is not None and sharding != leaf.sharding:
         leaf = jax.device_put(leaf, sharding)
     return jnp.array(leaf) if repeated else leaf
@@ -65,7 +66,7 @@ def canonicalize_state(state: TrainState) -> TrainState:
   return moved if replicated else commit_like(moved, moved)
 
 
-def place_abstract(state: TrainState, params: optax.Params, model_state: Any) -> TrainState:
+def place_abstract(state: TrainState, params: optax.Params, model_state: _types.Tree) -> TrainState:
   """Gives an abstract state the shardings of the params, as a concrete one has them."""
   sharding_of_param: dict[str, tuple[Any, Any]] = {
     path: (leaf.shape, _sharding(leaf))
@@ -81,8 +82,8 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
   def place(leaf: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or everywhere)
 
-  def place_like(leaf: Any, given: Any) -> Any:
-    return place(leaf, _sharding(given))
+  def place_like(leaf: Any, initial: Any) -> Any:
+    return place(leaf, _sharding(initial))
 
   def place_by_path(path: str, leaf: Any) -> Any:
     names = path.split("/")
@@ -102,7 +103,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: Any) ->
   )
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+def _sharding(leaf: _types.Unchecked) -> jax.sharding.Sharding | None:
   """The sharding of an array, or of an abstract one; inside a trace there is none to ask for."""
   return None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
 
@@ -111,29 +112,36 @@ def _first_sharding(state: TrainState) -> jax.sharding.Sharding | None:
   return _sharding(next(iter(jax.tree.leaves(state.params)), None))
 
 
-def commit_like(state: TrainState, arguments: Any) -> TrainState:
+def _is_committed(leaf: _types.Unchecked) -> bool:
+  """Whether an array was put on its devices, not left where it was made."""
+  return not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "committed", False)
+
+
+def commit_like(state: TrainState, arguments: _types.Tree) -> TrainState:
   """Puts a state where its step will: on the device, or the mesh, of a committed argument."""
   # At every step: the cheap question first.
-  if _arrays.is_committed(state.step):
+  if _is_committed(state.step):
     return state
   if not isinstance(_first_sharding(state), jax.sharding.SingleDeviceSharding):
     return state
-  for leaf in filter(_arrays.is_committed, jax.tree.leaves(arguments)):
+  for leaf in filter(_is_committed, jax.tree.leaves(arguments)):
     if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
-      return jax.tree.map(functools.partial(_put, sharding=leaf.sharding), state)
+      return jax.tree.map(functools.partial(_put_in_memory, sharding=leaf.sharding), state)
     # Axes that are Explicit are part of the arrays' types.
-    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.is_auto(
+    if isinstance(leaf.sharding, jax.sharding.NamedSharding) and _arrays.has_auto_axes_only(
       leaf.sharding.mesh
     ):
       everywhere = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
-      return jax.tree.map(functools.partial(_put, sharding=everywhere), state)
+      return jax.tree.map(functools.partial(_put_in_memory, sharding=everywhere), state)
   return state
 
 
-def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put_in_memory(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   """Puts a leaf on devices, in the memory that it lies in: a state may be kept on the host."""
-  kind = getattr(_sharding(leaf), "memory_kind", None)
-  return jax.device_put(leaf, sharding.with_memory_kind(kind) if kind else sharding)
+  memory_kind = getattr(_sharding(leaf), "memory_kind", None)
+  if memory_kind:
+    sharding = sharding.with_memory_kind(memory_kind)
+  return jax.device_put(leaf, sharding)
 
 
 def placement(state: TrainState) -> tuple[jax.sharding.NamedSharding | None, ...]:
@@ -157,7 +165,7 @@ def _constraint(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedShard
   """A sharding as it comes out of a program, without None at the end, where XLA would choose it."""
   mesh, spec = sharding.mesh, list(sharding.spec)
   # Explicit axes are part of the type, and so are places in the memory of the host.
-  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.is_auto(mesh)
+  free = isinstance(mesh, jax.sharding.Mesh) and _arrays.has_auto_axes_only(mesh)
   if not free or sharding.memory_kind != mesh.devices.flat[0].default_memory().kind:
     return None
   while spec and spec[-1] is None:
@@ -206,7 +214,7 @@ def check_opt_state(
 ) -> None:
   """Refuses arrays of an optimizer state that would broadcast against those of these params."""
   expected = _expected_state(tx, params)
-  if expected is None or _types(expected) == _types(opt_state):
+  if expected is None or _shapes_and_dtypes(expected) == _shapes_and_dtypes(opt_state):
     return
   if differences := _other_arrays(expected, opt_state):
     raise ValueError(
@@ -215,7 +223,7 @@ def check_opt_state(
     )
 
 
-def _types(tree: Any) -> Any:
+def _shapes_and_dtypes(tree: _types.Tree) -> Any:
   leaves, structure = jax.tree.flatten(tree)
   return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves], structure
 
@@ -244,15 +252,13 @@ def other_opt_state(
   expected = _expected_state(tx, params)
   if expected is None or _tree.same_shapes(expected, opt_state):
     return ""
-  required, found = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
-  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - found)]
-  differences += [f"it has a leaf '{path}' too many" for path in sorted(found - required)]
+  required, present = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
+  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - present)]
+  differences += [f"it has a leaf '{path}' too many" for path in sorted(present - required)]
   differences += _other_arrays(expected, opt_state)
-  return (
-    differences[0]
-    if differences
-    else (f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}")
-  )
+  if differences:
+    return differences[0]
+  return f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}"
 
 
 def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> Any:
@@ -266,10 +272,10 @@ def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> A
     return None
 
 
-_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
+_NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
 
 
-def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
+def _other_arrays(expected: _types.Tree, opt_state: _types.Tree) -> list[str]:
   """Arrays of a state that differ from the expected ones of the same path.
 
   An `init` of another author may make scalars that grow in the first update, and an update may
@@ -282,7 +288,9 @@ def _other_arrays(expected: Any, opt_state: Any) -> list[str]:
       continue
     got = leaves[path]
     dtype = jnp.result_type(got)
-    same_kind = any(jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _KINDS)
+    same_kind = any(
+      jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _NUMBER_KINDS
+    )
     if jnp.shape(got) != array.shape or not (dtype == array.dtype or same_kind):
       differences.append(
         f"its leaf '{path}' must have the shape {array.shape} and the dtype {array.dtype}; got"

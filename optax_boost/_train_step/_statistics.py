@@ -12,14 +12,15 @@ import optax
 
 from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost import _types
 
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
 
 
 def hold_statistics(
-  before: Any,
-  after: Any,
+  before: _types.Tree,
+  after: _types.Tree,
   params: optax.Params,
   groups: Sequence[_groups.GroupNumber],
   depth: jax.Array | np.integer,
@@ -38,7 +39,7 @@ def hold_statistics(
   if not old_leaves:
     return after
   modules: dict[str, Any] = {}
-  for module, group in zip(_modules(params), groups, strict=True):
+  for module, group in zip(_module_paths(params), groups, strict=True):
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
@@ -55,27 +56,27 @@ def hold_statistics(
     return _groups.select_frozen(depth, group.reshape(along), old, new)
 
   leaves, structure = jax.tree.flatten(after)
-  paths, own_modules = _tree.leaf_paths(after), _modules(after)
+  paths, new_modules = _tree.leaf_paths(after), _module_paths(after)
   # What the loss returns as it got it, as the base weights beside an adapter, is no statistic.
-  given = {id(leaf) for _, leaf in old_leaves.values()}
+  old_ids = {id(leaf) for _, leaf in old_leaves.values()}
   statistics = [
-    path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in given
+    path for path, x in zip(paths, leaves, strict=True) if _is_inexact(x) and id(x) not in old_ids
   ]
-  if statistics and not modules.keys() & own_modules:
+  if statistics and not modules.keys() & new_modules:
     _tree.warn_no_effect(
       "`hold_frozen_statistics` holds none: no statistics have the path of a layer's params, as"
       " 'norm/mean' next to 'norm/scale', so frozen layers' statistics go on. Pass"
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
-  return jax.tree.unflatten(structure, list(map(keep, paths, own_modules, leaves)))
+  return jax.tree.unflatten(structure, list(map(keep, paths, new_modules, leaves)))
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: _types.Unchecked) -> bool:
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _modules(tree: Any) -> list[str]:
+def _module_paths(tree: _types.Tree) -> list[str]:
   """The paths of the leaves' modules, without the collections' names in front, if there are any.
 
   A place in a sequence is not a name: lists of params and of statistics have to be of one length.
@@ -86,7 +87,7 @@ def _modules(tree: Any) -> list[str]:
       if isinstance(key, jax.tree_util.SequenceKey):
         lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key.idx + 1)
 
-  def names(path: tuple[Any, ...]) -> list[str]:
+  def names(path: _types.KeyPath) -> list[str]:
     texts = [jax.tree_util.keystr((key,), simple=True) for key in path[:-1]]
     for depth, text in enumerate(texts):
       if path[:depth] in lengths:

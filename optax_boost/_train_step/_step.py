@@ -13,6 +13,7 @@ from optax_boost import _full_gradient
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost import _types
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _program
 from optax_boost._train_step import _state
@@ -65,7 +66,7 @@ class TrainStep:
 
   def __call__(
     self, state: _state.TrainState, batch: Any, rng: jax.Array | None = None
-  ) -> tuple[_state.TrainState, _program.Metrics]:
+  ) -> tuple[_state.TrainState, _types.Metrics]:
     """Makes one step; `state` is donated and must not be used afterwards.
 
     Args:
@@ -88,7 +89,7 @@ class TrainStep:
     batches: Iterable[Any],
     rng: jax.Array | None = None,
     *,
-    weight_fn: Callable[[Any], Any] | None = None,
+    weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> _state.TrainState:
     """Renews the snapshot of :func:`svrg` with one pass over the data, batch by batch.
@@ -134,34 +135,34 @@ class TrainStep:
     structure = jax.tree.structure(state.opt_state)
     if structure not in self._readers:
       self._readers[structure] = _protocol.request_reader(state.opt_state, _protocol.FROZEN_GROUPS)
-    depth = known_depth(self._readers[structure](state.opt_state))
+    depth = concrete_depth(self._readers[structure](state.opt_state))
     return state, batch, rng, self.program.data, depth, _state.placement(state)
 
 
-def known_depth(frozen_groups: Any) -> int | None:
+def concrete_depth(frozen_groups: _types.Tree) -> int | None:
   """How many groups a step freezes: which program it runs. None: none, or a traced number."""
   for leaf in jax.tree.leaves(frozen_groups):
     return None if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) else int(leaf)
   return None
 
 
-def _check_call(state: Any, rng: Any) -> None:
-  _state.check_state(state)
+def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
+  _state.check_train_state(state)
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
 
 
 def make_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: _types.LossFn,
   tx: optax.GradientTransformation,
   *,
   has_aux: bool = False,
   has_model_state: bool = False,
-  full_grad_fn: Callable[..., Any] | None = None,
+  full_grad_fn: _types.Closure | None = None,
   donate: bool = True,
   hold_frozen_statistics: bool = True,
-  weight: str | Callable[[Any], Any] | None = None,
+  weight: str | _types.WeightFn | None = None,
 ) -> TrainStep:
   """Makes a jitted train step that feeds any optax transformation.
 

@@ -9,6 +9,8 @@ import jax
 import optax
 
 from optax_boost import _jaxpr
+from optax_boost import _types
+from optax_boost._train_step import _traced_loss
 
 # The number of a value that is not a leaf of the params.
 _OTHER = -1
@@ -17,11 +19,11 @@ _OTHER = -1
 class WrittenParams(NamedTuple):
   """New statistics, and the params after the forward pass."""
 
-  model_state: Any
+  model_state: _types.Tree
   params: optax.Params
 
 
-def with_written_params(model_state: Any, before: optax.Params, after: optax.Params) -> Any:
+def with_written_params(model_state: _types.Tree, before: optax.Params, after: optax.Params) -> Any:
   """Adds the params after the forward pass to new statistics, if any was replaced."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
   replaced = any(old is not new for old, new in pairs)
@@ -29,20 +31,21 @@ def with_written_params(model_state: Any, before: optax.Params, after: optax.Par
 
 
 def take_written_params(
-  params: optax.Params, model_state: Any, program: Any
+  params: optax.Params, model_state: _types.Tree, traced: _traced_loss.TracedLoss
 ) -> tuple[optax.Params, Any]:
   """The params as the forward pass left them, and the new statistics alone."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
   leaves, structure = jax.tree.flatten(params)
+  program = traced.program
   inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
-  # By the params' place in the outputs: the loss, its statistics, the params, aux.
+  # The outputs are the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
-  place = slice(end - len(leaves), end)
-  copied = [x is y for x, y in zip(inputs, outputs[place], strict=False)]
+  of_params = slice(end - len(leaves), end)
+  copied = [x is y for x, y in zip(inputs, outputs[of_params], strict=False)]
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
-    copied = copied_inputs(program, len(leaves), place)
+    copied = copied_inputs(program, len(leaves), of_params)
   left = zip(leaves, jax.tree.leaves(model_state.params), copied, strict=True)
   return jax.tree.unflatten(
     structure, [old if same else new for old, new, same in left]
@@ -50,22 +53,22 @@ def take_written_params(
 
 
 def copied_inputs(
-  program: Any, number: int | None = None, place: slice = slice(None)
+  program: _types.Jaxpr, count: int | None = None, outputs: slice = slice(None)
 ) -> list[bool]:
-  """Whether a program returns each of its first inputs, all by default, in the outputs `place`."""
+  """Whether a program returns its first `count` inputs, all by default, as these `outputs`."""
   inputs = len(program.jaxpr.invars)
-  number = inputs if number is None else number
-  numbers = [*range(number), *[_OTHER] * (inputs - number)]
-  return [origin == i for i, origin in enumerate(_Copies().run(program, numbers)[place])]
+  count = inputs if count is None else count
+  origins = _CopyFinder().run(program, [*range(count), *[_OTHER] * (inputs - count)])
+  return [origin == i for i, origin in enumerate(origins[outputs])]
 
 
-class _Copies(_jaxpr.Interpreter[int]):
+class _CopyFinder(_jaxpr.Interpreter[int]):
   """Finds the leaves that a program returns unchanged."""
 
-  def constant(self, value: Any) -> int:
+  def constant(self, value: _types.Unchecked) -> int:
     return _OTHER
 
-  def operation(self, equation: Any, inputs: list[int]) -> list[int]:
+  def operation(self, equation: _types.Equation, inputs: list[int]) -> list[int]:
     return [_OTHER] * len(equation.outvars)
 
   def join(self, values: Sequence[int]) -> int:

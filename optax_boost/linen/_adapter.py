@@ -3,7 +3,6 @@
 All of the package's functions of a loss take it.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 
 from optax_boost import _base
 from optax_boost import _layers
+from optax_boost import _types
 
 
 class BoundModel:
@@ -73,17 +73,17 @@ class BoundModel:
     return value[length:]
 
 
-def _is_tuple(value: Any) -> bool:
+def _is_tuple(value: _types.Unchecked) -> bool:
   return type(value) is tuple
 
 
 def split_loss(
-  loss_fn: Callable[..., Any],
+  loss_fn: _types.LossFn,
   module: nn.Module,
   variables: Any,
   *,
   rngs: Sequence[str] = ("dropout",),
-) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+) -> tuple[_types.LossFn, Any, dict[str, Any]]:
   """Makes the loss of a module pure: the form that the package's functions take.
 
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
@@ -138,7 +138,9 @@ def split_loss(
       f" {_base.shorten(rngs)}."
     )
 
-  def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array | None = None) -> Any:
+  def loss(
+    params: _types.Tree, model_state: _types.Tree, batch: _types.Tree, rng: jax.Array | None = None
+  ) -> Any:
     if not isinstance(model_state, Mapping):
       raise TypeError(
         "`model_state` must be a dict of the module's collections; got"
@@ -170,7 +172,7 @@ def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:
   return variables["params"], core.unfreeze(collections)
 
 
-def check_module(module: Any) -> None:
+def check_module(module: _types.Unchecked) -> None:
   """Refuses all but Linen modules."""
   if not isinstance(module, nn.Module):
     raise TypeError(

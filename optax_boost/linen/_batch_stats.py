@@ -64,11 +64,11 @@ def estimate_batch_stats(
   params, collections = _adapter.split_variables(variables)
   _base.check_callable("forward_fn", forward_fn, "forward_fn(model, batch)", optional=True)
   _base.check_callable("weight_fn", weight_fn, "weight_fn(batch)", optional=True)
-  given = collections.get(_COLLECTION, {})
+  statistics = collections.get(_COLLECTION, {})
   of_batch = _OfBatch(module, forward_fn or operator.call)
-  others = {name: value for name, value in collections.items() if name != _COLLECTION}
-  partial = jax.tree_util.Partial(of_batch, params, others)
-  estimated = _batch_stats.estimate(partial, given, batches, weight_fn)
+  constants = {name: value for name, value in collections.items() if name != _COLLECTION}
+  partial = jax.tree_util.Partial(of_batch, params, constants)
+  estimated = _batch_stats.estimate(partial, statistics, batches, weight_fn)
   return {"params": params, **collections, **({_COLLECTION: estimated} if estimated else {})}
 
 
@@ -87,8 +87,8 @@ class _OfBatch:
   def __hash__(self) -> int:
     return hash((id(self.module), self.forward_fn))
 
-  def __call__(self, params: Any, others: Any, given: Any, batch: Any) -> Any:
-    collections = {**others, _COLLECTION: _zeros(given)}
+  def __call__(self, params: Any, constants: Any, statistics: Any, batch: Any) -> Any:
+    collections = {**constants, _COLLECTION: _zeros(statistics)}
     model = _adapter.BoundModel(self.module, params, collections, {})
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -101,24 +101,27 @@ class _OfBatch:
 
     with nn.intercept_methods(intercept):
       self.forward_fn(model, batch)
-    return _means(model.collections[_COLLECTION], given)
+    return _means(model.collections[_COLLECTION], statistics)
 
 
-def _zeros(given: Mapping[str, Any]) -> dict[str, Any]:
+def _zeros(statistics: Mapping[str, Any]) -> dict[str, Any]:
   """Zeros for statistics, and for the number of uses of each BatchNorm."""
-  zeros = {k: _zeros(v) if isinstance(v, Mapping) else jnp.zeros_like(v) for k, v in given.items()}
+  zeros: dict[str, Any] = {
+    name: _zeros(value) if isinstance(value, Mapping) else jnp.zeros_like(value)
+    for name, value in statistics.items()
+  }
   is_norm = isinstance(zeros.get("mean"), jax.Array)
   return {**zeros, _USES: zeros["mean"]} if is_norm else zeros
 
 
-def _means(statistics: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-  """The statistics without the numbers of uses, marked where these are zero."""
-  reached = statistics.get(_USES, jnp.zeros([])) > 0
+def _means(counted: Any, statistics: Mapping[str, Any]) -> dict[str, Any]:
+  """The `counted` statistics without their numbers of uses, marked where these are zero."""
+  reached = counted.get(_USES, jnp.zeros([])) > 0
   return {
-    name: _means(statistics[name], value)
+    name: _means(counted[name], value)
     if isinstance(value, Mapping)
-    else jnp.where(reached, statistics[name], _batch_stats.UNREACHED)
-    for name, value in given.items()
+    else jnp.where(reached, counted[name], _batch_stats.UNREACHED)
+    for name, value in statistics.items()
   }
 
 
@@ -127,14 +130,14 @@ def _call_on_batch(norm: nn.BatchNorm, call: Any, args: Any, kwargs: Any) -> Any
   # Outside of the training's `shard_map` the batch is whole.
   axis_name = _base.bound_axis(norm.axis_name)
   settings = {"momentum": 0.0, "use_running_average": None, "axis_name": axis_name}
-  own = {name: getattr(norm, name) for name in settings}
+  saved_settings = {name: getattr(norm, name) for name in settings}
   before: dict[str, Any] = {n: norm.get_variable(_COLLECTION, n) for n in ("mean", "var", _USES)}
   # Linen's modules are frozen; this one is bound for this call.
   vars(norm).update(settings)
   try:
     out = call(*args[:1], **{**kwargs, "use_running_average": False})
   finally:
-    vars(norm).update(own)
+    vars(norm).update(saved_settings)
   for name in ("mean", "var"):
     new: Any = norm.get_variable(_COLLECTION, name)
     norm.put_variable(_COLLECTION, name, _batch_stats.add_use(before[name], new, before[_USES]))

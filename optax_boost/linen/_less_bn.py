@@ -121,12 +121,14 @@ def less_bn(
     (['layers_1'], ['bias', 'kernel', 'multiplier'])
   """
   _adapter.check_module(module)
-  trace = functools.partial(_trace, module)
+  trace = functools.partial(_trace_module, module)
   plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
   return LessBN(Unbound(module), plan)
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
+def _trace_module(
+  module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _less_bn.Trace:
   norms: dict[str, None] = {}
   dense: dict[str, None] = {}
   key = jax.random.key(0)
@@ -147,5 +149,5 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
   with nn.intercept_methods(intercept):
     init, arrays = _less_bn.on_arrays(functools.partial(module.init, key), args, kwargs)
     state = dict(jax.eval_shape(init, (), *arrays))
-    flows = _less_bn.trace(apply, state.pop("params", {}), state, args, kwargs)
+    flows = _less_bn.trace_flows(apply, state.pop("params", {}), state, args, kwargs)
   return _less_bn.Trace(flows, list(norms), list(dense))

@@ -19,6 +19,7 @@ from optax_boost import _base
 from optax_boost import _layers
 from optax_boost import _train_step
 from optax_boost import _tree
+from optax_boost import _types
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -34,27 +35,27 @@ _GRAPH_NODE = (nnx.Variable, nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Objec
 
 # The arrays of each root that are not trained. The model's bear the name by which
 # `hold_frozen_statistics` knows a collection.
-_COLLECTIONS = ("batch_stats", "rngs")
+_COLLECTION_OF_ROOT = ("batch_stats", "rngs")
 # With them, the structure of the roots after a forward pass that has changed it: a tree without
 # leaves, so that each compiled program returns its own.
 _STRUCTURE = "structure"
 # Names the contexts in which Flax finds the roots' objects again after such a pass.
-_CONTEXT = "optax_boost"
+_FORWARD_CONTEXT = "optax_boost"
 
 
 class Keyed(NamedTuple):
   """The batch of a step that is called with a key; a full pass has batches without this mark."""
 
-  batch: Any
+  batch: _types.Tree
 
 
-def plain_batch(batch: Any) -> Any:
+def plain_batch(batch: _types.Tree) -> Any:
   """A batch as a loss sees it."""
   batch = batch.batch if isinstance(batch, Keyed) else batch
   return batch.open()[0] if isinstance(batch, ClosedBatch) else batch
 
 
-def of_plain_batch(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+def of_plain_batch(function: _types.WeightFn | None) -> _types.WeightFn | None:
   """A function of the user's batch as a function of the batch inside a step; None stays None."""
   return None if function is None else lambda batch: function(plain_batch(batch))
 
@@ -75,7 +76,7 @@ class ClosedBatch:
     graphdef: the structure of the NNX objects.
   """
 
-  batch: Any
+  batch: _types.Tree
   constants: _tree.Constants
   structure: Any
   graphdef: Any
@@ -97,7 +98,7 @@ class ClosedBatch:
     return [path for path, selected in zip(paths, is_object, strict=True) if selected]
 
 
-def close_batch(batch: Any) -> Any:
+def close_batch(batch: _types.Tree) -> Any:
   """Takes the NNX objects in a batch apart; a batch without any is returned as it is."""
   leaves, structure = jax.tree.flatten(batch, is_leaf=_is_graph_node)
   objects = tuple(filter(_is_graph_node, leaves))
@@ -121,10 +122,10 @@ def close_batch(batch: Any) -> Any:
 class ClosedBatches:
   """An iterable of batches whose NNX objects are taken apart."""
 
-  def __init__(self, batches: Iterable[Any]):
+  def __init__(self, batches: Iterable[_types.Tree]):
     self._batches = batches
 
-  def __iter__(self) -> Iterator[Any]:
+  def __iter__(self) -> Iterator[_types.Tree]:
     return map(close_batch, self._batches)
 
   def __len__(self) -> int:
@@ -139,13 +140,13 @@ def close_batches(batches: Any) -> Any:
 
 
 def pure_loss(
-  loss_fn: Callable[..., Any],
+  loss_fn: _types.LossFn,
   graphdef: Any,
   wrt: Any,
   *,
   has_key: bool = False,
   may_change: bool = True,
-) -> Callable[..., Any]:
+) -> _types.LossFn:
   """From ``loss_fn(model, batch[, rng])`` to the pure loss that returns the new state, too.
 
   If the forward pass changes the structure, the state holds it for :func:`write`; unless
@@ -153,21 +154,23 @@ def pure_loss(
   """
 
   # `race` passes a key to losses with a parameter of that name; models have streams of their own.
-  def loss(params: Any, model_state: Any, batch: Any, *keys: jax.Array) -> Any:
+  def loss(
+    params: _types.Tree, model_state: _types.Tree, batch: _types.Tree, *keys: jax.Array
+  ) -> Any:
     moves_streams = bool(keys) and not isinstance(batch, Keyed)
     batch = close_batch(batch.batch if isinstance(batch, Keyed) else batch)
 
-    def forward(batch: Any) -> Any:
+    def forward(batch: _types.Tree) -> Any:
       # A model of its own for every call: its changes in the forward pass (statistics, rng counts)
       # are read off afterwards, and a trial point's changes are dropped with it.
-      with nnx.update_context(_CONTEXT):
-        with nnx.merge_context(_CONTEXT, inner=True) as context:
+      with nnx.update_context(_FORWARD_CONTEXT):
+        with nnx.merge_context(_FORWARD_CONTEXT, inner=True) as context:
           roots = context.merge(graphdef, *_states(params, model_state))
         if moves_streams:
           _advance(roots, jax.random.bits(keys[0]))
         output = loss_fn(roots[0], batch, *roots[1:], *(keys if has_key else ()))
-        with nnx.split_context(_CONTEXT) as context:
-          return output, *_split(context, wrt, roots)
+        with nnx.split_context(_FORWARD_CONTEXT) as context:
+          return output, *_split_in(context, wrt, roots)
 
     if isinstance(batch, ClosedBatch):
       output, structure, after, new_state = _call_read_only(forward, batch)
@@ -224,15 +227,15 @@ def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
   return output
 
 
-def _variable_paths(objects: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _variable_paths(objects: tuple[Any, ...]) -> list[_types.KeyPath]:
   """The path of each variable, in the order of Flax's flattening."""
   with nnx.split_context() as context:
     return list(context.flatten(objects)[1].paths)
 
 
 def split_loss(
-  loss_fn: Callable[..., Any], model: nnx.Module, *, wrt: Any = nnx.Param
-) -> tuple[Callable[..., Any], Any, Any]:
+  loss_fn: _types.LossFn, model: nnx.Module, *, wrt: Any = nnx.Param
+) -> tuple[_types.LossFn, Any, Any]:
   """Makes the loss of a model pure: the form that the package's functions take.
 
   :func:`optax_boost.make_train_step`, :func:`optax_boost.layer_groups`,
@@ -282,25 +285,27 @@ def split(wrt: Any, *roots: Any) -> tuple[Any, Any, Any]:
   """The structure, the trained arrays with their paths in the model, and all other arrays."""
   # Unlike `nnx.split` in the graph mode, whatever mode is set.
   with nnx.split_context() as context:
-    return _split(context, wrt, roots)
+    return _split_in(context, wrt, roots)
 
 
-def _split(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def _split_in(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any, Any]:
   selects = nnx.filterlib.to_predicate(wrt)
-  graphdef, params, rest = context.split(
+  graphdef, params, untrained = context.split(
     roots, lambda path, value: path[0] == 0 and selects(path[1:], value), ...
   )
-  params, rest = as_pure(params), as_pure(rest)
-  collections = {name: rest[i] for i, name in enumerate(_COLLECTIONS) if i in rest}
+  params, untrained = as_pure(params), as_pure(untrained)
+  collections = {
+    name: untrained[root] for root, name in enumerate(_COLLECTION_OF_ROOT) if root in untrained
+  }
   return graphdef, params.get(0, params), collections
 
 
-def merge(graphdef: Any, params: Any, collections: Any) -> tuple[Any, ...]:
+def merge(graphdef: Any, params: _types.Tree, collections: Any) -> tuple[Any, ...]:
   """The inverse of :func:`split`: new roots."""
   return nnx.merge(graphdef, *_states(params, collections))
 
 
-def write(params: Any, collections: Any, *roots: Any) -> None:
+def write(params: _types.Tree, collections: Any, *roots: Any) -> None:
   """Puts the arrays of :func:`split` into the roots, by their paths.
 
   A structure that the forward pass has changed is written with them, as ``nnx.jit`` does.
@@ -308,19 +313,23 @@ def write(params: Any, collections: Any, *roots: Any) -> None:
   if _STRUCTURE not in collections:
     nnx.update(roots, *_states(params, collections))
     return
-  with nnx.update_context(_CONTEXT):
-    with nnx.split_context(_CONTEXT) as context:
+  with nnx.update_context(_FORWARD_CONTEXT):
+    with nnx.split_context(_FORWARD_CONTEXT) as context:
       context.split(roots)
-    with nnx.merge_context(_CONTEXT, inner=False) as context:
+    with nnx.merge_context(_FORWARD_CONTEXT, inner=False) as context:
       context.merge(collections[_STRUCTURE], *_states(params, collections))
 
 
-def _states(params: Any, collections: Any) -> tuple[nnx.State, nnx.State]:
-  rest = {i: _dict(collections[n]) for i, n in enumerate(_COLLECTIONS) if n in collections}
-  return nnx.State({0: _dict(params)}), nnx.State(rest)
+def _states(params: _types.Tree, collections: Any) -> tuple[nnx.State, nnx.State]:
+  untrained = {
+    root: _dict(collections[name])
+    for root, name in enumerate(_COLLECTION_OF_ROOT)
+    if name in collections
+  }
+  return nnx.State({0: _dict(params)}), nnx.State(untrained)
 
 
-def _dict(tree: Any) -> Any:
+def _dict(tree: _types.Tree) -> Any:
   """A state's contents: flax before 0.12 takes no state inside a state."""
   return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 
@@ -331,8 +340,10 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
   nnx.update(roots, jax.tree.map(lambda count: count + by.astype(count.dtype), counts))
 
 
-def _check_trained(before: Any, after: Any) -> None:
+def _check_trained(before: _types.Tree, after: _types.Tree) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
+  if _tree.same_shapes(before, after):
+    return
   changed = {leaf.path for leaf in {*_layers.leaves_of(before)} ^ {*_layers.leaves_of(after)}}
   if changed:
     raise ValueError(
@@ -342,7 +353,7 @@ def _check_trained(before: Any, after: Any) -> None:
     )
 
 
-def _check_others(before: Any, after: Any) -> None:
+def _check_others(before: _types.Tree, after: _types.Tree) -> None:
   """Refuses a forward pass that creates or removes variables."""
   changed = {*_tree.leaf_paths(before)} ^ {*_tree.leaf_paths(after)}
   if changed:
@@ -353,7 +364,7 @@ def _check_others(before: Any, after: Any) -> None:
     )
 
 
-def check_model(model: Any, *, tree: bool = False) -> None:
+def check_model(model: _types.Unchecked, *, tree: bool = False) -> None:
   """Refuses all but NNX modules; with `tree` lets trees of modules and variables pass."""
   nodes = jax.tree.leaves(model, is_leaf=_is_nnx) if tree else []
   if not (isinstance(model, nnx.Module) or any(map(_is_nnx, nodes))):
@@ -363,10 +374,10 @@ def check_model(model: Any, *, tree: bool = False) -> None:
     )
 
 
-def _is_graph_node(node: Any) -> bool:
+def _is_graph_node(node: _types.Tree) -> bool:
   """Whether a node of a batch is an object of NNX: a module, a variable, a metric, an optimizer."""
   return isinstance(node, _GRAPH_NODE)
 
 
-def _is_nnx(node: Any) -> bool:
+def _is_nnx(node: _types.Tree) -> bool:
   return isinstance(node, (nnx.Module, nnx.Variable, *RNG_TYPES))

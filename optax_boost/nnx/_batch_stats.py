@@ -50,9 +50,9 @@ def averaged_model(optimizer: nnx.Optimizer, model: Any) -> Any:
     "optimizer", optimizer, nnx.Optimizer, "what `nnx.Optimizer(model, tx, wrt=nnx.Param)` returns"
   )
   copy = _less_bn.copy_model(model)
-  _, params, others = _adapter.split(optimizer.wrt, copy)
+  _, params, collections = _adapter.split(optimizer.wrt, copy)
   opt_state = _adapter.as_pure(optimizer.opt_state)
-  _adapter.write(_average_params.averaged_params(opt_state, params), others, copy)
+  _adapter.write(_average_params.averaged_params(opt_state, params), collections, copy)
   return copy
 
 
@@ -114,9 +114,9 @@ def estimate_batch_stats(
   forward = jax.tree_util.Partial(forward_fn or operator.call)
   of_batch = jax.tree_util.Partial(_of_batch, forward, *nnx.split(working))
   norms = _less_bn.modules(copy, nnx.BatchNorm)
-  given = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
+  statistics = {path: (norm.mean[...], norm.var[...]) for path, norm in norms.items()}
   batches, weight_fn = _adapter.close_batches(batches), _adapter.of_plain_batch(weight_fn)
-  estimated = _batch_stats.estimate(of_batch, given, batches, weight_fn)
+  estimated = _batch_stats.estimate(of_batch, statistics, batches, weight_fn)
   for path, norm in norms.items():
     norm.mean[...], norm.var[...] = estimated[path]
   return copy

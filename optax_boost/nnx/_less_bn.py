@@ -75,7 +75,7 @@ def less_bn(
     ('RemovedBatchNorm', 'NormalizedDense')
   """
   _adapter.check_model(model)
-  trace = functools.partial(_trace, model)
+  trace = functools.partial(_trace_model, model)
   plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
   copy = copy_model(model)
   by_path = modules(copy)
@@ -108,7 +108,9 @@ def _remove(norm: Any, marked: str | None = None) -> None:
       delattr(norm, name)
 
 
-def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _less_bn.Trace:
+def _trace_model(
+  model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _less_bn.Trace:
   copy = nnx.clone(model)
   layers = modules(copy, nnx.Linear)
   norms = modules(copy, nnx.BatchNorm)
@@ -120,7 +122,7 @@ def _trace(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(
-    _less_bn.trace(apply, params, state, args, kwargs),
+    _less_bn.trace_flows(apply, params, state, args, kwargs),
     list(norms),
     [p for p, layer in layers.items() if not isinstance(layer, _head.NormalizedDense)],
   )

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import inspect
 import sys
 from typing import Any
 from typing import TypeAlias
+from typing import TypeVar
 import weakref
 
 from flax import nnx
@@ -18,18 +20,20 @@ from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _train_step
 from optax_boost import _tree
+from optax_boost import _types
 from optax_boost.nnx import _adapter
 
 # The source of a loss's random numbers.
 Rng: TypeAlias = jax.Array | nnx.Rngs | nnx.RngStream
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Names the contexts in which Flax finds model, optimizer and rngs again after a step.
-_CONTEXT = "optax_boost.step"
+_STEP_CONTEXT = "optax_boost.step"
 
 
 @dataclasses.dataclass
-class _Training:
+class _OptimizerRecord:
   """What a step knows of the training of one optimizer.
 
   Attributes:
@@ -52,24 +56,24 @@ class TrainStep:
     self._program = program
     self._donate = donate
     self._jitted = jax.jit(self._step, donate_argnums=(1,) if donate else (), static_argnums=(5, 6))
-    self._trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+    self._trainings: weakref.WeakKeyDictionary[Any, _OptimizerRecord] = weakref.WeakKeyDictionary()
 
   def __call__(
     self, model: Any, optimizer: nnx.Optimizer, batch: Any, rng: Rng | None = None
-  ) -> _train_step.Metrics:
+  ) -> _types.Metrics:
     """Makes one step, in place; arguments as :func:`make_train_step` says."""
     rngs, settings = self._settings(model, optimizer, batch, rng)
     training = self._trainings[optimizer]
     try:
       # As `nnx.jit` does, which can't tell which arrays it may donate.
-      with nnx.update_context(_CONTEXT):
-        with nnx.split_context(_CONTEXT) as context:
+      with nnx.update_context(_STEP_CONTEXT):
+        with nnx.split_context(_STEP_CONTEXT) as context:
           graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
         if self._donate:
           arrays = _copy_shared(arrays, training.made)
         graphdef, arrays, metrics = self._jitted(graphdef, arrays, *settings)
         training.made = list(map(weakref.ref, jax.tree.leaves(arrays)))
-        with nnx.merge_context(_CONTEXT, inner=False) as context:
+        with nnx.merge_context(_STEP_CONTEXT, inner=False) as context:
           context.unflatten(graphdef, arrays)
       return metrics
     except (TypeError, ValueError) as error:
@@ -83,7 +87,7 @@ class TrainStep:
     batches: Iterable[Any],
     rng: Rng | None = None,
     *,
-    weight_fn: Callable[[Any], Any] | None = None,
+    weight_fn: _types.WeightFn | None = None,
     progress: bool = False,
   ) -> None:
     """Renews the snapshot of ``svrg`` in the optimizer with one pass over the data.
@@ -107,8 +111,8 @@ class TrainStep:
     Arguments as for a step; the batch may be abstract.
     """
     rngs, settings = self._settings(model, optimizer, batch, rng)
-    with nnx.update_context(_CONTEXT):
-      with nnx.split_context(_CONTEXT) as context:
+    with nnx.update_context(_STEP_CONTEXT):
+      with nnx.split_context(_STEP_CONTEXT) as context:
         graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
       return self._jitted.lower(graphdef, arrays, *settings)
 
@@ -129,9 +133,9 @@ class TrainStep:
         _adapter.write(state.params, state.model_state, model, *rngs)
       reader = _protocol.request_reader(optimizer.opt_state, _protocol.FROZEN_GROUPS)
       placement = _train_step.placement(state)
-      self._trainings[optimizer] = _Training(optimizer.tx, placement, reader)
+      self._trainings[optimizer] = _OptimizerRecord(optimizer.tx, placement, reader)
     training = self._trainings[optimizer]
-    depth = _train_step.known_depth(training.frozen_groups(optimizer.opt_state))
+    depth = _train_step.concrete_depth(training.frozen_groups(optimizer.opt_state))
     batch = _adapter.close_batch(batch)
     return rngs, (batch, key, self._program.data, depth, training.placement)
 
@@ -139,14 +143,14 @@ class TrainStep:
     self,
     graphdef: Any,
     arrays: list[Any],
-    batch: Any,
+    batch: _types.Tree,
     key: jax.Array | None,
-    data: dict[str, Any],
+    data: dict[str, _types.Tree],
     depth: int | None,
     placement: Any,
-  ) -> tuple[Any, list[Any], _train_step.Metrics]:
+  ) -> tuple[Any, list[Any], _types.Metrics]:
     """One step on the arrays of model, optimizer and rngs, which it returns."""
-    with nnx.merge_context(_CONTEXT, inner=True) as context:
+    with nnx.merge_context(_STEP_CONTEXT, inner=True) as context:
       model, optimizer, rngs = context.unflatten(graphdef, arrays)
     program, state = self._split(model, optimizer, rngs, key)
     # The model has another structure than when the places were looked up.
@@ -159,7 +163,7 @@ class TrainStep:
     state, metrics = program.step(state, batch, key, data, depth, placement)
     _write_state(state, optimizer)
     _adapter.write(state.params, state.model_state, model, *rngs)
-    with nnx.split_context(_CONTEXT) as context:
+    with nnx.split_context(_STEP_CONTEXT) as context:
       graphdef, arrays = context.flatten((model, optimizer, rngs), with_paths=False)
     return graphdef, arrays, metrics
 
@@ -205,16 +209,16 @@ def _copy_shared(arrays: list[Any], made: Sequence[weakref.ref[Any]]) -> Any:
   arrays.clear()
   holder = [object()]
   (unshared,) = _count_references(list(holder))
-  for place, references in enumerate(_count_references(leaves)):
-    leaf = leaves[place]
-    is_made = place < len(made) and made[place]() is leaf
+  for i, references in enumerate(_count_references(leaves)):
+    leaf = leaves[i]
+    is_made = i < len(made) and made[i]() is leaf
     if is_made and references == unshared:
       continue
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     # One process alone may hold an array that lies over several, which all would have to copy.
     if not is_made or leaf.is_fully_addressable:
-      leaves[place] = jnp.array(leaf)
+      leaves[i] = jnp.array(leaf)
   return jax.tree.unflatten(structure, leaves)
 
 
@@ -239,7 +243,7 @@ def _split_rng(rng: Any) -> tuple[tuple[Any, ...], jax.Array | None]:
 
 
 def _explain(
-  error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: Any
+  error: Exception, state: _train_step.TrainState, optimizer: nnx.Optimizer, batch: _types.Tree
 ) -> None:
   """Raises an error that names the argument which made a step fail, if it is found."""
   _tree.check_traceable("batch", batch)
@@ -251,8 +255,23 @@ def _explain(
     ) from error
 
 
-@_base.with_keywords_of(_train_step.make_train_step, "has_model_state")
-def make_train_step(loss_fn: Callable[..., Any], **options: Any) -> TrainStep:
+def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
+  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
+
+  def decorate(function: _Function) -> _Function:
+    signature = inspect.signature(function)
+    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, parameter in inspect.signature(core).parameters.items():
+      if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
+        shown[name] = parameter
+    function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore
+    return function
+
+  return decorate
+
+
+@_with_keywords_of(_train_step.make_train_step, "has_model_state")
+def make_train_step(loss_fn: _types.LossFn, **options: Any) -> TrainStep:
   """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
   Statistics and rng counts come from the one forward pass at the current params; trial points of a

@@ -17,7 +17,7 @@ import pytest
 
 import optax_boost
 from optax_boost import auto_boost
-from optax_boost.auto import _methods
+from optax_boost._auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 from tests.less_bn.residual_models import LinenNet

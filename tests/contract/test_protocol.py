@@ -77,7 +77,7 @@ def test_a_field_may_be_called_metrics():
     requests: Any
 
   assert _protocol.read_metrics(Reporting(jnp.ones(3), jnp.ones(2))) == {}
-  assert _protocol.requested(Reporting(1, 2), "loss_scale") is None
+  assert not _protocol.is_requested(Reporting(1, 2), "loss_scale")
 
 
 def test_names_of_metrics_stay_when_a_wrapper_is_added():

@@ -35,7 +35,6 @@ UNTOUCHED = (
   "test_finetune_example",
   "test_gpu_benchmark",
   "test_its_blocks_run_from_top_to_bottom",
-  "test_race_is_the_function_however_its_subpackage_is_imported",
   "test_readme_block_runs",
   "test_the_code_of_a_page_runs",
   "test_tree",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_boost.race import RaceResult
+from optax_boost import RaceResult
 
 
 @pytest.fixture(scope="module")

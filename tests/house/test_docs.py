@@ -13,7 +13,6 @@ from PIL import Image
 import pytest
 
 import optax_boost
-import optax_boost.auto
 import optax_boost.linen
 import optax_boost.nnx
 
@@ -21,7 +20,6 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "build" not in p.relative_to(DOCS).parts)
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
 FORMS = ("NNX", "Linen", "JAX", "Equinox")
-RACE = sys.modules["optax_boost.race"]  # the attribute is the function
 
 
 FENCES = r"^:::\{tab-item\} (\w+)\n|^:::$|^```python\n(.*?)^```$"
@@ -113,10 +111,8 @@ def test_the_reference_has_every_public_name_once():
   reference = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
   documented = re.findall(r"^\.\. auto\w+:: (\S+)", reference, re.M)
   public = {f"optax_boost.{name}" for name in optax_boost.__all__}
-  for module in (optax_boost.nnx, optax_boost.linen, optax_boost.auto, RACE):
+  for module in (optax_boost.nnx, optax_boost.linen):
     public |= {f"{module.__name__}.{name}" for name in module.__all__}
-  # The two functions are public in the root, too, where they are documented.
-  public -= {"optax_boost.auto.auto_boost", "optax_boost.race.race"}
   assert sorted(documented) == sorted(public)
 
 

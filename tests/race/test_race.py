@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import optax_boost
+from optax_boost import RaceResult
 import optax_boost.nnx
-from optax_boost.race import RaceResult
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 3)).astype(np.float32)

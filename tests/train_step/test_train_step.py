@@ -164,36 +164,70 @@ def scanned(params, x):
 
 
 FREEZING = (["blocks", "head"], optax_boost.fixed_freezing(2, frozen_groups=0))
-TRACED_ONCE = {
-  "adam": lambda: optax.adam(0.1),
-  "lars": lambda: optax_boost.lars(0.1),
-  "centralize": lambda: optax.chain(optax_boost.centralize(), optax.sgd(0.1)),
-  "line search": optax.lbfgs,
-  "svrg": lambda: optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1)),
-  "three wrappers": lambda: optax_boost.dynamic_loss_scale(
-    optax_boost.accumulate(optax_boost.freeze_layers(optax.adamw(0.1), *FREEZING), 2)
+# How often a step calls the loss: for the gradient, and for each closure that the method calls.
+CALLS_OF_THE_LOSS = {
+  "adam": (1, lambda: optax.adam(0.1)),
+  "lars": (1, lambda: optax_boost.lars(0.1)),
+  "centralize": (1, lambda: optax.chain(optax_boost.centralize(), optax.sgd(0.1))),
+  "line search": (3, optax.lbfgs),
+  "svrg": (2, lambda: optax.chain(optax_boost.svrg(refresh_every=None), optax.sgd(0.1))),
+  "three wrappers": (
+    1,
+    lambda: optax_boost.dynamic_loss_scale(
+      optax_boost.accumulate(optax_boost.freeze_layers(optax.adamw(0.1), *FREEZING), 2)
+    ),
   ),
-  "frozen layers of a scan": lambda: optax_boost.freeze_layers(
-    optax.adamw(0.1),
-    optax_boost.LayerGroups((("blocks[0:2]",), ("blocks[2:3]", "head")), (128, 72)),
-    optax_boost.fixed_freezing(2, frozen_groups=1),
+  "frozen layers of a scan": (
+    1,
+    lambda: optax_boost.freeze_layers(
+      optax.adamw(0.1),
+      optax_boost.LayerGroups((("blocks[0:2]",), ("blocks[2:3]", "head")), (128, 72)),
+      optax_boost.fixed_freezing(2, frozen_groups=1),
+    ),
   ),
 }
 
 
-@pytest.mark.parametrize("name", TRACED_ONCE)
-def test_the_loss_is_traced_once_for_each_program(name):
+@pytest.mark.parametrize(("calls", "make"), CALLS_OF_THE_LOSS.values(), ids=CALLS_OF_THE_LOSS)
+def test_a_step_calls_the_loss_for_its_gradient_and_for_each_closure(calls, make):
   traces = itertools.count()
 
   def counted(params, x):
     next(traces)
     return scanned(params, x)
 
-  step = optax_boost.make_train_step(counted, TRACED_ONCE[name]())
+  step = optax_boost.make_train_step(counted, make())
   state = step.init({"blocks": jnp.stack([jnp.eye(8)] * 3), "head": jnp.ones((8, 1))})
   for _ in range(2):
     state, _ = step(state, jnp.ones((4, 8)))
-  assert next(traces) == 1
+  assert next(traces) == calls
+
+
+AS_WRITTEN = {
+  "sgd": lambda: optax.sgd(0.1),
+  "nothing frozen": lambda: optax_boost.freeze_layers(optax.sgd(0.1), *FREEZING),
+  "a frozen leaf": lambda: optax_boost.freeze_layers(
+    optax.sgd(0.1), ["blocks", "head"], optax_boost.fixed_freezing(2, frozen_groups=1)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_the_loss_is_differentiated_as_it_is_written_and_not_replayed(name):
+  params, x = {"blocks": jnp.stack([jnp.eye(8)] * 3), "head": jnp.ones((8, 1))}, jnp.ones((4, 8))
+  tracers = []
+
+  def loss(params, x):
+    tracers.append(type(params["head"]))
+    return scanned(params, x)
+
+  jax.jit(jax.value_and_grad(loss))(params, x)
+  jax.make_jaxpr(loss)(params, x)
+  step = optax_boost.make_train_step(loss, AS_WRITTEN[name]())
+  step(step.init(params), x)
+  by_hand, in_a_program, in_the_step = tracers
+  assert by_hand != in_a_program
+  assert in_the_step == by_hand
 
 
 def test_a_loss_keeps_its_own_derivatives_and_what_it_does_not_save():

@@ -1,7 +1,6 @@
 """Bad input is refused with the argument and the value in the message."""
 
 import functools
-import importlib
 import inspect
 import re
 from typing import Any
@@ -63,11 +62,8 @@ def test_a_bad_value_is_refused_by_its_argument(name):
 
 
 def test_every_argument_of_a_public_function_has_a_kind():
-  race = importlib.import_module("optax_boost.race")  # the attribute is the function
   for prefix, module in (
     ("", optax_boost),
-    ("", race),
-    ("", optax_boost.auto),
     ("nnx.", optax_boost.nnx),
     ("linen.", optax_boost.linen),
   ):

@@ -4,7 +4,6 @@ import ast
 import inspect
 import pathlib
 import re
-import sys
 
 from flax import linen as nn
 from flax import nnx
@@ -13,10 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import optax_boost
-import optax_boost.auto
 import optax_boost.linen
 import optax_boost.nnx
-import optax_boost.race
 
 SOURCES = sorted(pathlib.Path(optax_boost.__file__).parent.rglob("*.py"))
 # Arguments of functions of JAX, optax, Flax and matplotlib that messages speak of.
@@ -27,10 +24,8 @@ ADVISED = re.compile(r"(?<![\w.'\"])([a-z_]+)=(?=[\w.\[('\"]|\.\.\.)|[Pp]ass `([
 
 def public_arguments():
   """The parameters of all public functions, classes and methods."""
-  modules = [optax_boost, optax_boost.nnx, optax_boost.linen, optax_boost.auto]
-  functions = [
-    getattr(m, n) for m in [*modules, sys.modules["optax_boost.race"]] for n in m.__all__
-  ]
+  modules = [optax_boost, optax_boost.nnx, optax_boost.linen]
+  functions = [getattr(m, n) for m in modules for n in m.__all__]
   for step in (optax_boost.TrainStep, type(optax_boost.nnx.make_train_step(len))):
     functions += [value for _, value in inspect.getmembers(step, callable)]
   functions += [value for _, value in inspect.getmembers(optax_boost.Subspace, callable)]

@@ -31,8 +31,8 @@ def draw(result: Any, quantities: Sequence[str], against: Mapping[str, str]) -> 
   rows, columns = (len(quantities), len(against)) if len(against) > 1 else (1, len(quantities))
   figure = Figure(figsize=(1 + 5 * columns, 1 + 4.0 * rows), dpi=150, layout="constrained")
   panels = figure.subplots(rows, columns, squeeze=False).reshape(len(quantities), len(against))
-  others = [name for name in result.curves if name != result.baseline]
-  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(others)}
+  compared = [name for name in result.curves if name != result.baseline]
+  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(compared)}
   colours = {name: colours.get(name, _BASELINE_COLOUR) for name in result.curves}
   for quantity, line in zip(quantities, panels, strict=True):
     values = np.concatenate([np.ravel(curves[quantity]) for curves in result.curves.values()])

@@ -8,17 +8,20 @@ from typing import Any
 import jax
 import optax
 
-import optax_boost
+from optax_boost import _accumulation
+from optax_boost import _average_params
 from optax_boost import _base
+from optax_boost import _centralization
+from optax_boost import _freezing
 from optax_boost import _groups
 from optax_boost import _layers
 from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
 from optax_boost import _tree
-from optax_boost.auto import _config
-from optax_boost.auto import _levels
-from optax_boost.auto import _methods
-from optax_boost.auto import _tokens
+from optax_boost._auto import _config
+from optax_boost._auto import _levels
+from optax_boost._auto import _methods
+from optax_boost._auto import _tokens
 
 
 @dataclasses.dataclass
@@ -193,10 +196,10 @@ class AutoBoost:
     centralizes = on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
     if trace and (centralizes or ours or "adasum" in on):
-      layers = optax_boost.layer_axes(*trace)
+      layers = _layers.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
-      tx = optax.chain(optax_boost.centralize(layers=layers), tx)
+      tx = optax.chain(_centralization.centralize(layers=layers), tx)
     if "adasum" in on:
       tx = _methods.with_adasum(tx, layers, **on["adasum"])
     if freezing and groups is None:
@@ -206,18 +209,18 @@ class AutoBoost:
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
-        groups = optax_boost.layer_groups(*trace, num_groups=freezing["param_groups"])
+        groups = _groups.layer_groups(*trace, num_groups=freezing["param_groups"])
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
         effect = f"layers in {_groups.count_groups(groups)} groups, the last of which never freezes"
       self.effects["grad_freeze"] = effect, groups is not None
     if freezing and groups is not None:
-      tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
+      tx = _freezing.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := on.get("grad_accumulation"):
-      tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
+      tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
     if average := on.get("average"):
-      tx = optax_boost.average_params(tx, **average)
+      tx = _average_params.average_params(tx, **average)
     return tx
 
 
@@ -262,7 +265,7 @@ def auto_boost(
     key: the seed of the freezing schedule, or a key.
 
   Returns:
-    An :class:`optax_boost.auto.AutoBoost`, used as below; ``print(boost.explain())`` shows it.
+    An :class:`AutoBoost`, used as below; ``print(boost.explain())`` shows it.
 
   Raises:
     ValueError: a level, block or key is unknown, or a value can't be honoured.

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import special
 
 from optax_boost import _base
-from optax_boost.race import _plot
+from optax_boost._race import _plot
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -123,7 +123,7 @@ class RaceResult:
       The tables with a heading each. ± after a mean is the standard deviation over seeds; in
       parentheses is the paired difference to the baseline ± half of its 95 % interval.
     """
-    parts = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
+    sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
     budgets = [f"{self.budget(of):,.4g} {text}" for of, text in BUDGETS.items()]
     for quantity in self.quantities:
       lines = [["method", *budgets, "seeds"]]
@@ -131,12 +131,14 @@ class RaceResult:
         lost, seeds = self.diverged(name).sum(), len(self.seeds)
         note = f"diverged: {lost} of {seeds}" if lost else str(seeds)
         lines.append([name, *(self._cell(name, quantity, of) for of in BUDGETS), note])
-      parts.append(f"{quantity.capitalize()}, with equal budgets:\n\n{_markdown(lines)}")
+      sections.append(f"{quantity.capitalize()}, with equal budgets:\n\n{_markdown(lines)}")
     costs = [["method", "gradients per step", "ms per step"]]
     for name in self.curves:
-      steps, gradients, seconds = (self.spent[name][of][-1] for of in BUDGETS)
-      costs.append([name, f"{gradients / steps:.3g}", f"{1e3 * seconds / steps:.3g}"])
-    return "\n\n".join([*parts, f"Costs:\n\n{_markdown(costs)}"])
+      total = {of: self.spent[name][of][-1] for of in BUDGETS}
+      gradients = total["gradient_evaluations"] / total["steps"]
+      milliseconds = 1e3 * total["seconds"] / total["steps"]
+      costs.append([name, f"{gradients:.3g}", f"{milliseconds:.3g}"])
+    return "\n\n".join([*sections, f"Costs:\n\n{_markdown(costs)}"])
 
   def _cell(self, name: str, quantity: str, of: str) -> str:
     values = self.values(name, quantity, of)
@@ -146,8 +148,8 @@ class RaceResult:
     spread = np.std(values, ddof=1) if values.size > 1 else None
     cell = _plus_minus(values.mean(), spread)
     difference = self.difference(name, quantity, of)
-    known = name != self.baseline and not math.isnan(difference[0])
-    return f"{cell} ({_plus_minus(*difference, sign='+')})" if known else cell
+    is_compared = name != self.baseline and not math.isnan(difference[0])
+    return f"{cell} ({_plus_minus(*difference, sign='+')})" if is_compared else cell
 
   def plot(
     self,
@@ -189,6 +191,6 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
   """A Markdown table whose columns line up as plain text; the first line is the header."""
   lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  head, *body = (map(str.rjust, line, widths) for line in lines)
-  rule = ("-" * (width - 1) + ":" for width in widths)
-  return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+  aligned = [list(map(str.rjust, line, widths)) for line in lines]
+  rule = ["-" * (width - 1) + ":" for width in widths]
+  return "\n".join(f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:]))

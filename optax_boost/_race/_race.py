@@ -13,12 +13,13 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost.race import _result
-from optax_boost.race import _run
+from optax_boost import _types
+from optax_boost._race import _result
+from optax_boost._race import _run
 
 
 def race(
-  loss_fn: Callable[..., Any],
+  loss_fn: _types.LossFn,
   init_fn: Callable[[jax.Array], Any],
   data: Any,
   transformations: Mapping[str, optax.GradientTransformation],
@@ -26,10 +27,10 @@ def race(
   steps: int,
   batch_size: int | None = None,
   seeds: int | Sequence[int] = 3,
-  evaluate: Callable[..., Any] | None = None,
+  evaluate: _types.Closure | None = None,
   points: int = 40,
   has_model_state: bool = False,
-  full_grad_fn: Callable[..., Any] | None = None,
+  full_grad_fn: _types.Closure | None = None,
   vmap_seeds: bool = True,
   progress: bool = True,
 ) -> _result.RaceResult:
@@ -98,9 +99,12 @@ def race(
   return _result.RaceResult(tuple(finished), curves, spent, complete)
 
 
-def _methods(problem: _run.Problem, transformations: Any) -> dict[str, _run.Method]:
-  known = isinstance(transformations, Mapping) and all(isinstance(n, str) for n in transformations)
-  if not known or not transformations:
+def _methods(problem: _run.Problem, transformations: _types.Unchecked) -> dict[str, _run.Method]:
+  if (
+    not isinstance(transformations, Mapping)
+    or not transformations
+    or not all(isinstance(name, str) for name in transformations)
+  ):
     raise TypeError(
       "`transformations` must be a dictionary from names to transformations, at least one; got"
       f" {_base.shorten(transformations)}."
@@ -122,7 +126,7 @@ def _seeds(seeds: Any) -> list[int]:
   return chosen
 
 
-def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[Any]]:
+def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[_types.Tree]]:
   """From the seed to endless batches, the same for every method."""
   if callable(data):
     if batch_size is not None:
@@ -141,7 +145,7 @@ def _batches_of(data: Any, batch_size: int | None) -> Callable[[int], Iterator[A
   return functools.partial(_shuffle, data, examples, size)
 
 
-def _count_examples(data: Any) -> int:
+def _count_examples(data: _types.Tree) -> int:
   leaves = [] if isinstance(data, Iterator) else jax.tree.leaves(data)
   shapes = [np.shape(leaf) if _base.is_any_array(leaf) else () for leaf in leaves]
   examples = shapes[0][0] if shapes and shapes[0] else 0
@@ -154,7 +158,7 @@ def _count_examples(data: Any) -> int:
   return examples
 
 
-def _shuffle(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
+def _shuffle(data: _types.Tree, examples: int, size: int, seed: int) -> Iterator[_types.Tree]:
   """Whole batches, shuffled for each epoch; a remainder sits out that epoch."""
   rng = np.random.default_rng(seed)
   while True:
@@ -163,7 +167,7 @@ def _shuffle(data: Any, examples: int, size: int, seed: int) -> Iterator[Any]:
       yield jax.tree.map(lambda leaf, chosen=order[start : start + size]: leaf[chosen], data)
 
 
-def _repeat(data: Callable[[int], Iterable[Any]], seed: int) -> Iterator[Any]:
+def _repeat(data: Callable[[int], Iterable[_types.Tree]], seed: int) -> Iterator[_types.Tree]:
   """The batches of a seed, again and again."""
   while True:
     batch = None

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optax_boost
 from optax_boost import _adasum
 from optax_boost import _arrays
+from optax_boost import _dim_reduce
+from optax_boost import _freezing
 
 
 def schedule(param_groups: int, freeze_type: int = 1, freeze_p: float = 1.0, **ours: Any) -> Any:
   """Our freezing schedule, or MindSpore's, whose `freeze_p` is the share of unfrozen steps."""
   depths = {"max_depths": max(param_groups, 2)}  # in MindSpore each group has one
   if ours:
-    return optax_boost.progressive_freezing(param_groups, **ours, **depths, anneal=False)
-  make = optax_boost.interval_freezing if freeze_type else optax_boost.continuous_freezing
+    return _freezing.progressive_freezing(param_groups, **ours, **depths, anneal=False)
+  make = _freezing.interval_freezing if freeze_type else _freezing.continuous_freezing
   return make(param_groups, 1 - freeze_p, **depths)
 
 
@@ -40,8 +41,9 @@ def with_adasum(
   def vary(u: jax.Array, _: Any) -> jax.Array:
     return jnp.where(jax.lax.axis_index(local_axis_name) < 0, jnp.zeros_like(u), u)
 
-  before, after = map(optax.stateless_with_tree_map, (mean, vary))
-  return optax.chain(before, tx, after, adasum)
+  average = optax.stateless_with_tree_map(mean)
+  mark_varying = optax.stateless_with_tree_map(vary)
+  return optax.chain(average, tx, mark_varying, adasum)
 
 
 def subspace_optimizer(
@@ -57,9 +59,9 @@ def subspace_optimizer(
       " variables."
     )
   if pca_mat_path is not None and pathlib.Path(pca_mat_path).is_file():
-    subspace = optax_boost.Subspace.load(pca_mat_path, like=params)
+    subspace = _dim_reduce.Subspace.load(pca_mat_path, like=params)
   elif weight_load_dir is not None and pathlib.Path(weight_load_dir).is_dir():
-    subspace = optax_boost.fit_subspace(_checkpoints(weight_load_dir, params), n_components)
+    subspace = _dim_reduce.fit_subspace(_checkpoints(weight_load_dir, params), n_components)
   else:
     raise ValueError(
       "`dim_reduce.pca_mat_path` must be the file of a subspace, or `dim_reduce.weight_load_dir` a"
@@ -70,7 +72,7 @@ def subspace_optimizer(
       f"`dim_reduce.n_components` must be the number of components in {pca_mat_path!r},"
       f" {subspace.components}; got {n_components}."
     )
-  return optax_boost.dim_reduce(subspace, **numbers, max_search=2)
+  return _dim_reduce.dim_reduce(subspace, **numbers, max_search=2)
 
 
 def _checkpoints(folder: str, params: Any) -> list[Any]:

@@ -19,7 +19,8 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _train_step
-from optax_boost.race import _result
+from optax_boost import _types
+from optax_boost._race import _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
 _TIMED_SECONDS, _MOST_TIMED = 2.0, 5
@@ -35,15 +36,15 @@ _UNNAMED = "evaluation"
 class Problem:
   """The training problem; the fields are arguments of `race`."""
 
-  loss_fn: Callable[..., Any]
-  init_fn: Callable[[jax.Array], Any]
+  loss_fn: _types.LossFn
+  init_fn: Callable[[jax.Array], _types.Tree]
   # From the seed to endless batches.
-  batches: Callable[[int], Iterator[Any]]
-  evaluate: Callable[..., Any] | None
+  batches: Callable[[int], Iterator[_types.Tree]]
+  evaluate: _types.Closure | None
   steps: int
   points: int
   has_model_state: bool
-  full_grad_fn: Callable[..., Any] | None
+  full_grad_fn: _types.Closure | None
 
   def __post_init__(self) -> None:
     _base.check_callable("loss_fn", self.loss_fn, "loss_fn(params, batch)")
@@ -60,7 +61,7 @@ class Problem:
     return [every] * ((self.steps - 1) // every) + [(self.steps - 1) % every + 1]
 
   def train_step(
-    self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation
+    self, loss_fn: _types.LossFn, tx: optax.GradientTransformation
   ) -> _train_step.TrainStep:
     """The train step of one method."""
     return _train_step.make_train_step(
@@ -84,7 +85,7 @@ class Problem:
     takes_key = {"rng", "key"} & set(inspect.signature(self.loss_fn).parameters)
     return jax.random.fold_in(jax.random.key(seed), 1) if takes_key else None
 
-  def measure(self, params: Any, model_state: Any) -> dict[str, float]:
+  def measure(self, params: _types.Tree, model_state: _types.Tree) -> dict[str, float]:
     """The metrics of `evaluate` by name, each a real number."""
     if self.evaluate is None:
       return {}
@@ -106,7 +107,7 @@ class _Counter:
   def __init__(self) -> None:
     self._cost = 0.0
 
-  def mark(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  def mark(self, loss_fn: _types.LossFn) -> _types.LossFn:
     """The same loss; each value and each pullback of it is counted."""
 
     def identity(cost: float, x: Any) -> Any:
@@ -134,10 +135,10 @@ class _Counter:
 class _Training:
   """A training under way, of one seed or of several at once."""
 
-  def __init__(self, step: Callable[..., Any], state: Any, feed: Iterator[Any], key: Any):
+  def __init__(self, step: Callable[..., Any], state: Any, feed: Iterator[_types.Tree], key: Any):
     self._step, self._feed, self._key = step, feed, key
     self.state = state
-    self.metrics: dict[str, Any] = {}
+    self.metrics: _types.Metrics = {}
 
   def advance(self, count: int) -> tuple[np.ndarray, float]:
     """Makes steps; returns their losses ``(count, ...)`` and the time."""
@@ -206,9 +207,9 @@ class Method:
         self._record([seed], self.begin(seed))
     else:
       problem = self._problem
-      states = _stack([self._step.init(*problem.start(seed)) for seed in seeds])
-      feed = map(_stack, zip(*map(problem.batches, seeds), strict=True))
-      keys = _stack([problem.key(seed) for seed in seeds])
+      states = _stack_trees([self._step.init(*problem.start(seed)) for seed in seeds])
+      feed = map(_stack_trees, zip(*map(problem.batches, seeds), strict=True))
+      keys = _stack_trees([problem.key(seed) for seed in seeds])
       self._record(seeds, _Training(self._vmapped, states, feed, keys))
 
   def _record(self, seeds: Sequence[int], training: _Training) -> list[float]:
@@ -224,7 +225,7 @@ class Method:
         with np.errstate(all="ignore"):
           loss = float(losses[:, i].mean())
         points[seed].append({**self._problem.measure(*of_seed), _result.LOSS: loss})
-        before, now = (sorted(points[seed][place]) for place in (0, -1))
+        before, now = sorted(points[seed][0]), sorted(points[seed][-1])
         if before != now:
           raise ValueError(
             f"`evaluate` must return the same metrics each time; got {now} after {before}. Return"
@@ -234,7 +235,7 @@ class Method:
     return totals
 
 
-def _stack(trees: Sequence[Any]) -> Any:
+def _stack_trees(trees: Sequence[_types.Tree]) -> Any:
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
@@ -246,15 +247,15 @@ def train(
   progress: bool,
 ) -> bool:
   """Counts, then times, then trains the other seeds; returns whether it came to the end."""
-  first, *others = seeds
+  first, *later_seeds = seeds
   counts = [(name, method.count, (first,)) for name, method in methods.items()]
   clock = ("all in turns", _clock, (methods, blocks, first))
-  trains = [(name, method.train, (others, vmap_seeds)) for name, method in methods.items()]
-  parts = [*counts, clock, *trains]
+  trains = [(name, method.train, (later_seeds, vmap_seeds)) for name, method in methods.items()]
+  jobs: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = [*counts, clock, *trains]
   try:
-    for name, part, args in _base.with_progress(parts, progress, "race", "part"):
+    for name, run, args in _base.with_progress(jobs, progress, "race", "part"):
       try:
-        part(*args)
+        run(*args)
       except Exception as error:
         error.add_note(f"`race` was training with the method {name!r}.")
         raise

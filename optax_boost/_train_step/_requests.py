@@ -1,0 +1,122 @@
+"""The requests of an optimizer state to the loss: a scale, and layers that are frozen."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_boost import _arrays
+from optax_boost import _groups
+from optax_boost import _protocol
+from optax_boost import _transformation
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleRequest:
+  """A request to multiply the loss by a number before it is differentiated.
+
+  Attributes:
+    scale: scalar float32.
+    seen: whether the method that asks sees each leaf; gradients of the others are not scaled.
+  """
+
+  scale: jax.Array
+  seen: Sequence[bool]
+
+  def apply(self, loss: jax.Array) -> jax.Array:
+    """The scaled loss, in float32: a float16 loss times its scale would overflow."""
+    return loss.astype(jnp.float32) * self.scale
+
+  def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
+    """Divides by the scale the gradients that the method does not see."""
+    leaves, structure = jax.tree.flatten(gradients)
+    unscaled = [
+      g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
+      for g, seen in zip(leaves, self.seen, strict=True)
+    ]
+    return jax.tree.unflatten(structure, unscaled)
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeRequest:
+  """A request not to compute the backward pass of the first groups of layers.
+
+  Attributes:
+    groups: the group of each leaf; those that the method does not see are past the last.
+    depth: how many groups are frozen, an int32 of NumPy if the step is compiled for it.
+  """
+
+  groups: Sequence[_groups.GroupNumber]
+  depth: jax.Array | np.integer
+
+  def frozen(self) -> list[Any] | None:
+    """For each leaf, or each of its layers, whether it is frozen; None for a traced depth."""
+    if not isinstance(self.depth, np.integer):
+      return None
+    return [group < self.depth for group in self.groups]
+
+  def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
+    """Gradients with zeros for frozen leaves and layers."""
+    leaves, structure = jax.tree.flatten(gradients)
+    zeroed = [
+      _groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
+      for g, group in zip(leaves, self.groups, strict=True)
+    ]
+    return jax.tree.unflatten(structure, zeroed)
+
+
+def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
+  """The loss scale that an optimizer state asks for; ValueError for several."""
+  state = _protocol.state_asking(opt_state, _protocol.LOSS_SCALE)
+  if state is None:
+    return None
+  return ScaleRequest(state.loss_scale, _protocol.seen_leaves(state, params))
+
+
+def freeze_request(
+  tx: optax.GradientTransformation,
+  opt_state: optax.OptState,
+  params: optax.Params,
+  depth: int | None,
+) -> tuple[FreezeRequest | None, optax.OptState]:
+  """The freezing that an optimizer state asks for, and the state; ValueError for several.
+
+  A known depth becomes a constant in the state, so that ``update`` computes nothing for frozen
+  leaves either.
+  """
+  state = _protocol.state_asking(opt_state, _protocol.FROZEN_GROUPS)
+  if state is None:
+    return None, opt_state
+  groups = _group_numbers(tx, state, params)
+  traced = state.frozen_groups
+  if depth is None:
+    return FreezeRequest(groups, traced), opt_state
+  constant = np.int32(depth)
+  leaves, structure = jax.tree.flatten(opt_state)
+  leaves = [constant if leaf is traced else leaf for leaf in leaves]
+  return FreezeRequest(groups, constant), jax.tree.unflatten(structure, leaves)
+
+
+def _group_numbers(
+  tx: optax.GradientTransformation, state: Any, params: optax.Params
+) -> list[_groups.GroupNumber]:
+  forms = _transformation.forms(tx)
+  assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
+  if len(assignments) != 1:
+    raise ValueError(
+      f"`make_train_step` needs to find the groups of {type(state).__name__} in the transformation;"
+      f" it found {len(assignments)}. A wrapper of your own must tell the transformation that it"
+      " wraps: `update.wraps = tx`; and `optax.inject_hyperparams` belongs inside `freeze_layers`."
+    )
+  (assignment,) = assignments
+  structure: Any
+  leaves, structure = jax.tree.flatten(params)
+  seen = _protocol.seen_leaves(state, params)
+  pairs = zip(leaves, seen, strict=True)
+  visible = jax.tree.unflatten(structure, [x if s else optax.MaskedNode() for x, s in pairs])
+  numbers = iter(jax.tree.leaves(assignment.number(visible)))
+  return [next(numbers) if s else assignment.num_groups for s in seen]
