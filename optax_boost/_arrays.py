@@ -221,14 +221,3 @@ def steepest_ascent(gradients: Any) -> Any:
   ``jax.grad`` of a real loss gives the conjugate of the direction in which the loss grows fastest.
   """
   return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradients)
-
-
-def all_finite(tree: Any) -> jax.Array:
-  """Whether every entry of every leaf is finite; a scalar bool."""
-  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  if not flags:
-    return jnp.asarray(True)
-  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
-  # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
-  # program, and the time to compile it, would grow with the square of the number of leaves.
-  return jnp.dot(bad, bad, precision=jax.lax.Precision.HIGHEST) == 0
