@@ -188,14 +188,3 @@ def stackable_leaves(*trees: _types.Tree) -> list[list[list[jax.Array]]]:
   groups = stackable([None] * len(columns[0]), *columns)
   chunks = [group[i : i + _TOGETHER] for group in groups for i in range(0, len(group), _TOGETHER)]
   return [[[leaves[i] for i in chunk] for leaves in columns] for chunk in chunks]
-
-
-def all_finite(tree: _types.Tree) -> jax.Array:
-  """Whether every entry of every leaf is finite; a scalar bool."""
-  flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-  if not flags:
-    return jnp.asarray(True)
-  bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
-  # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
-  # program, and the time to compile it, would grow with the square of the number of leaves.
-  return jnp.dot(bad, bad, precision=jax.lax.Precision.HIGHEST) == 0

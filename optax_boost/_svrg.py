@@ -26,6 +26,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _finiteness
 from optax_boost import _full_gradient
 from optax_boost import _masking
 from optax_boost import _protocol
@@ -106,7 +107,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
 @jax.jit
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
   """The state after a refresh, or as it was, with a count, where a number is not finite."""
-  good = _arrays.all_finite((params, full))
+  good = _finiteness.all_finite((params, full))
 
   def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(good, new.astype(old.dtype), old)

@@ -11,6 +11,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _finiteness
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _tree
@@ -189,7 +190,7 @@ def refresh_subspace(
 @functools.partial(jax.jit, static_argnums=2)
 def _renew(state: DimReduceState, basis: Any, groups: _linalg.SubspaceGroups) -> DimReduceState:
   """The state with another basis, if it is finite: M <- M - P' q and q <- 0, for the old P."""
-  good = _arrays.all_finite(basis)
+  good = _finiteness.all_finite(basis)
   taken = jnp.where(good, state.projected_momentum, 0)
   inside = _linalg.combine(taken, state.basis, groups)
 

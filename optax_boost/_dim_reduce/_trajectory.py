@@ -10,6 +10,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _finiteness
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
@@ -118,7 +119,7 @@ def record_trajectory(
       )
 
     def taken() -> TrajectoryState:
-      good = _conditional.agree(_arrays.all_finite(params), axis_name, _METHOD)
+      good = _conditional.agree(_finiteness.all_finite(params), axis_name, _METHOD)
       slot = state.snapshot_count % capacity
 
       def write(ring: jax.Array, p: jax.Array) -> jax.Array:

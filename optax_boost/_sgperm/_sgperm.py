@@ -29,6 +29,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _finiteness
 from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
@@ -274,14 +275,17 @@ class _Sgperm:
     )
 
   def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-    """The new momentum, which keeps an old entry for one that is not finite; and whether one is."""
+    """The new momentum, in which an entry that is not finite keeps its old value.
+
+    Also returns whether a gradient entry was not finite.
+    """
     new = jax.tree.map(
       lambda g, m: (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype),
       updates,
       momentum,
     )
     kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-    return kept, jnp.logical_not(_arrays.all_finite(new))
+    return kept, jnp.logical_not(_finiteness.all_finite(updates))
 
   def _run(
     self,
