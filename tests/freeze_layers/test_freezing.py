@@ -35,7 +35,7 @@ def recorded(strategy):
 
 @pytest.mark.filterwarnings("ignore:.*the first group is never trained")
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
-def test_continuous_freezing_is_the_references(name, groups, share):
+def test_continuous_freezing_equals_mindspores_recorded_depths(name, groups, share):
   schedule = optax_boost.continuous_freezing(groups, share)
   steps = jnp.arange(len(GOLDEN[name]))
   np.testing.assert_array_equal(schedule.frozen_groups(steps, None), GOLDEN[name])
@@ -48,7 +48,7 @@ def interval_freezes(share, steps):
 
 
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(1)))
-def test_interval_freezing_is_the_references_given_its_draws(name, groups, share):
+def test_interval_freezing_equals_mindspores_given_its_draws(name, groups, share):
   sequence = GOLDEN[name]
   if groups == 1:
     assert not sequence.any()
@@ -82,7 +82,7 @@ def mindspore_interval(freeze_p, steps):
 
 
 @pytest.mark.filterwarnings("ignore:.*the first group is never trained")
-def test_continuous_freezing_is_mindspores_for_every_freeze_p():
+def test_continuous_freezing_equals_mindspores_for_every_freeze_p():
   for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
     share = 1 - freeze_p
     schedule = optax_boost.continuous_freezing(groups, share, max_depths=groups)
@@ -113,7 +113,7 @@ def mindspore_depth(uniform, groups):
 
 
 @pytest.mark.parametrize(("groups", "freeze_p"), [(2, 0.6), (3, 0.5), (10, 0.7), (40, 0.2)])
-def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
+def test_interval_freezing_equals_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
   steps, key = MANY_STEPS[:300], jax.random.key(3)
   schedule = optax_boost.interval_freezing(groups, 1 - freeze_p, max_depths=groups)
   uniform = jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(steps)
@@ -124,7 +124,7 @@ def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(group
   )
 
 
-def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
+def test_a_share_that_is_not_a_round_decimal_is_kept_over_a_long_training():
   share, steps = 0.6180339887498949, jnp.arange(300_000)
   assert abs(int(np.sum(interval_freezes(share, steps))) - share * 300_000) <= 1
   rare = interval_freezes(1e-4, steps)
@@ -151,7 +151,7 @@ def test_schedules_stay_exact_up_to_the_last_step(make, share):
   assert abs(np.mean(depths > 0) - share) < 0.01
 
 
-def test_a_turn_without_a_step_that_trains_everything_is_warned_of():
+def test_a_turn_in_which_every_step_freezes_something_warns():
   with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
     optax_boost.continuous_freezing(2, 0.8)
 
@@ -328,7 +328,7 @@ PREPARED = {
 
 
 @pytest.mark.parametrize(("prepare", "args"), PREPARED.values(), ids=PREPARED)
-def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare, args):
+def test_operations_on_params_before_the_forward_pass_do_not_count_as_uses(prepare, args):
   @jax.jit
   def loss(params, x, *args):
     decay = 1e-3 * optax.tree.norm(params, squared=True)
@@ -339,13 +339,13 @@ def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare,
   assert plan.reused == ()
 
 
-def test_a_loss_of_nothing_but_params_has_an_order():
+def test_a_loss_without_data_has_an_order():
   params = chain_params()
   plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
   assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
 
 
-def test_the_plan_says_what_it_could_not_tell():
+def test_the_plan_names_leaves_that_the_trace_did_not_place():
   params = {"embed": jnp.ones((8, 8)), "body": jnp.ones((8, 8)), "idle": jnp.ones(3)}
 
   def loss(params, x):
@@ -387,14 +387,14 @@ def in_layers(plan):
 FORWARD = [["d"], ["c"], ["b"], ["a"]]
 
 
-def test_a_base_that_the_loss_closes_over_is_no_data():
+def test_base_weights_that_the_loss_closes_over_do_not_count_as_data():
   plan = optax_boost.layer_groups(
     lambda p, x: chain_loss(adapted(p, BASE), x), adapter_params(), BATCH, num_groups=LAYERS
   )
   assert in_layers(plan) == FORWARD
 
 
-def test_a_base_in_the_batch_is_data():
+def test_base_weights_in_the_batch_count_as_data():
   batch = {"x": BATCH, "base": BASE}
 
   def loss(params, batch):
@@ -423,7 +423,7 @@ def test_a_base_in_the_batch_is_data():
   ],
   ids=["alone", "jit", "noise", "index", "generator", "noise on params", "tau", "targets"],
 )
-def test_data_that_the_loss_closes_over_is_data_where_there_is_no_other(loss, args):
+def test_constants_that_the_loss_closes_over_count_as_data_if_there_is_no_batch(loss, args):
   plan = optax_boost.layer_groups(loss, chain_params(), *args, num_groups=LAYERS)
   assert plan.groups == IN_ORDER
 
@@ -446,7 +446,7 @@ class Adapted(nnx.Module):
     return x
 
 
-def test_base_weights_of_a_model_of_nnx_are_no_data():
+def test_base_weights_of_an_nnx_model_do_not_count_as_data():
   split = ob_nnx.split_loss(image_loss, Adapted())
   plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
   assert in_layers(plan) == FORWARD
@@ -568,7 +568,7 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
     params, state = moved, after
 
 
-def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
+def test_a_pattern_of_masked_leaves_does_not_warn(recwarn):
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   schedule = optax_boost.fixed_freezing(2, 1)
   tx = optax_boost.freeze_layers(
@@ -580,7 +580,7 @@ def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
   assert not recwarn.list
 
 
-def test_clipping_counts_what_is_trained():
+def test_clipping_takes_the_norm_of_trained_leaves():
   tx = optax_boost.freeze_layers(
     optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
     ("d", "c|b|a"),
@@ -592,7 +592,7 @@ def test_clipping_counts_what_is_trained():
   np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-5)
 
 
-def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
+def test_a_nan_in_a_frozen_gradient_does_not_spoil_the_step():
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
   params = chain_params()
   grads = jax.tree.map(jnp.ones_like, params)
@@ -633,7 +633,7 @@ def mask_of(params, pattern):
 
 
 @pytest.mark.parametrize(("within", "by_plan"), [("masked", True), ("partition", False)])
-def test_some_leaves_freeze_inside(within, by_plan):
+def test_freezing_inside_masked_or_partition_freezes_its_leaves_only(within, by_plan):
   groups = plan_of_chain() if by_plan else ("^d", "^a")
   inner = optax.chain(reads_gradients(), optax.sgd(0.1, momentum=0.9))
   tx = optax_boost.freeze_layers(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
@@ -789,7 +789,7 @@ def test_a_step_is_the_whole_gradient_masked(name):
 @pytest.mark.parametrize(
   "wrap", [lambda tx: tx, lambda tx: optax.chain(SPY, tx)], ids=["alone", "spied"]
 )
-def test_inside_a_scan_of_ones_own_frozen_layers_stand_still_and_save_nothing(wrap):
+def test_inside_a_users_scan_frozen_layers_are_not_updated_and_save_nothing(wrap):
   step = chain_step(wrap=wrap)
   expected, _ = train(step, step.init(chain_params()))
 
@@ -931,7 +931,7 @@ def test_clipping_in_front_sees_no_gradient_of_frozen_layers():
   np.testing.assert_allclose(optax.tree.norm(moved), 1e-6, rtol=0.2)
 
 
-def test_a_depth_that_comes_again_compiles_nothing():
+def test_a_depth_that_recurs_compiles_nothing():
   traces = itertools.count()
 
   def counted(params, batch):
@@ -954,7 +954,7 @@ def image_step(variables, depths, **options):
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
+def test_statistics_of_frozen_layers_are_frozen_by_an_option(variables, hold):
   step, state = image_step(variables, [2], hold_frozen_statistics=hold)
   state, metrics = step(state, IMAGES)
   assert metrics["frozen_groups"] == 2
@@ -995,7 +995,7 @@ def test_statistics_belong_to_the_params_of_their_path(params, statistics):
 @pytest.mark.parametrize(
   "wrap", [lambda s: s, lambda s: {"batch_stats": s, "ema": s}], ids=["nnx", "linen"]
 )
-def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
+def test_statistics_without_params_are_not_frozen_by_an_equal_name(wrap):
   statistics = wrap({"encoder": MEAN, "norm": {"var": 1.0}})
   still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
   assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
@@ -1005,7 +1005,7 @@ def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"encoder": x}], ids=["root", "inside"])
-def test_places_in_lists_of_other_lengths_are_no_names(wrap):
+def test_indices_in_lists_of_different_lengths_do_not_count_as_names(wrap):
   norm, dense = {"scale": 1.0}, {"w": 1.0}
   params = wrap([dense, norm, dense, norm])
   start = "encoder/" if "encoder" in params else ""
@@ -1029,7 +1029,7 @@ class Network(nnx.Module):
     return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
 
 
-def test_a_model_of_nnx_freezes_its_first_layer():
+def test_an_nnx_model_freezes_its_first_layer():
   model = Network(nnx.Rngs(0))
   plan = optax_boost.layer_groups(*ob_nnx.split_loss(image_loss, model), BATCH, num_groups=2)
   assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
@@ -1062,7 +1062,7 @@ class WithAdapters(nnx.Module):
     return x
 
 
-def test_base_weights_beside_adapters_are_no_statistics(recwarn):
+def test_base_weights_beside_adapters_do_not_count_as_statistics(recwarn):
   model, loss = WithAdapters(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
   x = jnp.ones((2, 4))
   groups = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model, wrt=nnx.LoRAParam), x)

@@ -86,7 +86,7 @@ def test_path_mask_refuses_other_things_than_patterns():
     optax_boost.path_mask(3)
 
 
-def test_a_function_among_the_leaves_is_to_be_kept_out():
+def test_an_error_for_a_function_among_the_leaves_says_to_leave_it_out():
   with pytest.raises(TypeError, match=r"'activation' is .* Keep it out of `params`, as `equinox"):
     optax_boost.lars(0.1).init({"activation": jnp.tanh, "w": jnp.ones(2)})
   with pytest.raises(TypeError, match=r"Keep it out of `params`"):
@@ -101,7 +101,7 @@ def test_a_function_among_the_leaves_is_to_be_kept_out():
     ({"a": OrderedDict(b=1.0, w=1.0), "c": 1.0}, r"have the containers .* instead of PyTreeDef\("),
   ],
 )
-def test_gradients_of_another_tree_are_described_by_what_differs(grads, words):
+def test_an_error_for_gradients_of_another_tree_names_the_differences(grads, words):
   with pytest.raises(ValueError, match=words):
     _tree.check_same_tree(grads, {"a": {"w": 1.0, "b": 1.0}, "c": 1.0}, "lars")
 
@@ -122,7 +122,7 @@ def test_patterns_are_silent_on_an_empty_tree():
     (lambda tree: jax.tree.map(lambda x: x.ndim == 2, tree), [False, True, False]),
   ],
 )
-def test_selectors(selector, expected):
+def test_selectors_of_every_form_select_the_same_leaves(selector, expected):
   assert _tree.select(PARAMS, selector, "exclude") == expected
 
 

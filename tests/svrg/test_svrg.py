@@ -235,7 +235,7 @@ def test_the_program_of_the_migration_page_takes_the_steps_of_mxnet(name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "wd"])
-def test_the_full_gradient_is_the_true_mean_where_mxnet_carries_the_last_one_over(name):
+def test_the_full_gradient_is_the_true_mean_although_mxnet_adds_the_previous_one(name):
   trace = trace_of(name)
   count = trace.hyper["n"] // trace.size
   for k in range(1, len(trace.arrays["refresh_epoch"])):
@@ -320,7 +320,7 @@ def deviations(gradients, centre):
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 1.0, 2.0])
-def test_variance_ratio_is_on_the_right_side_of_one_and_what_its_docstring_says(coefficient):
+def test_the_variance_ratio_equals_its_definition(coefficient):
   found, state = corrected(START, SNAPSHOT, coefficient)
   plain = [GRADIENT(START, batch) for batch in batches()]
   mu = jax.flatten_util.ravel_pytree(state.full_gradient)[0]
@@ -570,7 +570,7 @@ def test_nnx_shares_masks_and_leaves_statistics_and_rng_counts_alone(kind):
   assert metrics["variance_ratio"] < 1e-6
 
 
-def test_nnx_draws_masks_of_its_own_for_each_batch_of_a_full_pass():
+def test_nnx_draws_new_masks_for_each_batch_of_a_full_pass():
   class Masks(nnx.Module):
     def __init__(self):
       self.w = nnx.Param(jnp.ones(64))
@@ -715,7 +715,7 @@ def test_a_gradient_that_is_not_finite_stays_so_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize("where", ["full gradient", "params"])
-def test_a_refresh_that_is_not_finite_is_not_made_but_counted(where):
+def test_a_refresh_that_is_not_finite_is_skipped_and_counted(where):
   _, state = corrected(START, SNAPSHOT)
   params, full = START, GRADIENT(START, everything())
   if where == "params":
@@ -780,7 +780,7 @@ def used_up():
     (batches, lambda p, b: jax.tree.map(str, p), TypeError, r"`grad_fn` needs arrays as leaves"),
   ],
 )
-def test_full_gradient_refuses_what_it_cannot_average(source, gradient, error, message):
+def test_full_gradient_refuses_gradients_that_it_cannot_average(source, gradient, error, message):
   with pytest.raises(error, match=message):
     optax_boost.full_gradient(gradient, START, source())
 
@@ -830,7 +830,7 @@ def test_a_refresh_refuses_a_state_without_svrg_and_trees_that_do_not_fit():
     optax_boost.refresh_svrg(state, other, other)
 
 
-def test_before_a_loss_scale_it_is_refused():
+def test_svrg_before_a_loss_scale_in_a_chain_is_refused():
   """The full gradient is not scaled, the gradients of a batch would be."""
   scaled = optax_boost.dynamic_loss_scale
 
