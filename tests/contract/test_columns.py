@@ -10,15 +10,15 @@ import textwrap
 
 import pytest
 
+from tests.apply_gradients import test_apply_gradients
 from tests.contract import registry
 from tests.contract import test_contract
 from tests.contract import test_hostile
-from tests.contract import test_in_place
 from tests.contract.bad_input import test_bad_input
 
 COLUMNS = {
   name: function
-  for module in (test_contract, test_hostile, test_in_place, test_bad_input)
+  for module in (test_contract, test_hostile, test_apply_gradients, test_bad_input)
   for name, function in inspect.getmembers(module, inspect.isfunction)
   if name.startswith("test_") and "row" in inspect.signature(function).parameters
 }

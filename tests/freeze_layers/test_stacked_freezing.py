@@ -594,16 +594,3 @@ def test_frozen_nnx_layers_are_not_updated():
   before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))
   ob_nnx.make_train_step(loss)(model, optimizer, X)
   assert stands_still(before, nnx.to_pure_dict(nnx.state(model)), 3)
-
-
-def test_the_rates_of_stacked_layers_equal_the_rates_of_unrolled_layers():
-  params = make_params()
-  decay = optax_boost.layerwise_decay(groups_of(), 0.75)
-  updates, _ = decay.update(params, decay.init(params))
-  # The recipe of timm and BEiT: the embedding is layer 0, the head the last.
-  np.testing.assert_allclose(updates["embed"], 0.75 ** (LAYERS + 1) * params["embed"], rtol=1e-6)
-  np.testing.assert_array_equal(updates["head"], params["head"])
-  names = ["embed", *(f"blocks/{i}/" for i in range(LAYERS)), "head"]
-  decay = optax_boost.layerwise_decay(names, 0.75)
-  unrolled, _ = decay.update(unstack(params), decay.init(unstack(params)))
-  chex.assert_trees_all_close(unstack(updates), unrolled, rtol=1e-6)

@@ -68,24 +68,6 @@ def test_paths_join_keys_and_indices_and_leave_out_the_boxes_of_flax(tree, paths
   assert _tree.leaf_paths(tree) == paths
 
 
-def test_path_mask_selects_by_regular_expression_inside_optax_masked():
-  tx = optax.masked(optax.scale(0.0), optax_boost.path_mask("kernel$", "scale$"))
-  updates, _ = tx.update(PARAMS, tx.init(PARAMS))
-  assert not jnp.any(updates["block"][0]["kernel"])
-  assert not jnp.any(updates["block"][1]["scale"])
-  assert jnp.all(updates["block"][0]["bias"] == 1)
-
-
-def test_path_mask_warns_of_a_pattern_that_matches_nothing():
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gamma'\]. The leaves are: block/0/b"):
-    optax_boost.path_mask("kernel", "gamma")(PARAMS)
-
-
-def test_path_mask_refuses_other_things_than_patterns():
-  with pytest.raises(TypeError, match=r"must hold regular expressions.*; got 3"):
-    optax_boost.path_mask(3)
-
-
 def test_an_error_for_a_function_among_the_leaves_says_to_leave_it_out():
   with pytest.raises(TypeError, match=r"'activation' is .* Keep it out of `params`, as `equinox"):
     optax_boost.lars(0.1).init({"activation": jnp.tanh, "w": jnp.ones(2)})

@@ -221,22 +221,6 @@ def test_wrong_orders_in_a_chain_are_refused_by_the_train_step_and_apply_gradien
 
 
 @pytest.mark.parametrize(
-  "optimizer",
-  [optax.adamw, optax.lion, optax.rmsprop, optax.adabelief, optax_boost.lars],
-  ids=lambda factory: factory.__name__,
-)
-def test_layerwise_decay_before_a_normalizing_optimizer_is_refused(optimizer):
-  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-  decay = optax_boost.layerwise_decay(["a", "b"])
-  for first in (decay, optax.chain(optax.clip(1.0), decay)):
-    tx = optax.chain(first, optimizer(0.1))
-    with pytest.raises(ValueError, match=r"`layerwise_decay` must come after .* `optax.chain\(opt"):
-      optax_boost.apply_gradients(tx, params, tx.init(params), params)
-  for tx in (optax.chain(optimizer(0.1), decay), optax.chain(decay, optax.sgd(0.1, 0.9))):
-    optax_boost.apply_gradients(tx, params, tx.init(params), params)
-
-
-@pytest.mark.parametrize(
   "moments", [optax.adamw(0.1), optax.sgd(0.1, 0.9), optax.ema(0.9)], ids=["adamw", "sgd", "ema"]
 )
 def test_moments_after_freeze_layers_in_a_chain_are_refused(moments):
