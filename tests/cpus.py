@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FILES = (
   *("accumulate", "adasum/test_adasum.py", "centralize", "lars", "normalized_dense"),
   *(f"dim_reduce/test_{name}.py" for name in ("mindspore", "dim_reduce", "subspace")),
-  *("precision/test_precision.py", "svrg", "contract/test_doors.py"),
+  *("precision/test_precision.py", "svrg", "full_gradient", "contract/test_doors.py"),
 )
 SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "own")
 

@@ -76,7 +76,7 @@ def test_a_window_of_bad_micro_batches_makes_no_inner_step():
   np.testing.assert_allclose(updates, -1.0, rtol=1e-5)
 
 
-def test_a_bad_micro_batch_that_is_kept_spoils_its_own_window_only():
+def test_a_kept_bad_micro_batch_spoils_one_window_only():
   inner = optax.apply_if_finite(optax.sgd(1.0), 5)
   tx = optax_boost.accumulate(inner, every=2, not_finite="keep")
   state = tx.init(jnp.zeros(2))
@@ -143,7 +143,7 @@ def test_the_compiled_program_grows_in_proportion_to_the_leaves():
 
 
 @pytest.mark.parametrize("kind", ["whole", "inside masters"])
-def test_a_loss_scale_inside_sees_every_overflow_and_comes_down(kind):
+def test_a_loss_scale_inside_sees_every_overflow_and_shrinks(kind):
   scaled = {
     "whole": optax_boost.dynamic_loss_scale(optax.sgd(0.1), 2.0**24),
     "inside masters": optax_boost.master_weights(
@@ -163,7 +163,7 @@ def test_a_loss_scale_inside_sees_every_overflow_and_comes_down(kind):
   assert state.notfinite_count == 10
 
 
-def test_finite_gradients_whose_sum_overflows_are_dropped_and_counted():
+def test_finite_gradients_are_dropped_and_counted_if_their_sum_overflows():
   tx = optax_boost.accumulate(optax.sgd(0.1, 0.9), every=3)
   params = jnp.zeros(2)
   state = tx.init(params)
@@ -224,6 +224,6 @@ def test_the_mean_over_the_devices_is_the_mean_over_all_tokens():
   np.testing.assert_allclose(found, np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6)
 
 
-def test_an_unknown_treatment_is_refused_with_all_that_there_are():
+def test_an_error_for_an_unknown_treatment_lists_the_known_ones():
   with pytest.raises(ValueError, match=r"`not_finite` must be one of 'drop', 'keep', None; got 'n"):
     optax_boost.accumulate(optax.sgd(0.1), 2, not_finite="none")

@@ -166,7 +166,7 @@ def test_a_pair_is_the_rule_of_the_paper_and_zero_is_neutral():
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
-def test_the_error_stays_below_1e_4_where_the_gradients_cancel_tenfold(replicas):
+def test_the_error_is_below_1e_4_if_gradients_cancel_tenfold(replicas):
   rng = np.random.default_rng(replicas)
   for size in (3, 700) * 20:
     magnitude = 10.0 ** rng.uniform(-28, 28)
@@ -285,7 +285,7 @@ def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes(
     np.testing.assert_allclose(state.orthogonality, 1 / mesh.shape["replicas"], rtol=1e-5)
 
 
-def test_the_mean_of_a_node_neither_overflows_nor_loses_what_float16_can_hold():
+def test_the_mean_of_a_node_does_not_overflow_and_keeps_small_float16_numbers():
   """Sums of two would overflow in float32 and bfloat16; the least float16 has no half."""
   same = {
     "bfloat16": jnp.full((4, 3), 3e38, jnp.bfloat16),
@@ -457,7 +457,7 @@ def test_a_sum_replaces_a_gather_whose_result_cannot_be_declared_equal_on_all_de
   chex.assert_trees_all_equal(jax.jit(step)(stacked), replica(expected))
 
 
-def test_a_leaf_that_is_the_same_everywhere_may_stand_beside_others():
+def test_a_replicated_leaf_may_be_in_the_tree():
   tx = optax_boost.adasum("replicas")
 
   def one(x):

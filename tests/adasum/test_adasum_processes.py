@@ -51,7 +51,7 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_death_ends_all_and_the_next_start_trains_to_the_weights_of_one_process(
+def test_all_processes_stop_when_one_dies_and_a_restart_reaches_the_weights_of_one_process(
   tmp_path, monkeypatch, capfd, example, processes
 ):
   one, many, steps = tmp_path / "one", tmp_path / "many", ("--steps", 12, "--every", 4)
@@ -88,7 +88,7 @@ def test_a_death_ends_all_and_the_next_start_trains_to_the_weights_of_one_proces
     check(value, expected[name], **tolerance)
 
 
-def test_a_checkpoint_of_other_replicas_is_refused_and_stays(tmp_path):
+def test_a_checkpoint_of_other_replicas_is_refused_and_kept(tmp_path):
   steps = ("--steps", 2, "--every", 2)
   assert run(tmp_path, "--devices", 4, *steps)[0] == 0
   before = (tmp_path / "checkpoint.npz").read_bytes()

@@ -88,7 +88,7 @@ def test_the_documented_configuration_is_taken_word_for_word(level, mode, tmp_pa
 
 @pytest.mark.parametrize("mode", [None, "auto", "manual", "enable_all", "disable_all"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_key_that_is_none_has_its_default_and_no_warning(level, mode, tmp_path):
+def test_a_key_whose_value_is_none_has_its_default_without_a_warning(level, mode, tmp_path):
   config = {block: dict.fromkeys(keys) for block, keys in DOCUMENTED.items()}
   config["boost"]["mode"] = mode
   (tmp_path / "boost.json").write_text(json.dumps(config), encoding="utf-8")
@@ -134,7 +134,7 @@ DECISIONS = [
 
 
 @pytest.mark.parametrize(("level", "config", "axis", "on", "ignored"), DECISIONS)
-def test_a_configuration_means_what_it_means_to_mindspore(level, config, axis, on, ignored):
+def test_a_configuration_has_the_meaning_that_mindspore_gives_it(level, config, axis, on, ignored):
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     boost = auto_boost(level, config=config, axis_name=axis)
@@ -143,7 +143,7 @@ def test_a_configuration_means_what_it_means_to_mindspore(level, config, axis, o
   assert [key for key in boost.why if f"`boost.{key}`" in boost.ignored] == ignored
 
 
-def test_it_explains_what_is_on_and_off_and_why():
+def test_explain_lists_which_methods_are_on_and_why():
   with pytest.warns(optax_boost.NoEffectWarning):
     boost = auto_boost("O1", config=manual(NO_GC | FOUR, grad_accumulation=True))
   lines = boost.explain().splitlines()
@@ -170,7 +170,7 @@ def rows_of(boost):
 @pytest.mark.parametrize("form", ["nnx", "linen"])
 @pytest.mark.parametrize(("sizes", "removed"), [((3, 3), 0), ((1, 3, 1), 4)])
 @pytest.mark.parametrize("gc_flag", [True, False])
-def test_it_explains_what_was_removed_from_this_model(form, sizes, removed, gc_flag):
+def test_explain_says_which_batch_norms_were_removed(form, sizes, removed, gc_flag):
   config = manual({"less_bn": {"fn_flag": False, "gc_flag": gc_flag}}, less_bn=True)
   boost = auto_boost("O1", config=config)
   assert rows_of(boost)["less_bn"].startswith("on boost.less_bn is true")
@@ -187,13 +187,13 @@ def test_it_explains_what_was_removed_from_this_model(form, sizes, removed, gc_f
   assert row.endswith(f"| {effect}{'; the optimizer centralizes gradients' if gc_flag else ''}")
 
 
-def test_it_explains_whether_a_last_layer_was_normalized():
+def test_explain_says_whether_a_last_layer_was_normalized():
   boost = auto_boost("O1", config=manual({"less_bn": {"gc_flag": False}}, less_bn=True))
   boost.model(ob_nnx.less_bn, NnxNet(), X)
   assert rows_of(boost)["less_bn"].endswith("removed, last normalized")
 
 
-def test_it_explains_whether_layers_of_this_model_are_frozen():
+def test_explain_says_whether_layers_are_frozen():
   boost = auto_boost("O1", total_steps=10)
   boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
   row = rows_of(boost)["grad_freeze"]
@@ -232,7 +232,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("config", "message"), ERRORS, ids=[str(c)[:50] for c, _ in ERRORS])
-def test_what_can_not_be_honoured_is_an_error(config, message, tmp_path):
+def test_a_setting_that_cannot_be_honoured_is_an_error(config, message, tmp_path):
   (tmp_path / "boost.json").write_text(json.dumps(config), encoding="utf-8")
   for given in (config, json.dumps(config), tmp_path / "boost.json"):
     with pytest.raises(ValueError, match=message):
@@ -274,7 +274,7 @@ def test_a_bad_argument_is_refused_by_its_name(arguments, error, message):
     auto_boost(**{"level": "O1", "total_steps": 9} | arguments)
 
 
-def test_the_optimizer_is_refused_what_it_needs():
+def test_an_optimizer_without_its_required_arguments_is_refused():
   boost = auto_boost("O1", total_steps=9)
   with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
     boost.optimizer(optax.sgd(0.1))
@@ -318,7 +318,7 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_a_configuration_freezes_each_of_many_groups_at_a_depth_of_its_own(kind):
+def test_a_configuration_freezes_each_of_many_groups_at_its_own_depth(kind):
   schedule = _methods.schedule(20, freeze_type=kind, freeze_p=0.1)
   depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
   assert np.unique(depth(np.arange(5_000))).tolist() == list(range(20))
@@ -389,7 +389,7 @@ def on_servers(tx, cast=True):
 
 
 @pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs jax.lax.pcast")
-def test_adasum_of_weight_deltas_over_servers_is_mindspores():
+def test_adasum_of_weight_deltas_over_servers_equals_mindspores():
   boost = auto_boost(config=manual(adasum=True), axis_name="far", local_axis_name="near")
   # The types of `shard_map` say that a server's devices hold the same state.
   params, state = on_servers(boost.optimizer(optax.adam(0.05)))

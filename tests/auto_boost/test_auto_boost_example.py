@@ -11,7 +11,7 @@ def example(import_example):
 
 
 @pytest.mark.slow
-def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
+def test_the_example_prints_its_settings_and_a_comparison(example, capsys, tmp_path):
   config = tmp_path / "two_groups.json"
   config.write_text(
     '{"grad_freeze": {"param_groups": 2}, "less_bn": {"fn_flag": true}}', encoding="utf-8"
@@ -37,7 +37,7 @@ def test_it_says_what_it_does_and_compares(example, capsys, tmp_path):
     (["--out", "levels.txt"], "levels.txt"),
   ],
 )
-def test_it_refuses_what_it_can_not_do(example, capsys, arguments, message):
+def test_the_example_refuses_bad_arguments(example, capsys, arguments, message):
   with pytest.raises(SystemExit):
     example.main(arguments)
   assert message in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_the_average_is_numpys_of_the_params_after_the_steps(mode, step):
   assert state.count == 13
 
 
-def test_before_the_first_snapshot_it_is_the_params_and_then_in_their_dtype():
+def test_the_average_equals_the_params_before_the_first_snapshot_and_has_their_dtype_later():
   tx = optax_boost.average_params(optax.sgd(0.1), start=2)
   state, after = trajectory(tx, jnp.ones((2, 3), jnp.bfloat16), 3)
   assert state.average.dtype == jnp.float32
@@ -327,7 +327,7 @@ class LinenShared(nn.Module):
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_all_uses_of_a_shared_batch_norm_count_alike(api):
+def test_all_uses_of_a_shared_batch_norm_have_equal_weight(api):
   batch = batches_of([8])[0]
   once = (batch - batch.mean(0)) / np.sqrt(batch.var(0) + 1e-5)
   twice = 3 * once / np.sqrt(once.var(0) + 1e-5) + 10
@@ -539,7 +539,7 @@ def test_the_first_step_of_an_average_may_be_traced():
 
 @pytest.mark.parametrize("door", ["update", "apply_gradients"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_params_are_averaged_as_they_are_stored(dtype, door):
+def test_the_average_is_of_half_precision_params_after_rounding(dtype, door):
   """Jitted, XLA may keep the precision that the params lose when they are stored."""
   tx = optax_boost.average_params(optax.chain(optax.scale(-0.1)), start=0)
   rng = np.random.default_rng(0)

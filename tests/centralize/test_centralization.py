@@ -43,7 +43,7 @@ def terms_of(grad):
   return sizes + sizes.mean(axis=tuple(range(1, grad.ndim)), keepdims=True)
 
 
-def test_agrees_with_mindspore_where_its_gate_is_open():
+def test_agrees_with_mindspore_for_the_leaves_that_mindspore_centralizes():
   arrays, names = recorded()
   for name in names:
     grad = arrays[f"grad_{name}"][0]
@@ -73,7 +73,7 @@ def test_decay_after_centralization_is_not_centralized():
   np.testing.assert_allclose(second["kernel"], 0.3, rtol=1e-6)
 
 
-def test_selects_what_the_reference_selects():
+def test_selects_the_same_leaves_as_mindspore():
   with open(GOLDEN / "centralization_groups.json", encoding="utf-8") as file:
     groups = json.load(file)["output_groups"]
   # The reference's names and its torch-like layout; its 16 input features as in the file. The
@@ -162,7 +162,7 @@ FAN_INS = {"q_einsum": 1, "kv_einsum": 2, "o_einsum": (0, 1), "up": 1, "down": 1
 
 
 @pytest.mark.parametrize("passed_to", ["factory", "update"])
-def test_the_fan_in_is_what_the_loss_sums_over(passed_to):
+def test_the_fan_in_is_the_axes_that_the_loss_sums_over(passed_to):
   grads = jax.tree.map(lambda s: gradient(*s), EINSUMS, is_leaf=lambda s: isinstance(s, tuple))
   layers = optax_boost.layer_axes(einsums, grads, gradient(5, 6))
   tx = optax_boost.centralize(**({"layers": layers} if passed_to == "factory" else {}))
@@ -217,7 +217,7 @@ def test_convolutions_are_told_apart_by_their_groups():
   np.testing.assert_array_equal(of_grouped, grads["grouped"])
 
 
-def test_behind_a_mask_leaves_are_known_by_their_paths():
+def test_masked_trees_select_leaves_by_their_paths():
   grads = {"a": gradient(6, 2, 3), "b": gradient(2, 6, 3)}
 
   def loss_fn(params, x):
@@ -254,7 +254,7 @@ def test_inside_shard_map_the_mean_runs_over_all_shards_of_the_fan_in():
   np.testing.assert_allclose(found["kernel"], centralized(grads)["kernel"], rtol=1e-5, atol=1e-6)
 
 
-def test_axes_by_pattern_keep_outputs_on_other_devices_apart():
+def test_mesh_axes_by_pattern_keep_the_means_of_sharded_outputs_separate():
   mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   grads = {"up": {"kernel": gradient(3, 4)}, "down": {"kernel": gradient(4, 3)}}
   columns, rows = jax.sharding.PartitionSpec(None, "x"), jax.sharding.PartitionSpec("x")
@@ -268,7 +268,7 @@ def test_axes_by_pattern_keep_outputs_on_other_devices_apart():
     tx.update(grads, optax.EmptyState())
 
 
-def test_nothing_to_centralize_warns():
+def test_a_tree_without_kernels_warns():
   with pytest.warns(optax_boost.NoEffectWarning, match="finds no kernel .* leaves are: bias"):
     optax_boost.centralize().init({"bias": jnp.ones(3)})
   params = {"kernel": jnp.ones((3, 2))}
@@ -299,7 +299,7 @@ def lookup(params, batch):
 
 
 @pytest.mark.parametrize("loss", ["grey", "depthwise", "lookup"])
-def test_whether_there_is_any_kernel_is_told_by_the_loss_if_it_is_traced(loss):
+def test_the_traced_loss_decides_whether_there_is_a_kernel(loss):
   """A kernel on grey images looks like a depthwise one; only of that a warning is true."""
   loss_fn = lookup if loss == "lookup" else functools.partial(convolution, groups=1)
   loss_fn = functools.partial(convolution, groups=4) if loss == "depthwise" else loss_fn
@@ -320,7 +320,7 @@ def test_whether_there_is_any_kernel_is_told_by_the_loss_if_it_is_traced(loss):
   assert is_centred == (loss == "grey")
 
 
-def test_in_a_loop_of_ones_own_the_first_update_warns_once():
+def test_in_a_loop_without_a_train_step_the_first_update_warns_once():
   params = {"conv": {"kernel": gradient(3, 3, 1, 4)}}
   tx = optax_boost.centralize()
   state = tx.init(params)
@@ -351,7 +351,7 @@ def test_a_kernel_whose_input_is_made_without_data_is_centralized(source):
     np.testing.assert_allclose(np.mean(moved, 0), 0, atol=1e-6)
 
 
-def test_a_bad_gradient_spoils_only_its_own_output():
+def test_a_bad_gradient_spoils_one_output_only():
   grad = gradient(6, 3).at[2, 1].set(jnp.nan)
   found = centralized({"kernel": grad})["kernel"]
   assert np.all(np.isnan(found[:, 1]))

@@ -272,7 +272,7 @@ def _averages_the_params_after_each_step(tx: Any, baseline: Any) -> bool:
 
 _SEARCHES_A_LOSS = {
   "test_derivatives_of_steps_are_finite": "its line search is a loop of unknown length",
-  "test_inside_shard_map_each_device_may_have_a_state_of_its_own": (
+  "test_inside_shard_map_each_device_may_have_its_own_state": (
     "its line search refuses a loss that varies over the axis of a mesh"
   ),
 }

@@ -10,15 +10,15 @@ import textwrap
 
 import pytest
 
+from tests.apply_gradients import test_apply_gradients
 from tests.contract import registry
 from tests.contract import test_contract
 from tests.contract import test_hostile
-from tests.contract import test_in_place
 from tests.contract.bad_input import test_bad_input
 
 COLUMNS = {
   name: function
-  for module in (test_contract, test_hostile, test_in_place, test_bad_input)
+  for module in (test_contract, test_hostile, test_apply_gradients, test_bad_input)
   for name, function in inspect.getmembers(module, inspect.isfunction)
   if name.startswith("test_") and "row" in inspect.signature(function).parameters
 }
@@ -48,7 +48,7 @@ def body(code: str) -> list[ast.stmt]:
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_every_way_through_a_column_asserts_something(name):
+def test_every_code_path_of_a_column_asserts_something(name):
   (function,) = body(inspect.getsource(COLUMNS[name]))
   assert asserts(function.body), "list the rows that it is not for in their `not_applicable`"
 
@@ -67,11 +67,11 @@ def test_every_way_through_a_column_asserts_something(name):
     ("f()", False),
   ],
 )
-def test_a_way_without_an_assertion_is_seen(code, expected):
+def test_a_code_path_without_an_assertion_is_detected(code, expected):
   assert asserts(body(code)) == expected
 
 
 @pytest.mark.parametrize("row", registry.ROWS, ids=str)
-def test_a_row_leaves_out_columns_that_there_are_and_says_why(row):
+def test_a_row_excludes_existing_columns_only_and_gives_reasons(row):
   assert row.not_applicable.keys() <= COLUMNS.keys()
   assert all(len(reason.split()) > 2 for reason in row.not_applicable.values())

@@ -75,7 +75,7 @@ def update(tx: Any, params: Any, state: Any, step: Any, **more: Any) -> Any:
 
 
 @every_row
-def test_acts(row):
+def test_the_method_acts(row):
   if row.acts is not None:
     assert row.acts(row.make(), row.baseline())
   else:
@@ -258,7 +258,7 @@ def test_scalars_and_leaves_without_entries(row, shapes):
 
 @every_row
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype, request):
+def test_updates_have_the_dtype_of_the_gradients_and_states_keep_their_dtypes(row, dtype, request):
   if dtype == "float64":
     request.getfixturevalue("x64")
   params, tx = problems.params(dtype), transformation(row)
@@ -273,7 +273,7 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
 
 
 @every_row
-def test_no_dtype_and_no_rank_is_promoted_by_itself(row):
+def test_neither_dtypes_nor_ranks_are_promoted_implicitly(row):
   """What a user forbids to find mixed precision, and arrays of wrong shapes."""
   params = problems.params("bfloat16")
   grads, tx = problems.grads(params), transformation(row)
@@ -551,7 +551,7 @@ def unrolled_subspace(space):
 
 
 @pytest.mark.parametrize("row", LAYERWISE, ids=str)
-def test_layers_of_a_scan_get_what_unrolled_ones_get(row):
+def test_scanned_layers_get_the_updates_of_unrolled_layers(row):
   rng = np.random.default_rng(0)
   shapes = {"down": (LAYERS, 8, 8), "up": (8, LAYERS, 8)}
   blocks = {name: jnp.asarray(0.4 * rng.normal(size=s), "f4") for name, s in shapes.items()}

@@ -233,7 +233,7 @@ def memory_spaces(tx: optax.GradientTransformation) -> set[jax.memory.Space]:
 
 
 @every_row
-def test_a_state_may_lie_in_the_memory_of_the_host(row):
+def test_a_state_may_be_kept_in_host_memory(row):
   assert memory_spaces(in_host_memory(row.optimizer())) <= {jax.memory.Space.Host}
   if {"inner", "first"} & row.kwargs.keys():
     inner = around(row, in_host_memory(optax.adam(0.05)))
@@ -242,7 +242,7 @@ def test_a_state_may_lie_in_the_memory_of_the_host(row):
 
 
 @pytest.mark.parametrize("spec", [None, (), ("x",)], ids=["one device", "replicated", "sharded"])
-def test_a_state_in_the_memory_of_the_host_stays_there(spec):
+def test_a_state_in_host_memory_remains_in_host_memory(spec):
   host = jax.device_put(jnp.ones(1), jax.memory.Space.Host).sharding.memory_kind
   if host == jax.devices()[0].default_memory().kind:
     pytest.skip("older JAX has one memory on a CPU")
@@ -278,7 +278,7 @@ def around(row: registry.Row, inner: optax.GradientTransformation) -> dict[str, 
 
 
 @every_row
-def test_inside_shard_map_each_device_may_have_a_state_of_its_own(row):
+def test_inside_shard_map_each_device_may_have_its_own_state(row):
   """Local SGD, around an optimizer whose state has counters and moments."""
   if row.factory == "adasum" and jax.__version_info__ >= (0, 11):
     pytest.skip("newer JAX nests no shard_map over one axis, which this row's feed would do")

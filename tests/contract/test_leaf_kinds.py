@@ -53,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @every_row
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jitted"])
-def test_float64_params_of_numpy_are_float32_where_jax_has_no_float64(row, compiled):
+def test_float64_numpy_params_become_float32_without_x64(row, compiled):
   tx = row.make()
   params, grads, updates, state = on_device(row)
   call = jax.jit if compiled else lambda function: function

@@ -96,7 +96,7 @@ def in_float32(order, number):
 
 
 @pytest.mark.parametrize(("order", "number"), marked(SINGLES, known_wrong.IN_FLOAT32))
-def test_one_wrapper_does_what_its_card_says(order, number):
+def test_one_wrapper_behaves_as_its_card_says(order, number):
   in_float32(order, number)
 
 
@@ -104,7 +104,7 @@ PAIRS = (programs.pairs() if ALL else sample()) + EXTRAS
 
 
 @pytest.mark.parametrize(("order", "number"), marked(PAIRS, known_wrong.IN_FLOAT32))
-def test_two_wrappers_do_what_both_cards_say_or_are_refused(order, number):
+def test_two_wrappers_behave_as_both_cards_say_or_are_refused(order, number):
   in_float32(order, number)
 
 
@@ -112,7 +112,7 @@ TRIPLES = programs.triples() if ALL else programs.triples()[::24]
 
 
 @pytest.mark.parametrize(("order", "number"), marked(TRIPLES, known_wrong.IN_FLOAT32))
-def test_three_wrappers_do_what_their_cards_say_or_are_refused(order, number):
+def test_three_wrappers_behave_as_their_cards_say_or_are_refused(order, number):
   in_float32(order, number)
 
 
@@ -242,7 +242,7 @@ def test_svrg_before_a_loss_scale_is_refused(door):
     first_step()
 
 
-def test_every_refusal_has_words():
+def test_every_refusal_has_a_message():
   for order in programs.pairs() + programs.triples():
     for door in comparison.DOORS:
       wanted = expectations.expected(order, door)

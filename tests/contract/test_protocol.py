@@ -44,7 +44,7 @@ def clipped_scale(scale: float) -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def test_a_method_of_a_users_own_is_served_as_ours_are():
+def test_a_users_own_method_gets_the_same_requests_as_ours():
   params = {"w": jnp.zeros(3)}
   step = optax_boost.make_train_step(bowl, optax.chain(clipped_scale(4.0), optax.identity()))
   state, metrics = step(step.init(params), 1.0)
@@ -147,7 +147,7 @@ SEEN_THROUGH = {
 
 
 @pytest.mark.parametrize("name", SEEN_THROUGH)
-def test_groups_are_found_through(name):
+def test_groups_are_found_through_wrappers(name):
   freezing = optax_boost.freeze_layers(
     optax.sgd(0.1), ["a", "b"], optax_boost.fixed_freezing(2, frozen_groups=1)
   )
@@ -158,7 +158,7 @@ def test_groups_are_found_through(name):
   np.testing.assert_allclose(state.params["b"], 0.2, rtol=1e-6)
 
 
-def test_groups_that_a_wrapper_hides_are_an_error_that_says_what_to_do():
+def test_groups_hidden_by_a_wrapper_are_an_error_with_a_remedy():
   frozen = optax_boost.fixed_freezing(2, frozen_groups=1)
   tx = optax.inject_hyperparams(
     lambda rate: optax_boost.freeze_layers(optax.sgd(rate), ["a", "b"], frozen)
@@ -263,7 +263,7 @@ def alone(name):
 @pytest.mark.parametrize(
   ("wrapper", "name"), [pair for pair in itertools.product(WRAPPERS, INSIDE) if pair != REFUSED]
 )
-def test_every_wrapper_hands_on_what_its_optimizer_asks_for(wrapper, name):
+def test_every_wrapper_forwards_the_requests_of_its_optimizer(wrapper, name):
   found = after_two_steps(WRAPPERS[wrapper](INSIDE[name]))
   chex.assert_trees_all_close(found, alone(name), rtol=1e-5)
 

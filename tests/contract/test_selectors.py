@@ -242,7 +242,7 @@ def test_a_match_begins_and_ends_with_a_segment(pattern, path, matches):
     ("(?i)CONV", "write '(?i)CONV.*'"),
   ],
 )
-def test_a_pattern_of_a_part_of_a_segment_is_told_what_to_write(pattern, hint):
+def test_an_error_for_a_pattern_of_a_partial_segment_names_the_right_pattern(pattern, hint):
   params = {"conv1": {"kernel": jnp.ones(2)}, "conv2": {"kernel": jnp.ones(2)}}
   words = rf"Patterns match whole segments of a path, and .*{re.escape(hint)}"
   with pytest.warns(optax_boost.NoEffectWarning, match=words) as caught:
@@ -284,7 +284,7 @@ def test_a_leaf_of_two_groups_is_an_error_that_names_both_patterns(name):
 
 
 @pytest.mark.parametrize("name", ["freeze_layers", "layerwise_decay", "fit_subspace"])
-def test_a_catch_all_at_the_end_is_an_error_that_says_why_it_is_not_needed(name):
+def test_a_final_catch_all_pattern_is_an_error_that_says_why_it_is_not_needed(name):
   with pytest.raises(ValueError, match=r"no pattern matches is in the last group already"):
     TWO_GROUPS[name](["embed", "blocks/0", ".*"])
 

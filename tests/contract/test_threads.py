@@ -132,7 +132,7 @@ def in_threads(trajectories):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "all trained"])
-def test_two_trajectories_of_one_step_get_what_each_gets_alone(form, frozen):
+def test_two_interleaved_runs_of_one_step_equal_separate_runs(form, frozen):
   alone = [train(trajectory) for trajectory in begin(form, frozen)]
   for together in (in_turns, in_threads):
     chex.assert_trees_all_equal(together(begin(form, frozen)), alone)

@@ -111,7 +111,7 @@ def test_without_a_search_the_full_step_is_taken_and_no_loss_is_needed():
   assert float(state.accepted_rho) == 1
 
 
-def test_each_group_has_a_subspace_of_its_own():
+def test_each_group_has_its_own_subspace():
   groups = ("conv", "dense|head")
   mask = np.arange(SIZE) < 48
   tx = optax_boost.dim_reduce(SUBSPACE, gamma=0.5, alpha=0.1, max_search=None, groups=groups)
@@ -222,7 +222,7 @@ def test_a_loss_that_is_not_finite_is_never_accepted(max_search, trials, bad):
   assert float(after.accepted_rho) > 0
 
 
-def test_a_matrix_whose_directions_overflow_starts_over():
+def test_the_quasi_newton_matrix_restarts_if_directions_overflow():
   grads = jax.tree.map(lambda g: 10 * g, jax.grad(loss_fn)(PARAMS))
   for max_search in (2, "auto"):
     tx = optax_boost.dim_reduce(SUBSPACE, max_search=max_search)
@@ -237,7 +237,7 @@ def test_a_matrix_whose_directions_overflow_starts_over():
     )
 
 
-def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was_but_a_count():
+def test_a_gradient_that_is_not_finite_changes_a_counter_only():
   tx = optax_boost.dim_reduce(SUBSPACE)
   step = jax.jit(lambda g, s: tx.update(g, s, PARAMS, value=1.0, value_fn=loss_fn))
   grads = jax.grad(loss_fn)(PARAMS)
@@ -430,7 +430,7 @@ def rosenbrock(x):
   return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
 
 
-def test_the_default_minimizes_rosenbrocks_function_on_which_two_trials_make_no_step():
+def test_the_default_minimizes_rosenbrocks_function_although_two_trials_do_not_suffice():
   losses, metrics = losses_of(
     optax_boost.dim_reduce(whole_space(4)), rosenbrock, [-1.2, 1.0, -1.2, 1.0], 100
   )
@@ -459,7 +459,7 @@ def test_the_default_minimizes_a_quadratic_of_any_scale(scale):
   assert metrics["trials"] < 2.5 * 60
 
 
-def test_the_default_goes_on_where_rounding_errors_hide_the_decrease():
+def test_the_default_continues_although_rounding_errors_hide_the_decrease():
   losses, _ = losses_of(
     optax_boost.dim_reduce(whole_space(3), alpha=0.0),
     lambda x: 1e4 + jnp.sum(jnp.array([1e-4, 1e-3, 1e-2]) * x**2),
@@ -572,7 +572,7 @@ def test_trials_and_steps_go_through_the_inner_optimizer_as_in_mindspore(rate, m
   np.testing.assert_allclose(flat(trace), velocity, rtol=0, atol=1e-4)
 
 
-def test_trials_leave_the_state_of_the_inner_optimizer_as_it_was():
+def test_trials_do_not_change_the_state_of_the_inner_optimizer():
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.1, inner=optax.adam(0.01), max_search=7)
   grads = jax.grad(loss_fn)(PARAMS)
 
@@ -602,7 +602,7 @@ def test_refuses_an_inner_optimizer_that_scales_the_loss():
 
 
 @pytest.mark.parametrize("kind", ["masked", "partition"])
-def test_inside_masked_and_partition_it_takes_all_that_the_train_step_passes(kind):
+def test_inside_masked_and_partition_it_accepts_every_argument_of_the_train_step(kind):
   inner = optax.chain(optax.trace(0.5), takes_grad(), optax.sgd(1.0))
   tx = optax_boost.dim_reduce(SUBSPACE, alpha=0.05, inner=inner)
   mask = optax_boost.path_mask("conv|head")
@@ -691,7 +691,7 @@ def test_refuses_a_subspace_of_other_params():
     optax_boost.dim_reduce(SUBSPACE).init(other)
 
 
-def test_refresh_subspace_refuses_what_does_not_fit():
+def test_refresh_subspace_refuses_a_subspace_that_does_not_fit():
   state = optax_boost.dim_reduce(SUBSPACE).init(PARAMS)
   with pytest.raises(ValueError, match=r"needs an optimizer state with a DimReduceState in it"):
     optax_boost.refresh_subspace(optax.sgd(0.1).init(PARAMS), SUBSPACE)

@@ -224,7 +224,7 @@ def test_a_whole_run_takes_the_branches_of_mindspore(name):
   assert int(state.notfinite_count) == 0
 
 
-def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_ones():
+def test_the_loss_of_two_ranks_is_their_mean_although_mindspore_compares_rounded_losses():
   trace, differs = trace_of("distributed"), 0
   for t in range(trace.steps):
     params, state, _ = trace.step_from(t)
@@ -241,7 +241,7 @@ def test_the_loss_of_two_ranks_is_their_mean_where_mindspore_compares_rounded_on
   assert differs == trace.checks["steps_where_the_floor_changes_the_decision"]
 
 
-def test_a_loss_scale_is_divided_out_once_where_mindspore_leaves_it_in_the_residual():
+def test_a_loss_scale_is_divided_out_once_although_mindspore_keeps_it_in_the_residual():
   trace = trace_of("sens")
   scale = trace.hyper["sens"]
   for t in range(trace.steps):

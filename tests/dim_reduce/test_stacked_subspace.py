@@ -37,7 +37,7 @@ def unrolled_subspace(space):
   return space._replace(mean=unrolled(space.mean), basis=unrolled(space.basis, 1))
 
 
-def test_each_layer_is_fitted_for_itself():
+def test_each_layer_is_fitted_separately():
   snapshots = random_tree(0, 8)
   ours = optax_boost.fit_subspace(snapshots, K, groups=AXES)
   expected = optax_boost.fit_subspace(unrolled(snapshots, 1), K, groups=UNROLLED)
@@ -90,7 +90,7 @@ def put(tree, kind, rows=0):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_layers_on_several_devices_are_fitted_where_they_are(kind):
+def test_sharded_layers_are_fitted_without_a_gather(kind):
   plain = random_tree(0, 8)
   expected = optax_boost.fit_subspace(plain, K, groups=AXES)
   ours = optax_boost.fit_subspace(put(plain, kind, 1), K, groups=AXES)
@@ -127,7 +127,7 @@ OF_PLAN = ["layers/[01]", "head"]
 
 
 @pytest.mark.parametrize("by_plan", [False, True])
-def test_layers_of_a_leaf_move_as_layers_in_leaves_of_their_own(by_plan):
+def test_stacked_layers_move_like_layers_in_separate_leaves(by_plan):
   params = random_tree(2)
   groups = (PLAN, OF_PLAN) if by_plan else (AXES, UNROLLED)
   ours = optax_boost.fit_subspace(random_tree(0, 8), K, groups=groups[0])

@@ -233,7 +233,7 @@ def test_half_precision_is_for_storage_only():
   np.testing.assert_allclose(flat(found.basis), reference(rows, 3)[1], atol=2e-3)
 
 
-def test_none_and_masked_leaves_stay():
+def test_none_and_masked_leaves_are_unchanged():
   rows = walk() | {"none": None, "masked": optax.MaskedNode()}
   found = jax.eval_shape(lambda rows: optax_boost.fit_subspace(rows, 2), rows)
   for part in (found.mean, found.basis):
@@ -434,7 +434,7 @@ def test_snapshots_of_the_wrong_kind_are_refused(snapshots):
     optax_boost.fit_subspace(snapshots, 1)
 
 
-def test_a_saved_subspace_comes_back_sharded_as_the_params_are(tmp_path):
+def test_a_loaded_subspace_is_sharded_like_the_params(tmp_path):
   saved = optax_boost.fit_subspace(walk(), 4)
   path = tmp_path / "a"
   saved.save(path)

@@ -136,7 +136,7 @@ def gaps():
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_svrg_reaches_the_optimum_linearly_where_sgd_stalls(name):
+def test_svrg_reaches_the_optimum_linearly_although_sgd_stalls(name):
   curve = gaps()[name, "SVRG", "float64"]
   assert curve[-1] < 1e-10
   assert gaps()[name, "SVRG", "float32"][-1] < 1e-6

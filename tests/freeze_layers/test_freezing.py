@@ -1,4 +1,4 @@
-"""Freezing: the order that a trace shows, schedules, the transformation and the cut step."""
+"""Freezing: schedules, the transformation and the cut step."""
 
 import gc
 import itertools
@@ -7,7 +7,6 @@ import re
 import weakref
 
 import chex
-from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,16 @@ from optax_boost._freezing import _schedules
 from optax_boost._train_step import _statistics
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests.layer_groups.models import BATCH
+from tests.layer_groups.models import IMAGES
+from tests.layer_groups.models import LAYERS
+from tests.layer_groups.models import Convolutional
+from tests.layer_groups.models import chain_loss
+from tests.layer_groups.models import chain_params
+from tests.layer_groups.models import image_loss
+from tests.layer_groups.models import image_plan
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "freeze_sequences.npz")
-LAYERS = 4
 
 
 # The reference's sequences; seq_s0_g10_p070_n150: strategy 0, 10 groups, freeze_p 0.70.
@@ -35,7 +41,7 @@ def recorded(strategy):
 
 @pytest.mark.filterwarnings("ignore:.*the first group is never trained")
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
-def test_continuous_freezing_is_the_references(name, groups, share):
+def test_continuous_freezing_equals_mindspores_recorded_depths(name, groups, share):
   schedule = optax_boost.continuous_freezing(groups, share)
   steps = jnp.arange(len(GOLDEN[name]))
   np.testing.assert_array_equal(schedule.frozen_groups(steps, None), GOLDEN[name])
@@ -48,7 +54,7 @@ def interval_freezes(share, steps):
 
 
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(1)))
-def test_interval_freezing_is_the_references_given_its_draws(name, groups, share):
+def test_interval_freezing_equals_mindspores_given_its_draws(name, groups, share):
   sequence = GOLDEN[name]
   if groups == 1:
     assert not sequence.any()
@@ -82,7 +88,7 @@ def mindspore_interval(freeze_p, steps):
 
 
 @pytest.mark.filterwarnings("ignore:.*the first group is never trained")
-def test_continuous_freezing_is_mindspores_for_every_freeze_p():
+def test_continuous_freezing_equals_mindspores_for_every_freeze_p():
   for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
     share = 1 - freeze_p
     schedule = optax_boost.continuous_freezing(groups, share, max_depths=groups)
@@ -113,7 +119,7 @@ def mindspore_depth(uniform, groups):
 
 
 @pytest.mark.parametrize(("groups", "freeze_p"), [(2, 0.6), (3, 0.5), (10, 0.7), (40, 0.2)])
-def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
+def test_interval_freezing_equals_mindspores_with_the_uniform_draws_of_its_key(groups, freeze_p):
   steps, key = MANY_STEPS[:300], jax.random.key(3)
   schedule = optax_boost.interval_freezing(groups, 1 - freeze_p, max_depths=groups)
   uniform = jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(key, t)))(steps)
@@ -124,7 +130,7 @@ def test_interval_freezing_is_mindspores_with_the_uniform_draws_of_its_key(group
   )
 
 
-def test_a_share_that_is_no_round_decimal_is_kept_over_a_long_training():
+def test_a_share_that_is_not_a_round_decimal_is_kept_over_a_long_training():
   share, steps = 0.6180339887498949, jnp.arange(300_000)
   assert abs(int(np.sum(interval_freezes(share, steps))) - share * 300_000) <= 1
   rare = interval_freezes(1e-4, steps)
@@ -151,7 +157,7 @@ def test_schedules_stay_exact_up_to_the_last_step(make, share):
   assert abs(np.mean(depths > 0) - share) < 0.01
 
 
-def test_a_turn_without_a_step_that_trains_everything_is_warned_of():
+def test_a_turn_in_which_every_step_freezes_something_warns():
   with pytest.warns(UserWarning, match=r"first group is never trained. Lower .* to 0.5 or less"):
     optax_boost.continuous_freezing(2, 0.8)
 
@@ -222,285 +228,9 @@ def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
   assert [int(plain.frozen_groups(jnp.int32(t), None)) for t in range(110)] == depths
 
 
-# Named so that the order of names is the reverse of the forward pass.
-def chain_params(layers=LAYERS, width=8):
-  keys = jax.random.split(jax.random.key(0), layers)
-  return {
-    chr(ord("a") + layers - 1 - i): {
-      "bias": jnp.full(width, 0.1, jnp.float32),
-      "kernel": jax.random.normal(keys[i], (width, width)) / np.sqrt(width),
-    }
-    for i in range(layers)
-  }
-
-
-def layer(params, x):
-  return jnp.tanh(x @ params["kernel"] + params["bias"])
-
-
-def chain_outputs(params, batch, wrap=lambda f: f):
-  h = batch
-  for name in sorted(params, reverse=True):
-    h = wrap(layer)(params[name], h)
-  return h
-
-
-def chain_loss(params, batch, wrap=lambda f: f):
-  return jnp.mean(chain_outputs(params, batch, wrap) ** 2)
-
-
-BATCH = jax.random.normal(jax.random.key(9), (16, 8))
-
-
-@jax.custom_vjp
-def with_custom_vjp(params, x):
-  return layer(params, x)
-
-
-with_custom_vjp.defvjp(
-  lambda params, x: (layer(params, x), (params, x)),
-  lambda saved, g: jax.vjp(layer, *saved)[1](g),
-)
-with_custom_jvp = jax.custom_jvp(layer)
-with_custom_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
-
-
-def in_scan(f):
-  return lambda params, x: jax.lax.scan(lambda h, _: (f(params, h), None), x, length=2)[0]
-
-
-def in_while(f):
-  return lambda params, x: jax.lax.fori_loop(0, x.shape[0], lambda i, h: f(params, h), x)
-
-
-def in_cond(f):
-  return lambda params, x: jax.lax.cond(x[0, 0] > 0, f, lambda p, h: 2 * f(p, h), params, x)
-
-
-WRAPPERS = {
-  "plain": lambda f: f,
-  "jit": jax.jit,
-  "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
-  "remat": jax.checkpoint,
-  "custom_jvp": lambda f: with_custom_jvp,
-  "custom_vjp": lambda f: with_custom_vjp,
-  "scan": in_scan,
-  "while": in_while,
-  "cond": in_cond,
-  "vmap": lambda f: jax.vmap(f, (None, 0)),
-  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp))))),
-}
-IN_ORDER = tuple((f"{n}/kernel", f"{n}/bias") for n in "dcba")
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_groups_follow_the_forward_pass_through(wrap):
-  params = chain_params()
-  plan = optax_boost.layer_groups(
-    lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
-  )
-  assert plan.groups == IN_ORDER
-  assert plan.sizes == (72,) * LAYERS
-  assert plan.unused == plan.reused == ()
-
-
-def noisy(params, key):
-  keys = dict(zip(params, jax.random.split(key, len(params)), strict=True))
-
-  def kept(name):
-    kernel = params[name]["kernel"]
-    return kernel * jax.random.bernoulli(keys[name], 0.9, kernel.shape)
-
-  return {name: layer | {"kernel": kept(name)} for name, layer in params.items()}
-
-
-MASKS = jax.tree.map(lambda x: x > 0, chain_params())
-# What is done to the params ahead of the forward pass, with further arguments, is not a use.
-PREPARED = {
-  "cast": (lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), ()),
-  "normalized": (lambda p: jax.tree.map(lambda x: x / (1e-6 + jnp.linalg.norm(x)), p), ()),
-  "noise": (lambda p: noisy(p, jax.random.key(0)), ()),
-  "keyed noise": (noisy, (jax.random.key(0),)),
-  "old keys": (noisy, (jax.random.PRNGKey(0),)),
-  "mask": (lambda p: jax.tree.map(jnp.multiply, p, MASKS), ()),
-  "scalar": (lambda p, scale: jax.tree.map(lambda x: x * scale, p), (0.5,)),
-}
-
-
-@pytest.mark.parametrize(("prepare", "args"), PREPARED.values(), ids=PREPARED)
-def test_what_is_done_to_the_params_ahead_of_the_forward_pass_is_no_use(prepare, args):
-  @jax.jit
-  def loss(params, x, *args):
-    decay = 1e-3 * optax.tree.norm(params, squared=True)
-    return decay + chain_loss(prepare(params, *args), x)
-
-  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, *args, num_groups=LAYERS)
-  assert plan.groups == IN_ORDER
-  assert plan.reused == ()
-
-
-def test_a_loss_of_nothing_but_params_has_an_order():
-  params = chain_params()
-  plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
-  assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
-
-
-def test_the_plan_says_what_it_could_not_tell():
-  params = {"embed": jnp.ones((8, 8)), "body": jnp.ones((8, 8)), "idle": jnp.ones(3)}
-
-  def loss(params, x):
-    return jnp.mean(jnp.tanh(x @ params["embed"] @ params["body"]) @ params["embed"].T)
-
-  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
-  assert plan.groups == (("embed",), ("body", "idle"))
-  assert str(plan).splitlines() == [
-    "group 0: 64 parameters (48.9 %): embed",
-    "group 1: 67 parameters (51.1 %), never frozen: body, idle",
-    "not used by the loss, so never frozen: idle",
-    "used again later, frozen where they are used first: embed",
-  ]
-
-
-BASE = {name: layer["kernel"] for name, layer in chain_params().items()}
-
-
-def adapter_params():
-  keys = jax.random.split(jax.random.key(2), LAYERS)
-  return {
-    name: {"down": jax.random.normal(key, (8, 2)), "up": jnp.ones((2, 8))}
-    for name, key in zip("abcd", keys, strict=True)
-  }
-
-
-def adapted(params, base):
-  """Kernels of a base with an update of low rank, computed ahead of the forward pass."""
-  return {
-    name: {"kernel": base[name] + p["down"] @ p["up"], "bias": jnp.zeros(8)}
-    for name, p in params.items()
-  }
-
-
-def in_layers(plan):
-  return [sorted({path.split("/")[0] for path in group}) for group in plan.groups]
-
-
-FORWARD = [["d"], ["c"], ["b"], ["a"]]
-
-
-def test_a_base_that_the_loss_closes_over_is_no_data():
-  plan = optax_boost.layer_groups(
-    lambda p, x: chain_loss(adapted(p, BASE), x), adapter_params(), BATCH, num_groups=LAYERS
-  )
-  assert in_layers(plan) == FORWARD
-
-
-def test_a_base_in_the_batch_is_data():
-  batch = {"x": BATCH, "base": BASE}
-
-  def loss(params, batch):
-    return chain_loss(adapted(params, batch["base"]), batch["x"])
-
-  plan = optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS)
-  # The order in which the layers are adapted.
-  assert in_layers(plan) == FORWARD[::-1]
-
-
-@pytest.mark.parametrize(
-  ("loss", "args"),
-  [
-    (lambda p: chain_loss(p, BATCH), ()),
-    (jax.jit(lambda p: chain_loss(p, BATCH)), ()),
-    (
-      lambda p, key: chain_loss(p, BATCH + jax.random.normal(key, BATCH.shape)),
-      (jax.random.key(0),),
-    ),
-    (lambda p, i: chain_loss(p, BATCH[i][None]), (3,)),
-    (lambda p, k: chain_loss(p, jax.random.normal(k, BATCH.shape)), (jax.random.PRNGKey(0),)),
-    (lambda p, k: chain_loss(noisy(p, k), BATCH), (jax.random.key(0),)),
-    # A temperature, or targets alone, meet all params in one place.
-    (lambda p, tau: jnp.mean(chain_outputs(p, BATCH) / tau), (2.0,)),
-    (lambda p, y: jnp.mean((chain_outputs(p, BATCH) - y) ** 2), (BATCH,)),
-  ],
-  ids=["alone", "jit", "noise", "index", "generator", "noise on params", "tau", "targets"],
-)
-def test_data_that_the_loss_closes_over_is_data_where_there_is_no_other(loss, args):
-  plan = optax_boost.layer_groups(loss, chain_params(), *args, num_groups=LAYERS)
-  assert plan.groups == IN_ORDER
-
-
-class Adapted(nnx.Module):
-  """Layers whose frozen base weights are variables of their own."""
-
-  def __init__(self):
-    base, params = BASE, adapter_params()
-    layer = getattr(nnx, "Dict", dict)  # flax before 0.12 takes plain containers
-    for name in "abcd":
-      variables = jax.tree.map(nnx.Param, params[name])
-      setattr(self, name, layer(base=nnx.Variable(base[name]), **variables))
-
-  def __call__(self, x):
-    kernels = {n: vars(self)[n] for n in "abcd"}
-    weights = {n: k["base"][...] + k["down"][...] @ k["up"][...] for n, k in kernels.items()}
-    for name in "dcba":
-      x = jnp.tanh(x @ weights[name])
-    return x
-
-
-def test_base_weights_of_a_model_of_nnx_are_no_data():
-  split = ob_nnx.split_loss(image_loss, Adapted())
-  plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
-  assert in_layers(plan) == FORWARD
-
-
-def test_overrides_beat_the_trace():
-  plan = optax_boost.layer_groups(
-    chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}
-  )
-  assert plan.groups[1] == ("d/bias", "b/kernel", "b/bias")
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"`overrides` has patterns .*\['nowhere'\]"):
-    optax_boost.layer_groups(
-      chain_loss, chain_params(), BATCH, num_groups=2, overrides={"nowhere": 1}
-    )
-
-
-class Convolutional(nn.Module):
-  """Convolutions with BatchNorm, and a dense layer."""
-
-  layers: int = 3
-  width: int = 4
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    for _ in range(self.layers):
-      x = nn.Conv(self.width, (3, 3))(x)
-      x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-    return nn.Dense(2)(jnp.mean(x, (1, 2)))
-
-
-IMAGES = jax.random.normal(jax.random.key(4), (4, 6, 6, 3))
-
-
-def image_loss(model, batch):
-  return jnp.mean(model(batch) ** 2)
-
-
 @pytest.fixture(scope="module")
 def variables():
   return Convolutional().init(jax.random.key(0), IMAGES)
-
-
-def image_plan(variables, num_groups=4):
-  split = ob_linen.split_loss(image_loss, Convolutional(), variables)
-  return optax_boost.layer_groups(*split, IMAGES, num_groups=num_groups)
-
-
-@pytest.mark.parametrize("num_groups", [2, 3, 4])
-def test_bias_and_normalization_stay_with_their_convolution(variables, num_groups):
-  plan = image_plan(variables, num_groups)
-  for i in range(3):
-    (home,) = [g for g in plan.groups if f"Conv_{i}/kernel" in g]
-    assert {f"Conv_{i}/bias", f"BatchNorm_{i}/scale", f"BatchNorm_{i}/bias"} <= set(home)
-  assert "Dense_0/kernel" in plan.groups[-1]
 
 
 # Each depth once in eight steps, out of order.
@@ -568,7 +298,7 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
     params, state = moved, after
 
 
-def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
+def test_a_pattern_of_masked_leaves_does_not_warn(recwarn):
   params = {"a": jnp.ones(2), "b": jnp.ones(2)}
   schedule = optax_boost.fixed_freezing(2, 1)
   tx = optax_boost.freeze_layers(
@@ -580,7 +310,7 @@ def test_a_pattern_of_leaves_that_a_mask_hides_is_not_idle(recwarn):
   assert not recwarn.list
 
 
-def test_clipping_counts_what_is_trained():
+def test_clipping_takes_the_norm_of_trained_leaves():
   tx = optax_boost.freeze_layers(
     optax.chain(optax.clip_by_global_norm(1.0), optax.scale(-1.0)),
     ("d", "c|b|a"),
@@ -592,7 +322,7 @@ def test_clipping_counts_what_is_trained():
   np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-5)
 
 
-def test_a_frozen_gradient_that_is_not_a_number_does_no_harm():
+def test_a_nan_in_a_frozen_gradient_does_not_spoil_the_step():
   tx = optax_boost.freeze_layers(optax.adamw(1e-2), plan_of_chain(), fixed_schedule([1]))
   params = chain_params()
   grads = jax.tree.map(jnp.ones_like, params)
@@ -633,7 +363,7 @@ def mask_of(params, pattern):
 
 
 @pytest.mark.parametrize(("within", "by_plan"), [("masked", True), ("partition", False)])
-def test_some_leaves_freeze_inside(within, by_plan):
+def test_freezing_inside_masked_or_partition_freezes_its_leaves_only(within, by_plan):
   groups = plan_of_chain() if by_plan else ("^d", "^a")
   inner = optax.chain(reads_gradients(), optax.sgd(0.1, momentum=0.9))
   tx = optax_boost.freeze_layers(inner, groups, fixed_schedule([0, 1], LAYERS if by_plan else 2))
@@ -789,7 +519,7 @@ def test_a_step_is_the_whole_gradient_masked(name):
 @pytest.mark.parametrize(
   "wrap", [lambda tx: tx, lambda tx: optax.chain(SPY, tx)], ids=["alone", "spied"]
 )
-def test_inside_a_scan_of_ones_own_frozen_layers_stand_still_and_save_nothing(wrap):
+def test_inside_a_users_scan_frozen_layers_are_not_updated_and_save_nothing(wrap):
   step = chain_step(wrap=wrap)
   expected, _ = train(step, step.init(chain_params()))
 
@@ -931,7 +661,7 @@ def test_clipping_in_front_sees_no_gradient_of_frozen_layers():
   np.testing.assert_allclose(optax.tree.norm(moved), 1e-6, rtol=0.2)
 
 
-def test_a_depth_that_comes_again_compiles_nothing():
+def test_a_depth_that_recurs_compiles_nothing():
   traces = itertools.count()
 
   def counted(params, batch):
@@ -954,7 +684,7 @@ def image_step(variables, depths, **options):
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_statistics_of_frozen_layers_stand_still_by_option(variables, hold):
+def test_statistics_of_frozen_layers_are_frozen_by_an_option(variables, hold):
   step, state = image_step(variables, [2], hold_frozen_statistics=hold)
   state, metrics = step(state, IMAGES)
   assert metrics["frozen_groups"] == 2
@@ -995,7 +725,7 @@ def test_statistics_belong_to_the_params_of_their_path(params, statistics):
 @pytest.mark.parametrize(
   "wrap", [lambda s: s, lambda s: {"batch_stats": s, "ema": s}], ids=["nnx", "linen"]
 )
-def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
+def test_statistics_without_params_are_not_frozen_by_an_equal_name(wrap):
   statistics = wrap({"encoder": MEAN, "norm": {"var": 1.0}})
   still = held(NORM | {"head": {"kernel": 1.0}}, statistics, "norm/scale")
   assert {path.removeprefix("batch_stats/").removeprefix("ema/") for path in still} == {"norm/var"}
@@ -1005,7 +735,7 @@ def test_statistics_without_params_do_not_stand_still_with_a_namesake(wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"encoder": x}], ids=["root", "inside"])
-def test_places_in_lists_of_other_lengths_are_no_names(wrap):
+def test_indices_in_lists_of_different_lengths_do_not_count_as_names(wrap):
   norm, dense = {"scale": 1.0}, {"w": 1.0}
   params = wrap([dense, norm, dense, norm])
   start = "encoder/" if "encoder" in params else ""
@@ -1029,7 +759,7 @@ class Network(nnx.Module):
     return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
 
 
-def test_a_model_of_nnx_freezes_its_first_layer():
+def test_an_nnx_model_freezes_its_first_layer():
   model = Network(nnx.Rngs(0))
   plan = optax_boost.layer_groups(*ob_nnx.split_loss(image_loss, model), BATCH, num_groups=2)
   assert plan.groups[0] == ("first/kernel", "first/bias", "norm/scale", "norm/bias")
@@ -1062,7 +792,7 @@ class WithAdapters(nnx.Module):
     return x
 
 
-def test_base_weights_beside_adapters_are_no_statistics(recwarn):
+def test_base_weights_beside_adapters_do_not_count_as_statistics(recwarn):
   model, loss = WithAdapters(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
   x = jnp.ones((2, 4))
   groups = optax_boost.layer_groups(*ob_nnx.split_loss(loss, model, wrt=nnx.LoRAParam), x)

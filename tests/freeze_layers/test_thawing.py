@@ -168,7 +168,7 @@ def depths(schedule, steps):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_steps_are_those_of_pytorch_with_a_count_per_param(schedule):
+def test_steps_equal_pytorchs_with_a_count_per_param(schedule):
   params = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4), "c": jnp.zeros(())}
   gradients = random_gradients(params)
   tx = optax_boost.freeze_layers(optax.adam(RATE), ["a", "b", "c"], schedule)
@@ -184,7 +184,7 @@ def test_steps_are_those_of_pytorch_with_a_count_per_param(schedule):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_steps_of_stacked_layers_are_those_of_written_out_ones(schedule, axis):
+def test_steps_of_stacked_layers_equal_the_steps_of_unrolled_layers(schedule, axis):
   layers = {"w": jnp.zeros((4, 2, 3) if axis == 0 else (2, 4, 3)), "head": jnp.zeros(2)}
   dims = ":, " * axis
   plan = optax_boost.LayerGroups(
@@ -277,7 +277,7 @@ def test_training_goes_on_exactly_from_saved_arrays():
   chex.assert_trees_all_equal(run(through_arrays), run(lambda state: state))
 
 
-def test_momentum_without_a_count_is_as_before():
+def test_momentum_without_a_count_is_unchanged_by_thawing():
   inner = optax.sgd(RATE, momentum=0.9)
   tx = optax_boost.freeze_layers(inner, ["body", "head"], SCHEDULES_OF_TWO)
   state = tx.init(written_out())
@@ -429,7 +429,7 @@ def loss_fn(params, batch):
   return jnp.sum(params["body"] * batch) + jnp.sum(params["head"])
 
 
-def test_the_train_step_compiled_per_depth_thaws_gently():
+def test_the_train_step_compiled_per_depth_thaws_with_fresh_counts():
   tx = optax_boost.freeze_layers(
     optax.adam(RATE), ["body", "head"], optax_boost.gradual_unfreezing(2, every=60)
   )
@@ -451,7 +451,7 @@ def test_the_train_step_compiled_per_depth_thaws_gently():
     (optax.chain(optax.adam(RATE), optax.contrib.momo()), "MomoState"),
   ],
 )
-def test_a_count_that_may_be_of_the_run_stays_shared_and_is_warned_of(inner, name):
+def test_a_count_that_may_belong_to_the_run_is_shared_and_warns(inner, name):
   tx = optax_boost.freeze_layers(inner, ["body", "head"], TWO)
   with pytest.warns(UserWarning, match=rf"one step count for all groups in {name}: .*thawed late"):
     state = tx.init(written_out())
@@ -473,7 +473,7 @@ def custom(state_of):
   return optax.GradientTransformation(init, update)
 
 
-def test_an_optimizer_of_ones_own_is_known_by_the_names_in_its_state():
+def test_a_users_optimizer_is_recognized_by_the_names_in_its_state():
   tx = optax_boost.freeze_layers(
     custom(lambda count, mean: {"count": count, "mean": mean}), ["body", "head"], TWO
   )
@@ -484,7 +484,7 @@ def test_an_optimizer_of_ones_own_is_known_by_the_names_in_its_state():
     tx.init(written_out())
 
 
-def test_a_count_apart_from_the_moments_is_that_of_the_run():
+def test_a_count_apart_from_moments_counts_the_run():
   adam = optax.scale_by_adam()
 
   class Clock(NamedTuple):

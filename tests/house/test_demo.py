@@ -161,7 +161,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
   assert files(tmp_path) == before
 
 
-def test_every_method_is_made_from_its_chosen_values_which_are_of_its_grid(examples):
+def test_every_method_is_built_from_chosen_values_of_its_grid(examples):
   params = {"kernel": jnp.ones((2, 3))}
   for method in examples["_methods"].METHODS.values():
     assert method.chosen.keys() == method.grid.keys()
@@ -180,7 +180,7 @@ def test_colour_and_float_images_are_read(examples, tmp_path):
   np.testing.assert_allclose(data.test.images, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_batches_are_whole_shuffled_again_and_each_image_comes_once_an_epoch(examples):
+def test_each_epoch_is_shuffled_and_has_every_image_once(examples):
   part = examples["_data"].Part(np.zeros((10, 1, 1, 1)), np.arange(10))
   feed = [batch["labels"] for batch in examples["_data"].batches(part, 5, epochs=2, seed=0)]
   assert [len(labels) for labels in feed] == [5, 5, 5, 5]

@@ -79,14 +79,16 @@ def test_broken_bounds_are_named_also_per_leaf_and_in_parts_of_another_case(monk
   assert bounds.broken({}) == []
 
 
-def test_bounds_name_what_is_measured():
+def test_bounds_name_measured_figures_only():
   for chip, layout, case, _, _ in bounds.BOUNDS:
     assert layout in chips.layouts(chips.CHIPS[chip])
     assert case in cases.CASES
     assert cases.CASES[case].is_for(chip, layout)
 
 
-def test_without_the_packages_it_says_what_to_install(monkeypatch, capsys, tmp_path):
+def test_an_error_without_the_compilers_names_the_packages_to_install(
+  monkeypatch, capsys, tmp_path
+):
   find_spec, compilers = importlib.util.find_spec, ("jax_cuda12_plugin", "libtpu")
 
   def without_compilers(name, *of):

@@ -47,7 +47,7 @@ RUN = {
 }
 
 
-def test_a_tab_is_a_program_of_its_own_with_the_blocks_outside_of_tabs(tmp_path):
+def test_a_tab_and_the_blocks_outside_of_tabs_are_a_separate_program(tmp_path):
   page = tmp_path / "page.md"
   block = "```python\n{}\n```\n"
   tab = ":::{{tab-item}} {}\n:sync: {}\n" + block + ":::\n"
@@ -150,7 +150,7 @@ def test_every_transformation_has_a_card():
 
 
 @pytest.mark.parametrize("name", ["mxnet", "horovod", "sgperm"])
-def test_a_migration_table_names_only_what_there_is(name):
+def test_a_migration_table_names_existing_functions_only(name):
   page = (DOCS / "migrating" / f"{name}.md").read_text(encoding="utf-8")
   for row in re.findall(r"^\|[^|]*\|([^|]*)\|", page, re.MULTILINE):
     for used in re.findall(r"`([a-z_]+)\(", row):
@@ -170,7 +170,7 @@ def test_the_pages_build_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_a_notebook_is_kept_without_outputs_and_names_what_is_public(path):
+def test_a_notebook_has_no_outputs_and_names_public_functions_only(path):
   cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
   codes = [cell for cell in cells if cell["cell_type"] == "code"]
   assert not any(cell["outputs"] or cell["execution_count"] for cell in codes)

@@ -15,7 +15,7 @@ def run(code):
   )
 
 
-def test_the_forms_for_flax_are_imported_where_they_are_first_used():
+def test_flax_forms_are_imported_at_their_first_use():
   code = (
     "import sys, optax_boost\n"
     "assert 'flax' not in sys.modules\n"
@@ -27,7 +27,7 @@ def test_the_forms_for_flax_are_imported_where_they_are_first_used():
 
 
 @pytest.mark.parametrize("name", ["nnx", "linen"])
-def test_without_flax_an_error_says_what_to_install(name):
+def test_an_error_without_flax_names_the_package_to_install(name):
   code = (
     "import importlib.util, optax_boost\n"
     "importlib.util.find_spec = lambda name: None\n"

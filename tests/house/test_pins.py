@@ -18,7 +18,7 @@ def test_every_tool_and_every_package_with_types_has_one_exact_version():
   assert {*pins.PROGRAMS, *pins.TYPED} <= set(names)
 
 
-def test_no_extra_names_a_tool_so_that_there_is_one_place_to_change():
+def test_no_extra_names_a_pinned_tool():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
   for name, extra in project["optional-dependencies"].items():
     tools = [line for line in extra if re.match(r"[\w-]+", line)[0] in pins.PROGRAMS]

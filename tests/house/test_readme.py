@@ -20,7 +20,7 @@ def test_readme_block_runs(code):
   exec(compile(code, "README.md", "exec"), {})
 
 
-def test_the_page_on_pypi_has_no_relative_link_which_would_lead_nowhere():
+def test_the_page_on_pypi_has_no_relative_links():
   hooks = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
     "metadata"
   ]["hooks"]
@@ -47,7 +47,7 @@ def named_in_the_map():
   return paths
 
 
-def test_all_that_the_map_names_is_there():
+def test_every_file_that_the_map_names_exists():
   missing = {
     path
     for path in named_in_the_map()

@@ -68,25 +68,7 @@ def test_paths_join_keys_and_indices_and_leave_out_the_boxes_of_flax(tree, paths
   assert _tree.leaf_paths(tree) == paths
 
 
-def test_path_mask_selects_by_regular_expression_inside_optax_masked():
-  tx = optax.masked(optax.scale(0.0), optax_boost.path_mask("kernel$", "scale$"))
-  updates, _ = tx.update(PARAMS, tx.init(PARAMS))
-  assert not jnp.any(updates["block"][0]["kernel"])
-  assert not jnp.any(updates["block"][1]["scale"])
-  assert jnp.all(updates["block"][0]["bias"] == 1)
-
-
-def test_path_mask_warns_of_a_pattern_that_matches_nothing():
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"\['gamma'\]. The leaves are: block/0/b"):
-    optax_boost.path_mask("kernel", "gamma")(PARAMS)
-
-
-def test_path_mask_refuses_other_things_than_patterns():
-  with pytest.raises(TypeError, match=r"must hold regular expressions.*; got 3"):
-    optax_boost.path_mask(3)
-
-
-def test_a_function_among_the_leaves_is_to_be_kept_out():
+def test_an_error_for_a_function_among_the_leaves_says_to_leave_it_out():
   with pytest.raises(TypeError, match=r"'activation' is .* Keep it out of `params`, as `equinox"):
     optax_boost.lars(0.1).init({"activation": jnp.tanh, "w": jnp.ones(2)})
   with pytest.raises(TypeError, match=r"Keep it out of `params`"):
@@ -101,7 +83,7 @@ def test_a_function_among_the_leaves_is_to_be_kept_out():
     ({"a": OrderedDict(b=1.0, w=1.0), "c": 1.0}, r"have the containers .* instead of PyTreeDef\("),
   ],
 )
-def test_gradients_of_another_tree_are_described_by_what_differs(grads, words):
+def test_an_error_for_gradients_of_another_tree_names_the_differences(grads, words):
   with pytest.raises(ValueError, match=words):
     _tree.check_same_tree(grads, {"a": {"w": 1.0, "b": 1.0}, "c": 1.0}, "lars")
 
@@ -122,7 +104,7 @@ def test_patterns_are_silent_on_an_empty_tree():
     (lambda tree: jax.tree.map(lambda x: x.ndim == 2, tree), [False, True, False]),
   ],
 )
-def test_selectors(selector, expected):
+def test_selectors_of_every_form_select_the_same_leaves(selector, expected):
   assert _tree.select(PARAMS, selector, "exclude") == expected
 
 

@@ -150,7 +150,7 @@ def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_agrees_with_mindspore_where_norms_are_not_zero(number):
+def test_agrees_with_mindspore_if_norms_are_not_zero(number):
   arrays, hyper = load("lars_mindspore")
   case = hyper["cases"][number]
   rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
@@ -205,7 +205,7 @@ def after_ten_steps(tx, params, grads):
   return run(lambda _: tx, 0, params, grads)[0]
 
 
-def test_the_default_coefficient_is_that_of_the_paper_mxnet_and_optax():
+def test_the_default_coefficient_equals_the_papers_mxnets_and_optaxs():
   for factory in (optax.lars, optax_boost.lars, optax_boost.scale_by_lars_trust_ratio):
     assert inspect.signature(factory).parameters["trust_coefficient"].default == 0.001
 
@@ -246,7 +246,7 @@ def test_with_its_defaults_lars_steps_as_its_formula_says(weight_decay):
 
 
 @pytest.mark.parametrize("of", ["params", "gradients"])
-def test_trust_ratio_is_one_where_a_norm_is_zero(of):
+def test_the_trust_ratio_is_one_if_a_norm_is_zero(of):
   trees = {"params": {"kernel": jnp.ones((2, 2))}, "gradients": {"kernel": jnp.ones((2, 2))}}
   trees[of]["kernel"] *= 0
   tx = optax_boost.scale_by_lars_trust_ratio()
@@ -310,7 +310,7 @@ def test_biases_and_normalizations_are_excluded_by_name_and_rank(path, shape, ex
   assert (ratio == 1) == expected
 
 
-def test_the_ratio_of_stacked_layers_is_the_mean_of_what_each_would_have_alone():
+def test_the_ratio_of_stacked_layers_is_the_mean_of_their_own_ratios():
   rng = np.random.default_rng(0)
   w, g = (jnp.asarray(rng.normal(size=(4, 3, 3)), jnp.float32) for _ in range(2))
   w *= jnp.array([0.1, 1, 10])[:, None]
@@ -324,7 +324,7 @@ def test_the_ratio_of_stacked_layers_is_the_mean_of_what_each_would_have_alone()
   np.testing.assert_allclose(stacked, np.mean(alone), rtol=1e-5)
 
 
-def test_a_train_step_tells_stacked_layers_to_lars_inside_inject_hyperparams():
+def test_the_train_step_passes_layers_to_lars_inside_inject_hyperparams():
   def loss_fn(params, x):
     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
 
@@ -372,7 +372,7 @@ def test_inside_shard_map_norms_run_over_all_shards(axis):
 
 
 @pytest.mark.parametrize("platform", ["CPU", "GPU"])
-def test_axes_by_pattern_keep_layers_on_other_devices_apart(monkeypatch, platform):
+def test_mesh_axes_by_pattern_keep_the_norms_of_sharded_layers_separate(monkeypatch, platform):
   if platform == "GPU":
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
   mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -444,7 +444,7 @@ def test_a_clipped_ratio_lets_no_layer_step_further_than_the_rate(rate):
     np.testing.assert_allclose(updates["zero"], -bound, rtol=1e-6)
 
 
-def test_a_pattern_without_effect_is_warned_of_once():
+def test_a_pattern_without_effect_warns_once():
   params = {"kernel": jnp.ones((2, 2))}
   tx = optax_boost.lars(0.1, exclude="bias")
   with warnings.catch_warnings(record=True) as caught:
@@ -540,7 +540,7 @@ def test_on_gpus_small_sharded_leaves_are_not_gathered(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("platform", ["CPU", "GPU"])
-def test_stacked_layers_may_lie_on_other_devices_of_an_explicit_mesh(monkeypatch, platform):
+def test_stacked_layers_may_be_sharded_on_an_explicit_mesh(monkeypatch, platform):
   if platform == "GPU":
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)

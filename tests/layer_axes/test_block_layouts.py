@@ -41,7 +41,7 @@ def expected_groups(layout):
 
 
 @pytest.mark.parametrize("name", block_layouts.LAYOUTS)
-def test_each_block_is_a_group_and_what_is_before_and_after_them_are_two(name):
+def test_each_block_is_a_group_and_leaves_before_and_after_blocks_are_two_more(name):
   layout, plan = layout_of(name), plan_of(name)
   found, expected = [set(group) for group in plan.groups], expected_groups(layout)
   assert found == expected

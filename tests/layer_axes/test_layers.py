@@ -275,7 +275,7 @@ def in_shard_map(p, x):
     lambda p, x: x @ (p["w"] + 0.1 * jnp.tanh(p["w"])) + p["b"],
   ],
 )
-def test_kernels_are_found_wherever_they_stand(loss_fn):
+def test_kernels_are_found_in_programs_of_many_forms(loss_fn):
   params = {"w": jnp.ones((8, 12)), "b": jnp.ones(12)}
   assert axes(lambda p, x: jnp.sum(loss_fn(p, x)), params, X) == {"b": ((), ()), "w": ((0,), ())}
 
@@ -287,7 +287,7 @@ def test_adapters_added_to_a_kernel():
   assert set(added.values()) == {((0,), ())}
 
 
-def test_a_program_that_does_not_tell_is_not_guessed():
+def test_an_ambiguous_program_gets_no_description():
   params = {"blocks": jnp.ones((32, 2)), "unused": jnp.ones(3), "spectrum": jnp.ones((8, 8))}
 
   def loss_fn(p, x):
@@ -346,11 +346,11 @@ def stacked_axes(*args):
     lambda p, x: jax.lax.fori_loop(0, 2, lambda _, total: total + plain(p, x), 0.0),
   ],
 )
-def test_scans_are_found_wherever_they_stand(loss_fn):
+def test_scans_are_found_in_programs_of_many_forms(loss_fn):
   assert stacked_axes(loss_fn, SCANNED, X) == BOTH
 
 
-def test_a_loss_is_traced_as_it_is_now():
+def test_a_loss_that_was_redefined_is_traced_again():
   """As in a notebook, where the model is defined again and the loss that calls it is not."""
   models = [lambda p, x: jnp.sum(p["blocks"]["kernel"]), plain]
 
@@ -382,18 +382,18 @@ def scans_in_a_scan(kernels, x):
   ],
   ids=["transposed", "heads", "joined", "in a scan", "inner axis first", "data alone"],
 )
-def test_a_leaf_is_stacked_along_its_own_axes(shape, loss_fn, expected):
+def test_each_leaf_has_its_own_stacked_axes(shape, loss_fn, expected):
   found = stacked_axes(lambda p, x: jnp.sum(loss_fn(p["w"], x)[0]), {"w": jnp.ones(shape)}, X)
   assert found == ({} if expected is None else {"w": expected})
 
 
-def test_only_what_is_trained_of_an_nnx_model_has_a_place():
+def test_only_trained_variables_of_an_nnx_model_are_described():
   biases = nnx.All(nnx.Param, nnx.PathContains("bias"))
   split = ob_nnx.split_loss(lambda model, x: jnp.sum(model(x)), SideBySide(), wrt=biases)
   assert optax_boost.layer_axes(*split, X).paths == ("blocks/bias",)
 
 
-def test_ranks_are_sorted_again_where_a_later_step_knows_the_layers():
+def test_ranks_are_sorted_again_when_a_later_step_knows_the_layers():
   tx = optax_boost.sgperm(alpha_min=0.2, method="rank")
   start = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), SCANNED)
   state = tx.init(start)
@@ -476,7 +476,7 @@ def in_a_scan(p, key, x):
   ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_kernel_whose_input_no_data_goes_into(generated, depth):
+def test_a_kernel_whose_input_does_not_depend_on_data(generated, depth):
   params = {"trunk": jnp.ones((8, 4)), "time": jnp.ones((6, 4)), "head": jnp.ones((4, 3))}
   params["shift"] = jnp.ones((2, 4))
   if depth == 2:
@@ -491,7 +491,7 @@ def test_a_kernel_whose_input_no_data_goes_into(generated, depth):
   assert axes(loss_fn, params, X, KEY) == kernels | {"shift": ((), ())}
 
 
-def test_kernels_of_einsums_convolutions_and_experts_whose_input_no_data_goes_into():
+def test_kernels_of_einsums_convolutions_and_experts_whose_input_does_not_depend_on_data():
   params = {
     "trunk": jnp.ones((8, 4)),
     "heads": jnp.ones((2, 6, 2)),

@@ -64,7 +64,7 @@ def flax(request):
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_of_each_bottleneck_branch_only_the_last_batch_norm_stays(flax, pre):
+def test_each_bottleneck_branch_keeps_only_its_last_batch_norm(flax, pre):
   models = (lambda: NnxNet(pre=pre), LinenNet(pre=pre))
   assert removed_in(flax, *models) == INNER
   places = places_in(flax, *models)
@@ -119,7 +119,7 @@ class Gated(NnxBlock):
     return self.bn1(self.a(x)) + y
 
 
-def test_the_layers_of_a_gate_make_no_bottleneck():
+def test_the_layers_of_a_gate_do_not_make_a_block_a_bottleneck():
   assert removed_from(lambda: NnxNet(block=Gated), X) == INNER
   places = places_in("nnx", lambda: NnxNet(BASIC, block=Gated), None)
   assert {p.layers for p in places.values() if p.role == "inner"} == {2}
@@ -159,7 +159,7 @@ class Conditioned(nnx.Module):
     return self.block(x + self.embed(time)[:, None, None])
 
 
-def test_of_several_inputs_each_is_followed():
+def test_every_input_is_followed():
   removed = removed_from(lambda: Conditioned(nnx.Rngs(0)), "train", jnp.ones((2, 2)), x=X)
   assert removed == {"block/norms/2", "block/norms/1"}
 
@@ -210,7 +210,7 @@ class Hourglass(nnx.Module):
     return x + self.norm(self.conv(y))
 
 
-def test_of_nested_blocks_the_innermost_counts():
+def test_the_innermost_of_nested_blocks_decides():
   def make():
     return Hourglass(nnx.Rngs(0))
 
@@ -253,7 +253,7 @@ def outputs_in_nnx(model, x):
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_the_nnx_copy_computes_what_the_network_without_them_does(pre):
+def test_the_nnx_copy_equals_the_network_without_batch_norms(pre):
   model = filled_nnx_net(0, lambda: NnxNet(pre=pre))
   before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
   less = ob_nnx.less_bn(model, X)
@@ -270,7 +270,7 @@ def test_the_nnx_copy_computes_what_the_network_without_them_does(pre):
 
 
 @pytest.mark.parametrize("pre", [False, True])
-def test_the_linen_module_computes_what_the_network_without_them_does(pre):
+def test_the_linen_module_equals_the_network_without_batch_norms(pre):
   module = LinenNet(pre=pre)
   less = ob_linen.less_bn(module, X)
   by_hand = LinenNet(pre=pre, drop=True)
@@ -342,7 +342,7 @@ class Auxiliary(nn.Module):
     return (y, LinenBlock(3, BOTTLENECK, name="side")(x, train)) if train else y
 
 
-def test_a_call_may_leave_out_a_part_of_what_the_plan_names():
+def test_a_call_may_skip_modules_that_the_plan_names():
   less = ob_linen.less_bn(Auxiliary(), X)
   assert len(less.plan.removed) == 4
   variables = jax.eval_shape(less.init, jax.random.key(0), X)

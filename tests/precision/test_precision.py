@@ -62,7 +62,7 @@ def test_float32s_largest_number_as_numpy_prints_it_may_be_the_cap():
   assert state.loss_scale == np.finfo(np.float32).max
 
 
-def test_an_overflow_restarts_the_count_to_growth_also_where_hysteresis_keeps_the_scale():
+def test_an_overflow_restarts_the_growth_count_even_if_hysteresis_keeps_the_scale():
   tx = optax_boost.dynamic_loss_scale(optax.sgd(0.1), 4.0, 2, hysteresis=3)
   state, seen = tx.init(jnp.zeros(1)), []
   for grad in (1.0, jnp.inf, 1.0, 1.0):
@@ -100,7 +100,7 @@ def test_train_step_scales_the_loss_it_differentiates_and_reports_the_plain_one(
   assert "1024" not in text, "the scale must come from the state, not be compiled in"
 
 
-def test_accumulation_inside_the_loss_scale_drops_what_overflows():
+def test_accumulation_inside_the_loss_scale_drops_overflowing_micro_batches():
   tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(optax.sgd(1.0), 2), 4.0)
   state = tx.init(jnp.zeros(1))
   for grad in (4.0, jnp.inf, 6.0):
@@ -174,7 +174,7 @@ def test_masters_beyond_the_range_of_the_params_saturate_and_come_back():
 
 
 @pytest.mark.parametrize("key", [None, 0], ids=["nearest", "stochastic"])
-def test_infinite_params_stay_as_they_are_and_are_not_counted(key):
+def test_infinite_params_are_unchanged_and_not_counted(key):
   """An infinite bias may be a mask."""
   params = jnp.array([-jnp.inf, 1.0], jnp.float16)
   tx = optax_boost.master_weights(optax.sgd(1.0), key=key)
@@ -218,7 +218,7 @@ def test_float16_gradients_are_unscaled_in_float32(scale):
   )
 
 
-def test_a_static_scale_stays_and_skips_what_overflows():
+def test_a_static_scale_is_constant_and_skips_steps_that_overflow():
   tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), 4.0, growth_interval=None)
   state = tx.init(jnp.zeros(1))
   moved = []
@@ -240,7 +240,7 @@ def test_hysteresis_lets_overflows_pass_as_megatron_does():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_loss_scale_may_stand_around_masters(dtype):
+def test_a_loss_scale_may_wrap_master_weights(dtype):
   params = jnp.ones(2, dtype)
   one = optax_boost.dynamic_loss_scale(optax_boost.master_weights(optax.adam(1e-3)), 4.0)
   other = optax_boost.master_weights(optax_boost.dynamic_loss_scale(optax.adam(1e-3), 4.0))
@@ -260,7 +260,7 @@ def test_a_loss_scale_may_stand_around_masters(dtype):
   "inner", [optax.adam(0.1), optax_boost.accumulate(optax.sgd(0.1), 1)], ids=["adam", "accumulate"]
 )
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_gradient_leaves_masters_and_the_inner_state_as_they_were(inner, bad):
+def test_a_bad_gradient_changes_neither_masters_nor_the_inner_state(inner, bad):
   tx = optax_boost.master_weights(inner)
   params = jnp.ones(2, jnp.bfloat16)
   _, state = tx.update(params, tx.init(params), params)
@@ -284,7 +284,7 @@ def test_gradients_that_the_inner_optimizer_can_handle_do_not_count_as_bad():
 
 
 @pytest.mark.parametrize("key", [None, 3])
-def test_masters_follow_params_that_something_else_has_moved(key):
+def test_masters_follow_params_that_were_changed_between_steps(key):
   tx = optax_boost.master_weights(optax.sgd(2.0**-9), key=key)
   params = jnp.ones(100, jnp.bfloat16)
   state, grads = tx.init(params), jnp.full_like(params, -1.0)

@@ -51,7 +51,7 @@ def test_agrees_to_the_bit_with_a_table_of_all_numbers(dtype, exponents):
 
 
 @both_dtypes
-def test_numbers_of_the_dtype_stay_as_they_are(dtype):
+def test_numbers_that_the_dtype_represents_are_unchanged(dtype):
   numbers = all_numbers(dtype)
   ours = np.asarray(rounded(jax.random.key(0), numbers.astype(np.float32), dtype))
   nan = np.isnan(numbers.astype(np.float32))
@@ -98,7 +98,7 @@ def train(tx, params, gradients, steps, state=None):
   return params, state
 
 
-def test_trains_where_rounding_to_nearest_stalls():
+def test_trains_although_rounding_to_nearest_stalls():
   target = jnp.linspace(-2, 2, 500)
   start = jnp.full(500, 1.0, jnp.bfloat16)
 

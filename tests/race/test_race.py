@@ -91,7 +91,7 @@ def test_a_method_that_diverges_is_reported_and_left_out_of_means(raced):
   assert math.isnan(raced.difference("wild", "error")[0])
 
 
-def test_seeds_at_once_give_what_they_give_one_at_a_time():
+def test_vmapped_seeds_give_the_curves_of_separate_runs():
   methods = {"sgd": optax.sgd(0.05), "adam": optax.adam(0.1)}
   alone, at_once = (
     small(methods, noisy_loss, seeds=[5, 3, 7], evaluate=error, vmap_seeds=vmap)
@@ -160,7 +160,7 @@ def result_of(complete=True, **methods):
   return RaceResult(seeds, curves, spent, complete)
 
 
-def test_the_cheapest_sets_the_budgets_at_which_curves_are_interpolated():
+def test_the_cheapest_method_sets_the_budgets_at_which_curves_are_interpolated():
   result = result_of(
     cheap=([[9, 8, 7], [9, 6, 5]],),
     dear=([[6, 4, 2], [4, 3, 1]], (2, 4, 6), (1.5, 3.5, 5.0)),
@@ -250,7 +250,7 @@ def test_the_picture_has_a_panel_for_each_quantity_and_budget(raced):
   assert titles == ["error", "training loss (logarithmic)"]
 
 
-def test_without_matplotlib_it_says_what_to_install(raced, monkeypatch):
+def test_an_error_without_matplotlib_names_the_package_to_install(raced, monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(ImportError, match=r'needs matplotlib. .*`pip install "\.\[race\]"` in a'):
     raced.plot()
@@ -271,7 +271,7 @@ def interrupted_in(evaluation):
   return small(METHODS, seeds=3, evaluate=evaluate, vmap_seeds=False)
 
 
-def test_interrupted_it_returns_the_seeds_that_all_have_finished():
+def test_an_interrupted_race_returns_the_seeds_that_all_methods_finished():
   result = interrupted_in(2 * 3 + 2 * 3 + 4)
   assert (result.seeds, result.complete) == ((0, 1), False)
   assert "Interrupted: of the seeds only (0, 1) are there." in result.table()
@@ -418,7 +418,7 @@ def test_bad_input_is_refused(changed, error, text):
     optax_boost.race(**arguments | {"steps": 2, "seeds": 1, "progress": False} | changed)
 
 
-def test_an_error_tells_the_method_that_was_trained():
+def test_an_error_names_the_method_that_was_trained():
   def update(updates, state, params=None):
     raise RuntimeError("inside bad")
 

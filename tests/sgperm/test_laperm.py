@@ -67,7 +67,7 @@ def test_a_checkpoint_of_integers_is_the_last_synchronization():
   jax.tree.map(np.testing.assert_array_equal, restored, optax_boost.permuted_params(state).params)
 
 
-def test_weights_that_became_nan_return_as_the_largest_of_their_vector():
+def test_a_weight_that_became_nan_receives_the_largest_of_its_vector():
   start = params()
   tx = optax_boost.laperm(optax.sgd(0.0), sync_every=1)
   bad = jax.tree.map(jnp.zeros_like, start)

@@ -76,7 +76,7 @@ def test_a_train_state_is_loaded_from_its_integers_to_the_last_bit(one_run, tmp_
     optax_boost.sgperm(alpha=1.0, method="pairs", key=0),
   ],
 )
-def test_so_is_one_of_another_layout_or_method(tx, tmp_path):
+def test_a_train_state_of_another_layout_or_method_is_loaded_to_the_last_bit(tx, tmp_path):
   start = {name: initial(7)[name] for name in ("bias", "dense")}
   params, state = trained(tx, start)
   assert np.any(params["dense"] != start["dense"])
@@ -208,7 +208,7 @@ def test_integers_that_are_not_a_permutation_are_refused(params, index, message)
     PermutedParams.from_initial(jax.tree.map(jnp.asarray, params), index)
 
 
-def test_a_state_of_neither_method_or_of_two_is_refused():
+def test_a_state_with_no_permutation_or_with_two_is_refused():
   params = {"a": jnp.arange(3.0)}
   rank = optax_boost.sgperm(method="rank")
   for tx, number in ((optax.sgd(0.1), 0), (optax.chain(rank, rank), 2)):

@@ -175,7 +175,7 @@ def test_each_step_of_a_linen_module_ends_in_a_permutation(method):
 
 
 @pytest.mark.parametrize("rate", [0.1, 1e-6])
-def test_updates_that_lead_elsewhere_are_added(rate):
+def test_updates_that_do_not_permute_are_added(rate):
   start = params()
   grads = jax.grad(loss_fn)(start, batches()[0])
 

@@ -199,7 +199,7 @@ def test_device_kernel_equals_the_published_search_on_random_vectors(tied):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_both_kernels_agree_in_half_precision_where_many_weights_are_tied(dtype):
+def test_both_kernels_agree_in_half_precision_with_many_tied_weights(dtype):
   for seed in range(10):
     weights, wishes, order, size, _, alpha, _ = random_case(seed, False, n=24, remainder=True)
     weights = np.asarray(jnp.asarray(weights, dtype))
@@ -287,7 +287,7 @@ def test_pairs_of_short_and_long_vectors_come_nearer_to_their_targets(length):
 
 
 @pytest.mark.parametrize("kwargs", [{"method": "rank"}, {"method": "pairs", "key": 0}])
-def test_a_target_that_is_a_permutation_is_found_but_for_neighbours(kwargs):
+def test_a_permuted_target_is_found_up_to_swapped_neighbours(kwargs):
   start = jnp.asarray(np.random.default_rng(3).normal(size=(64, 4)), jnp.float32)
   goal = jnp.flip(start, 0)
   tx = optax_boost.sgperm(alpha=0.5, momentum=0.0, **kwargs)
@@ -329,7 +329,7 @@ def test_device_and_host_agree_and_nothing_is_compiled_again_while_drawn_subsets
 
 
 @pytest.mark.parametrize("method", ["exact", "exact, given subsets", "rank"])
-def test_a_large_leaf_is_permuted_in_blocks_of_vectors_as_at_once(method, monkeypatch):
+def test_blocks_of_vectors_permute_a_large_leaf_like_one_call(method, monkeypatch):
   rng = np.random.default_rng(0)
   params = {"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)}
   grads = [{"kernel": jnp.asarray(rng.normal(size=(23, 11)), jnp.float32)} for _ in range(3)]
@@ -397,7 +397,7 @@ for_layers = pytest.mark.parametrize("make", FOR_LAYERS.values(), ids=FOR_LAYERS
 
 
 @for_layers
-def test_leaves_of_any_kind_are_permuted_together_as_each_alone(make):
+def test_leaves_permuted_together_equal_leaves_permuted_one_by_one(make):
   tree, grads = layers(stacked=True)
   stacked = {"layers": tree["layers"]}
   described = layer_losses.described(stacked, {"kernel": (0,), "bias": (0,)})
@@ -438,7 +438,7 @@ def test_a_program_for_several_equal_leaves_has_the_loops_and_sorts_of_one(make)
 
 @pytest.mark.parametrize("axis", ["fan-in", "outputs"])
 @for_layers
-def test_sharded_leaves_cross_devices_together_there_and_back_or_not_at_all(make, axis):
+def test_sharded_leaves_are_exchanged_twice_along_fan_in_and_never_along_outputs(make, axis):
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   spec = jax.sharding.PartitionSpec(*(("x",) if axis == "fan-in" else (None, "x")))
   sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -467,7 +467,7 @@ def test_sharded_leaves_cross_devices_together_there_and_back_or_not_at_all(make
   [(optax_boost.sgperm(**METHODS[0]), True), (LAPERM, False)],
   ids=["sgperm jitted", "laperm eager"],
 )
-def test_a_mesh_with_explicit_axes_need_not_be_set(tx, jit):
+def test_params_on_an_explicit_mesh_need_no_set_mesh(tx, jit):
   mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   plain, gradient = problem()

@@ -35,7 +35,7 @@ def tiny(data, tmp_path):
   ]  # fmt: skip
 
 
-def test_it_compares_and_saves_a_model_of_integers_and_a_picture(example, tiny, tmp_path, capsys):
+def test_the_example_compares_and_saves_integers_and_a_picture(example, tiny, tmp_path, capsys):
   example.main([*tiny, "--methods", "pairs", "laperm", "adam"])
   printed = capsys.readouterr().out
   assert "40 training and 20 test images; a network of 12-16-3;" in printed
@@ -56,7 +56,7 @@ def test_it_compares_and_saves_a_model_of_integers_and_a_picture(example, tiny, 
 
 
 @pytest.mark.parametrize("name", ["exact", "pairs", "rank", "laperm", "adam", "pairs, adam"])
-def test_all_methods_but_adam_keep_a_permutation(example, name):
+def test_all_methods_except_adam_keep_a_permutation(example, name):
   method = example.METHODS[name]
   for setting in (method.digits, method.others):
     state = method.make(10, **setting).init(example.initial_params([4, 3], 0))
@@ -75,7 +75,7 @@ def test_all_methods_but_adam_keep_a_permutation(example, name):
     (["--data", "nowhere.npz"], "nowhere.npz"),
   ],
 )
-def test_it_refuses_what_it_can_not_do(example, tiny, capsys, arguments, message):
+def test_the_example_refuses_bad_arguments(example, tiny, capsys, arguments, message):
   with pytest.raises(SystemExit):
     example.main([*tiny, *arguments])
   assert message in capsys.readouterr().err

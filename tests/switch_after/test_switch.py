@@ -23,13 +23,13 @@ def run(tx, steps, params=PARAMS):
   return params, state
 
 
-def test_the_first_acts_alone_until_the_switch():
+def test_only_the_first_transformation_acts_until_the_switch():
   found, _ = run(optax_boost.switch_after(3, optax.adam(0.1), optax.sgd(0.1, 0.9)), 3)
   expected, _ = run(optax.adam(0.1), 3)
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_the_second_takes_over_with_what_it_saw_meanwhile():
+def test_the_second_transformation_starts_with_moments_of_all_steps():
   first, second = optax.sgd(0.1), optax.adam(0.1)
   found, state = run(optax_boost.switch_after(2, first, second), 5)
   params, warm = PARAMS, second.init(PARAMS)
@@ -44,7 +44,7 @@ def test_the_second_takes_over_with_what_it_saw_meanwhile():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.second_state, warm)
 
 
-def test_the_first_is_not_computed_after_the_switch():
+def test_the_first_transformation_is_not_computed_after_the_switch():
   calls = []
 
   def update(updates, state, params=None):
@@ -87,14 +87,14 @@ def test_the_step_may_be_traced():
     ),
   ],
 )
-def test_refuses_on_one_side_what_acts_on_the_loss_of_every_step(wrapper, name, side):
+def test_refuses_a_side_that_acts_on_the_loss_of_every_step(wrapper, name, side):
   pair = {"first": optax.sgd(0.1), "second": optax.sgd(0.1)}
   pair[side] = wrapper(pair[side])
   with pytest.raises(ValueError, match=rf"`{side}` does .*`{name}\(switch_after\(...\)\)`"):
     optax_boost.switch_after(2, **pair).init(PARAMS)
 
 
-def test_variance_reduced_gradients_may_stand_on_one_side():
+def test_one_side_may_be_svrg():
   """They ask for the full gradient on the host; the loss of a step stays as it is."""
 
   def loss_fn(params, batch):

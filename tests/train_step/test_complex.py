@@ -99,13 +99,13 @@ def test_a_complex_number_reaches_its_target_from_zero(rate):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_on_real_and_complex_leaves_are_those_of_numpy(name):
+def test_steps_on_real_and_complex_leaves_equal_numpys(name):
   tx, expected = OPTIMIZERS[name]()
   assert_close(train(tx)[0].params, expected(START, 0.01, 3))
 
 
 @pytest.mark.parametrize("depth", ["known", "traced"])
-def test_beside_frozen_layers(depth):
+def test_complex_leaves_train_beside_frozen_layers(depth):
   tx = optax_boost.freeze_layers(
     optax.sgd(0.01), ("real", "complex"), optax_boost.fixed_freezing(2, 1)
   )
@@ -172,7 +172,7 @@ def test_variance_reduction_of_real_leaves_beside_complex_ones(where):
   assert_close(state.params, {name: START[name] - 0.01 * gradient[name] for name in START})
 
 
-def test_in_a_race():
+def test_a_race_trains_complex_params():
   result = optax_boost.race(
     lambda z, b: jnp.mean(jnp.abs(z - b) ** 2),
     lambda key: jnp.zeros(2, jnp.complex64),
@@ -186,7 +186,7 @@ def test_in_a_race():
   assert result.curves["sgd"]["training loss"][0, -1] < 1e-3
 
 
-def test_an_nnx_model():
+def test_an_nnx_model_with_complex_params_trains():
   class Model(nnx.Module):
     def __init__(self):
       self.complex, self.real = nnx.Param(START["complex"]), nnx.Param(START["real"])
@@ -203,7 +203,7 @@ def test_an_nnx_model():
   assert_close(trained, numpy_sgd(START, 0.01, 3))
 
 
-def test_a_linen_module():
+def test_a_linen_module_with_complex_params_trains():
   class Model(nn.Module):
     @nn.compact
     def __call__(self, batch):
@@ -222,7 +222,7 @@ def test_a_linen_module():
   assert_close(state.params, numpy_sgd(START, 0.01, 3))
 
 
-def test_a_full_gradient_is_the_mean_of_what_its_function_gives_and_as_real_as_its_params():
+def test_a_full_gradient_is_the_mean_of_its_functions_results_and_real_for_real_params():
   conjugated = jax.tree.map(jnp.conj, jax.grad(loss_fn)(START, BATCH))
 
   def gradient(params, batch):

@@ -124,7 +124,7 @@ class Sowing(nn.Module):
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_step_sees_what_its_own_calls_have_sown(calls):
+def test_a_step_sees_the_values_sown_by_its_own_calls(calls):
   module, x = Sowing(), BATCH["x"]
 
   def loss_fn(model, batch):

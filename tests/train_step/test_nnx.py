@@ -143,7 +143,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize(("kind", "programs"), WRITERS.values(), ids=WRITERS)
-def test_the_forward_pass_writes_what_the_loop_in_flaxs_documentation_writes(kind, programs):
+def test_the_forward_pass_writes_the_variables_that_flaxs_documented_loop_writes(kind, programs):
   traced = []
 
   def loss(model, batch):
@@ -177,7 +177,7 @@ def test_the_forward_pass_writes_what_the_loop_in_flaxs_documentation_writes(kin
   assert model.linear.kernel is kernel, "a variable that the user may hold was replaced"
 
 
-def test_params_that_go_through_transforms_are_not_taken_as_written():
+def test_params_that_pass_through_transforms_do_not_count_as_written():
   class Block(nnx.Module):
     def __init__(self, rngs):
       self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -255,7 +255,7 @@ def test_paths_of_an_nnx_model_read_like_its_attributes():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_only_what_the_optimizer_is_told_is_trained(several):
+def test_only_variables_selected_for_the_optimizer_are_trained(several):
   class Head(nnx.Param):
     pass
 
@@ -304,7 +304,7 @@ RNGS = {
 
 
 @pytest.mark.parametrize("rngs_of", RNGS.values(), ids=RNGS)
-def test_rngs_of_a_call_go_on_as_in_the_loop_that_flax_documents(rngs_of):
+def test_rngs_of_a_call_continue_as_in_flaxs_documented_loop(rngs_of):
   model, optimizer, own = make_noisy(optax.sgd(0.1, momentum=0.9))
   twin, twin_optimizer, twin_own = make_noisy(optax.sgd(0.1, momentum=0.9))
   rngs, twin_rngs = rngs_of(own), rngs_of(twin_own)
@@ -488,7 +488,7 @@ def test_refuses_to_step_with_arguments_of_the_wrong_kind(wrong, error, message)
     step(**made, rng=arguments.get("rng"))
 
 
-def test_refuses_batches_that_are_none():
+def test_refresh_refuses_none_instead_of_batches():
   with pytest.raises(TypeError, match=r"`batches` must be"):
     ob_nnx.make_train_step(loss_fn).refresh(_model(), _optimizer(), None)
 

@@ -163,7 +163,7 @@ def test_another_optimizer_transformation_or_state_is_seen():
   assert other.step[...] == 1
 
 
-def test_models_in_turns_are_kept_apart():
+def test_models_that_alternate_do_not_mix():
   step = ob_nnx.make_train_step(loss_fn)
   pairs = [make(), make()]
   nnx.update(pairs[1][0], jax.tree.map(lambda x: 2 * x, nnx.state(pairs[1][0])))
@@ -201,7 +201,7 @@ def noisy_loss(model, x, rngs):
   return jnp.mean((model(x) - jax.random.normal(rngs(), x.shape)) ** 2)
 
 
-def test_rngs_go_on_and_other_ones_are_seen():
+def test_rngs_continue_and_replaced_rngs_are_seen():
   step = ob_nnx.make_train_step(noisy_loss)
   (model, optimizer), (twin, twin_optimizer) = make(), make()
   rngs = nnx.Rngs(0)

@@ -89,7 +89,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_others_hold_stays_readable_at_any_time(holder, steps_before):
+def test_arrays_held_elsewhere_are_never_deleted(holder, steps_before):
   """As a target network, the best weights so far, or the start of an average are held."""
   tx = optax.sgd(0.1, momentum=0.9)
   (model, optimizer), (twin, twin_optimizer) = test_nnx.make(tx), test_nnx.make(tx)

@@ -135,7 +135,7 @@ def test_the_present_values_of_a_second_model_are_read_without_another_compilati
   assert not any(step.counts[2:])
 
 
-def test_the_gradient_is_that_of_the_loop_that_flax_documents():
+def test_the_gradient_equals_the_gradient_of_flaxs_documented_loop():
   critic, (model, optimizer), (twin, twin_optimizer) = make_critic(), make(), make()
   step = ob_nnx.make_train_step(loss_fn)
   for _ in range(3):
@@ -240,7 +240,7 @@ def test_the_batch_itself_may_be_the_second_model():
     step(model, optimizer, critic)
 
 
-def test_an_error_names_what_is_no_array_beside_the_second_model():
+def test_an_error_names_objects_beside_the_second_model_that_are_not_arrays():
   model, optimizer = make()
   with pytest.raises(TypeError, match=r"`batch` must hold arrays.*'batch/x' is 'text'"):
     ob_nnx.make_train_step(loss_fn)(model, optimizer, {"x": "text", "critic": make_critic()})
@@ -280,7 +280,7 @@ def test_the_weight_of_a_batch_is_a_function_of_the_whole_batch():
   assert isinstance(seen[0], Critic)
 
 
-def test_the_axes_of_layers_are_those_without_the_second_model():
+def test_the_axes_of_layers_do_not_depend_on_the_second_model():
   def loss(model, batch):
     teacher = batch["critic"]
     distance = jnp.sum((model.kernel[...] - teacher.kernel[...]) ** 2)

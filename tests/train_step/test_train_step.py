@@ -230,7 +230,7 @@ def test_the_loss_is_differentiated_as_it_is_written_and_not_replayed(name):
   assert in_the_step == by_hand
 
 
-def test_a_loss_keeps_its_own_derivatives_and_what_it_does_not_save():
+def test_a_loss_keeps_its_custom_derivatives_and_its_checkpointing():
   @jax.custom_vjp
   def doubled(x):
     return x
@@ -247,7 +247,7 @@ def test_a_loss_keeps_its_own_derivatives_and_what_it_does_not_save():
   assert "remat" in str(jax.make_jaxpr(lambda batch: step(state, batch))(jnp.ones(3)))
 
 
-def test_a_method_that_wants_the_layers_gets_what_the_trace_says():
+def test_a_method_that_takes_layers_gets_the_traced_layers():
   seen = []
 
   def update(updates, state, params=None, *, layers, **extra_args):
@@ -375,7 +375,7 @@ def test_the_old_state_is_donated_and_the_callers_arrays_are_not():
   [optax.contrib.schedule_free_sgd(0.1), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))],
   ids=["state holds the params", "refuses extra arguments"],
 )
-def test_runs_methods_that_are_hard_to_please(tx):
+def test_runs_methods_with_unusual_requirements(tx):
   step = optax_boost.make_train_step(quadratic, tx)
   state = step.init({"w": jnp.zeros(8)})
   losses = []
@@ -465,7 +465,7 @@ def test_layers_cut_in_both_ways_keep_their_sharding_in_one_program(tx):
     assert p.sharding.is_equivalent_to(params[name].sharding, p.ndim)
 
 
-def test_a_fresh_state_on_a_mesh_has_buffers_of_its_own():
+def test_a_fresh_state_on_a_mesh_has_its_own_buffers():
   """L-BFGS begins with one array in two places; donated twice, it would end the process."""
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -475,7 +475,7 @@ def test_a_fresh_state_on_a_mesh_has_buffers_of_its_own():
   assert len(set(pointers)) == len(pointers)
 
 
-def test_a_batch_on_a_mesh_takes_a_state_along_and_compiles_one_program():
+def test_a_batch_on_a_mesh_moves_the_state_and_compiles_one_program():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   batch = jax.device_put(BATCH, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
   step = compilations.Watched(optax_boost.make_train_step(quadratic, optax.adam(0.1)))
@@ -564,7 +564,7 @@ def test_an_integer_among_the_params_is_named_before_the_step(tx):
   ],
   ids=["race", "auto_boost", "full_gradient", "scan", "refresh_svrg"],
 )
-def test_no_mask_is_advised_where_it_would_not_help(call):
+def test_errors_do_not_advise_a_mask_that_would_not_help(call):
   with pytest.raises(TypeError, match=r"'n' is int32. Keep it out of the params: close over it"):
     call()
 

@@ -93,7 +93,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_two_models_train_each_other_as_in_the_loop_that_flax_documents(name):
+def test_two_models_train_each_other_as_in_flaxs_documented_loop(name):
   boosted, plain = PAIRS[name]
   losses, states, late = train(ours, boosted)
   expected, expected_states, _ = train(by_hand, plain)

@@ -87,14 +87,14 @@ def test_the_wrappers_have_a_step_in_place():
 
 
 @every_row
-def test_jitted_it_is_update_and_apply_updates(row):
+def test_apply_gradients_under_jit_equals_update_and_apply_updates(row):
   tx = row.optimizer() if row.factory in ("adasum", "centralize") else row.make()
   ours, theirs = (train(step, tx, problems.params()) for step in both(tx, jax.jit))
   chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @every_row
-def test_eagerly_it_is_the_same_to_the_bit(row):
+def test_apply_gradients_without_jit_equals_update_and_apply_updates_to_the_bit(row):
   tx, params = row.make(), problems.params()
   ours, theirs = (train(step, tx, params, steps=3) for step in both(tx))
   chex.assert_trees_all_equal(ours, theirs)
@@ -144,7 +144,7 @@ def test_windows_of_three_have_one_mean():
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", ["dynamic_loss_scale", "master_weights", "stochastic_rounding"])
-def test_a_step_of_which_the_optimizer_makes_nan_is_skipped_and_counted(name, jitted):
+def test_a_step_in_which_the_optimizer_produces_nan_is_skipped_and_counted(name, jitted):
   """Adam without an eps divides zero by zero where a gradient is zero."""
   tx = WRAPPERS[name](optax.adam(0.1, eps=0.0))
   params, grads = jnp.array([1.0, 2.0]), jnp.array([0.0, 8.0])
@@ -227,7 +227,7 @@ def test_a_step_that_would_make_a_param_infinite_is_skipped_and_counted(params_d
 
 
 @pytest.mark.parametrize("scale", [3.0, 2.0**127])
-def test_scales_are_taken_off_alike(scale):
+def test_update_and_apply_gradients_unscale_to_the_same_bits(scale):
   """Neither a power of two, nor one whose inverse is a normal number."""
   tx = optax_boost.dynamic_loss_scale(optax.sgd(1.0), scale, maximum=max(scale, 2.0**24))
   unscaled = jnp.linspace(0.1, 1.9, 100)
@@ -253,7 +253,7 @@ def test_weights_have_the_same_outcome(weight):
   chex.assert_trees_all_close(*results, rtol=1e-6)
 
 
-def test_bad_gradients_that_nobody_looks_for_spoil_their_window():
+def test_unchecked_bad_gradients_spoil_their_window():
   tx = optax_boost.accumulate(optax.apply_if_finite(optax.sgd(1.0), 5), 2, not_finite=None)
   for step in both(tx, jax.jit):
     params = jnp.zeros(1)
@@ -264,7 +264,7 @@ def test_bad_gradients_that_nobody_looks_for_spoil_their_window():
     assert state.notfinite_count == 0
 
 
-def test_a_loss_that_is_not_finite_is_a_reason_to_look():
+def test_a_loss_that_is_not_finite_skips_the_step():
   inner = optax.GradientTransformationExtraArgs(
     lambda params: optax.EmptyState(),
     lambda g, s, p=None, *, value, **_: (jax.tree.map(lambda x: x * value, g), s),
@@ -450,7 +450,7 @@ def test_lookahead_takes_the_gradients_of_its_fast_params():
     optax_boost.make_train_step(lambda p, b: 0.0, tx).init(params)
 
 
-def test_refuses_what_is_no_transformation_and_gradients_of_other_params():
+def test_refuses_objects_that_are_not_transformations_and_gradients_of_other_params():
   params, tx = problems.params(), optax.sgd(0.1)
   grads, state = problems.grads(params), tx.init(params)
   with pytest.raises(TypeError, match=r"`tx` must be an optax.GradientTransformation; got"):

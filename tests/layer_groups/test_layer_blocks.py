@@ -137,12 +137,12 @@ def test_a_layer_is_in_one_group_with_its_norms(form, num_groups):
 
 
 @pytest.mark.parametrize("form", LAYER)
-def test_by_default_no_block_is_cut(form):
+def test_no_block_is_cut_by_default(form):
   assert form().groups == form(num_groups=LAYERS + 2).groups
 
 
 @pytest.mark.parametrize("form", LAYER)
-def test_more_groups_than_blocks_cut_inside(form):
+def test_more_groups_than_blocks_cut_blocks(form):
   kernels = 2 + 6 * LAYERS
   plan = form(num_groups=kernels)
   assert sum("query" in path and path.endswith("kernel") for path in plan.groups[1]) == 1
@@ -177,7 +177,7 @@ def test_blocks_are_as_large_as_the_number_of_groups_lets_them():
   assert groups(staged((2, 4)), 2)[0] == [*first, *second, "stage1/0.1", "stage1/0.2"]
 
 
-def test_a_module_that_is_used_in_two_places_is_no_block():
+def test_a_module_used_in_two_places_does_not_make_a_block():
   params = {"level0": {"a": X[0, :1].T, "z": X[0, :1]}, "level1": {"a": X[0, :1].T, "z": X[0, :1]}}
 
   def loss(params, x):
@@ -192,7 +192,7 @@ def test_a_module_that_is_used_in_two_places_is_no_block():
   assert plan.reused == ()
 
 
-def test_different_parts_of_a_sequence_are_no_blocks():
+def test_different_modules_in_a_sequence_do_not_make_blocks():
   body, head = {"in": jnp.eye(WIDTH), "out": jnp.eye(WIDTH)}, {"out": jnp.eye(WIDTH)}
 
   def loss(params, x):
@@ -205,7 +205,7 @@ def test_different_parts_of_a_sequence_are_no_blocks():
   assert len(plan.groups) == 3
 
 
-def test_what_is_left_of_a_block_that_is_cut_stays_in_order():
+def test_the_pieces_of_a_cut_block_are_in_order():
   kernel, norm = {"kernel": jnp.eye(WIDTH)}, {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
   block = {"dense": [kernel, kernel], "norm": norm}
   around = block | {"in": kernel, "out": kernel}
@@ -257,7 +257,7 @@ def test_a_dot_in_a_key_separates_modules():
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_vector_of_the_root_stays_where_it_is_used(scanned):
+def test_a_vector_at_the_root_is_grouped_by_its_use(scanned):
   kernels = jnp.stack([jnp.eye(WIDTH)] * LAYERS)
   params = {"embed": jnp.ones((5, WIDTH)), "final": jnp.ones(WIDTH), "position": jnp.ones(WIDTH)}
   params["layers"] = {"w": kernels} if scanned else [{"w": kernel} for kernel in kernels]
@@ -324,7 +324,7 @@ def test_biases_and_norms_of_a_series_stay_with_the_kernels_of_that_series():
   )
 
 
-def test_what_is_between_two_towers_goes_with_the_module_around_it_or_is_a_block():
+def test_leaves_between_two_towers_join_the_module_around_them_or_are_a_block():
   block = {"up": KERNEL, "down": KERNEL}
   tower = {"embed": KERNEL, "layers": [block] * 2, "norm": VECTOR}
   projector = {"first": KERNEL, "second": KERNEL}

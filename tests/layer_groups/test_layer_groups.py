@@ -1,0 +1,248 @@
+"""Groups of layers in the order of the forward pass, from a trace of the loss."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.nnx as ob_nnx
+from tests.layer_groups.models import BATCH
+from tests.layer_groups.models import IMAGES
+from tests.layer_groups.models import LAYERS
+from tests.layer_groups.models import Convolutional
+from tests.layer_groups.models import chain_loss
+from tests.layer_groups.models import chain_outputs
+from tests.layer_groups.models import chain_params
+from tests.layer_groups.models import image_loss
+from tests.layer_groups.models import image_plan
+from tests.layer_groups.models import layer
+
+
+@jax.custom_vjp
+def with_custom_vjp(params, x):
+  return layer(params, x)
+
+
+with_custom_vjp.defvjp(
+  lambda params, x: (layer(params, x), (params, x)),
+  lambda saved, g: jax.vjp(layer, *saved)[1](g),
+)
+
+
+with_custom_jvp = jax.custom_jvp(layer)
+
+
+with_custom_jvp.defjvp(lambda primals, tangents: jax.jvp(layer, primals, tangents))
+
+
+def in_scan(f):
+  return lambda params, x: jax.lax.scan(lambda h, _: (f(params, h), None), x, length=2)[0]
+
+
+def in_while(f):
+  return lambda params, x: jax.lax.fori_loop(0, x.shape[0], lambda i, h: f(params, h), x)
+
+
+def in_cond(f):
+  return lambda params, x: jax.lax.cond(x[0, 0] > 0, f, lambda p, h: 2 * f(p, h), params, x)
+
+
+WRAPPERS = {
+  "plain": lambda f: f,
+  "jit": jax.jit,
+  "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+  "remat": jax.checkpoint,
+  "custom_jvp": lambda f: with_custom_jvp,
+  "custom_vjp": lambda f: with_custom_vjp,
+  "scan": in_scan,
+  "while": in_while,
+  "cond": in_cond,
+  "vmap": lambda f: jax.vmap(f, (None, 0)),
+  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp))))),
+}
+
+
+IN_ORDER = tuple((f"{n}/kernel", f"{n}/bias") for n in "dcba")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_groups_follow_the_forward_pass_through(wrap):
+  params = chain_params()
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(p, x, wrap), params, BATCH, num_groups=LAYERS
+  )
+  assert plan.groups == IN_ORDER
+  assert plan.sizes == (72,) * LAYERS
+  assert plan.unused == plan.reused == ()
+
+
+def noisy(params, key):
+  keys = dict(zip(params, jax.random.split(key, len(params)), strict=True))
+
+  def kept(name):
+    kernel = params[name]["kernel"]
+    return kernel * jax.random.bernoulli(keys[name], 0.9, kernel.shape)
+
+  return {name: layer | {"kernel": kept(name)} for name, layer in params.items()}
+
+
+MASKS = jax.tree.map(lambda x: x > 0, chain_params())
+
+
+# What is done to the params ahead of the forward pass, with further arguments, is not a use.
+PREPARED = {
+  "cast": (lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), ()),
+  "normalized": (lambda p: jax.tree.map(lambda x: x / (1e-6 + jnp.linalg.norm(x)), p), ()),
+  "noise": (lambda p: noisy(p, jax.random.key(0)), ()),
+  "keyed noise": (noisy, (jax.random.key(0),)),
+  "old keys": (noisy, (jax.random.PRNGKey(0),)),
+  "mask": (lambda p: jax.tree.map(jnp.multiply, p, MASKS), ()),
+  "scalar": (lambda p, scale: jax.tree.map(lambda x: x * scale, p), (0.5,)),
+}
+
+
+@pytest.mark.parametrize(("prepare", "args"), PREPARED.values(), ids=PREPARED)
+def test_operations_on_params_before_the_forward_pass_do_not_count_as_uses(prepare, args):
+  @jax.jit
+  def loss(params, x, *args):
+    decay = 1e-3 * optax.tree.norm(params, squared=True)
+    return decay + chain_loss(prepare(params, *args), x)
+
+  plan = optax_boost.layer_groups(loss, chain_params(), BATCH, *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+  assert plan.reused == ()
+
+
+def test_a_loss_without_data_has_an_order():
+  params = chain_params()
+  plan = optax_boost.layer_groups(lambda p: optax.tree.norm(p, True), params, num_groups=2)
+  assert plan.groups[0] == ("a/bias", "a/kernel", "b/bias", "b/kernel")
+
+
+def test_the_plan_names_leaves_that_the_trace_did_not_place():
+  params = {"embed": jnp.ones((8, 8)), "body": jnp.ones((8, 8)), "idle": jnp.ones(3)}
+
+  def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["embed"] @ params["body"]) @ params["embed"].T)
+
+  plan = optax_boost.layer_groups(loss, params, BATCH, num_groups=2)
+  assert plan.groups == (("embed",), ("body", "idle"))
+  assert str(plan).splitlines() == [
+    "group 0: 64 parameters (48.9 %): embed",
+    "group 1: 67 parameters (51.1 %), never frozen: body, idle",
+    "not used by the loss, so never frozen: idle",
+    "used again later, frozen where they are used first: embed",
+  ]
+
+
+BASE = {name: layer["kernel"] for name, layer in chain_params().items()}
+
+
+def adapter_params():
+  keys = jax.random.split(jax.random.key(2), LAYERS)
+  return {
+    name: {"down": jax.random.normal(key, (8, 2)), "up": jnp.ones((2, 8))}
+    for name, key in zip("abcd", keys, strict=True)
+  }
+
+
+def adapted(params, base):
+  """Kernels of a base with an update of low rank, computed ahead of the forward pass."""
+  return {
+    name: {"kernel": base[name] + p["down"] @ p["up"], "bias": jnp.zeros(8)}
+    for name, p in params.items()
+  }
+
+
+def in_layers(plan):
+  return [sorted({path.split("/")[0] for path in group}) for group in plan.groups]
+
+
+FORWARD = [["d"], ["c"], ["b"], ["a"]]
+
+
+def test_base_weights_that_the_loss_closes_over_do_not_count_as_data():
+  plan = optax_boost.layer_groups(
+    lambda p, x: chain_loss(adapted(p, BASE), x), adapter_params(), BATCH, num_groups=LAYERS
+  )
+  assert in_layers(plan) == FORWARD
+
+
+def test_base_weights_in_the_batch_count_as_data():
+  batch = {"x": BATCH, "base": BASE}
+
+  def loss(params, batch):
+    return chain_loss(adapted(params, batch["base"]), batch["x"])
+
+  plan = optax_boost.layer_groups(loss, adapter_params(), batch, num_groups=LAYERS)
+  # The order in which the layers are adapted.
+  assert in_layers(plan) == FORWARD[::-1]
+
+
+@pytest.mark.parametrize(
+  ("loss", "args"),
+  [
+    (lambda p: chain_loss(p, BATCH), ()),
+    (jax.jit(lambda p: chain_loss(p, BATCH)), ()),
+    (
+      lambda p, key: chain_loss(p, BATCH + jax.random.normal(key, BATCH.shape)),
+      (jax.random.key(0),),
+    ),
+    (lambda p, i: chain_loss(p, BATCH[i][None]), (3,)),
+    (lambda p, k: chain_loss(p, jax.random.normal(k, BATCH.shape)), (jax.random.PRNGKey(0),)),
+    (lambda p, k: chain_loss(noisy(p, k), BATCH), (jax.random.key(0),)),
+    # A temperature, or targets alone, meet all params in one place.
+    (lambda p, tau: jnp.mean(chain_outputs(p, BATCH) / tau), (2.0,)),
+    (lambda p, y: jnp.mean((chain_outputs(p, BATCH) - y) ** 2), (BATCH,)),
+  ],
+  ids=["alone", "jit", "noise", "index", "generator", "noise on params", "tau", "targets"],
+)
+def test_constants_that_the_loss_closes_over_count_as_data_if_there_is_no_batch(loss, args):
+  plan = optax_boost.layer_groups(loss, chain_params(), *args, num_groups=LAYERS)
+  assert plan.groups == IN_ORDER
+
+
+class Adapted(nnx.Module):
+  """Layers whose frozen base weights are variables of their own."""
+
+  def __init__(self):
+    base, params = BASE, adapter_params()
+    layer = getattr(nnx, "Dict", dict)  # flax before 0.12 takes plain containers
+    for name in "abcd":
+      variables = jax.tree.map(nnx.Param, params[name])
+      setattr(self, name, layer(base=nnx.Variable(base[name]), **variables))
+
+  def __call__(self, x):
+    kernels = {n: vars(self)[n] for n in "abcd"}
+    weights = {n: k["base"][...] + k["down"][...] @ k["up"][...] for n, k in kernels.items()}
+    for name in "dcba":
+      x = jnp.tanh(x @ weights[name])
+    return x
+
+
+def test_base_weights_of_an_nnx_model_do_not_count_as_data():
+  split = ob_nnx.split_loss(image_loss, Adapted())
+  plan = optax_boost.layer_groups(*split, BATCH, num_groups=LAYERS)
+  assert in_layers(plan) == FORWARD
+
+
+def test_overrides_beat_the_trace():
+  plan = optax_boost.layer_groups(
+    chain_loss, chain_params(), BATCH, num_groups=2, overrides={"d/bias": 1, "^a/": 0}
+  )
+  assert plan.groups[1] == ("d/bias", "b/kernel", "b/bias")
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`overrides` has patterns .*\['nowhere'\]"):
+    optax_boost.layer_groups(
+      chain_loss, chain_params(), BATCH, num_groups=2, overrides={"nowhere": 1}
+    )
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4])
+def test_bias_and_normalization_stay_with_their_convolution(num_groups):
+  plan = image_plan(Convolutional().init(jax.random.key(0), IMAGES), num_groups)
+  for i in range(3):
+    (home,) = [g for g in plan.groups if f"Conv_{i}/kernel" in g]
+    assert {f"Conv_{i}/bias", f"BatchNorm_{i}/scale", f"BatchNorm_{i}/bias"} <= set(home)
+  assert "Dense_0/kernel" in plan.groups[-1]
