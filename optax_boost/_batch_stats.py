@@ -48,6 +48,8 @@ def estimate(
       f"`{_METHOD}` has reached no BatchNorm with the statistics {idle}: the call leaves it out.",
       paths,
     )
-  triples = zip(paths, jax.tree.leaves(estimated), jax.tree.leaves(statistics), strict=True)
-  kept = [old if path in idle else new.astype(old.dtype) for path, new, old in triples]
-  return jax.tree.unflatten(jax.tree.structure(statistics), kept)
+
+  def renew(old: jax.Array, new: jax.Array, path: str) -> jax.Array:
+    return old if path in idle else new.astype(old.dtype)
+
+  return _tree.map_with(renew, statistics, jax.tree.leaves(estimated), paths)

@@ -67,12 +67,12 @@ class Leaves:
     """``function(array, leaf, mesh_axes)`` of the leaves with entries that aren't left alone."""
     plan = self.of(tree, layers)
     mesh_axes = self.mesh_axes([leaf for leaf, _ in plan])
-    arrays, structure = jax.tree.flatten(tree)
-    mapped = [
-      x if skip or not jnp.size(x) else function(x, leaf, mesh)
-      for x, (leaf, skip), mesh in zip(arrays, plan, mesh_axes, strict=True)
-    ]
-    return jax.tree.unflatten(structure, mapped)
+
+    def map_one(x: jax.Array, leaf_and_skip: tuple[_layers.Leaf, bool], mesh: Any) -> jax.Array:
+      leaf, skip = leaf_and_skip
+      return x if skip or not jnp.size(x) else function(x, leaf, mesh)
+
+    return _tree.map_with(map_one, tree, plan, mesh_axes)
 
 
 def _check_axis_names(names: _types.AxisNames | None) -> None:

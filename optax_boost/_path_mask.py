@@ -38,8 +38,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
     _base.compile_pattern("patterns", pattern)
 
   def mask(params: Any) -> Any:
-    return jax.tree.unflatten(
-      jax.tree.structure(params), _tree.select(params, patterns, "patterns")
-    )
+    selected = _tree.select(params, patterns, "patterns")
+    return jax.tree.unflatten(jax.tree.structure(params), selected)
 
   return mask

@@ -68,11 +68,21 @@ def is_box(node: _types.Tree) -> bool:
   return len(children) == 1 and children[0][0] in _BOXED and not isinstance(node, tuple)
 
 
-def map_leaves(function: Callable[..., Any], tree: _types.Tree, *trees: _types.Tree) -> _types.Tree:
+def map_leaves(
+  function: Callable[..., Any], tree: _types.SameTree, *trees: _types.Tree
+) -> _types.SameTree:
   """``jax.tree.map`` over trees of the same leaves, of which some may be in boxes."""
+  return map_with(function, tree, *map(jax.tree.leaves, trees))
+
+
+def map_with(
+  function: Callable[..., Any], tree: _types.SameTree, *columns: Sequence[Any]
+) -> _types.SameTree:
+  """``function(leaf, *entries)`` of each leaf; each column is a list with an entry for each."""
   structure: Any
   leaves, structure = jax.tree.flatten(tree)
-  return jax.tree.unflatten(structure, list(map(function, leaves, *map(jax.tree.leaves, trees))))
+  rows = zip(leaves, *columns, strict=True)
+  return jax.tree.unflatten(structure, [function(*row) for row in rows])
 
 
 def is_masked(value: _types.Tree) -> bool:

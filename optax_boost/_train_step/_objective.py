@@ -63,10 +63,10 @@ class Objective:
     def loss(params: optax.Params) -> tuple[jax.Array, Any]:
       leaves, structure = jax.tree.flatten(params)
       held = jax.lax.stop_gradient(leaves)
-      leaves = list(map(_cut_scans.in_parts, held, leaves, frozen))
+      cut = list(map(_cut_scans.in_parts, held, leaves, frozen))
       if is_cut:
-        return self.traced.run_cut(params, leaves)
-      return self.loss(jax.tree.unflatten(structure, leaves))
+        return self.traced.run_cut(params, cut)
+      return self.loss(jax.tree.unflatten(structure, cut))
 
     return loss
 

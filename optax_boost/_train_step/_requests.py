@@ -13,6 +13,7 @@ from optax_boost import _arrays
 from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost import _tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,11 @@ class ScaleRequest:
 
   def unscale_unseen(self, gradients: optax.Updates) -> optax.Updates:
     """Divides by the scale the gradients that the method does not see."""
-    leaves, structure = jax.tree.flatten(gradients)
-    unscaled = [
-      g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
-      for g, seen in zip(leaves, self.seen, strict=True)
-    ]
-    return jax.tree.unflatten(structure, unscaled)
+
+    def unscale(g: jax.Array, seen: bool) -> jax.Array:
+      return g if seen else (_arrays.widen(g) / self.scale).astype(g.dtype)
+
+    return _tree.map_with(unscale, gradients, self.seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +61,11 @@ class FreezeRequest:
 
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
     """Gradients with zeros for frozen leaves and layers."""
-    leaves, structure = jax.tree.flatten(gradients)
-    zeroed = [
-      _groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
-      for g, group in zip(leaves, self.groups, strict=True)
-    ]
-    return jax.tree.unflatten(structure, zeroed)
+
+    def zero(g: jax.Array, group: _groups.GroupNumber) -> jax.Array:
+      return _groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
+
+    return _tree.map_with(zero, gradients, self.groups)
 
 
 def scale_request(opt_state: optax.OptState, params: optax.Params) -> ScaleRequest | None:
@@ -96,9 +95,8 @@ def freeze_request(
   if depth is None:
     return FreezeRequest(groups, traced), opt_state
   constant = np.int32(depth)
-  leaves, structure = jax.tree.flatten(opt_state)
-  leaves = [constant if leaf is traced else leaf for leaf in leaves]
-  return FreezeRequest(groups, constant), jax.tree.unflatten(structure, leaves)
+  opt_state = jax.tree.map(lambda leaf: constant if leaf is traced else leaf, opt_state)
+  return FreezeRequest(groups, constant), opt_state
 
 
 def _group_numbers(
@@ -113,10 +111,7 @@ def _group_numbers(
       " wraps: `update.wraps = tx`; and `optax.inject_hyperparams` belongs inside `freeze_layers`."
     )
   (assignment,) = assignments
-  structure: Any
-  leaves, structure = jax.tree.flatten(params)
   seen = _protocol.seen_leaves(state, params)
-  pairs = zip(leaves, seen, strict=True)
-  visible = jax.tree.unflatten(structure, [x if s else optax.MaskedNode() for x, s in pairs])
+  visible = _tree.map_with(lambda x, is_seen: x if is_seen else optax.MaskedNode(), params, seen)
   numbers = iter(jax.tree.leaves(assignment.number(visible)))
-  return [next(numbers) if s else assignment.num_groups for s in seen]
+  return [next(numbers) if is_seen else assignment.num_groups for is_seen in seen]

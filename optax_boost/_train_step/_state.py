@@ -85,7 +85,7 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: _types.
   def place_like(leaf: Any, initial: Any) -> Any:
     return place(leaf, _sharding(initial))
 
-  def place_by_path(path: str, leaf: Any) -> Any:
+  def place_by_path(leaf: Any, path: str) -> Any:
     names = path.split("/")
     for start in range(len(names) + 1):
       shape, sharding = sharding_of_param.get("/".join(names[start:]), (None, None))
@@ -93,11 +93,9 @@ def place_abstract(state: TrainState, params: optax.Params, model_state: _types.
         return place(leaf, sharding)
     return place(leaf, None)
 
-  leaves: Any = jax.tree.leaves(state.opt_state)
-  leaves = map(place_by_path, _tree.leaf_paths(state.opt_state), leaves)
   return TrainState(
     params=jax.tree.map(place_like, state.params, params),
-    opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), leaves),
+    opt_state=_tree.map_with(place_by_path, state.opt_state, _tree.leaf_paths(state.opt_state)),
     model_state=jax.tree.map(place_like, state.model_state, model_state),
     step=place(state.step, None),
   )
@@ -177,15 +175,14 @@ def keep_placement(
   state: TrainState, before: TrainState, shardings: tuple[jax.sharding.NamedSharding | None, ...]
 ) -> TrainState:
   """Places each array of a step's result as :func:`placement` found it before the step."""
-  structure: Any
-  leaves, structure = jax.tree.flatten(state)
+  structure: Any = jax.tree.structure(state)
   if not shardings or structure != jax.tree.structure(before):
     return state
-  placed = [
-    leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-    for leaf, sharding in zip(leaves, shardings, strict=True)
-  ]
-  return jax.tree.unflatten(structure, placed)
+
+  def place(leaf: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+  return _tree.map_with(place, state, shardings)
 
 
 def check_shapes(before: optax.Params, after: optax.Params) -> None:

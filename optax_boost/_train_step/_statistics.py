@@ -43,7 +43,7 @@ def hold_statistics(
     modules[module] = np.maximum(modules.get(module, 0), np.ravel(group))
   axes = find_axes() if any(group.size > 1 for group in modules.values()) else {}
 
-  def keep(path: str, module: str, new: Any) -> Any:
+  def keep(new: Any, path: str, module: str) -> Any:
     if module not in modules or path not in old_leaves or not _is_inexact(new):
       return new
     number, old = old_leaves[path]
@@ -55,7 +55,7 @@ def hold_statistics(
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
     return _groups.select_frozen(depth, group.reshape(along), old, new)
 
-  leaves, structure = jax.tree.flatten(after)
+  leaves = jax.tree.leaves(after)
   paths, new_modules = _tree.leaf_paths(after), _module_paths(after)
   # What the loss returns as it got it, as the base weights beside an adapter, is no statistic.
   old_ids = {id(leaf) for _, leaf in old_leaves.values()}
@@ -69,7 +69,7 @@ def hold_statistics(
       " hold_frozen_statistics=False if that is meant.",
       statistics,
     )
-  return jax.tree.unflatten(structure, list(map(keep, paths, new_modules, leaves)))
+  return _tree.map_with(keep, after, paths, new_modules)
 
 
 def _is_inexact(x: _types.Unchecked) -> bool:

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from optax_boost import _jaxpr
+from optax_boost import _tree
 from optax_boost import _types
 from optax_boost._train_step import _traced_loss
 
@@ -36,20 +37,21 @@ def take_written_params(
   """The params as the forward pass left them, and the new statistics alone."""
   if not isinstance(model_state, WrittenParams):
     return params, model_state
-  leaves, structure = jax.tree.flatten(params)
   program = traced.program
   inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
   # The outputs are the loss, its statistics, the params, aux.
   end = 1 + len(jax.tree.leaves(model_state))
-  of_params = slice(end - len(leaves), end)
+  count = len(jax.tree.leaves(params))
+  of_params = slice(end - count, end)
   copied = [x is y for x, y in zip(inputs, outputs[of_params], strict=False)]
   if not all(copied):
     # `nnx.remat` and `nnx.jit` return all variables of their modules as other arrays.
-    copied = copied_inputs(program, len(leaves), of_params)
-  left = zip(leaves, jax.tree.leaves(model_state.params), copied, strict=True)
-  return jax.tree.unflatten(
-    structure, [old if same else new for old, new, same in left]
-  ), model_state.model_state
+    copied = copied_inputs(program, count, of_params)
+  written = jax.tree.leaves(model_state.params)
+  new_params = _tree.map_with(
+    lambda old, new, is_copy: old if is_copy else new, params, written, copied
+  )
+  return new_params, model_state.model_state
 
 
 def copied_inputs(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from optax_boost import _base
 from optax_boost import _batch_stats
+from optax_boost import _types
 from optax_boost.linen import _adapter
 
 _COLLECTION = "batch_stats"
@@ -87,7 +88,9 @@ class _OfBatch:
   def __hash__(self) -> int:
     return hash((id(self.module), self.forward_fn))
 
-  def __call__(self, params: Any, constants: Any, statistics: Any, batch: Any) -> Any:
+  def __call__(
+    self, params: _types.Tree, constants: Mapping[str, Any], statistics: Any, batch: _types.Tree
+  ) -> dict[str, Any]:
     collections = {**constants, _COLLECTION: _zeros(statistics)}
     model = _adapter.BoundModel(self.module, params, collections, {})
 

@@ -8,6 +8,7 @@ from flax import linen as nn
 import jax
 
 from optax_boost import _less_bn
+from optax_boost import _types
 from optax_boost.linen import _adapter
 from optax_boost.linen import _head
 
@@ -142,7 +143,7 @@ def _trace_module(
       dense[path] = None
     return next_fun(*args, **kwargs)
 
-  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+  def apply(params: _types.Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
     variables = {"params": params, **state}
     return module.apply(variables, *args, rngs=key, mutable=list(state), **kwargs)[0]
 

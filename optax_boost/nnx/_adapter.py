@@ -79,7 +79,7 @@ class ClosedBatch:
   batch: _types.Tree
   constants: _tree.Constants
   structure: Any
-  graphdef: Any
+  graphdef: nnx.GraphDef
 
   def open(self) -> tuple[Any, tuple[Any, ...]]:
     """The batch with new NNX objects, and these objects."""
@@ -141,7 +141,7 @@ def close_batches(batches: Any) -> Any:
 
 def pure_loss(
   loss_fn: _types.LossFn,
-  graphdef: Any,
+  graphdef: nnx.GraphDef,
   wrt: Any,
   *,
   has_key: bool = False,
@@ -300,7 +300,7 @@ def _split_in(context: Any, wrt: Any, roots: tuple[Any, ...]) -> tuple[Any, Any,
   return graphdef, params.get(0, params), collections
 
 
-def merge(graphdef: Any, params: _types.Tree, collections: Any) -> tuple[Any, ...]:
+def merge(graphdef: nnx.GraphDef, params: _types.Tree, collections: Any) -> tuple[Any, ...]:
   """The inverse of :func:`split`: new roots."""
   return nnx.merge(graphdef, *_states(params, collections))
 

@@ -122,7 +122,7 @@ def estimate_batch_stats(
   return copy
 
 
-def _of_batch(forward_fn: Any, graphdef: Any, state: Any, unused: Any, batch: Any) -> Any:
+def _of_batch(forward_fn: Any, graphdef: nnx.GraphDef, state: Any, unused: Any, batch: Any) -> Any:
   """The mean and the variance of each BatchNorm, by its path."""
   model = nnx.merge(graphdef, state)
   forward_fn(model, _adapter.plain_batch(batch))

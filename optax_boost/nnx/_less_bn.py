@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _less_bn
+from optax_boost import _types
 from optax_boost.nnx import _adapter
 from optax_boost.nnx import _head
 
@@ -118,7 +119,7 @@ def _trace_model(
     _remove(norm, path)
   graphdef, params, state = _adapter.split(nnx.Param, copy)
 
-  def apply(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+  def apply(params: _types.Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
     return _adapter.merge(graphdef, params, state)[0](*args, **kwargs)
 
   return _less_bn.Trace(

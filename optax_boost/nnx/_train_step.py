@@ -141,7 +141,7 @@ class TrainStep:
 
   def _step(
     self,
-    graphdef: Any,
+    graphdef: nnx.GraphDef,
     arrays: list[Any],
     batch: _types.Tree,
     key: jax.Array | None,

@@ -163,6 +163,14 @@ def scanned(params, x):
   return jnp.mean((x @ params["head"]) ** 2)
 
 
+def reading_layers():
+  def update(updates, state, params=None, *, layers, **extra_args):
+    assert layers.describe().axes[0].layers == (0,)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 FREEZING = (["blocks", "head"], optax_boost.fixed_freezing(2, frozen_groups=0))
 # How often a step calls the loss: for the gradient, and for each closure that the method calls.
 CALLS_OF_THE_LOSS = {
@@ -177,6 +185,7 @@ CALLS_OF_THE_LOSS = {
       optax_boost.accumulate(optax_boost.freeze_layers(optax.adamw(0.1), *FREEZING), 2)
     ),
   ),
+  "a user's own that names the layers": (1, lambda: optax.chain(reading_layers(), optax.sgd(0.1))),
   "frozen layers of a scan": (
     1,
     lambda: optax_boost.freeze_layers(
