@@ -98,12 +98,13 @@ class Cutter:
   def for_update(self, state: Any, params: Any, layers: Any) -> list[Layout]:
     """The layouts of params that fit the state; `layers` as ``update`` gets it."""
     layouts: list[Layout] = self._layouts(params, self._layers or _method.check_layers(layers))
-    held = [lay.shape for lay in layouts if not lay.excluded]
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
-    if held != shapes:
+    shapes = [lay.shape for lay in layouts if not lay.excluded]
+    state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
+    if shapes != state_shapes:
       raise ValueError(
         f"`{self._method}` needs the params that its state was made for, of shapes"
-        f" {_base.shorten(shapes)}; got {_base.shorten(held)}. Start from `tx.init(params)`."
+        f" {_base.shorten(state_shapes)}; got {_base.shorten(shapes)}. Start from"
+        " `tx.init(params)`."
       )
     return layouts
 
@@ -133,11 +134,11 @@ def _entries(x: jax.Array) -> jax.Array:
   if x.size > np.iinfo(np.int32).max:
     raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
   entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-  # No weight is above infinity: zeros, sharded like the leaf.
+  # `x > inf` is always False, but XLA does not fold it: these zeros are sharded as the leaf is.
   return entries + (x > jnp.inf).astype(jnp.int32)
 
 
 def difference(gradient: jax.Array, current: jax.Array, target: jax.Array) -> jax.Array:
-  """The update from weights to others of their dtype, in the wider of this and a gradient's."""
-  wide = jnp.promote_types(current.dtype, gradient.dtype)
-  return target.astype(wide) - current.astype(wide)
+  """The update that leads from `current` to `target`, in the wider dtype of params and gradient."""
+  dtype = jnp.promote_types(current.dtype, gradient.dtype)
+  return target.astype(dtype) - current.astype(dtype)

@@ -292,9 +292,12 @@ class _Sgperm:
     layouts: Sequence[_layout.Layout],
     args: tuple[jax.Array, jax.Array, jax.Array],
     weights: Sequence[Sequence[jax.Array]],
-    others: Sequence[Sequence[jax.Array]],
+    fixed: Sequence[Sequence[jax.Array]],
   ) -> list[Sequence[jax.Array]]:
-    """The new weights, entries and ranks of leaves."""
+    """The new weights, entries and, with ``method="rank"``, ranks of each leaf.
+
+    `weights`: the old ones. `fixed`: the leaf's momentum and perhaps its partitions.
+    """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
     alpha = self.schedules.alpha(count)
@@ -313,24 +316,32 @@ class _Sgperm:
       new_ranks = _fast.ranks(_fast.targets(values, momentum, alpha))
       return [*_execution.gather([values, entries], _sorting.gather(order, new_ranks)), new_ranks]
 
-    def exact(*arrays: jax.Array) -> list[jax.Array]:
+    def exact(
+      values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
+    ) -> list[jax.Array]:
       # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
-      shape = jnp.moveaxis(arrays[0], 1, -1).shape
-      values, _, *rest = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
+      shape = jnp.moveaxis(values, 1, -1).shape
+
+      def columns(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 1, -1).reshape(len(x), -1)
+
       sizes = self.schedules.sizes(len(values), self.least)
-      work = self._work(count, bits, values, *rest)
+      work = self._work(count, bits, columns(values), columns(momentum), *map(columns, partitions))
       source = _device.permute(work, sizes=sizes, remainder=self.remainder)
-      return _execution.gather(arrays[:2], jnp.moveaxis(source.reshape(shape), -1, 1))
+      return _execution.gather([values, entries], jnp.moveaxis(source.reshape(shape), -1, 1))
 
     if self.method != "exact" or not self._on_host():
       kernels: dict[str, _execution.Kernel] = {"exact": exact, "pairs": pairs, "rank": rank}
-      return _execution.together(kernels[self.method], layouts, weights, others)
-    columns = [list(map(lay.columns, own)) for lay, own in zip(layouts, weights, strict=True)]
-    works = [
-      self._work(count, bits, values, *map(lay.columns, more))
-      for lay, (values, _), more in zip(layouts, columns, others, strict=True)
+      return _execution.together(kernels[self.method], layouts, weights, fixed)
+    columns = [
+      [lay.columns(x) for x in arrays] for lay, arrays in zip(layouts, weights, strict=True)
     ]
-    return list(map(_execution.gather, columns, _called_back(works, self.remainder)))
+    works = [
+      self._work(count, bits, values, *map(lay.columns, fixed_arrays))
+      for lay, (values, _), fixed_arrays in zip(layouts, columns, fixed, strict=True)
+    ]
+    sources = _called_back(works, self.remainder)
+    return [_execution.gather(arrays, x) for arrays, x in zip(columns, sources, strict=True)]
 
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
