@@ -64,7 +64,7 @@ class SvrgState(NamedTuple):
 
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
     """The state after a refresh at `params`, whose mean gradient over the data was taken."""
-    # Inside `optax.masked` the state lacks the leaves that are not its own.
+    # Inside `optax.masked` the state lacks the leaves that the mask hides.
     params = _masked_like(self.snapshot, params, "params")
     full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
     _check_state(self, params, "refresh_svrg")
@@ -81,7 +81,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
     """The sum of ``|of(g, h, mu) - mu|^2``."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
     for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
-      deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
+      deviations = [of(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
       sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
     return jnp.sum(jnp.stack(sums))
 
