@@ -1,6 +1,7 @@
-"""How SGPerm's kernels run: once for all leaves of one kind, some weight vectors at a time.
+"""How SGPerm's kernels run: once for leaves whose weight vectors have the same length.
 
-However leaves are sharded, each weight vector is whole on a device.
+Large leaves are processed in blocks of weight vectors. However leaves are sharded, each weight
+vector is whole on one device while a kernel runs.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from optax_boost._sgperm import _sorting
 
 # Weights in a block, on a CPU and on accelerators (for these a guess, to bound memory).
 _WEIGHTS, _MANY_WEIGHTS = 2**18, 2**22
-# Weights of leaves that are joined on an accelerator. It is a copy of them, which on a CPU takes
-# longer than compiling is worth: there, leaves of no more weights than a block are joined.
+# The most weights of leaves that are joined on an accelerator. Joining copies them. On a CPU the
+# copy of large leaves costs more than it saves in compiling: there, at most a block is joined.
 _JOINED_WEIGHTS = 2**25
 
-# Gets arrays (n, *vectors): the weights, their entries in the raveled initial leaf, and others.
-# Returns the new weights, entries, and perhaps more; each vector by itself. If there are several
-# axes of vectors, the first is one of leaves.
+# A kernel is called with arrays (n, *vectors): first those that move (the weights, their entries in
+# the raveled initial leaf, and perhaps their ranks), then those that it only reads. It returns the
+# arrays that moved; each vector moves by itself. If there are several axes of vectors, the first is
+# one of leaves.
 Kernel: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
@@ -142,9 +144,9 @@ def _on_cpu(x: jax.Array) -> bool:
 
 def _in_blocks(kernel: Kernel, arrays: Sequence[jax.Array], moving: int) -> Sequence[jax.Array]:
   """Applies a kernel to arrays (n, vectors), some vectors at a time."""
-  # A kernel takes scratch memory of ten to twenty times its weights, and nothing is gained by more
-  # vectors at once than keep a device busy: on a CPU, only what fits into its cache. On several
-  # devices the vectors may be spread over all.
+  # A kernel takes scratch memory of ten to twenty times its weights. More vectors at once than keep
+  # a device busy gain nothing; on a CPU a block should fit into the cache. On several devices the
+  # vectors may be spread over all of them, so there are no blocks.
   n, vectors = arrays[0].shape
   width = max(1, (_WEIGHTS if _on_cpu(arrays[0]) else _MANY_WEIGHTS) // n)
   blocks = -(-vectors // width) if jax.device_count() == 1 else 1
@@ -231,10 +233,10 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
 
 
 def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-  """Leaves the shardings inside a function without closures over arrays to the compiler.
+  """Lets the compiler choose the shardings inside a function, also on a mesh with explicit axes.
 
-  Meshes with explicit axes ask how each result of a sort or gather is sharded. Results are sharded
-  as the arrays of `like`, a tree like the results.
+  On such a mesh JAX would ask how each result of a sort or gather is sharded. The function must not
+  close over arrays. Its results are sharded as `like` is, a tree of arrays like the results.
   """
 
   def call(*args: Any) -> Any:

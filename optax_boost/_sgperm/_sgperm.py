@@ -259,7 +259,7 @@ class _Sgperm:
       layouts,
       jax.tree.leaves(params),
       [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
-      [momentum, *_given_orders(partitions, updates, layouts)],
+      [momentum, *_orders_to_replay(partitions, updates, layouts)],
     )
     steps = _tree.map_leaves(_layout.difference, updates, params, exact)
     return steps, state._replace(
@@ -309,7 +309,7 @@ class _Sgperm:
     def rank(
       values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
     ) -> list[jax.Array]:
-      # A first step may know other vectors than `init`.
+      # The first step may get other axes of layers than `init` knew; then the ranks are unknown.
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
@@ -346,7 +346,7 @@ class _Sgperm:
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
   ) -> jax.Array:
-    """Random words, from one draw for all leaves: their vectors do not mix."""
+    """Random words, one draw that all leaves share: weights never move between vectors."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
     most = _fast.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
@@ -364,7 +364,7 @@ class _Sgperm:
     momentum: jax.Array,
     order: Any = None,
   ) -> _host.Work:
-    """The inputs of an exact step of columns, in a given order or one that is drawn."""
+    """The inputs of an exact step of columns; without an `order` one is drawn from `bits`."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
@@ -381,7 +381,8 @@ class _Sgperm:
     return alone and _host.have_numba()
 
 
-# Jitted, and with a hint: outside of a jit the results of a callback would not be on a mesh.
+# Jitted and with a sharding hint, because outside of a jit the results of a callback would not be
+# on the mesh of the weights.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
@@ -394,7 +395,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
 
 
 def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
-  """Each leaf's step; ``vmap`` may have put axes first."""
+  """The exact step of each leaf; ``vmap`` may have put more axes before those of the leaf."""
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -406,10 +407,13 @@ def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.nda
   return results
 
 
-def _given_orders(
+def _orders_to_replay(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
 ) -> list[list[jax.Array]]:
-  """The partitions to replay, each in its leaf's shape; none if they are drawn."""
+  """The extra argument `partitions` as a list of one list, each array in its leaf's shape.
+
+  An empty list if the partitions are drawn.
+  """
   if partitions is None:
     return []
   structure: Any = jax.tree.structure(updates)

@@ -496,7 +496,7 @@ ROWS = (
       "backend": "device",
       "key": 1,
     },
-    # All weight vectors have eight entries, so one search is compiled for all leaves, and not three.
+    # All weight vectors have eight entries, so one search is compiled for all leaves, not three.
     params=functools.partial(problems.params, conv=(2, 2, 2, 8), dense=(8, 16)),
     baseline=lambda: optax.sgd(0.1),
     needs_params=True,
