@@ -252,9 +252,10 @@ class _Search:
     self.dtype = values.dtype
     self.values = _arrays.widen(values)
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
-    self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
-    # The first entry of a lane is tied with nothing before it.
-    self.ties &= ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
+    sets = self._sets([up, down, tie], size)
+    self.start_up, self.start_down = sets[0], sets[1]
+    # The entries whose weight equals that of the entry before them in their lane.
+    self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
     """Flags (n, m) as sets (W, P, m)."""
@@ -342,7 +343,8 @@ class _Search:
     beyond = jnp.where(up, self._numbers_above(source_q), self._numbers_below(source_q))
     exists, partner_q = _nearest(jnp.where(up, carry.down, carry.up) & beyond, up)
     partner = self.base + partner_q
-    low_q, high_q = jnp.where(up, source_q, partner_q), jnp.where(up, partner_q, source_q)
+    low_q = jnp.where(up, source_q, partner_q)
+    high_q = jnp.where(up, partner_q, source_q)
     live = carry.up | carry.down
     between = self._numbers_above(low_q) & self._numbers_below(high_q)
     neighbours = jnp.logical_not(_any_member(live & between))
@@ -399,8 +401,10 @@ class _Search:
 
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
-    back = _gather(carry.parent, entry)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
+    # Read after the write: otherwise XLA for CPUs (jaxlib 0.10.2) copies the array in each round,
+    # and subsets with many equal weights take half as long again.
+    back = _gather(parent, entry)
     # A target is taken out of the list; an entry that the path leaves is put back.
     moved = jnp.where(pushes, target, entry)
     before, after = _gather(carry.below, moved), _gather(carry.above, moved)

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 
 # XLA's own argsort takes less than a tenth of a millisecond for arrays of fewer entries; to compile
 # the sorts below for them takes half a second.
-_FEW_ENTRIES = 1024
+_FEW_ENTRIES = 512
 # Rounds of exchanges after which the sort from scratch is shorter.
 _EXCHANGES = 8
 
