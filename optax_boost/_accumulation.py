@@ -189,7 +189,7 @@ class _Accumulate:
     ended = outcome.made | window.full
 
     def emptied(total: Any) -> tuple[Any]:
-      # Without a value to read, all leaves of a shape would share one array of zeros.
+      # XLA 14: without the old value, all leaves of a shape would be copies of one array of zeros.
       return (jax.tree.map(lambda t: jnp.where(ended, jnp.zeros_like(t), t), total),)
 
     _, accumulator = call.landing.change_if(ended, emptied, window.total)

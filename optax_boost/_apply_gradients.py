@@ -58,6 +58,7 @@ def apply_gradients(
   .. note::
     Reverse-mode differentiation through such a step needs ``tx.update``.
   """
+  # XLA 24: params come before the state in the results, so that both can be donated in this order.
   tx = _base.check_transformation("tx", tx)
   _tree.check_same_tree(grads, _tree.differentiated(params), "apply_gradients")
   grads, params = _arrays.as_jax((grads, params))

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
+# XLA 7: leaves of fewer entries are worked on together, as a kernel costs more than a copy.
 _SMALL = 8192
-# Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
+# XLA 1: so many small leaves are reduced in one loop, which compiles in the square of their number.
 _TOGETHER = 16
 
 
@@ -158,8 +158,8 @@ def widen(x: jax.Array) -> jax.Array:
 def divide(x: jax.Array, by: jax.Array, largest: float = float("inf")) -> jax.Array:
   """A quotient by a positive number, at most `largest`, made by multiplying.
 
-  XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
-  same for powers of two.
+  The product is computed again for each of its uses; a quotient would be stored (XLA 13). The two
+  are equal to the last bit for powers of two.
   """
   wide = widen(x)
   by = by.astype(wide.real.dtype)
@@ -229,6 +229,6 @@ def all_finite(tree: Any) -> jax.Array:
   if not flags:
     return jnp.asarray(True)
   bad = jnp.logical_not(jnp.stack(flags)).astype(jnp.float32)
-  # A product, as XLA would fuse `jnp.all` over the leaves into each loop that selects by it: the
-  # program, and the time to compile it, would grow with the square of the number of leaves.
+  # XLA 2: a product, since `jnp.all` over the leaves would be computed in each loop that selects by
+  # it: the program, and the time to compile it, would grow with the square of the number of leaves.
   return jnp.dot(bad, bad, precision=jax.lax.Precision.HIGHEST) == 0

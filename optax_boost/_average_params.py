@@ -244,8 +244,7 @@ class _AverageParams:
 def _rounded(p: jax.Array) -> jax.Array:
   """A param in half precision as it is stored.
 
-  XLA may drop the rounding between the step and the average, as it keeps the excess precision of a
-  value that it converts to 16 bits and back.
+  Without the barrier the rounding between the step and the average may be left out (XLA 18).
   """
   return jax.lax.optimization_barrier(p) if jnp.dtype(p.dtype).itemsize < 4 else p
 

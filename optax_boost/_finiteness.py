@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from optax_boost import _arrays
 from optax_boost import _conditional
 
-# Params of fewer entries are checked several in one loop. XLA compiles a sum of many in the square
-# of their number.
+# XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
+# compiles in the square of their number.
 _SMALL = 8192
 _TOGETHER = 8
-# So many entries are summed before the next sums, where XLA stores them: in jaxlib 0.10.2 for CPUs
-# a step of `dynamic_loss_scale` without these links takes six times as long (benchmarks.in_place).
+# XLA 12: entries that are summed before the next sums begin, as XLA for CPUs stores summands.
 _LINK = 2**19
 
 
@@ -76,7 +75,7 @@ def _every_entry_is_finite(tree: Any) -> jax.Array:
 
 def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
   """A check that is made only if its outcome is not known to be True."""
-  # Without the barrier XLA for TPUs makes the check in every step, and selects.
+  # XLA 11: without the barrier the check would run in every step on TPUs.
   _, holds = _conditional.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
   )
@@ -138,8 +137,8 @@ def _sums(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
   """Whether all sums are finite, one for each group, in links of :data:`_LINK` entries or more.
 
-  XLA for CPUs stores the products that it sums. Linked, it stores a part of them at a time, which
-  stays in the cache.
+  XLA for CPUs stores the products that it sums (XLA 12). With links it stores a part of them at a
+  time, which stays in the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0

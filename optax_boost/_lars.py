@@ -41,7 +41,7 @@ def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> ja
   finite = jnp.isfinite(w + g)
   usable = finite & (jnp.minimum(w, g) > 0)
   numerator = jnp.where(usable, eta * w, jnp.where(finite, 1.0, jnp.nan))
-  # Division last: XLA on CPUs would fuse what is cheaper into the loop of each leaf.
+  # XLA 3: the division comes last, as a cheaper operation would be repeated in each leaf's loop.
   ratio = numerator / jnp.where(usable, g + wd * w + eps, 1.0)
   if rate is None:
     return ratio
@@ -79,7 +79,7 @@ class ScaleByLarsTrustRatioState(NamedTuple):
     count: scalar int32, steps made, if `clip_ratio` is a schedule; otherwise None.
   """
 
-  # One array: each further buffer in a state costs a step some microseconds.
+  # XLA 23: one array for all leaves, as each array of a state costs a step some microseconds.
   trust_ratio: jax.Array
   notfinite_count: jax.Array
   count: jax.Array | None = None  # type: ignore[assignment]  # tuples have a method of this name
@@ -360,10 +360,10 @@ def _ratios_along(
     groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)
     sums = []
     for group in groups:
-      # Of both in one reduction: for a large one XLA makes two kernels.
+      # XLA 5: weights and gradients in one reduction, as two would be two kernels.
       both = jnp.stack([x[i] for x in (weights, grads) for i in group])
       if len(group) > 1:
-        # XLA would compile for minutes where a thousand leaves are fused into one loop.
+        # XLA 6: a thousand leaves that are joined into the reduction compile for minutes.
         both = jax.lax.optimization_barrier(both)
       squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].layer_axes))
       sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
@@ -375,8 +375,8 @@ def _ratios_along(
     ratios = dict(zip(places, split, strict=True))
     return [ratios[i].reshape(leaf.stacked_shape) for i, leaf in enumerate(leaves)]
 
-  # A kernel costs a GPU more than a copy of a small leaf. A CPU's takes XLA longer to compile if it
-  # reads a part of a vector: then no two leaves can share it.
+  # XLA 4: on CPUs, equal leaves share a compiled loop only if none reads a part of a vector.
+  # XLA 7: on GPUs, a kernel for each leaf costs more than the copies of small leaves.
   return jax.lax.platform_dependent(weights, grads, cuda=at_once, rocm=at_once, default=one_by_one)
 
 

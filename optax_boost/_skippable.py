@@ -8,8 +8,8 @@ the step was made. So a step that is not made changes nothing, in every nesting.
 
 A :class:`Landing` says where the step lands: in updates, which someone else adds, or in the params.
 Updates that leave a conditional must exist, as zeros if the step was not made, and state is copied
-in and out. XLA works in place on a loop's carry: so a step in place carries params and inner state
-through a loop of one turn or none, and a step that is not made costs nothing.
+in and out. XLA updates the carry of a loop in place (XLA 10): so a step in place carries params and
+inner state through a loop of one turn or none, and a step that is not made costs nothing.
 
 Loop inputs are materialized, so gradients are passed as a function: a wrapper's arithmetic on them
 becomes a part of the loop's work on each leaf.

@@ -83,7 +83,7 @@ def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Ar
   # vector that depends on the replica is mapped; this one has no entries.
   mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
-  # Row by row: on CPUs a concatenation of all leaves would be copied once more to be cut.
+  # XLA 17: row by row, as a concatenation of all leaves would be kept beside its rows.
   for origin in range(0, chunks * layout.chunk, layout.chunk):
     cuts = [slice(max(origin - s, 0), max(origin + layout.chunk - s, 0)) for s in layout.starts]
     parts = [leaf[cut] for leaf, cut in zip(flat, cuts, strict=True)]
@@ -108,6 +108,4 @@ def cut_block(
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block
   parts = [jax.lax.dynamic_slice_in_dim(row, start, width).astype(dtype) for row in rows]
-  # Not fused: XLA's CPU code for stacking slices is slower than a copy.
-  block = jnp.stack(jax.lax.optimization_barrier(parts))
-  return block, start, (jnp.arange(width) >= low) & (jnp.arange(width) < high), group
+  return jnp.stack(parts), start, (jnp.arange(width) >= low) & (jnp.arange(width) < high), group

@@ -175,7 +175,7 @@ def _gather(chunk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   # `shard_map` tracks which arrays vary: it must be told that the result does not.
   if "to" in inspect.signature(jax.lax.all_gather).parameters:
     return jax.lax.all_gather(chunk, axes, tiled=True, to="invarying")
-  # Below JAX 0.10 only a sum can say so. It moves twice the bytes.
+  # XLA 27: before JAX 0.10 only a sum can declare that. It moves twice the bytes.
   devices, owner = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
   alone = jnp.where(jnp.arange(devices)[:, None] == owner, chunk, 0)
   return jax.lax.psum(alone.ravel(), axes)

@@ -51,7 +51,7 @@ def products(rows: Any, others: Any, groups: Groups) -> jax.Array:
       parts += [_contract(a[i], b[i], of_leaf.axes) for i in same]
       numbers += len(same) * of_leaf.numbers
     else:
-      # One product of all: XLA on CPUs compiles the code of each product by itself.
+      # XLA 9: one product for all, as the code of each product is compiled by itself on CPUs.
       many = b[same[0]].ndim == a[same[0]].ndim
       rows, leaf = (jnp.stack([x[i] for i in same], axis) for x, axis in ((a, 1), (b, int(many))))
       parts.append(_contract(rows, leaf, ()))
@@ -82,7 +82,7 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
 
 
 def _sum_by_group(parts: Sequence[jax.Array], numbers: Sequence[int], groups: Groups) -> jax.Array:
-  # A contraction: XLA would fuse a sum over leaves into the kernel of each.
+  # XLA 2: a contraction, since a sum over leaves would be computed in the loop of each.
   joined = jnp.concatenate(parts)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)

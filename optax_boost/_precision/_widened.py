@@ -201,7 +201,7 @@ def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: Any) -> j
 
   with the distance :math:`q` between neighbours in `dtype`. Beyond the range it is the range's end.
   """
-  # All of it in float32, as XLA may leave out a conversion to 16 bits and back.
+  # XLA 18: in float32 throughout, as a conversion to 16 bits and back may be left out.
   info = jnp.finfo(dtype)
   magnitude = jnp.abs(x)
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -251,7 +251,7 @@ def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array])
     if len(same) == 1:
       draws[first] = draw(keys[first])
       continue
-    # Behind the barrier, or XLA would compile a kernel that draws for each leaf.
+    # XLA 8: drawn at once, and with a barrier, or a kernel would draw for each leaf.
     together = jax.lax.optimization_barrier(jax.vmap(draw)(keys[np.array(same)]))
     for i, u in zip(same, together, strict=True):
       draws[i] = u

@@ -1,9 +1,9 @@
 """Sorting along the first axis, faster than XLA's own argsort on a CPU.
 
-XLA sorts one array of integers several times faster than a pair of arrays. So a sort packs as much
-of the key as there is room for and the index into one integer; the few that this leaves in disorder
-change places with their neighbours. If they are many, the sort goes from the last digits to the
-first.
+XLA sorts one array of integers several times faster than a pair of arrays (XLA 21). So a sort packs
+as much of the key as there is room for and the index into one integer; the few that this leaves in
+disorder change places with their neighbours. If they are many, the sort goes from the last digits
+to the first.
 """
 
 import jax
