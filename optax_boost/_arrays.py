@@ -13,9 +13,9 @@ import optax
 
 from optax_boost import _types
 
-# Leaves of fewer entries are worked on together: a kernel of their own costs more than a copy.
+# XLA 7: leaves of fewer entries are worked on together, as a kernel costs more than a copy.
 _SMALL = 8192
-# Small leaves of one reduction. XLA compiles them all into one loop, in the square of their number.
+# XLA 1: so many small leaves are reduced in one loop, which compiles in the square of their number.
 _TOGETHER = 16
 
 
@@ -133,8 +133,8 @@ def widen(x: jax.Array) -> jax.Array:
 def divide(x: jax.Array, divisor: jax.Array, largest: float = float("inf")) -> jax.Array:
   """A quotient by a positive number, at most `largest`, made by multiplying.
 
-  XLA recomputes it for each of its uses; it would store a division's result. To the last bit the
-  same for powers of two.
+  The product is computed again for each of its uses; a quotient would be stored (XLA 13). The two
+  are equal to the last bit for powers of two.
   """
   dividend = widen(x)
   divisor = divisor.astype(dividend.real.dtype)

@@ -47,8 +47,8 @@ def once_if(condition: Any, function: Callable[..., Sequence[Any]], *carry: Any)
     return (jnp.asarray(condition), *(call(carry) if condition else carry))
   if jax.sharding.get_abstract_mesh().manual_axes:
     carry = jax.tree.map(vary, carry, jax.eval_shape(call, carry))
-  # A loop of one turn or none rather than `lax.cond`, for which XLA copies the operands that a
-  # branch returns as they are.
+  # XLA 10: a loop of one turn or none, since `lax.cond` copies operands that a branch returns
+  # unchanged.
   going, *carried = jax.lax.while_loop(
     lambda loop: loop[0], lambda loop: (loop[0] & False, *call(loop[1:])), (condition, *carry)
   )

@@ -130,7 +130,7 @@ class _CutScans(_jaxpr.Evaluator[Any]):
       return self._scan(equation, inputs)
     operands = range(len(inputs))
     if _passes_each(equation):
-      # Each alone: of a barrier, JAX gives all results a derivative if one operand has one.
+      # XLA 26: each alone, as all results of a barrier have a derivative if one operand has one.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
     if any(_axes(equation, i) for i in operands if isinstance(inputs[i], _Parts)):
       return [self._result(equation, dict(enumerate(inputs)))]

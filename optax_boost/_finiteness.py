@@ -1,7 +1,7 @@
-"""The rule of finiteness, for every method: an entry is bad if it is NaN or infinite.
+"""The rule of finiteness for every method: an entry is bad if it is NaN or infinite.
 
-Zero times an entry is zero if it is finite, else NaN. So the sum of these products answers it for a
-whole tree, exactly, in one pass at the speed of memory.
+Zero times an entry is zero if the entry is finite, and NaN otherwise. So the sum of these products
+tells exactly, in one pass over memory, whether a whole tree is finite.
 """
 
 import collections
@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from optax_boost import _arrays
 from optax_boost import _conditional
 
-# Params of fewer entries are checked several in one loop. XLA compiles a sum of many in the square
-# of their number.
+# XLA 1: of params with fewer entries than `_SMALL`, `_TOGETHER` are checked in one loop, which
+# compiles in the square of their number.
 _SMALL = 8192
 _TOGETHER = 8
-# So many entries are summed before the next sums, where XLA stores them: in jaxlib 0.10.2 for CPUs
-# a step of `dynamic_loss_scale` without these links takes six times as long (benchmarks.in_place).
+# XLA 12: entries that are summed before the next sums begin, as XLA for CPUs stores summands.
 _LINK = 2**19
 
 
@@ -31,9 +30,9 @@ def all_finite(
 ) -> jax.Array:
   """Whether every entry of ``divide(tree)``, a tree divided by a number, is finite.
 
-  A finite sum of squares proves it, which XLA for CPUs computes without storing anything; only if
-  squares overflow is every entry looked at. `tree` should exist already, as the check may be
-  skipped.
+  A finite sum of squares proves it, and XLA for CPUs computes the sum without storing anything.
+  Only if the squares overflow, every entry is checked, in a loop. The inputs of a loop are stored,
+  so `tree` should be one that is stored anyway.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
@@ -43,10 +42,9 @@ def all_finite(
 def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
   """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
 
-  An entry that is infinite in `old` may be meant to be, as the first best loss of a search: it may
-  stay so or become finite, but not NaN.
-  Integers are always finite. A param's new value and its new moments are computed from the same
-  arrays, so they are checked in one loop, which reads these once.
+  An entry may be infinite in `old` by intention, as the first best loss of a search: it may stay
+  infinite or become finite, but not NaN. Integers are always finite. A param's new value and its
+  new moments are computed from the same arrays, so one loop checks both and reads the arrays once.
   """
   of_params, of_state = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
   return _is_sound(_by_param(of_params, of_state))
@@ -56,7 +54,7 @@ def sum_is_finite(total: Any, addend: Any) -> jax.Array:
   """Whether ``total + addend`` is finite in all entries; a scalar bool.
 
   `total` is a sum that passed before. If the squares of the addend don't overflow, its entries are
-  too small to carry a finite sum beyond the range, and `total` needs not be read.
+  too small to carry a finite sum beyond the range, and `total` need not be read.
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
@@ -75,8 +73,8 @@ def _every_entry_is_finite(tree: Any) -> jax.Array:
 
 
 def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
-  """A check that is made only if its outcome is not known to be True."""
-  # Without the barrier XLA for TPUs makes the check in every step, and selects.
+  """Makes a check unless its outcome is proven to be True."""
+  # XLA 11: without the barrier the check would run in every step on TPUs.
   _, holds = _conditional.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
   )
@@ -96,7 +94,7 @@ def _inexact_pairs(new: Any, old: Any) -> list[tuple[Any, Any]]:
 def _by_param(
   of_params: Sequence[tuple[Any, Any]], of_state: Sequence[tuple[Any, Any]]
 ) -> list[list[tuple[Any, Any]]]:
-  """Groups pairs of one shape: those of one param together, small params a few together."""
+  """Groups pairs of one shape: the pairs of a param, or of a few small params, are one group."""
 
   def kind(pair: tuple[Any, Any]) -> Any:
     array = jax.typeof(pair[0])
@@ -120,7 +118,7 @@ def _by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether no entry of pairs ``(new, old)`` is bad, but where `old` is; `old` may be None."""
+  """Whether no entry of pairs ``(new, old)`` is newly bad; with `old` None, whether none is bad."""
   groups = jax.lax.stop_gradient(groups)
   return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
@@ -138,8 +136,8 @@ def _sums(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
   """Whether all sums are finite, one for each group, in links of :data:`_LINK` entries or more.
 
-  XLA for CPUs stores the products that it sums. Linked, it stores a part of them at a time, which
-  stays in the cache.
+  XLA for CPUs stores the products that it sums (XLA 12). With links it stores a part of them at a
+  time, which stays in the cache.
   """
   sums: list[jax.Array] = []
   link, entries = jnp.zeros([], jnp.float32), 0
@@ -154,7 +152,7 @@ def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """Zero times each entry, in at least float32; and zero where it was bad before."""
+  """Zero times each entry, in at least float32; zero for entries that were bad before."""
   x = _conditional.in_device_memory(new) + link.astype(new.dtype)
   if old is not None:
     old = _conditional.in_device_memory(old)

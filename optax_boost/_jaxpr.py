@@ -28,8 +28,8 @@ PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat",
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function under a new identity, so that it is traced, and warns, as it is now.
 
-  JAX would hand out an earlier trace, also where a function that this one calls was redefined
-  since, as in a notebook.
+  Otherwise JAX returns an earlier trace, even if a function that this one calls was redefined
+  since, as in a notebook (XLA 25).
   """
   return lambda *args: function(*args)
 

@@ -1,9 +1,9 @@
-"""Orders of wrappers and chains that can't be right, and the orders that work in their place.
+"""Refuses orders of wrappers and chains that give wrong steps, and names orders that work.
 
 The tree of an optimizer's states has the shape of its wrappers and chains, so one walk over it
-checks them all. The ``init`` of a wrapper checks what it holds; the train step and
-:func:`apply_gradients` check the whole. What a state's type declares decides
-(:mod:`optax_boost._protocol`); no method is known by name.
+checks them all. The ``init`` of a wrapper checks the transformations inside it; the train step and
+:func:`apply_gradients` check the whole optimizer. The checks read the declarations of the states'
+types (:mod:`optax_boost._protocol`), so no method is known by name.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ from optax_boost import _protocol
 
 
 def check(opt_state: optax.OptState, params: optax.Params | None = None) -> None:
-  """Raises ValueError for an order that can't be right, with one that works.
+  """Raises ValueError for an order that gives wrong steps, and names one that works.
 
-  With params, also for orders that are right for float32 params only.
+  If `params` are given, also for orders that are right for float32 params only.
   """
   half = any(_is_half_precision(leaf) for leaf in jax.tree.leaves(params))
   for node in _protocol.nodes(opt_state):
@@ -45,8 +45,8 @@ _REPLACES = (
 )
 _CHANGES = "it computes the new params from its own updates, which `{holder}` changes afterwards"
 _ZEROS = (
-  "its updates are float32, and of a step that it skips `{holder}` makes zeros in the gradients'"
-  " dtype"
+  "its updates are float32, and `{holder}` replaces the updates of a skipped step by zeros in the"
+  " gradients' dtype"
 )
 _CHANGES_A_WINDOW = (
   "a leaf for which `{holder}` changes a part of a window would get the rest of the window's"
@@ -70,8 +70,7 @@ def _check_chain(states: list[Any]) -> None:
   """Checks the states of the members of an ``optax.chain``."""
   kinds = ("normalizes", "remembers", "requests", "rounds", "scales", "snapshots")
   names_of_states = [_protocol.declared_inside(state, kinds) for state in states]
-  _check_factors(names_of_states)
-  _check_frozen(states, names_of_states)
+  _check_undone(states, names_of_states)
   for place, names_of_kind in enumerate(names_of_states):
     if place and _protocol.LOSS_SCALE in names_of_kind["requests"]:
       raise ValueError(
@@ -88,31 +87,26 @@ def _check_chain(states: list[Any]) -> None:
       )
 
 
-def _check_factors(names_of_states: list[dict[str, list[str]]]) -> None:
-  """Refuses factors of leaves before a member of the chain that divides them away."""
-  scaled: list[str] = []
-  for names_of_kind in names_of_states:
-    normalizing = names_of_kind["normalizes"]
-    if scaled and normalizing:
-      raise ValueError(
-        f"`{scaled[0]}` must come after an optimizer that normalizes its gradients, which divides"
-        f" the factors away; got it before one with a {normalizing[0]}. Put it last:"
-        f" `optax.chain(optimizer, {scaled[0]}(...))`."
-      )
-    scaled += names_of_kind["scales"]
-
-
-def _check_frozen(states: list[Any], names_of_states: list[dict[str, list[str]]]) -> None:
-  """Refuses moments after a freeze, which they don't know of."""
-  holders: list[str] = []
+def _check_undone(states: list[Any], names_of_states: list[dict[str, list[str]]]) -> None:
+  """Refuses methods whose effect a later member of the chain undoes: factors, and freezing."""
+  scaling: list[str] = []
+  freezing: list[str] = []
   for state, names_of_kind in zip(states, names_of_states, strict=True):
-    moments = names_of_kind["remembers"]
-    if holders and moments:
+    normalizing = names_of_kind["normalizes"]
+    if scaling and normalizing:
       raise ValueError(
-        f"`{holders[0]}` must hold the whole optimizer: moments after it, here those of a"
-        f" {moments[0]}, move a leaf on while it is frozen. Put them inside:"
-        f" `{holders[0]}(optax.chain(...))`."
+        f"`{scaling[0]}` must come after an optimizer that normalizes its gradients, which divides"
+        f" the factors away; got it before one with a {normalizing[0]}. Put it last:"
+        f" `optax.chain(optimizer, {scaling[0]}(...))`."
       )
-    # Of leaves that a mask hides from the method, others may make the steps.
+    moments = names_of_kind["remembers"]
+    if freezing and moments:
+      raise ValueError(
+        f"`{freezing[0]}` must hold the whole optimizer: moments after it, here those of a"
+        f" {moments[0]}, move a leaf on while it is frozen. Put them inside:"
+        f" `{freezing[0]}(optax.chain(...))`."
+      )
+    scaling += names_of_kind["scales"]
+    # If a mask hides leaves from the method, the later moments may be those of the hidden leaves.
     for node in _protocol.declaring_states(state, "changes"):
-      holders += [] if node.hidden else _protocol.declared(node, "changes")
+      freezing += [] if node.hidden else _protocol.declared(node, "changes")

@@ -80,13 +80,13 @@ class LengthSchedule:
       TypeError: `step` is traced: a length is a shape, so it must be known outside ``jit``.
     """
     _base.check_whole_number("step", step, minimum=0)
-    known = _base.known_number(step)
-    if known is None:
+    concrete = _base.concrete_number(step)
+    if concrete is None:
       raise TypeError(
         "`step` must be known outside `jit`, for the length is a shape of the batch; got a traced"
         " array. Cut the batch before the compiled step: step_fn(cut_sequences(batch, ...))."
       )
-    return self.lengths[int(np.searchsorted(self.starts, int(known), side="right")) - 1]
+    return self.lengths[int(np.searchsorted(self.starts, int(concrete), side="right")) - 1]
 
 
 def sequence_length_warmup(

@@ -1,4 +1,15 @@
-"""Settings of the whole suite, made before JAX starts."""
+"""Settings of the whole suite, made before JAX starts.
+
+Users run programs that XLA optimizes at level 3, its default. Most tests run programs at level 0
+with older CPU emitters, which compile in half the time. Their results differ from users' results in
+the last bits only, and the tolerances of the tests allow for that. Tests of the last bits are
+marked `optimized`; ``make test`` runs them first, at level 3, in a pytest of its own. The verbs
+``make evidence`` and ``make xla`` run at level 3, too. ``python -m pytest FILE`` runs both kinds at
+level 0 unless XLA_FLAGS names a level: add ``-m "not optimized"``, or set
+``XLA_FLAGS=--xla_backend_optimization_level=3``.
+
+All tests run on eight virtual CPU devices.
+"""
 
 import atexit
 import functools
@@ -17,7 +28,7 @@ import pytest
 def _xla_knows(flag: str) -> bool:
   """Whether the installed XLA has a flag: an unknown one ends the process.
 
-  As a string of its own: the names of flags that were dropped stay in longer ones.
+  The name is searched as a whole string, since names of removed flags remain in longer names.
   """
   package = importlib.util.find_spec("jaxlib").submodule_search_locations[0]
   for library in pathlib.Path(package).glob("libjax_common*"):
@@ -30,9 +41,8 @@ def _xla_knows(flag: str) -> bool:
 # Sharding is tested on eight virtual devices.
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 # The suite spends most of its time on compiling small programs. These flags halve that time: no
-# optimization by LLVM, XLA's older CPU emitters, one thread for each program. Tests marked
-# `optimized` are about the last bits of programs as users get them; `make test` gives them a level
-# of optimization, and so none of these.
+# optimization by LLVM, XLA's older CPU emitters, one thread for each program. They are left out if
+# XLA_FLAGS names a level of optimization.
 _FASTER_TO_COMPILE = {
   "xla_backend_optimization_level": "0",
   "xla_cpu_use_fusion_emitters": "false",
@@ -43,10 +53,10 @@ if "xla_backend_optimization_level" not in _flags[0]:
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 _ON_SSE = "xla_cpu_max_isa=SSE4_2" in _flags[0]
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Tracebacks of where each operation was traced take a sixth of the time to lower and to compile.
+# Tracebacks of the line that traced each operation take a sixth of the time to lower and compile.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# The tests build the same small programs over and over: kept on disk for the run, with all of its
-# processes in common, each is compiled once. Who names a folder keeps them from run to run.
+# The tests build the same small programs over and over. All processes of a run share them on disk,
+# so each is compiled once. JAX_COMPILATION_CACHE_DIR names a folder that keeps them for later runs.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="programs-")
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -54,7 +64,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def pytest_collection_finish():
-  """Lets the garbage collector run less often, and not over what imports left.
+  """Lets the garbage collector run less often, and never over the objects that imports made.
 
   Tracing makes millions of objects, few of them in cycles; collecting took a thirtieth of the time.
   """
@@ -94,12 +104,12 @@ def x64():
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_mlir_context():
-  """Makes the programs of a worker in one MLIR context, which they may stay in.
+  """Makes all programs of a worker in one MLIR context.
 
-  JAX makes a context for each program, fills it with all operations that there are, keeps it as
-  long as the program, and slows down as they pile up. With one, a worker need not forget programs
-  that later modules use again, and takes 2.5 GB in the end. There is no option for it; a JAX
-  without the function makes its own.
+  JAX makes a context for each program, registers all operations in it, keeps it as long as the
+  program, and slows down as contexts accumulate. With one context a worker can keep programs that
+  later modules use again, and takes 2.5 GB in the end. JAX has no option for it. If JAX has no
+  ``make_ir_context``, nothing is changed.
   """
   from jax._src.interpreters import mlir
 

@@ -89,17 +89,17 @@ class AutoBoost:
     if "less_bn" not in self.on:
       return model
     settings = self.on["less_bn"]
-    with _less_bn.recorded_plans() as plans:
-      changed = less_bn(model, *args, fn_flag=settings["fn_flag"], **kwargs)
-    for plan, norms in plans:
-      effect = f"{len(plan.removed)} of {norms} BatchNorms removed"
+
+    def record(plan: _less_bn.Plan) -> None:
+      effect = f"{len(plan.removed)} of {plan.norms} BatchNorms removed"
       if settings["fn_flag"]:
         effect += f", {plan.head or 'no layer'} normalized"
       if settings["gc_flag"]:
         effect += "; the optimizer centralizes gradients"
       acts = bool(plan.removed or plan.head or settings["gc_flag"])
       self.effects["less_bn"] = effect, acts
-    return changed
+
+    return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
 
   def batch(
     self,

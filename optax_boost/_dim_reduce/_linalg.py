@@ -52,7 +52,7 @@ def products(a: Any, b: Any, groups: SubspaceGroups) -> jax.Array:
       by_layer += [_contract(a_leaves[i], b_leaves[i], of_leaf.axes) for i in indices]
       numbers += len(indices) * of_leaf.numbers
     else:
-      # One product of all: XLA on CPUs compiles the code of each product by itself.
+      # XLA 9: one product for all, as the code of each product is compiled by itself on CPUs.
       b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
       a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
       b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
@@ -90,7 +90,7 @@ def _sum_by_group(
   by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: SubspaceGroups
 ) -> jax.Array:
   """Sums the products of layers, which are in the groups `numbers`: [G, k, m] or [G, k]."""
-  # A contraction: XLA would fuse a sum over leaves into the kernel of each.
+  # XLA 2: a contraction, since a sum over leaves would be computed in the loop of each.
   joined = jnp.concatenate(by_layer)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)

@@ -103,8 +103,8 @@ class Centred:
 def _finite_rows(rows: Any) -> jax.Array:
   """Which rows of a stacked tree hold finite numbers only: [m], bool."""
   by_leaf = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
-  # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
-  # compile for long where there are hundreds.
+  # XLA 2: counted by a contraction, since `all` would be computed in the loop of every leaf, and
+  # hundreds of leaves would compile for long.
   flags = jnp.stack(by_leaf).astype(jnp.float32)
   return matmul(jnp.ones(len(by_leaf)), flags) == len(by_leaf)
 

@@ -273,7 +273,7 @@ class _DimReduce:
     finite = jnp.all(jnp.isfinite(g_k))
     quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
     q = self.gamma * state.projected_momentum + g_k
-    # Selected before it is used: else XLA on CPUs computes it twice, from a copy of the old one.
+    # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old one.
     momentum = jax.tree.map(
       lambda m, g: jnp.where(finite, self.gamma * m + g.astype(m.dtype), m),
       *(state.momentum, updates),

@@ -1,4 +1,4 @@
-"""Which BatchNorms go: the rule, and the plan that it makes.
+"""Decides which BatchNorms are removed.
 
 A residual addition is an ``a + b`` whose two operands stem from one earlier value. Of its two
 sides, the one with more layers is the branch; a side with at most one layer is the shortcut.
@@ -6,10 +6,7 @@ sides, the one with more layers is the branch; a side with at most one layer is 
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterator
 from collections.abc import Sequence
-import contextlib
-import contextvars
 import math
 from typing import Any
 from typing import Literal
@@ -27,7 +24,7 @@ _BOTTLENECK = 3
 
 
 class NormPlace(NamedTuple):
-  """Where a BatchNorm stands.
+  """The position of a BatchNorm in the network.
 
   Attributes:
     path: the path of its module.
@@ -54,27 +51,20 @@ class Trace(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """The changes to a model: the paths of BatchNorms that go, and of the head."""
+  """The changes to a model.
+
+  Attributes:
+    removed: the paths of the BatchNorms that are removed.
+    head: the path of the dense layer that is normalized, or None.
+    norms: how many BatchNorms the model has.
+  """
 
   removed: tuple[str, ...]
   head: str | None
+  norms: int
 
 
-# The plans of the calls inside `recorded_plans`, each with the number of the model's BatchNorms.
-_RECORD: contextvars.ContextVar[list[tuple[Plan, int]] | None] = contextvars.ContextVar(
-  "optax_boost.less_bn", default=None
-)
-
-
-@contextlib.contextmanager
-def recorded_plans() -> Iterator[list[tuple[Plan, int]]]:
-  """Records the plans that are made inside, each with the number of the model's BatchNorms."""
-  plans: list[tuple[Plan, int]] = []
-  token = _RECORD.set(plans)
-  try:
-    yield plans
-  finally:
-    _RECORD.reset(token)
+PlanCallback: TypeAlias = Callable[[Plan], object]
 
 
 def make_plan(
@@ -83,10 +73,12 @@ def make_plan(
   kwargs: dict[str, Any],
   fn_flag: bool,
   predicate: Predicate | None,
+  on_plan: PlanCallback | None,
 ) -> Plan:
-  """Plans by the trace of a model's call; called by a public function."""
+  """Checks the arguments of a public function and makes its plan from a trace of the model."""
   _base.check_bool("fn_flag", fn_flag)
   _base.check_callable("predicate", predicate, "predicate(place: NormPlace) -> bool", optional=True)
+  _base.check_callable("on_plan", on_plan, "on_plan(plan: Plan)", optional=True)
   if not any(map(_flow.is_abstract, jax.tree.leaves((args, kwargs)))):
     got = ", ".join(map(_base.shorten, [*args, *kwargs.values()])) or "none"
     raise ValueError(
@@ -100,7 +92,7 @@ def make_plan(
   if not removed:
     shown = "\n".join(f"  {p.path}: {p.role}, {p.layers} layers" for p in places.values())
     _base.warn(
-      "`less_bn` removes no BatchNorm: none is inside of a bottleneck block's residual branch, or"
+      "`less_bn` removes no BatchNorm: none is inside a bottleneck block's residual branch, or"
       f" `predicate` selects none. The model's BatchNorms:\n{shown or '  none'}",
       _base.NoEffectWarning,
     )
@@ -111,9 +103,9 @@ def make_plan(
       " each of them, or there is none. Pass fn_flag=False.",
       _base.NoEffectWarning,
     )
-  plan = Plan(removed, head)
-  if (record := _RECORD.get()) is not None:
-    record.append((plan, len(norms)))
+  plan = Plan(removed, head, len(norms))
+  if on_plan is not None:
+    on_plan(plan)
   return plan
 
 
@@ -122,7 +114,7 @@ def _goes(place: NormPlace) -> bool:
 
 
 def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
-  """The place of each BatchNorm, seen from all inputs; a shared one goes if all its uses do."""
+  """The place of each BatchNorm over all inputs; a shared one is removed if each use would be."""
   places: dict[str, NormPlace] = {}
   for flow in flows:
     in_flow: dict[str, NormPlace] = {}
@@ -138,7 +130,7 @@ def _places(flows: Sequence[_flow.Flow]) -> dict[str, NormPlace]:
 
 
 def _in_blocks(flow: _flow.Flow) -> dict[int, NormPlace]:
-  """The place of each BatchNorm, by its node, in the innermost block around it."""
+  """The place of each BatchNorm in the innermost block around it, by the BatchNorm's node."""
   outside = {n: NormPlace(flow.nodes[n].path, "outside") for n in flow.norms}
   places = {n: (math.inf, place) for n, place in outside.items()}
   for end, node in enumerate(flow.nodes):

@@ -150,7 +150,7 @@ def _ranges(weights: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds to a dtype, as a cast there and back would if the compiler did not remove it."""
+  """Rounds to a dtype. XLA may leave out a cast to the dtype and back (XLA 18)."""
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
@@ -273,7 +273,7 @@ class _Search:
     count = jnp.sum(live, axis=0, dtype=jnp.int32)
     dtype = _arrays.accumulator_dtype(self.dtype)
     product = ranges.astype(dtype) * brackets.astype(dtype)[count]
-    # Here and not in a sum that a compiler may fuse.
+    # XLA 18: rounded here, as the rounding in a later sum may be left out.
     self.epsilon = _rounded(product, self.dtype).astype(self.values.dtype)
     rows = jax.lax.broadcasted_iota(jnp.int32, (self.n, self.m), 0)
     takes_part = self.is_up | self.is_down

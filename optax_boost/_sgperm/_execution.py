@@ -226,7 +226,7 @@ def _hint(floats: jax.Array, axes: int, devices: int) -> jax.Array | None:
   if shards == 1:
     return None
   split = floats.reshape(*floats.shape[:fan_in], shards, -1, *floats.shape[fan_in + 1 :])
-  # `x > inf` is always False, but XLA does not fold it, so the result keeps the sharding of x.
+  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
   never = jnp.any(split > jnp.inf, axis=[axis for axis in range(split.ndim) if axis != fan_in])
   spread = jnp.broadcast_to(never[:, None], (shards, outputs // shards))
   return spread.reshape(-1, *[1] * (floats.ndim - axes - 1))
@@ -254,7 +254,7 @@ def auto_sharded(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
 
 def _explicit_mesh(arrays: Any) -> jax.sharding.AbstractMesh | None:
   """The arrays' mesh with explicit axes, also outside of ``jax.set_mesh``."""
-  # JAX before 0.8 has no way to enter it.
+  # XLA 28: JAX before 0.8 has no way to enter it.
   if not hasattr(jax.sharding, "use_abstract_mesh"):
     return None
   meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
@@ -268,5 +268,5 @@ def sharded_like(old: jax.Array, new: jax.Array, floats: jax.Array) -> jax.Array
   The result of a sort or a gather has no sharding of its own. Under ``jit`` `old`'s is not known,
   but a choice between the two passes it on.
   """
-  # `x > inf` is always False, but XLA does not fold it, so the sharding of `old` is passed on.
+  # XLA 19: `x > inf` is always False, but XLA can't know that, so the sharding is passed on.
   return jnp.where(floats > jnp.inf, old, new)

@@ -210,7 +210,8 @@ def _permuted(name: str, start: Any, index: Any) -> Any:
     )
   check_indices(index, jnp.size(start), "permutation", name)
   if not jnp.size(start):
-    return jnp.array(start)  # on explicit axes of no set mesh, JAX fails to gather from it
+    # XLA 20: JAX fails to gather from it on explicit axes of a mesh that is not set.
+    return jnp.array(start)
   return _execution.auto_sharded(lambda x, i: jnp.ravel(x)[i], start)(start, index)
 
 

@@ -1,9 +1,9 @@
 r"""Sorting along the first axis, on a CPU about three times as fast as XLA's own argsort.
 
 XLA for CPUs sorts one array of integers about three times as fast as it sorts keys and indices
-together. So each sort in here is of one array of uint32, which holds a part of the key, a *digit*,
-in its high bits and the entry's index in its low bits. The index makes equal digits distinct, so
-the sort is stable:
+together (XLA 21). So each sort in here is of one array of uint32, which holds a part of the key, a
+*digit*, in its high bits and the entry's index in its low bits. The index makes equal digits
+distinct, so the sort is stable:
 
   b                    the bits that an index of n entries needs: 2 for n = 4
   digit << b | index   what is sorted; the 32 - b bits above the index are the digit

