@@ -19,6 +19,7 @@ from optax_boost._freezing import _schedules
 from optax_boost._train_step import _statistics
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests import compilations
 from tests.layer_groups.models import BATCH
 from tests.layer_groups.models import IMAGES
 from tests.layer_groups.models import LAYERS
@@ -674,6 +675,44 @@ def test_a_depth_that_recurs_compiles_nothing():
   seen = next(traces)
   train(step, state)
   assert next(traces) == seen + 1
+
+
+def test_a_depth_that_was_lowered_and_compiled_beforehand_is_not_compiled_again():
+  tx = optax_boost.freeze_layers(
+    optax.adam(0.1), ["encoder", "head"], optax_boost.gradual_unfreezing(2, every=2)
+  )
+  params = {"encoder": jnp.eye(4, 3), "head": jnp.ones((3, 1))}
+  step = optax_boost.make_train_step(lambda p, x: jnp.mean((x @ p["encoder"] @ p["head"]) ** 2), tx)
+  state = step.init(params)
+  unfrozen = optax.tree.set(state.opt_state, frozen_groups=jnp.int32(0))
+  step.lower(state._replace(opt_state=unfrozen), jnp.eye(4)).compile()
+  watched = compilations.Watched(step)
+  depths = []
+  for _ in range(4):
+    state, metrics = watched(state, jnp.eye(4))
+    depths.append(int(metrics["frozen_groups"]))
+  assert depths == [1, 1, 0, 0]
+  assert watched.compiled_once()
+
+
+def test_nnx_steps_at_a_depth_that_was_compiled_beforehand_do_not_compile_again():
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(nnx.Linear(4, 3, rngs=rngs), nnx.tanh, nnx.Linear(3, 1, rngs=rngs))
+  tx = optax_boost.freeze_layers(
+    optax.adam(0.1), ["layers/0", "layers/2"], optax_boost.gradual_unfreezing(2, every=2)
+  )
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = ob_nnx.make_train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+  frozen_groups = optax.tree.get(optimizer.opt_state, "frozen_groups")
+  depth = frozen_groups[...]
+  frozen_groups[...] = jnp.int32(0)
+  lowered = step.lower(model, optimizer, jnp.eye(4))
+  frozen_groups[...] = depth
+  lowered.compile()
+  watched = compilations.Watched(step)
+  depths = [int(watched(model, optimizer, jnp.eye(4))["frozen_groups"]) for _ in range(4)]
+  assert depths == [1, 1, 0, 0]
+  assert watched.compiled_once()
 
 
 def image_step(variables, depths, **options):
