@@ -80,7 +80,7 @@ class LengthSchedule:
       TypeError: `step` is traced: a length is a shape, so it must be known outside ``jit``.
     """
     _base.check_whole_number("step", step, minimum=0)
-    known = _base.known_number(step)
+    known = _base.concrete_number(step)
     if known is None:
       raise TypeError(
         "`step` must be known outside `jit`, for the length is a shape of the batch; got a traced"
