@@ -226,7 +226,7 @@ def test_the_conclusion_says_where_the_seeds_can_not_tell():
   one = result_of(sgd=(HIGH[:1],), adam=(LOW[:1], *slower)).conclusion()
   assert one == (
     "`adam` against `sgd`, training loss: one seed can't tell (difference -1) at equal steps and"
-    " gradient evaluations; one seed can't tell (difference -0.5) at equal time."
+    " gradient evaluations; one seed can't tell (difference +0.5) at equal time."
   )
   assert not result_of(sgd=(HIGH,)).conclusion()
 
