@@ -155,9 +155,12 @@ def contenders(total_steps: int) -> dict[str, Any]:
   def make(level: str, config: Any = None) -> Any:
     return optax_boost.auto_boost(level, config=config, total_steps=total_steps)
 
-  def single(method: str, **settings: Any) -> Any:
+  def some(*methods: str, **of_less_bn: Any) -> Any:
     level = make("O1")
-    return dataclasses.replace(level, on={method: level.on[method] | settings})
+    on = {method: level.on[method] for method in methods}
+    if of_less_bn:
+      on["less_bn"] |= of_less_bn
+    return dataclasses.replace(level, on=on)
 
   def in_turns(share: float) -> Any:
     freezing = {"param_groups": 2, "freeze_type": 0, "freeze_p": share}
@@ -165,10 +168,10 @@ def contenders(total_steps: int) -> dict[str, Any]:
 
   return {
     _BASE: make("O0"),
-    "fewer BatchNorms": single("less_bn", gc_flag=False),
-    "fewer BatchNorms, centralized": single("less_bn"),
-    "fewer BatchNorms, normalized head": single("less_bn", gc_flag=False, fn_flag=True),
-    "freezing": single("grad_freeze"),
+    "fewer BatchNorms": some("less_bn"),
+    "fewer BatchNorms, centralized": some("less_bn", "centralize"),
+    "fewer BatchNorms, normalized head": some("less_bn", fn_flag=True),
+    "freezing": some("freeze_layers"),
     "O1": make("O1"),
     "O2": make("O2"),
     # All along the training.
@@ -213,7 +216,7 @@ class Trainer:
 
   def averaged(self, model: Any, optimizer: nnx.Optimizer, images: np.ndarray) -> Any:
     """The model with the level's averaged params, or as it is where the level keeps none."""
-    if "average" not in self._boost.on:
+    if "average_params" not in self._boost.on:
       return model
     parts = np.split(images[: 20 * _TRAINING_BATCH], 20)
     model = optax_boost.nnx.averaged_model(optimizer, model)

@@ -25,7 +25,7 @@ _NETWORKS = (
   ("ResNet-29, 32 x 32, batch 32", (32, 32, 32, 3), 3, 2),
 )
 _STEPS = 240
-_GROUPS = optax_boost.auto_boost("O1", total_steps=_STEPS).on["grad_freeze"]["param_groups"]
+_GROUPS = optax_boost.auto_boost("O1", total_steps=_STEPS).on["freeze_layers"]["param_groups"]
 _ABOUT = """\
 Milliseconds of processor time (of both cores, so that other work on the machine counts little) per
 step: the least of several measurements in turns. `O0` is the network as it is, `fewer BatchNorms`
@@ -126,7 +126,7 @@ def _call(make: Callable[[], Any], batch: Any, rounds: int) -> float:
 
 def _mean_step(level: str, steps: list[float]) -> float:
   """A step of a level on average over a training, from that of each depth."""
-  first = optax_boost.auto_boost(level, total_steps=_STEPS).on["grad_freeze"]["first"]
+  first = optax_boost.auto_boost(level, total_steps=_STEPS).on["freeze_layers"]["first"]
   schedule = optax_boost.progressive_freezing(_GROUPS, _STEPS, first, anneal=False)
   depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(_STEPS)]
   return float(np.mean([steps[depth] for depth in depths]))

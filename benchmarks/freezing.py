@@ -6,7 +6,6 @@ With ``--counts``: what step counts of their own cost the groups.
 import argparse
 from collections.abc import Callable
 import contextlib
-import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -235,23 +234,6 @@ def update_alone(name: str, tx: optax.GradientTransformation, params: Any) -> _h
   return _harness.carried(name, compiled, carry, gradients, facts=facts)
 
 
-def in_processor_time(contender: _harness.Contender) -> _harness.Contender:
-  """Times a contender by the processor's clock, which other work on the machine does not stretch.
-
-  Args:
-    contender: to be timed.
-  """
-  work = contender.run
-
-  def run() -> float:
-    start = time.process_time()
-    if work is not None:
-      work()
-    return time.process_time() - start
-
-  return dataclasses.replace(contender, run=run)
-
-
 def compare_counts(batch: Any, rounds: int) -> list[Any]:
   """Compares a count for each group with one for all.
 
@@ -277,7 +259,7 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
       update_alone(name, optax_boost.freeze_layers(adam(name == shared), groups, schedule), params)
       for name in (shared, apart)
     ]
-    timed = list(map(in_processor_time, contenders))
+    timed = list(map(_harness.in_processor_time, contenders))
     comparisons.append(_harness.compare(timed, [shared], rounds, title))
   module = Perceptron()
   variables = module.init(jax.random.key(0), batch["x"])
@@ -289,7 +271,7 @@ def compare_counts(batch: Any, rounds: int) -> list[Any]:
     for name in (shared, apart)
   ]
   title = "Train step of the MLP: 3072 inputs, nine layers of 512, batch 256"
-  timed = list(map(in_processor_time, contenders))
+  timed = list(map(_harness.in_processor_time, contenders))
   return [*comparisons, _harness.compare(timed, [shared], rounds, title)]
 
 

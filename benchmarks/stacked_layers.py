@@ -1,4 +1,7 @@
-"""Freezing the layers of a scan: ``python -m benchmarks.stacked_layers --rounds 15``."""
+"""Freezing the layers of a scan: ``python -m benchmarks.stacked_layers --rounds 15``.
+
+With ``--half``: a step with half of the blocks frozen, beside the same step by optax alone.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -29,6 +32,24 @@ step of the same optimizer without `freeze_layers`, of the same form of the mode
 GFLOPs are XLA's, which counts the body of a loop once: for the scan they are those of the same step
 with `unroll={_LAYERS}`. In a scan every layer that is trained passes its gradient on, the first of
 them, too."""
+_FEW = 4  # blocks of the table of half-frozen steps
+_HALF = _FEW // 2
+_WHOLE, _CLIPPED = "nothing frozen", ", gradients clipped"
+_ABOUT_HALF = f"""\
+One train step (forward, backward, AdamW, params and state donated) of a transformer with
+{_FEW} blocks of width {_WIDTH} ({_HEADS} heads, an MLP of {4 * _WIDTH}) on 4 sequences of 64
+tokens, with the embedding and {_HALF} of the blocks frozen. `freeze_layers` is in the step of
+`optax_boost.make_train_step`; the other rows are `jax.value_and_grad`, `update` and
+`optax.apply_updates` in one `jax.jit`. Where blocks are written out, optax freezes by
+`optax.partition` with `optax.set_to_zero`: XLA then removes the gradients that nothing reads. Where
+a `lax.scan` runs through stacked leaves, a label of `optax.partition` or a mask of `optax.masked`
+holds for all layers of a leaf, so the row sets the updates of the first {_HALF} layers to zero.
+"Gradients clipped" puts `optax.clip_by_global_norm` before the optimizer, outside of
+`optax.partition`; in `freeze_layers` the norm is of the trained layers' gradients.
+
+Ratios are medians of the ratios within a round to the step of plain optax without freezing, of
+processor time. GFLOPs are XLA's, which counts the body of a scan once. State: the optimizer's;
+`freeze_layers` keeps the moments of frozen layers, for they may thaw."""
 
 
 def block(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -43,7 +64,7 @@ def block(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
   return h + jax.nn.gelu(norm(h, w["norm_2"]) @ w["up"]) @ w["down"], None
 
 
-def initial_params() -> Any:
+def initial_params(layers: int = _LAYERS) -> Any:
   """The params, blocks stacked along axis 0."""
   head = (_HEADS, _WIDTH // _HEADS)
   shapes = {
@@ -61,7 +82,7 @@ def initial_params() -> Any:
   def normal(*shape: int) -> jax.Array:
     return jax.random.normal(next(keys), shape) / 16
 
-  blocks = {name: normal(_LAYERS, *shape) for name, shape in shapes.items()}
+  blocks = {name: normal(layers, *shape) for name, shape in shapes.items()}
   return {
     "embed": normal(_VOCABULARY, _WIDTH),
     "blocks": blocks,
@@ -104,12 +125,105 @@ def contender(
   return _harness.carried(name, lambda state: (step(state, tokens)[0],), (state,), facts=facts)
 
 
+def by_hand(loss: Callable[..., jax.Array], tx: optax.GradientTransformation) -> Any:
+  """A jitted train step of plain optax."""
+
+  def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+    value, gradients = jax.value_and_grad(loss)(params, tokens)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def half_frozen_by_optax(params: Any) -> optax.GradientTransformation:
+  """AdamW for the second half of the blocks and the head, without `freeze_layers`."""
+  if isinstance(params["blocks"], list):
+    labels: Any = {
+      "embed": "frozen",
+      "blocks": ["frozen"] * _HALF + ["trained"] * (_FEW - _HALF),
+      "head": "trained",
+    }
+    return optax.partition({"trained": optax.adamw(1e-4), "frozen": optax.set_to_zero()}, labels)
+
+  def zero_frozen(updates: Any, params: Any = None) -> Any:
+    del params
+    blocks = jax.tree.map(lambda u: u.at[:_HALF].set(0), updates["blocks"])
+    return updates | {"embed": jnp.zeros_like(updates["embed"]), "blocks": blocks}
+
+  return optax.chain(optax.adamw(1e-4), optax.stateless(zero_frozen))
+
+
+def half_contender(
+  name: str, tx: optax.GradientTransformation, ours: bool, params: Any, tokens: jax.Array
+) -> _harness.Contender:
+  """Compiles a train step of the table of half-frozen steps."""
+  carry: tuple[Any, ...]
+  if ours:
+    train_step = optax_boost.make_train_step(loss_fn, tx)
+    carry = (train_step.init(params),)
+    lowered = train_step.lower(*carry, tokens)
+    state = carry[0].opt_state
+    run = lambda state: (train_step(state, tokens)[0],)  # noqa: E731
+  else:
+    hand = by_hand(loss_fn, tx)
+    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
+    lowered = hand.lower(*carry, tokens)
+    state = carry[1]
+    run = lambda params, state: hand(params, state, tokens)[:2]  # noqa: E731
+  compiled = lowered.compile()
+  facts = {
+    "temp MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+    "state MB": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6,
+  }
+  if isinstance(params["blocks"], list):
+    facts["GFLOPs"] = compiled.cost_analysis()["flops"] / 1e9
+  wall = _harness.carried(name, run, carry, facts=facts)
+  return _harness.in_processor_time(wall)
+
+
+def compare_half(rounds: int) -> list[Any]:
+  """Compares half-frozen steps of both forms of the model."""
+  tokens = jax.random.randint(jax.random.key(1), (4, 65), 0, _VOCABULARY)
+  stacked = initial_params(_FEW)
+  layers = [jax.tree.map(lambda w, i=i: w[i], stacked["blocks"]) for i in range(_FEW)]
+  freezing = optax_boost.fixed_freezing(_FEW + 2, _HALF + 1)
+  adamw, clip = optax.adamw(1e-4), optax.clip_by_global_norm(1.0)
+  comparisons = []
+  for title, theirs, params in (
+    ("Blocks in a scan", "updates set to zero", stacked),
+    ("Blocks written out", "optax.partition", stacked | {"blocks": layers}),
+  ):
+    groups = optax_boost.layer_groups(loss_fn, params, tokens, num_groups=_FEW + 2)
+    frozen = half_frozen_by_optax(params)
+    rows = [
+      (_WHOLE, adamw, False),
+      (theirs, frozen, False),
+      ("freeze_layers", optax_boost.freeze_layers(adamw, groups, freezing), True),
+    ]
+    references = [_WHOLE, theirs]
+    if params is not stacked:
+      clipped = optax_boost.freeze_layers(optax.chain(clip, adamw), groups, freezing)
+      rows.append((theirs + _CLIPPED, optax.chain(clip, frozen), False))
+      rows.append(("freeze_layers" + _CLIPPED, clipped, True))
+      references.append(theirs + _CLIPPED)
+    contenders = [half_contender(*row, params, tokens) for row in rows]
+    comparisons.append(_harness.compare(contenders, references, rounds, title, patience=1))
+  return comparisons
+
+
 def main() -> None:
   """Measures both forms of the model and writes the table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rounds", type=int, default=15, help="quiet rounds to collect")
+  parser.add_argument("--half", action="store_true", help="half-frozen steps beside optax's")
   parser.add_argument("--out", type=pathlib.Path, default=_harness.HERE / "results")
   options = parser.parse_args()
+  where = _harness.machine(["jax", "jaxlib", "optax"])
+  if options.half:
+    comparisons = compare_half(options.rounds)
+    _harness.write("half_frozen", _ABOUT_HALF, comparisons, where, options.out)
+    return
   tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, _VOCABULARY)
   stacked = initial_params()
   layers = [jax.tree.map(lambda w: w[i], stacked["blocks"]) for i in range(_LAYERS)]  # noqa: B023
@@ -129,7 +243,6 @@ def main() -> None:
     ]
     title = f"Blocks {'in a scan' if form == 'scan' else form}"
     comparisons.append(_harness.compare(contenders, ["no freezing"], options.rounds, title))
-  where = _harness.machine(["jax", "jaxlib", "optax"])
   _harness.write("stacked_layers", _ABOUT, comparisons, where, options.out)
 
 

@@ -27,7 +27,7 @@ WISHES = (
   "a better model from the same run (EMA, SWA)",
   "a whole training in less time",
   "large batches",
-  "wiring, comparison, levels",
+  "a train step, presets, comparisons",
   "for study",
 )
 MADE = "<!-- made by `python docs/card_tables.py` -->\n"

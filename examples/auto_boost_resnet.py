@@ -116,7 +116,7 @@ def run(boost: optax_boost.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iter
   steps = number_of_steps(epochs)
   # The rate rises in the first tenth of the steps, then falls to 0; an average needs a rate that
   # still moves the params.
-  last = 0.005 if "average" in boost.on else 0.0
+  last = 0.005 if "average_params" in boost.on else 0.0
   rate = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 10, steps, last)
   sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
   inner = optax.chain(optax.add_decayed_weights(1e-4), sgd)
@@ -135,7 +135,7 @@ def run(boost: optax_boost.AutoBoost, epochs: int, seeds: Iterable[int]) -> Iter
       if depth in compiled and number > 1:
         seconds.append(time.perf_counter() - start)
       compiled.add(depth)
-    if "average" in boost.on:
+    if "average_params" in boost.on:
       model = optax_boost.nnx.averaged_model(optimizer, model)
       images = [batch["images"] for batch in batches(data.train, BATCH_SIZE, 1, seed)]
       model = optax_boost.nnx.estimate_batch_stats(model, images)

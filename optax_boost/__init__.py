@@ -1,4 +1,4 @@
-"""Training accelerators as composable optax transformations.
+"""The training step around an optax optimizer, as composable optax transformations.
 
 Flax is imported with ``optax_boost.nnx`` and ``optax_boost.linen`` alone, when they are first used.
 """

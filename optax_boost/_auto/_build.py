@@ -30,7 +30,8 @@ class AutoBoost:
 
   Attributes:
     title: the level, and the mode of a configuration.
-    on: the settings of the methods that are on, by their names in MindSpore, or ``"average"``.
+    on: the settings of the methods that are on, by name: for a level of ours the public name
+      (``"freeze_layers"``, ``"average_params"``), for MindSpore's configuration its key there.
     why: the reason of each method, on or off.
     ignored: the configuration's keys without effect, and why.
     key: the seed of the freezing schedule.
@@ -67,9 +68,9 @@ class AutoBoost:
       settings = ", ".join(f"{k}={v!r}" for k, v in self.on.get(name, {}).items())
       effect, acts = self.effects.get(name, ("", True))
       word = "on " if name in self.on and acts else "off"
-      lines.append(f"{name:17} {word}  {reason:38}  {settings}")
+      lines.append(f"{name:22} {word}  {reason:38}  {settings}")
       if effect:
-        lines.append(f"{'':22} here: {effect}")
+        lines.append(f"{'':27} here: {effect}")
     if self.ignored:
       lines.append(f"without effect: {self.ignored}")
     return "\n".join(map(str.rstrip, lines))
@@ -94,9 +95,9 @@ class AutoBoost:
       effect = f"{len(plan.removed)} of {plan.norms} BatchNorms removed"
       if settings["fn_flag"]:
         effect += f", {plan.head or 'no layer'} normalized"
-      if settings["gc_flag"]:
+      if centralizes := settings.get("gc_flag", False):
         effect += "; the optimizer centralizes gradients"
-      acts = bool(plan.removed or plan.head or settings["gc_flag"])
+      acts = bool(plan.removed or plan.head or centralizes)
       self.effects["less_bn"] = effect, acts
 
     return less_bn(model, *args, fn_flag=settings["fn_flag"], on_plan=record, **kwargs)
@@ -188,24 +189,31 @@ class AutoBoost:
     on = dict(self.on)
     if self.length_schedule is not None:
       for name in _levels.NOT_OF_SEQUENCES:
-        if name in on and not (name == "grad_freeze" and groups is not None):
+        if name in on and not (name == _levels.FREEZE and groups is not None):
           del on[name]
           self.effects[name] = _levels.GAINS_NOTHING, False
-    freezing = on.get("grad_freeze", {})
-    ours = "first" in freezing  # a level's, of convolutions only
-    centralizes = on.get("less_bn", {}).get("gc_flag", False)
+    if "gc_flag" not in on.get("less_bn", {"gc_flag": None}):
+      self.effects.setdefault(
+        "less_bn", ("`boost.model` was not called: all BatchNorms stay", False)
+      )
+    ours = _levels.FREEZE in on  # a level's, of convolutions only
+    freeze = _levels.FREEZE if ours else "grad_freeze"
+    freezing = on.get(freeze, {})
+    centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
     if trace and (centralizes or ours or "adasum" in on):
       layers = _layers.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(_centralization.centralize(layers=layers), tx)
+      if _levels.CENTRALIZE in on:
+        self.effects[_levels.CENTRALIZE] = _centralized(layers)
     if "adasum" in on:
       tx = _methods.with_adasum(tx, layers, **on["adasum"])
     if freezing and groups is None:
       if not trace:
         raise ValueError(
-          "`grad_freeze` is on, so the optimizer needs the order of the layers: pass the loss, the"
+          f"`{freeze}` is on, so the optimizer needs the order of the layers: pass the loss, the"
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
@@ -214,14 +222,28 @@ class AutoBoost:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
         effect = f"layers in {_groups.count_groups(groups)} groups, the last of which never freezes"
-      self.effects["grad_freeze"] = effect, groups is not None
+        if ours:
+          begin = round(freezing["first"] * freezing["total_steps"])
+          effect += f"; the first is frozen from step {begin} on"
+      self.effects[freeze] = effect, groups is not None
     if freezing and groups is not None:
       tx = _freezing.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
     if accumulation := on.get("grad_accumulation"):
       tx = _accumulation.accumulate(tx, accumulation["grad_accumulation_step"])
-    if average := on.get("average"):
+    if average := on.get(_levels.AVERAGE):
       tx = _average_params.average_params(tx, **average)
+      often = "each step" if average["every"] == 1 else f"every {average['every']} steps"
+      effect = f"from step {average['start']} on, {often} adds its params to the average"
+      self.effects[_levels.AVERAGE] = f"{effect}, which is for evaluation", True
     return tx
+
+
+def _centralized(layers: _layers.Layers | None) -> tuple[str, bool]:
+  """The effect of centralization in words, and whether it acts."""
+  if layers is None:
+    return "kernels found by name when the optimizer starts, since no loss was passed", True
+  kernels = sum(axes is not None and axes.mixes_inputs for axes in layers.axes)
+  return f"the gradients of {kernels} of {len(layers.axes)} leaves are centralized", kernels > 0
 
 
 def _convolves(layers: _layers.Layers) -> bool:
@@ -242,8 +264,7 @@ def auto_boost(
 ) -> AutoBoost:
   """Chooses and sets up several methods at once, by a level or by MindSpore's configuration.
 
-  For Flax models, :meth:`AutoBoost.model` also changes the model; without it `less_bn` is
-  centralized gradients alone.
+  For Flax models, :meth:`AutoBoost.model` also removes BatchNorms.
 
   Args:
     level: ``"O0"``: nothing; ``"O1"``: fewer BatchNorms, centralized gradients, an average of the
@@ -279,7 +300,7 @@ def auto_boost(
     >>> tx = boost.optimizer(optax.sgd(0.1), loss_fn, params, jnp.eye(3))
     >>> step = optax_boost.make_train_step(loss_fn, tx)
     >>> list(boost.on)
-    ['less_bn', 'grad_freeze', 'average']
+    ['sequence_length_warmup', 'less_bn', 'centralize', 'freeze_layers', 'average_params']
   """
   _base.check_type("level", level, str, f"one of {', '.join(map(repr, _levels.LEVELS))}")
   if level not in _levels.LEVELS:

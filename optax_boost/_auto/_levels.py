@@ -15,9 +15,11 @@ LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
 # head saves no time, and learns slowly.
 _FREEZES_FROM = {"O1": 0.7, "O2": 0.55}
 _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
+# The methods of our levels have their public names, those of a configuration MindSpore's.
 SEQUENCES = "sequence_length_warmup"
+CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
 # What brought a tuned transformer nothing, or less than nothing.
-NOT_OF_SEQUENCES = ("less_bn", "grad_freeze", "average")
+NOT_OF_SEQUENCES = (CENTRALIZE, FREEZE, AVERAGE)
 GAINS_NOTHING = "where sequences warm up, it gains nothing"
 _WARMUPS: dict[str, dict[str, Any]] = {
   "O1": {"warmup_fraction": 0.75, "growth": "linear"},
@@ -43,14 +45,15 @@ def decide_level(
   warmup = {"full_length": sequence_length, "total_steps": total_steps, **_WARMUPS[level]}
   on: dict[str, dict[str, Any]] = {
     SEQUENCES: warmup,
-    "less_bn": {"fn_flag": False, "gc_flag": True},
-    "grad_freeze": {"param_groups": 2, "first": _FREEZES_FROM[level], "total_steps": total_steps},
-    "average": {"start": start, "every": max(1, round((total_steps - start) / _SNAPSHOTS))},
+    "less_bn": {"fn_flag": False},
+    CENTRALIZE: {},
+    FREEZE: {"param_groups": 2, "first": _FREEZES_FROM[level], "total_steps": total_steps},
+    AVERAGE: {"start": start, "every": max(1, round((total_steps - start) / _SNAPSHOTS))},
     "adasum": {"on": "gradients", **axes},
   }
   why = dict.fromkeys(on, f"in level {level}")
   why[SEQUENCES] += ", where the loss looks tokens up"
-  why["grad_freeze"] += ", where most kernels convolve; else it gains nothing"
+  why[FREEZE] += ", where most kernels convolve; else it gains nothing"
   if level == "O1" or axes["axis_name"] is None:
     del on["adasum"]
     why["adasum"] = f"not in level {level}" if level == "O1" else _ONE_REPLICA

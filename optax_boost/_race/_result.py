@@ -23,6 +23,10 @@ BUDGETS = {
   "gradient_evaluations": "gradient evaluations",
   "seconds": "seconds on one seed",
 }
+_SHORT_NAMES = {"steps": "steps", "gradient_evaluations": "gradient evaluations", "seconds": "time"}
+# The direction of a quantity, by a part of its name; of other names only the sign is reported.
+_LOWER_IS_BETTER = ("loss", "error", "perplexity")
+_HIGHER_IS_BETTER = ("accuracy",)
 # Times and evaluations so far are sums of rounded numbers.
 _ROUNDING = 1e-9
 
@@ -98,6 +102,44 @@ class RaceResult:
     half = quantile * np.std(paired, ddof=1) / math.sqrt(len(paired))
     return float(np.mean(paired)), float(half)
 
+  def conclusion(self) -> str:
+    """Sentences that say of each method whether it is better than the baseline, and by how much.
+
+    Of the first of `quantities`, at each of the equal budgets. A method is better or worse if the
+    95 % interval of :meth:`difference` has no 0 in it; else these seeds can't tell.
+
+    Returns:
+      A line for each method; no line for the baseline.
+    """
+    compared = [name for name in self.curves if name != self.baseline]
+    return "\n".join(self._conclude(name, self.quantities[0]) for name in compared)
+
+  def _conclude(self, name: str, quantity: str) -> str:
+    subject = f"`{name}` against `{self.baseline}`, {quantity}"
+    for method in (name, self.baseline):
+      if self.diverged(method).all():
+        return f"{subject}: no comparison, since `{method}` diverged on every seed."
+    # Budgets that end at the same points have the same result, which is told once.
+    budgets: dict[str, list[str]] = {}
+    for of in BUDGETS:
+      budgets.setdefault(self._outcome(name, quantity, of), []).append(_SHORT_NAMES[of])
+    parts = [f"{outcome} at equal {' and '.join(of)}" for outcome, of in budgets.items() if outcome]
+    return f"{subject}: {'; '.join(parts) or 'no comparison at an equal budget'}."
+
+  def _outcome(self, name: str, quantity: str, of: str) -> str:
+    """The comparison at one budget in words; empty if the values there are unknown."""
+    mean, half = self.difference(name, quantity, of)
+    paired = self.values(name, quantity, of) - self.values(self.baseline, quantity, of)
+    seeds = int(np.isfinite(paired).sum())
+    if not seeds:
+      return ""
+    if half is None:
+      return f"one seed can't tell (difference {mean:+.3g})"
+    interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
+    if mean - half <= 0 <= mean + half:
+      return f"these {seeds} seeds can't tell (difference {mean:+.3g}, {interval})"
+    return f"{_word(quantity, mean)} by {abs(mean):.3g} ({interval} over {seeds} seeds)"
+
   def to_dict(self) -> dict[str, list[Any]]:
     """The curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
 
@@ -121,7 +163,9 @@ class RaceResult:
 
     Returns:
       The tables with a heading each. ± after a mean is the standard deviation over seeds; in
-      parentheses is the paired difference to the baseline ± half of its 95 % interval.
+      parentheses is the paired difference to the baseline ± half of its 95 % interval. With
+      another method than the baseline, an explanation of the parentheses and :meth:`conclusion`
+      follow.
     """
     sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
     budgets = [f"{self.budget(of):,.4g} {text}" for of, text in BUDGETS.items()]
@@ -138,7 +182,15 @@ class RaceResult:
       gradients = total["gradient_evaluations"] / total["steps"]
       milliseconds = 1e3 * total["seconds"] / total["steps"]
       costs.append([name, f"{gradients:.3g}", f"{milliseconds:.3g}"])
-    return "\n\n".join([*sections, f"Costs:\n\n{_markdown(costs)}"])
+    sections.append(f"Costs:\n\n{_markdown(costs)}")
+    if len(self.curves) > 1:
+      sections += [
+        "± after a mean: the standard deviation over the seeds. In parentheses: the difference to"
+        f" `{self.baseline}`, seed by seed, ± half of its 95 % interval. An interval with 0 in it"
+        " leaves open which method is better.",
+        self.conclusion(),
+      ]
+    return "\n\n".join(sections)
 
   def _cell(self, name: str, quantity: str, of: str) -> str:
     values = self.values(name, quantity, of)
@@ -181,6 +233,14 @@ def _interpolate(x: np.ndarray, y: np.ndarray, at: float) -> float:
   if not x.size or not x[0] * (1 - _ROUNDING) <= at <= x[-1] * (1 + _ROUNDING):
     return math.nan
   return float(np.interp(at, x, y))
+
+
+def _word(quantity: str, difference: float) -> str:
+  """Better or worse if the quantity's name tells the direction; else higher or lower."""
+  lower = any(part in quantity.lower() for part in _LOWER_IS_BETTER)
+  if lower or any(part in quantity.lower() for part in _HIGHER_IS_BETTER):
+    return "better" if (difference < 0) == lower else "worse"
+  return "higher" if difference > 0 else "lower"
 
 
 def _plus_minus(mean: float, spread: float | None, sign: str = "") -> str:

@@ -154,7 +154,7 @@ def test_explain_lists_which_methods_are_on_and_why():
   assert rows["adasum"] == "off not in MindSpore's level O1"
   assert "`boost.grad_accumulation` (true, but grad_freeze rules it out" in lines[-1]
   ours = auto_boost("O2", total_steps=100).explain()
-  assert "adasum            off  one replica: axis_name is None" in ours
+  assert "adasum                 off  one replica: axis_name is None" in ours
   assert (
     "an SGD of rate 1 takes the optimizer's place"
     in auto_boost(config={"boost": {"mode": "enable_all"}}).explain()
@@ -163,7 +163,7 @@ def test_explain_lists_which_methods_are_on_and_why():
 
 def rows_of(boost):
   """The rows of the table by method, each with the line that tells its effect."""
-  text = boost.explain().replace("\n                       here: ", " | ")
+  text = boost.explain().replace("\n" + 28 * " " + "here: ", " | ")
   return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
 
 
@@ -196,13 +196,33 @@ def test_explain_says_whether_a_last_layer_was_normalized():
 def test_explain_says_whether_layers_are_frozen():
   boost = auto_boost("O1", total_steps=10)
   boost.optimizer(optax.sgd(0.1), loss_fn, PARAMS, DATA)
-  row = rows_of(boost)["grad_freeze"]
+  row = rows_of(boost)["freeze_layers"]
   assert row.startswith("off")
   assert row.endswith("| no layers frozen, for most kernels are not of convolutions")
   boost.optimizer(optax.sgd(0.1), groups=["layer[0-4]$", "layer"])
-  row = rows_of(boost)["grad_freeze"]
+  row = rows_of(boost)["freeze_layers"]
   assert row.startswith("on")
   assert "| layers in 2 groups" in row
+  assert row.endswith("the first is frozen from step 7 on")
+
+
+def test_explain_names_the_methods_of_a_level_by_their_public_names():
+  boost = auto_boost("O2", total_steps=100)
+  for name in rows_of(boost):
+    assert name == "less_bn" or hasattr(optax_boost, name)
+
+
+def test_explain_says_what_the_optimizer_does_of_a_level():
+  boost = auto_boost("O1", total_steps=100)
+  boost.optimizer(optax.sgd(0.1), conv_loss, CONVOLUTIONS, DATA)
+  rows = rows_of(boost)
+  leaves = len(jax.tree.leaves(CONVOLUTIONS))
+  assert f"of {leaves} leaves are centralized" in rows["centralize"]
+  assert rows["average_params"].endswith(
+    "| from step 75 on, each step adds its params to the average, which is for evaluation"
+  )
+  assert rows["less_bn"].startswith("off")
+  assert rows["less_bn"].endswith("| `boost.model` was not called: all BatchNorms stay")
 
 
 ERRORS = [
@@ -276,7 +296,7 @@ def test_a_bad_argument_is_refused_by_its_name(arguments, error, message):
 
 def test_an_optimizer_without_its_required_arguments_is_refused():
   boost = auto_boost("O1", total_steps=9)
-  with pytest.raises(ValueError, match=r"`grad_freeze` is on, .* or groups="):
+  with pytest.raises(ValueError, match=r"`freeze_layers` is on, .* or groups="):
     boost.optimizer(optax.sgd(0.1))
   with pytest.raises(TypeError, match=r"`tx` must be an optax.*; got 'adam'"):
     boost.optimizer("adam")
@@ -314,7 +334,7 @@ def test_a_level_is_the_chain_by_hand_and_freezes_convolutions_only(level, unfro
     jax.make_jaxpr(by_hand.update)(params, by_hand.init(params), params)
   )
   # About 20 snapshots in the last quarter of a longer training.
-  assert auto_boost(level, total_steps=1250).on["average"] == {"start": 938, "every": 16}
+  assert auto_boost(level, total_steps=1250).on["average_params"] == {"start": 938, "every": 16}
 
 
 @pytest.mark.parametrize("kind", [0, 1])

@@ -18,7 +18,7 @@ STEPS = 40
 
 def rows_of(boost):
   """The rows of the table by method, each with the line that tells its effect."""
-  text = boost.explain().replace("\n                       here: ", " | ")
+  text = boost.explain().replace("\n" + 28 * " " + "here: ", " | ")
   return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
 
 
@@ -60,9 +60,10 @@ def test_it_explains_lengths_steps_and_why():
   row = rows["sequence_length_warmup"]
   assert row.startswith("on in level O1, where the loss looks tokens up")
   assert row.endswith(f"| the loss looks 'tokens' up; sequences of {begins}")
-  for name in ("less_bn", "grad_freeze", "average"):
+  for name in ("centralize", "freeze_layers", "average_params"):
     assert rows[name].startswith("off")
     assert rows[name].endswith("| where sequences warm up, it gains nothing")
+  assert rows["less_bn"].endswith("| `boost.model` was not called: all BatchNorms stay")
 
 
 def test_a_given_length_decides_without_a_trace():
@@ -161,7 +162,7 @@ def test_given_groups_still_freeze():
   tx = boost.optimizer(
     optax.sgd(0.1), models.loss, models.init(), BATCH, groups=["table", "blocks|out"]
   )
-  assert rows_of(boost)["grad_freeze"].startswith("on")
+  assert rows_of(boost)["freeze_layers"].startswith("on")
   step = optax_boost.make_train_step(models.loss, tx)
   state, depths = step.init(models.init()), []
   for i, batch in enumerate(models.batches(STEPS)):

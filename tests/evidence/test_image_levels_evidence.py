@@ -79,7 +79,7 @@ def boost_of(setting, steps):
 
 
 def rate(boost, peak, steps):
-  last = LAST_RATE * peak if "average" in boost.on else 0.0
+  last = LAST_RATE * peak if "average_params" in boost.on else 0.0
   return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, last)
 
 
@@ -116,7 +116,7 @@ class Images:
 
   def scores(self, state):
     model, optimizer = state
-    if "average" in self.boost.on:
+    if "average_params" in self.boost.on:
       model = optax_boost.nnx.averaged_model(optimizer, model)
       x = self.parts["train"][0][:1280]
       model = optax_boost.nnx.estimate_batch_stats(model, np.split(x, len(x) // 32))

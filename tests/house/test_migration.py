@@ -42,7 +42,7 @@ def test_its_blocks_run_from_top_to_bottom(capsys):
   names = {}
   for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
     exec(compile(code, "mindspore.md", "exec"), names)
-  assert "less_bn           on   in level O1" in capsys.readouterr().out
+  assert "less_bn                on   in level O1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", REFERENCE)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 
 from flax import nnx
@@ -181,7 +182,7 @@ def test_a_table_compares_at_each_budget():
   result = result_of(
     sgd=([[9, 8, 7], [9, 6, 5]],), **{"a|b": ([[6, 4, 2], [4, 3, 1]], (2, 4, 6), (2, 4, 6))}
   )
-  loss, costs = result.table().split("\n\nCosts:\n\n")
+  loss, costs, brackets, conclusion = re.split(r"\n\nCosts:\n\n|\n\n(?=±|`)", result.table())
   title, _, *rows = loss.splitlines()
   assert title == "Training loss, with equal budgets:"
   cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
@@ -196,6 +197,46 @@ def test_a_table_compares_at_each_budget():
   assert cells[3][:3] == [r"a\|b", "1.5 ± 0.71 (-4.5 ± 6.4)", "4.25 ± 1.1 (-1.75 ± 3.2)"]
   assert len({len(row) for row in rows}) == 1
   assert [row.split()[-2] for row in costs.splitlines()[2:]] == ["1e+03", "2e+03"]
+  assert "the difference to `sgd`, seed by seed, ± half of its 95 % interval" in brackets
+  assert conclusion == result.conclusion()
+
+
+LOW, HIGH = [[3, 2, 1.0], [3, 2, 1.1], [3, 2, 0.9]], [[3, 2, 2.0], [3, 2, 2.1], [3, 2, 2.0]]
+
+
+def test_the_conclusion_says_which_method_is_better_and_by_how_much():
+  better, worse = result_of(sgd=(HIGH,), adam=(LOW,)), result_of(sgd=(LOW,), adam=(HIGH,))
+  assert better.conclusion() == (
+    "`adam` against `sgd`, training loss: better by 1.03 (95 % interval -1.18 to -0.89 over 3"
+    " seeds) at equal steps and gradient evaluations and time."
+  )
+  assert "worse by 1.03 (95 % interval +0.89 to +1.18 over 3 seeds)" in worse.conclusion()
+  # A name that tells no direction gets none.
+  curves = {name: {"test score": rows[LOSS], **rows} for name, rows in worse.curves.items()}
+  assert "test score: higher by 1.03" in RaceResult((0, 1, 2), curves, worse.spent).conclusion()
+  curves = {name: {"test accuracy": rows[LOSS], **rows} for name, rows in worse.curves.items()}
+  assert "test accuracy: better by" in RaceResult((0, 1, 2), curves, worse.spent).conclusion()
+
+
+def test_the_conclusion_says_where_the_seeds_can_not_tell():
+  mixed = [[3, 2, 1.0], [3, 2, 2.6], [3, 2, 2.0]]
+  slower = ((1, 2, 3), (2, 4, 6))
+  result = result_of(sgd=(HIGH,), adam=(mixed, *slower))
+  assert "these 3 seeds can't tell (difference -0.167, 95 % interval" in result.conclusion()
+  one = result_of(sgd=(HIGH[:1],), adam=(LOW[:1], *slower)).conclusion()
+  assert one == (
+    "`adam` against `sgd`, training loss: one seed can't tell (difference -1) at equal steps and"
+    " gradient evaluations; one seed can't tell (difference +0.5) at equal time."
+  )
+  assert not result_of(sgd=(HIGH,)).conclusion()
+
+
+def test_the_conclusion_compares_nothing_with_a_method_that_diverged(raced):
+  lines = raced.conclusion().splitlines()
+  assert len(lines) == 2
+  assert lines[1] == (
+    "`wild` against `sgd`, error: no comparison, since `wild` diverged on every seed."
+  )
 
 
 def test_a_budget_spent_before_the_first_point_has_no_value():
