@@ -13,10 +13,10 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost._trace import _layers
 
 
 def centralize(

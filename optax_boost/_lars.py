@@ -24,11 +24,11 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost._trace import _layers
 
 
 @jax.jit

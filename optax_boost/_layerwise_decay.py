@@ -11,9 +11,9 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost._trace import _groups
 
 _METHOD = "layerwise_decay"
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _tree
+from optax_boost._trace import _layers
 
 
 class Leaves:

@@ -11,12 +11,12 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
+from optax_boost._trace import _layers
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from optax_boost import _base
-from optax_boost import _groups
-from optax_boost import _layers
 from optax_boost._dim_reduce._linalg import Groups
 from optax_boost._dim_reduce._linalg import LeafGroups
+from optax_boost._trace import _groups
+from optax_boost._trace import _layers
 
 # A plan of `layer_groups`, the result of `layer_axes`, regular expressions, or None for one group.
 Plan: TypeAlias = _groups.Groups | _layers.Layers | None

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost._trace import _groups
 
 # The names of step counts in the states of optax. Others count something else: `mini_step` the
 # micro-batches of a window, `steps_since_sync` the inner steps of SAM.

@@ -31,10 +31,10 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _groups
-from optax_boost import _jaxpr
-from optax_boost import _views
 from optax_boost._freezing import _state_layout
+from optax_boost._trace import _groups
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _views
 
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 

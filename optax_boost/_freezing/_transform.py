@@ -14,7 +14,6 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _groups
 from optax_boost import _masking
 from optax_boost import _orders
 from optax_boost import _protocol
@@ -22,6 +21,7 @@ from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
 from optax_boost._freezing import _thawing
+from optax_boost._trace import _groups
 
 
 @_protocol.declares(requests=("frozen_groups",), outcome=("made",), changes=("freeze_layers",))

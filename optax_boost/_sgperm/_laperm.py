@@ -22,13 +22,13 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
+from optax_boost._trace import _layers
 
 _METHOD = "laperm"
 

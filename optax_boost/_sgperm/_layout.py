@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _tree
+from optax_boost._trace import _layers
 
 
 @dataclasses.dataclass(frozen=True)

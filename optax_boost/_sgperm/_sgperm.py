@@ -29,7 +29,6 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
@@ -41,6 +40,7 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permuted_params
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
+from optax_boost._trace import _layers
 
 _METHOD = "sgperm"
 

@@ -10,14 +10,14 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
-from optax_boost import _cut_scans
-from optax_boost import _groups
-from optax_boost import _jaxpr
-from optax_boost import _layers
-from optax_boost import _leaf_uses
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
+from optax_boost._trace import _cut_scans
+from optax_boost._trace import _groups
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _layers
+from optax_boost._trace import _leaf_uses
 from optax_boost._train_step import _state
 
 

@@ -31,8 +31,8 @@ import optax
 from optax_boost import _apply_gradients
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _protocol
+from optax_boost._trace import _layers
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective
 from optax_boost._train_step import _state

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _groups
 from optax_boost import _tree
+from optax_boost._trace import _groups
 
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])

@@ -10,9 +10,9 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _full_gradient
-from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _tree
+from optax_boost._trace import _layers
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _program
 from optax_boost._train_step import _state

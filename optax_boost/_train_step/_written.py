@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _jaxpr
+from optax_boost._trace import _jaxpr
 
 # The number of a value that is not a leaf of the params.
 _OTHER = -1

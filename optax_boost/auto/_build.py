@@ -9,10 +9,10 @@ import optax
 
 import optax_boost
 from optax_boost import _base
-from optax_boost import _groups
-from optax_boost import _layers
 from optax_boost import _less_bn
 from optax_boost import _tree
+from optax_boost._trace import _groups
+from optax_boost._trace import _layers
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
 from optax_boost.auto import _methods

@@ -13,7 +13,7 @@ from flax import linen as nn
 import jax
 
 from optax_boost import _base
-from optax_boost import _layers
+from optax_boost._trace import _layers
 
 
 class BoundModel:

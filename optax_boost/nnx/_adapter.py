@@ -16,9 +16,9 @@ from flax import nnx
 import jax
 
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _train_step
 from optax_boost import _tree
+from optax_boost._trace import _layers
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
