@@ -32,11 +32,8 @@ from optax_boost._freezing import gradual_unfreezing
 from optax_boost._freezing import interval_freezing
 from optax_boost._freezing import progressive_freezing
 from optax_boost._full_gradient import full_gradient
-from optax_boost._groups import LayerGroups
-from optax_boost._groups import layer_groups
 from optax_boost._lars import lars
 from optax_boost._lars import scale_by_lars_trust_ratio
-from optax_boost._layers import layer_axes
 from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._path_mask import path_mask
 from optax_boost._precision import dynamic_loss_scale
@@ -54,6 +51,9 @@ from optax_boost._sgperm import sgperm
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
+from optax_boost._trace._layer_axes import layer_axes
+from optax_boost._trace._layer_groups import LayerGroups
+from optax_boost._trace._layer_groups import layer_groups
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import flatten_metrics

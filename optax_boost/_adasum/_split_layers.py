@@ -7,34 +7,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _layers
+from optax_boost._trace import _layer_axes
 
 
 def split_layers(
-  tree: Any, layers: _layers.Layers | None
+  tree: Any, layers: _layer_axes.LayerAxes | None
 ) -> tuple[list[str], list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
   """The layers of a tree with their leaves' paths, and a function that makes them a tree again."""
   leaves = [
-    leaf if leaf.layers else leaf._replace(axes=None) for leaf in _layers.leaves_of(tree, layers)
+    leaf if leaf.num_layers else leaf._replace(axes=None)
+    for leaf in _layer_axes.leaves_of(tree, layers)
   ]
 
-  def split(leaf: _layers.Leaf, x: jax.Array) -> list[jax.Array]:
+  def split(leaf: _layer_axes.Leaf, x: jax.Array) -> list[jax.Array]:
     if not leaf.stacked:
       return [x]
     front = jnp.moveaxis(x, leaf.stacked, range(len(leaf.stacked)))
-    return list(front.reshape(leaf.layers, *leaf.layer_shape))
+    return list(front.reshape(leaf.num_layers, *leaf.shape_of_layer))
 
-  def merge(leaf: _layers.Leaf, layers: list[jax.Array]) -> jax.Array:
+  def merge(leaf: _layer_axes.Leaf, layers: list[jax.Array]) -> jax.Array:
     if not leaf.stacked:
       return layers[0]
-    front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.layer_shape)
+    front = jnp.stack(layers).reshape(*leaf.stacked_shape, *leaf.shape_of_layer)
     return jnp.moveaxis(front, range(len(leaf.stacked)), leaf.stacked)
 
   def join(layers: Sequence[jax.Array]) -> Any:
     unused = iter(layers)
-    merged = [merge(leaf, [next(unused) for _ in range(leaf.layers)]) for leaf in leaves]
+    merged = [merge(leaf, [next(unused) for _ in range(leaf.num_layers)]) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), merged)
 
   pairs = zip(leaves, jax.tree.leaves(tree), strict=True)
-  paths = [leaf.path for leaf in leaves for _ in range(leaf.layers)]
+  paths = [leaf.path for leaf in leaves for _ in range(leaf.num_layers)]
   return paths, [layer for leaf, x in pairs for layer in split(leaf, x)], join

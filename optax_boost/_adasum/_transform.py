@@ -11,13 +11,13 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
 from optax_boost._adasum import _split_layers
+from optax_boost._trace import _layer_axes
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
@@ -77,7 +77,7 @@ def adasum(
   local_axis_name: str | tuple[str, ...] | None = None,
   groups: str | Sequence[str] | None = None,
   shard_axis_name: str | tuple[str, ...] | None = None,
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
 

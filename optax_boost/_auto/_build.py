@@ -13,8 +13,6 @@ from optax_boost import _average_params
 from optax_boost import _base
 from optax_boost import _centralization
 from optax_boost import _freezing
-from optax_boost import _groups
-from optax_boost import _layers
 from optax_boost import _less_bn
 from optax_boost import _sequence_lengths
 from optax_boost import _tree
@@ -22,6 +20,8 @@ from optax_boost._auto import _config
 from optax_boost._auto import _levels
 from optax_boost._auto import _methods
 from optax_boost._auto import _tokens
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_groups
 
 
 @dataclasses.dataclass
@@ -202,7 +202,7 @@ class AutoBoost:
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
     if trace and (centralizes or ours or "adasum" in on):
-      layers = _layers.layer_axes(*trace)
+      layers = _layer_axes.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(_centralization.centralize(layers=layers), tx)
@@ -217,11 +217,13 @@ class AutoBoost:
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
-        groups = _groups.layer_groups(*trace, num_groups=freezing["param_groups"])
+        groups = _layer_groups.layer_groups(*trace, num_groups=freezing["param_groups"])
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
-        effect = f"layers in {_groups.count_groups(groups)} groups, the last of which never freezes"
+        effect = (
+          f"layers in {_layer_groups.count_groups(groups)} groups, the last of which never freezes"
+        )
         if ours:
           begin = round(freezing["first"] * freezing["total_steps"])
           effect += f"; the first is frozen from step {begin} on"
@@ -238,7 +240,7 @@ class AutoBoost:
     return tx
 
 
-def _centralized(layers: _layers.Layers | None) -> tuple[str, bool]:
+def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
   """The effect of centralization in words, and whether it acts."""
   if layers is None:
     return "kernels found by name when the optimizer starts, since no loss was passed", True
@@ -246,7 +248,7 @@ def _centralized(layers: _layers.Layers | None) -> tuple[str, bool]:
   return f"the gradients of {kernels} of {len(layers.axes)} leaves are centralized", kernels > 0
 
 
-def _convolves(layers: _layers.Layers) -> bool:
+def _convolves(layers: _layer_axes.LayerAxes) -> bool:
   """Whether most kernels belong to convolutions."""
   kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
   return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_boost import _jaxpr
 from optax_boost import _sequence_lengths
 from optax_boost import _tree
+from optax_boost._trace import _jaxpr
 
 
 class TokenBatch(NamedTuple):

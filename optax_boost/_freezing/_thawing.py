@@ -31,10 +31,9 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _groups
-from optax_boost import _jaxpr
-from optax_boost import _views
 from optax_boost._freezing import _state_layout
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _layer_groups
 
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 
@@ -346,7 +345,7 @@ def update(
   pairs = zip(new_counts, counts, strict=True)
   return (
     updates,
-    layout.select(functools.partial(_groups.select_frozen, depth), state, new_state),
+    layout.select(functools.partial(_layer_groups.select_frozen, depth), state, new_state),
     tuple(jnp.where(is_trained, new, old) for new, old in pairs),
   )
 

@@ -3,7 +3,7 @@
 Nodes are numbered in the order of the program, so every node's inputs have smaller numbers:
 
   node 0       the data: one input of the model; constants and the model's state don't count, as in
-               ``_leaf_uses``
+               ``_trace._leaf_uses``
   inputs(n)    the nodes that n is computed from; values of params or constants alone don't count
   ancestors(n) all nodes that lead to n, as the bits of an integer
   gate(n)      the last node through which all of the data goes that reaches n: n's immediate
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_boost import _jaxpr
 from optax_boost import _tree
+from optax_boost._trace import _jaxpr
 
 _MARK = "optax_boost.norm:"
 _WEIGHTS = ("conv_general_dilated", "dot_general", "ragged_dot")

@@ -22,7 +22,6 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
-from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _types
@@ -30,6 +29,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
+from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"
 
@@ -65,7 +65,7 @@ def laperm(
   *,
   exclude: _types.LeafSelector = None,
   layout: Literal["flax", "torch"] = "flax",
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 

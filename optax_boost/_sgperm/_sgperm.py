@@ -30,7 +30,6 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _finiteness
-from optax_boost import _layers
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
@@ -42,6 +41,7 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permuted_params
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
+from optax_boost._trace import _layer_axes
 
 _METHOD = "sgperm"
 
@@ -93,7 +93,7 @@ def sgperm(
   backend: Literal["auto", "device", "host"] = "auto",
   key: jax.Array | int | None = None,
   layout: Literal["flax", "torch"] = "flax",
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
@@ -248,7 +248,7 @@ class _Sgperm:
     params: optax.Params,
     *,
     partitions: Any = None,
-    layers: _layers.Layers | None = None,
+    layers: _layer_axes.LayerAxes | None = None,
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(state, params, layers)
     momentum, notfinite = self._new_momentum(updates, state.momentum)

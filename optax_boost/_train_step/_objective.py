@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_boost import _cut_scans
 from optax_boost import _masking
 from optax_boost import _types
+from optax_boost._trace import _frozen_scans
 from optax_boost._train_step import _requests
 from optax_boost._train_step import _traced_loss
 
@@ -63,7 +63,7 @@ class Objective:
     def loss(params: optax.Params) -> tuple[jax.Array, Any]:
       leaves, structure = jax.tree.flatten(params)
       held = jax.lax.stop_gradient(leaves)
-      cut = list(map(_cut_scans.in_parts, held, leaves, frozen))
+      cut = list(map(_frozen_scans.in_parts, held, leaves, frozen))
       if is_cut:
         return self.traced.run_cut(params, cut)
       return self.loss(jax.tree.unflatten(structure, cut))

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from optax_boost import _arrays
-from optax_boost import _groups
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
+from optax_boost._trace import _layer_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FreezeRequest:
     depth: how many groups are frozen, an int32 of NumPy if the step is compiled for it.
   """
 
-  groups: Sequence[_groups.GroupNumber]
+  groups: Sequence[_layer_groups.GroupNumber]
   depth: jax.Array | np.integer
 
   def frozen(self) -> list[Any] | None:
@@ -62,8 +62,8 @@ class FreezeRequest:
   def zero_frozen(self, gradients: optax.Updates) -> optax.Updates:
     """Gradients with zeros for frozen leaves and layers."""
 
-    def zero(g: jax.Array, group: _groups.GroupNumber) -> jax.Array:
-      return _groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
+    def zero(g: jax.Array, group: _layer_groups.GroupNumber) -> jax.Array:
+      return _layer_groups.select_frozen(self.depth, group, jnp.zeros_like(g), g)
 
     return _tree.map_with(zero, gradients, self.groups)
 
@@ -101,7 +101,7 @@ def freeze_request(
 
 def _group_numbers(
   tx: optax.GradientTransformation, state: Any, params: optax.Params
-) -> list[_groups.GroupNumber]:
+) -> list[_layer_groups.GroupNumber]:
   forms = _transformation.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:

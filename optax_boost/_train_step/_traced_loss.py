@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import optax
 
-from optax_boost import _cut_scans
-from optax_boost import _jaxpr
-from optax_boost import _layers
-from optax_boost import _leaf_uses
 from optax_boost import _types
+from optax_boost._trace import _frozen_scans
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _leaf_uses
 
 
 class TracedLoss:
@@ -38,17 +38,19 @@ class TracedLoss:
   def run_cut(self, params: optax.Params, leaves: Sequence[Any]) -> Any:
     """The loss's output, computed with `leaves` in the place of those of `params`.
 
-    Some of `leaves` may be in parts, of which some are frozen (:mod:`optax_boost._cut_scans`).
+    Some of `leaves` may be in parts, of which some are frozen (:mod:`optax_boost._frozen_scans`).
     """
     program, structure = self._trace(params)
-    outputs = _cut_scans.run(program, [*leaves, *jax.tree.leaves(self._arguments)])
+    outputs = _frozen_scans.run(program, [*leaves, *jax.tree.leaves(self._arguments)])
     return jax.tree.unflatten(structure, outputs)
 
-  def layers(self) -> _layers.Layers:
+  def layers(self) -> _layer_axes.LayerAxes:
     """The axes of the params; the model state holds constants."""
     model_state, *data = self._arguments
     state_flags = [None] * len(jax.tree.leaves(model_state))
-    return _layers.describe(self.program, self._params, [*state_flags, *_layers.batch_flags(data)])
+    return _layer_axes.describe(
+      self.program, self._params, [*state_flags, *_layer_axes.batch_flags(data)]
+    )
 
   def statistics_axes(self) -> dict[int, int]:
     """The axis of layers of each leaf of the model state that a scan over layers slices."""

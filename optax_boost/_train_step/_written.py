@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import optax
 
-from optax_boost import _jaxpr
 from optax_boost import _tree
 from optax_boost import _types
+from optax_boost._trace import _jaxpr
 from optax_boost._train_step import _traced_loss
 
 # The number of a value that is not a leaf of the params.

@@ -16,10 +16,10 @@ from flax import nnx
 import jax
 
 from optax_boost import _base
-from optax_boost import _layers
 from optax_boost import _train_step
 from optax_boost import _tree
 from optax_boost import _types
+from optax_boost._trace import _layer_axes
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -183,7 +183,7 @@ def pure_loss(
       new_state = {**new_state, _STRUCTURE: structure}
     return output, _train_step.with_written_params(new_state, params, after)
 
-  return _layers.stateful(loss)
+  return _layer_axes.stateful(loss)
 
 
 def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
@@ -344,7 +344,9 @@ def _check_trained(before: _types.Tree, after: _types.Tree) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
   if _tree.same_shapes(before, after):
     return
-  changed = {leaf.path for leaf in {*_layers.leaves_of(before)} ^ {*_layers.leaves_of(after)}}
+  changed = {
+    leaf.path for leaf in {*_layer_axes.leaves_of(before)} ^ {*_layer_axes.leaves_of(after)}
+  }
   if changed:
     raise ValueError(
       "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _jaxpr
+from optax_boost._trace import _jaxpr
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
 

@@ -36,7 +36,7 @@ FOUNDATION = [
   "_transformation",
   "_apply_gradients",
   "_layer_blocks",
-  "_cut_scans",
+  "_frozen_scans",
   "_groups",
   "_full_gradient",
 ]

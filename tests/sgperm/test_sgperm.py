@@ -15,10 +15,10 @@ import optax
 import pytest
 
 import optax_boost
-from optax_boost import _jaxpr
 from optax_boost._sgperm import _device
 from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _host
+from optax_boost._trace import _jaxpr
 from tests import layer_losses
 from tests.sgperm import oracle as oracle
 

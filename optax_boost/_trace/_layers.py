@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_boost import _base
-from optax_boost import _jaxpr
-from optax_boost import _leaf_uses
 from optax_boost import _tree
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _leaf_uses
 
 
 class Axes(NamedTuple):

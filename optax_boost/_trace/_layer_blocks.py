@@ -12,9 +12,9 @@ import functools
 import itertools
 import re
 
-from optax_boost import _layers
-from optax_boost import _leaf_uses
 from optax_boost import _tree
+from optax_boost._trace import _layers
+from optax_boost._trace import _leaf_uses
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 # Units beside the blocks. No module has such a name: a path has no empty segment.

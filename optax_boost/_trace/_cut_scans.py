@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _arrays
-from optax_boost import _jaxpr
-from optax_boost import _views
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _views
 
 
 @jax.tree_util.register_dataclass

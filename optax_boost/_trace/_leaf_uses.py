@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_boost import _jaxpr
-from optax_boost import _views
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _views
 
 CONTRACTED, ENTRYWISE, LOOKED_UP = "contracted", "entrywise", "looked up"
 UNCLEAR, PENALTY = "unclear", "penalty"

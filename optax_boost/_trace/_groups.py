@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from optax_boost import _base
-from optax_boost import _layer_blocks
-from optax_boost import _layers
 from optax_boost import _tree
+from optax_boost._trace import _layer_blocks
+from optax_boost._trace import _layers
 
 # Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
 # along axis 1 "blocks/kernel[:, 0:4]".
