@@ -43,9 +43,9 @@ from optax_boost._sgperm import sgperm
 from optax_boost._svrg import refresh_svrg
 from optax_boost._svrg import svrg
 from optax_boost._switch import switch_after
-from optax_boost._trace._groups import LayerGroups
-from optax_boost._trace._groups import layer_groups
-from optax_boost._trace._layers import layer_axes
+from optax_boost._trace._layer_axes import layer_axes
+from optax_boost._trace._layer_groups import LayerGroups
+from optax_boost._trace._layer_groups import layer_groups
 from optax_boost._train_step import TrainState
 from optax_boost._train_step import TrainStep
 from optax_boost._train_step import flatten_metrics

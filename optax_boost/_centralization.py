@@ -16,14 +16,14 @@ from optax_boost import _base
 from optax_boost import _method
 from optax_boost import _transformation
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 
 def centralize(
   *,
   exclude: _base.LeafSelector = "auto",
   layout: Literal["flax", "torch"] = "flax",
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
   axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Subtracts from each kernel's gradient its mean over the fan-in.
@@ -79,10 +79,10 @@ def centralize(
     "centralize", exclude, lambda leaves: _left_alone(leaves, layout), layers, axis_name
   )
 
-  def fan_in(kernel: _layers.Leaf) -> tuple[int, ...]:
-    return _layers.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
+  def fan_in(kernel: _layer_axes.Leaf) -> tuple[int, ...]:
+    return _layer_axes.fan_in(kernel, layout) if kernel.axes is None else kernel.axes.fan_in
 
-  def centred(g: jax.Array, kernel: _layers.Leaf, mesh_axes: Any) -> jax.Array:
+  def centred(g: jax.Array, kernel: _layer_axes.Leaf, mesh_axes: Any) -> jax.Array:
     i = fan_in(kernel)
     # A mean of one entry is that entry, and would stop the leaf.
     if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
@@ -92,10 +92,10 @@ def centralize(
     mean = mean if mesh_axes is None else jax.lax.pmean(mean, mesh_axes)
     return (wide - mean).astype(g.dtype)
 
-  def is_idle(plan: list[tuple[_layers.Leaf, bool]]) -> bool:
+  def is_idle(plan: list[tuple[_layer_axes.Leaf, bool]]) -> bool:
     return bool(plan) and not any(fan_in(leaf) for leaf, skip in plan if not skip)
 
-  def warn_if_idle(tree: Any, layers: _layers.Layers | None) -> None:
+  def warn_if_idle(tree: Any, layers: _layer_axes.LayerAxes | None) -> None:
     if is_idle(plan := kernels.of(tree, layers)):
       paths = [leaf.path for leaf, _ in plan]
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
@@ -124,17 +124,21 @@ def centralize(
   return _transformation.transformation("centralize", optax.EmptyState, init, step)
 
 
-def _left_alone(leaves: list[_layers.Leaf], layout: str) -> list[bool]:
+def _left_alone(leaves: list[_layer_axes.Leaf], layout: str) -> list[bool]:
   """Whether ``exclude="auto"`` leaves each leaf alone."""
   # A normalized head divides its kernel by its norm, and has a `multiplier`.
   modules = [leaf.path.rpartition("/") for leaf in leaves]
   heads = {module for module, _, name in modules if name == "multiplier"}
   input_axis = 1 if layout == "torch" else -2
 
-  def is_kernel(leaf: _layers.Leaf) -> bool:
+  def is_kernel(leaf: _layer_axes.Leaf) -> bool:
     if leaf.axes is not None:
       return leaf.axes.mixes_inputs
-    if len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path) or _layers.is_embedding(leaf.path):
+    if (
+      len(leaf.shape) <= 1
+      or _tree.is_bias_or_norm(leaf.path)
+      or _layer_axes.is_embedding(leaf.path)
+    ):
       return False
     return len(leaf.shape) == 2 or leaf.shape[input_axis] != 1
 

@@ -28,7 +28,7 @@ from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 
 @jax.jit
@@ -94,7 +94,7 @@ def scale_by_lars_trust_ratio(
   clip_ratio: optax.ScalarOrSchedule | None = None,
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
   axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Adds weight decay and scales each layer by its LARS trust ratio.
@@ -163,7 +163,7 @@ def lars(
   clip_ratio: bool = False,
   exclude: _base.LeafSelector = "auto",
   weight_decay_mask: _base.LeafSelector | None = None,
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
   axis_name: _base.AxisNames | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""LARS: momentum SGD whose every layer steps in proportion to its own weights.
@@ -239,9 +239,9 @@ def lars(
   return _transformation.transformation("lars", tuple, chain.init, step, needs_params=True)
 
 
-def _bias_or_norm(leaves: list[_layers.Leaf]) -> list[bool]:
+def _bias_or_norm(leaves: list[_layer_axes.Leaf]) -> list[bool]:
   """Whether each leaf is a bias or a normalization by name, or has at most one axis."""
-  return [_tree.is_bias_or_norm(x.path) or len(x.layer_shape) <= 1 for x in leaves]
+  return [_tree.is_bias_or_norm(x.path) or len(x.shape_of_layer) <= 1 for x in leaves]
 
 
 def _scale_by_trust_ratio(
@@ -297,7 +297,7 @@ def _scale_by_trust_ratio(
     ratios = _ratios(acting, ratio_of, leaves.mesh_axes([part.leaf for part in parts]))
     outputs = []
     for (leaf, w, g, decays), ratio in zip(parts, ratios, strict=True):
-      factor = None if ratio is None else jnp.expand_dims(ratio, leaf.layer_axes)
+      factor = None if ratio is None else jnp.expand_dims(ratio, leaf.axes_of_layer)
       d = _direction(g, w, factor, clip, weight_decay if decays else 0.0)
       outputs.append(d.astype(w.dtype if like_params else g.dtype))
     means = jnp.stack([_mean_of_layers(ratio, dtype) for ratio in ratios])
@@ -322,7 +322,7 @@ def _mean_of_layers(ratio: jax.Array | None, dtype: Any) -> jax.Array:
 class _Part(NamedTuple):
   """A leaf of the params, its gradient, and whether it is decayed."""
 
-  leaf: _layers.Leaf
+  leaf: _layer_axes.Leaf
   w: jax.Array
   g: jax.Array
   decays: bool
@@ -353,7 +353,7 @@ def _ratios_along(
 
   def one_by_one(weights: Any, grads: Any) -> Any:
     trios = zip(leaves, weights, grads, strict=True)
-    squares = total([_sums_of_squares((w, g), leaf.layer_axes) for leaf, w, g in trios])
+    squares = total([_sums_of_squares((w, g), leaf.axes_of_layer) for leaf, w, g in trios])
     return [ratio_of(w2, g2, own) for (w2, g2), own in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
@@ -365,10 +365,10 @@ def _ratios_along(
       if len(group) > 1:
         # XLA would compile for minutes where a thousand leaves are fused into one loop.
         both = jax.lax.optimization_barrier(both)
-      squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].layer_axes))
+      squares = _arrays.sum_squares(both, tuple(i + 1 for i in leaves[group[0]].axes_of_layer))
       sums.append(_arrays.gather_axes(squares, range(squares.ndim)).reshape(2, -1))
     places = [i for group in groups for i in group]
-    layers = [leaves[i].layers for i in places]
+    layers = [leaves[i].num_layers for i in places]
     w2, g2 = total(jnp.concatenate(sums, axis=1))
     ratio = ratio_of(w2, g2, np.repeat([decays[i] for i in places], layers))
     split = jnp.split(jax.lax.optimization_barrier(ratio), np.cumsum(layers)[:-1])

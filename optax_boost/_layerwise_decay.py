@@ -13,7 +13,7 @@ from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
 from optax_boost import _transformation
-from optax_boost._trace import _groups
+from optax_boost._trace import _layer_groups
 
 _METHOD = "layerwise_decay"
 
@@ -27,7 +27,7 @@ class LayerwiseDecayState(NamedTuple):
 
 
 def layerwise_decay(
-  groups: _groups.Groups, decay: jax.typing.ArrayLike = 0.75
+  groups: _layer_groups.Groups, decay: jax.typing.ArrayLike = 0.75
 ) -> optax.GradientTransformationExtraArgs:
   r"""Multiplies the updates of each group by a power of `decay`, of the last group by one.
 
@@ -64,8 +64,8 @@ def layerwise_decay(
     Wei, `BEiT <https://arxiv.org/abs/2106.08254>`_, 2021, whose 0.65 to 0.75 ``timm`` took over.
   """
   _base.check_number("decay", decay, positive=True, maximum=1.0)
-  last = _groups.count_groups(groups) - 1
-  number = _groups.numbering(groups, _METHOD)
+  last = _layer_groups.count_groups(groups) - 1
+  number = _layer_groups.numbering(groups, _METHOD)
 
   def init(params: optax.Params) -> LayerwiseDecayState:
     number(params)

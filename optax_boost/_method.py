@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_boost import _base
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 
 class Leaves:
@@ -24,27 +24,29 @@ class Leaves:
     self,
     method: str,
     exclude: _base.LeafSelector,
-    auto: Callable[[list[_layers.Leaf]], list[bool]],
-    layers: _layers.Layers | None,
+    auto: Callable[[list[_layer_axes.Leaf]], list[bool]],
+    layers: _layer_axes.LayerAxes | None,
     axis_name: _base.AxisNames | None,
   ) -> None:
     _tree.check_selector("exclude", exclude)
     _check_axis_names(axis_name)
     self.method, self._axis_name, self._layers = method, axis_name, check_layers(layers)
 
-    def plan(tree: Any, layers: _layers.Layers | None) -> list[tuple[_layers.Leaf, bool]]:
-      leaves = _layers.leaves_of(tree, layers)
+    def plan(
+      tree: Any, layers: _layer_axes.LayerAxes | None
+    ) -> list[tuple[_layer_axes.Leaf, bool]]:
+      leaves = _layer_axes.leaves_of(tree, layers)
       auto_selected = _tree.is_auto(exclude)
       skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
       return list(zip(leaves, skipped, strict=True))
 
     self._plan = _tree.once_per_tree(plan)
 
-  def of(self, tree: Any, layers: Any = None) -> list[tuple[_layers.Leaf, bool]]:
+  def of(self, tree: Any, layers: Any = None) -> list[tuple[_layer_axes.Leaf, bool]]:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
     return self._plan(tree, self._layers or check_layers(layers))
 
-  def mesh_axes(self, leaves: Sequence[_layers.Leaf]) -> list[Any]:
+  def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[Any]:
     """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
     names = self._axis_name
     if isinstance(names, Mapping):
@@ -59,7 +61,7 @@ class Leaves:
 
   def map(
     self,
-    function: Callable[[jax.Array, _layers.Leaf, Any], jax.Array],
+    function: Callable[[jax.Array, _layer_axes.Leaf, Any], jax.Array],
     tree: Any,
     layers: Any,
   ) -> Any:
@@ -85,11 +87,11 @@ def _check_axis_names(names: _base.AxisNames | None) -> None:
       _base.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
 
 
-def check_layers(layers: Any) -> _layers.Layers | None:
+def check_layers(layers: Any) -> _layer_axes.LayerAxes | None:
   """A description of layers, which the train step makes on demand, or None; else TypeError."""
-  if isinstance(layers, _layers.OnDemand):
+  if isinstance(layers, _layer_axes.DeferredLayerAxes):
     return layers.describe()
-  if layers is not None and not isinstance(layers, _layers.Layers):
+  if layers is not None and not isinstance(layers, _layer_axes.LayerAxes):
     raise TypeError(
       "`layers` must be the result of `optax_boost.layer_axes(loss_fn, params, batch)`, or None;"
       f" got {_base.shorten(layers)}."

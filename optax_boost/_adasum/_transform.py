@@ -16,7 +16,8 @@ from optax_boost import _protocol
 from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._adasum import _reduce
-from optax_boost._trace import _layers
+from optax_boost._adasum import _split_layers
+from optax_boost._trace import _layer_axes
 
 
 @_protocol.declares(metrics=("orthogonality", "adasum/notfinite_count"))
@@ -76,7 +77,7 @@ def adasum(
   local_axis_name: str | tuple[str, ...] | None = None,
   groups: str | Sequence[str] | None = None,
   shard_axis_name: str | tuple[str, ...] | None = None,
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces the mean over replicas by an adaptive sum.
 
@@ -182,7 +183,7 @@ def adasum(
     for argument, value in names.items():
       _base.require_axis(argument, value, "adasum", optional=argument != "axis_name")
     known = own_layers or _method.check_layers(layers)
-    paths, parts, join = _layers.split_layers(updates, known)
+    paths, parts, join = _split_layers.split_layers(updates, known)
     if not parts:
       return updates, state
     check_not_summed(parts, axes + local_axes)

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from optax_boost import _tree
-from optax_boost._trace import _groups
+from optax_boost._trace import _layer_groups
 
 # The names of step counts in the states of optax. Others count something else: `mini_step` the
 # micro-batches of a window, `steps_since_sync` the inner steps of SAM.
@@ -64,7 +64,7 @@ class Layers:
     place = self.axis_in(shape)
     return of_layers.reshape([-1 if axis == place else 1 for axis in range(len(shape))])
 
-  def numbers_for(self, shape: tuple[int, ...]) -> _groups.GroupNumber:
+  def numbers_for(self, shape: tuple[int, ...]) -> _layer_groups.GroupNumber:
     """The groups of a value, in a shape that broadcasts against it."""
     has_axis = self.axis_in(shape) is not None
     return self.spread(np.array(self.groups), shape) if has_axis else self.last_group
@@ -77,7 +77,7 @@ LeafGroup: TypeAlias = int | Layers
 def leaf_groups(numbers: Any, leaves: Any) -> Any:
   """The groups of leaves, in their structure; `numbers` are those that broadcast against them."""
 
-  def of_leaf(number: _groups.GroupNumber, leaf: Any) -> LeafGroup:
+  def of_leaf(number: _layer_groups.GroupNumber, leaf: Any) -> LeafGroup:
     if not isinstance(number, np.ndarray):
       return number
     axis = int(np.argmax(number.shape))
@@ -101,7 +101,7 @@ class StateLayout:
   unclear: Sequence[str]
 
   def select(
-    self, choose: Callable[[_groups.GroupNumber, Any, Any], Any], before: Any, after: Any
+    self, choose: Callable[[_layer_groups.GroupNumber, Any, Any], Any], before: Any, after: Any
   ) -> Any:
     """Combines two states: ``choose(group, before, after)``; leaves of no group are those after."""
 

@@ -32,9 +32,9 @@ import optax
 
 from optax_boost import _base
 from optax_boost._freezing import _state_layout
-from optax_boost._trace import _groups
 from optax_boost._trace import _jaxpr
-from optax_boost._trace import _views
+from optax_boost._trace import _layer_groups
+from optax_boost._trace import _primitives
 
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 
@@ -100,7 +100,8 @@ def _on_device(x: Any) -> Any:
 
 def _is_entrywise(operation: _Operation) -> bool:
   """Whether a scalar operand may as well be an array of the result's shape."""
-  return operation.equation.primitive.name in (*_views.POINTWISE, "broadcast_in_dim")
+  is_broadcast = operation.equation.primitive.name == "broadcast_in_dim"
+  return is_broadcast or _primitives.rule_of(operation.equation).is_pointwise
 
 
 class _Recorder(_jaxpr.Interpreter[int]):
@@ -344,7 +345,7 @@ def update(
   pairs = zip(new_counts, counts, strict=True)
   return (
     updates,
-    layout.select(functools.partial(_groups.select_frozen, depth), state, new_state),
+    layout.select(functools.partial(_layer_groups.select_frozen, depth), state, new_state),
     tuple(jnp.where(is_trained, new, old) for new, old in pairs),
   )
 

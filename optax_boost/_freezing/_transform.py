@@ -21,7 +21,7 @@ from optax_boost import _transformation
 from optax_boost import _tree
 from optax_boost._freezing import _schedules
 from optax_boost._freezing import _thawing
-from optax_boost._trace import _groups
+from optax_boost._trace import _layer_groups
 
 
 @_protocol.declares(requests=("frozen_groups",), outcome=("made",), changes=("freeze_layers",))
@@ -50,7 +50,7 @@ class FreezeLayersState(NamedTuple):
 
 def freeze_layers(
   inner: optax.GradientTransformation,
-  groups: _groups.Groups,
+  groups: _layer_groups.Groups,
   schedule: _schedules.FreezeSchedule,
   *,
   key: jax.Array | int = 0,
@@ -114,7 +114,7 @@ def freeze_layers(
     Brock, Lim, Ritchie, Weston, `FreezeOut <https://arxiv.org/abs/1706.04983>`_, 2017.
   """
   inner = _base.check_transformation("inner", inner)
-  num_groups = _groups.count_groups(groups)
+  num_groups = _layer_groups.count_groups(groups)
   _base.check_type("schedule", schedule, _schedules.FreezeSchedule, "a FreezeSchedule")
   if schedule.num_groups != num_groups:
     raise ValueError(
@@ -122,7 +122,7 @@ def freeze_layers(
       f" and {num_groups}."
     )
   key = _base.as_key("key", key)
-  number = _groups.numbering(groups, "freeze_layers")
+  number = _layer_groups.numbering(groups, "freeze_layers")
 
   def depth_at(count: jax.Array, key_data: jax.Array) -> jax.Array:
     wrapped = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(key))
@@ -153,7 +153,7 @@ def freeze_layers(
     updates: optax.Updates, state: FreezeLayersState, params: Any, **extra_args: Any
   ) -> tuple[optax.Updates, FreezeLayersState]:
     numbers = number(updates)
-    frozen = functools.partial(_groups.select_frozen, state.frozen_groups)
+    frozen = functools.partial(_layer_groups.select_frozen, state.frozen_groups)
 
     def zero_frozen(grads: optax.Updates) -> optax.Updates:
       return jax.tree.map(lambda n, g: frozen(n, jnp.zeros_like(g), g), numbers, grads)

@@ -28,7 +28,7 @@ from optax_boost._sgperm import _execution
 from optax_boost._sgperm import _fast
 from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _sorting
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 _METHOD = "laperm"
 
@@ -64,7 +64,7 @@ def laperm(
   *,
   exclude: _base.LeafSelector = None,
   layout: Literal["flax", "torch"] = "flax",
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains freely and, every few steps, returns to a permutation of the initial weights.
 

@@ -12,7 +12,7 @@ import numpy as np
 from optax_boost import _base
 from optax_boost import _method
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Cutter:
     self,
     method: str,
     layout: Literal["flax", "torch"],
-    layers: _layers.Layers | None,
+    layers: _layer_axes.LayerAxes | None,
     exclude: _base.LeafSelector = None,
   ) -> None:
     _base.check_name("layout", layout, ("flax", "torch"))
     self._method, self._layers = method, _method.check_layers(layers)
 
-    def layout_of(leaf: _layers.Leaf, excluded: bool) -> Layout:
-      vector = len(leaf.layer_axes) <= 1 or _tree.is_bias_or_norm(leaf.path)
-      fan_in = leaf.layer_axes if vector else _layers.fan_in(leaf, layout)
+    def layout_of(leaf: _layer_axes.Leaf, excluded: bool) -> Layout:
+      vector = len(leaf.axes_of_layer) <= 1 or _tree.is_bias_or_norm(leaf.path)
+      fan_in = leaf.axes_of_layer if vector else _layer_axes.fan_in(leaf, layout)
       return Layout(_tree.leaf_name(leaf.path), leaf.shape, fan_in, excluded)
 
-    def layouts(tree: Any, layers: _layers.Layers | None) -> list[Layout]:
+    def layouts(tree: Any, layers: _layer_axes.LayerAxes | None) -> list[Layout]:
       excluded = _tree.select(tree, exclude, "exclude")
-      return list(map(layout_of, _layers.leaves_of(tree, layers), excluded))
+      return list(map(layout_of, _layer_axes.leaves_of(tree, layers), excluded))
 
     self._layouts = _tree.once_per_tree(layouts)
 

@@ -40,7 +40,7 @@ from optax_boost._sgperm import _layout
 from optax_boost._sgperm import _permuted_params
 from optax_boost._sgperm import _schedules
 from optax_boost._sgperm import _sorting
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 _METHOD = "sgperm"
 
@@ -92,7 +92,7 @@ def sgperm(
   backend: Literal["auto", "device", "host"] = "auto",
   key: jax.Array | int | None = None,
   layout: Literal["flax", "torch"] = "flax",
-  layers: _layers.Layers | None = None,
+  layers: _layer_axes.LayerAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains by permuting the weights that lead into each output; no value ever changes.
 
@@ -247,7 +247,7 @@ class _Sgperm:
     params: optax.Params,
     *,
     partitions: Any = None,
-    layers: _layers.Layers | None = None,
+    layers: _layer_axes.LayerAxes | None = None,
   ) -> tuple[optax.Updates, SgpermState]:
     layouts = self.cutter.for_update(state, params, layers)
     momentum, notfinite = self._new_momentum(updates, state.momentum)

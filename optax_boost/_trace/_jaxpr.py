@@ -192,12 +192,3 @@ def _called(equation: Any) -> Any:
   jaxpr = getattr(programs[0], "jaxpr", programs[0])
   sizes = (len(jaxpr.invars), len(jaxpr.outvars))
   return programs[0] if sizes == (len(equation.invars), len(equation.outvars)) else None
-
-
-def has_convolution(program: Any) -> bool:
-  """Whether a program holds a convolution, at any depth."""
-  return any(
-    equation.primitive.name == "conv_general_dilated"
-    or any(map(has_convolution, sub_jaxprs(equation)))
-    for equation in getattr(program, "jaxpr", program).eqns
-  )

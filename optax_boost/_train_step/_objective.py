@@ -13,10 +13,10 @@ from optax_boost import _arrays
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
-from optax_boost._trace import _cut_scans
-from optax_boost._trace import _groups
+from optax_boost._trace import _frozen_scans
 from optax_boost._trace import _jaxpr
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_groups
 from optax_boost._trace import _leaf_uses
 from optax_boost._train_step import _state
 
@@ -46,7 +46,7 @@ class Objective:
     freezing = _protocol.state_asking(opt_state, _protocol.FROZEN_GROUPS)
     self._loss_fn, self._params, self._others = loss_fn, params, (state.model_state, *data)
     self.opt_state = opt_state
-    self.groups: list[_groups.GroupNumber] | None = None
+    self.groups: list[_layer_groups.GroupNumber] | None = None
     self.depth: Any = None
     self._scale = None if scaling is None else scaling.loss_scale
     self._is_scaled = _protocol.seen_leaves(scaling, params)
@@ -68,8 +68,8 @@ class Objective:
     program, structure = self._trace(params)
     leaves = jax.tree.leaves(params)
     if frozen is not None:
-      leaves = list(map(_cut_scans.in_parts, jax.lax.stop_gradient(leaves), leaves, frozen))
-    outputs = _cut_scans.run(program, [*leaves, *jax.tree.leaves(self._others)])
+      leaves = list(map(_frozen_scans.in_parts, jax.lax.stop_gradient(leaves), leaves, frozen))
+    outputs = _frozen_scans.run(program, [*leaves, *jax.tree.leaves(self._others)])
     return jax.tree.unflatten(structure, outputs)
 
   def gradient(self, params: optax.Params) -> tuple[optax.Updates, tuple[jax.Array, Any]]:
@@ -84,12 +84,12 @@ class Objective:
       # In float32: a float16 loss times its scale would overflow.
       return value if scale is None else value.astype(jnp.float32) * scale, (value, rest)
 
-    def finish(g: jax.Array, number: _groups.GroupNumber, is_scaled: bool) -> jax.Array:
+    def finish(g: jax.Array, number: _layer_groups.GroupNumber, is_scaled: bool) -> jax.Array:
       if scale is not None and not is_scaled:
         g = (_arrays.widen(g) / scale).astype(g.dtype)
       if self.groups is None or is_known:
         return g
-      return _groups.select_frozen(self.depth, number, jnp.zeros_like(g), g)
+      return _layer_groups.select_frozen(self.depth, number, jnp.zeros_like(g), g)
 
     grad, output = jax.grad(scaled, has_aux=True)(params)
     leaves, structure = jax.tree.flatten(_arrays.steepest_ascent(grad))
@@ -105,23 +105,17 @@ class Objective:
     grad_fn = of_masked(lambda params: self.gradient(params)[0], current)
     return {"value_fn": value_fn, "grad_fn": grad_fn, "obj_fn": value_fn}
 
-  def layers(self) -> _layers.Layers:
+  def layers(self) -> _layer_axes.LayerAxes:
     """The axes of the params, which the program tells; the model state holds constants."""
     state, *data = self._others
-    flags = [*[None] * len(jax.tree.leaves(state)), *_layers.batch_flags(data)]
-    return _layers.describe(self.program, self._params, flags)
+    flags = [*[None] * len(jax.tree.leaves(state)), *_layer_axes.batch_flags(data)]
+    return _layer_axes.describe(self.program, self._params, flags)
 
   def statistics_axes(self) -> dict[int, int]:
     """The axis of layers of each leaf of the model state that a scan over layers slices."""
     of_state = len(jax.tree.leaves(self._others[0]))
     before = len(self.program.jaxpr.invars) - len(jax.tree.leaves(self._others))
-    uses = _leaf_uses.LeafUses(constants_are_data=False, noise_is_data=False)
-    values = [
-      (uses.leaf if 0 <= i - before < of_state else uses.value)(variable.aval.shape)
-      for i, variable in enumerate(self.program.jaxpr.invars)
-    ]
-    uses.run(self.program, values)
-    return {leaf: axis for scan in uses.scans for leaf, axis in scan.axes}
+    return _leaf_uses.scanned_axes(self.program, range(before, before + of_state))
 
   def _trace(self, params: optax.Params) -> tuple[Any, Any]:
     """The program for params of these types, and the structure of its output."""
@@ -148,7 +142,7 @@ def of_masked(
 
 def _group_numbers(
   tx: optax.GradientTransformation, state: Any, params: optax.Params
-) -> list[_groups.GroupNumber]:
+) -> list[_layer_groups.GroupNumber]:
   forms = _transformation.forms(tx)
   assignments = [form.frozen_groups for form in forms if form.frozen_groups is not None]
   if len(assignments) != 1:

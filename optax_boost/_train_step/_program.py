@@ -32,7 +32,7 @@ from optax_boost import _apply_gradients
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _protocol
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _objective
 from optax_boost._train_step import _state
@@ -80,7 +80,7 @@ class Program:
     """The loss, and the new statistics with aux."""
     statistics = (model_state,) if self.has_model_state else ()
     output = self.loss_fn(params, *statistics, batch, *rngs)
-    if _layers.is_stateful(self.loss_fn):
+    if _layer_axes.is_stateful(self.loss_fn):
       output, model_state = output
       loss, (_, aux) = _loss.split_output(output, self.has_aux, False)
       return loss, (model_state, aux)
@@ -120,7 +120,7 @@ class Program:
       rng_args = {"rng": rngs[0]} if rngs else {}
       mean_gradient = functools.partial(self.full_grad_fn, gradient, **data, **rng_args)
       extra["full_grad_fn"] = _objective.of_masked(mean_gradient, start)
-    extra["layers"] = _layers.OnDemand(objective.layers)
+    extra["layers"] = _layer_axes.DeferredLayerAxes(objective.layers)
     if self.weight is not None:
       extra["weight"] = self._weight(batch, aux)
       # A transformation of the user's own may name the argument.

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_boost import _tree
-from optax_boost._trace import _groups
+from optax_boost._trace import _layer_groups
 
 # Of Linen's variables, those that stand for a whole model's.
 _COLLECTIONS = (["params"], ["batch_stats"])
@@ -21,7 +21,7 @@ def hold_statistics(
   before: Any,
   after: Any,
   params: optax.Params,
-  groups: Sequence[_groups.GroupNumber],
+  groups: Sequence[_layer_groups.GroupNumber],
   depth: jax.Array | np.integer,
   find_axes: Callable[[], Mapping[int, int]],
 ) -> Any:
@@ -50,9 +50,9 @@ def hold_statistics(
       return new
     group, axis = modules[module], axes.get(number)
     if axis is None or group.size != new.shape[axis]:
-      return _groups.select_frozen(depth, int(np.max(group)), old, new)
+      return _layer_groups.select_frozen(depth, int(np.max(group)), old, new)
     along = [-1 if i == axis else 1 for i in range(new.ndim)]
-    return _groups.select_frozen(depth, group.reshape(along), old, new)
+    return _layer_groups.select_frozen(depth, group.reshape(along), old, new)
 
   leaves, structure = jax.tree.flatten(after)
   paths, own_modules = _tree.leaf_paths(after), _modules(after)

@@ -12,7 +12,7 @@ from optax_boost import _base
 from optax_boost import _full_gradient
 from optax_boost import _protocol
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 from optax_boost._train_step import _loss
 from optax_boost._train_step import _program
 from optax_boost._train_step import _state
@@ -227,6 +227,6 @@ def make_train_step(
       "`weight` must be a function of the batch, or the name of an entry of the loss's aux, with"
       f" has_aux=True; got {_base.shorten(weight)}."
     )
-  options["has_model_state"] |= _layers.is_stateful(loss_fn)
+  options["has_model_state"] |= _layer_axes.is_stateful(loss_fn)
   full_grad_fn, data = _loss.bound_arrays(full_grad_fn)
   return TrainStep(_program.Program(loss_fn, tx, full_grad_fn, data, **options), donate)

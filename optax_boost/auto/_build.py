@@ -11,8 +11,8 @@ import optax_boost
 from optax_boost import _base
 from optax_boost import _less_bn
 from optax_boost import _tree
-from optax_boost._trace import _groups
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
+from optax_boost._trace import _layer_groups
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
 from optax_boost.auto import _methods
@@ -139,7 +139,9 @@ class AutoBoost:
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
-        effect = f"layers in {_groups.count_groups(groups)} groups, the last of which never freezes"
+        effect = (
+          f"layers in {_layer_groups.count_groups(groups)} groups, the last of which never freezes"
+        )
       self.effects["grad_freeze"] = effect, groups is not None
     if freezing and groups is not None:
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
@@ -150,7 +152,7 @@ class AutoBoost:
     return tx
 
 
-def _convolves(layers: _layers.Layers) -> bool:
+def _convolves(layers: _layer_axes.LayerAxes) -> bool:
   """Whether most kernels belong to convolutions."""
   kernels = [axes for axes in layers.axes if axes is not None and axes.fan_in]
   return 2 * sum(bool(axes.window) for axes in kernels) > len(kernels)

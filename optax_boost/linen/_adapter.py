@@ -13,7 +13,7 @@ from flax import linen as nn
 import jax
 
 from optax_boost import _base
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 
 class BoundModel:
@@ -151,7 +151,7 @@ def split_loss(
     output = loss_fn(model, batch)
     return output, model.collections
 
-  return _layers.stateful(loss), *split_variables(variables)
+  return _layer_axes.stateful(loss), *split_variables(variables)
 
 
 def split_variables(variables: Any) -> tuple[Any, dict[str, Any]]:

@@ -18,7 +18,7 @@ import jax
 from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 
 # Before flax 0.12.7 it was called `pure`, a name that warns since.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -180,7 +180,7 @@ def pure_loss(
       new_state = {**new_state, _STRUCTURE: structure}
     return output, _train_step.with_written_params(new_state, params, after)
 
-  return _layers.stateful(loss)
+  return _layer_axes.stateful(loss)
 
 
 def _call_read_only(function: Callable[[Any], Any], closed: ClosedBatch) -> Any:
@@ -333,7 +333,9 @@ def _advance(roots: tuple[Any, ...], by: jax.Array) -> None:
 
 def _check_trained(before: Any, after: Any) -> None:
   """Refuses a forward pass that changes more of the trained variables than their values."""
-  changed = {leaf.path for leaf in {*_layers.leaves_of(before)} ^ {*_layers.leaves_of(after)}}
+  changed = {
+    leaf.path for leaf in {*_layer_axes.leaves_of(before)} ^ {*_layer_axes.leaves_of(after)}
+  }
   if changed:
     raise ValueError(
       "`loss_fn` must leave the trained variables in the number and shapes that the optimizer was"

@@ -36,12 +36,13 @@ FOUNDATION = [
 # The same inside of this package of the foundation.
 TRACE = [
   "_jaxpr",
-  "_views",
+  "_axis_map",
+  "_primitives",
   "_leaf_uses",
-  "_layers",
-  "_layer_blocks",
-  "_cut_scans",
-  "_groups",
+  "_layer_axes",
+  "_blocks",
+  "_layer_groups",
+  "_frozen_scans",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"auto", "race"}
