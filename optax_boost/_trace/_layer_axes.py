@@ -93,8 +93,8 @@ class LayerAxes:
     leaves = ", ".join(f"'{_tree.leaf_name(path)}'" for path in list(hidden)[:6])
     more = ", ..." if len(hidden) > 6 else ""
     return (
-      f"The loss does not tell the axes of {leaves}{more}, for it passes them to primitives that"
-      f" its analysis does not know: {', '.join(names)}. A rule for them belongs in"
+      f"A trace of the loss does not tell the axes of {leaves}{more}: there is no rule for the"
+      f" primitives that these leaves enter, {', '.join(names)}. Add one to"
       " `optax_boost._trace._primitives.RULES`."
     )
 
@@ -188,7 +188,9 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
       ``linen.split_loss`` takes its model state first.
 
   Returns:
-    A description of all leaves: hashable, a pytree without leaves.
+    A description of all leaves: hashable, a pytree without leaves. The axes of a leaf are unknown
+    if the loss does not use it, or passes it to a primitive that the analysis does not know;
+    ``print`` shows the primitive's name.
 
   Raises:
     TypeError: `loss_fn` is not callable, or a leaf of the other arguments is not an array.
@@ -262,12 +264,7 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   ]
   for loss in analysis.run(program, arguments)[:1]:
     analysis.note_result(loss)
-  findings = {definition: analysis.under(definition) for definition in _leaf_uses.DEFINITIONS}
-  counts = {definition: _count_equations(found) for definition, found in findings.items()}
-  # The narrowest definition by which leaves meet data in several equations.
-  several = [definition for definition, count in counts.items() if count > 1]
-  definition = several[0] if several else max(counts, key=counts.__getitem__)
-  found = findings[definition]
+  definition, found = _narrowest_definition(analysis)
   axes = [_axes(found, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
   with_products = analysis.under(_leaf_uses.with_products(definition))
   for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False)):
@@ -281,6 +278,24 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   return LayerAxes(
     tuple(paths), tuple(axes), tuple(_order(found)), tuple(found.scans), tuple(unknown)
   )
+
+
+def _narrowest_definition(
+  analysis: _leaf_uses.LeafUses,
+) -> tuple[_leaf_uses.Definitions, _leaf_uses.Findings]:
+  """The narrowest definition by which leaves meet data in several equations, and what it finds.
+
+  If there is none, the one by which they meet data at all.
+  """
+  candidates = []
+  for definition in _leaf_uses.DEFINITIONS:
+    found = analysis.under(definition)
+    count = _count_equations(found)
+    if count > 1:
+      return definition, found
+    candidates.append((count, definition, found))
+  _, definition, found = max(candidates, key=lambda candidate: candidate[0])
+  return definition, found
 
 
 def _data_kind(aval: Any, flag: bool | None) -> _leaf_uses.DataKind | None:
