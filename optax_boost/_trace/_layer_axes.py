@@ -264,19 +264,23 @@ def describe(program: Any, params: Any, data: Sequence[bool | None] | None = Non
   ]
   for loss in analysis.run(program, arguments)[:1]:
     analysis.note_result(loss)
-  definition, found = _narrowest_definition(analysis)
-  axes = [_axes(found, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
+  definition, findings = _narrowest_definition(analysis)
+  axes = [_axes(findings, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
   with_products = analysis.under(_leaf_uses.with_products(definition))
   for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False)):
     if _may_be_kernel(path, shape, axes[leaf]):
       of_product = _axes(with_products, leaf, len(shape))
       if of_product is not None and of_product.fan_in:
         axes[leaf] = of_product
-  unknown = [
-    names if of_leaf is None else () for of_leaf, names in zip(axes, found.unknown, strict=True)
+  unknown_primitives = [
+    names if axes[leaf] is None else () for leaf, names in enumerate(findings.unknown_primitives)
   ]
   return LayerAxes(
-    tuple(paths), tuple(axes), tuple(_order(found)), tuple(found.scans), tuple(unknown)
+    paths=tuple(paths),
+    axes=tuple(axes),
+    uses=tuple(_order(findings)),
+    scans=tuple(findings.scans),
+    unknown_primitives=tuple(unknown_primitives),
   )
 
 
@@ -289,13 +293,13 @@ def _narrowest_definition(
   """
   candidates = []
   for definition in _leaf_uses.DEFINITIONS:
-    found = analysis.under(definition)
-    count = _count_equations(found)
+    findings = analysis.under(definition)
+    count = _count_equations(findings)
     if count > 1:
-      return definition, found
-    candidates.append((count, definition, found))
-  _, definition, found = max(candidates, key=lambda candidate: candidate[0])
-  return definition, found
+      return definition, findings
+    candidates.append((count, definition, findings))
+  _, definition, findings = max(candidates, key=lambda candidate: candidate[0])
+  return definition, findings
 
 
 def _data_kind(aval: Any, flag: bool | None) -> _leaf_uses.DataKind | None:
@@ -321,30 +325,30 @@ def is_embedding(path: str) -> bool:
   return _EMBEDDING.search(path) is not None
 
 
-def _count_equations(found: _leaf_uses.Findings) -> int:
+def _count_equations(findings: _leaf_uses.Findings) -> int:
   """In how many equations leaves meet data for the first time, outside of penalties."""
   first: dict[int, int] = {}
-  for number, uses in enumerate(found.uses):
+  for number, uses in enumerate(findings.uses):
     for use in uses:
       if use.kind != UseKind.PENALTY:
         first.setdefault(use.leaf, number)
   return len(set(first.values()))
 
 
-def _order(found: _leaf_uses.Findings) -> list[int]:
+def _order(findings: _leaf_uses.Findings) -> list[int]:
   """The leaves in the order of their uses; those in penalties alone come last."""
   used: list[int] = []
   in_penalties: set[int] = set()
-  for uses in found.uses:
+  for uses in findings.uses:
     used += dict.fromkeys(use.leaf for use in uses if use.kind != UseKind.PENALTY)
     in_penalties |= {use.leaf for use in uses if use.kind == UseKind.PENALTY}
   return used + sorted(in_penalties - set(used))
 
 
-def _axes(found: _leaf_uses.Findings, leaf: int, rank: int) -> Axes | None:
+def _axes(findings: _leaf_uses.Findings, leaf: int, rank: int) -> Axes | None:
   """The axes of a leaf, by its first use that tells them."""
-  of_experts = [use for use in found.expert_uses if use.leaf == leaf]
-  uses = [use for uses in found.uses for use in uses if use.leaf == leaf] + of_experts
+  of_experts = [use for use in findings.expert_uses if use.leaf == leaf]
+  uses = [use for uses in findings.uses for use in uses if use.leaf == leaf] + of_experts
   # Rows of a tied embedding are looked up, and contracted where it is the last layer.
   telling = [UseKind.GENERATED, UseKind.LOOKUP, UseKind.CONTRACTED, UseKind.ENTRYWISE]
   if of_experts:
@@ -352,7 +356,7 @@ def _axes(found: _leaf_uses.Findings, leaf: int, rank: int) -> Axes | None:
   for kind in telling:
     for use in uses:
       if use.kind == kind:
-        stacked = (use.stacked | found.batch_axes[leaf]) - use.fan_in
+        stacked = (use.stacked | findings.batch_axes[leaf]) - use.fan_in
         outputs = frozenset(range(rank)) - stacked - use.fan_in
         return Axes(*(tuple(sorted(axes)) for axes in (use.fan_in, stacked, outputs, use.window)))
   return None

@@ -4,8 +4,17 @@ A *use* of a leaf is an equation in which the leaf meets data: one operand is co
 alone, another from data. A product's use tells the leaf's axes apart.
 
 Which values are data is not certain: a generator's only input is noise, and a loss may close over
-its batch. So there are several *definitions of data*. One run follows all of them: whatever the
-analysis finds carries the set of definitions under which it holds, as the bits of an integer.
+its batch. So there are several *definitions of data*, each wider than the one before:
+
+  bit    by this definition, data are
+   0     arrays of the batch
+   1     these, and scalars of the batch
+   2     these, and constants: arrays that the loss closes over, or that are part of the model
+   3     these, and noise: what is drawn from keys
+  4 - 7  as 0 - 3, and products of a kernel with arrays that are no data, as of a learned table
+
+One run follows all definitions: whatever the analysis finds carries the set of those under which
+it holds, as an integer with their bits.
 """
 
 from collections.abc import Iterable
@@ -32,7 +41,7 @@ _NO_AXES: _Axes = frozenset()
 
 
 class DataKind(enum.IntEnum):
-  """Kinds of values that may be data."""
+  """Kinds of values that may be data, in the order in which definitions add them."""
 
   ARRAY = 0
   SCALAR = 1
@@ -40,17 +49,16 @@ class DataKind(enum.IntEnum):
   NOISE = 3
 
 
-# A set of definitions of data. Definition k has the kinds up to k. Definition 4 + k has further the
-# products of a kernel with any array: of noise, of constants, and of other leaves, as a layer makes
-# of a learned table.
+# A set of definitions of data, as bits.
 Definitions: TypeAlias = int
+# The definitions without products, the narrowest first.
 DEFINITIONS: tuple[Definitions, ...] = tuple(1 << kind for kind in DataKind)
-_GENERATED: Definitions = 0b1111_0000
+_WITH_PRODUCTS: Definitions = 0b1111_0000
 _ALL: Definitions = 0b1111_1111
 
 
 def with_products(definition: Definitions) -> Definitions:
-  """The definition that adds a kernel's products with arrays that are no data."""
+  """The definition that has the same kinds, and products with arrays that are no data."""
   return definition << len(DataKind)
 
 
@@ -119,14 +127,15 @@ class Findings(NamedTuple):
     scans: the scans over layers.
     batch_axes: for each leaf the axes along which some kernel, if not this leaf, is matched with
       data: there is one kernel for each slice of the data, as of experts and by ``vmap``.
-    unknown: for each leaf the primitives without a rule that it, or a value made of it, went into.
+    unknown_primitives: for each leaf the primitives without a rule that it went into, or that a
+      value with an axis map of it went into.
   """
 
   uses: list[list[Use]]
   expert_uses: list[Use]
   scans: list[LayerScan]
   batch_axes: list[_Axes]
-  unknown: list[tuple[str, ...]]
+  unknown_primitives: list[tuple[str, ...]]
 
 
 class Value(NamedTuple):
@@ -241,14 +250,14 @@ class LeafUses(_jaxpr.Interpreter[Value]):
 
   def under(self, definition: Definitions) -> Findings:
     """The findings under one definition of data."""
-    uses = [[use for use, under in noted if under & definition] for noted in self._uses]
+    uses = [[use for use, under in of_equation if under & definition] for of_equation in self._uses]
     of_experts = [use for use, under in self._expert_uses if under & definition]
     scans = [scan for scan, under in self._scans if under & definition]
 
-    def found(labels: dict[int, Definitions]) -> set[int]:
+    def noted(labels: dict[int, Definitions]) -> set[int]:
       return {self._labels.find(label) for label, under in labels.items() if under & definition}
 
-    batch = found(self._batch) - found(self._contracted)
+    batch = noted(self._batch) - noted(self._contracted)
     batch_axes = [
       frozenset(axis for axis, label in enumerate(labels) if self._labels.find(label) in batch)
       for labels in self._axis_labels
@@ -261,7 +270,7 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       )
       for leaf in range(len(self._shapes))
     ]
-    return Findings([noted for noted in uses if noted], of_experts, scans, batch_axes, unknown)
+    return Findings(list(filter(None, uses)), of_experts, scans, batch_axes, unknown)
 
   def constant(self, value: Any) -> Value:
     return self.argument(np.shape(value), DataKind.CONSTANT if np.size(value) > 1 else None)
@@ -286,11 +295,11 @@ class LeafUses(_jaxpr.Interpreter[Value]):
       return inputs
     data = _any(v.data for v in inputs)
     if equation.primitive.name == "random_wrap":
-      # A key that was passed as integers.
+      # A key that the batch holds as integers: what is drawn from it is noise.
       data &= _definitions_with(DataKind.NOISE)
     if data:
       self._note_uses(equation, inputs, data)
-    if not_data := _GENERATED & ~data:
+    if not_data := _WITH_PRODUCTS & ~data:
       data |= self._note_generated(equation, inputs, not_data)
     leaves = _unite((v.leaves for v in inputs), _ALL & ~data)
     summed = _any(
