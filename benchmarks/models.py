@@ -55,6 +55,8 @@ def image_loss(model: Callable[[jax.Array], jax.Array], batch: dict[str, jax.Arr
 class GPT2:
   """GPT-2 in plain JAX; as it stands, its smallest size.
 
+  Sequences may be shorter than `length`.
+
   Attributes:
     layers: blocks.
     width: of the residual stream.
@@ -62,6 +64,9 @@ class GPT2:
     vocabulary: tokens.
     length: the longest sequence.
     dtype: of the arithmetic.
+    rotary: whether queries and keys are rotated by their positions, instead of learned positions.
+    causal: whether a token attends to those before it alone.
+    rematerialized: whether the backward pass computes the blocks again.
   """
 
   layers: int = 12
@@ -70,6 +75,9 @@ class GPT2:
   vocabulary: int = 50257
   length: int = 1024
   dtype: Any = jnp.bfloat16
+  rotary: bool = False
+  causal: bool = True
+  rematerialized: bool = True
 
   def init(self, key: jax.Array) -> dict[str, Any]:
     """Params in float32; the blocks' are stacked along the first axis."""
@@ -93,12 +101,10 @@ class GPT2:
       for name, shape in shapes.items()
     }
     blocks |= {name: norm(self.layers) for name in ("attention_norm", "mlp_norm")}
-    return {
-      "tokens": normal(self.vocabulary, width),
-      "positions": normal(self.length, width),
-      "blocks": blocks,
-      "norm": norm(),
-    }
+    tables = {"tokens": normal(self.vocabulary, width)}
+    if not self.rotary:
+      tables["positions"] = normal(self.length, width)
+    return {**tables, "blocks": blocks, "norm": norm()}
 
   def unstacked(self, params: dict[str, Any]) -> dict[str, Any]:
     """The same params with a dict for each block: 148 leaves."""
@@ -110,26 +116,48 @@ class GPT2:
 
   def loss(self, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """Cross-entropy of the next token, of tokens int32 [batch, length + 1]."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
+    return jnp.mean(self.losses(params, tokens[:, :-1], tokens[:, 1:]))
 
-    @jax.checkpoint
+  def masked_loss(self, params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean cross-entropy of `targets`, given `tokens`, weighted by `weights`: [batch, length]."""
+    losses = self.losses(params, batch["tokens"], batch["targets"])
+    return jnp.average(losses, weights=batch["weights"])
+
+  def losses(self, params: dict[str, Any], inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross-entropy of each target, of inputs and targets int32 [batch, length]."""
+    x = params["tokens"][inputs]
+    if not self.rotary:
+      x = x + params["positions"][: inputs.shape[1]]
+
     def body(x: jax.Array, block: dict[str, Any]) -> tuple[jax.Array, None]:
       return self._block(x, block), None
 
+    if self.rematerialized:
+      body = jax.checkpoint(body)
     x, _ = jax.lax.scan(body, x.astype(self.dtype), params["blocks"])
     logits = _normalize(params["norm"], x) @ params["tokens"].T.astype(self.dtype)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    return jnp.mean(losses)
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
   def _block(self, x: jax.Array, block: dict[str, Any]) -> jax.Array:
     batch, length, _ = x.shape
     h = _dense(block["attention_in"], _normalize(block["attention_norm"], x))
     q, k, v = jnp.split(h.reshape(batch, length, 3 * self.heads, -1), 3, axis=2)
-    h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    if self.rotary:
+      q, k = _rotate(q), _rotate(k)
+    h = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x.shape)
     x = x + _dense(block["attention_out"], h)
     h = jax.nn.gelu(_dense(block["mlp_in"], _normalize(block["mlp_norm"], x)))
     return x + _dense(block["mlp_out"], h)
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+  """Rotary positions (Su et al., arXiv:2104.09864): x [batch, length, heads, size]."""
+  half = x.shape[-1] // 2
+  angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(half) / half)
+  sine, cosine = jnp.sin(angles)[:, None, :], jnp.cos(angles)[:, None, :]
+  first, second = jnp.split(x, 2, axis=-1)
+  rotated = [first * cosine - second * sine, second * cosine + first * sine]
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:

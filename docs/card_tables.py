@@ -25,6 +25,7 @@ WISHES = (
   "larger batches than fit (`MultiSteps`)",
   "half precision (AMP, `GradScaler`)",
   "a better model from the same run (EMA, SWA)",
+  "a whole training in less time",
   "large batches",
   "wiring, comparison, levels",
   "for study",

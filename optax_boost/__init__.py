@@ -36,6 +36,9 @@ from optax_boost._layerwise_decay import layerwise_decay
 from optax_boost._precision import dynamic_loss_scale
 from optax_boost._precision import master_weights
 from optax_boost._precision import stochastic_rounding
+from optax_boost._sequence_lengths import LengthSchedule
+from optax_boost._sequence_lengths import cut_sequences
+from optax_boost._sequence_lengths import sequence_length_warmup
 from optax_boost._sgperm import PermutedParams
 from optax_boost._sgperm import laperm
 from optax_boost._sgperm import permuted_params
@@ -61,6 +64,7 @@ __version__ = "0.1.0"
 __all__ = [
   "FreezeSchedule",
   "LayerGroups",
+  "LengthSchedule",
   "NoEffectWarning",
   "PermutedParams",
   "Subspace",
@@ -75,6 +79,7 @@ __all__ = [
   "averaged_params",
   "centralize",
   "continuous_freezing",
+  "cut_sequences",
   "dim_reduce",
   "dynamic_loss_scale",
   "fit_subspace",
@@ -99,6 +104,7 @@ __all__ = [
   "refresh_subspace",
   "refresh_svrg",
   "scale_by_lars_trust_ratio",
+  "sequence_length_warmup",
   "sgperm",
   "snapshots",
   "stochastic_rounding",

@@ -179,10 +179,23 @@ def gpt2(of: sizes.Sizes) -> Rows:
     yield name, timing.train_step(made, state, tokens, of.calls)
 
 
+def sequences(of: sizes.Sizes) -> Rows:
+  """A training step of the transformer at each sequence length, of the same tokens."""
+  count, length = of.tokens
+  tokens = np.random.default_rng(0).integers(0, of.gpt2.vocabulary, (count, length + 1))
+  made = optax_boost.make_train_step(of.gpt2.loss, optax.adamw(1e-4))
+  for windows in (1, 2, 4, 8):
+    batch = jnp.asarray(optax_boost.cut_sequences(tokens, length // windows, length))
+    state = made.init(of.gpt2.init(jax.random.key(0)))
+    name = f"{count * windows} sequences of {length // windows}"
+    yield name, timing.train_step(made, state, batch, of.calls)
+
+
 _PARTS: dict[str, Callable[[sizes.Sizes], Rows]] = {
   "resnet50": resnet50,
   "optimizers": optimizers,
   "gpt2": gpt2,
+  "sequences": sequences,
   "sgperm": sgperm,
   "dim_reduce": dim_reduce,
   "freezing": freezing,

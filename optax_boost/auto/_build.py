@@ -1,6 +1,7 @@
 """From a level or a configuration to the model and the transformation."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -10,15 +11,17 @@ import optax
 import optax_boost
 from optax_boost import _base
 from optax_boost import _less_bn
+from optax_boost import _sequence_lengths
 from optax_boost import _tree
 from optax_boost._trace import _layer_axes
 from optax_boost._trace import _layer_groups
 from optax_boost.auto import _config
 from optax_boost.auto import _levels
 from optax_boost.auto import _methods
+from optax_boost.auto import _tokens
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class AutoBoost:
   """The methods that a level or a configuration turns on; made by :func:`auto_boost`.
 
@@ -30,6 +33,7 @@ class AutoBoost:
     key: the seed of the freezing schedule.
     effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
       last called, and whether that was anything.
+    length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
   """
 
   title: str
@@ -40,6 +44,14 @@ class AutoBoost:
   effects: dict[str, tuple[str, bool]] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
   )
+  length_schedule: _sequence_lengths.LengthSchedule | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
+
+  def __post_init__(self) -> None:
+    warmup = self.on.get(_levels.SEQUENCES, {})
+    if warmup.get("full_length") is not None:
+      self._warm_up(**warmup)
 
   def explain(self) -> str:
     """A table: each method, whether it is on, why, its settings, and what it did.
@@ -86,6 +98,57 @@ class AutoBoost:
       self.effects["less_bn"] = effect, acts
     return changed
 
+  def batch(
+    self,
+    batch: Any,
+    step: int,
+    *,
+    axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
+    batch_axis: int = 0,
+  ) -> Any:
+    """The batch of a step, its sequences cut to the length that the level has there.
+
+    Call it for every batch, at each level, before the train step or in the loader: where nothing is
+    to cut, it returns the batch as it is.
+
+    Args:
+      batch: a tree of arrays, as for :func:`cut_sequences`.
+      step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
+      axes: as for :func:`cut_sequences`.
+      batch_axis: the axis of the sequences.
+
+    Raises:
+      ValueError: the level warms up sequences, and neither was :meth:`optimizer` called with a loss
+        nor `sequence_length` given.
+    """
+    if self.length_schedule is None:
+      if _levels.SEQUENCES in self.on and _levels.SEQUENCES not in self.effects:
+        raise ValueError(
+          "The length of the sequences is not known: call `boost.optimizer(tx, loss_fn, params,"
+          " ...)` with the loss and a batch first, or pass `sequence_length` to `auto_boost`."
+        )
+      return batch
+    length, full = self.length_schedule(step), self.length_schedule.full_length
+    return _sequence_lengths.cut_sequences(batch, length, full, axes=axes, batch_axis=batch_axis)
+
+  def _find_sequences(self, loss_fn: Callable[..., Any], params: Any, *args: Any) -> None:
+    """Warms up the sequences of the batch of tokens that the loss reads, if there is one."""
+    tokens = _tokens.find_tokens(loss_fn, params, *args)
+    self.length_schedule = None
+    if isinstance(tokens, str):
+      self.effects[_levels.SEQUENCES] = f"whole batches: {tokens}", False
+      return
+    warmup = self.on[_levels.SEQUENCES] | {"full_length": tokens.full_length}
+    self._warm_up(source=f"the loss looks '{tokens.leaf}' up; ", **warmup)
+
+  def _warm_up(self, *, source: str = "", **warmup: Any) -> None:
+    schedule = _sequence_lengths.sequence_length_warmup(**warmup)
+    self.length_schedule = schedule
+    begins = ", ".join(
+      f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
+    )
+    self.effects[_levels.SEQUENCES] = f"{source}sequences of {begins}", True
+
   def optimizer(
     self,
     tx: optax.GradientTransformation,
@@ -117,17 +180,25 @@ class AutoBoost:
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
     trace: Any = None if loss_fn is None or params is None else (loss_fn, params, *args)
-    freezing = self.on.get("grad_freeze", {})
+    if trace and self.on.get(_levels.SEQUENCES, {"full_length": 0})["full_length"] is None:
+      self._find_sequences(*trace)
+    on = dict(self.on)
+    if self.length_schedule is not None:
+      for name in _levels.NOT_OF_SEQUENCES:
+        if name in on and not (name == "grad_freeze" and groups is not None):
+          del on[name]
+          self.effects[name] = _levels.GAINS_NOTHING, False
+    freezing = on.get("grad_freeze", {})
     ours = "first" in freezing  # a level's, of convolutions only
-    centralizes = self.on.get("less_bn", {}).get("gc_flag", False)
+    centralizes = on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
-    if trace and (centralizes or ours or "adasum" in self.on):
+    if trace and (centralizes or ours or "adasum" in on):
       layers = optax_boost.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(optax_boost.centralize(layers=layers), tx)
-    if "adasum" in self.on:
-      tx = _methods.with_adasum(tx, layers, **self.on["adasum"])
+    if "adasum" in on:
+      tx = _methods.with_adasum(tx, layers, **on["adasum"])
     if freezing and groups is None:
       if not trace:
         raise ValueError(
@@ -145,9 +216,9 @@ class AutoBoost:
       self.effects["grad_freeze"] = effect, groups is not None
     if freezing and groups is not None:
       tx = optax_boost.freeze_layers(tx, groups, _methods.schedule(**freezing), key=self.key)
-    if accumulation := self.on.get("grad_accumulation"):
+    if accumulation := on.get("grad_accumulation"):
       tx = optax_boost.accumulate(tx, accumulation["grad_accumulation_step"])
-    if average := self.on.get("average"):
+    if average := on.get("average"):
       tx = optax_boost.average_params(tx, **average)
     return tx
 
@@ -162,6 +233,7 @@ def auto_boost(
   level: str = "O0",
   *,
   total_steps: int | None = None,
+  sequence_length: int | None = None,
   axis_name: Any = None,
   local_axis_name: Any = None,
   config: _config.Config = None,
@@ -179,6 +251,9 @@ def auto_boost(
       last 30 %; ``"O2"``: frozen in the last 45 %, and adaptive summation of gradients over
       `axis_name`. Let the learning rate decay. With a `config`: MindSpore's level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
+    sequence_length: the full length of the sequences of a batch in tokens, as for
+      :func:`cut_sequences`; then ``"O1"`` and ``"O2"`` warm up sequences in any case. None: they do
+      if the loss of :meth:`AutoBoost.optimizer` looks the tokens of a batch up in its params.
     axis_name: the named axis of `adasum`, as for :func:`adasum`. None: one replica.
     local_axis_name: a further axis over the devices of a server, averaged first. None: none.
     config: MindSpore's ``boost_config_dict``, word for word, as a dict, a path of a JSON file, or
@@ -218,9 +293,12 @@ def auto_boost(
     )
   if total_steps is not None:
     _base.check_whole_number("total_steps", total_steps, static=True)
+  if sequence_length is not None:
+    _base.check_whole_number("sequence_length", sequence_length, static=True)
   _base.as_key("key", key)
   if config is None:
-    return AutoBoost(f"level {level}", *_levels.decide_level(level, total_steps, axes), key=key)
+    decision = _levels.decide_level(level, total_steps, sequence_length, axes)
+    return AutoBoost(f"level {level}", *decision, key=key)
   values = _config.read_config(config)
   on, why, ignored = _levels.decide_config(level, values, axes)
   if ignored:

@@ -15,32 +15,47 @@ LEVELS = {"O0": METHODS[:0], "O1": METHODS[1:3], "O2": METHODS[1:4]}
 # head saves no time, and learns slowly.
 _FREEZES_FROM = {"O1": 0.7, "O2": 0.55}
 _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
+SEQUENCES = "sequence_length_warmup"
+# What brought a tuned transformer nothing, or less than nothing.
+NOT_OF_SEQUENCES = ("less_bn", "grad_freeze", "average")
+GAINS_NOTHING = "where sequences warm up, it gains nothing"
+_WARMUPS: dict[str, dict[str, Any]] = {
+  "O1": {"warmup_fraction": 0.75, "growth": "linear"},
+  "O2": {"warmup_fraction": 0.9, "growth": "linear"},
+}
 _ONE_REPLICA = "one replica: axis_name is None"
 # The settings of methods that are on, the reason for each method, and keys without effect.
 Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
 
 
-def decide_level(level: str, total_steps: int | None, axes: dict[str, Any]) -> Decision:
+def decide_level(
+  level: str, total_steps: int | None, sequence_length: int | None, axes: dict[str, Any]
+) -> Decision:
   """Our level; `axes` are the arguments `axis_name` and `local_axis_name`."""
   if level == "O0":
     return {}, {}, ""
   if total_steps is None:
     raise ValueError(
-      f"level {level!r} acts at the end of the training, so `total_steps` must be its number of"
-      " optimizer steps; got None."
+      f"level {level!r} follows the training from its first step to its last, so `total_steps` must"
+      " be its number of optimizer steps; got None."
     )
   start = round(_AVERAGES_FROM * total_steps)
+  warmup = {"full_length": sequence_length, "total_steps": total_steps, **_WARMUPS[level]}
   on: dict[str, dict[str, Any]] = {
+    SEQUENCES: warmup,
     "less_bn": {"fn_flag": False, "gc_flag": True},
     "grad_freeze": {"param_groups": 2, "first": _FREEZES_FROM[level], "total_steps": total_steps},
     "average": {"start": start, "every": max(1, round((total_steps - start) / _SNAPSHOTS))},
     "adasum": {"on": "gradients", **axes},
   }
   why = dict.fromkeys(on, f"in level {level}")
+  why[SEQUENCES] += ", where the loss looks tokens up"
   why["grad_freeze"] += ", where most kernels convolve; else it gains nothing"
   if level == "O1" or axes["axis_name"] is None:
     del on["adasum"]
     why["adasum"] = f"not in level {level}" if level == "O1" else _ONE_REPLICA
+  if sequence_length is not None:
+    why[SEQUENCES] = f"in level {level}, for `sequence_length` is given"
   return on, why, ""
 
 

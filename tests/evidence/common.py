@@ -1,4 +1,4 @@
-"""What evidence runs share: images and text, batches, losses and scores."""
+"""What evidence runs share: images, batches, losses and scores."""
 
 import functools
 import os
@@ -63,14 +63,6 @@ def images(name, halved=False, unit=False):
   parts = {p: (floats(x), y.astype(np.int32)) for p, (x, y) in zip(PARTS, parts, strict=True)}
   mean, spread = (f(parts["train"][0], (0, 1, 2)) for f in (np.mean, np.std))
   return parts if unit else {p: ((x - mean) / spread, y) for p, (x, y) in parts.items()}
-
-
-@functools.cache
-def text():
-  """Tiny Shakespeare by part: characters as integers below 128."""
-  characters = np.frombuffer(file_of("tinyshakespeare").read_bytes(), np.uint8).astype(np.int32)
-  ends = [len(characters) * 8 // 10, len(characters) * 9 // 10]
-  return dict(zip(PARTS, np.split(characters, ends), strict=True))
 
 
 def batches(x, y, size, rng):

@@ -1,337 +1,219 @@
-"""AutoBoost's levels as the time until O0's score; O0 with its own best batch and peak rate.
+"""AutoBoost's levels on transformers, as the time until a tuned O0's score.
 
-``make evidence PARTS=levels`` trains on digits and on ``cifar10*.npz`` and ``tinyshakespeare.txt``
-in the folder of the environment variable ``OPTAX_BOOST_DATA``.
+``make evidence PARTS=levels`` trains on ``tinyshakespeare.txt`` in the folder of the environment
+variable ``OPTAX_BOOST_DATA``, and on the sources of Python's standard library.
 """
 
-import dataclasses
 import functools
-import itertools
-import time
-from typing import NamedTuple
 
-from flax import nnx
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from benchmarks import auto_boost as networks
-from benchmarks import models
-import optax_boost
-import optax_boost.nnx
 from tests.evidence import common
 from tests.evidence import report
 from tests.evidence import runs
+from tests.evidence import sequence_trainings
+from tests.evidence import times
+from tests.evidence.sequence_trainings import DROPPED
+from tests.evidence.sequence_trainings import O0
+from tests.evidence.sequence_trainings import SHORT
+from tests.evidence.sequence_trainings import SMALL
+from tests.evidence.sequence_trainings import TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-# The time of a training is its number of steps times the mean of a step in short trainings of this
-# many steps. Every contender trains once a round, in turns of a few steps.
-TIMED, TURN, ROUNDS = 31, 3, 6
+LEVELS, CONTROLS = ("O1", "O2"), (SHORT, DROPPED, SMALL)
+# Shares of O0's time; the search for O0's score begins at the second.
+SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
 
-class Task(NamedTuple):
-  """A training; O0's batch and peak rate are chosen from a grid, at the first batch's time."""
-
-  title: str
-  data: str
-  steps: int
-  batches: tuple[int, ...] = (32, 16, 64)
-  rates: tuple[float, ...] = (0.025, 0.05)
-  score: str = "test accuracy, %"
-
-
-AUGMENTED, LARGER, TEXT = "cifar10, augmented", "cifar10, 32 x 32", "transformer"
-TASKS = {
-  "digits": Task("Digits: ResNet-11", "digits", 100, (32, 16), (0.05, 0.1, 0.2)),
-  "cifar10": Task("CIFAR-10 at 16 x 16: ResNet-11", "cifar10", 800, rates=(0.025, 0.05, 0.1)),
-  AUGMENTED: Task("CIFAR-10 at 16 x 16, augmented: ResNet-11", "cifar10", 4000, (32, 16)),
-  LARGER: Task("CIFAR-10 at 32 x 32: ResNet-11", "cifar10", 500, (32, 16)),
-  TEXT: Task(
-    *("Tiny Shakespeare: transformer of 6 blocks", "tinyshakespeare", 1000, (8, 4)),
-    *((3e-3, 6e-3, 1.2e-2), "test loss"),
-  ),
-}
-O0, LEVELS = "O0", ("O1", "O2")
-# Shares of O0's steps that a contender trains for: fewer, while its mean score is O0's or above, or
-# else more, in O0's time.
-FEWER, MORE = (0.85, 0.7, 0.55), (1.2, 1.4)
-NEVER = 0.85  # place in the picture of a level that doesn't reach O0's score
-COLOURS = {O0: report.GREY, "O1": report.BLUE, "O2": report.ORANGE}
-# The rate falls to 0, or, where an average is evaluated, to this share of its peak: better on
-# validation images than 0.
-LAST_RATE = 0.1
-
-
-class Setting(NamedTuple):
-  """A training: of what, at which level, with which batch, peak rate and number of steps."""
-
-  task: str
-  name: str
-  batch: int
-  rate: float
-  steps: int
-
-
-def boost_of(setting, steps):
-  """The decision for a setting, with as many steps between snapshots as in its whole training."""
-  short, whole = (
-    optax_boost.auto_boost(setting.name, total_steps=n).on for n in (steps, setting.steps)
+@functools.cache
+def costs(name, tried):
+  """The time of a step of each shape, in that of the first, and all that `measure` says."""
+  task = TASKS[name]
+  # One of the tasks with the same programs.
+  alike = next(
+    other
+    for other, t in TASKS.items()
+    if (t.rotary, t.length, t.masked) == (task.rotary, task.length, task.masked)
   )
-  on = {k: v | {n: whole[k][n] for n in v if n == "every"} for k, v in short.items()}
-  return dataclasses.replace(optax_boost.auto_boost("O0"), on=on)
+  (measured,) = runs.train_all(sequence_trainings.measure, [((alike, tried), 0)])
+  return dict(zip(tried, measured["ratios"], strict=True)), measured
 
 
-def rate(boost, peak, steps):
-  last = LAST_RATE * peak if "average" in boost.on else 0.0
-  return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, last)
+@functools.cache
+def tuned(name):
+  """O0's best batch and peak rate on validation data: better than half and twice of each."""
+  task = TASKS[name]
+  first = sequence_trainings.TOKENS_OF_A_BATCH // task.length
+  batches = tuple(n for n in (first, 2 * first, 4 * first, first // 2, first // 4) if n)
+  table, _ = costs(name, tuple((batch, task.length) for batch in batches))
+  steps = task.budget * sequence_trainings.TOKENS / sequence_trainings.TOKENS_OF_A_BATCH
+  tried = {}
+  best = (first, 6e-3)
+  if task.budget > 1:
+    shorter = next(n for n, t in TASKS.items() if t == task._replace(title=t.title, budget=1))
+    best = tuned(shorter)[0].batch, tuned(shorter)[0].rate
+  while True:
+    batch, rate = best
+    cross = [best, (batch // 2, rate), (batch * 2, rate), (batch, rate / 2), (batch, rate * 2)]
+    cross = [pair for pair in cross if pair[0] in batches and pair not in tried]
+    settings = [
+      sequence_trainings.Setting(name, O0, b, r, steps / table[b, task.length]) for b, r in cross
+    ]
+    results = train_all(settings, [runs.TUNING_SEED])
+    tried |= {pair: result["validation"] for pair, (result,) in zip(cross, results, strict=True)}
+    highest = max(tried, key=tried.get)
+    if highest == best:
+      break
+    best = highest
+  batch, rate = best
+  ratios, measured = costs(name, sequence_trainings.shapes(task, batch))
+  time = steps / table[batch, task.length]
+  setting = sequence_trainings.Setting(name, O0, batch, rate, time, tuple(ratios.items()))
+  return setting, tried, measured
 
 
-class Images:
-  """A ResNet-11 with BatchNorm, Nesterov momentum and weight decay."""
-
-  def __init__(self, setting, steps):
-    self.setting, self.steps, self.boost = setting, steps, boost_of(setting, steps)
-    halved = setting.task not in ("digits", LARGER)
-    self.parts = common.images(TASKS[setting.task].data, halved)
-    x, y = self.parts["train"]
-    self.sample = {"x": x[: setting.batch], "y": y[: setting.batch]}
-    sgd = optax.sgd(rate(self.boost, setting.rate, steps), momentum=0.9, nesterov=True)
-    inner = optax.chain(optax.add_decayed_weights(5e-4), sgd)
-    split = optax_boost.nnx.split_loss(networks.loss_fn, self.model(0))
-    self.tx = self.boost.optimizer(inner, *split, self.sample)
-    self.step = optax_boost.nnx.make_train_step(networks.loss_fn)
-
-  def model(self, seed):
-    x = self.sample["x"]
-    model = networks.ResNet(x.shape[-1], 1, rngs=nnx.Rngs(seed))
-    return self.boost.model(optax_boost.nnx.less_bn, model, x)
-
-  def start(self, seed):
-    model = self.model(seed)
-    return model, nnx.Optimizer(model, self.tx, wrt=nnx.Param)
-
-  def advance(self, state, batch):
-    return state, self.step(*state, batch)
-
-  def batches(self, seed):
-    augmented = self.setting.task == AUGMENTED
-    return networks.batches(*self.parts["train"], self.steps, seed, augmented, self.setting.batch)
-
-  def scores(self, state):
-    model, optimizer = state
-    if "average" in self.boost.on:
-      model = optax_boost.nnx.averaged_model(optimizer, model)
-      x = self.parts["train"][0][:1280]
-      model = optax_boost.nnx.estimate_batch_stats(model, np.split(x, len(x) // 32))
-    model = nnx.clone(model)
-    model.eval()
-    predict = functools.partial(nnx.jit(lambda model, x: model(x)), model)
-    return {
-      part: common.scores(predict, *self.parts[part])["accuracy"] for part in ("validation", "test")
-    }
+def train_all(settings, seeds=SEEDS):
+  """The results of each setting, one for each seed."""
+  runs_of = [(setting, seed) for setting in settings for seed in seeds]
+  results = runs.train_all(sequence_trainings.train, runs_of)
+  return [results[i : i + len(seeds)] for i in range(0, len(results), len(seeds))]
 
 
-class Text:
-  """A small transformer of characters, which scans over its blocks, AdamW and clipped gradients."""
-
-  network = models.GPT2(layers=6, width=64, heads=4, vocabulary=128, length=64, dtype=jnp.float32)
-
-  def __init__(self, setting, steps):
-    self.steps, self.batch, self.boost = steps, setting.batch, boost_of(setting, steps)
-    self.parts = common.text()
-    params, sample = self.network.init(jax.random.key(0)), next(self.batches(0))
-    # Without the clipping, seeds scatter by 0.05 nats, and whatever calms the start seems to help.
-    adamw = optax.adamw(rate(self.boost, setting.rate, steps), weight_decay=0.1)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    tx = self.boost.optimizer(clipped, self.network.loss, params, sample)
-    self.step = optax_boost.make_train_step(self.network.loss, tx)
-
-  def start(self, seed):
-    return self.step.init(self.network.init(jax.random.key(seed)))
-
-  def advance(self, state, batch):
-    return self.step(state, batch)
-
-  def batches(self, seed):
-    rng, text = np.random.default_rng(seed), self.parts["train"]
-    for _ in range(self.steps):
-      starts = rng.integers(0, len(text) - 65, self.batch)
-      yield text[starts[:, None] + np.arange(65)]
-
-  def scores(self, state):
-    loss, params = jax.jit(self.network.loss), state.params
-    if "average" in self.boost.on:
-      params = optax_boost.averaged_params(state.opt_state, params)
-
-    def mean_loss(text):
-      windows = text[: len(text) // 65 * 65].reshape(-1, 65)[:1024].reshape(-1, 128, 65)
-      return float(np.mean([loss(params, window) for window in windows]))
-
-    # The larger the better.
-    return {part: -mean_loss(self.parts[part]) for part in ("validation", "test")}
+def mean_test(results):
+  return np.mean([result["test"] for result in results])
 
 
-def trainer(setting, steps):
-  return (Text if setting.task == TEXT else Images)(setting, steps)
+@functools.cache
+def o0(name):
+  """O0's results."""
+  return train_all([tuned(name)[0]])[0]
 
 
-def train(setting, seed):
-  """Scores on validation and test data, the larger the better."""
-  made = trainer(setting, setting.steps)
-  state = made.start(seed)
-  for batch in made.batches(seed):
-    state, _ = made.advance(state, batch)
-  return made.scores(state)
-
-
-def measure(chosen, seed):
-  """Processor seconds of a step of each setting over the first's: the medians of all rounds."""
-  del seed
-  trainers = {setting: trainer(setting, TIMED) for setting in chosen}
-  # The first round compiles.
-  rounds = [list(seconds_in_turns(trainers).values()) for _ in range(1 + ROUNDS)][1:]
-  return {"ratios": np.median([np.divide(r, r[0]) for r in rounds], 0).tolist()}
-
-
-def seconds_in_turns(trainers):
-  """Processor seconds of a training by each, a few steps at a time: other work slows all alike."""
-  states, batches = {}, {name: made.batches(0) for name, made in trainers.items()}
-  for name, made in trainers.items():
-    # A new model's first call takes it apart.
-    states[name], metrics = made.advance(made.start(0), next(batches[name]))
-    jax.block_until_ready(metrics)
-  seconds = dict.fromkeys(trainers, 0.0)
-  for _ in range(0, TIMED - 1, TURN):
-    for name, made in trainers.items():
-      begin = time.process_time()
-      for batch in itertools.islice(batches[name], TURN):
-        states[name], metrics = made.advance(states[name], batch)
-      jax.block_until_ready(metrics)
-      seconds[name] += time.process_time() - begin
-  return seconds
-
-
-def tuned(task):
-  """O0 with the batch and the peak rate that are best on validation data in as much time."""
-  _, _, steps, batches, rates, *_ = TASKS[task]
-  first = tuple(Setting(task, O0, batch, rates[0], steps) for batch in batches)
-  costs = runs.train_all(measure, [(first, 0)])[0]["ratios"]
-  grid = [
-    setting._replace(rate=rate, steps=round(steps / cost))
-    for setting, cost in zip(first, costs, strict=True)
-    for rate in rates
-  ]
-  return runs.tune(train, {O0: grid}, SEEDS)[O0]
-
-
-def time_to(score, times, scores):
-  """The interpolated time at which a curve first reaches a score; infinite if it doesn't."""
-  end = next((i for i, reached in enumerate(scores, 1) if reached >= score), None)
-  return float(np.interp(score, scores[:end][-2:], times[:end][-2:])) if end else np.inf
-
-
-def curve(setting, ratio, target):
-  """Scores of all seeds by share of O0's steps: the fewest that reach the target, and less."""
-  scores = {}
+@functools.cache
+def level(name, form):
+  """A level's results by share of O0's time: the least that reaches O0's score, and around."""
+  setting, results = tuned(name)[0]._replace(form=form), {}
 
   def reaches(share):
-    part = setting._replace(steps=round(share * setting.steps))
-    results = runs.train_all(train, [(part, seed) for seed in SEEDS])
-    scores[share] = np.array([result["test"] for result in results])
-    return scores[share].mean() >= target
+    (results[share],) = train_all([setting._replace(time=share * setting.time)])
+    return mean_test(results[share]) >= mean_test(o0(name))
 
-  if reaches(1.0):
-    all(map(reaches, FEWER))
+  if reaches(SHARES[1]):
+    all(map(reaches, SHARES[2:]))
   else:
-    any(reaches(share) for share in MORE if ratio * share <= 1)
-  return dict(sorted(scores.items()))
+    reaches(SHARES[0])
+  return dict(sorted(results.items()))
 
 
-def outcome(task):
-  """The grid of O0, and each level's times, scores by share and seed, and times to O0's score."""
-  chosen, levels = tuned(task), {}
-  whole = tuple(chosen.setting._replace(name=name) for name in (O0, *LEVELS))
-  ratios = runs.train_all(measure, [(whole, 0)])[0]["ratios"]
-  targets = [result["test"] for result in chosen.results]
-  for setting, ratio in zip(whole, ratios, strict=True):
-    scores = curve(setting, ratio, np.mean(targets))
-    times, by_seed = [ratio * share for share in scores], np.transpose(list(scores.values()))
-    pairs = zip([np.mean(targets), *targets], [by_seed.mean(0), *by_seed], strict=True)
-    # A seed means the same initial weights and the same batches.
-    to_score, *of_seeds = (time_to(target, times, seed) for target, seed in pairs)
-    lacks = np.mean(targets) - by_seed.mean(0).max()
-    found = {"ratio": ratio, "scores": scores, "to score": to_score}
-    levels[setting.name] = found | {"by seed": of_seeds, "lacks": lacks}
-  return {"setting": chosen.setting, "tried": chosen.tried, "levels": levels}
+@functools.cache
+def control(name, form):
+  """A control's results, in the share of O0's time at which a level is first tried."""
+  setting, share = tuned(name)[0], SHARES[1]
+  (results,) = train_all([setting._replace(form=form, time=share * setting.time)])
+  return {share: results}
 
 
-def speed(seconds):
-  return f"{1 / seconds:.2f}" if np.isfinite(seconds) else "never"
+def outcome(name):
+  """O0's setting, and the results of each form by share of O0's time."""
+  setting, tried, measured = tuned(name)
+  forms = {O0: {1.0: o0(name)}}
+  forms |= {form: level(name, form) for form in LEVELS}
+  controls = CONTROLS if TASKS[name].budget == 1 else CONTROLS[:1]
+  forms |= {form: control(name, form) for form in controls}
+  return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
 
 
-def summary(found):
-  """O0's time over each level's, to O0's score."""
+def to_score(found, form):
+  """The share of O0's time until O0's mean score, and until each seed's own."""
+  curve, whole = found["forms"][form], found["forms"][O0][1.0]
+  scores = np.array([[result["test"] for result in results] for results in curve.values()])
+  targets = [result["test"] for result in whole]
+  pairs = zip([np.mean(targets), *targets], [scores.mean(1), *scores.T], strict=True)
+  return [times.time_to(target, list(curve), reached) for target, reached in pairs]
+
+
+def summary(everything):
   lines = []
-  for task, result in found.items():
-    for name in LEVELS:
-      level = result["levels"][name]
-      lacks = f", lacks {level['lacks']:.2g}" if np.isinf(level["to score"]) else ""
-      seeds = ", ".join(map(speed, level["by seed"]))
-      line = (speed(level["to score"]) + lacks, seeds, f"{1 / level['ratio']:.2f}")
-      lines.append((TASKS[task].title, name, *line))
-  return report.table(("", "", "to O0's score", "by seed", "steps per time"), lines)
+  for name, found in everything.items():
+    cells = []
+    for form in LEVELS:
+      share, *seeds = to_score(found, form)
+      cells += [times.speed(share), ", ".join(map(times.speed, seeds))]
+    loss = report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")
+    lines.append((TASKS[name].title, loss, *cells))
+  header = ("", "O0's test loss", "O1", "by seed", "O2", "by seed")
+  return report.table(header, lines)
 
 
-def section(task, result):
-  sign, form = (-1, "{:.3f}") if task == TEXT else (1, "{:.2f}")
-  chosen = result["setting"]
-  lines = [
-    (name, f"{share:g}", f"{level['ratio'] * share:.2f}", report.spread(sign * scores, form))
-    for name, level in result["levels"].items()
-    for share, scores in level["scores"].items()
-  ]
+def section(name, found):
+  setting, measured = found["setting"], found["measured"]
+  costs, full = dict(setting.costs), TASKS[name].length
   tried = ", ".join(
-    f"{s.batch}/{s.rate:g}/{s.steps:,}: {form.format(sign * score)}" for s, score in result["tried"]
+    f"{batch}/{rate:g}: {-score:.3f}" for (batch, rate), score in sorted(found["tried"].items())
   )
-  words = f"## {TASKS[task].title}, {chosen.steps:,} steps\n\nBatch {chosen.batch}, peak rate"
-  words += f" {chosen.rate:g}. Tried (batch/rate/steps: validation): {tried}.\n\n"
-  return words + report.table(("", "share of steps", "time", TASKS[task].score), lines)
+  lengths = ", ".join(
+    f"{n}: {costs[setting.batch * full // n, n]:.2f}" for n in (full // 8, full // 4, full // 2)
+  )
+  seconds = setting.time * measured["milliseconds"] / 1e3
+  compiling = np.median(measured["compiling"])
+  text = (
+    f"## {TASKS[name].title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
+    f" {len(sequence_trainings.plan(setting)):,} steps, about {seconds:.0f} s. Tried"
+    f" (batch/rate: validation): {tried}. A step's time by length, over one of {full}: {lengths}."
+    f" Compiling a length: {compiling:.1f} s.\n\n"
+  )
+  lines = [
+    (form, f"{share:g}", f"{results[0]['steps']:,}",
+     report.spread([-result["test"] for result in results], "{:.3f}"),
+     ", ".join(f"{x:.2f}" for x in np.mean([r["positions"] for r in results], 0)))
+    for form, shares in found["forms"].items()
+    for share, results in shares.items()
+  ]  # fmt: skip
+  header = ("", "time", "steps", "test loss", "by position, in eighths of the sequence")
+  return text + report.table(header, lines)
 
 
-def picture(found):
-  figure, (axes,) = report.panels(["O0's time / the level's time, to O0's score"], 7.5, 4.2)
-  for name, offset in zip(LEVELS, (-0.13, 0.13), strict=True):
-    style, rows = {"color": COLOURS[name]}, np.arange(len(found)) + offset
-    levels = [result["levels"][name] for result in found.values()]
-    speeds = [max(1 / level["to score"], NEVER) for level in levels]
-    axes.plot(speeds, rows, "o" if name == "O1" else "s", label=name, **style)
-    for row, level in zip(rows, levels, strict=True):
-      seeds = np.maximum(np.divide(1, level["by seed"]), NEVER)
-      axes.plot(seeds, [row] * len(seeds), "-|", alpha=0.6, **style)
-  axes.set_yticks(range(len(found)), [TASKS[task].title.replace(": ", ":\n") for task in found])
-  axes.set_xticks([NEVER, 1, 1.2, 1.4, 1.6, 1.8], ["not\nreached", 1, 1.2, 1.4, 1.6, 1.8])
-  axes.axvline(1, color=COLOURS[O0])
-  axes.invert_yaxis()
-  axes.set_xlabel("bars: three seeds")
-  report.legend_below(figure, 2)
+def picture(everything):
+  """Loss against time, a panel for each training, and O0's loss as a line."""
+  figure, panels = report.panels([TASKS[name].title for name in everything], 4.0, 2.6)
+  styles = {
+    "O1": {"color": report.BLUE, "marker": "o"},
+    "O2": {"color": report.ORANGE, "marker": "s"},
+    SHORT: {"color": report.GREEN, "marker": "^", "linestyle": "none"},
+    DROPPED: {"color": report.PINK, "marker": "v", "linestyle": "none"},
+    SMALL: {"color": report.LIGHT, "marker": "D", "linestyle": "none"},
+  }
+  for axes, found in zip(panels, everything.values(), strict=True):
+    loss = -mean_test(found["forms"][O0][1.0])
+    axes.axhline(loss, color=report.GREY, linestyle=":", zorder=0)
+    axes.plot([1.0], [loss], "*", color=report.GREY, markersize=12, label="O0, tuned")
+    for form, style in styles.items():
+      if form in found["forms"]:
+        shares = found["forms"][form]
+        axes.plot(list(shares), [-mean_test(r) for r in shares.values()], label=form, **style)
+    axes.set_xlim(0.4, 1.05)
+  for axes in panels[-2:]:
+    axes.set_xlabel("time, in O0's")
+  for axes in panels[::2]:
+    axes.set_ylabel("test loss, nats")
+  report.legend_below(figure, 3)
   return figure
 
 
 def test_levels_reach_the_score_of_plain_training():
-  common.need(*(task.data for task in TASKS.values()))
-  found = {task: outcome(task) for task in TASKS}
-  page = report.words(
-    "levels",
-    summary=summary(found),
-    sections="\n".join(section(task, result) for task, result in found.items()),
-    **{"tuning_seed": runs.TUNING_SEED, "last_rate": LAST_RATE, "rounds": ROUNDS},
-    **{"timed": TIMED - 1, "turn": TURN, "seeds": len(SEEDS)},
-  )
-  report.write("levels", *page, picture(found))
-  for task in ("digits", "cifar10"):
-    levels = found[task]["levels"]
-    assert levels["O1"]["to score"] < 1 / 1.2, levels
-    assert levels["O2"]["to score"] < 1 / 1.3, levels
+  common.need(sequence_trainings.SHAKESPEARE)
+  everything = {name: outcome(name) for name in TASKS}
+  numbers = {
+    "rounds": sequence_trainings.ROUNDS,
+    "timed": sequence_trainings.TIMED,
+    "turn": sequence_trainings.TURN,
+    "tuning_seed": runs.TUNING_SEED,
+    "seeds": len(SEEDS),
+  }
+  sections = "\n".join(section(name, found) for name, found in everything.items())
+  page = report.words("levels", summary=summary(everything), sections=sections, **numbers)
+  report.write("levels", *page, picture(everything))
+  for name, found in everything.items():
+    assert to_score(found, "O1")[0] < 1, name

@@ -20,6 +20,7 @@ import optax_boost
 from tests.evidence import common
 from tests.evidence import report
 from tests.evidence import runs
+from tests.evidence import texts
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent.parent / "examples"))
 import _transformer
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
 
 
 def batch(part, rng):
-  text, columns = common.text()[part], np.arange(_transformer.LENGTH + 1)
+  text, columns = texts.characters("tinyshakespeare")[part], np.arange(_transformer.LENGTH + 1)
   return text[rng.integers(0, len(text) - len(columns), BATCH)[:, None] + columns]
 
 

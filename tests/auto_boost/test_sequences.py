@@ -1,0 +1,170 @@
+"""Levels on models of tokens: which batches they cut, and what they leave off."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests.sequence_lengths import models
+
+STEPS = 40
+(BATCH,) = models.batches(1)
+
+
+def rows_of(boost):
+  """The rows of the table by method, each with the line that tells its effect."""
+  text = boost.explain().replace("\n                       here: ", " | ")
+  return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
+
+
+def forms():
+  module = models.LinenModel()
+  variables = module.init(jax.random.key(0), jnp.ones((1, 16), jnp.int32))
+  return {
+    "jax": (models.loss, models.init()),
+    "linen": optax_boost.linen.split_loss(models.linen_loss, module, variables),
+    "nnx": optax_boost.nnx.split_loss(models.nnx_loss, models.NnxModel(nnx.Rngs(0))),
+  }
+
+
+@pytest.mark.parametrize("form", ["jax", "linen", "nnx"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_level_finds_the_tokens_that_the_loss_looks_up(level, form):
+  boost = optax_boost.auto_boost(level, total_steps=STEPS)
+  tx = boost.optimizer(optax.adamw(1e-3), *forms()[form], BATCH)
+  lengths = [boost.batch(BATCH, step)["tokens"].shape for step in range(STEPS)]
+  expected = optax_boost.sequence_length_warmup(
+    16, STEPS, warmup_fraction=boost.on["sequence_length_warmup"]["warmup_fraction"]
+  )
+  assert lengths == [(64 // expected(step), expected(step) + 1) for step in range(STEPS)]
+  assert lengths[0] == (32, 3)
+  assert lengths[-1] == (4, 17)
+  # Nothing else acts on a transformer: the optimizer is the user's.
+  params = forms()[form][1]
+  assert jax.tree.structure(tx.init(params)) == jax.tree.structure(optax.adamw(1e-3).init(params))
+
+
+def test_it_explains_lengths_steps_and_why():
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  boost.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
+  rows = rows_of(boost)
+  starts = optax_boost.sequence_length_warmup(
+    16, STEPS, warmup_fraction=boost.on["sequence_length_warmup"]["warmup_fraction"]
+  ).starts
+  begins = ", ".join(f"{n} from step {step}" for n, step in zip((2, 4, 8, 16), starts, strict=True))
+  row = rows["sequence_length_warmup"]
+  assert row.startswith("on in level O1, where the loss looks tokens up")
+  assert row.endswith(f"| the loss looks 'tokens' up; sequences of {begins}")
+  for name in ("less_bn", "grad_freeze", "average"):
+    assert rows[name].startswith("off")
+    assert rows[name].endswith("| where sequences warm up, it gains nothing")
+
+
+def test_a_given_length_decides_without_a_trace():
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS, sequence_length=16)
+  assert boost.batch(BATCH, 0)["tokens"].shape == (32, 3)
+  tx = boost.optimizer(optax.sgd(0.1))
+  assert jax.tree.leaves(tx.init(models.init())) == []
+  row = rows_of(boost)["sequence_length_warmup"]
+  assert row.startswith("on in level O1, for `sequence_length` is given")
+  with pytest.raises(ValueError, match="has no axis of 16 or 17 tokens"):
+    boost.batch({"x": np.ones((4, 9))}, 0)
+
+
+def test_plain_training_and_other_models_keep_their_batches():
+  o0 = optax_boost.auto_boost("O0")
+  o0.optimizer(optax.sgd(0.1), models.loss, models.init(), BATCH)
+  assert o0.batch(BATCH, 0) is BATCH
+  image = {"x": np.ones((4, 6)), "y": np.zeros((4, 16), np.int32)}
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  params = {"body": jnp.ones((6, 5)), "head": jnp.ones((5, 16))}
+  loss = lambda p, b: jnp.mean((b["x"] @ p["body"] @ p["head"] - b["y"]) ** 2)  # noqa: E731
+  tx = boost.optimizer(optax.sgd(0.1), loss, params, image)
+  assert boost.batch(image, 0) is image
+  row = rows_of(boost)["sequence_length_warmup"]
+  assert row.startswith("off")
+  assert "whole batches: the loss looks no tokens of a batch up in its params" in row
+  optax_boost.averaged_params(tx.init(params), params)  # an average is kept
+
+
+def classify(params, batch):
+  x = params["table"][batch["tokens"]].mean(1)
+  logits = x @ params["out"]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def two_tables(params, batch):
+  x = params["table"][batch["source"]] + params["table"][batch["target"]]
+  return jnp.mean((x @ params["out"]) ** 2)
+
+
+def fixed_positions(params, batch):
+  x = params["table"][batch["tokens"][:, :-1]] + jnp.ones((16, models.WIDTH))
+  return jnp.mean((x @ params["out"]) ** 2)
+
+
+TOKENS = BATCH["tokens"]
+WHOLE = {
+  "a label of each sequence": (
+    classify,
+    {"tokens": TOKENS[:, :16], "label": np.zeros(4, np.int32)},
+    "'label' of shape (4,) has no axis of 16 or 17 tokens",
+  ),
+  "two sequences": (
+    two_tables,
+    {"source": TOKENS[:, 1:], "target": TOKENS[:, :-1]},
+    "the loss looks 'source' and 'target' up; pass `sequence_length` if they belong together",
+  ),
+  "positions of one length": (fixed_positions, {"tokens": TOKENS}, "of 17 tokens: "),
+  "a prime length": (
+    models.loss,
+    {"tokens": TOKENS[:, :14], "real": np.ones((4, 13), np.float32)},
+    "`full_length` must have a divisor from 2 to 6",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_batches_that_windows_would_change_stay_whole_with_a_reason(name):
+  loss, batch, reason = WHOLE[name]
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  boost.optimizer(optax.sgd(0.1), loss, models.init(), batch)
+  assert boost.batch(batch, 0) is batch
+  assert reason in rows_of(boost)["sequence_length_warmup"]
+
+
+def test_a_loss_that_reads_all_tokens_has_windows_without_overlap():
+  def shifted(params, tokens):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      models.logits(params, tokens)[:, :-1], tokens[:, 1:]
+    )
+    return losses.mean()
+
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  boost.optimizer(optax.sgd(0.1), shifted, models.init(), TOKENS[:, 1:])
+  assert boost.batch(TOKENS[:, 1:], 0).shape == (32, 2)
+
+
+def test_a_batch_before_the_optimizer_is_an_error_with_the_way_out():
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  with pytest.raises(ValueError, match=r"call `boost.optimizer\(tx, loss_fn.* or pass `sequence_"):
+    boost.batch(BATCH, 0)
+
+
+def test_given_groups_still_freeze():
+  boost = optax_boost.auto_boost("O1", total_steps=STEPS)
+  tx = boost.optimizer(
+    optax.sgd(0.1), models.loss, models.init(), BATCH, groups=["table", "blocks|out"]
+  )
+  assert rows_of(boost)["grad_freeze"].startswith("on")
+  step = optax_boost.make_train_step(models.loss, tx)
+  state, depths = step.init(models.init()), []
+  for i, batch in enumerate(models.batches(STEPS)):
+    state, metrics = step(state, boost.batch(batch, i))
+    depths.append(int(metrics["frozen_groups"]))
+  assert set(depths) == {0, 1}

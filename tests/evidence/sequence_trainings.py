@@ -1,0 +1,221 @@
+"""Trainings of small transformers of characters, whole or on sequences that grow."""
+
+import itertools
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import models
+import optax_boost
+from tests.evidence import texts
+
+# The tokens that O0 sees in a budget of one, in batches of `TOKENS_OF_A_BATCH`.
+TOKENS, TOKENS_OF_A_BATCH = 512_000, 512
+MASKED_SHARE = 0.15
+# Short trainings in turns of a few steps give the ratios of the steps' times.
+TIMED, TURN, ROUNDS = 12, 3, 7
+BINS = 8
+
+
+class Task(NamedTuple):
+  """A training of a transformer of 4 blocks of 64 on characters.
+
+  Attributes:
+    title: for tables.
+    data: of `texts.characters`.
+    rotary: rotary positions, or learned ones.
+    length: of the sequences.
+    budget: the time of O0, in that of `TOKENS` tokens.
+    masked: whether to predict masked characters instead of the next ones.
+  """
+
+  title: str
+  data: str
+  rotary: bool = True
+  length: int = 128
+  budget: int = 1
+  masked: bool = False
+
+
+SHAKESPEARE = "tinyshakespeare"
+TASKS = {
+  "learned": Task("learned positions", SHAKESPEARE, rotary=False),
+  "rotary": Task("rotary positions", SHAKESPEARE),
+  "sources": Task("Python's library, rotary", "sources"),
+  "rotary 256": Task("rotary, length 256", SHAKESPEARE, length=256),
+  "learned 256": Task("learned, length 256", SHAKESPEARE, rotary=False, length=256),
+  "masked": Task("masked characters, rotary", SHAKESPEARE, masked=True),
+  "rotary x 4": Task("rotary, four times as long", SHAKESPEARE, budget=4),
+  "learned x 4": Task("learned, four times as long", SHAKESPEARE, rotary=False, budget=4),
+  "rotary 256 x 4": Task(
+    "rotary, length 256, four times as long", SHAKESPEARE, length=256, budget=4
+  ),
+}
+O0 = "O0"
+SHORT, DROPPED, SMALL = "a quarter, then full", "the ladder, rest dropped", "small batch first"
+
+
+class Setting(NamedTuple):
+  """A training: of what, in which form, with which batch and peak rate, in what time.
+
+  Attributes:
+    task: of `TASKS`.
+    form: O0, a level or a control.
+    batch: whole sequences in a step of O0.
+    rate: the peak of the learning rate.
+    time: in steps of O0.
+    costs: the time of a step of each shape, in that of a step of O0.
+  """
+
+  task: str
+  form: str
+  batch: int
+  rate: float
+  time: float
+  costs: tuple[tuple[tuple[int, int], float], ...] = ()
+
+
+def shapes(task, batch):
+  """The shapes (sequences, length) of all steps, in any form; O0's first."""
+  full = task.length
+  lengths = [full // n for n in (2, 4, 8)]
+  ladder = [(batch * full // n, n) for n in lengths]
+  all_shapes = [(batch, full), *ladder, *((batch, n) for n in lengths), (max(1, batch // 2), full)]
+  return tuple(dict.fromkeys(all_shapes))
+
+
+def plan(setting):
+  """The shape of each step, as many steps as fit into the setting's time."""
+  full, batch = TASKS[setting.task].length, setting.batch
+
+  def shapes_of(steps):
+    if setting.form == O0:
+      return [(batch, full)] * steps
+    if setting.form == SMALL:
+      early = steps // 2
+      return [(max(1, batch // 2), full)] * early + [(batch, full)] * (steps - early)
+    if setting.form == SHORT:
+      early = steps * 9 // 10
+      return [(4 * batch, full // 4)] * early + [(batch, full)] * (steps - early)
+    level = "O1" if setting.form == DROPPED else setting.form
+    boost = optax_boost.auto_boost(level, total_steps=steps, sequence_length=full)
+    lengths = map(boost.length_schedule, range(steps))
+    if setting.form == DROPPED:
+      return [(batch, length) for length in lengths]
+    return [(batch * full // length, length) for length in lengths]
+
+  table = {(batch, full): 1.0, **dict(setting.costs)}
+  mean = np.mean([table[shape] for shape in shapes_of(10_000)])
+  return shapes_of(round(setting.time / mean))
+
+
+class Trainer:
+  """A training in the making: AdamW, clipped gradients, a rate that rises and falls to 0."""
+
+  def __init__(self, name, rate, steps):
+    self.task = task = TASKS[name]
+    self.network = models.GPT2(
+      layers=4, width=64, heads=4, vocabulary=128, length=task.length, dtype=jnp.float32,
+      rotary=task.rotary, causal=not task.masked, rematerialized=False,
+    )  # fmt: skip
+    self.loss = self.network.masked_loss if task.masked else self.network.loss
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    # Without the clipping, seeds scatter by 0.05 nats.
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    self.step = optax_boost.make_train_step(self.loss, adamw)
+
+  def start(self, seed):
+    return self.step.init(self.network.init(jax.random.key(seed)))
+
+  def batch(self, text, sequences, length, rng):
+    """Sequences of whole length, cut to windows of `length`."""
+    full = self.task.length
+    whole = max(1, sequences * length // full)
+    batch = self.prepared(
+      texts.random_windows(text, full + (not self.task.masked), whole, rng), rng
+    )
+    return optax_boost.cut_sequences(batch, length, full)
+
+  def truncated(self, text, sequences, length, rng):
+    """Sequences of whole length of which only the first `length` tokens are kept."""
+    return self.prepared(
+      texts.random_windows(text, length + (not self.task.masked), sequences, rng), rng
+    )
+
+  def prepared(self, tokens, rng):
+    if not self.task.masked:
+      return tokens
+    masked = rng.random(tokens.shape) < MASKED_SHARE
+    inputs = np.where(masked, 0, tokens).astype(np.int32)
+    return {"tokens": inputs, "targets": tokens, "weights": masked.astype(np.float32)}
+
+  def losses(self, params, part):
+    """Mean loss by position, in `BINS` equal parts, of whole sequences."""
+    length = self.task.length
+    text = texts.characters(self.task.data)[part]
+    tokens = texts.windows(text, length + (not self.task.masked), 110_000 // length // 64 * 64)
+    batch = self.prepared(tokens, np.random.default_rng(0))
+    masked = self.task.masked
+
+    @jax.jit
+    def of(params, batch):
+      if not masked:
+        losses = self.network.losses(params, batch[:, :-1], batch[:, 1:])
+        return losses.sum(0), jnp.full(length, float(len(batch)))
+      losses = self.network.losses(params, batch["tokens"], batch["targets"])
+      return (losses * batch["weights"]).sum(0), batch["weights"].sum(0)
+
+    parts = [of(params, jax.tree.map(lambda x, i=i: x[i : i + 64], batch))
+             for i in range(0, len(tokens), 64)]  # fmt: skip
+    sums, counts = (np.sum(x, 0).reshape(BINS, -1).sum(1) for x in zip(*parts, strict=True))
+    return (sums / counts).tolist(), float(sums.sum() / counts.sum())
+
+
+def train(setting, seed):
+  """Scores on validation and test data, the larger the better, and test losses by position."""
+  steps = plan(setting)
+  made, rng = Trainer(setting.task, setting.rate, len(steps)), np.random.default_rng(seed)
+  text = texts.characters(TASKS[setting.task].data)["train"]
+  cut = made.truncated if setting.form == DROPPED else made.batch
+  state = made.start(seed)
+  for shape in steps:
+    state, _ = made.step(state, cut(text, *shape, rng))
+  by_position, test = made.losses(state.params, "test")
+  validation = made.losses(state.params, "validation")[1]
+  return {"validation": -validation, "test": -test, "positions": by_position, "steps": len(steps)}
+
+
+def measure(chosen, seed):
+  """Processor seconds of a step of each shape of a task over the first's, and of compiling each."""
+  name, tried = chosen
+  text, rng = texts.characters(TASKS[name].data)["train"], np.random.default_rng(seed)
+  made = Trainer(name, 1e-3, 10_000)
+  batches, seconds, compiling = {}, {shape: [] for shape in tried}, []
+  state = made.start(0)
+  for sequences, length in tried:
+    whole = sequences * length >= TASKS[name].length
+    cut = made.batch if whole else made.truncated
+    batches[sequences, length] = cut(text, sequences, length, rng)
+    begin = time.perf_counter()
+    state, _ = jax.block_until_ready(made.step(state, batches[sequences, length]))
+    compiling.append(time.perf_counter() - begin)
+  for _ in range(ROUNDS):
+    totals = dict.fromkeys(tried, 0.0)
+    for _, shape in itertools.product(range(TIMED // TURN), tried):
+      begin = time.process_time()
+      for _ in range(TURN):
+        state, _ = made.step(state, batches[shape])
+      jax.block_until_ready(state)
+      totals[shape] += time.process_time() - begin
+    for shape in tried:
+      seconds[shape].append(totals[shape])
+  rounds = np.array([seconds[shape] for shape in tried])
+  return {
+    "ratios": np.median(rounds / rounds[0], 1).tolist(),
+    "milliseconds": float(np.median(rounds[0]) / TIMED * 1e3),
+    "compiling": compiling,
+  }

@@ -1,0 +1,131 @@
+"""Training on sequences that grow: the loss of windows, programs, accumulation, every form."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_boost
+import optax_boost.linen
+import optax_boost.nnx
+from tests import compilations
+from tests.sequence_lengths import models
+
+LENGTHS = optax_boost.LengthSchedule((4, 8, 16), (0, 2, 4))
+
+
+def cut(batch, step):
+  return optax_boost.cut_sequences(batch, LENGTHS(step), LENGTHS.full_length)
+
+
+def test_the_loss_of_a_cut_batch_is_the_mean_over_its_windows():
+  (batch,) = models.batches(1)
+  params = models.init()
+  sums, weights = 0.0, 0.0
+  for tokens, real in zip(batch["tokens"], batch["real"], strict=True):
+    for i in range(0, 16, 4):
+      window = {"tokens": tokens[None, i : i + 5], "real": real[None, i : i + 4]}
+      weight = window["real"].sum()
+      sums += float(models.loss(params, window)) * weight if weight else 0.0
+      weights += weight
+  loss = models.loss(params, optax_boost.cut_sequences(batch, 4, 16))
+  np.testing.assert_allclose(loss, sums / weights, rtol=1e-5)
+
+
+def test_blocks_of_a_mask_of_pairs_keep_attention_within_the_windows():
+  (batch,) = models.batches(1)
+  params, tokens = models.init(), batch["tokens"][:, :-1]
+  near = np.abs(np.subtract.outer(np.arange(16), np.arange(16))) < 3
+  mask = np.broadcast_to(near, (4, 1, 16, 16))
+  windows = optax_boost.cut_sequences(
+    {"tokens": tokens, "mask": mask}, 4, 16, axes={"mask": (2, 3)}
+  )
+  # A whole sequence whose attention stays within windows has the same logits.
+  within = np.arange(16)[:, None] // 4 == np.arange(16) // 4
+  whole = models.logits(params, tokens, mask & within)
+  short = models.logits(params, windows["tokens"], windows["mask"])
+  np.testing.assert_allclose(short.reshape(whole.shape), whole, rtol=1e-5, atol=1e-6)
+
+
+def plain_jax():
+  step = optax_boost.make_train_step(models.loss, optax.adam(1e-2))
+  state = step.init(models.init())
+
+  def advance(batch):
+    nonlocal state
+    state, metrics = step(state, batch)
+    return metrics["loss"]
+
+  return advance
+
+
+def linen():
+  module = models.LinenModel()
+  variables = module.init(jax.random.key(0), jnp.ones((1, 16), jnp.int32))
+  loss, params, model_state = optax_boost.linen.split_loss(models.linen_loss, module, variables)
+  step = optax_boost.make_train_step(loss, optax.adam(1e-2))
+  state = step.init(params, model_state)
+
+  def advance(batch):
+    nonlocal state
+    state, metrics = step(state, batch)
+    return metrics["loss"]
+
+  return advance
+
+
+def flax_nnx():
+  model = models.NnxModel(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(models.nnx_loss)
+  return lambda batch: step(model, optimizer, batch)["loss"]
+
+
+@pytest.mark.parametrize("make", [plain_jax, linen, flax_nnx])
+def test_every_form_compiles_one_program_for_each_length(make):
+  advance = make()
+  counts = []
+  losses = []
+  for step, batch in enumerate(models.batches(7)):
+    short = cut(batch, step)
+    loss, compiled = compilations.counted(lambda short=short: advance(short))
+    counts.append(bool(compiled))
+    losses.append(float(loss))
+  assert counts == [True, False, True, False, True, False, False]
+  assert np.isfinite(losses).all()
+
+
+def test_windows_of_micro_batches_count_as_their_tokens():
+  weight = lambda batch: batch["real"].sum()  # noqa: E731
+  parts = list(models.batches(2, sequences=2))
+  whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  for length in (4, 16):
+    cut = lambda batch, n=length: optax_boost.cut_sequences(batch, n, 16)  # noqa: E731
+    by_parts = optax_boost.make_train_step(
+      models.loss, optax_boost.accumulate(optax.sgd(0.1), 2), weight=weight
+    )
+    at_once = optax_boost.make_train_step(models.loss, optax.sgd(0.1))
+    state = by_parts.init(models.init())
+    for part in parts:
+      state, _ = by_parts(state, cut(part))
+    expected, _ = at_once(at_once.init(models.init()), cut(whole))
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+      state.params,
+      expected.params,
+    )
+
+
+def test_a_resumed_training_goes_on_at_the_length_of_its_step():
+  def train(state, steps):
+    made = optax_boost.make_train_step(models.loss, optax.adam(1e-2), donate=False)
+    state = made.init(models.init()) if state is None else state
+    for step, batch in list(enumerate(models.batches(6)))[steps]:
+      state, _ = made(state, cut(batch, step))
+    return state
+
+  whole = train(None, slice(None))
+  resumed = train(train(None, slice(0, 3)), slice(3, None))
+  jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
