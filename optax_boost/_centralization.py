@@ -99,7 +99,9 @@ def centralize(
   def warn_if_idle(tree: Any, layers: _layer_axes.LayerAxes | None) -> None:
     if is_idle(plan := kernels.of(tree, layers)):
       paths = [leaf.path for leaf, _ in plan]
-      _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
+      described = kernels.described(layers)
+      reason = described.explain_unknown(paths) if described is not None else ""
+      _tree.warn_no_effect(f"`centralize` finds no kernel to centralize. {reason}".rstrip(), paths)
 
   warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
   # Trees, by their paths, in which `init` finds no kernel by names and shapes. A trace of the loss

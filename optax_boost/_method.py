@@ -39,13 +39,19 @@ class Leaves:
       leaves = _layer_axes.leaves_of(tree, layers)
       auto_selected = _tree.is_auto_selector(exclude)
       skipped = auto(leaves) if auto_selected else _tree.select(tree, exclude, "exclude")
-      return list(zip(leaves, skipped, strict=True))
+      plan_of_leaves = list(zip(leaves, skipped, strict=True))
+      warn_of_unknown_axes(method, [leaf for leaf, skip in plan_of_leaves if not skip], layers)
+      return plan_of_leaves
 
     self._plan = _tree.once_per_tree(plan)
 
   def of(self, tree: _types.Tree, layers: Any = None) -> list[tuple[_layer_axes.Leaf, bool]]:
     """Each leaf, and whether it is left alone; `layers` is the extra argument of ``update``."""
-    return self._plan(tree, self._layers or check_layers(layers))
+    return self._plan(tree, self.described(layers))
+
+  def described(self, layers: Any) -> _layer_axes.LayerAxes | None:
+    """The axes that the factory was given, else those of `layers`, or None."""
+    return self._layers or check_layers(layers)
 
   def mesh_axes(self, leaves: Sequence[_layer_axes.Leaf]) -> list[Any]:
     """For each leaf the mesh axes over which it is sharded, which must be bound, or None."""
@@ -86,6 +92,21 @@ def _check_axis_names(names: _types.AxisNames | None) -> None:
     _base.compile_pattern("axis_name", pattern)
     if not isinstance(of_pattern, tuple) or of_pattern:
       _base.check_axis_name(f"axis_name[{pattern!r}]", of_pattern)
+
+
+def warn_of_unknown_axes(
+  method: str, leaves: Sequence[_layer_axes.Leaf], described: _layer_axes.LayerAxes | None
+) -> None:
+  """Warns of leaves whose axes a primitive hides, so that a method goes by name and shape."""
+  if described is None:
+    return
+  of_several_axes = {leaf.path for leaf in leaves if len(leaf.shape) > 1}
+  if explanation := described.explain_unknown(of_several_axes):
+    _base.warn(
+      f"{explanation} `{method}` takes each of these leaves for one layer, and goes by its name and"
+      " shape.",
+      UserWarning,
+    )
 
 
 def check_layers(layers: Any) -> _layer_axes.LayerAxes | None:

@@ -186,6 +186,7 @@ def adasum(
     paths, parts, join = _split_layers.split_layers(updates, known)
     if not parts:
       return updates, state
+    _method.warn_of_unknown_axes("adasum", _layer_axes.leaves_of(updates), known)
     check_not_summed(parts, axes + local_axes)
     outputs, orthogonality, notfinite = _reduce.reduce_over_devices(
       parts, _group_numbers(paths, patterns), axes, local_axes, shard_axes

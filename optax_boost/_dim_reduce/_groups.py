@@ -22,11 +22,11 @@ def check_groups(plan: Plan) -> None:
     if plan is not None:
       _layer_groups.count_groups(plan)
   elif not any(axes is not None and axes.stacked for axes in plan.axes):
-    _base.warn(
+    message = (
       "`groups` describes no leaf that holds many layers, so all leaves are one group. Pass regular"
-      " expressions, one per group, or None for one group.",
-      _base.NoEffectWarning,
+      f" expressions, one per group, or None for one group. {plan.explain_unknown(plan.paths)}"
     )
+    _base.warn(message.rstrip(), _base.NoEffectWarning)
 
 
 def find_groups(tree: Any, plan: Plan, method: str) -> SubspaceGroups:

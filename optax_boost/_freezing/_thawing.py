@@ -34,6 +34,7 @@ from optax_boost import _base
 from optax_boost._freezing import _state_layout
 from optax_boost._trace import _jaxpr
 from optax_boost._trace import _layer_groups
+from optax_boost._trace import _primitives
 
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 
@@ -99,7 +100,8 @@ def _on_device(x: Any) -> Any:
 
 def _is_entrywise(operation: _Operation) -> bool:
   """Whether a scalar operand may as well be an array of the result's shape."""
-  return operation.equation.primitive.name in (*_views.POINTWISE, "broadcast_in_dim")
+  is_broadcast = operation.equation.primitive.name == "broadcast_in_dim"
+  return is_broadcast or _primitives.rule_of(operation.equation).is_pointwise
 
 
 class _Recorder(_jaxpr.Interpreter[int]):

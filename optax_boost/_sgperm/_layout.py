@@ -79,7 +79,10 @@ class Cutter:
 
     def layouts(tree: Any, layers: _layer_axes.LayerAxes | None) -> list[Layout]:
       excluded = _tree.select(tree, exclude, "exclude")
-      return list(map(layout_of, _layer_axes.leaves_of(tree, layers), excluded))
+      leaves = _layer_axes.leaves_of(tree, layers)
+      permuted = [leaf for leaf, skip in zip(leaves, excluded, strict=True) if not skip]
+      _method.warn_of_unknown_axes(method, permuted, layers)
+      return list(map(layout_of, leaves, excluded))
 
     self._layouts = _tree.once_per_tree(layouts)
 

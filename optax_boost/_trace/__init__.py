@@ -1,1 +1,107 @@
-"""Analyses of a traced loss: the axes of leaves, their order, groups of layers, frozen scans."""
+"""Reads a traced loss: the axes of its params, their order, and groups of layers.
+
+Methods that act layer by layer must know where a layer begins: LARS takes a norm of each layer,
+centralization a mean over the inputs of each output, freezing stops the first layers. Neither names
+nor shapes tell. The loss does: it is traced, and the analyses follow each leaf of the params
+through the program to the equations in which data meets it. Nothing is computed.
+
+Terms, each for one thing:
+
+  leaf        an array of the params; it has *axes*. All other values of the program have
+              *dimensions*.
+  data        a value that is computed from the batch.
+  use         an equation in which a leaf meets data: ``dot_general`` of data and a kernel.
+  axis map    for a value computed from one leaf, the leaf's axis along each of its dimensions.
+  fan-in      the axes of a leaf that its first use sums over: the inputs of an output.
+  stacked     the axes along which a leaf holds one kernel, bias or scale after the other.
+  layer       one slice of a leaf along its stacked axes; a leaf without these is one layer.
+  block       the leaves, and the layers of stacked leaves, that no group takes apart.
+  group       some blocks in a row. The first groups can be frozen.
+
+An example. The loss scans over two layers, whose kernels are one leaf, and has a head:
+
+>>> import jax, jax.numpy as jnp
+>>> params = {"head": jnp.ones((8, 3)), "hidden": jnp.ones((2, 8, 8))}
+>>> def loss_fn(params, x):
+...   def layer(x, kernel):
+...     return jnp.tanh(x @ kernel), None
+...   x, _ = jax.lax.scan(layer, x, params["hidden"])
+...   return (x @ params["head"]).sum()
+
+*From the loss to its jaxpr.* The leaves are the first arguments of the program:
+
+>>> from optax_boost._trace import _layer_axes
+>>> program = _layer_axes.trace(loss_fn, params, (jnp.ones((4, 8)),))
+>>> [str(variable.aval) for variable in program.jaxpr.invars]
+['float32[8,3]', 'float32[2,8,8]', 'float32[4,8]']
+>>> [equation.primitive.name for equation in program.jaxpr.eqns]
+['scan', 'dot_general', 'reduce_sum']
+
+*From the jaxpr to uses.* ``LeafUses`` interprets the program. In place of arrays it computes with
+abstract values, which tell whether data went into them and which axes of a leaf run along their
+dimensions. The body of the scan gets one slice of ``hidden`` after the other:
+
+        x [4, 8]                  hidden [2, 8, 8]            head [8, 3]
+        data                       axes   0  1  2             axes  0  1
+          |                               |  |  |                   |  |
+   +------|-------- scan: 2 steps --------|--|--|------+            |  |
+   |      |                      sliced --+  |  |      |            |  |
+   |      |                                  |  |      |            |  |
+   |      v  [4, 8]           kernel [8, 8]  |  |      |            |  |
+   |  dot_general  <----- a use of `hidden` -+--+      |            |  |
+   |      |   sums over axis 1: the fan-in             |            |  |
+   |      |   keeps axis 2: the outputs                |            |  |
+   |      v                                            |            |  |
+   |     tanh                                          |            |  |
+   +------|--------------------------------------------+            |  |
+          v  [4, 8]                                                 |  |
+      dot_general  <------------- a use of `head` ------------------+--+
+          |   sums over axis 0: the fan-in
+          |   keeps axis 1: the outputs
+          v
+      reduce_sum
+
+>>> from optax_boost._trace import _leaf_uses
+>>> analysis = _leaf_uses.LeafUses()
+>>> leaves = [analysis.leaf(shape) for shape in ((8, 3), (2, 8, 8))]
+>>> batch = analysis.argument((4, 8), _leaf_uses.DataKind.ARRAY)
+>>> _ = analysis.run(program, [*leaves, batch])
+>>> (of_hidden,), (of_head,) = analysis.under(_leaf_uses.DEFINITIONS[0]).uses
+>>> of_hidden.leaf, of_hidden.kind.name, set(of_hidden.fan_in), set(of_hidden.stacked)
+(1, 'CONTRACTED', {1}, {0})
+>>> of_head.leaf, of_head.kind.name, set(of_head.fan_in), set(of_head.stacked)
+(0, 'CONTRACTED', {0}, set())
+
+*From uses to axes.* The first use that tells them decides on the axes of a leaf:
+
+>>> described = _layer_axes.layer_axes(loss_fn, params, jnp.ones((4, 8)))
+>>> print(described)
+head: fan-in (0,), outputs (1,)
+hidden: layers (0,), fan-in (1,), outputs (2,)
+
+*From uses to groups.* Blocks follow each other as their first uses do. Each step of the scan is
+one, and so is the head:
+
+>>> from optax_boost._trace import _layer_groups
+>>> print(_layer_groups.groups_of(described, params, num_groups=3))
+group 0: 64 parameters (42.1 %): hidden[0:1]
+group 1: 64 parameters (42.1 %): hidden[1:2]
+group 2: 24 parameters (15.8 %), never frozen: head
+
+*Back to the loss.* With the first group frozen, ``_frozen_scans`` computes the program again with
+``hidden`` in two parts, of which the first has no derivative. Its scan becomes two scans, and JAX
+leaves out the backward pass of the first.
+
+The modules, each of which imports those before it:
+
+  _jaxpr          an interpreter of jaxprs that enters scans, conditionals and calls; analyses are
+                  its subclasses
+  _axis_map       axis maps
+  _primitives     ``RULES``: how each primitive moves axis maps. A primitive without a rule hides
+                  the axes of the leaves that go into it; methods name it in a warning
+  _leaf_uses      the interpreter that finds uses, and scans over layers
+  _layer_axes     ``layer_axes``: what the uses tell of each leaf
+  _blocks         blocks, from the order of uses, scans, and modules of like leaves
+  _layer_groups   ``layer_groups``: groups of blocks, and the group of each leaf or layer
+  _frozen_scans   evaluates a loss with frozen layers in its scans
+"""

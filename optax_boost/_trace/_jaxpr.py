@@ -1,10 +1,28 @@
-"""One interpreter of traced programs.
+"""An interpreter of traced programs.
 
-An analysis gives each variable of a program a value of its own kind and says what an equation
-makes of its inputs. The interpreter enters the programs inside equations: scans, while loops,
-conditionals, and calls (``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...), which
-are all equations with one program of the same arguments and results. An :class:`Evaluator`
-computes the program again, with changed equations.
+JAX traces a function to a *jaxpr*: a list of equations, each of which applies a *primitive* to
+variables and gives others. :class:`Interpreter` walks over the equations and gives each variable a
+value of the analysis's own kind: an array, a number, a set of leaves. A subclass says how an
+equation makes values of values; the interpreter enters the programs inside equations: scans, while
+loops, conditionals, and calls (``jit``, ``checkpoint``, custom derivatives, ``shard_map``, ...),
+which are all equations with one program of the same arguments and results.
+
+The longest chain of products in a program, for example:
+
+>>> import jax, jax.numpy as jnp
+>>> class LongestChain(Interpreter[int]):
+...   def constant(self, value):
+...     return 0
+...   def operation(self, equation, inputs):
+...     is_product = equation.primitive.name == "dot_general"
+...     return [max(inputs, default=0) + is_product] * len(equation.outvars)
+...   def join(self, values):
+...     return max(values)
+>>> program = jax.make_jaxpr(jax.jit(lambda x: x @ x @ x + x))(jnp.ones((2, 2)))
+>>> LongestChain().run(program, [0])
+[2]
+
+An :class:`Evaluator` computes the program again, with changed equations.
 """
 
 from collections.abc import Callable
@@ -28,14 +46,18 @@ PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat",
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function under a new identity, so that it is traced, and warns, as it is now.
 
-  Otherwise JAX returns an earlier trace, even if a function that this one calls was redefined
-  since, as in a notebook (XLA 25).
+  JAX would hand out an earlier trace, also where a function that this one calls was redefined
+  since, as in a notebook.
   """
   return lambda *args: function(*args)
 
 
 class Interpreter(Generic[_Value]):
-  """Follows a program, equation by equation; subclasses are the analyses."""
+  """Follows a program, equation by equation; subclasses are the analyses.
+
+  A subclass defines :meth:`constant`, :meth:`operation` and :meth:`join`. It may override
+  :meth:`loop`, of which one round is followed, and :meth:`branches`.
+  """
 
   def constant(self, value: Any) -> _Value:
     """The value of a constant; a neutral one in all analyses."""
@@ -46,7 +68,7 @@ class Interpreter(Generic[_Value]):
     raise NotImplementedError
 
   def join(self, values: Sequence[_Value]) -> _Value:
-    """The value of a result that several branches may give."""
+    """The value of a result of which the program computes one of several values."""
     raise NotImplementedError
 
   def run(self, program: Any, arguments: Sequence[_Value]) -> list[_Value]:
@@ -79,13 +101,13 @@ class Interpreter(Generic[_Value]):
     return self.operation(equation, inputs) if program is None else self.run(program, inputs)
 
   def loop(self, equation: Any, body: Any, inputs: list[_Value], carry: slice) -> Sequence[_Value]:
-    """The results of a loop, whose `inputs` at `carry` come from the round before: of one round."""
+    """The results of a loop after one round; `inputs` at `carry` come from the round before."""
     return self.run(body, inputs)
 
   def settle(
     self, body: Callable[[list[_Value]], list[_Value]], inputs: list[_Value], carry: slice
   ) -> list[_Value]:
-    """The results of a loop whose carry joins what comes in and what any round leaves there."""
+    """The results of a loop at its fixpoint: rounds that start with the carry of all before."""
     while True:
       outputs = body(inputs)
       # Results begin with the carries.
@@ -192,12 +214,3 @@ def _called(equation: Any) -> Any:
   jaxpr = getattr(programs[0], "jaxpr", programs[0])
   sizes = (len(jaxpr.invars), len(jaxpr.outvars))
   return programs[0] if sizes == (len(equation.invars), len(equation.outvars)) else None
-
-
-def has_convolution(program: Any) -> bool:
-  """Whether a program holds a convolution, at any depth."""
-  return any(
-    equation.primitive.name == "conv_general_dilated"
-    or any(map(has_convolution, sub_jaxprs(equation)))
-    for equation in getattr(program, "jaxpr", program).eqns
-  )

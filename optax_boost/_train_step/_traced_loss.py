@@ -57,13 +57,7 @@ class TracedLoss:
     model_state, *_ = self._arguments
     first = len(jax.tree.leaves(self._params))
     end = first + len(jax.tree.leaves(model_state))
-    uses = _leaf_uses.LeafUses(constants_are_data=False, noise_is_data=False)
-    values = [
-      uses.leaf(variable.aval.shape) if first <= i < end else uses.value(variable.aval.shape)
-      for i, variable in enumerate(self.program.jaxpr.invars)
-    ]
-    uses.run(self.program, values)
-    return {leaf: axis for scan in uses.scans for leaf, axis in scan.axes}
+    return _leaf_uses.scanned_axes(self.program, range(first, end))
 
   def _trace(self, params: optax.Params) -> tuple[_types.Jaxpr, Any]:
     """The program for params of these types, and the structure of its output."""

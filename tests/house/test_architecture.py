@@ -21,11 +21,8 @@ FOUNDATION = [
   "_base",
   "_arrays",
   "_files",
-  "_jaxpr",
   "_tree",
-  "_views",
-  "_leaf_uses",
-  "_layers",
+  "_trace",
   "_masking",
   "_protocol",
   "_method",
@@ -35,10 +32,18 @@ FOUNDATION = [
   "_orders",
   "_transformation",
   "_apply_gradients",
-  "_layer_blocks",
-  "_frozen_scans",
-  "_groups",
   "_full_gradient",
+]
+# The same inside of this package of the foundation.
+TRACE = [
+  "_jaxpr",
+  "_axis_map",
+  "_primitives",
+  "_leaf_uses",
+  "_layer_axes",
+  "_blocks",
+  "_layer_groups",
+  "_frozen_scans",
 ]
 # What may import what of ours: nothing, the foundation, the methods, everything below.
 TOP = {"_auto", "_race"}
@@ -77,13 +82,28 @@ def test_imports_run_one_way(path):
   root = imported(path) & {"optax_boost"}
   assert not root, "nothing in the package may import the root that is importing it"
   if name in FOUNDATION:
-    assert below <= set(FOUNDATION[: FOUNDATION.index(name)])
+    assert below <= {*FOUNDATION[: FOUNDATION.index(name)], name}
   elif name == TRAIN_STEP:
     assert below <= {*FOUNDATION, name}, "the train step must know no method"
   elif name in TOP:
     assert not below & (FLAX | {"__init__"})
   elif name not in FLAX | {"__init__"}:
     assert below <= {*FOUNDATION, name}, "a method must not import another"
+
+
+@pytest.mark.parametrize("name", TRACE)
+def test_imports_run_one_way_in_the_analyses_of_a_trace(name):
+  imports = [module.split(".") for module in imported(PACKAGE / "_trace" / f"{name}.py")]
+  of_ours = [module for module in imports if module[0] == "optax_boost"]
+  assert ["optax_boost", "_trace"] not in of_ours
+  below = {module[2] for module in of_ours if module[1] == "_trace"}
+  assert below <= set(TRACE[: TRACE.index(name)])
+
+
+def test_the_order_of_the_analyses_is_complete():
+  assert {f"{name}.py" for name in ["__init__", *TRACE]} == {
+    path.name for path in (PACKAGE / "_trace").glob("*.py")
+  }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

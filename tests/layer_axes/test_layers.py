@@ -25,8 +25,8 @@ def axes(loss_fn, params, *args):
   layers = optax_boost.layer_axes(loss_fn, params, *args)
   found = {}
   for path, of_leaf, leaf in zip(layers.paths, layers.axes, jax.tree.leaves(params), strict=True):
-    assert sorted(of_leaf.fan_in + of_leaf.layers + of_leaf.outputs) == list(range(leaf.ndim))
-    found[path] = (of_leaf.fan_in, of_leaf.layers)
+    assert sorted(of_leaf.fan_in + of_leaf.stacked + of_leaf.outputs) == list(range(leaf.ndim))
+    found[path] = (of_leaf.fan_in, of_leaf.stacked)
   return found
 
 
@@ -328,7 +328,7 @@ def stacked_axes(*args):
   """The axes of layers of the leaves that hold some."""
   described = optax_boost.layer_axes(*args)
   pairs = zip(described.paths, described.axes, strict=True)
-  return {path: axes.layers for path, axes in pairs if axes is not None and axes.layers}
+  return {path: axes.stacked for path, axes in pairs if axes is not None and axes.stacked}
 
 
 @pytest.mark.parametrize(

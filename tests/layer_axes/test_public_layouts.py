@@ -167,7 +167,7 @@ def stacked(layout):
   """The axes of layers of the leaves that scans slice, by path."""
   layers = layout.call("layer_axes")
   scanned = [leaf for scan in layers.scans for leaf, _ in scan.axes]
-  return {layers.paths[leaf]: layers.axes[leaf].layers for leaf in scanned}
+  return {layers.paths[leaf]: layers.axes[leaf].stacked for leaf in scanned}
 
 
 @pytest.mark.parametrize("name", ["lm1b scan", "gemma scan"])

@@ -1,4 +1,9 @@
-"""Groups of layers along the forward pass."""
+"""Groups of layers along the forward pass: which group each leaf, or each of its layers, is in.
+
+A *group* is a run of blocks (``_blocks``), numbered by the forward pass. In a plan, an *entry* is
+the path of a leaf, or the path and a slice of its layers, as NumPy writes it:
+``"blocks/kernel[0:4]"``, or with the layers along axis 1 ``"blocks/kernel[:, 0:4]"``.
+"""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -8,6 +13,7 @@ import itertools
 import math
 import re
 from typing import Any
+from typing import NamedTuple
 from typing import TypeAlias
 
 import jax
@@ -17,12 +23,10 @@ import optax
 
 from optax_boost import _base
 from optax_boost import _tree
-from optax_boost._trace import _layer_blocks
-from optax_boost._trace import _layers
+from optax_boost._trace import _blocks
+from optax_boost._trace import _layer_axes
 
-# Layers of a stacked leaf in a plan, as NumPy slices them: "blocks/kernel[0:4]", with the layers
-# along axis 1 "blocks/kernel[:, 0:4]".
-_LAYERS = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
+_SLICE_ENTRY = re.compile(r"(.*)\[((?::, )*)(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +127,20 @@ def layer_groups(
   if num_groups is not None:
     _base.check_whole_number("num_groups", num_groups, static=True)
     num_groups = int(num_groups)
-  program = _layers.trace(loss_fn, params, args)
-  described = _layers.describe(program, params, _layers.data_flags(loss_fn, args))
-  leaves = _layers.leaves_of(params, described)
+  return groups_of(_layer_axes.layer_axes(loss_fn, params, *args), params, num_groups, overrides)
+
+
+def groups_of(
+  described: _layer_axes.LayerAxes,
+  params: optax.Params,
+  num_groups: int | None,
+  overrides: Mapping[str, int] | None = None,
+) -> LayerGroups:
+  """:func:`layer_groups` of a loss that is traced already."""
+  leaves = _layer_axes.leaves_of(params, described)
   # A dot in a key separates modules, too, as in the flat names of PyTorch: `h.0.attn.weight`.
   in_modules = [leaf._replace(path=leaf.path.replace(".", "/")) for leaf in leaves]
-  model = _layer_blocks.Model(in_modules, list(described.uses), described.scans)
+  model = _blocks.Model(in_modules, list(described.uses), described.scans)
   order = model.order
   unused = [i for i in range(len(leaves)) if i not in set(order)]
   if not order:
@@ -136,44 +148,58 @@ def layer_groups(
       f"`layer_groups` found no leaf among the {len(leaves)} of `params` that the loss uses. Pass"
       " the params that `loss_fn` takes as its first argument."
     )
-  places, blocks = _layer_blocks.find(model, num_groups)
-  num_groups = blocks if num_groups is None else num_groups
-  if blocks < num_groups:
+  blocks = _blocks.find_blocks(model, num_groups)
+  num_groups = blocks.num_blocks if num_groups is None else num_groups
+  if blocks.num_blocks < num_groups:
     raise ValueError(
-      f"`layer_groups` can't make {num_groups} groups of {blocks} blocks (a kernel with its"
-      " bias and normalization is one, or a layer of a scan). Pass"
-      f" num_groups={blocks} or fewer."
+      f"`layer_groups` can't make {num_groups} groups of {blocks.num_blocks} blocks (a kernel with"
+      " its bias and normalization is one, or a layer of a scan). Pass"
+      f" num_groups={blocks.num_blocks} or fewer."
     )
   group: dict[int, list[int]] = {
-    leaf: [block * num_groups // blocks for block in blocks_of_leaf]
-    for leaf, blocks_of_leaf in places.items()
+    leaf: [block * num_groups // blocks.num_blocks for block in numbers]
+    for leaf, numbers in blocks.of_leaf.items()
   }
   group |= {leaf: [num_groups - 1] for leaf in unused}
   for leaf, number in _overridden(leaves, overrides, num_groups).items():
     group[leaf] = [number]
-  reused = _layer_blocks.reused(model, places)
-  axes = {leaf: axis for stack in model.stacks for leaf, axis in stack.axes}
-  members: list[list[str]] = [[] for _ in range(num_groups)]
+  reused = _blocks.reused(model, blocks.of_leaf)
+  axes = {leaf: axis for scan in model.scans for leaf, axis in scan.axes}
+  entries: list[list[str]] = [[] for _ in range(num_groups)]
   sizes = [0] * num_groups
   for i in [*order, *unused]:
     size = math.prod(leaves[i].shape) // len(group[i])
     end = 0
     for number, run in itertools.groupby(group[i]):
       first, end = end, end + len(list(run))
-      whole = end - first == len(group[i])
-      layers = "" if whole else f"[{':, ' * axes[i]}{first}:{end}]"
-      members[number].append(leaves[i].path + layers)
+      is_whole = end - first == len(group[i])
+      entry = leaves[i].path if is_whole else _slice_entry(leaves[i].path, axes[i], first, end)
+      entries[number].append(entry)
       sizes[number] += size * (end - first)
   return LayerGroups(
-    groups=tuple(map(tuple, members)),
+    groups=tuple(map(tuple, entries)),
     sizes=tuple(sizes),
     unused=tuple(leaves[i].path for i in unused),
     reused=tuple(leaves[i].path for i in order if i in reused),
   )
 
 
+def _slice_entry(path: str, axis: int, first: int, end: int) -> str:
+  """The entry of some layers of a leaf, along an axis."""
+  return f"{path}[{':, ' * axis}{first}:{end}]"
+
+
+def _read_slice_entry(entry: str) -> tuple[str, int, range] | None:
+  """The path, the axis and the layers of an entry; None for that of a whole leaf."""
+  match = _SLICE_ENTRY.fullmatch(entry)
+  if match is None:
+    return None
+  path, before, first, end = match.groups()
+  return path, len(before) // len(":, "), range(int(first), int(end))
+
+
 def _overridden(
-  leaves: list[_layers.Leaf], overrides: Mapping[str, int] | None, num_groups: int
+  leaves: list[_layer_axes.Leaf], overrides: Mapping[str, int] | None, num_groups: int
 ) -> dict[int, int]:
   if overrides is None:
     return {}
@@ -198,56 +224,62 @@ _NO_CATCH_ALL = (
 GroupNumber: TypeAlias = int | np.ndarray
 
 
-def layer_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
+class _SlicedLeaf(NamedTuple):
+  """A leaf of a plan whose layers are in several groups."""
+
+  axis: int
+  group_of_layer: dict[int, int]
+
+
+def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   """The group of each leaf or of its layers; ValueError for a leaf that a plan lacks."""
-  leaves = _layers.leaves_of(tree)
+  leaves = _layer_axes.leaves_of(tree)
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
     of_leaves = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree)
     return [len(groups) - 1 if number is None else number for number in of_leaves]
   whole: dict[str, int] = {}
-  # By path, the axis of the layers and their groups.
-  layers_of: dict[str, tuple[int, dict[int, int]]] = {}
-  for g, group in enumerate(groups.groups):
-    for entry in group:
-      if match := _LAYERS.fullmatch(entry):
-        path, before, first, end = match.groups()
-        axis, numbers = layers_of.setdefault(path, (len(before) // 3, {}))
-        layers = range(int(first), int(end))
-        is_new = axis == len(before) // 3 and numbers.keys().isdisjoint(layers)
-        numbers |= dict.fromkeys(layers, g)
+  sliced: dict[str, _SlicedLeaf] = {}
+  for number, entries in enumerate(groups.groups):
+    for entry in entries:
+      if (of_slice := _read_slice_entry(entry)) is not None:
+        path, axis, layers = of_slice
+        leaf_in_plan = sliced.setdefault(path, _SlicedLeaf(axis, {}))
+        is_new = path not in whole and axis == leaf_in_plan.axis
+        is_new &= leaf_in_plan.group_of_layer.keys().isdisjoint(layers)
+        leaf_in_plan.group_of_layer.update(dict.fromkeys(layers, number))
       else:
-        path, is_new = entry, entry not in layers_of
-      if path in whole or not is_new:
+        is_new = entry not in whole and entry not in sliced
+        whole[entry] = number
+      if not is_new:
         raise ValueError(
           f"`{method}` needs groups in which each leaf, or each of its layers along one axis, is"
-          f" once; got '{entry}' in group {g} and others of this leaf before it. Make the groups"
-          " with `layer_groups`."
+          f" once; got '{entry}' in group {number} and others of this leaf before it. Make the"
+          " groups with `layer_groups`."
         )
-      if match is None:
-        whole[path] = g
   return [
-    whole[leaf.path] if leaf.path in whole else _numbers_of_layers(leaf, layers_of, method)
+    whole[leaf.path]
+    if leaf.path in whole
+    else _numbers_along_axis(leaf, sliced.get(leaf.path, _SlicedLeaf(0, {})), method)
     for leaf in leaves
   ]
 
 
-def _numbers_of_layers(
-  leaf: _layers.Leaf, layers_of: dict[str, tuple[int, dict[int, int]]], method: str
-) -> np.ndarray:
-  axis, numbers = layers_of.get(leaf.path, (0, {}))
+def _numbers_along_axis(leaf: _layer_axes.Leaf, in_plan: _SlicedLeaf, method: str) -> np.ndarray:
+  """The groups of a leaf's layers, as an array that broadcasts against the leaf."""
+  axis, group_of_layer = in_plan
   length = leaf.shape[axis] if axis < len(leaf.shape) else 0
-  if not numbers or sorted(numbers) != list(range(length)):
-    layers = f"layers {_base.shorten(sorted(numbers))} along axis {axis} of"
-    has = layers if numbers else "no group with"
+  if not group_of_layer or sorted(group_of_layer) != list(range(length)):
+    held = f"layers {_base.shorten(sorted(group_of_layer))} along axis {axis} of"
     raise ValueError(
-      f"`{method}` was given groups for other params: they have {has} the leaf"
+      f"`{method}` was given groups for other params: they have"
+      f" {held if group_of_layer else 'no group with'} the leaf"
       f" '{_tree.leaf_name(leaf.path)}' of shape {leaf.shape}. Make them with `layer_groups` from"
       " these params."
     )
   along = [-1 if i == axis else 1 for i in range(len(leaf.shape))]
-  return np.array([numbers[i] for i in range(len(numbers))]).reshape(along)
+  return np.array([group_of_layer[i] for i in range(length)]).reshape(along)
 
 
 def count_groups(groups: Any) -> int:
@@ -261,7 +293,7 @@ def count_groups(groups: Any) -> int:
 
 def numbering(groups: Groups, method: str) -> Callable[[Any], Any]:
   """From a tree to its leaves' groups, in the structure of the tree; warns once per tree."""
-  numbers = _tree.once_per_tree(lambda tree: layer_numbers(tree, groups, method))
+  numbers = _tree.once_per_tree(lambda tree: group_numbers(tree, groups, method))
   return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), numbers(tree))
 
 

@@ -1,8 +1,13 @@
-"""The blocks of a model along the forward pass: what groups of layers are made of.
+"""The blocks of a model along the forward pass, of which groups of layers are made.
 
-A *unit* of leaves stays together: a numbered module that the model repeats, a layer of a scan, or
-what is before, between or after these. A leaf without a unit is a block of its own if it is a
-kernel; biases and normalizations go with a kernel.
+A *block* is the smallest run of leaves, or of layers of leaves, that a group takes whole: a
+numbered module that the model repeats, a step of a scan over layers, or the leaves before, between
+or after these. A leaf has one block, or one for each of its layers if a scan slices it.
+
+Blocks are found in two steps. First each leaf gets the name of a *unit*, such as the path of a
+repeated module, or none; the leaves of a unit stay together. Then blocks are numbered by first use:
+each unit is one, and so is each kernel without a unit, with the biases and normalizations that
+belong to it.
 """
 
 import collections
@@ -11,28 +16,47 @@ import dataclasses
 import functools
 import itertools
 import re
+from typing import NamedTuple
+from typing import TypeAlias
 
 from optax_boost import _tree
-from optax_boost._trace import _layers
+from optax_boost._trace import _layer_axes
 from optax_boost._trace import _leaf_uses
 
 _NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
 # Units beside the blocks. No module has such a name: a path has no empty segment.
 _FIRST, _LAST = "/first", "/last"
 
-# For each leaf a unit, or None.
-_Units = list[str | None]
-# For each leaf its block, or its layers' blocks; and the number of blocks.
-_Places = tuple[dict[int, list[int]], int]
+# For each leaf the name of its unit, or None.
+_Units: TypeAlias = list[str | None]
+
+
+class Blocks(NamedTuple):
+  """The blocks of a model.
+
+  Attributes:
+    of_leaf: by the number of a leaf the number of its block; of a leaf that a scan slices, the
+      number of each layer's block.
+    num_blocks: how many blocks there are.
+  """
+
+  of_leaf: dict[int, list[int]]
+  num_blocks: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """What a traced loss says of its leaves, which are known by number."""
+  """The leaves of a traced loss, which are known by number, and their uses.
 
-  leaves: list[_layers.Leaf]
-  uses: list[int]  # a leaf that is used again is repeated
-  stacks: Sequence[_leaf_uses.Scan]
+  Attributes:
+    leaves: all leaves; a path has `/` between modules.
+    uses: the leaves in the order of their uses; a leaf that is used again is repeated.
+    scans: the scans over layers, in the order of the program.
+  """
+
+  leaves: list[_layer_axes.Leaf]
+  uses: list[int]
+  scans: Sequence[_leaf_uses.LayerScan]
 
   @functools.cached_property
   def order(self) -> list[int]:
@@ -45,12 +69,13 @@ class Model:
     return [i for i in self.order if not _is_attached(self.leaves[i])]
 
 
-def find(model: Model, wanted: int | None) -> _Places:
-  """The largest blocks of which there are `wanted`, else the smallest.
+def find_blocks(model: Model, num_blocks: int | None) -> Blocks:
+  """The largest blocks of which there are at least `num_blocks`, else the smallest.
 
-  None: one for each repeated module and layer, one for all before these and one for all after.
+  None: one for each repeated module and each step of a scan, one for all leaves before these and
+  one for all after.
   """
-  modules = _modules(model)
+  modules = _repeated_modules(model)
   stages = {
     module
     for module in {m for chain in modules for m in chain}
@@ -59,11 +84,11 @@ def find(model: Model, wanted: int | None) -> _Places:
   # A leaf's block is the outermost of its modules that is no stage.
   outer = [list(itertools.takewhile(stages.__contains__, chain)) for chain in modules]
   inner = [chain[len(around) :] for chain, around in zip(modules, outer, strict=True)]
-  blocks = _without_layers_alone(model, [chain[0] if chain else None for chain in inner])
-  joined = _places(model, _joined(model, blocks))
-  if wanted is None:
+  outermost = _without_single_kernels(model, [chain[0] if chain else None for chain in inner])
+  joined = _number_blocks(model, _with_leaves_beside(model, outermost))
+  if num_blocks is None:
     return joined
-  candidates = [joined, _places(model, blocks)]
+  candidates = [joined, _number_blocks(model, outermost)]
   for level in range(max(map(len, modules), default=0)):
     units = [chain[min(level, len(chain) - 1)] if chain else None for chain in modules]
     if any(unit in chain[1:] for unit, chain in zip(units, inner, strict=True)):
@@ -71,28 +96,29 @@ def find(model: Model, wanted: int | None) -> _Places:
       runs = [unit for unit, _ in itertools.groupby(units[i] for i in model.kernels)]
       units = [unit if runs.count(unit) == 1 else None for unit in units]
     else:
-      units = _joined(model, _without_layers_alone(model, units))
-    candidates.append(_places(model, units))
-  enough = [places for places in candidates if places[1] >= wanted]
-  smallest = _places(model, [None] * len(model.leaves))
-  return min(enough, key=lambda places: places[1], default=smallest)
+      units = _with_leaves_beside(model, _without_single_kernels(model, units))
+    candidates.append(_number_blocks(model, units))
+  enough = [blocks for blocks in candidates if blocks.num_blocks >= num_blocks]
+  smallest = _number_blocks(model, [None] * len(model.leaves))
+  return min(enough, key=lambda blocks: blocks.num_blocks, default=smallest)
 
 
-def reused(model: Model, places: dict[int, list[int]]) -> set[int]:
-  """The leaves that all layers of a scan use, or that are used again after a later block's."""
+def reused(model: Model, blocks_of_leaf: dict[int, list[int]]) -> set[int]:
+  """The leaves that all steps of a scan use, or that are used again after a later block's."""
   furthest = 0
   seen: set[int] = set()
-  found = set[int]().union(*(_shared(model, stack) for stack in model.stacks))
+  again = set[int]().union(*(_shared(model, scan) for scan in model.scans))
   for leaf in model.uses:
-    block = min(places[leaf])
+    block = min(blocks_of_leaf[leaf])
     if leaf in seen and block < furthest:
-      found.add(leaf)
+      again.add(leaf)
     seen.add(leaf)
     furthest = max(furthest, block)
-  return found
+  return again
 
 
-def _is_attached(leaf: _layers.Leaf) -> bool:
+def _is_attached(leaf: _layer_axes.Leaf) -> bool:
+  """Whether a leaf is no kernel, but a bias or a normalization that goes with one."""
   # With layers side by side, biases may be matrices.
   return len(leaf.shape) <= 1 or _tree.is_bias_or_norm(leaf.path)
 
@@ -112,7 +138,7 @@ def _modules_around(path: str) -> list[str]:
 # ---- Repeated modules
 
 
-def _modules(model: Model) -> list[list[str]]:
+def _repeated_modules(model: Model) -> list[list[str]]:
   """For each leaf the repeated modules that it is in, from the outermost in.
 
   A module is repeated if its name is numbered, its parent has others of this name, and two of them,
@@ -129,7 +155,7 @@ def _modules(model: Model) -> list[list[str]]:
     if match := _NUMBERED.fullmatch(module):
       siblings.setdefault(match[1], []).append(module)
       alike.setdefault(_without_numbers(module), []).append(module)
-  scanned = {i for stack in model.stacks for i in stack.axis_of}
+  scanned = {i for scan in model.scans for i in scan.axis_of}
   numbered = {
     i for modules in siblings.values() if len(modules) > 1 for m in modules for i in members[m]
   }
@@ -187,14 +213,14 @@ def _is_stage(model: Model, modules: list[list[str]], stage: str) -> bool:
   return bool(blocks) and are_alike and outside <= 1 and runs.count(True) == 1
 
 
-def _without_layers_alone(model: Model, units: _Units) -> _Units:
+def _without_single_kernels(model: Model, units: _Units) -> _Units:
   """Drops units of one kernel, unless these are most of the model.
 
   Beside blocks and scans they are convolutions between stages, or the layers of a head.
   """
   counts = collections.Counter(units[i] for i in model.kernels)
   outside = counts.pop(None, 0)
-  if not model.stacks and set(counts.values()) == {1} and len(counts) > outside:
+  if not model.scans and set(counts.values()) == {1} and len(counts) > outside:
     return units
   return [unit if counts[unit] > 1 else None for unit in units]
 
@@ -202,23 +228,23 @@ def _without_layers_alone(model: Model, units: _Units) -> _Units:
 # ---- What is before, between and after blocks
 
 
-def _joined(model: Model, units: _Units) -> _Units:
+def _with_leaves_beside(model: Model, units: _Units) -> _Units:
   """Units for the leaves beside blocks, so that these make no groups of their own.
 
   What is used before all blocks is one unit, what is used after them another. Between blocks, a
   module of several kernels is a block, too; another leaf goes with the block around which its
   module is, else a kernel with the block that follows and the rest with what is before it.
   """
-  firsts, followers = _stacks_by_first_leaf(model)
+  firsts, followers = _scans_by_first_leaf(model)
   units = [f"/scan {i}" if i in firsts else unit for i, unit in enumerate(units)]
   following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
   order = [i for i in model.order if i not in following]
-  inside = [place for place, i in enumerate(order) if units[i] is not None]
+  inside = [position for position, i in enumerate(order) if units[i] is not None]
   if not inside:
     return units
   first, last = inside[0], inside[-1]
-  runs = itertools.groupby(range(first, last), lambda place: units[order[place]] is None)
-  between = [[order[place] for place in run] for is_outside, run in runs if is_outside]
+  runs = itertools.groupby(order[first:last], lambda i: units[i] is None)
+  between = [list(run) for is_outside, run in runs if is_outside]
   joined = list(units)
   for i in order[:first]:
     joined[i] = _FIRST
@@ -276,62 +302,66 @@ def _join_between(
     latest = i
 
 
-# ---- Places
+# ---- From units to blocks
 
 
-def _stacks_by_first_leaf(
+def _scans_by_first_leaf(
   model: Model,
-) -> tuple[dict[int, _leaf_uses.Scan], dict[int, list[int]]]:
-  """Scans by the leaf that each uses first, and the leaves that follow it into its layers."""
-  stack_of: dict[int, _leaf_uses.Scan] = {}
+) -> tuple[dict[int, _leaf_uses.LayerScan], dict[int, list[int]]]:
+  """Scans by the leaf that each uses first, and the leaves that follow it into its steps."""
+  scan_of: dict[int, _leaf_uses.LayerScan] = {}
   followers: dict[int, list[int]] = {}
-  sliced = {i for stack in model.stacks for i in stack.axis_of}
+  sliced = {i for scan in model.scans for i in scan.axis_of}
   order = model.order
-  for stack in model.stacks:
-    for first in [i for i in order if i in stack.axis_of][:1]:
+  for scan in model.scans:
+    for first in [i for i in order if i in scan.axis_of][:1]:
       later = order[order.index(first) :]
-      shared = _shared(model, stack) - sliced
-      stack_of[first] = stack
-      followers[first] = [i for i in later if i in stack.axis_of or i in shared]
-  return stack_of, followers
+      shared = _shared(model, scan) - sliced
+      scan_of[first] = scan
+      followers[first] = [i for i in later if i in scan.axis_of or i in shared]
+  return scan_of, followers
 
 
-def _shared(model: Model, stack: _leaf_uses.Scan) -> set[int]:
-  """The leaves that all layers of a scan use: they enter it, or are used first between others."""
-  places = [place for place, i in enumerate(model.order) if i in stack.axis_of]
-  between = model.order[places[0] : places[-1]] if places else []
-  sliced = {i for other in model.stacks for i in other.axis_of}
-  return set(stack.shared).union(set(between) - sliced)
+def _shared(model: Model, scan: _leaf_uses.LayerScan) -> set[int]:
+  """The leaves that all steps of a scan use: they enter it, or are used first between others."""
+  positions = [position for position, i in enumerate(model.order) if i in scan.axis_of]
+  between = model.order[positions[0] : positions[-1]] if positions else []
+  sliced = {i for other in model.scans for i in other.axis_of}
+  return set(scan.shared).union(set(between) - sliced)
 
 
-def _places(model: Model, units: _Units) -> _Places:
-  """For each leaf its block, or its layers' blocks; and the number of blocks."""
-  stack_of, followers = _stacks_by_first_leaf(model)
+def _number_blocks(model: Model, units: _Units) -> Blocks:
+  """Numbers the blocks by first use; a scan over layers has one for each step."""
+  scan_of, followers = _scans_by_first_leaf(model)
   following = {i for first, leaf_ids in followers.items() for i in leaf_ids if i != first}
-  places: dict[int, list[int]] = {}
-  number = 0
+  of_leaf: dict[int, list[int]] = {}
+  count = 0
   order = [i for i in model.order if i not in following]
-  for block in _blocks(model.leaves, order, set(stack_of), units):
-    first = next((i for i in block if i in stack_of), block[0])
-    layers = list(range(number, number + (stack_of[first].length if first in stack_of else 1)))
-    number += len(layers)
+  for members in _members_of_blocks(model.leaves, order, set(scan_of), units):
+    first = next((i for i in members if i in scan_of), members[0])
+    numbers = list(range(count, count + (scan_of[first].length if first in scan_of else 1)))
+    count += len(numbers)
     for i in followers.get(first, []):
-      slices = layers[::-1] if stack_of[first].reverse else layers
-      places.setdefault(i, slices if i in stack_of[first].axis_of else layers[:1])
-    # Leaves used before a scan belong to its first layer, leaves used after it to the last.
-    for place, i in enumerate(block):
-      places.setdefault(i, layers[:1] if place < block.index(first) else layers[-1:])
-  return places, number
+      of_layers = numbers[::-1] if scan_of[first].reverse else numbers
+      of_leaf.setdefault(i, of_layers if i in scan_of[first].axis_of else numbers[:1])
+    # Leaves used before a scan belong to its first step, leaves used after it to the last.
+    for position, i in enumerate(members):
+      is_before = position < members.index(first)
+      of_leaf.setdefault(i, numbers[:1] if is_before else numbers[-1:])
+  return Blocks(of_leaf, count)
 
 
-def _blocks(
-  leaves: list[_layers.Leaf], order: list[int], stacks: set[int], units: _Units
+def _members_of_blocks(
+  leaves: list[_layer_axes.Leaf], order: list[int], scans: set[int], units: _Units
 ) -> list[list[int]]:
-  """Units, and kernels and stacks outside them, with their biases and normalizations."""
+  """The leaves of each unit, and of each kernel or scan outside of units, by first use.
+
+  Scans are known by their first leaves. Biases and normalizations are with their kernels.
+  """
   modules = [leaf.path.rpartition("/")[0] for leaf in leaves]
   # A module with others in it may use its own leaves at any time.
   outer = {parent for module in modules for parent in _parents(module)}
-  kernels = [i for i in order if i in stacks or not _is_attached(leaves[i])]
+  kernels = [i for i in order if i in scans or not _is_attached(leaves[i])]
   kernels_of: dict[str, list[int]] = {}
   first_of: dict[str | None, int] = {}
   for i in kernels:

@@ -1,9 +1,10 @@
-"""Scans over layers of which some are frozen, in a program that is differentiated.
+"""Evaluates a loss in whose scans some layers are frozen, so that JAX skips their backward pass.
 
-A leaf whose layers are partly frozen enters the program in parts, the frozen ones through
-``stop_gradient``. A scan that slices the leaf runs over one part after the other, and JAX drops the
-backward pass of a part that no trained param enters. No result changes: where a trained param does
-enter, through constants or the carry, the backward pass stays. Other equations see the leaf whole.
+A leaf whose layers are partly frozen enters the program as a *split array*: in parts along the axis
+of its layers, the frozen ones through ``stop_gradient``. A scan that slices the leaf is computed as
+one scan for each part, and JAX drops the backward pass of a part that no trained param enters. No
+result changes: where a trained param does enter, through constants or the carry, the backward pass
+stays. Equations that can be computed part by part keep the parts; all others get the leaf whole.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_boost import _arrays
+from optax_boost._trace import _axis_map
 from optax_boost._trace import _jaxpr
-from optax_boost._trace import _views
+from optax_boost._trace import _primitives
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-  """An array in parts along an axis."""
+class _SplitArray:
+  """An array in parts along an axis, of which frozen ones have no derivative."""
 
   arrays: tuple[Any, ...]
   axis: int = dataclasses.field(metadata={"static": True})
@@ -43,46 +45,47 @@ def in_parts(held: Any, leaf: Any, frozen: bool | np.ndarray) -> Any:
   flags = np.ravel(frozen)
   bounds = [0, *(np.flatnonzero(np.diff(flags)) + 1), len(flags)]
   pairs = zip(_split(held, axis, bounds), _split(leaf, axis, bounds), bounds, strict=False)
-  return _Parts(tuple(old if flags[i] else own for old, own, i in pairs), axis)
+  return _SplitArray(tuple(old if flags[i] else new for old, new, i in pairs), axis)
 
 
 def run(program: Any, arguments: Sequence[Any]) -> list[Any]:
   """The results of a closed program, some of whose arguments may be in parts."""
-  if not any(isinstance(argument, _Parts) for argument in arguments):
+  if not any(isinstance(argument, _SplitArray) for argument in arguments):
     return jax_core.jaxpr_as_fun(program)(*arguments)
-  return _whole(_CutScans().run(program, arguments), program.jaxpr.outvars)
+  return _without_splits(_SplitScans().run(program, arguments), program.jaxpr.outvars)
 
 
 def _split(value: Any, axis: int, bounds: Sequence[int]) -> tuple[Any, ...]:
   """A value in parts between bounds, which include the bounds of its own parts."""
-  if isinstance(value, _Parts) and value.axis == axis:
-    own = zip(value.arrays, itertools.pairwise(value.bounds), strict=True)
+  if isinstance(value, _SplitArray) and value.axis == axis:
     return tuple(
       part
-      for array, (first, end) in own
+      for array, (first, end) in zip(value.arrays, itertools.pairwise(value.bounds), strict=True)
       for part in _split(array, axis, [b - first for b in bounds if first <= b <= end])
     )
-  array = _joined(value)
+  array = _concatenate(value)
   if len(bounds) == 2:
     return (array,)
   array = _arrays.gather_axes(array, (axis,))
   return tuple(jax.lax.slice_in_dim(array, *pair, axis=axis) for pair in itertools.pairwise(bounds))
 
 
-def _joined(value: Any) -> Any:
-  return jnp.concatenate(value.arrays, value.axis) if isinstance(value, _Parts) else value
+def _concatenate(value: Any) -> Any:
+  return jnp.concatenate(value.arrays, value.axis) if isinstance(value, _SplitArray) else value
 
 
-def _whole(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _without_splits(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
   """The values of variables, none in parts and all sharded as the variables are."""
   return [
-    _arrays.place_by(_joined(value), variable.aval.sharding) if isinstance(value, _Parts) else value
+    _arrays.place_by(_concatenate(value), variable.aval.sharding)
+    if isinstance(value, _SplitArray)
+    else value
     for value, variable in zip(values, variables, strict=True)
   ]
 
 
-def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
-  """A part of an equation's result, with `size` entries along `axis`."""
+def _compute_part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
+  """Computes a part of an equation's result, with `size` entries along `axis`."""
   name, settings = equation.primitive.name, dict(equation.params)
   for key, value in equation.params.items():
     if isinstance(value, jax.sharding.NamedSharding):
@@ -98,30 +101,28 @@ def _part(equation: Any, values: Sequence[Any], axis: int, size: int) -> Any:
   return result
 
 
-def _axes(equation: Any, operand: int) -> tuple[int | None, ...]:
-  """For each axis of a result the operand's along which entries keep their places; () if lost."""
+def _aligned_axes(equation: Any, operand: int) -> tuple[int | None, ...]:
+  """For each axis of the result the operand's axis that runs along it, or None.
+
+  ``()`` if the equation can't be computed part by part.
+  """
   shape = equation.invars[operand].aval.shape
-  if _passes_each(equation):
+  rule = _primitives.rule_of(equation)
+  if rule.is_identity:
     return tuple(range(len(shape)))
-  if equation.primitive.name not in ("transpose", "reshape", *_views.POINTWISE):
+  if not rule.is_pointwise and equation.primitive.name not in ("transpose", "reshape"):
     return ()
-  view = _views.follow(equation, operand, _views.whole(0, shape), 0)
-  dims = view.dims if view is not None else ()
-  return tuple(dim[0].axis if _views.is_axis(dim, shape) else None for dim in dims)
+  moved = _primitives.move(equation, operand, _axis_map.identity(0, shape), 0)
+  dims = moved.dims if moved is not None else ()
+  return tuple(dim[0].axis if _axis_map.is_axis(dim, shape) else None for dim in dims)
 
 
-def _passes_each(equation: Any) -> bool:
-  """Whether each result of an equation is the operand in its place."""
-  names = ("optimization_barrier", "pvary", "reshard", "sharding_constraint")
-  return equation.primitive.name in names
-
-
-class _CutScans(_jaxpr.Evaluator[Any]):
+class _SplitScans(_jaxpr.Evaluator[Any]):
   """Computes a program with some of its leaves in parts."""
 
   def visit(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
-    in_parts = any(isinstance(value, _Parts) for value in inputs)
-    if in_parts or _passes_each(equation):
+    in_parts = any(isinstance(value, _SplitArray) for value in inputs)
+    if in_parts or _primitives.rule_of(equation).is_identity:
       return super().visit(equation, inputs)
     return self.bind(equation, inputs)
 
@@ -129,19 +130,19 @@ class _CutScans(_jaxpr.Evaluator[Any]):
     if equation.primitive.name == "scan":
       return self._scan(equation, inputs)
     operands = range(len(inputs))
-    if _passes_each(equation):
-      # XLA 26: each alone, as all results of a barrier have a derivative if one operand has one.
+    if _primitives.rule_of(equation).is_identity:
+      # Each alone: of a barrier, JAX gives all results a derivative if one operand has one.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
-    if any(_axes(equation, i) for i in operands if isinstance(inputs[i], _Parts)):
+    if any(_aligned_axes(equation, i) for i in operands if isinstance(inputs[i], _SplitArray)):
       return [self._result(equation, dict(enumerate(inputs)))]
-    return self.bind(equation, _whole(inputs, equation.invars))
+    return self.bind(equation, _without_splits(inputs, equation.invars))
 
   def _result(self, equation: Any, operands: dict[int, Any]) -> Any:
-    """The result of an equation that :func:`_axes` follows, in parts if it can."""
-    cut = {i: value for i, value in operands.items() if isinstance(value, _Parts)}
-    orders = [(_axes(equation, i), value.axis) for i, value in cut.items()]
+    """The result of an equation that :func:`_aligned_axes` follows, in parts if it can."""
+    cut = {i: value for i, value in operands.items() if isinstance(value, _SplitArray)}
+    orders = [(_aligned_axes(equation, i), value.axis) for i, value in cut.items()]
     if not orders or orders[0][1] not in orders[0][0]:
-      values = _whole(list(operands.values()), [equation.invars[i] for i in operands])
+      values = _without_splits(list(operands.values()), [equation.invars[i] for i in operands])
       (result,) = jax.tree.leaves(equation.primitive.bind(*values, **equation.params))
       return result
     order, axis = orders[0]
@@ -150,25 +151,29 @@ class _CutScans(_jaxpr.Evaluator[Any]):
       _split(value, axis, bounds) if equation.invars[i].aval.shape else (value,) * (len(bounds) - 1)
       for i, value in operands.items()
     ]
-    place = order.index(axis)
+    result_axis = order.index(axis)
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
-    parts = [_part(equation, own, place, size) for *own, size in zip(*split, sizes, strict=True)]
-    return _Parts(tuple(parts), place)
+    parts = [
+      _compute_part(equation, values, result_axis, size)
+      for *values, size in zip(*split, sizes, strict=True)
+    ]
+    return _SplitArray(tuple(parts), result_axis)
 
   def _scan(self, equation: Any, inputs: list[Any]) -> list[Any]:
     """The results of a scan, part by part."""
     settings = equation.params
     consts, carries = _jaxpr.scan_operands(equation)
     shared, between = inputs[:consts], slice(consts, consts + carries)
-    carry = _whole(inputs[between], equation.invars[between])
+    carry = _without_splits(inputs[between], equation.invars[between])
     slices = inputs[consts + carries :]
-    in_parts = [value for value in slices if isinstance(value, _Parts) and value.axis == 0]
+    in_parts = [value for value in slices if isinstance(value, _SplitArray) and value.axis == 0]
     bounds = sorted({0, settings["length"]}.union(*(value.bounds for value in in_parts)))
     split = [_split(value, 0, bounds) for value in slices]
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
       program = settings["jaxpr"]
-      results = _whole(self.run(program, [*shared, *carry, *slices]), program.jaxpr.outvars)
+      results = self.run(program, [*shared, *carry, *slices])
+      results = _without_splits(results, program.jaxpr.outvars)
       return results[:carries], results[carries:]
 
     stacked = []

@@ -1,0 +1,133 @@
+"""Along which dimensions of a value the axes of a leaf run.
+
+Leaves have axes, all other values of a program have dimensions. A value that is computed entry by
+entry from a leaf (by casts, transposes, reshapes, slices, sums with constants) has an *axis map*:
+for each of its dimensions the axis of the leaf that runs along it. A reshape may split an axis into
+*sub-axes* and merge sub-axes into one dimension, so a dimension is a tuple of them:
+
+  kernel                [8, 12]      dims ((0:8,), (1:12,))
+  kernel.reshape(8,3,4) [8, 3, 4]    dims ((0:8,), (1:3,), (1:4,))
+  ... .reshape(24, 4)   [24, 4]      dims ((0:8, 1:3), (1:4,))
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import math
+from typing import NamedTuple
+from typing import TypeAlias
+
+NO_AXIS = -1
+
+
+class SubAxis(NamedTuple):
+  """A part of an axis of a leaf; the axis is `NO_AXIS` for entries that run along none."""
+
+  axis: int
+  size: int
+
+
+# Outermost first; the product of the sizes is the dimension's.
+Dimension: TypeAlias = tuple[SubAxis, ...]
+
+
+class AxisMap(NamedTuple):
+  """Along which dimensions of a value the axes of a leaf run.
+
+  Attributes:
+    leaf: the number of the leaf.
+    dims: the dimensions of the value.
+    sliced: the axes along which the value is one of many slices, as a scan or an index takes them.
+    gathered: the axes along which data chose the slice.
+    contracted: the axes that a product with other params, or with constants, summed over.
+  """
+
+  leaf: int
+  dims: tuple[Dimension, ...]
+  sliced: frozenset[int] = frozenset()
+  gathered: frozenset[int] = frozenset()
+  contracted: frozenset[int] = frozenset()
+
+  def axes(self, dims: Iterable[int] | None = None) -> frozenset[int]:
+    """The leaf's axes that run along some dimensions, or along any."""
+    chosen = self.dims if dims is None else [self.dims[i] for i in dims]
+    return frozenset(part.axis for dim in chosen for part in dim if part.axis != NO_AXIS)
+
+  def first_slice(self) -> "AxisMap":
+    """The map of one slice along the first dimension, as the body of a scan gets it."""
+    return self._replace(dims=self.dims[1:], sliced=self.sliced | self.axes([0]))
+
+  def stack(self) -> "AxisMap":
+    """The map of several of these values, stacked as a scan stacks its outputs."""
+    return self._replace(dims=((), *self.dims))
+
+  def slice_along(self, dims: Iterable[int], by_data: bool) -> "AxisMap":
+    """The map after data, or the program, chose a slice along some dimensions; keeps `dims`."""
+    axes = self.axes(dims)
+    if by_data:
+      return self._replace(gathered=self.gathered | axes)
+    return self._replace(sliced=self.sliced | axes)
+
+  def resize(self, shape: Sequence[int], by_data: bool) -> "AxisMap | None":
+    """The map of a part of the value, or of the value padded; one entry is a slice."""
+    if not self.dims:
+      return self._replace(dims=tuple(map(no_axis, shape)))
+    if len(self.dims) != len(shape):
+      return None
+    dims, chosen = [], []
+    for i, (dim, size) in enumerate(zip(self.dims, shape, strict=True)):
+      if size_of(dim) != size:
+        if by_data or size == 1:
+          chosen.append(i)
+        axis = dim[0].axis if len(dim) == 1 and size != 1 else NO_AXIS
+        dim = (SubAxis(axis, size),)
+      dims.append(dim)
+    return self.slice_along(chosen, by_data)._replace(dims=tuple(dims))
+
+  def reshape(self, order: Sequence[int], shape: Sequence[int]) -> "AxisMap | None":
+    """The map after a reshape with dimensions in an order; None if it splits one unevenly."""
+    dims = _split_and_merge([part for i in order for part in self.dims[i]], shape)
+    return None if dims is None else self._replace(dims=dims)
+
+
+def identity(leaf: int, shape: Sequence[int]) -> AxisMap:
+  """The map of a leaf itself."""
+  return AxisMap(leaf, tuple((SubAxis(axis, size),) for axis, size in enumerate(shape)))
+
+
+def no_axis(size: int) -> Dimension:
+  """A dimension along which no axis runs."""
+  return (SubAxis(NO_AXIS, size),)
+
+
+def is_axis(dim: Dimension, shape: Sequence[int]) -> bool:
+  """Whether one whole axis of a leaf of a shape runs along a dimension."""
+  return len(dim) == 1 and dim[0].axis != NO_AXIS and dim[0].size == shape[dim[0].axis]
+
+
+def size_of(dim: Dimension) -> int:
+  """The size of a dimension."""
+  return math.prod(part.size for part in dim)
+
+
+def _split_and_merge(parts: list[SubAxis], shape: Sequence[int]) -> tuple[Dimension, ...] | None:
+  """Sub-axes in the dimensions of another shape; None if one would be split unevenly."""
+  if 0 in shape:
+    return None
+  remaining = parts[::-1]
+  dims: list[Dimension] = []
+  for size in shape:
+    dim: list[SubAxis] = []
+    missing = size
+    while missing > 1 or (not dim and remaining and remaining[-1].size == 1):
+      axis, available = remaining.pop()
+      taken = min(available, missing)
+      if available % taken or missing % taken:
+        return None
+      if available > taken:
+        remaining.append(SubAxis(axis, available // taken))
+      dim.append(SubAxis(axis, taken))
+      missing //= taken
+    dims.append(tuple(dim) or no_axis(size))
+  if dims:
+    dims[-1] += tuple(remaining[::-1])
+  return tuple(dims)

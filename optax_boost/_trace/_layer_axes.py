@@ -1,0 +1,362 @@
+"""What a traced loss tells of its params: each leaf's axes, and the order in which they are used.
+
+The equation in which a leaf first meets data tells its axes apart. The *fan-in* are the axes that a
+product sums over there. *Stacked* axes are those that a scan slices, that index one of many
+kernels, or along which each kernel has data of its own (``vmap``, experts); a *layer* is one slice
+along them. All others are *outputs*. Rows of an embedding are looked up, so it has no fan-in.
+"""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_boost import _base
+from optax_boost import _tree
+from optax_boost._trace import _jaxpr
+from optax_boost._trace import _leaf_uses
+from optax_boost._trace._leaf_uses import UseKind
+
+
+class Axes(NamedTuple):
+  """The axes of a leaf, ascending; each is in one of the first three.
+
+  Attributes:
+    fan_in: summed over where the leaf first meets data.
+    stacked: along which the leaf holds layers, or experts.
+    outputs: all others.
+    window: the axes of `fan_in` along which a convolution slides.
+  """
+
+  fan_in: tuple[int, ...]
+  stacked: tuple[int, ...]
+  outputs: tuple[int, ...]
+  window: tuple[int, ...] = ()
+
+  @property
+  def mixes_inputs(self) -> bool:
+    """Whether an output has several inputs, unlike in embeddings and depthwise convolutions."""
+    return set(self.fan_in) > set(self.window)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LayerAxes:
+  """What a traced loss tells of its params. Static: a pytree without leaves, hashable.
+
+  Attributes:
+    paths: the path of each leaf.
+    axes: each leaf's axes; None if the loss does not tell, or does not use the leaf.
+    uses: the leaves, by number, in the order in which they meet data; a leaf that is used again is
+      repeated.
+    scans: the scans over layers, in the order of the program.
+    unknown_primitives: for each leaf without axes the primitives that it went into, and that the
+      analysis does not know.
+  """
+
+  paths: tuple[str, ...]
+  axes: tuple[Axes | None, ...]
+  uses: tuple[int, ...]
+  scans: tuple[_leaf_uses.LayerScan, ...]
+  unknown_primitives: tuple[tuple[str, ...], ...]
+
+  def __str__(self) -> str:
+    lines = []
+    for path, axes, primitives in zip(self.paths, self.axes, self.unknown_primitives, strict=True):
+      if axes is None:
+        text = "unknown" + (f" after {', '.join(primitives)}" if primitives else "")
+      else:
+        kinds = {"layers": axes.stacked, "fan-in": axes.fan_in, "outputs": axes.outputs}
+        text = ", ".join(f"{kind} {numbers}" for kind, numbers in kinds.items() if numbers)
+      lines.append(f"{_tree.leaf_name(path)}: {text or 'scalar'}")
+    return "\n".join(lines)
+
+  def explain_unknown(self, paths: Collection[str]) -> str:
+    """A sentence for a warning: the primitives that hide axes of some leaves; ``""`` if none do."""
+    hidden = {
+      path: primitives
+      for path, primitives in zip(self.paths, self.unknown_primitives, strict=True)
+      if primitives and path in paths
+    }
+    if not hidden:
+      return ""
+    names = sorted({f"`{name}`" for primitives in hidden.values() for name in primitives})
+    leaves = ", ".join(f"'{_tree.leaf_name(path)}'" for path in list(hidden)[:6])
+    more = ", ..." if len(hidden) > 6 else ""
+    return (
+      f"A trace of the loss does not tell the axes of {leaves}{more}: there is no rule for the"
+      f" primitives that these leaves enter, {', '.join(names)}. Add one to"
+      " `optax_boost._trace._primitives.RULES`."
+    )
+
+
+class DeferredLayerAxes:
+  """The :class:`LayerAxes` of a loss that is being traced; made when a method needs it."""
+
+  def __init__(self, describe: Callable[[], LayerAxes]) -> None:
+    self.describe = functools.cache(describe)
+
+
+class Leaf(NamedTuple):
+  """A leaf of a tree, as the rules of the methods see it."""
+
+  path: str  # the keys joined by `/`, as in `block_1/conv/kernel`
+  shape: tuple[int, ...]
+  axes: Axes | None = None  # if a trace of the loss tells them
+
+  @property
+  def stacked(self) -> tuple[int, ...]:
+    """The axes along which the leaf holds layers."""
+    return self.axes.stacked if self.axes is not None else ()
+
+  @property
+  def axes_of_layer(self) -> tuple[int, ...]:
+    """The axes of one layer: all but the stacked ones."""
+    return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
+
+  @property
+  def shape_of_layer(self) -> tuple[int, ...]:
+    """The shape of one layer."""
+    return tuple(self.shape[axis] for axis in self.axes_of_layer)
+
+  @property
+  def stacked_shape(self) -> tuple[int, ...]:
+    """The sizes of the stacked axes, ``()`` for a leaf that is one layer."""
+    return tuple(self.shape[axis] for axis in self.stacked)
+
+  @property
+  def num_layers(self) -> int:
+    """How many layers the leaf holds."""
+    return math.prod(self.stacked_shape)
+
+
+_EMBEDDING = re.compile(r"(^|[/.])[a-z_]*(embedding([/.]weight)?|embeddings|embeds?)$")
+_KERNEL = re.compile(r"(^|[/.])(kernel|weight|w)$")
+# Flax's attention: of [features, heads, head features] only the first axis is fan-in.
+_ATTENTION_INPUT = re.compile(r"(^|[/.])(query|key|value)[/.]kernel$")
+
+
+def fan_in(leaf: Leaf, layout: str) -> tuple[int, ...]:
+  """The axes of one output's incoming weights: as the loss tells, or by name and layout."""
+  if leaf.axes is not None and leaf.axes.fan_in:
+    return leaf.axes.fan_in
+  if layout == "torch":
+    return leaf.axes_of_layer[1:]
+  is_attention = len(leaf.axes_of_layer) == 3 and _ATTENTION_INPUT.search(leaf.path)
+  return leaf.axes_of_layer[: 1 if is_attention else -1]
+
+
+def leaves_of(tree: Any, described: LayerAxes | None = None) -> list[Leaf]:
+  """The leaves of a tree, in the order of ``jax.tree.leaves``.
+
+  Leaves that `described` lacks, or that have another rank there, have no known axes.
+  """
+  by_path = dict(zip(described.paths, described.axes, strict=True)) if described is not None else {}
+  leaves = []
+  for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+    axes, rank = by_path.get(path), jnp.ndim(leaf)
+    known = axes is not None and len(axes.fan_in + axes.stacked + axes.outputs) == rank
+    leaves.append(Leaf(path, jnp.shape(leaf), axes if known else None))
+  return leaves
+
+
+def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) -> LayerAxes:
+  """Reads the axes of the params from a trace of the loss.
+
+  :func:`make_train_step` does this by itself. In a loop of your own, pass the result as `layers` to
+  the methods that take it. Nothing is computed; arrays may be abstract.
+
+  A leaf's axes are told by the operation in which it first meets data. Axes that a matrix product
+  or a convolution sums over are the fan-in; axes that a scan slices, that index one of many
+  kernels, or along which each kernel has data of its own (``vmap``, experts) hold layers; the
+  others are outputs. Rows of embeddings are looked up, so these have no fan-in. A kernel whose
+  input no data goes into (noise, constants, learned tables) has the fan-in of its product with it.
+
+  Args:
+    loss_fn: the loss, as ``loss_fn(params, *args)``; aux is ignored.
+    params: the params.
+    *args: the loss's other arguments: statistics, batch, rng. A loss from ``nnx.split_loss`` or
+      ``linen.split_loss`` takes its model state first.
+
+  Returns:
+    A description of all leaves: hashable, a pytree without leaves. The axes of a leaf are unknown
+    if the loss does not use it, or passes it to a primitive that the analysis does not know;
+    ``print`` shows the primitive's name.
+
+  Raises:
+    TypeError: `loss_fn` is not callable, or a leaf of the other arguments is not an array.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_boost
+    >>> def loss_fn(params, x):
+    ...   x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])
+    ...   return jnp.mean(x @ params["head"])
+    >>> params = {"blocks": jnp.ones((4, 8, 8)), "head": jnp.ones((8, 1))}
+    >>> layers = optax_boost.layer_axes(loss_fn, params, jnp.ones((2, 8)))
+    >>> print(layers)
+    blocks: layers (0,), fan-in (1,), outputs (2,)
+    head: fan-in (0,), outputs (1,)
+    >>> tx = optax_boost.centralize(layers=layers)
+  """
+  return describe(trace(loss_fn, params, args), params, data_flags(loss_fn, args))
+
+
+def trace(loss_fn: Callable[..., Any], params: optax.Params, args: tuple[Any, ...]) -> Any:
+  """The program of ``loss_fn(params, *args)``, after checks of the arguments."""
+  _base.check_callable("loss_fn", loss_fn, "loss_fn(params, *args)")
+  for name, tree in (("params", params), ("args", args)):
+    _tree.check_traceable(name, tree)
+  return jax.make_jaxpr(_jaxpr.untraced(loss_fn))(params, *args)
+
+
+def data_flags(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> list[bool | None]:
+  """True for each leaf of the arguments, None for the state of a loss that carries one."""
+  state, data = (args[:1], args[1:]) if is_stateful(loss_fn) else ((), args)
+  return [*[None] * len(jax.tree.leaves(state)), *batch_flags(data)]
+
+
+def batch_flags(data: Any) -> list[bool | None]:
+  """True for each leaf of a batch and of other data, None for the constants in it."""
+  flags: list[bool | None] = []
+  for node in jax.tree.leaves(data, is_leaf=_tree.is_constants):
+    flags += [None] * len(jax.tree.leaves(node)) if _tree.is_constants(node) else [True]
+  return flags
+
+
+def stateful(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Marks a loss of a Flax model, ``output, model_state = loss(params, model_state, *args)``."""
+  loss_fn.is_stateful = True  # type: ignore[attr-defined]
+  return loss_fn
+
+
+def is_stateful(loss_fn: Callable[..., Any]) -> bool:
+  """Whether a loss is marked by :func:`stateful`."""
+  return getattr(loss_fn, "is_stateful", False) is True
+
+
+def describe(program: Any, params: Any, data: Sequence[bool | None] | None = None) -> LayerAxes:
+  """Describes the params of a traced loss, whose leaves are the program's first arguments.
+
+  `data` flags the other arguments; None makes one a constant, and all are data without flags.
+  Scalars, constants and noise count as data, in this order, only if all leaves would otherwise
+  meet data in one equation or nowhere. A leaf that has no fan-in then may have one in a product
+  with noise, constants or other leaves, before it meets data.
+  """
+  paths = _tree.leaf_paths(params)
+  shapes = [variable.aval.shape for variable in program.jaxpr.invars]
+  others = program.jaxpr.invars[len(paths) :]
+  flags = [True] * len(others) if data is None else data
+  named = frozenset(leaf for leaf, path in enumerate(paths) if _KERNEL.search(path))
+  analysis = _leaf_uses.LeafUses(named)
+  arguments = [analysis.leaf(shape) for shape in shapes[: len(paths)]]
+  arguments += [
+    analysis.argument(variable.aval.shape, _data_kind(variable.aval, flag))
+    for variable, flag in zip(others, flags, strict=True)
+  ]
+  for loss in analysis.run(program, arguments)[:1]:
+    analysis.note_result(loss)
+  definition, findings = _narrowest_definition(analysis)
+  axes = [_axes(findings, leaf, len(shapes[leaf])) for leaf in range(len(paths))]
+  with_products = analysis.under(_leaf_uses.with_products(definition))
+  for leaf, (path, shape) in enumerate(zip(paths, shapes, strict=False)):
+    if _may_be_kernel(path, shape, axes[leaf]):
+      of_product = _axes(with_products, leaf, len(shape))
+      if of_product is not None and of_product.fan_in:
+        axes[leaf] = of_product
+  unknown_primitives = [
+    names if axes[leaf] is None else () for leaf, names in enumerate(findings.unknown_primitives)
+  ]
+  return LayerAxes(
+    paths=tuple(paths),
+    axes=tuple(axes),
+    uses=tuple(_order(findings)),
+    scans=tuple(findings.scans),
+    unknown_primitives=tuple(unknown_primitives),
+  )
+
+
+def _narrowest_definition(
+  analysis: _leaf_uses.LeafUses,
+) -> tuple[_leaf_uses.Definitions, _leaf_uses.Findings]:
+  """The narrowest definition by which leaves meet data in several equations, and what it finds.
+
+  If there is none, the one by which they meet data at all.
+  """
+  candidates = []
+  for definition in _leaf_uses.DEFINITIONS:
+    findings = analysis.under(definition)
+    count = _count_equations(findings)
+    if count > 1:
+      return definition, findings
+    candidates.append((count, definition, findings))
+  _, definition, findings = max(candidates, key=lambda candidate: candidate[0])
+  return definition, findings
+
+
+def _data_kind(aval: Any, flag: bool | None) -> _leaf_uses.DataKind | None:
+  # Noise on the weights, drawn ahead of the forward pass, is not where they are used.
+  if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    return _leaf_uses.DataKind.NOISE
+  if flag is None:
+    return _leaf_uses.DataKind.CONSTANT if aval.size > 1 else None
+  return _leaf_uses.DataKind.ARRAY if aval.size > 1 else _leaf_uses.DataKind.SCALAR
+
+
+def _may_be_kernel(path: str, shape: Sequence[int], axes: Axes | None) -> bool:
+  """Whether a leaf without fan-in may be a kernel whose input is made without data.
+
+  Tables of positions are no kernels, though constants may resize them.
+  """
+  named_otherwise = _tree.is_bias_or_norm(path) or is_embedding(path)
+  return len(shape) > 1 and not named_otherwise and (axes is None or not axes.fan_in)
+
+
+def is_embedding(path: str) -> bool:
+  """Whether a leaf has the name of an embedding."""
+  return _EMBEDDING.search(path) is not None
+
+
+def _count_equations(findings: _leaf_uses.Findings) -> int:
+  """In how many equations leaves meet data for the first time, outside of penalties."""
+  first: dict[int, int] = {}
+  for number, uses in enumerate(findings.uses):
+    for use in uses:
+      if use.kind != UseKind.PENALTY:
+        first.setdefault(use.leaf, number)
+  return len(set(first.values()))
+
+
+def _order(findings: _leaf_uses.Findings) -> list[int]:
+  """The leaves in the order of their uses; those in penalties alone come last."""
+  used: list[int] = []
+  in_penalties: set[int] = set()
+  for uses in findings.uses:
+    used += dict.fromkeys(use.leaf for use in uses if use.kind != UseKind.PENALTY)
+    in_penalties |= {use.leaf for use in uses if use.kind == UseKind.PENALTY}
+  return used + sorted(in_penalties - set(used))
+
+
+def _axes(findings: _leaf_uses.Findings, leaf: int, rank: int) -> Axes | None:
+  """The axes of a leaf, by its first use that tells them."""
+  of_experts = [use for use in findings.expert_uses if use.leaf == leaf]
+  uses = [use for uses in findings.uses for use in uses if use.leaf == leaf] + of_experts
+  # Rows of a tied embedding are looked up, and contracted where it is the last layer.
+  telling = [UseKind.GENERATED, UseKind.LOOKUP, UseKind.CONTRACTED, UseKind.ENTRYWISE]
+  if of_experts:
+    telling.remove(UseKind.LOOKUP)
+  for kind in telling:
+    for use in uses:
+      if use.kind == kind:
+        stacked = (use.stacked | findings.batch_axes[leaf]) - use.fan_in
+        outputs = frozenset(range(rank)) - stacked - use.fan_in
+        return Axes(*(tuple(sorted(axes)) for axes in (use.fan_in, stacked, outputs, use.window)))
+  return None

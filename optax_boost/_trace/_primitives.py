@@ -1,0 +1,277 @@
+"""The primitives that the analyses know: one table, one entry for each.
+
+A :class:`Rule` says how a primitive carries the axes of leaves from its operands to its results. To
+teach the analyses a primitive, add its name to :data:`RULES`: with the rule of a like primitive, as
+``POINTWISE``, or with a rule of its own. Primitives that hold a program (``scan``, ``cond``,
+``jit``, ...) need no entry, for ``_jaxpr.Interpreter`` enters them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+from optax_boost._trace import _axis_map
+from optax_boost._trace._axis_map import AxisMap
+
+
+class Product(NamedTuple):
+  """The dimensions of a product's two operands, of which some are summed over.
+
+  Attributes:
+    contracted: those summed over, of each operand.
+    batch: those along which each slice of one operand meets a slice of the other.
+    sources: for each dimension of the result, the operands and dimensions that run along it.
+    window: of the second operand, those along which a convolution slides.
+    groups: the groups of a convolution's outputs, each of which has inputs of its own.
+  """
+
+  contracted: tuple[tuple[int, ...], tuple[int, ...]]
+  batch: tuple[tuple[int, ...], tuple[int, ...]]
+  sources: tuple[tuple[tuple[int, int], ...], ...]
+  window: tuple[int, ...] = ()
+  groups: int = 1
+
+
+class Rule(NamedTuple):
+  """How a primitive carries the axes of leaves from its operands to its results.
+
+  Attributes:
+    move: ``move(equation, operand, axis_map, shape, by_data)`` gives the axis map of a result of
+      this shape, from that of an operand, or None if the result does not hold the operand's
+      entries. `by_data`: whether the indices of a lookup were computed from data. None: no result
+      of the primitive holds an operand's entries.
+    is_entrywise: whether each entry of an operand goes to an entry of a result, or to none. A leaf
+      that meets data in such a primitive has no fan-in there.
+    is_pointwise: whether further the operands are scalars or have the result's shape, and entries
+      at one index make the entry at this index.
+    is_lookup: whether the operands after the first are indices into it.
+    is_identity: whether each result is the operand in the same position.
+    product: ``product(equation)`` gives the dimensions of a product; None: it is none.
+  """
+
+  move: Callable[[Any, int, AxisMap, Sequence[int], bool], AxisMap | None] | None
+  is_entrywise: bool = False
+  is_pointwise: bool = False
+  is_lookup: bool = False
+  is_identity: bool = False
+  product: Callable[[Any], Product] | None = None
+
+
+def _resize(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  return axis_map.resize(shape, by_data)
+
+
+def _dynamic_slice(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  return axis_map.resize(shape, by_data) if operand == 0 else None
+
+
+def _gather(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  if operand != 0:
+    return None
+  numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+  batched = numbers.operand_batching_dims
+  dropped = {*numbers.collapsed_slice_dims, *batched}
+  rank = len(axis_map.dims)
+  kept = [i for i in range(rank) if i not in dropped]
+  sliced = [
+    i for i in range(rank) if i not in batched and sizes[i] != _axis_map.size_of(axis_map.dims[i])
+  ]
+  dims = list(map(_axis_map.no_axis, shape))
+  for out, i in zip(numbers.offset_dims, kept, strict=True):
+    dims[out] = _axis_map.no_axis(shape[out]) if i in sliced else axis_map.dims[i]
+  of_batch = axis_map.slice_along(batched, by_data=False)
+  return of_batch.slice_along(sliced, by_data)._replace(dims=tuple(dims))
+
+
+def _transpose(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap:
+  order = equation.params["permutation"]
+  return axis_map._replace(dims=tuple(axis_map.dims[i] for i in order))
+
+
+def _reshape(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap | None:
+  return axis_map.reshape(equation.params["dimensions"] or range(len(axis_map.dims)), shape)
+
+
+def _broadcast(
+  equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+) -> AxisMap:
+  sizes = equation.invars[operand].aval.shape
+  dims = list(map(_axis_map.no_axis, shape))
+  for i, out in enumerate(equation.params["broadcast_dimensions"]):
+    if sizes[i] == shape[out]:
+      dims[out] = axis_map.dims[i]
+  return axis_map._replace(dims=tuple(dims))
+
+
+def _drop(dimensions: str) -> Callable[..., AxisMap]:
+  """A rule's `move` that drops the dimensions in a parameter of the equation."""
+
+  def move(
+    equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  ) -> AxisMap:
+    dropped = equation.params[dimensions]
+    kept = tuple(dim for i, dim in enumerate(axis_map.dims) if i not in dropped)
+    return axis_map._replace(dims=kept)
+
+  return move
+
+
+def _dot_general(equation: Any) -> Product:
+  contracted, batch = equation.params["dimension_numbers"]
+  return _matrix_product(equation, contracted, batch)
+
+
+def _ragged_dot(equation: Any) -> Product:
+  numbers = equation.params["ragged_dot_dimension_numbers"]
+  contracted, batch = numbers.dot_dimension_numbers
+  return _matrix_product(equation, contracted, batch, tuple(numbers.rhs_group_dimensions))
+
+
+def _matrix_product(
+  equation: Any, contracted: Any, batch: Any, group_dims: tuple[int, ...] = ()
+) -> Product:
+  """A product whose second operand may have a kernel for each group of the first one's rows."""
+  pairs = list(zip(*batch, strict=True))
+  used = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *group_dims}]
+  free = [
+    ((i, d),) for i in range(2) for d in range(equation.invars[i].aval.ndim) if d not in used[i]
+  ]
+  return Product(
+    (tuple(contracted[0]), tuple(contracted[1])),
+    (tuple(batch[0]), (*batch[1], *group_dims)),
+    (*(((0, a), (1, b)) for a, b in pairs), *free),
+  )
+
+
+def _convolution(equation: Any) -> Product:
+  numbers = equation.params["dimension_numbers"]
+  rows, inputs, *_ = numbers.lhs_spec
+  outputs, features, *window = numbers.rhs_spec
+  of_result = {numbers.out_spec[0]: ((0, rows),), numbers.out_spec[1]: ((1, outputs),)}
+  return Product(
+    contracted=((inputs,), (features, *window)),
+    batch=((), ()),
+    sources=tuple(of_result.get(i, ()) for i in range(len(numbers.out_spec))),
+    window=tuple(window),
+    groups=equation.params["feature_group_count"],
+  )
+
+
+def _product_rule(product: Callable[[Any], Product]) -> Rule:
+  def move(
+    equation: Any, operand: int, axis_map: AxisMap, shape: Sequence[int], by_data: bool
+  ) -> AxisMap | None:
+    if operand > 1:
+      return None
+    of_equation = product(equation)
+    dims = list(map(_axis_map.no_axis, shape))
+    for out, sources in enumerate(of_equation.sources):
+      for source, dim in sources:
+        if source == operand:
+          dims[out] = axis_map.dims[dim]
+    contracted = axis_map.contracted | axis_map.axes(of_equation.contracted[operand])
+    return axis_map._replace(dims=tuple(dims), contracted=contracted)
+
+  return Rule(move, product=product)
+
+
+# A result's entry is computed from the entries at its index, or from scalars.
+POINTWISE = Rule(_resize, is_entrywise=True, is_pointwise=True)
+# Entries change places, or devices; a collective combines those of several devices.
+ENTRYWISE = Rule(_resize, is_entrywise=True)
+# Each result is an operand; only the compiler sees a difference.
+IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)
+# A result holds some entries of an operand, or an operand among others.
+PART = Rule(_resize, is_entrywise=True)
+# An operand's entries are written over others, at indices that are operands.
+UPDATE = Rule(None, is_entrywise=True)
+REDUCTION = Rule(_drop("axes"))
+
+RULES: dict[str, Rule] = {
+  # Arithmetic.
+  **dict.fromkeys(
+    ("add", "add_any", "div", "max", "min", "mul", "neg", "rem", "sub", "clamp", "select_n"),
+    POINTWISE,
+  ),
+  # Casts and copies.
+  **dict.fromkeys(
+    ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"), POINTWISE
+  ),
+  # Functions of numbers.
+  **dict.fromkeys(
+    (
+      *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos"),
+      *("cosh", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "integer_pow"),
+      *("lgamma", "log", "log1p", "logistic", "pow", "round", "rsqrt", "sign", "sin", "sinh"),
+      *("sqrt", "square", "tan", "tanh"),
+    ),
+    POINTWISE,
+  ),
+  # Comparisons and logic.
+  **dict.fromkeys(
+    ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "xor"), POINTWISE
+  ),
+  # Devices.
+  **dict.fromkeys(("optimization_barrier", "pvary", "reshard", "sharding_constraint"), IDENTITY),
+  **dict.fromkeys(("all_gather", "pbroadcast", "ppermute"), ENTRYWISE),
+  **dict.fromkeys(("pmax", "pmin", "psum", "psum2", "psum_invariant"), ENTRYWISE),
+  # Shapes and indices.
+  "rev": ENTRYWISE,
+  **dict.fromkeys(("concatenate", "pad", "slice", "split"), PART),
+  "dynamic_slice": Rule(_dynamic_slice, is_entrywise=True, is_lookup=True),
+  "gather": Rule(_gather, is_lookup=True),
+  "dynamic_update_slice": UPDATE,
+  **dict.fromkeys(
+    ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), UPDATE
+  ),
+  "transpose": Rule(_transpose),
+  "reshape": Rule(_reshape),
+  "broadcast_in_dim": Rule(_broadcast),
+  "squeeze": Rule(_drop("dimensions")),
+  **dict.fromkeys(
+    ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"), REDUCTION
+  ),
+  "reduce_xor": REDUCTION,
+  # Products.
+  "dot_general": _product_rule(_dot_general),
+  **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _product_rule(_ragged_dot)),
+  "conv_general_dilated": _product_rule(_convolution),
+}
+_UNKNOWN = Rule(None)
+
+
+def is_known(equation: Any) -> bool:
+  """Whether there is a rule for an equation's primitive."""
+  return equation.primitive.name in RULES
+
+
+def rule_of(equation: Any) -> Rule:
+  """The rule of an equation's primitive; of an unknown one, that it moves nothing."""
+  return RULES.get(equation.primitive.name, _UNKNOWN)
+
+
+def product_of(equation: Any) -> Product | None:
+  """The dimensions of a matrix product or a convolution; None for other equations."""
+  find = rule_of(equation).product
+  return None if find is None else find(equation)
+
+
+def move(
+  equation: Any, operand: int, axis_map: AxisMap, result: int, by_data: bool = False
+) -> AxisMap | None:
+  """The axis map of a result of an equation, from that of an operand; None if it has none."""
+  moved_by = rule_of(equation).move
+  if moved_by is None:
+    return None
+  return moved_by(equation, operand, axis_map, equation.outvars[result].aval.shape, by_data)
