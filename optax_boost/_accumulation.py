@@ -164,7 +164,7 @@ class _Accumulate:
       of_window = jax.tree.map(lambda t: _arrays.divide(t, divisor), total)
       of_window = _conditional.cast_like(of_window, grads)
       extra = extra_args | ({"grad": of_window} if "grad" in extra_args else {})
-      # Not for all: optax's line searches refuse arguments that their closures do not take.
+      # Not for every optimizer: optax's line searches refuse arguments that closures do not take.
       if _tree.find_states(state.inner_state, AccumulateState):
         extra["weight"] = weight_sum
       return of_window, extra
@@ -174,7 +174,7 @@ class _Accumulate:
       weight_sum=jnp.where(full, 0.0, weight_sum),
       notfinite_count=_arrays.increment_if(~good, state.notfinite_count),
     )
-    # A window of nothing but bad gradients ends without a step.
+    # A window that holds bad gradients only ends without a step.
     steps = full & (divisor > 0)
     inner_call = call._replace(gradients=mean, go=steps)
     return inner_call, new_state, _Window(total, full, steps)
@@ -220,12 +220,12 @@ class _Accumulate:
 
 
 def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
-  # A loss scale that sees no overflow never comes down, and every micro-batch overflows.
+  # A loss scale that sees no overflow never shrinks, so every micro-batch would overflow.
   return not_finite != "drop" or _protocol.scales_loss(state.inner_state)
 
 
 def _checked_weight(updates: optax.Updates, state: AccumulateState, weight: Any) -> jax.Array:
-  """The weight of a micro-batch in float32; a known one is checked, as are the gradients."""
+  """The weight of a micro-batch in float32; checks the gradients, and a weight if not traced."""
   _tree.check_same_tree(updates, state.accumulator, _METHOD)
   largest = float(jnp.finfo(jnp.float32).max)
   _base.check_number("weight", weight, minimum=0.0, maximum=largest)

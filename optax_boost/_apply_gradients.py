@@ -1,4 +1,4 @@
-"""A step that makes updates and adds them to the params, in one and in place."""
+"""Makes updates and adds them to the params in one call, in place."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def apply_gradients(
   params: optax.Params,
   **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-  """Makes a step: ``tx.update`` and ``optax.apply_updates`` in one, and in place.
+  """Makes a step in place: ``tx.update`` and ``optax.apply_updates`` in one call.
 
   The same arithmetic as ``tx.update``. If :func:`accumulate`, :func:`dynamic_loss_scale`,
   :func:`master_weights`, :func:`stochastic_rounding` or :func:`average_params` is outermost, or

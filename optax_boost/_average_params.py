@@ -29,7 +29,7 @@ _METHOD = "average_params"
 
 
 def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
-  """The average after the k-th snapshot x; an entry that is not finite is not taken."""
+  """The average after the k-th snapshot x; entries of x that are not finite are ignored."""
   dtype = a.real.dtype
   k = k.astype(dtype)
   share = 1 / k
@@ -181,7 +181,7 @@ class _AverageParams:
     number = _arrays.increment_if(due, state.snapshot_count)
 
     average = state.average
-    # Without a leaf there is nothing to carry.
+    # The loop needs an array to carry.
     if jax.tree.leaves(average):
       average = self._snapshot_if(due, number, average, *self._stepped(call, outcome.result))
     return outcome.result, state._replace(average=average, count=count, snapshot_count=number)
@@ -209,7 +209,7 @@ class _AverageParams:
     *operands: Any,
   ) -> optax.Params:
     """The average with the snapshot ``stepped(*operands)`` if it is due, in place."""
-    # A Python number stays one: it is rounded once.
+    # A Python number is not made an array here, so that it is rounded only once.
     traced_decay = self.decay if _base.is_array(self.decay) else None
 
     def take(number: jax.Array, average: optax.Params, decay: Any, *operands: Any) -> optax.Params:
@@ -225,7 +225,7 @@ class _AverageParams:
       _, average = _conditional.once_if(due, lambda kept: (take(number, kept, *operands),), average)
       return average
 
-    # The loop that works in place has no derivative in reverse mode; its rounds are at most one.
+    # A while loop has no reverse-mode derivative. This one makes at most one turn, which has.
     @after.defjvp
     def after_jvp(primals: Any, tangents: Any) -> Any:
       due, number, *arrays = primals

@@ -33,8 +33,8 @@ def centralize(
 
   for each output :math:`j`, :math:`i` over the :math:`n` weights that lead to it. It goes before
   the optimizer in a chain; after ``optax.add_decayed_weights``, as in MindSpore, it centralizes the
-  decay too. A gradient that is not finite stays so, within the output it belongs to. Kernels with
-  one weight per output are left alone: their mean is all of them.
+  decay too. A gradient that is not finite spoils the entries of its own output only. Kernels with
+  one weight per output are left alone, since the mean is the gradient itself.
 
   :func:`make_train_step` reads the fan-in of every leaf from its trace of the loss. In a loop of
   your own pass `layers`: without it, leaves are known by name and `layout` alone, and kernels of
@@ -84,7 +84,7 @@ def centralize(
 
   def centred(g: jax.Array, kernel: _layers.Leaf, mesh_axes: Any) -> jax.Array:
     i = fan_in(kernel)
-    # A mean of one entry is that entry, and would stop the leaf.
+    # The mean of one entry is that entry, so the update would be zero.
     if not i or (mesh_axes is None and math.prod(g.shape[axis] for axis in i) == 1):
       return g
     wide = _arrays.widen(g)
@@ -101,8 +101,8 @@ def centralize(
       _tree.warn_no_effect("`centralize` finds no kernel to centralize.", paths)
 
   warn_once_if_idle = _tree.once_per_tree(warn_if_idle)
-  # The paths of trees of which the first update tells whether there is any kernel: a trace of the
-  # loss may find kernels that their names and shapes don't tell.
+  # Trees, by their paths, in which `init` finds no kernel by names and shapes. A trace of the loss
+  # may find one, so the first update decides whether to warn.
   undecided: set[tuple[str, ...]] = set()
 
   def init(params: optax.Params) -> optax.EmptyState:
@@ -116,7 +116,7 @@ def centralize(
 
   def step(updates: Any, state: Any, params: Any, *, layers: Any = None) -> tuple[Any, Any]:
     layers = _method.check_layers(layers)
-    # The train step's `layers` tell it, which names and shapes alone may not.
+    # The train step passes `layers`, which describe kernels that names and shapes may miss.
     if undecided and tuple(_tree.leaf_paths(updates)) in undecided:
       warn_once_if_idle(updates, layers)
     return kernels.map(centred, updates, layers), state

@@ -1,7 +1,7 @@
-"""The rule of finiteness, for every method: an entry is bad if it is NaN or infinite.
+"""The rule of finiteness for every method: an entry is bad if it is NaN or infinite.
 
-Zero times an entry is zero if it is finite, else NaN. So the sum of these products answers it for a
-whole tree, exactly, in one pass at the speed of memory.
+Zero times an entry is zero if the entry is finite, and NaN otherwise. So the sum of these products
+tells exactly, in one pass over memory, whether a whole tree is finite.
 """
 
 import collections
@@ -30,9 +30,9 @@ def all_finite(
 ) -> jax.Array:
   """Whether every entry of ``divide(tree)``, a tree divided by a number, is finite.
 
-  A finite sum of squares proves it, which XLA for CPUs computes without storing anything; only if
-  squares overflow is every entry looked at. `tree` should exist already, as the check may be
-  skipped.
+  A finite sum of squares proves it, and XLA for CPUs computes the sum without storing anything.
+  Only if the squares overflow, every entry is checked, in a loop. The inputs of a loop are stored,
+  so `tree` should be one that is stored anyway.
   """
   tree = jax.lax.stop_gradient(tree)
   squares = _arrays.sum_squares_of_tree(tree).astype(jnp.float32) / divisor / divisor
@@ -42,10 +42,9 @@ def all_finite(
 def none_lost(new: Any, old: Any, new_state: Any = (), old_state: Any = ()) -> jax.Array:
   """Whether every entry that is finite in `old` is finite in `new`, and in the state likewise.
 
-  An entry that is infinite in `old` may be meant to be, as the first best loss of a search: it may
-  stay so or become finite, but not NaN.
-  Integers are always finite. A param's new value and its new moments are computed from the same
-  arrays, so they are checked in one loop, which reads these once.
+  An entry may be infinite in `old` by intention, as the first best loss of a search: it may stay
+  infinite or become finite, but not NaN. Integers are always finite. A param's new value and its
+  new moments are computed from the same arrays, so one loop checks both and reads the arrays once.
   """
   of_params, of_state = _inexact_pairs(new, old), _inexact_pairs(new_state, old_state)
   return _is_sound(_by_param(of_params, of_state))
@@ -55,7 +54,7 @@ def sum_is_finite(total: Any, addend: Any) -> jax.Array:
   """Whether ``total + addend`` is finite in all entries; a scalar bool.
 
   `total` is a sum that passed before. If the squares of the addend don't overflow, its entries are
-  too small to carry a finite sum beyond the range, and `total` needs not be read.
+  too small to carry a finite sum beyond the range, and `total` need not be read.
   """
   total, addend = jax.lax.stop_gradient((total, addend))
 
@@ -74,7 +73,7 @@ def _every_entry_is_finite(tree: Any) -> jax.Array:
 
 
 def _unless_proven(proven: jax.Array, check: Callable[[], jax.Array]) -> jax.Array:
-  """A check that is made only if its outcome is not known to be True."""
+  """Makes a check unless its outcome is proven to be True."""
   # XLA 11: without the barrier the check would run in every step on TPUs.
   _, holds = _conditional.once_if(
     ~proven, lambda _: (jax.lax.optimization_barrier(check()),), proven
@@ -95,7 +94,7 @@ def _inexact_pairs(new: Any, old: Any) -> list[tuple[Any, Any]]:
 def _by_param(
   of_params: Sequence[tuple[Any, Any]], of_state: Sequence[tuple[Any, Any]]
 ) -> list[list[tuple[Any, Any]]]:
-  """Groups pairs of one shape: those of one param together, small params a few together."""
+  """Groups pairs of one shape: the pairs of a param, or of a few small params, are one group."""
 
   def kind(pair: tuple[Any, Any]) -> Any:
     array = jax.typeof(pair[0])
@@ -119,7 +118,7 @@ def _by_param(
 
 
 def _is_sound(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
-  """Whether no entry of pairs ``(new, old)`` is bad, but where `old` is; `old` may be None."""
+  """Whether no entry of pairs ``(new, old)`` is newly bad; with `old` None, whether none is bad."""
   groups = jax.lax.stop_gradient(groups)
   return jax.lax.platform_dependent(groups, cpu=_sums_in_links, default=_sums)
 
@@ -153,7 +152,7 @@ def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """Zero times each entry, in at least float32; and zero where it was bad before."""
+  """Zero times each entry, in at least float32; zero for entries that were bad before."""
   x = _conditional.in_device_memory(new) + link.astype(new.dtype)
   if old is not None:
     old = _conditional.in_device_memory(old)

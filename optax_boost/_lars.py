@@ -33,9 +33,9 @@ from optax_boost import _tree
 
 @jax.jit
 def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> jax.Array:
-  """The ratio of layers with these squared norms: 1 where one is zero, NaN where not finite.
+  """The trust ratio from squared norms: 1 if a norm is zero, NaN if one is not finite.
 
-  With a rate, min(ratio / rate, 1).
+  If a rate is given, min(ratio / rate, 1).
   """
   w, g = _root(w2), _root(g2)
   finite = jnp.isfinite(w + g)
@@ -52,9 +52,9 @@ def _trust_ratio(w2: Any, g2: Any, eta: Any, wd: Any, eps: Any, rate: Any) -> ja
 
 @jax.jit
 def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> jax.Array:
-  """The direction ratio (clip(g) + wd w), in at least float32; 0 where the ratio is NaN.
+  """The direction ratio (clip(g) + wd w), in at least float32; 0 if the ratio is NaN.
 
-  Without a ratio, 0 where an entry is not finite.
+  Without a ratio, entries that are not finite become 0.
   """
   d = _arrays.widen(g)
   if clip is not None:
@@ -104,7 +104,7 @@ def scale_by_lars_trust_ratio(
 
   A layer whose gradient or weights have no finite norm makes no step: its update is zero and
   `notfinite_count` grows, so one bad batch doesn't pollute the momentum. In a leaf that keeps ratio
-  1, only the entries that are not finite make none.
+  1, only the entries that are not finite are not updated.
 
   Args:
     trust_coefficient: :math:`\eta`; the size of a step relative to the weights. Raising it lets
@@ -292,7 +292,7 @@ def _scale_by_trust_ratio(
       return _trust_ratio(w2, g2, eta, wd, eps, rate).astype(dtype)
 
     trees = (jax.tree.leaves(params), jax.tree.leaves(updates), decayed(params))
-    parts = [_Part(leaf, *own) for (leaf, _), *own in zip(plan, *trees, strict=True)]
+    parts = [_Part(leaf, *of_leaf) for (leaf, _), *of_leaf in zip(plan, *trees, strict=True)]
     acting = [None if skip else part for part, (_, skip) in zip(parts, plan, strict=True)]
     ratios = _ratios(acting, ratio_of, leaves.mesh_axes([part.leaf for part in parts]))
     outputs = []
@@ -335,9 +335,10 @@ def _ratios(
   ratios: list[jax.Array | None] = [None] * len(parts)
   # In the order of the leaves, so that all processes compile the same program.
   for axes in dict.fromkeys(mesh_axes):
-    own = {i: p for i, p in enumerate(parts) if p is not None and mesh_axes[i] == axes}
-    if own:
-      for i, ratio in zip(own, _ratios_along(axes, list(own.values()), ratio_of), strict=True):
+    members = {i: p for i, p in enumerate(parts) if p is not None and mesh_axes[i] == axes}
+    if members:
+      of_members = _ratios_along(axes, list(members.values()), ratio_of)
+      for i, ratio in zip(members, of_members, strict=True):
         ratios[i] = ratio
   return ratios
 
@@ -345,7 +346,7 @@ def _ratios(
 def _ratios_along(
   mesh_axes: Any, parts: list[_Part], ratio_of: Callable[..., jax.Array]
 ) -> list[jax.Array]:
-  """`ratio_of` the squared norms of weights and gradients, summed over mesh axes."""
+  """The trust ratios of leaves whose squared norms are summed over the same mesh axes."""
   leaves, weights, grads, decays = map(list, zip(*parts, strict=True))
 
   def total(squares: Any) -> Any:
@@ -354,7 +355,7 @@ def _ratios_along(
   def one_by_one(weights: Any, grads: Any) -> Any:
     trios = zip(leaves, weights, grads, strict=True)
     squares = total([_sums_of_squares((w, g), leaf.layer_axes) for leaf, w, g in trios])
-    return [ratio_of(w2, g2, own) for (w2, g2), own in zip(squares, decays, strict=True)]
+    return [ratio_of(w2, g2, decay) for (w2, g2), decay in zip(squares, decays, strict=True)]
 
   def at_once(weights: Any, grads: Any) -> Any:
     groups = _arrays.stackable([leaf.stacked for leaf in leaves], weights, grads)

@@ -20,7 +20,7 @@ _METHOD = "layerwise_decay"
 
 @_protocol.declares(scales=("layerwise_decay",))
 class LayerwiseDecayState(NamedTuple):
-  """State of :func:`layerwise_decay`, by whose type its place in a chain is checked.
+  """State of :func:`layerwise_decay`. Its type lets :func:`make_train_step` check a chain's order.
 
   Attributes: none.
   """

@@ -10,8 +10,8 @@ r"""The normalized head: a dense layer on the directions of its inputs and its k
 
 so that, b aside, y_j = s cos(x, W_j) wherever the norms exceed sqrt(eps).
 
-Source: MindSpore Boost's ``CommonHeadLastFN``. Its backward pass clamps small norms at another
-place than its forward pass; this is the forward pass's gradient.
+Source: MindSpore Boost's ``CommonHeadLastFN``. MindSpore's backward pass clamps small norms in
+another place than its forward pass; here the gradient is the derivative of the forward pass.
 """
 
 from typing import Any

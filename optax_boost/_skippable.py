@@ -1,4 +1,4 @@
-"""The driver of steps that may not be made, for ``update`` and for steps in place.
+"""Drives steps that may be skipped, for ``update`` and for steps in place.
 
 A wrapper says what its inner transformation gets and whether a step is made (`before`), and what
 becomes of the outcome (`after`). :func:`run` calls these two, from the outermost wrapper to the
@@ -6,10 +6,10 @@ innermost and back. On the way in the conditions join; the innermost transformat
 any of optax's, makes its step under all of them at once; on the way out each wrapper learns whether
 the step was made. So a step that is not made changes nothing, in every nesting.
 
-A :class:`Landing` says where the step lands: in updates, which someone else adds, or in the params.
-Updates that leave a conditional must exist, as zeros if the step was not made, and state is copied
-in and out. XLA updates the carry of a loop in place (XLA 10): so a step in place carries params and
-inner state through a loop of one turn or none, and a step that is not made costs nothing.
+A :class:`Landing` says where a step's result goes: into updates, which the caller adds, or into the
+params. Updates that leave a conditional are stored, as zeros if the step was not made, and state is
+copied in and out. XLA updates the carry of a loop in place (XLA 10): so a step in place carries
+params and inner state through a loop of one turn or none, and a skipped step costs nothing.
 
 Loop inputs are materialized, so gradients are passed as a function: a wrapper's arithmetic on them
 becomes a part of the loop's work on each leaf.
@@ -50,15 +50,15 @@ def _replaced(place: Any, new: Any, old: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Landing:
-  """Where a step lands, and what is asked of it on the way.
+  """The destination of a step's result, and the checks and casts on the way.
 
   Attributes:
-    in_params: whether the result are new params; else updates.
+    in_params: whether the result is new params; otherwise it is updates.
     in_place: whether a loop makes the step, in place; else a conditional, which can be
       differentiated in reverse mode.
-    agree: if the step's result is checked for entries that become NaN or infinite: whether a flag
-      holds on all devices that make the step together. Else None.
-    cast: gives updates the dtypes that they have in the end, before they are added to the params.
+    agree: tells whether a flag holds on all devices that make the step together. If given, a step
+      that would make an entry NaN or infinite is not made. None: results are not checked.
+    cast: casts updates to their final dtypes, before they are added to the params. None: no cast.
     get: from the place where params are kept to the params of the transformation.
     put: from the place, new params and the params before to the new place.
     read: from the place after a step to the params after it.
@@ -95,7 +95,7 @@ class Landing:
     return condition, *_conditional.cond(condition, call, lambda *carry: carry, *carry)
 
   def holds_if(self, condition: Condition, check: Callable[[], jax.Array]) -> jax.Array:
-    """Whether a check holds, which is made if `condition`; True if it is not made."""
+    """Makes a check if `condition` and returns whether it holds; True if it is not made."""
     if condition is True:
       return check()
     _, held = self.change_if(condition, lambda _: (check(),), jnp.asarray(True))
@@ -128,7 +128,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """What came of a call.
+  """The outcome of a call.
 
   Attributes:
     result: the new place of the params, or updates: zeros if no step was made.
@@ -154,19 +154,20 @@ class Wrapper(Protocol):
     """The transformation about whose steps it decides."""
 
   def before(self, call: Call, state: Any) -> tuple[Call, Any, Any]:
-    """The call of `inner`, the new state, and whatever `after` needs to know.
+    """Returns the call of `inner`, the new state, and a context for `after`.
 
-    Scalars of the new state count only if ``call.go``; arrays must heed it themselves.
+    The driver drops new scalars of the state unless ``call.go``. It keeps new arrays, so `before`
+    must leave them unchanged unless ``call.go``.
     """
 
   def after(self, call: Call, outcome: Outcome, state: Any, context: Any) -> tuple[Any, Any]:
-    """The result of the call, and the new state; `outcome` is of the call of `inner`."""
+    """Returns the call's result and the new state; `outcome` is the outcome of `inner`'s call."""
 
 
 def form_of(update: Callable[..., Any]) -> Any:
   """The form of an ``update`` of ours; None of any other function.
 
-  ``functools.wraps`` copies attributes: a function around ours bears our form and is not ours.
+  ``functools.wraps`` copies attributes, so another function around ours may have our form.
   """
   return None if hasattr(update, "__wrapped__") else getattr(update, "form", None)
 
@@ -190,7 +191,7 @@ def run(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
 
 
 def _scalars_if(condition: Condition, new: Any, old: Any) -> Any:
-  """A state whose scalars are new under a condition, else as they were."""
+  """The new state, with the old state's scalars unless `condition`."""
   if condition is True:
     return new
 
@@ -204,7 +205,7 @@ def _scalars_if(condition: Condition, new: Any, old: Any) -> Any:
 
 
 def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
-  """Makes the step of a transformation that is no wrapper, if it is to be made and is sound."""
+  """Makes the step of a transformation that is not a wrapper, if ``call.go`` and it is sound."""
   landing = call.landing
 
   def update(place: Any, state: Any) -> tuple[Any, optax.Updates, optax.OptState]:
@@ -242,7 +243,7 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
   if go is True:
     made, (result, moved) = go, step(call.place, state)
   elif _conditional.is_concrete(go) and go and ahead is not None:
-    # Outside of a trace: what was checked is the step.
+    # Outside a trace, the step that was computed for the check is the step.
     made, (result, moved) = go, land(call.place, *ahead)
   elif landing.in_params:
     made, result, moved = landing.change_if(go, step, call.place, state)
@@ -256,7 +257,7 @@ def _make(tx: optax.GradientTransformation, call: Call, state: Any) -> Outcome:
 
 
 def _made(before: Any, after: Any) -> Condition:
-  """Whether a transformation that was called made a step, by its state."""
+  """Whether a called transformation made a step, as its states tell."""
   made = _protocol.made_step(before, after)
   return made if isinstance(made, jax.Array) else True
 
@@ -272,7 +273,8 @@ def add_updates(
     exact = _conditional.in_device_memory(exact).astype(total.dtype)
     wide = jnp.promote_types(total.dtype, update.dtype)
     step = exact.astype(wide) - param.astype(wide)
-    # Relative to the step: whatever else changes an update, as a frozen leaf's zero, is added.
+    # Compared relative to the step: an update that was changed, as to zero in a frozen leaf, is
+    # added.
     leads = jnp.isclose(update.astype(wide), step, jnp.finfo(update.dtype).eps, 0, equal_nan=True)
     return jnp.where(leads & reached, exact, total)
 

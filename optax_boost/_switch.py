@@ -1,4 +1,4 @@
-"""One transformation for the first steps, another after, whose state was kept warm meanwhile."""
+"""Switches from one transformation to another, whose state follows the gradients from the start."""
 
 from typing import Any
 from typing import NamedTuple
@@ -28,8 +28,8 @@ class SwitchAfterState(NamedTuple):
     count: scalar int32, calls of ``update``.
     first_state: state of the first transformation; not updated after the switch.
     second_state: state of the second, which sees every step.
-    made: scalar bool, whether the side that acts made a step in the last call: one of
-      :func:`accumulate` makes one at the end of a window.
+    made: scalar bool, whether the side that acts made a step in the last call. A side with
+      :func:`accumulate` makes one at the end of a window only.
   """
 
   count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
@@ -121,7 +121,7 @@ def switch_after(
 
 
 def _refuse_requests(name: str, state: optax.OptState) -> None:
-  """Refuses a side with a request: the loss of every step would follow it."""
+  """Refuses a side whose state requests something of the loss, since every loss would change."""
   for node in _protocol.declaring_states(state, "requests"):
     for request in _WRAPPERS.keys() & set(_protocol.declared(node, "requests")):
       raise ValueError(

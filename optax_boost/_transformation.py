@@ -1,10 +1,11 @@
 """The one way to write a transformation.
 
-A method that computes updates from gradients is :func:`transformation`: ``init(params)`` and
-``step(updates, state, params)``. A method that decides whether another transformation makes its
-step, with which gradients and where it lands, is :func:`wrapper`: it has ``before`` and ``after``
-(:mod:`optax_boost._skippable`). Both get checked arguments, with NumPy's arrays made JAX's. Both
-carry a :class:`Form` that says what they wrap; :func:`wrapped_by` knows it of optax's wrappers.
+:func:`transformation` makes a method that computes updates from gradients, from ``init(params)``
+and ``step(updates, state, params)``. :func:`wrapper` makes a method that decides whether another
+transformation makes its step, with which gradients and where the result goes, from ``before`` and
+``after`` (:mod:`optax_boost._skippable`). Both check the arguments of ``update`` and convert NumPy
+arrays to JAX arrays. Both attach a :class:`Form`, which names the transformations inside;
+:func:`wrapped_by` reads it, and has a table of optax's wrappers.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from optax_boost import _tree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-  """How a transformation of ours is made: the attribute `form` of its ``update``.
+  """Describes a transformation of this package; the attribute `form` of its ``update``.
 
   Attributes:
     method: the name of its factory.
@@ -33,7 +34,7 @@ class Form:
     needs_params: whether ``update`` must be called with params.
     allows_complex: whether leaves may be complex.
     allows_pairs: whether the params may be the pair of ``optax.lookahead``.
-    frozen_groups: for a method whose state requests ``frozen_groups``: which leaf is in which.
+    frozen_groups: the group of each leaf, if the method's state requests ``frozen_groups``.
     wrapper: the method, if it is a wrapper.
   """
 
@@ -143,7 +144,7 @@ def _with_form(
     _orders.check(state)
     return state
 
-  # An attribute of the function: it stays if the pair of functions is copied, as trees are.
+  # An attribute of the function survives if the pair is rebuilt, as `jax.tree.map` rebuilds it.
   update.form = form
   return optax.GradientTransformationExtraArgs(init_fn, update)
 
@@ -168,8 +169,8 @@ _OPTAX_VARIABLES = {
 def wrapped_by(update: Callable[..., Any]) -> list[Callable[..., Any]]:
   """The ``update`` functions of what a transformation wraps, by its own ``update``.
 
-  A wrapper of a user's own tells them by an attribute `wraps` of its ``update`` or of the object
-  whose method this is: a transformation, or a tuple of them. ``jax.jit`` tells the function in it.
+  A user's wrapper names them by an attribute `wraps`, a transformation or a tuple of them, of its
+  ``update`` or of the object whose method it is. ``jax.jit`` names its function in `__wrapped__`.
   """
   form = _skippable.form_of(update)
   if form is not None:
@@ -195,14 +196,14 @@ def wrapped_by(update: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _updates_in(value: Any) -> Iterator[Callable[..., Any]]:
-  """The ``update`` functions in a variable of optax: transformations, or updates, or several."""
+  """The ``update`` functions in a variable of optax: a transformation, an update or a container."""
   if isinstance(value, optax.GradientTransformation):
     yield value.update
   elif isinstance(value, dict):
     yield from _updates_in(tuple(value.values()))
   elif isinstance(value, tuple | list):
     for entry in value:
-      # Of `named_chain`, with names.
+      # `named_chain` keeps pairs of a name and a transformation.
       yield from _updates_in(entry[1] if isinstance(entry, tuple) and _is_named(entry) else entry)
   elif callable(value):
     yield value
@@ -213,7 +214,7 @@ def _is_named(entry: tuple[Any, ...]) -> bool:
 
 
 def forms(tx: optax.GradientTransformation) -> list[Form]:
-  """The forms of all transformations of ours in a transformation, each before those inside it."""
+  """The forms of this package's transformations in a transformation, from the outermost inwards."""
   found, pending = [], [tx.update]
   while pending:
     update = pending.pop()

@@ -1,4 +1,4 @@
-"""How leaves are concatenated into one vector, in chunks that devices own."""
+"""Concatenates leaves into one vector, which is cut into chunks that the devices own."""
 
 from collections.abc import Sequence
 import itertools
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 # Chunks are worked through in blocks of columns: N rows of a block stay in the cache between
-# their inner products, and one loop serves all leaves, so nothing compiles longer for more of
-# them. Longer chunks get longer blocks, because a turn of the loop costs an accelerator as much
-# as a kernel's launch.
+# their inner products, and one loop serves all leaves, so the time to compile does not grow with
+# their number. Longer chunks get longer blocks, because a turn of the loop costs an accelerator as
+# much as a kernel's launch.
 _SHORTEST_BLOCK = 2048
 _MOST_BLOCKS = 256
 
 
 class Layout(NamedTuple):
-  """How the leaves of one dtype are concatenated into a vector, and each device's part of it."""
+  """The concatenation of the leaves of one dtype into a vector, and the chunks of the devices."""
 
   leaves: tuple[int, ...]  # positions among all leaves
   shapes: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
   """The chunk that a device owns of a layout's vector."""
 
   layout: Layout
-  # N vectors of M entries, one per replica; apart, since joining them would be a pass over memory.
+  # N vectors of M entries, one per replica; separate, as joining them would be a pass over memory.
   rows: list[jax.Array]
   blocks: jax.Array  # (T, 4), this chunk's part of `layout.blocks`
 
@@ -77,10 +77,10 @@ def _blocks(
 
 
 def pack(leaves: Sequence[jax.Array], layout: Layout, chunks: int, owner: jax.Array) -> jax.Array:
-  """The leaves of a layout as ``(D, M)``, padded with zeros."""
+  """Concatenates the leaves of a layout, padded with zeros, as chunks ``(D, M)``."""
   flat = [jnp.ravel(leaves[i]) for i in layout.leaves]
-  # Under `vmap`, gradients that are the same everywhere are not mapped, but must be exchanged. A
-  # vector that depends on the replica is mapped; this one has no entries.
+  # `vmap` does not map gradients that are equal on all replicas; the exchange needs mapped rows.
+  # This vector without entries depends on the replica, so every row that contains it is mapped.
   mapped = jnp.full((0,), owner, layout.dtype)
   rows = []
   # XLA 17: row by row, as a concatenation of all leaves would be kept beside its rows.
@@ -104,7 +104,11 @@ def unpack(layouts: Sequence[Layout], vectors: Sequence[jax.Array]) -> list[jax.
 def cut_block(
   chunk: Chunk, rows: Sequence[jax.Array], dtype: Any, turn: jax.Array
 ) -> tuple[jax.Array, ...]:
-  """A block ``(K, B)`` of columns, where it starts, which of them count, and their group."""
+  """Cuts a block of columns out of K rows.
+
+  Returns the block ``(K, B)``, its first column in the chunk, a mask of the columns that belong to
+  its leaf, and the group of that leaf.
+  """
   start, low, high, group = chunk.blocks[turn]
   width = chunk.layout.block
   parts = [jax.lax.dynamic_slice_in_dim(row, start, width).astype(dtype) for row in rows]

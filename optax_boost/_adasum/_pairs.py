@@ -12,8 +12,8 @@ The adaptive sum of a pair is (a - 2^r s_a a) + (b - 2^-r s_b b), where r = n_b 
 
   s_a = <2^-n_a a, 2^-n_b b> / (2 |2^-n_a a|^2)
 
-and s_b likewise, each 0 if its node is zero. 2^r may be out of range, so a is multiplied by about
-its root, twice: what comes out in between is no larger than both of a and b.
+and s_b likewise, each 0 if its node is zero. 2^r may be out of range, so a is multiplied twice by
+about its square root; the product in between is no larger than the larger of a and b.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class Sums(NamedTuple):
 
 
 class Factors(NamedTuple):
-  """What the pairs of a level are combined with: ``(G, K // 2)`` of the first and second nodes."""
+  """The factors of a level's pairs: ``(G, K // 2)`` for the first and for the second nodes."""
 
   ratios: tuple[jax.Array, jax.Array]  # r, -r
   shares: tuple[jax.Array, jax.Array]  # s_a, s_b
@@ -69,7 +69,7 @@ def pair_up(sums: Sums, scales: jax.Array) -> tuple[Factors, jax.Array]:
   """The factors of a level's pairs, and the exponents e of the next level's nodes."""
   pairs = sums.products.shape[1]
   norms = norms_of(sums.squares, scales)
-  # Of the nodes divided by 2^n: squares are below 1, and at least 1/4 unless the node is zero.
+  # The squares of nodes divided by 2^n are below 1, and at least 1/4 unless a node is zero.
   shifts = scales + norms
   squares = jnp.ldexp(sums.squares, -2 * shifts)
   first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
@@ -105,7 +105,7 @@ def orthogonality(
 ) -> jax.Array:
   """The result's squared norm over the gradients' summed ones, over all groups.
 
-  From the sums of the gradients, and of the last level with more than one node.
+  `first` are the sums of the gradients, `last` the sums of the last level with several nodes.
   """
   unit = jnp.max(norms_of(first.squares, first_scales))
   before = jnp.sum(jnp.ldexp(first.squares, -2 * (first_scales + unit)))

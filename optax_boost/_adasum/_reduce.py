@@ -1,4 +1,4 @@
-"""The tree of adaptive sums on chunks of columns, also over devices."""
+"""Walks the tree of adaptive sums on chunks of columns, on one device or over several."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def reduce_stacked(leaves: list[jax.Array], groups: tuple[int, ...]) -> list[jax
   return _only_finite(_layout.unpack(layouts, vectors), groups, finite)
 
 
-# Compiled as a whole also where `update` is called eagerly.
+# Compiled as one program even if `update` is called without `jit`.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def reduce_over_devices(
   leaves: list[jax.Array],
@@ -43,7 +43,7 @@ def reduce_over_devices(
   local_axes: tuple[str, ...],
   shard_axes: tuple[str, ...],
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-  """The sums of all devices' leaves, the orthogonality, and whether a leaf was not finite."""
+  """The adaptive sums over all devices, the orthogonality, and whether a leaf was not finite."""
   replicas, nearby = jax.lax.axis_size(axes), jax.lax.axis_size(local_axes)
   every_axis = axes + local_axes + shard_axes
   layouts = _layout.layouts(leaves, groups, chunks=replicas * nearby)
@@ -67,13 +67,16 @@ def reduce_over_devices(
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-  """The largest entry of a leaf; infinity, which a maximum over devices keeps, in place of NaN."""
+  """The largest magnitude in a leaf, infinity if one is NaN.
+
+  A maximum over devices may lose a NaN, but keeps infinity.
+  """
   wide = _arrays.widen(jnp.max(jnp.abs(jax.lax.stop_gradient(leaf)), initial=0))
   return jnp.where(jnp.isnan(wide), jnp.inf, wide)
 
 
 def _of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
-  """The groups' largest entries on each replica ``(G, N)``, from those of leaves ``(N, L)``."""
+  """The largest magnitudes of groups on each replica ``(G, N)``, from the leaves' ``(N, L)``."""
   members = np.arange(max(groups) + 1)[:, None, None] == np.array(groups)
   return jnp.max(jnp.where(members, largest, 0), axis=2)
 
@@ -81,7 +84,7 @@ def _of_groups(largest: jax.Array, groups: Sequence[int]) -> jax.Array:
 def _only_finite(
   leaves: list[jax.Array], groups: Sequence[int], finite: jax.Array
 ) -> list[jax.Array]:
-  """NaN in place of the leaves of groups that are not finite on some replica."""
+  """Replaces the leaves of a group by NaN if the group is not finite on some replica."""
   pairs = zip(leaves, groups, strict=True)
   return [jnp.where(finite[group], leaf, jnp.nan) for leaf, group in pairs]
 
@@ -122,7 +125,8 @@ def _pass(
 ) -> tuple[list[jax.Array], _pairs.Sums]:
   """One pass over a chunk of a level's nodes.
 
-  Combines their pairs, if `factors` are given, and sums up the resulting nodes with `scales`.
+  If `factors` are given, combines pairs of nodes. If `scales` are given, sums the squares and
+  products of the resulting nodes.
   """
   wide = _arrays.accumulator_dtype(chunk.layout.dtype)
   # The results take the place of the first nodes of pairs, and of a node without a partner.
@@ -153,7 +157,7 @@ def _pass(
       )
     return results, sums
 
-  # Under `shard_map` the loop must know from the start that they vary as the gradients do.
+  # Under `shard_map` the zeros must vary over the gradients' mesh axes, as the loop's results do.
   zero = jnp.where(False, chunk.rows[0][0].astype(wide), 0)
   zeros = _pairs.Sums(jnp.broadcast_to(zero, size), jnp.broadcast_to(zero, (size[0], size[1] // 2)))
   results, sums = jax.lax.fori_loop(0, len(chunk.blocks), turn, (kept, zeros))
@@ -162,7 +166,7 @@ def _pass(
 
 def _mean_nearby(x: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
   """Scatters ``x`` along its first axis over `axes` and averages it there."""
-  # Divided first, or large gradients overflow; in float16 that would cost small ones their bits.
+  # Divided first, or large gradients overflow; in float16 small ones would underflow by that.
   wide = jnp.finfo(x.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
   summed = jax.lax.psum_scatter(x / size if wide else x, axes, scatter_dimension=0)
   return summed if wide else summed / size

@@ -155,9 +155,9 @@ def adasum(
     <https://arxiv.org/abs/2006.02924>`_, 2020.
 
   .. note::
-    Where the two summands of a node cancel to a part c of their norms, rounding errors grow to some
-    1e-6 / c: as those of the gradients, which float32 has rounded, do in exact arithmetic. A node
-    counts as zero only if it is. No sure gain over the mean; see the method's card.
+    If the two summands of a node cancel to a part c of their norms, rounding errors grow to some
+    1e-6 / c. Exact arithmetic would enlarge the rounding errors of float32 gradients as much. A
+    node counts as zero only if it is. No sure gain over the mean; see the method's card.
   """
   names = {
     "axis_name": axis_name,

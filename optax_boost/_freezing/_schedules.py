@@ -1,8 +1,8 @@
-"""When how many groups are frozen: functions of the step and a key.
+"""Schedules of freezing: how many groups are frozen, as functions of the step and a key.
 
   f   the share of steps in which something is frozen
   G   the number of groups; the last is never frozen
-  d   the depths, how many groups may be frozen: at most `max_depths` of 0, ..., G - 1
+  d   the depths: how many groups a step may freeze, at most `max_depths` of 0, ..., G - 1
 
 Sources: MindSpore Boost's ``GradientFreeze``, whose `freeze_p` is 1 - f; Brock et al., "FreezeOut",
 arXiv:1706.04983; Howard & Ruder, "Universal Language Model Fine-tuning", arXiv:1801.06146.
@@ -22,17 +22,17 @@ from optax_boost import _base
 
 # Shares of steps are exact as fractions up to this denominator.
 _LONGEST_PERIOD = 10_000
-# How far a share that is computed from decimals, as 1 - 0.7, may be from the decimal that is meant.
+# How far a computed share, as 1 - 0.7, may be from the decimal that is meant.
 _ROUNDING = 2.0**-52
 # Schedules hold arrays of this length.
 _MOST_GROUPS = 10_000
-# Unless more are asked for: a train step compiles a program for each depth.
+# The default of `max_depths`: a train step compiles a program for each depth.
 _MOST_DEPTHS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class FreezeSchedule:
-  """How many groups are frozen in each step.
+  """A schedule of how many groups are frozen in each step.
 
   Attributes:
     num_groups: the number of groups.
@@ -275,7 +275,7 @@ def progressive_freezing(
   _base.check_bool("anneal", anneal)
   place = depths / (num_groups - 1) if num_groups > 1 else np.ones(1)
   ends = np.maximum(np.round(total_steps * (start + (1 - start) * place**exponent)), 1)
-  # Of each group: that of the last depth at which it is not frozen.
+  # The time of a group is the end of the last depth at which it is not frozen.
   times = ends[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:
@@ -339,7 +339,7 @@ def gradual_unfreezing(
   """
   depths = _spread_depths(num_groups, max_depths)
   _base.check_whole_number("every", every, static=True)
-  # By the number of groups that would be frozen if each had a depth.
+  # The depth for each number of groups that would be frozen if every group had a depth.
   allowed = depths[np.searchsorted(depths, np.arange(num_groups), side="right") - 1]
 
   def frozen_groups(count: jax.Array, key: jax.Array) -> jax.Array:

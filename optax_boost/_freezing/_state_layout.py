@@ -1,8 +1,8 @@
-"""What the leaves of an inner optimizer's state belong to: a leaf of the params, or a step count.
+"""Finds the leaves of an inner optimizer's state that belong to params, and its step counts.
 
 A step count beside trees of the params' structure counts the steps of these moments: ``count`` of
 ``optax.ScaleByAdamState``, by which Adam corrects the bias of `mu` and `nu`. A count that is alone
-in its state counts the steps of the run: that of ``optax.ScaleByScheduleState``.
+in its state counts the steps of the run, as in ``optax.ScaleByScheduleState``.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class Layers:
 
   Attributes:
     groups: the group of each layer.
-    axis: of the layers in the leaf.
-    shape: of the leaf.
+    axis: the axis of the layers in the leaf.
+    shape: the shape of the leaf.
   """
 
   groups: tuple[int, ...]
@@ -88,10 +88,10 @@ def leaf_groups(numbers: Any, leaves: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-  """What the leaves of an inner optimizer's state belong to, in the order of ``jax.tree.leaves``.
+  """The owners of the leaves of an inner optimizer's state, in the order of ``jax.tree.leaves``.
 
   Attributes:
-    groups: of each leaf that belongs to a leaf of the params, the group; None for the others.
+    groups: the group of each leaf that belongs to a leaf of the params; None for other leaves.
     counts: the places of the step counts that belong to moments.
     unclear: the types of states whose integers may or may not belong to their moments.
   """
@@ -119,7 +119,7 @@ class StateLayout:
 
 
 class _OfParams:
-  """Stands in a state for a tree of the params' structure; holds the groups of its leaves."""
+  """Replaces, in a state, a tree of the params' structure; holds the groups of its leaves."""
 
   def __init__(self, tree: Any, groups: Any):
     masked_or_group = jax.tree.map(
@@ -132,7 +132,7 @@ class _OfParams:
 
 
 def find_layout(inner: optax.GradientTransformation, state: Any, groups: Any) -> StateLayout:
-  """The layout of a state; `groups` are those of the params' leaves, as of :func:`leaf_groups`."""
+  """The layout of a state; `groups` are the groups of the params' leaves by :func:`leaf_groups`."""
   try:
     marked = optax.tree.map_params(
       inner, _OfParams, state, groups, transform_non_params=lambda x: x, is_leaf=lambda _: True

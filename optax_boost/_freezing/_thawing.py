@@ -14,7 +14,7 @@ computed with the count of the group that it belongs to.
 
 Values without a count in them are computed once. The layers of a stacked leaf may belong to several
 groups. Then entrywise operations get the counts in an array that broadcasts against the leaf; all
-other operations get those of its last group.
+other operations get the counts of its last group.
 """
 
 from collections.abc import Iterable
@@ -39,19 +39,19 @@ from optax_boost._freezing import _state_layout
 _CALLS = frozenset(_jaxpr.PLAIN_CALLS) - {"checkpoint", "remat", "remat2"}
 
 
-# With whose counts a value is computed: those of a group, of each layer's group, or, if it is None,
+# The counts with which a value is computed: the counts of a group, or of each layer's group. None:
 # the counts of the inner state itself, which every step advances.
 _Owner: TypeAlias = _state_layout.LeafGroup | None
 
 
 class _Value(NamedTuple):
-  """What is known of a value in a program, before it is computed.
+  """A description of a value in a program, before it is computed.
 
   Attributes:
     shape: its shape.
     counted: whether it depends on a step count.
-    owners: the groups of the leaves of which it is made entry by entry.
-    scalar_owners: those of the leaves that have become a scalar (a norm, a ratio) in it.
+    owners: the groups of the leaves from which it is computed entry by entry.
+    scalar_owners: the groups of the leaves of which it contains a scalar (a norm, a ratio).
     pure: whether it is a scalar made of counts alone.
   """
 
@@ -62,7 +62,7 @@ class _Value(NamedTuple):
   pure: bool = False
 
   def computed_for(self, owner: _Owner) -> _Owner:
-    """With whose counts it is computed if a value of `owner` is made of it."""
+    """The owner of the counts with which it is computed, as an operand of a value of `owner`."""
     if not self.counted:
       return None
     of_leaves = self.owners or self.scalar_owners
@@ -90,7 +90,7 @@ def _memory(x: Any) -> Any:
 
 
 def _in_memory(x: Any, space: Any) -> Any:
-  """An array in a memory: a state may be kept in the host's, where nothing is computed."""
+  """Moves an array to a memory space: a state may be in the host's, where nothing is computed."""
   return x if space in (None, _memory(x)) else jax.device_put(x, space)
 
 
@@ -104,7 +104,7 @@ def _is_entrywise(operation: _Operation) -> bool:
 
 
 class _Recorder(_jaxpr.Interpreter[int]):
-  """Lists the operations of a program, those inside its calls, too, and describes its values."""
+  """Lists the operations of a program and of its inner calls, and describes its values."""
 
   def __init__(self) -> None:
     self.values: list[_Value] = []
@@ -159,7 +159,7 @@ class _Computation:
     self._computed: dict[tuple[int, _Owner], Any] = {
       (number, None): value for number, value in [*recorder.constants.items(), *arguments.items()]
     }
-    # Of pure values, the entries of the vectors in `_computed`.
+    # The entries of the vectors that `_computed` has for pure values.
     self._entries: dict[tuple[int, _Owner], Any] = {}
 
   def run(self, results: Iterable[tuple[int, _Owner]]) -> None:
@@ -211,7 +211,7 @@ class _Computation:
     return jnp.stack([_on_device(self.result(number, group)) for group in range(num_groups)])
 
   def _groups_asked(self, operation: _Operation, number: int, owner: _Owner) -> list[_Owner]:
-    """For whom an operation takes a value: for a leaf's layers, or for each of their groups."""
+    """The owners for which an operation needs a value: a leaf's layers, or each of their groups."""
     if (
       isinstance(owner, _state_layout.Layers)
       and self._values[number].pure
@@ -283,7 +283,7 @@ def initial_counts(
   params: optax.Params,
   num_groups: int,
 ) -> tuple[jax.Array, ...]:
-  """The step counts of the groups, a vector for each count of the state's moments.
+  """The step counts of the groups: a vector for each count in the state that belongs to moments.
 
   Warns of counts that may belong to the moments, or to the run.
   """
@@ -325,8 +325,8 @@ def update(
     depth: how many groups are frozen.
 
   Returns:
-    Updates, which for frozen leaves are those of trained ones; the new state and the new counts
-    of the groups, in which the entries of frozen leaves and groups are the old ones.
+    The updates, in which frozen leaves have the updates that trained ones would have; the new state
+    and the new counts of the groups, in which frozen leaves and groups keep their old entries.
   """
   groups = _state_layout.leaf_groups(numbers, gradients)
   layout = _state_layout.find_layout(inner, state, groups)
@@ -352,7 +352,7 @@ def update(
 def _are_equal(
   state_counts: Sequence[Any], counts: Sequence[jax.Array], is_trained: jax.Array | np.ndarray
 ) -> bool:
-  """Whether the counts of all trained groups are known to be those of the state."""
+  """Whether the counts of all trained groups are known to equal the counts in the state."""
   if not counts:
     return True
   if any(isinstance(x, jax.core.Tracer) for x in (*state_counts, *counts, is_trained)):

@@ -32,7 +32,7 @@ class FreezeLayersState(NamedTuple):
     count: scalar int32, steps made; it stops at 2^31 - 1, and the schedule with it.
     frozen_groups: scalar int32, how many groups the next step freezes.
     key: raw key data of the schedule's generator.
-    hidden: the paths that ``optax.masked`` hides from it; no arrays.
+    hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays.
     group_counts: for each step count in `inner_state` that belongs to moments, in the order of
       ``jax.tree.leaves``, a vector with an entry per group: the steps in which it was trained.
     inner_state: the inner optimizer's state. The step counts in it count all steps.
@@ -60,13 +60,13 @@ def freeze_layers(
   A frozen leaf gets no update and no weight decay, and its optimizer state is not updated. Frozen
   gradients are zeroed before `inner`, so norm clipping measures trained leaves only. Each group has
   a step count of its own, as each param has in PyTorch, for Adam and others that correct the bias
-  of their moments by it: a thawed layer's first steps are those of a fresh optimizer. Learning rate
+  of their moments by it: a thawed layer starts like one of a fresh optimizer. Learning rate
   schedules follow the steps of the run.
 
   :func:`make_train_step` reads the depth from the state before each step, compiles one program per
   depth and does not compute the backward pass of frozen groups. Inside your own ``jit``, ``scan``
   or ``vmap`` it can't know the depth and computes the whole backward pass, as does a loop without
-  it. Leaves may be complex.
+  a train step. Leaves may be complex.
 
   Leaves that hold many layers (``nn.scan``, ``nnx.scan``) are frozen layer by layer, with their
   slices of the optimizer's state; a state without the axis of layers, as the norms of
@@ -144,7 +144,7 @@ def freeze_layers(
       inner_state=inner.init(params),
       made=jnp.zeros([], bool),
     )
-    # Before the inner state is looked at, which may warn of a wrapper that is refused.
+    # Checked before the inner state is read, which may warn of a wrapper that is refused here.
     _orders.check(state)
     counts = _thawing.initial_counts(inner, state.inner_state, numbers, params, num_groups)
     return state._replace(group_counts=counts)

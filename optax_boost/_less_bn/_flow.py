@@ -28,7 +28,7 @@ _WINDOWS = ("cumsum", "cummax", "cumprod", "sort", "rev", "reduce_window")
 
 
 def mark_norm(x: jax.Array, path: str) -> jax.Array:
-  """Stands for a normalization while the model is traced, under a name that :func:`trace` finds."""
+  """Marks a normalization in a trace of the model, by a name that :func:`trace` finds."""
   return checkpoint_name(x, _MARK + path)
 
 
@@ -73,7 +73,7 @@ class Flow:
     return bool(self.ancestors[end] >> start & 1)
 
   def source(self, n: int) -> int:
-    """Goes back from a node's input over biases, activations and casts."""
+    """The node whose value becomes a node's input by biases, activations and casts alone."""
     current = self.nodes[n].inputs[0]
     while current:
       gate = self.gate[current]
@@ -94,7 +94,7 @@ def trace(
 ) -> list[Flow]:
   """Traces ``apply(params, state, *args, **kwargs)`` and follows each array among its inputs.
 
-  Everything may be abstract; inputs that are no arrays (flags, strings) are passed on as they are.
+  Everything may be abstract; inputs that are not arrays (flags, strings) are passed on unchanged.
   """
   of_arrays, arrays = on_arrays(apply, args, kwargs)
   closed = jax.make_jaxpr(of_arrays)((params, state), *arrays)
@@ -111,7 +111,7 @@ def is_abstract(leaf: Any) -> bool:
 def on_arrays(
   function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-  """``function(*first, *args, **kwargs)`` of `first` and the arrays among the rest; and these."""
+  """Returns ``function(*first, *args, **kwargs)`` as one of `first` and arrays, and the arrays."""
   leaves, structure = jax.tree.flatten((args, kwargs))
   arrays = {i: leaf for i, leaf in enumerate(leaves) if is_abstract(leaf)}
 
@@ -124,14 +124,14 @@ def on_arrays(
 
 
 class _Value(NamedTuple):
-  """A value of the trace: a node, or else made of these params alone."""
+  """A value of the trace: a node, or a value computed from these params alone."""
 
   node: int | None = None
   params: tuple[str, ...] = ()
 
 
 class _Follower(_jaxpr.Interpreter[_Value]):
-  """Notes the operations on data; one round shows all that a loop does."""
+  """Records the operations on data; one turn of a loop shows all of its operations."""
 
   def __init__(self, nodes: list[Node]):
     self._nodes = nodes

@@ -1,10 +1,10 @@
-"""Dynamic loss scaling: small gradients vanish in float16, so the loss is scaled while it can be.
+"""Dynamic loss scaling, which keeps small gradients from vanishing in float16.
 
 The loss is multiplied by a scale s before it is differentiated, and the gradients are divided by
-it afterwards, in float32: they would vanish after all if they were cast back. So the inner
+it afterwards, in float32: cast back to float16, they would vanish after all. So the inner
 optimizer works in at least float32, its state included. s follows the overflows:
 
-  overflow             no step is made; the h-th since s last grew, and each after it:
+  overflow             no step is made; from the h-th overflow since s last grew on:
                        s <- max(s * backoff, minimum)
   n steps without one  s <- min(s * growth, maximum)
 
@@ -77,8 +77,8 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_count: scalar int32, overflows since the scale last grew.
     notfinite_count: scalar int32, steps that were not made since a gradient was not finite, or a
       param or the inner state would not have been.
-    hidden: the paths that ``optax.masked`` hides from it, without arrays; their gradients keep no
-      scale.
+    hidden: the paths of leaves that ``optax.masked`` hides from the method, without arrays. The
+      train step takes the scale off their gradients.
     inner_state: the inner optimizer's state.
     made: scalar bool, whether the last call made a step.
   """
@@ -136,8 +136,8 @@ def dynamic_loss_scale(
   Returns:
     An :class:`optax.GradientTransformationExtraArgs`. The extra arguments `grad` and `grad_fn` are
     unscaled for `inner`; `value` and `value_fn` are of the loss itself. Updates have the dtype of
-    gradients and params together; those of :func:`master_weights` and :func:`stochastic_rounding`
-    in `inner` stay float32.
+    gradients and params together; if `inner` is :func:`master_weights` or
+    :func:`stochastic_rounding`, they stay float32.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -185,7 +185,7 @@ def _check_scales(minimum: Any, initial_scale: Any, maximum: Any) -> None:
   """Checks the first scale, its floor and its cap: float32 numbers in this order."""
   scales = {"minimum": minimum, "initial_scale": initial_scale, "maximum": maximum}
   for name, value in scales.items():
-    # NumPy prints the largest number rounded up.
+    # NumPy prints the largest float32 as 3.4028235e38, which is rounded up.
     _base.check_number(
       name, value, minimum=float(jnp.finfo(jnp.float32).tiny), maximum=3.4028235e38
     )
@@ -203,7 +203,7 @@ class _LossScale:
 
   inner: optax.GradientTransformationExtraArgs
   initial_scale: Any
-  largest: float  # if the cap of the scale is known
+  largest: float  # the cap of the scale; infinity if it is traced
   next_scale: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
   axis_name: str | tuple[str, ...] | None
   checks_updates: bool
@@ -233,7 +233,7 @@ class _LossScale:
       return self._agree(_finiteness.all_finite(grads, state.loss_scale, divide))
 
     finite = call.landing.holds_if(call.go, are_finite)
-    # A loss scale inside must see every overflow, or it would never come down.
+    # A loss scale inside must see every overflow, or it would never shrink.
     nested = _protocol.scales_loss(state.inner_state)
     go = call.go if nested else _conditional.both(call.go, finite)
     scale, count, overflows = self.next_scale(
@@ -259,7 +259,7 @@ class _LossScale:
     landing = call.landing
     if self.checks_updates:
       landing = landing.checked(self._agree)
-    # Inside of another scale gradients are float32 already: the outer one knows the dtype.
+    # Inside another loss scale gradients are float32 already; the outer one casts the updates.
     if landing.cast is None and not _protocol.declaring_states(state.inner_state, "rounds"):
       landing = dataclasses.replace(landing, cast=_cast_to(call.gradients()[0], call.params))
     return landing
@@ -275,7 +275,7 @@ class _LossScale:
 def _cast_to(
   grads: optax.Updates, params: optax.Params | None
 ) -> Callable[[optax.Updates], optax.Updates]:
-  """Gives updates the dtypes of gradients and params together, in which `inner` computes alone."""
+  """Casts updates to the promoted dtype of gradient and param, as if there were no loss scale."""
   like = grads if params is None else params
 
   def cast(update: jax.Array, grad: jax.Array, param: jax.Array) -> jax.Array:

@@ -53,17 +53,16 @@ def master_weights(
   move the masters; the returned updates move the params to the masters' rounding.
 
   A step in which a master or the inner state would turn NaN or infinite changes nothing and is
-  counted. A master beyond the range of the params' dtype is
-  rounded to the range's end. A param that something else has moved since the last step
-  (``optax.lookahead``, a projection) takes its master along.
+  counted. A master beyond the range of the params' dtype is rounded to the range's end. If a param
+  is changed between two steps (by ``optax.lookahead`` or a projection), its master is set to it.
 
   Args:
     inner: the optimizer of the masters.
     key: a key of ``jax.random.key`` or a seed, for stochastic rounding, whose error is zero on
       average; None: round to nearest. The masters are exact either way.
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
-      all devices make a step or none does. Without it, a bad gradient on one device stops a program
-      whose inner optimizer has collectives. Not needed under ``jit``.
+      all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
+      program whose inner optimizer has collectives. Not needed under ``jit``.
     check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
       ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
       gradients, as ``optax.adam(eps=0)`` does, then goes into masters and state.

@@ -1,7 +1,7 @@
 """Half-precision params without masters: each step rounds them stochastically.
 
-Rounding to nearest loses every update below half the distance to the next number. Rounded up with
-the probability that makes the mean right, such updates arrive on average.
+Rounding to nearest loses every update below half the distance to the next number. Stochastic
+rounding rounds up with the probability that makes the mean right, so such updates act on average.
 
 Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551; Zamirai et
 al., "Revisiting BFloat16 Training", arXiv:2010.06192.
@@ -62,16 +62,16 @@ def stochastic_rounding(
   per param and has no noise.
 
   A step in which a param in float32 or the inner state would turn NaN or infinite changes nothing
-  and is counted. A param beyond the range of its dtype is
-  rounded to its end. Params that are NaN or infinite stay so.
+  and is counted. A param beyond the range of its dtype is rounded to the range's end. Params that
+  are NaN or infinite stay so.
 
   Args:
     inner: the optimizer. Its state is in float32, unless it was told otherwise.
     key: a key of ``jax.random.key`` or a seed. Steps with equal keys and counts round in the same
       way, on one device and sharded.
     axis_name: inside ``shard_map``, the mesh axes over which gradients or params differ, so that
-      all devices make a step or none does. Without it, a bad gradient on one device stops a program
-      whose inner optimizer has collectives. Not needed under ``jit``.
+      all devices make a step or none does. Without it, a bad gradient on one device deadlocks a
+      program whose inner optimizer has collectives. Not needed under ``jit``.
     check: ``"updates"`` computes each step once more, ahead, to see whether its result is finite.
       ``"gradients"`` looks at the gradients alone, in less time: a NaN that `inner` makes of finite
       gradients, as ``optax.adam(eps=0)`` does, then goes into params and state.

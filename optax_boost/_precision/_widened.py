@@ -1,4 +1,4 @@
-"""Steps in float32 of half-precision params: their gradients, their checks and their rounding."""
+"""Makes the steps of half-precision params in float32, checks them and rounds the new params."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -57,7 +57,7 @@ class WideOptimizer:
     def gradients() -> tuple[optax.Updates, dict[str, Any]]:
       return _wide_arguments(*call.gradients(), params)
 
-    # The result tells, as the inner optimizer may cope with a gradient that is not finite.
+    # By default the result is checked: `inner` may handle gradients that are not finite.
     go, finite = call.go, jnp.asarray(True)
     # A loss scale inside must see every overflow: it skips these steps itself.
     if not self.checks_updates and not _protocol.scales_loss(state.inner_state):
@@ -82,7 +82,7 @@ class WideOptimizer:
     )
 
   def _landing(self, outer: _skippable.Landing, state: Any) -> _skippable.Landing:
-    """A landing in wide params; its place is the one of the params, and the masters or None."""
+    """A landing in float32 params; its place is a pair: the params' place, and masters or None."""
 
     def get(place: Any) -> optax.Params:
       params, masters = outer.get(place[0]), place[1]
@@ -93,7 +93,7 @@ class WideOptimizer:
       key = self._step_key(state)
       rounded = _round_like(new, params, key)
       if key is not None:
-        # An entry that the step left as it was, as in a frozen layer, is not rounded again.
+        # An entry that the step did not change, as in a frozen layer, is not rounded again.
         rounded = jax.tree.map(
           lambda n, o, r, p: jnp.where(n == o, p, r), new, old, rounded, params
         )
@@ -106,7 +106,7 @@ class WideOptimizer:
     return landing.checked(self._agree) if self.checks_updates else landing
 
   def _agree(self, flag: jax.Array) -> jax.Array:
-    """Whether a flag holds on all devices: each runs the inner optimizer's collectives, or none."""
+    """Whether a flag holds on all devices, so that all run the inner collectives, or none does."""
     return _conditional.agree(flag, self.axis_name, self.method)
 
   def _step_key(self, state: Any) -> jax.Array | None:
@@ -116,9 +116,10 @@ class WideOptimizer:
     return jax.random.fold_in(key, state.count)
 
   def _follow(self, masters: optax.Params, params: optax.Params) -> optax.Params:
-    """The masters, but for params that something else has moved since the last step.
+    """The masters, replaced by params that were changed since the last step.
 
-    These are not roundings of their masters, to nearest or, with a key, to a neighbour.
+    A param was changed if it is not the rounding of its master: to nearest, or with a key to one of
+    the two neighbours.
     """
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:
@@ -170,7 +171,7 @@ def _wide_arguments(
   def full_gradient(*args: Any, **kwargs: Any) -> Any:
     return _widen(_masking.mask_like(extra_args["full_grad_fn"](*args, **kwargs), updates))
 
-  # The closures take the wide params: the model computes in its params' dtype all the same.
+  # The closures get float32 params and round them, so that the model computes in its own dtype.
   closures = {name: extra_args.get(name) for name in _masking.CLOSURES}
   if closures["full_grad_fn"] is not None:
     closures["full_grad_fn"] = full_gradient
@@ -181,7 +182,7 @@ def _wide_arguments(
 
 
 def _at_rounded(function: Any, params: optax.Params) -> Any:
-  """A function of wide params that hands their rounding to a function of the params."""
+  """Makes a function of the params one of float32 params, which it rounds."""
 
   def rounded(w: Any, p: Any) -> Any:
     return w if _tree.is_masked(w) else w.astype(p.dtype)
@@ -206,7 +207,7 @@ def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: Any) -> j
   magnitude = jnp.abs(x)
   bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32) & jnp.uint32(0x7F800000)
   power = jax.lax.bitcast_convert_type(bits, jnp.float32)  # of two, at most `magnitude`
-  # By powers of two, so exactly; larger, so that no distance is below the smallest normal number.
+  # A power of two scales exactly, and keeps every distance above the smallest normal number.
   scale = jnp.where(power < 1, jnp.float32(2.0**64), jnp.float32(1))
   distance = jnp.maximum(power, info.smallest_normal.astype(jnp.float32)) * scale * float(info.eps)
   steps = magnitude * scale / distance
@@ -259,10 +260,10 @@ def _draws(key: jax.Array, wide: Sequence[jax.Array], like: Sequence[jax.Array])
 
 
 def _difference(rounded: optax.Params, params: optax.Params) -> optax.Updates:
-  """Updates in float32 that lead from params to new ones of their dtype."""
+  """The float32 updates that change params into their new values, which have the params' dtype."""
 
   def subtract(r: jax.Array, p: jax.Array) -> jax.Array:
-    # Infinite params stay: their difference is NaN.
+    # Infinite params stay infinite: the difference of infinities would be NaN.
     return jnp.where(r == p, 0, _arrays.widen(r) - _arrays.widen(p))
 
   return jax.tree.map(subtract, rounded, params)
