@@ -350,6 +350,14 @@ def test_a_call_may_skip_modules_that_the_plan_names():
   assert evaluated.shape == X.shape
 
 
+def test_on_plan_gets_the_changes_and_the_number_of_batch_norms(flax):
+  plans = []
+  removed = removed_in(flax, NnxNet, LinenNet(), on_plan=plans.append)
+  (plan,) = plans
+  assert len(plan.removed) == len(removed) == len(INNER)
+  assert (plan.head, plan.norms) == (None, 8)
+
+
 def test_nothing_is_computed_to_plan():
   abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
   assert removed_from(NnxNet, abstract) == INNER

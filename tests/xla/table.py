@@ -4,9 +4,12 @@ import pathlib
 import re
 from typing import NamedTuple
 
+import optax_boost
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "xla.md"
-PACKAGE = ROOT / "optax_boost"
+# The tests of an sdist run beside an installed package.
+PACKAGE = pathlib.Path(optax_boost.__file__).parent
 
 
 class Row(NamedTuple):
@@ -33,5 +36,5 @@ def named_in_code() -> dict[int, list[str]]:
   found: dict[int, list[str]] = {}
   for path in sorted(PACKAGE.rglob("*.py")):
     for number in re.findall(r"\bXLA (\d+)\b", path.read_text(encoding="utf-8")):
-      found.setdefault(int(number), []).append(str(path.relative_to(ROOT)))
+      found.setdefault(int(number), []).append(str(path.relative_to(PACKAGE.parent)))
   return found
