@@ -260,7 +260,7 @@ def picture(scores):
   return figure
 
 
-def test_every_contender_keeps_what_the_cut_training_has_learnt():
+def test_every_continuation_of_a_shortened_training_keeps_its_accuracy():
   common.need("cifar10")
   sgd = runs.tune(first, {"SGD": RATES}, SEEDS)["SGD"]
   grids = {OURS: settings(sgd.setting), MINDSPORE: [mindspores(sgd.setting)]}

@@ -25,7 +25,8 @@ OF_ALL_ROWS = (
   "test_metrics",
 )
 # Tests of tests/house that run the code of other methods, so the copy can't change their outcome:
-# programs of other pages, examples, benchmarks. And this file, which would start itself again.
+# programs of other pages, examples, benchmarks. And this file, which would start itself again, and
+# the build of all pages, in place of which the new ones are built here.
 UNTOUCHED = (
   "test_adding_a_method",
   "test_command_lines",
@@ -34,14 +35,23 @@ UNTOUCHED = (
   "test_files",
   "test_finetune_example",
   "test_gpu_benchmark",
+  "test_imports",
   "test_its_blocks_run_from_top_to_bottom",
+  "test_pins",
   "test_readme_block_runs",
+  "test_the_built_wheel_trains_and_does_not_import_flax",
   "test_the_code_of_a_page_runs",
+  "test_the_pages_build_without_a_warning",
   "test_tree",
   "test_warnings",
+  "test_xla_table",
 )
+# A file has cases of a new method if it reads the registry or the public names. Other files are not
+# collected: their imports would take as long as the tests.
+READS_ALL_METHODS = re.compile(r"\bregistry\b|\b__all__\b")
 # Every test that has the new method among its cases, wherever it is, and what looks at all methods.
 SELECTED = " or ".join([METHOD, *OF_ALL_ROWS, f"(house and not ({' or '.join(UNTOUCHED)}))"])
+PAGES = ("cards", "reference")
 TOOLS = ROOT / ".venv-tools" / "bin"
 
 
@@ -69,6 +79,16 @@ def apply(folder):
       place += len(before) + 1
       text = text[:place] + added + text[place:]
     path.write_text(text, encoding="utf-8")
+
+
+def files_with_the_method(folder):
+  """The test files that can have the new method among their cases, and the method's own file."""
+  files = [
+    path
+    for path in sorted((folder / "tests").rglob("test_*.py"))
+    if path.parent.name == "house" or READS_ALL_METHODS.search(path.read_text(encoding="utf-8"))
+  ]
+  return [str(path.relative_to(folder)) for path in [*files, folder / f"optax_boost/_{METHOD}.py"]]
 
 
 def run(folder, *command):
@@ -123,12 +143,29 @@ def test_every_test_that_can_see_the_new_method_passes(copy):
     copy,
     *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-vv"),
     *("-k", SELECTED),
+    *files_with_the_method(copy),
   )
   # All columns of the contract, and the doctest.
   columns = set(re.findall(rf"test_contract.py::(test_\w+)\[.*{METHOD}", printed))
   every = re.findall(r"@every_row\n(?:@.*\n)*def (test_\w+)", inspect.getsource(test_contract))
   assert columns >= set(every)
   assert f"optax_boost/_{METHOD}.py" in printed
+
+
+def test_the_pages_of_the_new_method_build_without_a_warning(copy, tmp_path):
+  pytest.importorskip("furo")
+  docs = copy / "docs"
+  new = {"index.md", *(f"{folder}/{page}.md" for folder in PAGES for page in ("index", METHOD))}
+  pages = {str(path.relative_to(docs)) for path in [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]}
+  assert new <= pages
+  run(
+    copy,
+    *(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "dummy"),
+    *("-D", f"exclude_patterns={','.join(sorted(pages - new))}"),
+    # Links to the pages that are left out.
+    *("-D", "suppress_warnings=toc.excluded,toc.not_readable,myst.xref_missing"),
+    *("-d", str(tmp_path / "trees"), str(docs), str(tmp_path / "out")),
+  )
 
 
 @pytest.mark.skipif(not TOOLS.exists(), reason="needs what `make lint type` installs")
