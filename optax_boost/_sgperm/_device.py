@@ -1,18 +1,62 @@
-r"""The exact step of SGPerm on the device.
+r"""The exact step of SGPerm on the device: a search in sets of bits.
 
-All subsets of all vectors advance together: a *lane* is a subset of a vector, and in turn t
-each lane tries its source number t. Shapes depend on the smallest and the largest size that a
-subset may ever have, not on its size in this step, so that nothing is compiled again while lamda
-grows.
+All subsets of all vectors are searched together. A *lane* is one subset of one vector, sorted by
+rising weight; an entry's number in its lane is its rank there. In turn t each lane tries its source
+number t, so a step takes as many turns as the largest subset has entries.
 
   n, m     entries of a vector, vectors
   P        most lanes of a vector
   W        words of 32 bits that hold a set of entries of a lane: entry 32 w + b is bit b of word w
-  base     (P, 1), where a lane starts: its entries follow, by rising weight
+  base     (P, 1), the row in which a lane starts; its other entries are in the rows after it
 
-Each source looks for the nearest live entry of the other direction in a few words of bits; each
-cycle leaves a pair of links. The links of entries in a cycle freeze, and in the end tell which
-weight each receives.
+An entry is *live* until it was moved or its turn passed. Three things change from turn to turn:
+
+- Two sets of bits in each lane hold the live entries that want to increase, `up`, and to decrease,
+  `down`. The nearest live entry above i is the lowest bit that is left when all bits up to i are
+  cleared: a few instructions for 32 entries, with no loop.
+- A doubly linked list, `above` and `below`, joins the live entries of each vector. Entries that go
+  out keep their links as they were. So the links of the entries of a cycle point along it.
+- `donor` holds the entry whose weight is received, if that is not the one in the link.
+
+A worked example, a single lane with epsilon 2.5; a negative recommendation m wants its weight to
+increase:
+
+  entry     0     1     2     3     4     5
+  weight    1     2     3     4     5     6        up    001011   (entry 0 is the last bit)
+  m        -3    -1    +2    -4    +5    +1        down  110100
+
+Sources go by falling |m|, of equal ones the last first: 4, 3, 0, 2, 5, 1.
+
+  turn 0   Source 4 wants to decrease. The nearest live entry of `up` below it is 3, at a distance
+           of 1: the two change places. Both leave, and the links join 2 and 5.
+  turn 1   Source 3 is no longer live.
+  turn 2   Source 0 wants to increase. The nearest live entry of `down` above it is 2, at a distance
+           of 2; entry 1, live and between them, goes along. In the cycle 0, 1, 2 each receives the
+           weight of the next, as `above` says, and 2 that of 0, as `donor` says.
+  turn 3   Source 2 is no longer live.
+  turn 4   Source 5 finds no live entry of `up` below it: it leaves, and keeps its weight.
+
+This is the closed form of the search, which holds if the weights between the ends are distinct.
+
+  >>> def received(weights, momentum):
+  ...   n = len(weights)
+  ...   columns = (jnp.array(x, jnp.float32)[:, None] for x in (weights, momentum))
+  ...   brackets = jnp.full(n + 1, 2.5 / (max(weights) - min(weights)))  # so epsilon is 2.5
+  ...   work = _host.Work(*columns, jnp.arange(n), jnp.int32(n), brackets)
+  ...   return permute(work, sizes=(n, n), remainder=True)[:, 0].tolist()
+  >>> received([1, 2, 3, 4, 5, 6], [-3, -1, 2, -4, 5, 1])
+  [1, 2, 0, 4, 3, 5]
+
+With equal weights the path may wind, since an entry that wants to decrease cannot step to an equal
+weight. Then the published depth-first search runs, in a loop within the turn, for the lanes that
+need it: see :class:`_Walk`. Here source 2 cannot step to entry 1; from entry 0 the search goes to
+entry 1 first, finds no way on, returns, and closes the cycle of 2 and 0:
+
+  >>> received([1, 2, 2], [-1, 1, 2])
+  [2, 1, 0]
+
+Shapes depend on the smallest and the largest size that a subset may ever have, not on its size in
+this step, so nothing is compiled again while lamda grows.
 """
 
 import functools
@@ -28,14 +72,18 @@ from optax_boost import _arrays
 from optax_boost._sgperm import _host
 from optax_boost._sgperm import _sorting
 
-# Words of a vector in all lanes that are not worth a second program; and the most programs.
+# The words of a vector in all lanes that are not worth a second search; and the most searches.
 _FEW_WORDS, _BANDS = 64, 4
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "remainder"))
 def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax.Array:
-  """One exact step, as on the host; `sizes`: the least and the largest of a subset, ever."""
-  # Sets (W, P, m) meet flags (P, m) below. Users who forbid this forbid it to their own arrays.
+  """One exact step: (n, m) int32, for each position the one whose weight it receives.
+
+  `sizes`: the least and the largest size that a subset has in any step. `remainder`: whether the
+  subset that reaches the end of a vector takes part.
+  """
+  # Sets (W, P, m) are combined with flags (P, m). Users who forbid that mean their own arrays.
   with jax.numpy_rank_promotion("allow"):
     return _permute(work, sizes, remainder)
 
@@ -43,7 +91,7 @@ def permute(work: _host.Work, *, sizes: tuple[int, int], remainder: bool) -> jax
 def _permute(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.Array:
   n = work.weights.shape[0]
   size = jnp.minimum(work.size, n)
-  position = _arranged(work.weights, work.order, size)
+  position = _by_subset_and_weight(work.weights, work.order, size)
   values = _sorting.gather(work.weights, position)
   wanted = _sorting.gather(work.momentum, position)
   segment = jnp.arange(n, dtype=jnp.int32) // size
@@ -53,13 +101,13 @@ def _permute(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.A
   if not remainder:
     idle |= ((pieces > 1) & (segment == pieces - 1))[:, None]
   lanes = -(-n // sizes[0])
-  order = _by_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
+  order = _by_falling_size(jnp.where(idle, 0, jnp.abs(wanted)), segment, lanes)
   up, down = (wanted < 0) & ~idle, (wanted > 0) & ~idle
 
   def search(least: int, most: int) -> jax.Array:
     lanes, words = -(-n // least), -(-most // 32)
-    found = _Search(values, up, down, order, size, lanes, words)
-    return found.run(_ranges(work.weights), work.brackets)
+    lane_search = _Search(values, up, down, order, size, lanes, words)
+    return lane_search.run(_ranges(work.weights), work.brackets)
 
   edges = _edges(n, *sizes)
   bands = [functools.partial(search, *band) for band in itertools.pairwise(edges)]
@@ -73,14 +121,15 @@ def _permute(work: _host.Work, sizes: tuple[int, int], remainder: bool) -> jax.A
 def _edges(n: int, least: int, most: int) -> list[int]:
   """Cuts the sizes of subsets into bands, each of which has a search of its own shapes.
 
-  Small subsets need many lanes and large ones many words; at once they take several times as long.
+  Small subsets need many lanes, and large ones many words: the shapes for both take several times
+  as long.
   """
   small = -(-n // least) * -(-most // 32) <= _FEW_WORDS
   bands = 1 if small else min(_BANDS, max(1, math.ceil(math.log(most / least, 1.5))))
   return [round(least * (most / least) ** (k / bands)) for k in range(bands + 1)]
 
 
-def _arranged(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
+def _by_subset_and_weight(weights: jax.Array, order: jax.Array, size: jax.Array) -> jax.Array:
   """Positions, subset after subset, each by rising weight; equal weights in the subset's order."""
   whole = size == len(weights)
   if order.ndim == 1:
@@ -101,12 +150,12 @@ def _ranges(weights: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds as a cast would that the compiler may leave out."""
+  """Rounds to a dtype, as a cast there and back would if the compiler did not remove it."""
   info: Any = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, int(info.nexp), int(info.nmant))
 
 
-def _by_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
+def _by_falling_size(sizes: jax.Array, segment: jax.Array, lanes: int) -> jax.Array:
   """Each segment's entries by falling size, of equal ones the last first."""
   high = jnp.broadcast_to(jnp.flip(segment, 0)[:, None], sizes.shape).astype(jnp.uint32)
   index = _sorting.argsort(jnp.flip(-sizes, 0), high, (lanes - 1).bit_length())
@@ -119,22 +168,32 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _less(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  """Whether x < a + b as in float64: the sum's exact error decides what its rounding left open."""
+  """Whether x < a + b, as in float64: if x equals the rounded sum, its rounding error decides.
+
+  The error is exact (the two-sum of Knuth).
+  """
   total = a + b
   if total.dtype == jnp.float64:
     return x < total
-  part = total - a
-  error = (a - (total - part)) + (b - part)
+  rounded_b = total - a
+  error = (a - (total - rounded_b)) + (b - rounded_b)
   return (x < total) | ((x == total) & (error > 0))
 
 
-def _some(members: jax.Array) -> jax.Array:
-  """Whether a set has members."""
+def _any_member(members: jax.Array) -> jax.Array:
+  """Whether a set (W, P, m) has members: (P, m)."""
   return jnp.any(members != 0, axis=0)
 
 
 def _nearest(members: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Whether a set has members; and the smallest (where `up`) or the largest, else 0."""
+  """Whether a set has members, and the lowest of them (if `up`) or the highest; 0 if it has none.
+
+  With one word, and entries 2, 4 and 5 in the set:
+
+  >>> members = jnp.array([0b110100], jnp.uint32)
+  >>> [int(_nearest(members, jnp.array(up))[1]) for up in (True, False)]
+  [2, 5]
+  """
   first = jnp.arange(members.shape[0], dtype=jnp.int32) * 32
   first = first.reshape((-1,) + (1,) * up.ndim)
   lowest = jax.lax.population_count((members & -members) - 1)
@@ -150,21 +209,26 @@ class _Carry(NamedTuple):
   """The arrays that change from turn to turn."""
 
   up: jax.Array  # (W, P, m), the live entries that want to increase
-  down: jax.Array  # (W, P, m), the live ones that want to decrease
-  above: jax.Array  # (n, m), the next live entry
-  below: jax.Array  # (n, m), the last live entry
-  given: jax.Array  # (n, m), the entry whose weight comes here, where links do not say it, or -1
-  parent: jax.Array  # (n, m), scratch of the general search
+  down: jax.Array  # (W, P, m), the live entries that want to decrease
+  above: jax.Array  # (n, m), for each live entry the next live one
+  below: jax.Array  # (n, m), for each live entry the live one before it
+  donor: jax.Array  # (n, m), the entry whose weight is received; -1: the one in the link
+  parent: jax.Array  # (n, m), for each entry on a path of a depth-first search the one before it
 
 
 class _Walk(NamedTuple):
-  """A general search under way."""
+  """A depth-first search under way, in the lanes that need one.
+
+  An entry is taken out of the linked list as the path reaches it, and put back as the path leaves
+  it again. That happens in reverse order, so the two neighbours that its links name are then
+  neighbours, and can be linked to it again.
+  """
 
   carry: _Carry
-  mode: jax.Array  # (P, m): 0 at rest, 1 searching, 2 removing the cycle
-  entry: jax.Array  # (P, m), the current entry
-  visited: jax.Array  # (W, P, m)
-  path: jax.Array  # (W, P, m)
+  searching: jax.Array  # (P, m), whether the lane's search goes on
+  entry: jax.Array  # (P, m), the last entry of the path
+  visited: jax.Array  # (W, P, m), the entries that the search has reached
+  path: jax.Array  # (W, P, m), the entries of the path
 
 
 class _Search:
@@ -188,9 +252,10 @@ class _Search:
     self.dtype = values.dtype
     self.values = _arrays.widen(values)
     tie = jnp.concatenate([jnp.zeros_like(up[:1]), values[1:] == values[:-1]])
-    self.start_up, self.start_down, self.ties = self._sets([up, down, tie], size)
-    # The first entry of a lane is tied with nothing before it.
-    self.ties &= ~self._at(jnp.zeros((lanes, self.m), jnp.int32))
+    sets = self._sets([up, down, tie], size)
+    self.start_up, self.start_down = sets[0], sets[1]
+    # The entries whose weight equals that of the entry before them in their lane.
+    self.ties = sets[2] & ~self._only(jnp.zeros((lanes, self.m), jnp.int32))
 
   def _sets(self, flags: list[jax.Array], size: jax.Array) -> list[jax.Array]:
     """Flags (n, m) as sets (W, P, m)."""
@@ -220,120 +285,136 @@ class _Search:
       down=self.start_down,
       above=jnp.concatenate([next_one[1:], edge]),
       below=jnp.concatenate([-jnp.ones_like(edge), last_one[:-1]]),
-      given=jnp.full_like(rows, -1),
+      donor=jnp.full_like(rows, -1),
       parent=rows,
     )
     turns = jnp.max(count, initial=0)
     end = jax.lax.fori_loop(0, turns, lambda t, c: self._turn(t, c, t < count), carry)
     linked = jnp.where(self.is_up, end.above, jnp.where(self.is_down, end.below, rows))
-    return jnp.where(end.given >= 0, end.given, linked)
+    return jnp.where(end.donor >= 0, end.donor, linked)
 
   def _bit(self, q: jax.Array) -> jax.Array:
     """The number of the bit of entry `q` as seen from each word."""
     first = jnp.arange(self.words, dtype=jnp.int32) * 32
     return q[None] - first.reshape((-1,) + (1,) * q.ndim)
 
-  def _at(self, q: jax.Array) -> jax.Array:
+  def _only(self, q: jax.Array) -> jax.Array:
     """The set of `q` alone."""
     bit = self._bit(q)
     one = jnp.uint32(1) << jnp.clip(bit, 0, 31).astype(jnp.uint32)
     return jnp.where((bit >= 0) & (bit < 32), one, jnp.uint32(0))
 
-  def _above(self, q: jax.Array) -> jax.Array:
+  def _numbers_above(self, q: jax.Array) -> jax.Array:
     """The set of all numbers above `q`."""
     bit = self._bit(q)
     shifted = jnp.uint32(0xFFFFFFFF) << jnp.clip(bit + 1, 0, 31).astype(jnp.uint32)
     return jnp.where(bit >= 31, jnp.uint32(0), shifted)
 
-  def _below(self, q: jax.Array) -> jax.Array:
+  def _numbers_below(self, q: jax.Array) -> jax.Array:
     """The set of all numbers below `q`."""
-    return ~self._above(q - 1)
+    return ~self._numbers_above(q - 1)
 
-  def _unlinked(self, carry: _Carry, low: jax.Array, high: jax.Array, where: jax.Array) -> _Carry:
-    """Takes a run of live entries out of the links."""
-    before, after = _gather(carry.below, low), _gather(carry.above, high)
+  def _linked(
+    self,
+    carry: _Carry,
+    before: jax.Array,
+    after: jax.Array,
+    next_one: jax.Array,
+    last_one: jax.Array,
+    where: jax.Array,
+  ) -> _Carry:
+    """Links `before` upwards to `next_one` and `after` downwards to `last_one`, within lanes."""
     inside = where & (before >= self.base)
-    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), after)
+    above = _sorting.scatter(carry.above, jnp.where(inside, before, self.n), next_one)
     inside = where & (after < self.end)
-    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), before)
+    below = _sorting.scatter(carry.below, jnp.where(inside, after, self.n), last_one)
     return carry._replace(above=above, below=below)
 
   def _turn(self, t: jax.Array, carry: _Carry, active: jax.Array) -> _Carry:
-    """Each lane tries its source number t."""
+    """Each lane tries its source number t.
+
+    Entries are rows of the arrays (n, m); with `_q`, numbers in the lane.
+    """
     source = self.order.at[self.base[:, 0] + t].get(mode="clip")
-    q = source - self.base
-    this = self._at(q)
-    up = _some(carry.up & this)
-    active &= up | _some(carry.down & this)
-    side = jnp.where(up, self._above(q), self._below(q))
-    exists, other_q = _nearest(jnp.where(up, carry.down, carry.up) & side, up)
-    other = self.base + other_q
-    low_q, high_q = jnp.where(up, q, other_q), jnp.where(up, other_q, q)
+    source_q = source - self.base
+    source_set = self._only(source_q)
+    up = _any_member(carry.up & source_set)
+    active &= up | _any_member(carry.down & source_set)
+    beyond = jnp.where(up, self._numbers_above(source_q), self._numbers_below(source_q))
+    exists, partner_q = _nearest(jnp.where(up, carry.down, carry.up) & beyond, up)
+    partner = self.base + partner_q
+    low_q = jnp.where(up, source_q, partner_q)
+    high_q = jnp.where(up, partner_q, source_q)
     live = carry.up | carry.down
-    between = self._above(low_q) & self._below(high_q)
-    neighbours = jnp.logical_not(_some(live & between))
-    tied = _some(live & self.ties & (between | self._at(high_q)))
-    mine, theirs = _gather(self.values, source), _gather(self.values, other)
-    low, high = jnp.where(up, mine, theirs), jnp.where(up, theirs, mine)
+    between = self._numbers_above(low_q) & self._numbers_below(high_q)
+    neighbours = jnp.logical_not(_any_member(live & between))
+    tied = _any_member(live & self.ties & (between | self._only(high_q)))
+    low = _gather(self.values, self.base + low_q)
+    high = _gather(self.values, self.base + high_q)
     # An entry reaches upwards to less than, downwards to no less than.
     down_reaches = jnp.logical_not(_less(low, high, -self.epsilon))
     up_reaches = _less(high, low, self.epsilon)
     closes = jnp.where(up, down_reaches, up_reaches)
     closes &= ~neighbours | (down_reaches & up_reaches)
     closes &= active & exists
-    direct = closes & ~tied
-    done = active & ~(closes & tied)
-    gone = jnp.where(direct, between | self._at(low_q) | self._at(high_q), this)
-    gone = jnp.where(done, gone, jnp.uint32(0))
-    low_end, high_end = (jnp.where(direct, self.base + end, source) for end in (low_q, high_q))
-    carry = self._unlinked(carry, low_end, high_end, done)
-    last = jnp.where(done, jnp.where(direct, other, source), self.n)
+    direct, winds = closes & ~tied, closes & tied
+    done = active & ~winds
+    leaving = jnp.where(direct, between | self._only(low_q) | self._only(high_q), source_set)
+    leaving = jnp.where(done, leaving, jnp.uint32(0))
+    # The run from `low_end` to `high_end` leaves the list; of a search it is the source alone.
+    low_end = jnp.where(direct, self.base + low_q, source)
+    high_end = jnp.where(direct, self.base + high_q, source)
+    before, after = _gather(carry.below, low_end), _gather(carry.above, high_end)
+    carry = self._linked(carry, before, after, after, before, active)
+    last = jnp.where(done, jnp.where(direct, partner, source), self.n)
     carry = carry._replace(
-      up=carry.up & ~gone,
-      down=carry.down & ~gone,
-      given=_sorting.scatter(carry.given, last, source),
+      up=carry.up & ~leaving,
+      down=carry.down & ~leaving,
+      donor=_sorting.scatter(carry.donor, last, source),
     )
-    # An entry that wants to decrease cannot step to an equal weight: the path may wind.
-    walk = _Walk(carry, (closes & tied).astype(jnp.int32), source, this, this)
+    walk = _Walk(carry, winds, entry=source, visited=source_set, path=source_set)
     return jax.lax.while_loop(
-      lambda w: jnp.any(w.mode > 0), lambda w: self._step(w, source), walk
+      lambda walk: jnp.any(walk.searching), lambda walk: self._step(walk, source), walk
     ).carry
 
   def _step(self, walk: _Walk, source: jax.Array) -> _Walk:
-    """One step of the depth-first search, or of taking its cycle out."""
-    carry, entry = walk.carry, walk.entry
-    searching, removing = walk.mode == 1, walk.mode == 2
-    q = entry - self.base
-    this = self._at(q)
-    up = _some(self.start_up & this)
-    # Equal weights below are no targets: start below the first of them.
-    _, first_equal = _nearest(~self.ties & self._below(q + 1), jnp.zeros_like(up))
-    side = jnp.where(up, self._above(q), self._below(first_equal))
-    free = (carry.up | carry.down) & ~walk.visited | self._at(source - self.base)
-    exists, target_q = _nearest(free & side, up)
+    """One step of the depth-first search: to the nearest entry in reach, or back."""
+    carry, entry, searching = walk.carry, walk.entry, walk.searching
+    entry_q = entry - self.base
+    entry_set = self._only(entry_q)
+    up = _any_member(self.start_up & entry_set)
+    # Equal weights below are not in reach: all that are lie below the first of the equal ones.
+    _, first_equal = _nearest(~self.ties & self._numbers_below(entry_q + 1), jnp.zeros_like(up))
+    beyond = jnp.where(up, self._numbers_above(entry_q), self._numbers_below(first_equal))
+    free = (carry.up | carry.down) & ~walk.visited | self._only(source - self.base)
+    exists, target_q = _nearest(free & beyond, up)
     target = self.base + target_q
-    mine, theirs = _gather(self.values, entry), _gather(self.values, target)
+    here, there = _gather(self.values, entry), _gather(self.values, target)
     reaches = exists & jnp.where(
-      up, _less(theirs, mine, self.epsilon), jnp.logical_not(_less(theirs, mine, -self.epsilon))
+      up, _less(there, here, self.epsilon), jnp.logical_not(_less(there, here, -self.epsilon))
     )
+    closes = searching & reaches & (target == source)
+    fails = searching & ~reaches & (entry == source)
     pushes = searching & reaches & (target != source)
-    pops = searching & ~reaches
-    fails = pops & (entry == source)
-    ends = (searching & reaches & (target == source)) | fails
+    pops = searching & ~reaches & (entry != source)
+    ends = closes | fails
 
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
-    given = _sorting.scatter(carry.given, jnp.where(searching, entry, self.n), receives)
+    donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
-    new = jnp.where(pushes, self._at(target_q), jnp.uint32(0))
-    path = jnp.where(pops & ~fails, walk.path & ~this, walk.path | new)
-    taken = jnp.where(ends, path, jnp.uint32(0))
+    # Read after the write: otherwise XLA for CPUs (jaxlib 0.10.2) copies the array in each round,
+    # and subsets with many equal weights take half as long again.
+    back = _gather(parent, entry)
+    # A target is taken out of the list; an entry that the path leaves is put back.
+    moved = jnp.where(pushes, target, entry)
+    before, after = _gather(carry.below, moved), _gather(carry.above, moved)
+    next_one, last_one = jnp.where(pushes, after, moved), jnp.where(pushes, before, moved)
+    carry = self._linked(carry, before, after, next_one, last_one, pushes | pops)
+    target_set = jnp.where(pushes, self._only(target_q), jnp.uint32(0))
+    path = jnp.where(pops, walk.path & ~entry_set, walk.path | target_set)
+    leaving = jnp.where(ends, path, jnp.uint32(0))
     carry = carry._replace(
-      up=carry.up & ~taken, down=carry.down & ~taken, given=given, parent=parent
+      up=carry.up & ~leaving, down=carry.down & ~leaving, donor=donor, parent=parent
     )
-    carry = self._unlinked(carry, entry, entry, removing)
-    follower, back = _gather(given, entry), _gather(parent, entry)
-    removed = removing & (follower == source)
-    mode = jnp.where(ends, 2, jnp.where(removed, 0, walk.mode))
-    entry = jnp.where(pops & ~fails, back, jnp.where(removing, follower, entry))
-    entry = jnp.where(pushes, target, jnp.where(ends, source, entry))
-    return _Walk(carry, mode, entry, walk.visited | new, path)
+    entry = jnp.where(pushes, target, jnp.where(pops, back, entry))
+    return _Walk(carry, searching & ~ends, entry, walk.visited | target_set, path)

@@ -1,23 +1,55 @@
-"""Sorting along the first axis, faster than XLA's own argsort on a CPU.
+r"""Sorting along the first axis, on a CPU about three times as fast as XLA's own argsort.
 
-XLA sorts one array of integers several times faster than a pair of arrays. So a sort packs as much
-of the key as there is room for and the index into one integer; the few that this leaves in disorder
-change places with their neighbours. If they are many, the sort goes from the last digits to the
-first.
+XLA for CPUs sorts one array of integers about three times as fast as it sorts keys and indices
+together. So each sort in here is of one array of uint32, which holds a part of the key, a *digit*,
+in its high bits and the entry's index in its low bits. The index makes equal digits distinct, so
+the sort is stable:
+
+  b                    the bits that an index of n entries needs: 2 for n = 4
+  digit << b | index   what is sorted; the 32 - b bits above the index are the digit
+
+1. Floats become integers of the same order. The sign bit is set in positive ones, and all bits are
+   inverted in negative ones.
+2. One sort by the leading digit. Only entries whose keys differ in the last b bits alone can be out
+   of order after it: they form groups of equal digits, most of one entry.
+3. In a few rounds, neighbours in a group that are out of order change places.
+4. If a group is still out of order, as where many keys nearly agree, the entries are sorted again
+   from scratch: by the last digit, then by the one before it, and so on. As each sort keeps the
+   order of equal digits, the last sort leaves all of them in order (a radix sort).
+
+An example with n = 4, so with 2 bits for the index and digits of 30 bits. The first two numbers
+differ in the last bit only:
+
+  >>> x = jnp.array([1.0000001, 1.0, -2.0, 0.5])
+  >>> keys = _sortable(x)
+  >>> [f"{int(key):08x}" for key in keys]
+  ['bf800001', 'bf800000', '3fffffff', 'bf000000']
+  >>> digits, index = _sort_by_digit(_bits(keys, None, 2, 30), 2)
+  >>> index.tolist()
+  [2, 3, 0, 1]
+
+The entries 0 and 1 have the same digit and stayed in the order of their indices. A round of
+exchanges compares their whole keys:
+
+  >>> index, in_order = _exchange(digits, gather(keys, index), index)
+  >>> index.tolist(), bool(in_order)
+  ([2, 3, 1, 0], True)
+
+Groups need one array more: their number comes before the key, as `high` bits of a key of up to 64
+bits. This sorts by group 0 first, and within a group by the float:
+
+  >>> argsort(x, jnp.array([1, 0, 0, 1], jnp.uint32), high_bits=1).tolist()
+  [2, 1, 3, 0]
 """
 
 import jax
 import jax.numpy as jnp
 
-# Rounds after which the long way is shorter.
+# XLA's own argsort takes less than a tenth of a millisecond for arrays of fewer entries; to compile
+# the sorts below for them takes half a second.
+_FEW_ENTRIES = 512
+# Rounds of exchanges after which the sort from scratch is shorter.
 _EXCHANGES = 8
-
-
-def _sortable(x: jax.Array) -> jax.Array:
-  """Floats of at most 32 bits, without NaN, as uint32 of the same order; both zeros are equal."""
-  wide = x.astype(jnp.float32)
-  bits = jax.lax.bitcast_convert_type(jnp.where(wide == 0, 0, wide), jnp.uint32)
-  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> jax.Array:
@@ -25,60 +57,81 @@ def argsort(x: jax.Array, high: jax.Array | None = None, high_bits: int = 0) -> 
 
   `high`: uint32 that come before `x` in the comparison, of which `high_bits` bits may be set.
   """
-  index_bits = max(1, (x.shape[0] - 1).bit_length())
+  index_bits = _index_bits(x)
   digit_bits = 32 - index_bits
-  # From some length on there are too many passes, and float64 has too many bits.
-  if x.dtype == jnp.float64 or digit_bits < 11:
+  # Keys of float64 have too many digits, and so have all keys if digits are short.
+  if x.size < _FEW_ENTRIES or x.dtype == jnp.float64 or digit_bits < 11:
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    words = [x] if high is None else [high, x]
-    return jax.lax.sort((*words, rows), dimension=0, num_keys=len(words))[-1]
+    key_words = [x] if high is None else [high, x]
+    return jax.lax.sort((*key_words, rows), dimension=0, num_keys=len(key_words))[-1]
   keys = x if x.dtype == jnp.uint32 else _sortable(x)
-  rows = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
+  key_bits = 32 + high_bits
 
-  def digit(done: int, index: jax.Array | None) -> jax.Array:
-    """Some bits of the keys in the order of `index`, counted from the last."""
-
-    def taken(values: jax.Array) -> jax.Array:
-      return values if index is None else gather(values, index)
-
-    bits = jnp.zeros_like(keys) if done >= 32 else taken(keys) >> done
-    if high is not None and done + digit_bits > 32:
-      bits |= taken(high) << (32 - done) if done < 32 else taken(high) >> (done - 32)
-    return bits & jnp.uint32((1 << digit_bits) - 1)
-
-  def one_pass(done: int, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    packed = (digit(done, index) << index_bits) | rows
-    packed = jax.lax.sort(packed, dimension=0, is_stable=False)
-    step = (packed & jnp.uint32((1 << index_bits) - 1)).astype(jnp.int32)
-    return packed >> index_bits, step if index is None else gather(index, step)
-
-  def all_passes() -> jax.Array:
-    _, index = one_pass(0, None)
-    for done in range(digit_bits, 32 + high_bits, digit_bits):
-      _, index = one_pass(done, index)
+  def from_scratch() -> jax.Array:
+    _, index = _sort_by_digit(_bits(keys, high, 0, digit_bits), index_bits)
+    for start in range(digit_bits, key_bits, digit_bits):
+      high_in_order = None if high is None else gather(high, index)
+      digits = _bits(gather(keys, index), high_in_order, start, digit_bits)
+      _, order = _sort_by_digit(digits, index_bits)
+      index = gather(index, order)
     return index
 
-  group, index = one_pass(32 + high_bits - digit_bits, None)
-  index, in_order = _exchange(group, gather(keys, index), index)
-  return jax.lax.cond(in_order, lambda: index, all_passes)
+  leading_digits = _bits(keys, high, key_bits - digit_bits, digit_bits)
+  digits, index = _sort_by_digit(leading_digits, index_bits)
+  index, in_order = _exchange(digits, gather(keys, index), index)
+  return jax.lax.cond(in_order, lambda: index, from_scratch)
 
 
-def _exchange(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Exchanges neighbours of a group that are out of order, for some rounds; whether all are in."""
+def _index_bits(x: jax.Array) -> int:
+  """The bits that the index of an entry along axis 0 needs."""
+  return max(1, (x.shape[0] - 1).bit_length())
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+  """Floats of at most 32 bits, without NaN, as uint32 of the same order; both zeros are equal."""
+  single = x.astype(jnp.float32)
+  bits = jax.lax.bitcast_convert_type(jnp.where(single == 0, 0, single), jnp.uint32)
+  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _bits(low: jax.Array, high: jax.Array | None, start: int, number: int) -> jax.Array:
+  """The bits from `start` on, counted from the last, of keys whose words are `high` and `low`."""
+  bits = low >> start if start < 32 else jnp.zeros_like(low)
+  if high is not None and start + number > 32:
+    bits |= high << (32 - start) if start < 32 else high >> (start - 32)
+  return bits & jnp.uint32((1 << number) - 1)
+
+
+def _sort_by_digit(digits: jax.Array, index_bits: int) -> tuple[jax.Array, jax.Array]:
+  """The digits in order, and their stable argsort."""
+  rows = jax.lax.broadcasted_iota(jnp.uint32, digits.shape, 0)
+  packed = jax.lax.sort((digits << index_bits) | rows, dimension=0, is_stable=False)
+  index = packed & jnp.uint32((1 << index_bits) - 1)
+  return packed >> index_bits, index.astype(jnp.int32)
+
+
+def _exchange(digits: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Exchanges neighbours of equal digits whose keys are out of order, for some rounds.
+
+  Returns the new index, and whether all keys are in order. Each round compares the pairs that start
+  in an even row, or those that start in an odd one, so no entry is in two pairs.
+  """
   rows = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
-  inside = (group == jnp.roll(group, -1, 0)) & (rows < len(keys) - 1)
+  same_digit = (digits == jnp.roll(digits, -1, 0)) & (rows < len(keys) - 1)
 
   def wrong(keys: jax.Array) -> jax.Array:
-    return inside & (keys > jnp.roll(keys, -1, 0))
+    return same_digit & (keys > jnp.roll(keys, -1, 0))
 
   def exchange(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     t, keys, index, _ = carry
-    lower = wrong(keys) & (rows % 2 == t % 2)
-    upper = jnp.roll(lower, 1, 0)
-    keys, index = (
-      jnp.where(lower, jnp.roll(x, -1, 0), jnp.where(upper, jnp.roll(x, 1, 0), x))
-      for x in (keys, index)
-    )
+    first_of_pair = wrong(keys) & (rows % 2 == t % 2)
+    second_of_pair = jnp.roll(first_of_pair, 1, 0)
+
+    def swap(x: jax.Array) -> jax.Array:
+      from_below = jnp.where(second_of_pair, jnp.roll(x, 1, 0), x)
+      return jnp.where(first_of_pair, jnp.roll(x, -1, 0), from_below)
+
+    keys, index = swap(keys), swap(index)
     return t + 1, keys, index, jnp.any(wrong(keys))
 
   start: tuple[jax.Array, ...] = (jnp.int32(0), keys, index, jnp.any(wrong(keys)))
@@ -90,7 +143,7 @@ def _exchange(group: jax.Array, keys: jax.Array, index: jax.Array) -> tuple[jax.
 
 def within_groups(group: jax.Array, x: jax.Array) -> jax.Array:
   """Sorts int32 from 0 to n - 1 along axis 0 by ascending group, then size."""
-  bits = max(1, (x.shape[0] - 1).bit_length())
+  bits = _index_bits(x)
   if 2 * bits > 32:
     return jax.lax.sort((group, x), dimension=0, num_keys=2)[1]
   packed = (group.astype(jnp.uint32) << bits) | x.astype(jnp.uint32)
