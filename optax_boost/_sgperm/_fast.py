@@ -53,11 +53,12 @@ def pairs(weights: jax.Array, target: jax.Array, bits: jax.Array) -> jax.Array:
       # x[(c - i) mod n]: no gather, which sharded or on an accelerator is slow.
       return jnp.roll(jnp.flip(x, 0), shifts[k] + 1, 0)
 
-    # Comparisons, for a product of differences may underflow.
-    others, aim = list(map(partner, moved)), partner(target)
-    w, other = moved[0], others[0]
-    swaps = ((other > w) & (aim < target)) | ((other < w) & (aim > target))
-    return [jnp.where(swaps, y, x) for x, y in zip(moved, others, strict=True)]
+    partners, partner_target = [partner(x) for x in moved], partner(target)
+    weight, partner_weight = moved[0], partners[0]
+    # Compared, and not multiplied: a product of differences may underflow.
+    swaps = (partner_weight > weight) & (partner_target < target)
+    swaps |= (partner_weight < weight) & (partner_target > target)
+    return [jnp.where(swaps, y, x) for x, y in zip(moved, partners, strict=True)]
 
   # A round moves memory and hardly computes. So weight and place go as one integer where there is
   # room; a weight's order among the n of its vector needs no more of its bits.
@@ -72,9 +73,9 @@ def _levels(weights: jax.Array, bits: int) -> jax.Array:
   """Each weight's level among equally spaced ones, as signed integers of `bits` bits."""
   # Counted in floats, where all of them are exact.
   bits = min(bits, 24)
-  low, high = (f(weights, axis=0, keepdims=True) for f in (jnp.min, jnp.max))
   dtype = _arrays.accumulator_dtype(weights.dtype)
-  low, high = low.astype(dtype), high.astype(dtype)
+  low = jnp.min(weights, axis=0, keepdims=True).astype(dtype)
+  high = jnp.max(weights, axis=0, keepdims=True).astype(dtype)
   share = (weights.astype(dtype) - low) / jnp.where(high > low, high - low, 1)
   level = jnp.nan_to_num(share * (2**bits - 1))
   return level.astype(jnp.int32) - 2 ** (bits - 1)

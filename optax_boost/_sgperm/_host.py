@@ -1,7 +1,7 @@
 """The exact step of SGPerm on the host, in NumPy; its search compiled by numba if installed.
 
-Only NumPy in here: it runs inside ``jax.pure_callback``, where a call into JAX may wait for the
-very computation that waits for the callback.
+This module calls NumPy only: it runs inside ``jax.pure_callback``, where a call into JAX may wait
+for the very computation that waits for the callback.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,8 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
 
   `remainder`: whether the subset that reaches the end of a vector takes part.
   """
-  weights, momentum = (np.ascontiguousarray(x.T) for x in (work.weights, work.momentum))
+  weights = np.ascontiguousarray(work.weights.T)
+  momentum = np.ascontiguousarray(work.momentum.T)
   rows, n = weights.shape
   size = min(int(work.size), n)
   values = weights.astype(np.promote_types(weights.dtype, np.float32))
@@ -74,7 +75,7 @@ def permute(work: Work, *, remainder: bool) -> np.ndarray:
   count = np.bincount(group, minlength=rows * pieces + 1)[:-1]
   total = np.sum(count)
   entries = np.argsort(group, kind="stable")[:total]
-  # Idle entries are dropped below; made distinct here, for ties sort slowly.
+  # Idle entries are dropped below. They get distinct sizes, since equal ones are sorted slowly.
   apart = -1 - np.arange(n, dtype=np.float32)
   by_size = _stable_argsort(np.where(idle, apart, np.abs(wanted)))[:, ::-1]
   by_size = (by_size + row * n).ravel()
@@ -106,9 +107,10 @@ def _run_search(weights: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
     _compiled()(weights, *arrays, links, links + 1, links - 1, live, seen, path, cursor)
     return links
   # Ready-made lists cost a fraction of converted arrays.
-  source, above, below = (list(range(start, total + start)) for start in (0, 1, -1))
   lists: list[Any] = [x.tolist() for x in (weights, *arrays)]
-  lists += [source, above, below, [True] * total, *([-1] * total for _ in range(3))]
+  source = list(range(total))
+  lists += [source, list(range(1, total + 1)), list(range(-1, total - 1))]
+  lists += [[True] * total, [-1] * total, [-1] * total, [-1] * total]
   _search(*lists)
   return np.asarray(source, np.int64)
 
@@ -129,17 +131,17 @@ def _stable_argsort(values: np.ndarray) -> np.ndarray:
   return order
 
 
-# One source for two machines: plain Python runs it on lists, numba compiles it for arrays. So it
-# indexes, compares and adds, and does nothing else.
+# Plain Python runs this function on lists, and numba compiles it for arrays. So it only indexes,
+# compares and adds.
 def _search(
   weights: Any,  # float64: their sums with epsilons are compared in float64
   up: Any,  # whether the entry wants to increase; the others want to decrease
   order: Any,  # per subset, its entries by falling size of the recommendation
   starts: Any,  # where each subset starts, and at last where they end
   epsilon: Any,  # per subset, how far a weight may move, float64
-  source: Any,  # receives for each entry the one whose weight it gets; starts as the entry itself
-  above: Any,  # the next live entry; starts as the next
-  below: Any,  # the last live entry; starts as the last
+  source: Any,  # the result: for each entry the one whose weight it receives; starts as itself
+  above: Any,  # for each live entry the next live one; starts as the next entry
+  below: Any,  # for each live entry the live one before it; starts as the entry before it
   live: Any,  # whether an entry may still be in a cycle
   seen: Any,  # the last source whose search visited the entry; starts as -1
   path: Any,  # scratch, as is `cursor`

@@ -140,12 +140,12 @@ class _Laperm(NamedTuple):
     leaves, structure = jax.tree.flatten(params)
     pairs = list(zip(layouts, leaves, strict=True))
     masked = [optax.MaskedNode() if lay.excluded else x for lay, x in pairs]
-    held = jax.tree.unflatten(structure, masked)
+    permuted = jax.tree.unflatten(structure, masked)
     return LapermState(
       count=jnp.zeros([], jnp.int32),
       synced=jnp.ones([], bool),
-      permuted_params=_arrays.copy_arrays(held),
-      permutation=jax.tree.map(_layout.identity, held),
+      permuted_params=_arrays.copy_arrays(permuted),
+      permutation=jax.tree.map(_layout.identity, permuted),
       inner_state=self.inner.init(params),
       made=jnp.zeros([], bool),
     )
@@ -162,20 +162,20 @@ class _Laperm(NamedTuple):
     count = _arrays.increment_if(made, state.count)
     due = made & (count % self._period(state.count) == 0)
 
-    held = [i for i, lay in enumerate(layouts) if not lay.excluded]
-    currents = [jax.tree.leaves(params)[i] for i in held]
-    wide = [
+    permuted = [i for i, lay in enumerate(layouts) if not lay.excluded]
+    currents = [jax.tree.leaves(params)[i] for i in permuted]
+    permuted_steps = [
       steps[i].astype(jnp.promote_types(steps[i].dtype, w.dtype))
-      for i, w in zip(held, currents, strict=True)
+      for i, w in zip(permuted, currents, strict=True)
     ]
     weights = [state.permuted_params, state.permutation]
-    synchronize = functools.partial(_synchronize, [layouts[i] for i in held])
+    synchronize = functools.partial(_synchronize, [layouts[i] for i in permuted])
     # Sorts run only when they are due.
-    wide, weights = _conditional.cond(
-      due, synchronize, lambda *lists: lists[:2], wide, weights, currents
+    permuted_steps, weights = _conditional.cond(
+      due, synchronize, lambda *lists: lists[:2], permuted_steps, weights, currents
     )
-    new = dict(zip(held, wide, strict=True))
-    steps = [new.get(i, u) for i, u in enumerate(steps)]
+    for i, u in zip(permuted, permuted_steps, strict=True):
+      steps[i] = u
     return jax.tree.unflatten(structure, steps), LapermState(
       count=count,
       synced=jnp.where(made, due, state.synced),

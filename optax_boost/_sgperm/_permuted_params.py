@@ -65,9 +65,13 @@ class PermutedParams(NamedTuple):
         index is out of range or occurs twice (checked outside ``jit``).
     """
     leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
-    names = map(_tree.leaf_name, _tree.leaf_paths(initial, _tree.is_masked))
-    permuted = map(_permuted, names, leaves, _aligned(permutation, initial))
-    return cls(jax.tree.unflatten(structure, list(permuted)), permutation)
+    paths = _tree.leaf_paths(initial, _tree.is_masked)
+    indices = _aligned(permutation, initial)
+    permuted = [
+      _permuted(_tree.leaf_name(path), leaf, index)
+      for path, leaf, index in zip(paths, leaves, indices, strict=True)
+    ]
+    return cls(jax.tree.unflatten(structure, permuted), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
@@ -84,9 +88,10 @@ class PermutedParams(NamedTuple):
       OSError: the file can't be written; an old one is unchanged.
     """
     arrays: dict[str, Any] = {}
-    leaves = (jax.tree.leaves(tree, is_leaf=_tree.is_masked) for tree in self)
     paths = _tree.leaf_paths(self.params, _tree.is_masked)
-    for name, x, index in zip(paths, *leaves, strict=True):
+    leaves = jax.tree.leaves(self.params, is_leaf=_tree.is_masked)
+    indices = jax.tree.leaves(self.permutation, is_leaf=_tree.is_masked)
+    for name, x, index in zip(paths, leaves, indices, strict=True):
       if _tree.is_masked(x):
         raise ValueError(
           "`PermutedParams.save` needs the values of leaves that are not permuted; got none for the"
@@ -127,7 +132,8 @@ class PermutedParams(NamedTuple):
         f" leaves {_base.shorten(sorted(saved))}, and `initial` {_base.shorten(names)}."
       )
     loaded = [_decoded(arrays, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-    return cls(*(jax.tree.unflatten(structure, list(tree)) for tree in zip(*loaded, strict=True)))
+    values, permutation = zip(*loaded, strict=True)
+    return cls(jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, permutation))
 
 
 def permuted_params(
@@ -244,9 +250,10 @@ def _decoded(arrays: dict[str, np.ndarray], name: str, leaf: Any) -> tuple[Any, 
     if ranks.shape == first.shape:
       # Equal values keep their order: any order gives the same params.
       entries = _columns(np.arange(start.size, dtype=np.int32).reshape(start.shape), axes)
-      held, order = (np.argsort(x, axis=0, kind="stable") for x in (ranks, first))
+      by_rank = np.argsort(ranks, axis=0, kind="stable")
+      by_start = np.argsort(first, axis=0, kind="stable")
       moved = np.empty_like(entries)
-      np.put_along_axis(moved, held, np.take_along_axis(entries, order, 0), 0)
+      np.put_along_axis(moved, by_rank, np.take_along_axis(entries, by_start, 0), 0)
       index = np.empty_like(entries, shape=start.shape)
       index.reshape(-1)[entries] = moved
       values = start.reshape(-1)[index]
@@ -263,8 +270,9 @@ def _moving_axes(index: np.ndarray) -> list[int]:
   """The axes along which a permutation moves entries: at most the weight vectors'."""
   if not index.size:
     return []
-  own, held = np.indices(index.shape, sparse=True), np.unravel_index(index, index.shape)
-  return [axis for axis in range(index.ndim) if np.any(held[axis] != own[axis])]
+  place = np.indices(index.shape, sparse=True)
+  start = np.unravel_index(index, index.shape)
+  return [axis for axis in range(index.ndim) if np.any(start[axis] != place[axis])]
 
 
 def _columns(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:

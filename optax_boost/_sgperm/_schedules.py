@@ -12,7 +12,7 @@ the transformation is built, the recurrence runs in Python, and the steps look u
 
 from collections.abc import Callable
 import math
-import numbers
+import numbers as number_types
 from typing import Any
 
 import jax
@@ -25,19 +25,21 @@ _LONGEST = 65_536
 
 def as_float(value: Any) -> Any:
   """A number as a float; an array, as ``optax.inject_hyperparams`` passes them, as it is."""
-  return float(value) if isinstance(value, numbers.Real | np.ndarray) else value
+  return float(value) if isinstance(value, number_types.Real | np.ndarray) else value
 
 
 class Schedules:
   """The values of alpha and lamda at each step."""
 
-  def __init__(self, *given: Any) -> None:
-    """Takes alpha, lamda, beta1, beta2, alpha_min, lamda_max."""
-    self._given = tuple(map(as_float, given))
-    self._known = all(isinstance(x, float) for x in self._given)
+  def __init__(
+    self, alpha: Any, lamda: Any, beta1: Any, beta2: Any, alpha_min: Any, lamda_max: Any
+  ) -> None:
+    numbers = (alpha, lamda, beta1, beta2, alpha_min, lamda_max)
+    self._numbers = tuple(as_float(x) for x in numbers)
+    self._known = all(isinstance(x, float) for x in self._numbers)
     values: list[tuple[float, float]] = []
     if self._known:
-      alpha, lamda, beta1, beta2, alpha_min, lamda_max = self._given
+      alpha, lamda, beta1, beta2, alpha_min, lamda_max = self._numbers
       while len(values) < _LONGEST:
         alpha, lamda = max(beta1 * alpha, alpha_min), min(beta2 * lamda, lamda_max)
         if values and values[-1] == (alpha, lamda):
@@ -50,7 +52,8 @@ class Schedules:
 
   def _later(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Alpha and lamda without the recurrence."""
-    alpha, lamda, beta1, beta2, alpha_min, lamda_max = (jnp.asarray(x, float) for x in self._given)
+    numbers = [jnp.asarray(x, float) for x in self._numbers]
+    alpha, lamda, beta1, beta2, alpha_min, lamda_max = numbers
     steps = (count + 1).astype(alpha.dtype)
     alpha, lamda = beta1**steps * alpha, beta2**steps * lamda
     # A lamda that falls does so from its bound, if the first step clips it.
@@ -85,20 +88,24 @@ class Schedules:
     """The smallest and the largest size of all steps, which shapes depend on."""
     if not self._known:
       return min(least, length), length
-    lamdas = [*self._lamdas] if self._ends else [0.0, self._given[5]]
-    ends = (math.floor(min(lamdas) * length), math.floor(max(lamdas) * length))
-    smallest, largest = (min(max(least, end), length) for end in ends)
-    return smallest, largest
+    lamda_max = self._numbers[5]
+    lamdas = [*self._lamdas] if self._ends else [0.0, lamda_max]
+
+    def size(lamda: float) -> int:
+      return min(max(least, math.floor(lamda * length)), length)
+
+    return size(min(lamdas)), size(max(lamdas))
 
   def brackets(self, count: jax.Array, length: int) -> jax.Array:
     """``alpha + 1 / k`` in step `count` for k up to `length`, rounded once from nearly float64."""
     alpha = self.alpha(count)
-    rest = self._alphas - self._alphas.astype(alpha.dtype)
-    alpha_low = self._at(count, rest.astype(alpha.dtype), lambda: jnp.zeros_like(alpha))
+    rounded_off = self._alphas - self._alphas.astype(alpha.dtype)
+    alpha_low = self._at(count, rounded_off.astype(alpha.dtype), lambda: jnp.zeros_like(alpha))
     exact = 1 / np.maximum(np.arange(length + 1), 1)
     high = exact.astype(alpha.dtype)
     low = jnp.asarray((exact - high).astype(high.dtype))
+    # The rounding error of this sum is exact (the two-sum of Knuth).
     total = alpha + high
-    part = total - alpha
-    error = (alpha - (total - part)) + (high - part)
+    rounded_high = total - alpha
+    error = (alpha - (total - rounded_high)) + (high - rounded_high)
     return total + (error + (alpha_low + low))

@@ -259,7 +259,7 @@ class _Sgperm:
       layouts,
       jax.tree.leaves(params),
       [state.permuted_params, state.permutation, *([state.ranks] if self.method == "rank" else [])],
-      [momentum, *_given_orders(partitions, updates, layouts)],
+      [momentum, *_orders_to_replay(partitions, updates, layouts)],
     )
     steps = _tree.map_leaves(_layout.difference, updates, params, exact)
     return steps, state._replace(
@@ -292,9 +292,12 @@ class _Sgperm:
     layouts: Sequence[_layout.Layout],
     args: tuple[jax.Array, jax.Array, jax.Array],
     weights: Sequence[Sequence[jax.Array]],
-    others: Sequence[Sequence[jax.Array]],
+    fixed: Sequence[Sequence[jax.Array]],
   ) -> list[Sequence[jax.Array]]:
-    """The new weights, entries and ranks of leaves."""
+    """The new weights, entries and, with ``method="rank"``, ranks of each leaf.
+
+    `weights`: the old ones. `fixed`: the leaf's momentum and perhaps its partitions.
+    """
     count, key, unranked = args
     bits = self._random_bits(count, key, layouts)
     alpha = self.schedules.alpha(count)
@@ -306,36 +309,44 @@ class _Sgperm:
     def rank(
       values: jax.Array, entries: jax.Array, ranks: jax.Array, momentum: jax.Array
     ) -> list[jax.Array]:
-      # A first step may know other vectors than `init`.
+      # The first step may get other axes of layers than `init` knew; then the ranks are unknown.
       order = jax.lax.cond(
         unranked, lambda: _sorting.argsort(values), lambda: _sorting.inverse(ranks)
       )
       new_ranks = _fast.ranks(_fast.targets(values, momentum, alpha))
       return [*_execution.gather([values, entries], _sorting.gather(order, new_ranks)), new_ranks]
 
-    def exact(*arrays: jax.Array) -> list[jax.Array]:
+    def exact(
+      values: jax.Array, entries: jax.Array, momentum: jax.Array, *partitions: jax.Array
+    ) -> list[jax.Array]:
       # Outputs that are sharded stay so if they come before the leaves in the axis of vectors.
-      shape = jnp.moveaxis(arrays[0], 1, -1).shape
-      values, _, *rest = (jnp.moveaxis(x, 1, -1).reshape(len(x), -1) for x in arrays)
+      shape = jnp.moveaxis(values, 1, -1).shape
+
+      def columns(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 1, -1).reshape(len(x), -1)
+
       sizes = self.schedules.sizes(len(values), self.least)
-      work = self._work(count, bits, values, *rest)
+      work = self._work(count, bits, columns(values), columns(momentum), *map(columns, partitions))
       source = _device.permute(work, sizes=sizes, remainder=self.remainder)
-      return _execution.gather(arrays[:2], jnp.moveaxis(source.reshape(shape), -1, 1))
+      return _execution.gather([values, entries], jnp.moveaxis(source.reshape(shape), -1, 1))
 
     if self.method != "exact" or not self._on_host():
       kernels: dict[str, _execution.Kernel] = {"exact": exact, "pairs": pairs, "rank": rank}
-      return _execution.together(kernels[self.method], layouts, weights, others)
-    columns = [list(map(lay.columns, own)) for lay, own in zip(layouts, weights, strict=True)]
-    works = [
-      self._work(count, bits, values, *map(lay.columns, more))
-      for lay, (values, _), more in zip(layouts, columns, others, strict=True)
+      return _execution.together(kernels[self.method], layouts, weights, fixed)
+    columns = [
+      [lay.columns(x) for x in arrays] for lay, arrays in zip(layouts, weights, strict=True)
     ]
-    return list(map(_execution.gather, columns, _called_back(works, self.remainder)))
+    works = [
+      self._work(count, bits, values, *map(lay.columns, fixed_arrays))
+      for lay, (values, _), fixed_arrays in zip(layouts, columns, fixed, strict=True)
+    ]
+    sources = _called_back(works, self.remainder)
+    return [_execution.gather(arrays, x) for arrays, x in zip(columns, sources, strict=True)]
 
   def _random_bits(
     self, count: jax.Array, key: jax.Array, layouts: Sequence[_layout.Layout]
   ) -> jax.Array:
-    """Random words, from one draw for all leaves: their vectors do not mix."""
+    """Random words, one draw that all leaves share: weights never move between vectors."""
     drawn = [lay.length for lay in layouts if self.method == "exact" and self._draws(lay.length)]
     most = _fast.ROUNDS if self.method == "pairs" else max(drawn, default=0)
     step_key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.key))
@@ -353,7 +364,7 @@ class _Sgperm:
     momentum: jax.Array,
     order: Any = None,
   ) -> _host.Work:
-    """The inputs of an exact step of columns, in a given order or one that is drawn."""
+    """The inputs of an exact step of columns; without an `order` one is drawn from `bits`."""
     n = len(values)
     if order is None:
       order = _sorting.argsort(bits[:n]) if self._draws(n) else jnp.arange(n, dtype=jnp.int32)
@@ -370,7 +381,8 @@ class _Sgperm:
     return alone and _host.have_numba()
 
 
-# Jitted, and with a hint: outside of a jit the results of a callback would not be on a mesh.
+# Jitted and with a sharding hint, because outside of a jit the results of a callback would not be
+# on the mesh of the weights.
 @functools.partial(jax.jit, static_argnums=1)
 def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
   shapes = [jax.ShapeDtypeStruct(work.weights.shape, jnp.int32) for work in works]
@@ -383,7 +395,7 @@ def _called_back(works: list[_host.Work], remainder: bool) -> list[jax.Array]:
 
 
 def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.ndarray]:
-  """Each leaf's step; ``vmap`` may have put axes first."""
+  """The exact step of each leaf; ``vmap`` may have put more axes before those of the leaf."""
   results = []
   for work in works:
     arrays = jax.tree.map(np.asarray, work)
@@ -395,10 +407,13 @@ def _permute_on_host(works: list[_host.Work], *, remainder: bool) -> list[np.nda
   return results
 
 
-def _given_orders(
+def _orders_to_replay(
   partitions: Any, updates: Any, layouts: list[_layout.Layout]
 ) -> list[list[jax.Array]]:
-  """The partitions to replay, each in its leaf's shape; none if they are drawn."""
+  """The extra argument `partitions` as a list of one list, each array in its leaf's shape.
+
+  An empty list if the partitions are drawn.
+  """
   if partitions is None:
     return []
   structure: Any = jax.tree.structure(updates)
