@@ -40,9 +40,9 @@ def full_gradient(
 
   Args:
     grad_fn: ``grad_fn(params, batch) -> grads``, the gradient of the mean loss over the batch, as
-      ``jax.grad(loss_fn)``. It is jitted here, and as with ``jax.jit`` another function is compiled
-      again, one whose inner functions were redefined is not. ``jax.grad`` conjugates gradients of
-      complex leaves: conjugate them back; the train step's own are.
+      ``jax.grad(loss_fn)``. It is jitted here. As with ``jax.jit``, another function is compiled
+      again, but not a function whose inner functions were redefined. ``jax.grad`` conjugates the
+      gradients of complex leaves: conjugate them back, as the train step does with its own.
     params: where the gradient is taken.
     batches: any iterable of trees whose leaves are arrays or can be made into NumPy arrays (a
       PyTorch loader, Grain, a generator). Two are held at a time: the next one is loaded meanwhile.
@@ -106,7 +106,8 @@ def mean_over_batches(
       f"`batches` must be an iterable of batches; got {_base.shorten(batches)}. A single batch is"
       " passed as `[batch]`."
     )
-  # A Partial goes into jit as an argument: its bound arrays may change without a recompilation.
+  # A Partial is an argument of the jitted function, so its bound arrays may change without a
+  # recompilation.
   partial = isinstance(function, jax.tree_util.Partial)
   bound = function if partial else jax.tree_util.Partial(function)
   carry, structure = (_arrays.zeros_like_wide(params), jnp.zeros([])), None
@@ -168,7 +169,7 @@ def _add(
   """Adds a batch's weighted gradient and its weight to their sums."""
   total, weights = carry
   weight = jnp.asarray(weight, weights.dtype)
-  # The full gradient is then not finite, and a refresh with it is counted and not made.
+  # A negative weight makes the full gradient NaN, and a refresh with NaN is counted and not made.
   weight = jnp.where(weight >= 0, weight, jnp.nan)
   key = () if rng is None else (jax.random.fold_in(rng, index),)
   gradients = grad_fn(params, batch, *key)
@@ -216,7 +217,7 @@ def _check_weight(weight: Any) -> Any:
 
 
 def _as_array(index: int, path: Any, leaf: Any) -> Any:
-  """Leaves JAX's and NumPy's arrays alone and makes NumPy arrays of others, such as PyTorch's."""
+  """Returns JAX's and NumPy's arrays unchanged, and other arrays, as PyTorch's, as NumPy's."""
   if isinstance(leaf, jax.Array):
     return leaf
   array = leaf if isinstance(leaf, np.ndarray | np.generic | numbers.Number) else np.asarray(leaf)

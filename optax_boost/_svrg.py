@@ -64,7 +64,7 @@ class SvrgState(NamedTuple):
 
   def with_full_gradient(self, params: optax.Params, full_gradient: optax.Updates) -> "SvrgState":
     """The state after a refresh at `params`, whose mean gradient over the data was taken."""
-    # Inside `optax.masked` the state lacks the leaves that are not its own.
+    # Inside `optax.masked` the state lacks the leaves that the mask hides.
     params = _masked_like(self.snapshot, params, "params")
     full_gradient = _masked_like(self.snapshot, full_gradient, "full_gradient")
     _check_state(self, params, "refresh_svrg")
@@ -72,7 +72,7 @@ class SvrgState(NamedTuple):
 
 
 def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Updates, SvrgState]:
-  """Corrected gradients v, and the state after them."""
+  """The corrected gradients v, and the state after this step."""
 
   def corrected(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     return g.astype(mu.dtype) - a.astype(mu.dtype) * (h.astype(mu.dtype) - mu)
@@ -81,7 +81,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
     """The sum of ``|of(g, h, mu) - mu|^2``."""
     sums = [jnp.zeros([], state.squared_deviations.dtype)]
     for leaves in _arrays.stackable_leaves(g, h, state.full_gradient):
-      deviations = [of(*parts) - parts[2] for parts in zip(*leaves, strict=True)]
+      deviations = [of(g, h, mu) - mu for g, h, mu in zip(*leaves, strict=True)]
       sums.append(_arrays.sum_squares_together(deviations).astype(sums[0].dtype))
     return jnp.sum(jnp.stack(sums))
 
@@ -106,7 +106,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
 
 @jax.jit
 def _renew(state: SvrgState, params: Any, full: Any) -> SvrgState:
-  """The state after a refresh, or as it was, with a count, where a number is not finite."""
+  """The state after a refresh; if a number is not finite, the refresh is only counted."""
   good = _finiteness.all_finite((params, full))
 
   def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -238,7 +238,7 @@ def _refresh_if_due(state: SvrgState, params: Any, full_grad_fn: Any, due: jax.A
 
 
 def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any:
-  """Calls `grad_fn` or `full_grad_fn` with params of which ``optax.masked`` may hide leaves."""
+  """Calls `grad_fn` or `full_grad_fn`, also with params some of whose leaves are masked."""
   masked = any(map(_tree.is_masked, jax.tree.leaves(params, is_leaf=_tree.is_masked)))
   try:
     gradients = function(params)
@@ -258,6 +258,7 @@ def _gradients_at(params: Any, function: Callable[[Any], Any], name: str) -> Any
 
 
 def _masked_like(masked: Any, tree: Any, name: str) -> Any:
+  """A tree whose leaves are hidden where those of `masked` are."""
   try:
     return _masking.mask_like(tree, masked)
   except (ValueError, TypeError) as error:
@@ -271,10 +272,11 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
   """Refuses params for which the state was not made."""
   if not _tree.same_shapes(params, state.snapshot):
-    got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
+    got = _base.shorten(jax.tree.map(jnp.shape, params))
+    shapes = _base.shorten(jax.tree.map(jnp.shape, state.snapshot))
     raise ValueError(
-      f"`{method}` needs the params that its state was made for; got the shapes"
-      f" {_base.shorten(got)} for {_base.shorten(want)}. Start from `tx.init(params)`."
+      f"`{method}` needs the params that its state was made for; got the shapes {got} for {shapes}."
+      " Start from `tx.init(params)`."
     )
 
 

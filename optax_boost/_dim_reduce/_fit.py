@@ -1,4 +1,23 @@
-"""Subspaces in which the weights moved: principal components of snapshots of the params."""
+"""Subspaces in which the weights moved: principal components of snapshots of the params.
+
+Snapshots come as an optimizer state, as a stacked tree, as a list of trees, or as an iterable that
+loads them one by one, for example from checkpoints. All are read in one form: *blocks*, each a
+stacked tree of some snapshots and a flag for each of its rows, whether it is in use. `_pca` goes
+over the blocks several times, so an iterable is read as often, and only some blocks of it are in
+memory. The rows of a ring that is not full yet are not in use.
+
+  >>> trees = [{"w": np.array(w)} for w in ([0.0, 0.0], [3.0, 4.0], [6.0, 8.0])]
+  >>> [((rows, used),), first] = _read(trees, size=2)
+  >>> rows["w"].tolist(), used.tolist()
+  ([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]], [True, True, True])
+
+  >>> class Loader:  # iterable over and over again: read in blocks of two
+  ...   def __iter__(self):
+  ...     return iter(trees)
+  >>> blocks, first = _read(Loader(), size=2)
+  >>> [rows["w"].shape for rows, used in blocks]
+  [(2, 2), (1, 2)]
+"""
 
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -228,10 +247,11 @@ def _stack(trees: Sequence[Any], first: Any, start: int = 0) -> tuple[Any, np.nd
   """A block of snapshots that are like the first one; `start` is the number of their first."""
   for index, tree in enumerate(trees, start):
     if not _tree.same_shapes(_checked(tree), first):
-      got, wanted = (_base.shorten(jax.tree.map(jnp.shape, t), 200) for t in (tree, first))
+      got = _base.shorten(jax.tree.map(jnp.shape, tree), 200)
+      shapes = _base.shorten(jax.tree.map(jnp.shape, first), 200)
       raise ValueError(
         f"Snapshots must have one tree structure and the same shapes; number {index} has {got}, the"
-        f" first one {wanted}. A list or tuple is taken for snapshots: cut a stacked tree that is"
+        f" first one {shapes}. A list or tuple is taken for snapshots: cut a stacked tree that is"
         " one into one tree per snapshot."
       )
 

@@ -39,32 +39,37 @@ class Groups:
   number: int
 
 
-def products(rows: Any, others: Any, groups: Groups) -> jax.Array:
-  """``A B'``, [G, k, m], of two stacked trees; [G, k] with a tree that is not stacked."""
-  dtype = _arrays.widest_dtype((rows, others))
-  a, b = ([x.astype(dtype) for x in jax.tree.leaves(tree)] for tree in (rows, others))
-  parts: list[jax.Array] = []
+def products(a: Any, b: Any, groups: Groups) -> jax.Array:
+  """``A B'``, [G, k, m], of two stacked trees; [G, k] if the second tree is not stacked."""
+  dtype = _arrays.widest_dtype((a, b))
+  a_leaves = [x.astype(dtype) for x in jax.tree.leaves(a)]
+  b_leaves = [x.astype(dtype) for x in jax.tree.leaves(b)]
+  by_layer: list[jax.Array] = []
   numbers: list[int] = []
-  for same in _arrays.stackable(groups.leaves, a, b):
-    of_leaf = groups.leaves[same[0]]
+  for indices in _arrays.stackable(groups.leaves, a_leaves, b_leaves):
+    of_leaf = groups.leaves[indices[0]]
     if of_leaf.axes:
-      parts += [_contract(a[i], b[i], of_leaf.axes) for i in same]
-      numbers += len(same) * of_leaf.numbers
+      by_layer += [_contract(a_leaves[i], b_leaves[i], of_leaf.axes) for i in indices]
+      numbers += len(indices) * of_leaf.numbers
     else:
       # One product of all: XLA on CPUs compiles the code of each product by itself.
-      many = b[same[0]].ndim == a[same[0]].ndim
-      rows, leaf = (jnp.stack([x[i] for i in same], axis) for x, axis in ((a, 1), (b, int(many))))
-      parts.append(_contract(rows, leaf, ()))
+      b_is_stacked = b_leaves[indices[0]].ndim == a_leaves[indices[0]].ndim
+      a_joined = jnp.stack([a_leaves[i] for i in indices], 1)
+      b_joined = jnp.stack([b_leaves[i] for i in indices], int(b_is_stacked))
+      by_layer.append(_contract(a_joined, b_joined, ()))
       numbers += of_leaf.numbers
-  return _sum_by_group(parts, numbers, groups)
+  return _sum_by_group(by_layer, numbers, groups)
 
 
 def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.Array:
-  """The products of rows and a leaf with L layers: [L, k, m] or [L, k], on all devices."""
-  many = leaf.ndim == rows.ndim
-  rest = [axis for axis in range(rows.ndim - 1) if axis not in layers]
-  contracted = tuple(1 + axis for axis in rest), tuple(many + axis for axis in rest)
-  batch = tuple(1 + axis for axis in layers), tuple(many + axis for axis in layers)
+  """The products of rows and a leaf with L layers: [L, k, m] or [L, k], whole on each device."""
+  is_stacked = leaf.ndim == rows.ndim
+  within_layer = [axis for axis in range(rows.ndim - 1) if axis not in layers]
+  contracted = (
+    tuple(1 + axis for axis in within_layer),
+    tuple(is_stacked + axis for axis in within_layer),
+  )
+  batch = tuple(1 + axis for axis in layers), tuple(is_stacked + axis for axis in layers)
   mesh = jax.typeof(rows).sharding.mesh
   out = None
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
@@ -81,9 +86,12 @@ def _contract(rows: jax.Array, leaf: jax.Array, layers: tuple[int, ...]) -> jax.
   return result.reshape(-1, *result.shape[len(layers) :])
 
 
-def _sum_by_group(parts: Sequence[jax.Array], numbers: Sequence[int], groups: Groups) -> jax.Array:
+def _sum_by_group(
+  by_layer: Sequence[jax.Array], numbers: Sequence[int], groups: Groups
+) -> jax.Array:
+  """Sums the products of layers, which are in the groups `numbers`: [G, k, m] or [G, k]."""
   # A contraction: XLA would fuse a sum over leaves into the kernel of each.
-  joined = jnp.concatenate(parts)
+  joined = jnp.concatenate(by_layer)
   member = np.equal.outer(np.arange(groups.number), np.array(numbers, int))
   return jnp.tensordot(jnp.asarray(member, joined.dtype), joined, 1, precision=PRECISION)
 
@@ -97,8 +105,8 @@ def combine(coefficients: jax.Array, rows: Any, groups: Groups) -> Any:
   def one(x: jax.Array, of_leaf: LeafGroups) -> jax.Array:
     x = _arrays.widen(x)
     if not of_leaf.axes:
-      own = coefficients[of_leaf.numbers[0]].astype(x.dtype)
-      return jnp.tensordot(own, x, 1, precision=PRECISION)
+      of_group = coefficients[of_leaf.numbers[0]].astype(x.dtype)
+      return jnp.tensordot(of_group, x, 1, precision=PRECISION)
     layers = [x.shape[1 + axis] for axis in of_leaf.axes]
     by_layer = coefficients[np.array(of_leaf.numbers, int)].astype(x.dtype)
     by_layer = by_layer.reshape(*layers, *coefficients.shape[1:])

@@ -9,6 +9,25 @@ Forming G squares the condition: eigenvectors for s below sqrt(eps) s_1 are mixe
 and B's rows are no longer orthogonal. So a few rows more than wanted are taken, normalised and
 orthogonalised, and a Rayleigh-Ritz step, an SVD of C B' [m, l] without squaring, sets them right.
 
+A worked example with m = 3 and n = 2. The snapshots lie on a line in the direction (0.6, 0.8):
+
+  >>> from optax_boost._dim_reduce import _groups
+  >>> one_group = _groups.find_groups(jnp.zeros(2), None, "example")
+  >>> snapshots = jnp.array([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])
+  >>> centred = Centred([(snapshots, jnp.ones(3, bool))])
+  >>> [rows] = centred
+  >>> rows.tolist(), centred.mean.tolist()
+  ([[-3.0, -4.0], [0.0, 0.0], [3.0, 4.0]], [3.0, 4.0])
+  >>> _products(rows, rows, one_group)[0].tolist()  # G
+  [[25.0, 0.0, -25.0], [0.0, 0.0, 0.0], [-25.0, 0.0, 25.0]]
+
+G has the eigenvalue s^2 = 50 with the eigenvector (-1, 0, 1) / sqrt(2). Its combination of the rows
+is (6, 8) / sqrt(2), and divided by s it is (0.6, 0.8):
+
+  >>> pca = principal_components([rows], k=1, sketch=None, groups=one_group)
+  >>> [round(x, 3) for x in pca.rows[0].tolist()], round(float(pca.variances[0, 0]), 3)
+  ([0.6, 0.8], 50.0)
+
 The randomized form replaces the first two lines by a sketch Q' C with l rows, in which l is far
 below m. Source: Halko, Martinsson, Tropp, "Finding Structure with Randomness", SIAM Review 53
 (2011), with one power iteration.
@@ -48,8 +67,8 @@ class Components(NamedTuple):
 class Centred:
   """Reads blocks of snapshots minus their mean, as often as it is iterated over.
 
-  A block is a stacked tree, and flags of the rows in use; others, and bad ones that are not finite,
-  become zero.
+  A block is a stacked tree and flags of the rows in use. Rows that are not in use, and *bad* rows
+  that are not finite, become zero.
   """
 
   def __init__(self, blocks: Iterable[tuple[Any, jax.Array]]) -> None:
@@ -83,11 +102,11 @@ class Centred:
 @jax.jit
 def _finite_rows(rows: Any) -> jax.Array:
   """Which rows of a stacked tree hold finite numbers only: [m], bool."""
-  parts = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
+  by_leaf = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
   # Counted by a contraction: XLA would fuse `all` into the kernel of every leaf that uses it, and
   # compile for long where there are hundreds.
-  flags = jnp.stack(parts).astype(jnp.float32)
-  return matmul(jnp.ones(len(parts)), flags) == len(parts)
+  flags = jnp.stack(by_leaf).astype(jnp.float32)
+  return matmul(jnp.ones(len(by_leaf)), flags) == len(by_leaf)
 
 
 @jax.jit
@@ -120,15 +139,16 @@ def principal_components(
   `sketch`, [m, l] normal numbers, is for the randomized form; None: the exact one.
   """
 
-  def products(others: Any) -> jax.Array:
-    return jnp.concatenate([_products(rows, others, groups) for rows in centred], axis=1)
+  def products(directions: Any) -> jax.Array:
+    return jnp.concatenate([_products(rows, directions, groups) for rows in centred], axis=1)
 
   def combine(coefficients: jax.Array) -> Any:
     start, total = 0, None
     for rows in centred:
       stop = start + len(jax.tree.leaves(rows)[0])
-      part = _combine(coefficients[..., start:stop], rows, groups)
-      start, total = stop, part if total is None else jax.tree.map(jnp.add, total, part)
+      of_block = _combine(coefficients[..., start:stop], rows, groups)
+      total = of_block if total is None else jax.tree.map(jnp.add, total, of_block)
+      start = stop
     return total
 
   if sketch is None:

@@ -8,6 +8,37 @@ BFGS, with T = I - y s' / y's:
 
   B <- T' B T + s s' / y's
 
+The new B maps y to s: along the last step it is the exact inverse of the curvature that the two
+gradients show.
+
+A worked example with k = 2. In the subspace the loss is f(w) = w_1^2 / 2 + 2 w_2^2, whose Hessian
+is diag(1, 4). At w = (1, 1) the loss is 2.5 and the gradient (1, 4). B is the identity at first, so
+the direction is that of steepest descent:
+
+  >>> loss = lambda w: 0.5 * w[0] ** 2 + 2.0 * w[1] ** 2
+  >>> w, gradient = jnp.array([1.0, 1.0]), jnp.array([1.0, 4.0])
+  >>> direction = -gradient
+
+The line search tries the lengths 1, 0.5 and 0.25, whose losses are 18, 2.1 and 0.28. The linear
+change is -17 times the length, and with sigma = 0.4 the loss must fall by 0.4 times that:
+
+  >>> trial = lambda length: (loss(w + length * direction), length * jnp.vdot(gradient, direction))
+  >>> search = backtrack(
+  ...   trial, loss(w), jnp.float32(1.0), rho=0.5, sigma=0.4, max_search=30, possible=True
+  ... )
+  >>> float(search.accepted), int(search.tried)
+  (0.25, 3)
+
+So w is (0.75, 0) and its gradient (0.75, 0). The next step updates B with s = (-0.25, -1) and
+y = (-0.25, -4). It does so from B = 0.25 I, the length that suited steepest descent:
+
+  >>> s, y = search.accepted * direction, jnp.array([-0.25, -4.0])
+  >>> b, updated = bfgs_update(0.25 * jnp.eye(2), s, y, min_curvature=0.0)
+  >>> [[round(x, 3) for x in row] for row in b.tolist()], bool(updated)
+  ([[0.273, 0.045], [0.045, 0.247]], True)
+  >>> [round(x, 3) for x in (b @ y).tolist()]
+  [-0.25, -1.0]
+
 Source: Li, Wu, Huang et al., "Low Dimensional Trajectory Hypothesis is True: DNNs can be Trained in
 Tiny Subspaces", arXiv:2103.11154.
 """
@@ -33,7 +64,7 @@ def bfgs_update(
 ) -> tuple[jax.Array, jax.Array]:
   """One BFGS update of B [k, k] by s and y, and whether it was made.
 
-  It is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite: B stays
+  It is skipped if ``y's`` is at most `min_curvature`, or if the result is not finite. So B stays
   positive definite.
   """
   curvature = _matmul(gradient_change, step)
@@ -55,7 +86,7 @@ class Direction(NamedTuple):
   first: jax.Array  # the first length that a search tries
   steepest: jax.Array  # whether it falls back to steepest descent
   scale: jax.Array  # from distances in the subspace to the units of `direction`
-  usable: jax.Array  # whether the direction is finite
+  usable: jax.Array  # whether the gradient and the direction are finite
 
 
 def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bool) -> Direction:
@@ -72,25 +103,27 @@ def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bo
   if rescales:
     stiffness = ratio(jnp.sum(change * s), jnp.sum(s**2))
     begins = is_fresh & (stiffness > 0) & jnp.isfinite(stiffness)
-    scale, s = jnp.where(begins, stiffness, scale), jnp.where(begins, stiffness * s, s)
+    scale = jnp.where(begins, stiffness, scale)
+    s = jnp.where(begins, stiffness * s, s)
   elif adaptive:
     # The first update starts from the identity times the length of the last step, a step of
     # steepest descent: so a length of 1 suits the directions that B has not seen, too.
     b = jnp.where(is_fresh & (length > 0), length, 1) * b
   least = 0.0 if adaptive else 1e-20  # as in MindSpore
-  new, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
-  direction = -jax.vmap(_matmul)(new, gradient)
+  updated, _ = jax.vmap(bfgs_update, (0, 0, 0, None))(b, s, change, least)
+  direction = -jax.vmap(_matmul)(updated, gradient)
   first, steepest = jnp.ones_like(state.next_rho), jnp.asarray(False)
   if adaptive:
-    unchanged = is_fresh & jnp.all(new == b)
+    unchanged = is_fresh & jnp.all(updated == b)
     descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
     first = jnp.where(unchanged | (descends & ~is_fresh), state.next_rho, 1)
     steepest = unchanged | ~descends
-    new, direction = jnp.where(steepest, identity, new), jnp.where(steepest, -gradient, direction)
+    updated = jnp.where(steepest, identity, updated)
+    direction = jnp.where(steepest, -gradient, direction)
     scale = jnp.where(steepest, 1, scale)
   usable = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(direction))
   direction = jnp.where(usable, direction, 0)
-  return Direction(gradient, new, direction, first, steepest, scale, usable)
+  return Direction(gradient, updated, direction, first, steepest, scale, usable)
 
 
 def identities(state: Any) -> jax.Array:
@@ -145,7 +178,8 @@ def backtrack(
     return possible & (search.tried < max_search) & (search.accepted == 0) & ~search.hidden
 
   def attempt(search: Search) -> Search:
-    loss, change = (x.astype(value.dtype) for x in trial(search.step))
+    loss, change = trial(search.step)
+    loss, change = loss.astype(value.dtype), change.astype(value.dtype)
     good = jnp.isfinite(loss)
     enough = good & (value + sigma * jnp.minimum(change, 0) > loss)
     hidden = jnp.zeros([], bool)

@@ -175,8 +175,8 @@ def refresh_subspace(
     basis = basis_like(subspace, node.momentum)
     warn_of_long_rows(basis, of_tree)
     # An NNX optimizer wraps each array in a variable.
-    new = jax.tree.leaves(_renew(node, basis, of_tree))
-    return jax.tree.unflatten(jax.tree.structure(node), new)
+    leaves = jax.tree.leaves(_renew(node, basis, of_tree))
+    return jax.tree.unflatten(jax.tree.structure(node), leaves)
 
   if not _tree.find_states(opt_state, DimReduceState):
     raise ValueError(

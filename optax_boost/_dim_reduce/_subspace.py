@@ -98,18 +98,19 @@ class Subspace(NamedTuple):
       with open(path, "rb") as file:
         loaded = np.load(file, allow_pickle=False)
         is_matrix = isinstance(loaded, np.ndarray)
-        found = _of_matrix(loaded, like) if is_matrix else _of_arrays(dict(loaded), like)
+        saved = _of_matrix(loaded, like) if is_matrix else _of_arrays(dict(loaded), like)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
       raise ValueError(
         f"`Subspace.load` needs a file of `Subspace.save` for the params `like`, or MindSpore's"
         f" `pca_mat` as .npy; can't read '{os.fspath(path)}': {error}. Pass that model's params, or"
         " fit and save it again."
       ) from error
-    check_subspace(found)
+    check_subspace(saved)
     return Subspace(
-      jax.tree.map(lambda x, leaf: placed(x, leaf, stacked=False), found.mean, like),
-      jax.tree.map(placed, found.basis, like),
-      *map(jnp.asarray, found[2:]),
+      mean=jax.tree.map(lambda x, leaf: placed(x, leaf, stacked=False), saved.mean, like),
+      basis=jax.tree.map(placed, saved.basis, like),
+      explained_variance=jnp.asarray(saved.explained_variance),
+      explained_variance_ratio=jnp.asarray(saved.explained_variance_ratio),
     )
 
 
@@ -117,17 +118,17 @@ def _of_arrays(arrays: dict[str, np.ndarray], like: Any) -> Subspace:
   """The subspace of a file of :meth:`Subspace.save`."""
   variances: Any = arrays.get("explained_variance", np.zeros(0))
   basis = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*variances.shape, *x.shape), x.dtype), like)
-  wanted = Subspace(like, basis, variances, variances)
-  paths = _tree.leaf_paths(wanted)
-  saved = {name: array.shape for name, array in arrays.items()}
-  shapes = dict(zip(paths, map(np.shape, jax.tree.leaves(wanted)), strict=True))
-  if saved != shapes:
-    name = sorted(saved.items() ^ shapes.items())[0][0]
+  expected = Subspace(like, basis, variances, variances)
+  paths = _tree.leaf_paths(expected)
+  saved_shapes = {name: array.shape for name, array in arrays.items()}
+  shapes = dict(zip(paths, map(np.shape, jax.tree.leaves(expected)), strict=True))
+  if saved_shapes != shapes:
+    name = sorted(saved_shapes.items() ^ shapes.items())[0][0]
     raise ValueError(
-      f"it has {saved.get(name, 'nothing')} at {name!r}, and `like` needs"
+      f"it has {saved_shapes.get(name, 'nothing')} at {name!r}, and `like` needs"
       f" {shapes.get(name, 'nothing')}"
     )
-  return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[path] for path in paths])
+  return jax.tree.unflatten(jax.tree.structure(expected), [arrays[path] for path in paths])
 
 
 def _of_matrix(matrix: np.ndarray, like: Any) -> Subspace:
@@ -139,8 +140,8 @@ def _of_matrix(matrix: np.ndarray, like: Any) -> Subspace:
       f"a matrix [k, n] must have a column for each of the {ends[-1]} params; it has shape"
       f" {matrix.shape}"
     )
-  parts = np.split(matrix.astype(np.float32), ends[:-1], axis=1)
-  rows = [part.reshape(-1, *leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+  columns = np.split(matrix.astype(np.float32), ends[:-1], axis=1)
+  rows = [x.reshape(-1, *leaf.shape) for x, leaf in zip(columns, leaves, strict=True)]
   mean = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), like)
   unknown: Any = np.full(len(matrix), np.nan, np.float32)
   return Subspace(mean, jax.tree.unflatten(structure, rows), unknown, unknown)
@@ -164,7 +165,7 @@ def check_subspace(value: Any) -> None:
 
 
 def placed(array: Any, like: Any, stacked: bool = True) -> jax.Array:
-  """An array, or a stack of k, sharded as `like` is, or its rows are, as far as that is known."""
+  """An array, or a stack of k of them, sharded as `like` is, if `like` has a known sharding."""
   traced = isinstance(like, jax.core.Tracer)
   sharding = jax.typeof(like).sharding if traced else getattr(like, "sharding", None)
   if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:

@@ -1,4 +1,24 @@
-"""Snapshots of the params in the optimizer state, kept while training."""
+"""Snapshots of the params in the optimizer state, kept while training.
+
+Each leaf of the params has a *ring*: an array with room for `capacity` snapshots along its first
+axis. Snapshot number i, counted from 0, is written to row i % capacity, over the oldest one once
+the ring is full. So a step writes one row and moves none; :func:`snapshots` puts them in order.
+
+With every=2 and capacity=3, and params that are the number of their step:
+
+  step           0   1   2   3   4   5   6   7
+  snapshot       0       1       2       3
+  row            0       1       2       0       so after step 7 the ring holds 6, 2, 4
+
+  >>> tx = record_trajectory(every=2, capacity=3)
+  >>> state = tx.init(jnp.zeros([]))
+  >>> for step in range(8):
+  ...   _, state = tx.update(jnp.zeros([]), state, jnp.float32(step))
+  >>> state.snapshots.tolist(), int(state.snapshot_count)
+  ([6.0, 2.0, 4.0], 4)
+  >>> snapshots(state).tolist()
+  [2.0, 4.0, 6.0]
+"""
 
 from typing import Any
 from typing import NamedTuple

@@ -304,8 +304,8 @@ class _DimReduce:
       state, quasi, search, step, _arrays.sum_squares_of_tree(updates)
     )
     learned |= {"projected_momentum": q, "inner_state": inner_state}
-    old = {name: getattr(state, name) for name in learned}
-    learned = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, old)
+    before = {name: getattr(state, name) for name in learned}
+    learned = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, before)
     return changes, state._replace(
       **learned,
       momentum=momentum,
@@ -338,7 +338,8 @@ class _DimReduce:
 
     if self.rescales:
       # The inner momentum moves the params whether or not a step is found.
-      start, offset = (x.astype(dtype) for x in trial(offset))
+      start, offset = trial(offset)
+      start, offset = start.astype(dtype), offset.astype(dtype)
     if self.adaptive:
       possible &= slope < 0
     search = _quasi_newton.backtrack(
@@ -368,7 +369,7 @@ class _DimReduce:
     failed = (search.tried > 0) & ~moved if self.adaptive else jnp.asarray(False)
     # B restarts if its directions overflow, or if no step along them was accepted.
     restarts = ~quasi.usable | failed
-    old = jnp.where(restarts, _quasi_newton.identities(state), state.inverse_hessian)
+    kept = jnp.where(restarts, _quasi_newton.identities(state), state.inverse_hessian)
     squared_step, squared_gradient = jnp.sum(state.last_step**2), jnp.sum(quasi.gradient**2)
     change = quasi.gradient - state.projected_gradient
     rejected, next_rho = ~moved, state.next_rho
@@ -378,7 +379,7 @@ class _DimReduce:
       length = jnp.sqrt(squared_step / squared_gradient)
       next_rho = _quasi_newton.next_step(search, quasi.first, quasi.steepest, length, self.rho)
     return {
-      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, old),
+      "inverse_hessian": jnp.where(moved, quasi.inverse_hessian, kept),
       "projected_gradient": jnp.where(moved, quasi.gradient, state.projected_gradient),
       "last_step": jnp.where(moved, step, jnp.where(failed, 0, state.last_step)),
       "next_rho": next_rho,
@@ -434,5 +435,5 @@ def _inner_product(a: Any, b: Any) -> jax.Array:
   """The inner product of two trees, in at least float32."""
   dtype = _arrays.widest_dtype((a, b))
   # Not `optax.tree.vdot`, which reshapes leaves, sharded ones too.
-  parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
-  return jax.tree.reduce(jnp.add, parts, jnp.zeros([], dtype))
+  by_leaf = jax.tree.map(lambda x, y: jnp.sum(x.astype(dtype) * y.astype(dtype)), a, b)
+  return jax.tree.reduce(jnp.add, by_leaf, jnp.zeros([], dtype))
