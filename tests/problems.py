@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def params(dtype: Any = jnp.float32) -> dict[str, Any]:
-  """Kernels, biases and a normalization, with sizes that eight devices can share."""
+def params(
+  dtype: Any = jnp.float32,
+  conv: tuple[int, ...] = (3, 3, 2, 8),
+  dense: tuple[int, ...] = (16, 8),
+) -> dict[str, Any]:
+  """Kernels of two shapes, biases and a normalization, with sizes that eight devices can share."""
   rng = np.random.default_rng(0)
   tree = {
-    "conv": {"kernel": rng.normal(size=(3, 3, 2, 8))},
-    "dense": {"kernel": rng.normal(size=(16, 8)), "bias": np.zeros(8)},
+    "conv": {"kernel": rng.normal(size=conv)},
+    "dense": {"kernel": rng.normal(size=dense), "bias": np.zeros(8)},
     "norm": {"scale": rng.normal(1, 0.1, size=8)},
   }
   return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)

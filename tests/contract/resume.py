@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tests import problems
 from tests.contract import registry
 from tests.contract.test_contract import run
 
@@ -17,7 +16,7 @@ def main(folder: pathlib.Path, *names: str) -> None:
   rows = [row for row in registry.ROWS if str(row) in names]
 
   def start(row: registry.Row) -> Any:
-    params = problems.params()
+    params = row.params()
     return params, row.optimizer().init(params)
 
   like = jax.eval_shape(lambda: {str(row): start(row) for row in rows})

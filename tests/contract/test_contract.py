@@ -42,7 +42,7 @@ def jitted_update(row: registry.Row) -> Any:
 @functools.cache
 def first_update(row: registry.Row) -> Any:
   """The updates of the first step, and the state after it."""
-  params = problems.params()
+  params = row.params()
   return jitted_update(row)(problems.grads(params), transformation(row).init(params), params)
 
 
@@ -79,7 +79,7 @@ def test_acts(row):
   if row.acts is not None:
     assert row.acts(row.make(), row.baseline())
   else:
-    params = problems.params()
+    params = row.params()
     ours, _ = first_update(row)
     base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
     change = optax.tree.norm(optax.tree.sub(ours, base)) / optax.tree.norm(base)
@@ -88,7 +88,7 @@ def test_acts(row):
 
 @every_row
 def test_solves_its_problem(row):
-  params = jax.tree.map(lambda x: 0.1 * x, row.reachable(problems.params()))
+  params = jax.tree.map(lambda x: 0.1 * x, row.reachable(row.params()))
   goal = row.reachable(problems.target(params))
   params = params if row.start is None else row.start(goal)
   tx = row.optimizer()
@@ -107,7 +107,7 @@ def test_solves_its_problem(row):
 
 @every_row
 def test_takes_extra_arguments_it_does_not_know(row):
-  params, tx = problems.params(), transformation(row)
+  params, tx = row.params(), transformation(row)
   arguments = problems.grads(params), tx.init(params), params
   more = functools.partial(tx.update, unheard_of=1)
   ours, expected = (program(update, *arguments) for update in (more, tx.update))
@@ -116,7 +116,7 @@ def test_takes_extra_arguments_it_does_not_know(row):
 
 @every_row
 def test_says_that_it_needs_params(row):
-  tx, params = transformation(row), problems.params()
+  tx, params = transformation(row), row.params()
   state, grads = tx.init(params), problems.grads(params)
   if row.needs_params:
     with pytest.raises(ValueError, match=r"needs the current params; got params=None. Call"):
@@ -128,7 +128,7 @@ def test_says_that_it_needs_params(row):
 
 @every_row
 def test_jit_equals_the_plain_loop(row):
-  tx, params = row.optimizer(), problems.params()
+  tx, params = row.optimizer(), row.params()
   after = params, tx.init(params)
   for t in range(3):
     after = step(tx, *after, t)
@@ -139,7 +139,7 @@ def test_jit_equals_the_plain_loop(row):
 
 @every_row
 def test_scan_equals_the_plain_loop(row):
-  tx, params = row.optimizer(), problems.params()
+  tx, params = row.optimizer(), row.params()
 
   start = params, tx.init(params)
   carry, _ = jax.lax.scan(lambda carry, t: (step(tx, *carry, t), None), start, jnp.arange(3))
@@ -149,7 +149,7 @@ def test_scan_equals_the_plain_loop(row):
 @every_row
 def test_vmap_over_a_population_equals_the_plain_loop(row):
   tx = row.optimizer()
-  members = [jax.tree.map(lambda x, s=s: s * x, problems.params()) for s in (0.5, 1.0, 2.0)]
+  members = [jax.tree.map(lambda x, s=s: s * x, row.params()) for s in (0.5, 1.0, 2.0)]
   population = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
 
   def body(carry, t):
@@ -165,7 +165,7 @@ def test_vmap_over_a_population_equals_the_plain_loop(row):
 @every_row
 def test_derivatives_of_steps_are_finite(row):
   """As meta-learning takes them, with respect to initial params and to a learning rate."""
-  tx, params = row.optimizer(), problems.params()
+  tx, params = row.optimizer(), row.params()
 
   def distance_after_two_steps(params, rate):
     target, state = problems.target(params), tx.init(params)
@@ -184,7 +184,7 @@ def test_derivatives_of_steps_are_finite(row):
 
 @every_row
 def test_compiles_once(row):
-  params = problems.params()
+  params = row.params()
   state = transformation(row).init(params)
   for t in range(3):
     arguments = problems.grads(params, t), state, params
@@ -198,7 +198,7 @@ def test_init_compiles_no_program_for_each_leaf(row):
   number = registry.ROWS.index(row)
 
   def programs(more, shape):
-    params = problems.params() | {"dense": {"kernel": 0, "bias": 0, "more": [0] * more}}
+    params = row.params() | {"dense": {"kernel": 0, "bias": 0, "more": [0] * more}}
     params = jax.tree.map(lambda _: jnp.ones(shape), params)
     return compilations.count(lambda: transformation(row).init(params))
 
@@ -209,7 +209,7 @@ def test_init_compiles_no_program_for_each_leaf(row):
 
 @every_row
 def test_params_and_state_can_be_donated_together(row):
-  tx, params = row.optimizer(), problems.params()
+  tx, params = row.optimizer(), row.params()
   expected = run(row, params, range(2))
   donating = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
   params = jax.tree.map(jnp.array, params)
@@ -224,7 +224,7 @@ def test_params_and_state_can_be_donated_together(row):
 @every_row
 def test_none_and_masked_leaves_pass_through(row):
   tx = transformation(row)
-  params = problems.params()
+  params = row.params()
   holes = params | {"none": None, "masked": optax.MaskedNode()}
   grads = problems.grads(params)
   full = grads | {"none": None, "masked": optax.MaskedNode()}
@@ -261,7 +261,7 @@ def test_scalars_and_leaves_without_entries(row, shapes):
 def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtype, request):
   if dtype == "float64":
     request.getfixturevalue("x64")
-  params, tx = problems.params(dtype), transformation(row)
+  params, tx = row.params(dtype), transformation(row)
   grads, state = problems.grads(params), tx.init(params)
   updates, after = jax.eval_shape(tx.update, grads, state, params)
   wide = jnp.promote_types(dtype, jnp.float32) if row.widens else jnp.dtype(dtype)
@@ -275,7 +275,7 @@ def test_updates_keep_the_dtype_of_the_gradients_and_the_state_its_own(row, dtyp
 @every_row
 def test_no_dtype_and_no_rank_is_promoted_by_itself(row):
   """What a user forbids to find mixed precision, and arrays of wrong shapes."""
-  params = problems.params("bfloat16")
+  params = row.params("bfloat16")
   grads, tx = problems.grads(params), transformation(row)
   with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     updates, _ = jax.eval_shape(
@@ -286,7 +286,7 @@ def test_no_dtype_and_no_rank_is_promoted_by_itself(row):
 
 @every_row
 def test_injected_hyperparams_change_nothing(row):
-  params = problems.params()
+  params = row.params()
   tx = transformation(row)
   factory = optax.inject_hyperparams(getattr(optax_boost, row.factory), static_args=row.static)
   injected = row.feed(factory(**row.kwargs))
@@ -304,7 +304,7 @@ def test_injected_hyperparams_change_nothing(row):
 
 @every_row
 def test_inside_masked_only_the_chosen_leaves_change(row):
-  params = problems.params()
+  params = row.params()
   mask = optax_boost.path_mask("kernel$")
   tx = optax.masked(transformation(row), mask)
   grads = problems.grads(params, 0)
@@ -315,7 +315,7 @@ def test_inside_masked_only_the_chosen_leaves_change(row):
 
 @every_row
 def test_inside_partition_with_a_schedule(row):
-  params = problems.params()
+  params = row.params()
   labels = jax.tree.map(lambda x: "ours" if x.ndim > 1 else "other", params)
   rate = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
   tx = optax.partition({"ours": optax.chain(row.make(), rate), "other": optax.sgd(0.1)}, labels)
@@ -330,7 +330,7 @@ def test_inside_partition_with_a_schedule(row):
 
 @every_row
 def test_inside_multi_steps_the_mean_gradient_arrives(row):
-  params = problems.params()
+  params = row.params()
   tx = transformation(row)
   multi = optax.MultiSteps(tx, every_k_schedule=2)
   state = multi.init(params)
@@ -346,7 +346,7 @@ def test_inside_multi_steps_the_mean_gradient_arrives(row):
 
 @every_row
 def test_inside_apply_if_finite_a_bad_step_changes_nothing(row):
-  params = problems.params()
+  params = row.params()
   tx = optax.apply_if_finite(transformation(row), max_consecutive_errors=3)
   step = jax.jit(tx.update)
   _, state = step(problems.grads(params), tx.init(params), params)
@@ -359,7 +359,7 @@ def test_inside_apply_if_finite_a_bad_step_changes_nothing(row):
 @every_row
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_the_step_after_a_bad_gradient_is_good(row, bad):
-  params, step = problems.params(), jitted_update(row)
+  params, step = row.params(), jitted_update(row)
   poisoned = problems.grads(params, 0)
   poisoned["dense"]["kernel"] = poisoned["dense"]["kernel"].at[3, 2].set(bad)
   poisoned["dense"]["bias"] = poisoned["dense"]["bias"].at[1].set(bad)
@@ -371,14 +371,14 @@ def test_the_step_after_a_bad_gradient_is_good(row, bad):
 
 @every_row
 def test_init_works_on_abstract_values(row):
-  tx, params = row.make(), problems.params()
+  tx, params = row.make(), row.params()
   abstract = jax.eval_shape(lambda: params)
   assert problems.spec(jax.eval_shape(tx.init, abstract)) == problems.spec(tx.init(params))
 
 
 @every_row
 def test_known_arrays_inside_of_a_trace(row):
-  tx, params = row.optimizer(), problems.params()
+  tx, params = row.optimizer(), row.params()
   traced = jax.eval_shape(lambda: step(tx, params, tx.init(params), 0))
   assert problems.spec(traced) == problems.spec(run(row, params, range(1)))
   state = tx.init(params)
@@ -388,7 +388,7 @@ def test_known_arrays_inside_of_a_trace(row):
 @every_row
 def test_boxes_in_the_state_hold_arrays_of_their_params_shapes(row):
   """Flax shards an array as its box says, by the names of the param's axes."""
-  params = jax.tree.map(lambda x: nnx.Param(x, of_shape=x.shape), problems.params())
+  params = jax.tree.map(lambda x: nnx.Param(x, of_shape=x.shape), row.params())
   tx, grads = row.make(), problems.grads(params)
   state = jax.eval_shape(tx.init, params)
   is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
@@ -401,7 +401,7 @@ def test_boxes_in_the_state_hold_arrays_of_their_params_shapes(row):
 
 @every_row
 def test_optax_can_map_over_the_params_in_the_state(row):
-  tx, params = row.make(), problems.params()
+  tx, params = row.make(), row.params()
   state = tx.init(params)
   chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda v: v, state), state)
 
@@ -409,7 +409,7 @@ def test_optax_can_map_over_the_params_in_the_state(row):
 @every_row
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
-  mesh, params, tx = problems.mesh(kind), problems.params(), row.make()
+  mesh, params, tx = problems.mesh(kind), row.params(), row.make()
   grads = problems.grads(params)
   expected = first_update(row)
   with jax.set_mesh(mesh):
@@ -431,7 +431,7 @@ def test_sharded_params_stay_sharded_and_are_not_gathered(row, kind):
 def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row):
   """As Flax and pickle restore it: NumPy arrays."""
   mesh = problems.mesh("Explicit")
-  shapes = jax.eval_shape(problems.params)
+  shapes = jax.eval_shape(row.params)
   state = jax.eval_shape(transformation(row).init, shapes)
   restored = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
   with jax.set_mesh(mesh):
@@ -444,7 +444,7 @@ def test_a_state_without_shardings_fits_params_on_a_mesh_with_explicit_axes(row)
 
 @every_row
 def test_lowers_for_gpus_and_tpus_in_full_precision_without_calls_to_the_host(row):
-  params = problems.params()
+  params = row.params()
   arguments = problems.grads(params), transformation(row).init(params), params
   export = jax.export.export(jitted_update(row), platforms=("cuda", "tpu"))
   if row.calls_host:
@@ -460,13 +460,14 @@ def test_lowers_for_gpus_and_tpus_in_full_precision_without_calls_to_the_host(ro
 
 @every_row
 def test_refuses_gradients_of_another_tree(row):
-  tx, params = row.make(), problems.params()
+  tx, params = row.make(), row.params()
   grads = problems.grads(params)
   state = tx.init(params)
   with pytest.raises(ValueError, match=r"same tree structure; got .* Pass the params that"):
     tx.update({"dense": grads["dense"]}, state, params)
-  grads["dense"]["kernel"] = grads["dense"]["kernel"].T
-  with pytest.raises(ValueError, match=r"got \(8, 16\) for the leaf 'dense/kernel' of shape"):
+  grads["dense"]["kernel"] = kernel = grads["dense"]["kernel"].T
+  got = re.escape(f"got {kernel.shape} for the leaf 'dense/kernel' of shape")
+  with pytest.raises(ValueError, match=got):
     tx.update(grads, state, params)
 
 
@@ -486,7 +487,7 @@ def resumed(request, tmp_path_factory):
   chosen = (item for item in request.session.items if "resumed" in item.fixturenames)
   rows = {str(row): row for row in (item.callspec.params["row"] for item in chosen)}
   # In the middle of a window or period of two steps.
-  halfway = {name: run(row, problems.params(), range(3)) for name, row in rows.items()}
+  halfway = {name: run(row, row.params(), range(3)) for name, row in rows.items()}
   folder = tmp_path_factory.mktemp("resumed")
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "halfway", halfway)

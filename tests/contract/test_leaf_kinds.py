@@ -36,7 +36,7 @@ def in_numpy(tree: Any) -> Any:
 @functools.cache
 def on_device(row: registry.Row) -> tuple[Any, Any, Any, Any]:
   """Params and gradients as JAX's arrays in float32, and what an update makes of them."""
-  tx, params = row.make(), with_zeros(problems.params())
+  tx, params = row.make(), with_zeros(row.params())
   grads = with_zeros(problems.grads(params))
   return params, grads, *jax.jit(tx.update)(grads, tx.init(params), params)
 
