@@ -272,10 +272,11 @@ def _masked_like(masked: Any, tree: Any, name: str) -> Any:
 def _check_state(state: SvrgState, params: Any, method: str) -> None:
   """Refuses params for which the state was not made."""
   if not _tree.same_shapes(params, state.snapshot):
-    got, want = (jax.tree.map(jnp.shape, tree) for tree in (params, state.snapshot))
+    got = _base.shorten(jax.tree.map(jnp.shape, params))
+    shapes = _base.shorten(jax.tree.map(jnp.shape, state.snapshot))
     raise ValueError(
-      f"`{method}` needs the params that its state was made for; got the shapes"
-      f" {_base.shorten(got)} for {_base.shorten(want)}. Start from `tx.init(params)`."
+      f"`{method}` needs the params that its state was made for; got the shapes {got} for {shapes}."
+      " Start from `tx.init(params)`."
     )
 
 

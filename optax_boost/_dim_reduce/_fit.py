@@ -247,10 +247,11 @@ def _stack(trees: Sequence[Any], first: Any, start: int = 0) -> tuple[Any, np.nd
   """A block of snapshots that are like the first one; `start` is the number of their first."""
   for index, tree in enumerate(trees, start):
     if not _tree.same_shapes(_checked(tree), first):
-      got, wanted = (_base.shorten(jax.tree.map(jnp.shape, t), 200) for t in (tree, first))
+      got = _base.shorten(jax.tree.map(jnp.shape, tree), 200)
+      shapes = _base.shorten(jax.tree.map(jnp.shape, first), 200)
       raise ValueError(
         f"Snapshots must have one tree structure and the same shapes; number {index} has {got}, the"
-        f" first one {wanted}. A list or tuple is taken for snapshots: cut a stacked tree that is"
+        f" first one {shapes}. A list or tuple is taken for snapshots: cut a stacked tree that is"
         " one into one tree per snapshot."
       )
 

@@ -66,9 +66,13 @@ class PermutedParams(NamedTuple):
         index is out of range or occurs twice (checked outside ``jit``).
     """
     leaves, structure = jax.tree.flatten(initial, is_leaf=_tree.is_masked)
-    names = map(_tree.leaf_name, _tree.leaf_paths(initial, _tree.is_masked))
-    permuted = map(_permuted, names, leaves, _aligned(permutation, initial))
-    return cls(jax.tree.unflatten(structure, list(permuted)), permutation)
+    paths = _tree.leaf_paths(initial, _tree.is_masked)
+    indices = _aligned(permutation, initial)
+    permuted = [
+      _permuted(_tree.leaf_name(path), leaf, index)
+      for path, leaf, index in zip(paths, leaves, indices, strict=True)
+    ]
+    return cls(jax.tree.unflatten(structure, permuted), permutation)
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the integers to one npz file, without the initial values; it is replaced as a whole.
