@@ -94,7 +94,7 @@ def sequence_length_warmup(
   total_steps: int,
   *,
   first_length: int | None = None,
-  warmup_fraction: float = 0.5,
+  warmup_fraction: float = 0.75,
   growth: Literal["linear", "doubling"] = "linear",
 ) -> LengthSchedule:
   r"""A schedule of sequence lengths that at least double until they are full.
@@ -125,8 +125,8 @@ def sequence_length_warmup(
     >>> import optax_boost
     >>> schedule = optax_boost.sequence_length_warmup(128, total_steps=1000)
     >>> schedule.lengths, schedule.starts
-    ((16, 32, 64, 128), (0, 71, 214, 500))
-    >>> schedule(99)
+    ((16, 32, 64, 128), (0, 107, 321, 750))
+    >>> schedule(200)
     32
 
   References:

@@ -21,10 +21,8 @@ CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
 # What brought a tuned transformer nothing, or less than nothing.
 NOT_OF_SEQUENCES = (CENTRALIZE, FREEZE, AVERAGE)
 GAINS_NOTHING = "where sequences warm up, it gains nothing"
-_WARMUPS: dict[str, dict[str, Any]] = {
-  "O1": {"warmup_fraction": 0.75, "growth": "linear"},
-  "O2": {"warmup_fraction": 0.9, "growth": "linear"},
-}
+# To grow over 90 % of the steps trained learned positions too little to reach O0's score.
+_WARMUP = {"warmup_fraction": 0.75, "growth": "linear"}
 _ONE_REPLICA = "one replica: axis_name is None"
 # The settings of methods that are on, the reason for each method, and keys without effect.
 Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
@@ -42,7 +40,7 @@ def decide_level(
       " be its number of optimizer steps; got None."
     )
   start = round(_AVERAGES_FROM * total_steps)
-  warmup = {"full_length": sequence_length, "total_steps": total_steps, **_WARMUPS[level]}
+  warmup = {"full_length": sequence_length, "total_steps": total_steps, **_WARMUP}
   on: dict[str, dict[str, Any]] = {
     SEQUENCES: warmup,
     "less_bn": {"fn_flag": False},

@@ -14,6 +14,7 @@ from tests.evidence import report
 from tests.evidence import runs
 from tests.evidence import sequence_trainings
 from tests.evidence import times
+from tests.evidence.sequence_trainings import BOLDER
 from tests.evidence.sequence_trainings import DROPPED
 from tests.evidence.sequence_trainings import O0
 from tests.evidence.sequence_trainings import SHORT
@@ -22,7 +23,9 @@ from tests.evidence.sequence_trainings import TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-LEVELS, CONTROLS = ("O1", "O2"), (SHORT, DROPPED, SMALL)
+O1, CONTROLS = "O1", (SHORT, DROPPED, SMALL)
+# The trainings that also try a ladder of longer growth.
+BOLD = ("rotary", "learned", "sources")
 # Shares of O0's time; the search for O0's score begins at the second.
 SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
@@ -92,8 +95,8 @@ def o0(name):
 
 
 @functools.cache
-def level(name, form):
-  """A level's results by share of O0's time: the least that reaches O0's score, and around."""
+def curve(name, form):
+  """A ladder's results by share of O0's time: the least that reaches O0's score, and around."""
   setting, results = tuned(name)[0]._replace(form=form), {}
 
   def reaches(share):
@@ -109,7 +112,7 @@ def level(name, form):
 
 @functools.cache
 def control(name, form):
-  """A control's results, in the share of O0's time at which a level is first tried."""
+  """A control's results, in the share of O0's time at which a ladder is first tried."""
   setting, share = tuned(name)[0], SHARES[1]
   (results,) = train_all([setting._replace(form=form, time=share * setting.time)])
   return {share: results}
@@ -119,7 +122,7 @@ def outcome(name):
   """O0's setting, and the results of each form by share of O0's time."""
   setting, tried, measured = tuned(name)
   forms = {O0: {1.0: o0(name)}}
-  forms |= {form: level(name, form) for form in LEVELS}
+  forms |= {form: curve(name, form) for form in (O1, *[BOLDER] * (name in BOLD))}
   controls = CONTROLS if TASKS[name].budget == 1 else CONTROLS[:1]
   forms |= {form: control(name, form) for form in controls}
   return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
@@ -127,23 +130,22 @@ def outcome(name):
 
 def to_score(found, form):
   """The share of O0's time until O0's mean score, and until each seed's own."""
-  curve, whole = found["forms"][form], found["forms"][O0][1.0]
-  scores = np.array([[result["test"] for result in results] for results in curve.values()])
+  ladder, whole = found["forms"][form], found["forms"][O0][1.0]
+  scores = np.array([[result["test"] for result in results] for results in ladder.values()])
   targets = [result["test"] for result in whole]
   pairs = zip([np.mean(targets), *targets], [scores.mean(1), *scores.T], strict=True)
-  return [times.time_to(target, list(curve), reached) for target, reached in pairs]
+  return [times.time_to(target, list(ladder), reached) for target, reached in pairs]
 
 
 def summary(everything):
   lines = []
   for name, found in everything.items():
-    cells = []
-    for form in LEVELS:
-      share, *seeds = to_score(found, form)
-      cells += [times.speed(share), ", ".join(map(times.speed, seeds))]
+    share, *seeds = to_score(found, O1)
+    bolder = times.speed(to_score(found, BOLDER)[0]) if BOLDER in found["forms"] else ""
     loss = report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")
+    cells = (times.speed(share), ", ".join(map(times.speed, seeds)), bolder)
     lines.append((TASKS[name].title, loss, *cells))
-  header = ("", "O0's test loss", "O1", "by seed", "O2", "by seed")
+  header = ("", "O0's test loss", O1, "by seed", BOLDER)
   return report.table(header, lines)
 
 
@@ -179,8 +181,8 @@ def picture(everything):
   """Loss against time, a panel for each training, and O0's loss as a line."""
   figure, panels = report.panels([TASKS[name].title for name in everything], 4.0, 2.6)
   styles = {
-    "O1": {"color": report.BLUE, "marker": "o"},
-    "O2": {"color": report.ORANGE, "marker": "s"},
+    O1: {"color": report.BLUE, "marker": "o"},
+    BOLDER: {"color": report.ORANGE, "marker": "s"},
     SHORT: {"color": report.GREEN, "marker": "^", "linestyle": "none"},
     DROPPED: {"color": report.PINK, "marker": "v", "linestyle": "none"},
     SMALL: {"color": report.LIGHT, "marker": "D", "linestyle": "none"},
@@ -216,4 +218,4 @@ def test_levels_reach_the_score_of_plain_training():
   page = report.words("levels", summary=summary(everything), sections=sections, **numbers)
   report.write("levels", *page, picture(everything))
   for name, found in everything.items():
-    assert to_score(found, "O1")[0] < 1, name
+    assert to_score(found, O1)[0] < 1, name
