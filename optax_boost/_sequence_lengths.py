@@ -136,8 +136,7 @@ def sequence_length_warmup(
   for name, value in {"full_length": full_length, "total_steps": total_steps}.items():
     _base.check_whole_number(name, value, static=True)
   _base.check_number("warmup_fraction", warmup_fraction, positive=True, below=1.0)
-  if growth not in ("linear", "doubling"):
-    raise ValueError(f"`growth` must be 'linear' or 'doubling'; got {_base.shorten(growth)}.")
+  _base.check_name("growth", growth, ("linear", "doubling"))
   divisors = [n for n in range(1, full_length + 1) if full_length % n == 0]
   if first_length is None:
     first_length = next(n for n in divisors if _FIRST_SHARE * n >= full_length)
@@ -159,7 +158,7 @@ def sequence_length_warmup(
   scale = (lambda n: n) if growth == "linear" else math.log
   span = scale(full_length) - scale(first_length)
   shares = [warmup_fraction * (scale(n) - scale(first_length)) / span for n in lengths]
-  starts = [round(share * total_steps) for share in shares]
+  starts = [math.floor(share * total_steps) for share in shares]
   # Of a short training, lengths that would begin in one step: the last of them.
   kept = [i for i, start in enumerate(starts) if start not in starts[i + 1 :]]
   return LengthSchedule(tuple(lengths[i] for i in kept), tuple(starts[i] for i in kept))

@@ -198,7 +198,7 @@ def wrapped_by(update: Callable[..., Any]) -> list[Callable[..., Any]]:
   if hasattr(update, "__wrapped__"):
     return [update.__wrapped__]
   name = getattr(update, "__qualname__", "").partition(".")[0]
-  from_optax = getattr(update, "__module__", "").partition(".")[0] == "optax"
+  from_optax = (getattr(update, "__module__", None) or "").partition(".")[0] == "optax"
   if not (from_optax and name in _OPTAX_VARIABLES):
     return []
   variables = inspect.getclosurevars(update).nonlocals

@@ -45,7 +45,7 @@ bits. This sorts by group 0 first, and within a group by the float:
 import jax
 import jax.numpy as jnp
 
-# XLA's own argsort takes less than a tenth of a millisecond for arrays of fewer entries; to compile
+# `jnp.argsort` takes less than a tenth of a millisecond for arrays of fewer entries; to compile
 # the sorts below for them takes half a second.
 _FEW_ENTRIES = 512
 # Rounds of exchanges after which the sort from scratch is shorter.

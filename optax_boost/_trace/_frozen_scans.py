@@ -131,7 +131,7 @@ class _SplitScans(_jaxpr.Evaluator[Any]):
       return self._scan(equation, inputs)
     operands = range(len(inputs))
     if _primitives.rule_of(equation).is_identity:
-      # Each alone: of a barrier, JAX gives all results a derivative if one operand has one.
+      # XLA 26: each alone, as all results of a barrier have a derivative if one operand has one.
       return [self._result(equation, {i: inputs[i]}) for i in operands]
     if any(_aligned_axes(equation, i) for i in operands if isinstance(inputs[i], _SplitArray)):
       return [self._result(equation, dict(enumerate(inputs)))]

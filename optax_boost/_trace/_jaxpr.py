@@ -47,7 +47,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
   """A function under a new identity, so that it is traced, and warns, as it is now.
 
   JAX would hand out an earlier trace, also where a function that this one calls was redefined
-  since, as in a notebook.
+  since, as in a notebook (XLA 25).
   """
   return lambda *args: function(*args)
 

@@ -165,7 +165,7 @@ def scanned(params, x):
 
 def reading_layers():
   def update(updates, state, params=None, *, layers, **extra_args):
-    assert layers.describe().axes[0].layers == (0,)
+    assert layers.describe().axes[0].stacked == (0,)
     return updates, state
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -52,7 +52,7 @@ def check(number: int) -> Callable[[Callable[[], Finding]], Callable[[], Finding
 # What is replaced, as "module.name" in the package: tests/house checks that all of these exist.
 REPLACED = (
   "_arrays._TOGETHER",
-  "_arrays.all_finite",
+  "_finiteness.all_finite",
   "_arrays.divide",
   "_arrays.stackable",
   "_conditional.once_if",
@@ -170,7 +170,7 @@ def sums_over_small_leaves() -> Finding:
 def a_scalar_of_all_leaves() -> Finding:
   def lines() -> int:
     def select(leaves: Any) -> Any:
-      finite = _arrays.all_finite(leaves)
+      finite = _finiteness.all_finite(leaves)
       return [jnp.where(finite, x, 0) for x in leaves]
 
     return sum(loops(compiled(select, [jnp.ones(_SMALL)] * 50)))
@@ -179,7 +179,7 @@ def a_scalar_of_all_leaves() -> Finding:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
   ours = lines()
-  with replaced("_arrays.all_finite", plain):
+  with replaced("_finiteness.all_finite", plain):
     return compare("lines in all loops", lines(), ours)
 
 

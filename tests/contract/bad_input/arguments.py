@@ -77,6 +77,11 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   **dict.fromkeys(("features", "in_features", "out_features"), kinds.count(static=True)),
   ("gradual_unfreezing", "every"): kinds.count(static=True),
   "max_depths": kinds.count(2, static=True),
+  **dict.fromkeys(("sequence_length", "full_length", "first_length"), kinds.count(static=True)),
+  "length": kinds.count(static=True),
+  "batch_axis": kinds.count(0, static=True),
+  "warmup_fraction": _OPEN,
+  "axes": Kind(kinds.all_but("None", "dict")),
   ("fixed_freezing", "frozen_groups"): kinds.count(0, static=True),
   "max_search": Kind(kinds.all_but("None", "text", "whole"), {"0": 0, "name": "fast"}),
   **dict.fromkeys(("inner", "tx", "second", ("switch_after", "first")), kinds.TX),
@@ -95,7 +100,9 @@ KINDS: dict[str | tuple[str, str], Kind] = {
   ("full_gradient", "stacked"): kinds.FLAG,
   ("auto_boost", "axis_name"): kinds.AXIS_WORD,
   ("auto_boost", "local_axis_name"): kinds.AXIS_WORD,
-  **dict.fromkeys(("check", "layout", "method", "backend", "not_finite", "level"), kinds.NAME),
+  **dict.fromkeys(
+    ("check", "layout", "method", "backend", "not_finite", "level", "growth"), kinds.NAME
+  ),
   **dict.fromkeys(("dtype", "param_dtype", "accumulator_dtype"), kinds.FLOAT_DTYPE),
   **dict.fromkeys(("has_aux", "has_model_state", "donate", "hold_frozen_statistics"), kinds.FLAG),
   **dict.fromkeys(("nesterov", "anneal", "include_partition_remainder"), kinds.FLAG),
@@ -185,6 +192,8 @@ def _calls() -> Iterator[tuple[str, Call]]:
     "FreezeSchedule": {"num_groups": 2, "frozen_groups": lambda step, key: step},
     "adasum_reduce": {"stacked": jax.tree.map(lambda x: jnp.stack([x, x]), dense)},
     "auto_boost": {},
+    "cut_sequences": {"batch": jnp.ones((2, 8)), "length": 4, "full_length": 8},
+    "sequence_length_warmup": {"full_length": 16, "total_steps": 10},
     "flatten_metrics": {"metrics": {"loss": X[0, 0]}},
     "averaged_params": {
       "opt_state": optax_boost.average_params(SGD, decay=0.9).init(dense),
