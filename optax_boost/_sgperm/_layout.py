@@ -141,7 +141,7 @@ def _entries(x: jax.Array) -> jax.Array:
   if x.size > np.iinfo(np.int32).max:
     raise ValueError(f"A leaf may have 2^31 - 1 entries at most; got one of shape {x.shape}.")
   entries = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-  # XLA 19: `x > inf` is always False, but never folded, so these zeros are sharded as the leaf is.
+  # XLA 19: `x > inf` is always False, but never folded: these zeros are sharded as the leaf is.
   return entries + (x > jnp.inf).astype(jnp.int32)
 
 
