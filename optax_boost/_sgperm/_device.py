@@ -402,8 +402,8 @@ class _Search:
     receives = jnp.where(ends, source, jnp.where(pushes, target, -1))
     donor = _sorting.scatter(carry.donor, jnp.where(searching, entry, self.n), receives)
     parent = _sorting.scatter(carry.parent, jnp.where(pushes, target, self.n), entry)
-    # XLA 29: read after the write, or the array is copied in each round, and subsets with many equal
-    # weights take a third longer.
+    # XLA 29: read after the write, or the array is copied in each round: with many equal weights, a
+    # step takes a third longer.
     back = _gather(parent, entry)
     # A target is taken out of the list; an entry that the path leaves is put back.
     moved = jnp.where(pushes, target, entry)
