@@ -201,7 +201,7 @@ class AutoBoost:
     freezing = on.get(freeze, {})
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
-    if trace and (centralizes or ours or "adasum" in on):
+    if trace and (centralizes or freezing or "adasum" in on):
       layers = _layer_axes.layer_axes(*trace)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
@@ -217,7 +217,7 @@ class AutoBoost:
           " params and the loss's arguments, or groups=..."
         )
       if not ours or _convolves(layers):
-        groups = _layer_groups.layer_groups(*trace, num_groups=freezing["param_groups"])
+        groups = _layer_groups.groups_of(layers, params, freezing["param_groups"])
     if freezing:
       effect = "no layers frozen, for most kernels are not of convolutions"
       if groups is not None:
