@@ -23,9 +23,9 @@ from tests.evidence.sequence_trainings import TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-O1, CONTROLS = "O1", (SHORT, DROPPED, SMALL)
-# The trainings that also try a ladder of longer growth.
-BOLD = ("rotary", "learned", "sources")
+O1 = "O1"
+# The trainings that also try a ladder of longer growth, and those with more controls than `SHORT`.
+BOLD, CONTROLLED = ("rotary", "learned", "sources"), ("rotary",)
 # Shares of O0's time; the search for O0's score begins at the second.
 SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
@@ -123,7 +123,7 @@ def outcome(name):
   setting, tried, measured = tuned(name)
   forms = {O0: {1.0: o0(name)}}
   forms |= {form: curve(name, form) for form in (O1, *[BOLDER] * (name in BOLD))}
-  controls = CONTROLS if TASKS[name].budget == 1 else CONTROLS[:1]
+  controls = [SHORT] * (TASKS[name].budget == 1) + [DROPPED, SMALL] * (name in CONTROLLED)
   forms |= {form: control(name, form) for form in controls}
   return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
 
@@ -159,12 +159,11 @@ def section(name, found):
     f"{n}: {costs[setting.batch * full // n, n]:.2f}" for n in (full // 8, full // 4, full // 2)
   )
   seconds = setting.time * measured["milliseconds"] / 1e3
-  compiling = np.median(measured["compiling"])
   text = (
     f"## {TASKS[name].title}\n\nO0: batch {setting.batch}, peak rate {setting.rate:g},"
     f" {len(sequence_trainings.plan(setting)):,} steps, about {seconds:.0f} s. Tried"
-    f" (batch/rate: validation): {tried}. A step's time by length, over one of {full}: {lengths}."
-    f" Compiling a length: {compiling:.1f} s.\n\n"
+    f" (batch/rate: validation): {tried}. A step's time by length, over one of {full}:"
+    f" {lengths}.\n\n"
   )
   lines = [
     (form, f"{share:g}", f"{results[0]['steps']:,}",
