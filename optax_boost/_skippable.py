@@ -146,7 +146,10 @@ class Outcome(NamedTuple):
 class Wrapper(Protocol):
   """A transformation that decides about the steps of another one, `inner`.
 
-  Its state has the fields `inner_state` and `made`, which the driver sets.
+  Its state has the fields `inner_state` and `made`, which the driver sets. The state's class
+  declares ``outcome=("made",)`` (:mod:`optax_boost._protocol`), by which transformations around it
+  and the train step learn of skipped steps; ``_transformation.wrapper`` refuses a class that
+  doesn't.
   """
 
   @property

@@ -119,7 +119,16 @@ def wrapper(
   allows_complex: bool = False,
   allows_pairs: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """A transformation that wraps another one: ``wrapper.inner``, in steps that may not be made."""
+  """A transformation that wraps another one: ``wrapper.inner``, in steps that may not be made.
+
+  TypeError if the state's type does not declare the field that tells whether a step was made.
+  """
+  if getattr(state_type, "outcome", None) != ("made",):
+    raise TypeError(
+      f"The state of the wrapper `{method}` must declare whether a step was made, or what is around"
+      f" it takes each of its calls for a step; `{state_type.__name__}` does not. Write"
+      f' `@_protocol.declares(outcome=("made",))` above the class.'
+    )
   form = Form(
     method,
     state_type,

@@ -145,7 +145,8 @@ def _matches(
 ) -> list[list[int]]:
   """For each path, the indices of the patterns that match whole segments of it.
 
-  Warns of patterns that match neither a path nor a leaf that is masked in `tree`.
+  Warns of patterns that match neither a path nor a leaf that is masked in `tree`. The rule of
+  segments is :func:`optax_boost._base.compile_pattern`'s.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]

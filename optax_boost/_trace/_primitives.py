@@ -188,7 +188,10 @@ def _product_rule(product: Callable[[Any], Product]) -> Rule:
 
 # A result's entry is computed from the entries at its index, or from scalars.
 POINTWISE = Rule(_resize, is_entrywise=True, is_pointwise=True)
-# Entries change places, or devices; a collective combines those of several devices.
+# Entries change places, or devices; a collective combines those of several devices. Primitives that
+# mix entries along an axis and keep it, as `cumsum`, are neither this nor a `REDUCTION`, for an
+# entry of a result holds several of the operand. They have no rule, so the axes of their leaves are
+# unknown.
 ENTRYWISE = Rule(_resize, is_entrywise=True)
 # Each result is an operand; only the compiler sees a difference.
 IDENTITY = Rule(_resize, is_entrywise=True, is_identity=True)

@@ -410,6 +410,11 @@ ROWS = (
     needs_params=True,
     descends=lambda: optax.sgd(0.1),
     extra=_gradients_elsewhere,
+    not_applicable={
+      "test_a_method_that_divides_the_gradients_size_away_declares_it": (
+        "its first update is the full gradient, which the row makes from the params alone"
+      ),
+    },
     bad_values={
       "refresh_every": kinds.count(),
       "coefficient": kinds.number(-1),

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optax_boost
+from optax_boost import _protocol
 from tests import compilations
 from tests import problems
 from tests.contract import registry
@@ -84,6 +85,44 @@ def test_the_method_acts(row):
     base, _ = update(row.baseline(), params, row.baseline().init(params), 0)
     change = optax.tree.norm(optax.tree.sub(ours, base)) / optax.tree.norm(base)
     assert change > 1e-2
+
+
+def normalized_leaves(row: registry.Row) -> list[str]:
+  """The leaves whose first update does not depend on the gradient's size, but on the method."""
+
+  def differ(x: Any, y: Any) -> Any:
+    return optax.tree.norm(x - y) > 1e-2 * optax.tree.norm(y)
+
+  params, baseline = row.params(), row.baseline()
+  grads = problems.grads(params)
+  large = jax.tree.map(lambda g: 1000 * g, grads)
+  ours, _ = first_update(row)
+  of_large, _ = jitted_update(row)(large, transformation(row).init(params), params)
+  base, _ = baseline.update(grads, baseline.init(params), params)
+  leaves = zip(
+    jax.tree.leaves_with_path(ours), *map(jax.tree.leaves, (of_large, base)), strict=True
+  )
+  return [
+    jax.tree_util.keystr(path)
+    for (path, x), x_of_large, y in leaves
+    if jnp.any(x) and not differ(x_of_large, x) and differ(x, y)
+  ]
+
+
+@every_row
+def test_a_method_that_divides_the_gradients_size_away_declares_it(row):
+  _, state = first_update(row)
+  leaves = normalized_leaves(row)
+  assert not leaves or _protocol.declared_inside(state, ("normalizes",))["normalizes"], (
+    f"`{row}` gives {leaves} the same updates for gradients a thousand times as large: declare"
+    " `normalizes` of its state's class, see `optax_boost._protocol`."
+  )
+
+
+def test_the_size_of_gradients_is_divided_away_by_lars_and_not_by_centralize():
+  of_factory = {row.factory: row for row in registry.ROWS}
+  assert normalized_leaves(of_factory["scale_by_lars_trust_ratio"])
+  assert not normalized_leaves(of_factory["centralize"])
 
 
 @every_row

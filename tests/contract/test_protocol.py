@@ -15,6 +15,7 @@ import pytest
 
 import optax_boost
 from optax_boost import _protocol
+from optax_boost import _transformation
 
 
 def bowl(params: Any, batch: Any) -> jax.Array:
@@ -69,6 +70,22 @@ def test_a_declared_field_that_does_not_exist_is_refused():
     _protocol.read_metrics(Mistaken(0))
   with pytest.raises(TypeError, match=r"declares `norm` in its `requests`"):
     _protocol.declares(requests=("norm",))(Mistaken)
+
+
+def test_a_wrapper_whose_state_does_not_declare_its_outcome_is_refused():
+  class HushedState(NamedTuple):
+    inner_state: Any
+    made: Any
+
+  class Hushed(NamedTuple):
+    inner: Any
+
+  wrapper = Hushed(optax_boost.lars(0.1))
+  message = r"`hushed` must declare .* `HushedState` does not\. Write .*outcome=\(\"made\",\)"
+  with pytest.raises(TypeError, match=message):
+    _transformation.wrapper("hushed", HushedState, lambda params: None, wrapper)
+  declared = _protocol.declares(outcome=("made",))(HushedState)
+  _transformation.wrapper("hushed", declared, lambda params: None, wrapper)
 
 
 def test_a_field_may_be_called_metrics():

@@ -72,3 +72,10 @@ def test_layerwise_decay_before_a_normalizing_optimizer_is_refused(optimizer):
       optax_boost.apply_gradients(tx, params, tx.init(params), params)
   for tx in (optax.chain(optimizer(0.1), decay), optax.chain(decay, optax.sgd(0.1, 0.9))):
     optax_boost.apply_gradients(tx, params, tx.init(params), params)
+
+
+def test_layerwise_decay_before_sgperm_is_refused():
+  params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
+  tx = optax.chain(optax_boost.layerwise_decay(["a", "b"]), optax_boost.sgperm(method="rank"))
+  with pytest.raises(ValueError, match=r"divides the factors away; .* SgpermState"):
+    optax_boost.apply_gradients(tx, params, tx.init(params), params)
