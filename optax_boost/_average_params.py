@@ -19,6 +19,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _conditional
+from optax_boost import _finiteness
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _skippable
@@ -37,7 +38,9 @@ def _blend(a: jax.Array, x: jax.Array, k: jax.Array, decay: Any) -> jax.Array:
     fresh = jnp.asarray(1 - decay, dtype)
     share = fresh / -jnp.expm1(k * jnp.log1p(-fresh))
   mixed = jnp.where(k == 1, x, a + share * (x - a))
-  return jnp.where(jnp.isfinite(mixed), mixed, a)
+  # Finite snapshots that are far apart can carry the average beyond the range.
+  good = _finiteness.finite_entries(x) & _finiteness.finite_entries(mixed)
+  return jnp.where(good, mixed, a)
 
 
 @_protocol.declares(

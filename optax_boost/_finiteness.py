@@ -1,7 +1,12 @@
 """The rule of finiteness for every method: an entry is bad if it is NaN or infinite.
 
-Zero times an entry is zero if the entry is finite, and NaN otherwise. So the sum of these products
+:func:`finite_entries` is the rule's one definition. The other functions tell whether it holds for
+all entries of a tree. Each entry becomes zero if it is finite, and NaN otherwise, so that the sum
 tells exactly, in one pass over memory, whether a whole tree is finite.
+
+Two proofs are cheaper, and rest on the definition: an entry whose square is finite is finite, and
+if the largest magnitude of an array is finite, all of its entries are. A stricter definition keeps
+them true if it bounds the magnitude, and passes all entries whose square is finite.
 """
 
 import collections
@@ -23,6 +28,11 @@ _SMALL = 8192
 _TOGETHER = 8
 # XLA 12: entries that are summed before the next sums begin, as XLA for CPUs stores summands.
 _LINK = 2**19
+
+
+def finite_entries(x: jax.Array) -> jax.Array:
+  """Which entries of a gradient, param or state are finite, bool of the shape of `x`."""
+  return jnp.isfinite(x)
 
 
 def all_finite(
@@ -152,13 +162,17 @@ def _sums_in_links(groups: Sequence[Sequence[tuple[Any, Any]]]) -> jax.Array:
 
 
 def _zero_or_nan(new: jax.Array, old: jax.Array | None, link: jax.Array) -> jax.Array:
-  """Zero times each entry, in at least float32; zero for entries that were bad before."""
+  """Zero for each finite entry, NaN for others; also zero for entries that may be bad.
+
+  These are the entries that were bad before and did not turn into NaN.
+  """
   x = _conditional.in_device_memory(new) + link.astype(new.dtype)
+  good = finite_entries(x)
   if old is not None:
     old = _conditional.in_device_memory(old)
     turned_nan = jnp.isnan(x) & ~jnp.isnan(old)
-    x = jnp.where(jnp.isfinite(old) | turned_nan, x, 0)
-  return jnp.real(0 * _arrays.widen(x))
+    good |= ~(finite_entries(old) | turned_nan)
+  return jnp.where(good, jnp.zeros([], _arrays.accumulator_dtype(x.dtype)).real, jnp.nan)
 
 
 def _total(sums: Sequence[jax.Array]) -> jax.Array:

@@ -24,6 +24,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _finiteness
 from optax_boost import _method
 from optax_boost import _protocol
 from optax_boost import _transformation
@@ -62,7 +63,7 @@ def _direction(g: jax.Array, w: jax.Array, ratio: Any, clip: Any, wd: Any) -> ja
     d = jnp.clip(d, -jnp.asarray(clip), clip)
   d += wd * w.astype(d.dtype)
   if ratio is None:
-    return jnp.where(jnp.isfinite(g) & jnp.isfinite(w), d, 0)
+    return jnp.where(_finiteness.finite_entries(g) & _finiteness.finite_entries(w), d, 0)
   return jnp.where(jnp.isnan(ratio), 0, ratio.astype(d.dtype) * d)
 
 

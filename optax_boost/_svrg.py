@@ -94,7 +94,7 @@ def _correct(g: Any, h: Any, a: jax.Array, state: SvrgState) -> tuple[optax.Upda
 
   def in_range(g: jax.Array, h: jax.Array, mu: jax.Array) -> jax.Array:
     v = corrected(g, h, mu)
-    return jnp.where(jnp.isfinite(v), v, g.astype(v.dtype)).astype(g.dtype)
+    return jnp.where(_finiteness.finite_entries(v), v, g.astype(v.dtype)).astype(g.dtype)
 
   return jax.tree.map(in_range, g, h, state.full_gradient), state._replace(
     count=optax.safe_increment(state.count),

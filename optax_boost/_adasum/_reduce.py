@@ -12,6 +12,7 @@ import numpy as np
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _finiteness
 from optax_boost._adasum import _layout
 from optax_boost._adasum import _pairs
 
@@ -101,7 +102,8 @@ def _walk(
   levels = []
   nodes = [chunk.rows for chunk in chunks]
   factors, bounds = None, _pairs.bounds_of(largest)
-  finite = jnp.all(jnp.isfinite(largest), axis=1)
+  # The largest magnitude decides for all entries of a group.
+  finite = jnp.all(_finiteness.finite_entries(largest), axis=1)
   while factors is None or bounds.shape[1] > 1:
     scales = _pairs.scales_of(bounds)
     passes = [_pass(*of_chunk, factors, scales) for of_chunk in zip(chunks, nodes, strict=True)]

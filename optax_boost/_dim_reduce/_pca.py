@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _arrays
+from optax_boost import _finiteness
 from optax_boost._dim_reduce import _linalg
 from optax_boost._dim_reduce._linalg import SubspaceGroups
 from optax_boost._dim_reduce._linalg import matmul
@@ -102,7 +103,9 @@ class Centred:
 @jax.jit
 def _finite_rows(rows: Any) -> jax.Array:
   """Which rows of a stacked tree hold finite numbers only: [m], bool."""
-  by_leaf = [jnp.all(jnp.isfinite(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)]
+  by_leaf = [
+    jnp.all(_finiteness.finite_entries(x), axis=range(1, x.ndim)) for x in jax.tree.leaves(rows)
+  ]
   # XLA 2: counted by a contraction, since `all` would be computed in the loop of every leaf, and
   # hundreds of leaves would compile for long.
   flags = jnp.stack(by_leaf).astype(jnp.float32)

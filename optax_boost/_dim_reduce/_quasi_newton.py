@@ -52,6 +52,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_boost import _arrays
+from optax_boost import _finiteness
 
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -73,7 +74,7 @@ def bfgs_update(
   p = 1 / jnp.where(enough, curvature, 1)
   t = jnp.eye(step.size, dtype=step.dtype) - p * jnp.outer(gradient_change, step)
   new = _matmul(t.T, _matmul(inverse_hessian, t)) + p * jnp.outer(step, step)
-  updated = enough & jnp.all(jnp.isfinite(new))
+  updated = enough & jnp.all(_finiteness.finite_entries(new))
   return jnp.where(updated, new, inverse_hessian), updated
 
 
@@ -115,13 +116,16 @@ def find_direction(state: Any, gradient: jax.Array, adaptive: bool, rescales: bo
   first, steepest = jnp.ones_like(state.next_rho), jnp.asarray(False)
   if adaptive:
     unchanged = is_fresh & jnp.all(updated == b)
-    descends = jnp.all(jnp.isfinite(direction)) & (jnp.sum(gradient * direction) < 0)
+    finite = jnp.all(_finiteness.finite_entries(direction))
+    descends = finite & (jnp.sum(gradient * direction) < 0)
     first = jnp.where(unchanged | (descends & ~is_fresh), state.next_rho, 1)
     steepest = unchanged | ~descends
     updated = jnp.where(steepest, identity, updated)
     direction = jnp.where(steepest, -gradient, direction)
     scale = jnp.where(steepest, 1, scale)
-  usable = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(direction))
+  usable = jnp.all(_finiteness.finite_entries(gradient)) & jnp.all(
+    _finiteness.finite_entries(direction)
+  )
   direction = jnp.where(usable, direction, 0)
   return Direction(gradient, updated, direction, first, steepest, scale, usable)
 

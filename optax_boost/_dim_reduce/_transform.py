@@ -33,6 +33,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _finiteness
 from optax_boost import _masking
 from optax_boost import _protocol
 from optax_boost import _transformation
@@ -270,7 +271,7 @@ class _DimReduce:
 
     alpha = self.alpha(state.count) if callable(self.alpha) else self.alpha
     g_k = _project(state, updates, groups)
-    finite = jnp.all(jnp.isfinite(g_k))
+    finite = jnp.all(_finiteness.finite_entries(g_k))
     quasi = _quasi_newton.find_direction(state, g_k, self.adaptive, self.rescales)
     q = self.gamma * state.projected_momentum + g_k
     # XLA 15: selected before it is used, or CPUs compute it twice, from a copy of the old one.
@@ -424,11 +425,12 @@ def _show_nonfinite(finite: jax.Array, changes: Any, gradient: Any) -> Any:
 
   ``optax.apply_if_finite`` sees them; other params are not updated.
   """
-  return jax.tree.map(
-    lambda u, g: jnp.where(finite, u, jnp.where(jnp.isfinite(g), 0, jnp.nan)).astype(u.dtype),
-    changes,
-    gradient,
-  )
+
+  def show(u: jax.Array, g: jax.Array) -> jax.Array:
+    zero_or_nan = jnp.where(_finiteness.finite_entries(g), 0, jnp.nan)
+    return jnp.where(finite, u, zero_or_nan).astype(u.dtype)
+
+  return jax.tree.map(show, changes, gradient)
 
 
 def _inner_product(a: Any, b: Any) -> jax.Array:

@@ -124,14 +124,14 @@ class WideOptimizer:
 
     def follow(m: jax.Array, p: jax.Array) -> jax.Array:
       if m.dtype == p.dtype:
-        return jnp.where(jnp.isfinite(p), p, m)
+        return jnp.where(_finiteness.finite_entries(p), p, m)
       if self.key is None:
         is_rounding = p == _round_to_nearest(m, p.dtype)
       else:
         is_rounding = (p == round_stochastically(0.0, m, p.dtype)) | (
           p == round_stochastically(1.0, m, p.dtype)
         )
-      return jnp.where(is_rounding | ~jnp.isfinite(p), m, p.astype(m.dtype))
+      return jnp.where(is_rounding | ~_finiteness.finite_entries(p), m, p.astype(m.dtype))
 
     return jax.tree.map(follow, masters, params)
 
@@ -218,6 +218,7 @@ def round_stochastically(u: jax.typing.ArrayLike, x: jax.Array, dtype: Any) -> j
   below = jnp.floor(steps)
   up = (u < steps - below).astype(jnp.float32)
   rounded = jnp.minimum((below + up) * distance / scale, info.max.astype(jnp.float32))
+  # An infinity stays one: this is a guard of the rounding, and no decision about bad entries.
   return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
 
 

@@ -277,17 +277,18 @@ class _Sgperm:
     )
 
   def _new_momentum(self, updates: Any, momentum: Any) -> tuple[Any, jax.Array]:
-    """The new momentum, in which an entry that is not finite keeps its old value.
+    """The new momentum, in which an entry whose gradient is not finite keeps its old value.
 
-    Also returns whether a gradient entry was not finite.
+    An entry that a finite gradient would carry beyond the range keeps its old value, too. Also
+    returns whether a gradient entry was not finite.
     """
-    new = jax.tree.map(
-      lambda g, m: (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype),
-      updates,
-      momentum,
-    )
-    kept = jax.tree.map(lambda x, m: jnp.where(jnp.isfinite(x), x, m), new, momentum)
-    return kept, jnp.logical_not(_finiteness.all_finite(updates))
+
+    def add(g: jax.Array, m: jax.Array) -> jax.Array:
+      new = (self.momentum_lr * g.astype(m.dtype) + self.momentum * m).astype(m.dtype)
+      good = _finiteness.finite_entries(g) & _finiteness.finite_entries(new)
+      return jnp.where(good, new, m)
+
+    return jax.tree.map(add, updates, momentum), jnp.logical_not(_finiteness.all_finite(updates))
 
   def _run(
     self,
