@@ -18,6 +18,8 @@ import optax_boost.nnx
 SOURCES = sorted(pathlib.Path(optax_boost.__file__).parent.rglob("*.py"))
 # Arguments of functions of JAX, optax, Flax and matplotlib that messages speak of.
 OF_LIBRARIES = {"check_vma", "hyperparam_dtype", "static_args", "wrt", "to"}
+# Of `_protocol.declares`, of which a message to the author of a wrapper speaks.
+OF_DECLARATIONS = {"outcome"}
 # An argument with a value, as in "Pass has_aux=True", or one that a message says to pass.
 ADVISED = re.compile(r"(?<![\w.'\"])([a-z_]+)=(?=[\w.\[('\"]|\.\.\.)|[Pp]ass `([a-z_]+)[`=(]")
 
@@ -48,7 +50,7 @@ def messages(path):
 
 
 def test_every_advised_argument_exists():
-  known = public_arguments() | OF_LIBRARIES
+  known = public_arguments() | OF_LIBRARIES | OF_DECLARATIONS
   unknown = {
     f"{path.name}:{line}: {name}"
     for path in SOURCES
