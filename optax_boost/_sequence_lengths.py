@@ -210,7 +210,6 @@ def cut_sequences(
     (2, 4)
   """
   _base.check_whole_number("full_length", full_length, static=True)
-  _base.check_whole_number("length", length, static=True)
   _check_length("length", length, full_length)
   _base.check_whole_number("batch_axis", batch_axis, minimum=0, static=True)
   leaves, structure = jax.tree.flatten(batch)
@@ -220,11 +219,13 @@ def cut_sequences(
     for path, leaf, asked in zip(paths, leaves, _asked_axes(axes, paths), strict=True)
   ]
   _check_sequences(paths, leaves, leaf_axes, full_length, batch_axis)
+  if length == full_length:
+    return batch
   windows = [
     leaf if how == "keep" else _windows(leaf, how, length, full_length, batch_axis)
     for leaf, how in zip(leaves, leaf_axes, strict=True)
   ]
-  return batch if length == full_length else jax.tree.unflatten(structure, windows)
+  return jax.tree.unflatten(structure, windows)
 
 
 def _check_length(name: str, length: Any, full_length: int) -> None:

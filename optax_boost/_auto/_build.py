@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -135,9 +136,8 @@ class AutoBoost:
     length, full = self.length_schedule(step), self.length_schedule.full_length
     return _sequence_lengths.cut_sequences(batch, length, full, axes=axes, batch_axis=batch_axis)
 
-  def _find_sequences(self, loss_fn: Callable[..., Any], params: Any, *args: Any) -> None:
-    """Warms up the sequences of the batch of tokens that the loss reads, if there is one."""
-    tokens = _tokens.find_tokens(loss_fn, params, *args)
+  def _find_sequences(self, tokens: _tokens.TokenBatch | str) -> None:
+    """Warms up the sequences of a batch of tokens; a reason instead leaves batches whole."""
     self.length_schedule = None
     if isinstance(tokens, str):
       self.effects[_levels.SEQUENCES] = f"whole batches: {tokens}", False
@@ -183,16 +183,24 @@ class AutoBoost:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
       return _methods.subspace_optimizer(params, **self.on["dim_reduce"])
-    trace: Any = None if loss_fn is None or params is None else (loss_fn, params, *args)
-    if trace and self.on.get(_levels.SEQUENCES, {"full_length": 0})["full_length"] is None:
-      self._find_sequences(*trace)
+
+    has_loss = loss_fn is not None and params is not None
+    loss: Any = loss_fn
+
+    @functools.cache
+    def program() -> Any:
+      return _layer_axes.trace(loss, params, args)
+
+    warmup = self.on.get(_levels.SEQUENCES)
+    if has_loss and warmup is not None and warmup["full_length"] is None:
+      self._find_sequences(_tokens.find_tokens(program(), loss, params, args))
     on = dict(self.on)
     if self.length_schedule is not None:
       for name in _levels.NOT_OF_SEQUENCES:
         if name in on and not (name == _levels.FREEZE and groups is not None):
           del on[name]
           self.effects[name] = _levels.GAINS_NOTHING, False
-    if "gc_flag" not in on.get("less_bn", {"gc_flag": None}):
+    if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
       self.effects.setdefault(
         "less_bn", ("`boost.model` was not called: all BatchNorms stay", False)
       )
@@ -201,8 +209,9 @@ class AutoBoost:
     freezing = on.get(freeze, {})
     centralizes = _levels.CENTRALIZE in on or on.get("less_bn", {}).get("gc_flag", False)
     layers: Any = None
-    if trace and (centralizes or freezing or "adasum" in on):
-      layers = _layer_axes.layer_axes(*trace)
+    if has_loss and (centralizes or freezing or "adasum" in on):
+      flags = _layer_axes.data_flags(loss, args)
+      layers = _layer_axes.describe(program(), params, flags)
     # From the inside out. A new method joins here and in `_levels`.
     if centralizes:
       tx = optax.chain(_centralization.centralize(layers=layers), tx)
@@ -211,7 +220,7 @@ class AutoBoost:
     if "adasum" in on:
       tx = _methods.with_adasum(tx, layers, **on["adasum"])
     if freezing and groups is None:
-      if not trace:
+      if not has_loss:
         raise ValueError(
           f"`{freeze}` is on, so the optimizer needs the order of the layers: pass the loss, the"
           " params and the loss's arguments, or groups=..."

@@ -64,13 +64,14 @@ class _Lookups(_jaxpr.Interpreter[_Origins]):
     return self.settle(lambda joined: self.run(body, joined), inputs, carry)
 
 
-def find_tokens(loss_fn: Callable[..., Any], params: Any, *args: Any) -> TokenBatch | str:
+def find_tokens(
+  program: Any, loss_fn: Callable[..., Any], params: Any, args: tuple[Any, ...]
+) -> TokenBatch | str:
   """The one batch of tokens among a loss's arguments, or the reason why there is none.
 
-  Its other leaves must be cut as :func:`cut_sequences` does by itself, and the loss must take the
-  shorter windows.
+  `program` is the trace of the loss. The batch's other leaves must be cut as :func:`cut_sequences`
+  does by itself, and the loss must take the shorter windows.
   """
-  program = jax.make_jaxpr(_jaxpr.untraced(loss_fn))(params, *args)
   lookups = _Lookups()
   inside = len(jax.tree.leaves(params))
   outside = len(program.jaxpr.invars) - inside
@@ -97,7 +98,9 @@ def find_tokens(loss_fn: Callable[..., Any], params: Any, *args: Any) -> TokenBa
   for full_length in (tokens - 1, tokens) if tokens - 1 in read else (tokens,):
     try:
       shortest = _sequence_lengths.sequence_length_warmup(full_length, 1000).lengths[0]
-      _try_windows(loss_fn, params, args, where, shortest, full_length)
+      loss = _loss_of_windows(loss_fn, params, args, where, shortest, full_length)
+      if (loss.shape, loss.dtype) != (program.out_avals[0].shape, program.out_avals[0].dtype):
+        raise ValueError("the loss of windows has another shape")
     except Exception as error:  # the user's loss may raise anything
       reason = reason or f"of {tokens} tokens: {str(error).splitlines()[0]}"
     else:
@@ -105,20 +108,18 @@ def find_tokens(loss_fn: Callable[..., Any], params: Any, *args: Any) -> TokenBa
   return reason
 
 
-def _try_windows(
+def _loss_of_windows(
   loss_fn: Callable[..., Any],
   params: Any,
   args: tuple[Any, ...],
   where: int,
   length: int,
   full_length: int,
-) -> None:
-  """Traces the loss with the argument number `where` cut into windows; raises if that fails."""
+) -> jax.ShapeDtypeStruct:
+  """The abstract loss, with the argument number `where` cut into windows."""
 
   def loss_of_windows(params: Any, *args: Any) -> Any:
     batch = _sequence_lengths.cut_sequences(args[where], length, full_length)
     return loss_fn(params, *args[:where], batch, *args[where + 1 :])
 
-  whole, short = (jax.eval_shape(loss, params, *args) for loss in (loss_fn, loss_of_windows))
-  if jax.tree.leaves(whole)[:1] != jax.tree.leaves(short)[:1]:
-    raise ValueError("the loss of windows has another shape")
+  return jax.tree.leaves(jax.eval_shape(loss_of_windows, params, *args))[0]
