@@ -20,6 +20,7 @@ from optax_boost import auto_boost
 from optax_boost._auto import _methods
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests.auto_boost.table import rows_of
 from tests.less_bn.residual_models import LinenNet
 from tests.less_bn.residual_models import NnxNet
 from tests.less_bn.residual_models import X
@@ -159,12 +160,6 @@ def test_explain_lists_which_methods_are_on_and_why():
     "an SGD of rate 1 takes the optimizer's place"
     in auto_boost(config={"boost": {"mode": "enable_all"}}).explain()
   )
-
-
-def rows_of(boost):
-  """The rows of the table by method, each with the line that tells its effect."""
-  text = boost.explain().replace("\n" + 28 * " " + "here: ", " | ")
-  return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
 
 
 @pytest.mark.parametrize("form", ["nnx", "linen"])

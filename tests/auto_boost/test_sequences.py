@@ -10,16 +10,11 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
+from tests.auto_boost.table import rows_of
 from tests.sequence_lengths import models
 
 STEPS = 40
 (BATCH,) = models.batches(1)
-
-
-def rows_of(boost):
-  """The rows of the table by method, each with the line that tells its effect."""
-  text = boost.explain().replace("\n" + 28 * " " + "here: ", " | ")
-  return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()[1:]}
 
 
 def forms():

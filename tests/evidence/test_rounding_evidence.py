@@ -47,8 +47,8 @@ class Setting(NamedTuple):
 
 
 def batch(part, rng):
-  text, columns = texts.characters("tinyshakespeare")[part], np.arange(_transformer.LENGTH + 1)
-  return text[rng.integers(0, len(text) - len(columns), BATCH)[:, None] + columns]
+  text = texts.characters("tinyshakespeare")[part]
+  return texts.random_windows(text, _transformer.LENGTH + 1, BATCH, rng)
 
 
 @jax.jit

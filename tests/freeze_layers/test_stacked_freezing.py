@@ -16,6 +16,7 @@ import optax_boost
 from optax_boost._trace import _jaxpr
 import optax_boost.linen as ob_linen
 import optax_boost.nnx as ob_nnx
+from tests.layer_groups.models import with_custom_vjp
 
 LAYERS, WIDTH = 5, 8
 X = jax.random.normal(jax.random.key(9), (16, WIDTH))
@@ -243,19 +244,10 @@ def under_shard_map(params, x):
   return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=specs[0])(params, x)
 
 
-@jax.custom_vjp
-def own_derivative(params, x):
-  return loss_fn(params, x)
-
-
-own_derivative.defvjp(
-  lambda params, x: (loss_fn(params, x), (params, x)),
-  lambda saved, g: jax.vjp(loss_fn, *saved)[1](g),
-)
 # Their scans can't be cut: frozen layers are masked only.
 UNCUT = {
   "cond": lambda p, x: jax.lax.cond(x[0, 0] > 9, lambda p: 0.0, lambda p: loss_fn(p, x), p),
-  "custom_vjp": own_derivative,
+  "custom_vjp": with_custom_vjp(loss_fn),
   "shard_map": under_shard_map,
   "relu of the layers": functools.partial(loss_fn, prepare=lambda w: jax.tree.map(jax.nn.relu, w)),
 }

@@ -38,6 +38,16 @@ def chain_loss(params, batch, wrap=lambda f: f):
   return jnp.mean(chain_outputs(params, batch, wrap) ** 2)
 
 
+def with_custom_vjp(function):
+  """A function of params and data under ``jax.custom_vjp``; its derivative is JAX's own."""
+  wrapped = jax.custom_vjp(function)
+  wrapped.defvjp(
+    lambda params, x: (function(params, x), (params, x)),
+    lambda saved, g: jax.vjp(function, *saved)[1](g),
+  )
+  return wrapped
+
+
 BATCH = jax.random.normal(jax.random.key(9), (16, 8))
 
 

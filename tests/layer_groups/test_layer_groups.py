@@ -18,18 +18,7 @@ from tests.layer_groups.models import chain_params
 from tests.layer_groups.models import image_loss
 from tests.layer_groups.models import image_plan
 from tests.layer_groups.models import layer
-
-
-@jax.custom_vjp
-def with_custom_vjp(params, x):
-  return layer(params, x)
-
-
-with_custom_vjp.defvjp(
-  lambda params, x: (layer(params, x), (params, x)),
-  lambda saved, g: jax.vjp(layer, *saved)[1](g),
-)
-
+from tests.layer_groups.models import with_custom_vjp
 
 with_custom_jvp = jax.custom_jvp(layer)
 
@@ -55,12 +44,12 @@ WRAPPERS = {
   "nested jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
   "remat": jax.checkpoint,
   "custom_jvp": lambda f: with_custom_jvp,
-  "custom_vjp": lambda f: with_custom_vjp,
+  "custom_vjp": with_custom_vjp,
   "scan": in_scan,
   "while": in_while,
   "cond": in_cond,
   "vmap": lambda f: jax.vmap(f, (None, 0)),
-  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp))))),
+  "all": lambda f: jax.jit(jax.checkpoint(in_scan(in_cond(jax.jit(with_custom_vjp(f)))))),
 }
 
 

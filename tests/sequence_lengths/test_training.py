@@ -49,9 +49,9 @@ def test_blocks_of_a_mask_of_pairs_keep_attention_within_the_windows():
   np.testing.assert_allclose(short.reshape(whole.shape), whole, rtol=1e-5, atol=1e-6)
 
 
-def plain_jax():
-  step = optax_boost.make_train_step(models.loss, optax.adam(1e-2))
-  state = step.init(models.init())
+def functional(loss, *arrays):
+  step = optax_boost.make_train_step(loss, optax.adam(1e-2))
+  state = step.init(*arrays)
 
   def advance(batch):
     nonlocal state
@@ -59,21 +59,16 @@ def plain_jax():
     return metrics["loss"]
 
   return advance
+
+
+def plain_jax():
+  return functional(models.loss, models.init())
 
 
 def linen():
   module = models.LinenModel()
   variables = module.init(jax.random.key(0), jnp.ones((1, 16), jnp.int32))
-  loss, params, model_state = optax_boost.linen.split_loss(models.linen_loss, module, variables)
-  step = optax_boost.make_train_step(loss, optax.adam(1e-2))
-  state = step.init(params, model_state)
-
-  def advance(batch):
-    nonlocal state
-    state, metrics = step(state, batch)
-    return metrics["loss"]
-
-  return advance
+  return functional(*optax_boost.linen.split_loss(models.linen_loss, module, variables))
 
 
 def flax_nnx():
