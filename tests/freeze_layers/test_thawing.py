@@ -29,9 +29,10 @@ OPTIMIZERS = {
   "ademamix": optax.contrib.ademamix,
   "adopt": optax.contrib.adopt,
   "muon": optax.contrib.muon,
-  "optimistic adam": optax.optimistic_adam_v2,
   "rmsprop": functools.partial(optax.rmsprop, bias_correction=True),
 }
+if hasattr(optax, "optimistic_adam_v2"):  # the oldest optax has another function
+  OPTIMIZERS["optimistic adam"] = optax.optimistic_adam_v2
 TWO = optax_boost.gradual_unfreezing(2, every=THAW)
 
 
