@@ -117,20 +117,17 @@ browser: docs
 	$(BIN)/python -m pip install --quiet -e ".[browser]"
 	$(BIN)/python -m pytest -m slow tests/house/test_browser.py
 
-# What would be uploaded: checked, then the tests of the sdist run on the wheel, from elsewhere.
+# What would be uploaded, checked; then installed as users do, alone and with each extra, and run from
+# elsewhere (tests/dist.py). All extras, or some by name: make dist EXTRAS="core flax".
 DIST := .venv-dist
-dist: $(READY)
-	rm -rf dist $(DIST)
-	$(BIN)/python -m pip install --quiet build twine
-	$(BIN)/python -m build --quiet
-	$(BIN)/python -m twine check --strict dist/*
-	$(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[test]"
-	mkdir $(DIST)/src
-	tar xzf dist/*.tar.gz --strip-components 1 -C $(DIST)/src
-	rm -r $(DIST)/src/optax_boost
-	cd $(DIST)/src && ../bin/python -m pytest -n $(WORKERS) -m "not slow" tests \
-	  --ignore tests/house/test_architecture.py
+EXTRAS ?=
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/python -m pip install --quiet build twine
+	$(DIST)/bin/python -m build --quiet
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/python -m tests.dist --workers $(WORKERS) $(EXTRAS)
 
 # Addresses and dates that a release needs, which have placeholders until then.
 release-check:

@@ -14,34 +14,19 @@ import pytest
 import optax_boost
 import optax_boost.linen
 import optax_boost.nnx
+from tests.house import pages
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "build" not in p.relative_to(DOCS).parts)
 CARDS = sorted(p for p in (DOCS / "cards").glob("*.md") if p.name != "index.md")
 FORMS = ("NNX", "Linen", "JAX", "Equinox")
 
-
-FENCES = r"^:::\{tab-item\} (\w+)\n|^:::$|^```python\n(.*?)^```$"
-
-
-def programs(page):
-  """The programs of a page: one for each form, of its tabs and of the blocks outside of tabs."""
-  form, blocks = None, []
-  for fence in re.finditer(FENCES, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-    if fence[2] is None:
-      form = fence[1]
-    else:
-      blocks.append((form, fence[2]))
-  forms = dict.fromkeys(form for form, _ in blocks if form) or [None]
-  return {form: [code for of, code in blocks if of in (None, form)] for form in forms}
-
-
 # tests/house/test_migration.py runs MindSpore's page and reads its output.
 RUN = {
   f"{page.relative_to(DOCS)}" + (f"-{form}" if form else ""): blocks
   for page in PAGES
   if page.name != "mindspore.md"
-  for form, blocks in programs(page).items()
+  for form, blocks in pages.programs(page).items()
   if blocks
 }
 
@@ -52,7 +37,7 @@ def test_a_tab_and_the_blocks_outside_of_tabs_are_a_separate_program(tmp_path):
   tab = ":::{{tab-item}} {}\n:sync: {}\n" + block + ":::\n"
   tabs = tab.format("NNX", "nnx", "b") + tab.format("JAX", "jax", "c")
   page.write_text(block.format("a") + f"::::{{tab-set}}\n{tabs}::::\n" + block.format("d"))
-  assert programs(page) == {"NNX": ["a\n", "b\n", "d\n"], "JAX": ["a\n", "c\n", "d\n"]}
+  assert pages.programs(page) == {"NNX": ["a\n", "b\n", "d\n"], "JAX": ["a\n", "c\n", "d\n"]}
 
 
 @pytest.mark.parametrize("program", RUN)
