@@ -46,9 +46,7 @@ def assert_same(found: Any, expected: Any) -> None:
   # An update that does nothing may hand the caller's array back.
   kinds = [jax.tree.map(jnp.result_type, tree) for tree in (found, expected)]
   assert kinds[0] == kinds[1]
-  chex.assert_trees_all_close(
-    jax.tree.map(jnp.asarray, found), expected, rtol=1e-5, atol=1e-6, strict=False
-  )
+  chex.assert_trees_all_close(jax.tree.map(jnp.asarray, found), expected, rtol=1e-5, atol=1e-6)
 
 
 @every_row
