@@ -1,5 +1,6 @@
 """Sphinx settings; `make docs` builds strictly, so that a broken reference fails."""
 
+import html
 import math
 import os
 import pathlib
@@ -64,6 +65,7 @@ html_show_copyright = False
 toc_object_entries_show_parents = "hide"
 
 SMALLEST_TEXT = 9  # pixels of a screen, in a picture as it is shown
+PHONE = 56  # characters side by side in a table that fits a phone of 390 pixels
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 INCLUDE = """
 (results-{0})=
@@ -123,9 +125,56 @@ def show_picture(translator, node):
     translator.body[start:] = [f'<a class="picture" href="{node["uri"]}">{shown}</a>']
 
 
+def label_cells(app, doctree, docname):
+  """Gives cells their column's heading, by which layout.css shows a wide table as a list of rows."""
+  for table in doctree.findall(nodes.table):
+    heads, rows = (
+      [row for group in table.findall(kind) for row in group] for kind in (nodes.thead, nodes.tbody)
+    )
+    cells = list(table.findall(nodes.entry))
+    if len(heads) != 1 or any("morecols" in cell or "morerows" in cell for cell in cells):
+      continue
+    labels = [cell.astext() for cell in heads[0]]
+    columns = [[cell.astext() for cell in column] for column in zip(*rows, strict=True)]
+    widths = [
+      max(map(len, [*texts, *label.split()])) for label, texts in zip(labels, columns, strict=True)
+    ]
+    if sum(widths) + 2 * len(widths) > PHONE:
+      table["classes"].append("rows")
+    for row in rows:
+      for label, cell in zip(labels, row, strict=True):
+        cell["label"] = label if label.endswith("?") or not label else f"{label}:"
+        if not cell.astext():
+          cell["classes"].append("empty")
+
+
+ROLES = {
+  nodes.table: "table",
+  nodes.thead: "rowgroup",
+  nodes.tbody: "rowgroup",
+  nodes.row: "row",
+  nodes.entry: "cell",
+}
+
+
+def show_part(translator, node):
+  """Writes a part of a table with its role, which some browsers forget where it is laid out as a list."""
+  start, role = len(translator.body), ROLES[type(node)]
+  getattr(HTML5Translator, f"visit_{node.tagname}")(translator, node)
+  if role == "cell" and isinstance(node.parent.parent, nodes.thead):
+    role = "columnheader"
+  label = f' data-label="{html.escape(node["label"])}"' if node.get("label") else ""
+  tag = "".join(translator.body[start:])
+  translator.body[start:] = [re.sub(r"<(t\w+)", rf'<\1 role="{role}"{label}', tag, count=1)]
+
+
 def setup(app):
   """Connects the functions above."""
   app.connect("autodoc-process-signature", name_unions)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
+  app.connect("doctree-resolved", label_cells)
+  for kind in ROLES:
+    depart = getattr(HTML5Translator, f"depart_{kind.__name__}")
+    app.add_node(kind, override=True, html=(show_part, depart))
   app.add_node(nodes.image, override=True, html=(show_picture, HTML5Translator.depart_image))
