@@ -27,9 +27,11 @@ def growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
   along: dict[str, list[Mapping[str, Any]]] = {}
   for comparison in comparisons:
     along.setdefault(comparison["axis"], []).append(comparison)
-  panels = [(axis, "time") for axis in along] + [("leaves", _COMPILE)] * ("leaves" in along)
+  panels = [(axis, "time") for axis in along]
+  if "leaves" in along:  # the seconds beside the ratios
+    panels.insert(panels.index(("leaves", "time")) + 1, ("leaves", _COMPILE))
   colours: dict[str, Any] = {}
-  figure = Figure(figsize=(10, 4 * math.ceil(len(panels) / 2)), dpi=70, layout="constrained")
+  figure = Figure(figsize=(7.5, 3.1 * math.ceil(len(panels) / 2)), layout="constrained")
   places = figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).ravel()
   for axes, (axis, what) in zip(places, panels, strict=False):
     reference = along[axis][0]["references"][0]
@@ -47,18 +49,35 @@ def growth(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
       axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
       axes.plot(at, median, marker="o", color=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel=axis, xticks=[c["at"] for c in along[axis]])
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter(_short)
     axes.minorticks_off()
-    axes.margins(y=0.45)  # room for the legend
     axes.grid(color="#E5E5E5")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(what if what == _COMPILE else f"time / {reference}", loc="left", fontsize=11)
-    axes.legend(fontsize=9, frameon=False)
+    title = what
+    if what != _COMPILE:
+      axes.axhline(1, color=colours.setdefault(reference, OTHERS), label=reference)
+      title = f"time / time of {reference}"
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    alone = f"{next(iter(lines))}: " if len(lines) == 1 else ""
+    axes.set_title(alone + title, loc="left", fontsize=10)
+  shown = {
+    label: handle
+    for axes in places[: len(panels)]
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+  }
   for axes in places[len(panels) :]:
-    axes.set_visible(False)
+    axes.set_axis_off()
+  # The four axes make five panels; the sixth place is the legend's.
+  places[-1].legend(shown.values(), shown, loc="center left", frameon=False, fontsize=10)
   return figure
+
+
+def _short(value: float, _: object) -> str:
+  """A power of ten as such from 10,000 on, thousands with a k."""
+  if value >= 1e4:
+    return f"$10^{{{round(math.log10(value))}}}$"
+  return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 
 def small(figure: Figure, path: pathlib.Path) -> None:

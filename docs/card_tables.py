@@ -1,7 +1,7 @@
-"""Writes the tables of methods and the reference: ``python docs/card_tables.py``.
+"""Writes the tables of methods, the sidebar and the reference: ``python docs/card_tables.py``.
 
-All are made from the headers of the cards. The tables stand between two comments that name this
-command; the pages of the reference are made whole.
+All are made from the headers of the cards. The tables and the sidebar stand between two comments
+that name this command; the pages of the reference are made whole.
 """
 
 from collections.abc import Iterator
@@ -30,6 +30,8 @@ WISHES = (
   "a train step, presets, comparisons",
   "for study",
 )
+# Guides that the sidebar shows before the cards of a wish.
+GUIDES = {WISHES[0]: "guides/fine_tuning"}
 MADE = "<!-- made by `python docs/card_tables.py` -->\n"
 BETWEEN = re.compile(f"({MADE}).*?(<!-- end -->)", re.DOTALL)
 
@@ -99,6 +101,15 @@ def cards_table(cards: list[Card]) -> Iterator[str]:
     yield f"| [{card.title}]({card.file}) | {card.does} | {card.verdict} | {card.source} |"
 
 
+def sidebar(cards: list[Card]) -> Iterator[str]:
+  """A table of contents for each wish: its guide, and the cards that serve it."""
+  for wish in WISHES:
+    pages = [f"cards/{card.file.removesuffix('.md')}" for card in cards if card.wish == wish]
+    yield f"```{{toctree}}\n:caption: {wish.partition(' (')[0].capitalize()}\n:hidden:"
+    yield from [GUIDES[wish], *pages] if wish in GUIDES else pages
+    yield "```\n"
+
+
 def reference(card: Card) -> Iterator[str]:
   """The page of the public names in a card's header."""
   yield f"{MADE}\n# {card.title}: API\n"
@@ -118,15 +129,16 @@ def pages() -> dict[pathlib.Path, str]:
   """The pages with their generated parts renewed."""
   cards = read_cards()
   parts = {
-    DOCS.parent / "README.md": wishes_table(cards, "docs/cards/"),
-    DOCS / "index.md": wishes_table(cards, "cards/"),
-    CARDS / "index.md": cards_table(cards),
+    DOCS.parent / "README.md": [wishes_table(cards, "docs/cards/")],
+    DOCS / "index.md": [wishes_table(cards, "cards/"), sidebar(cards)],
+    CARDS / "index.md": [cards_table(cards)],
   }
   texts = {DOCS / "reference" / card.file: "\n".join(reference(card)) for card in cards}
-  for path, lines in parts.items():
-    made = "\n".join(["", *lines, ""])
+  for path, blocks in parts.items():
+    made = ("\n".join(["", *lines, ""]) for lines in blocks)
     texts[path] = BETWEEN.sub(
-      lambda found, made=made: f"{found[1]}{made}\n{found[2]}", path.read_text(encoding="utf-8")
+      lambda found, made=made: f"{found[1]}{next(made)}\n{found[2]}",
+      path.read_text(encoding="utf-8"),
     )
   return texts
 

@@ -126,7 +126,7 @@ def show_picture(translator, node):
 
 
 def label_cells(app, doctree, docname):
-  """Gives cells their column's heading, by which layout.css shows a wide table as a list of rows."""
+  """Gives cells their column's heading, with which a phone shows wide tables as lists of rows."""
   for table in doctree.findall(nodes.table):
     heads, rows = (
       [row for group in table.findall(kind) for row in group] for kind in (nodes.thead, nodes.tbody)
@@ -158,7 +158,7 @@ ROLES = {
 
 
 def show_part(translator, node):
-  """Writes a part of a table with its role, which some browsers forget where it is laid out as a list."""
+  """Writes a part of a table with its role, which some browsers drop if CSS makes it a block."""
   start, role = len(translator.body), ROLES[type(node)]
   getattr(HTML5Translator, f"visit_{node.tagname}")(translator, node)
   if role == "cell" and isinstance(node.parent.parent, nodes.thead):

@@ -31,8 +31,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def panels(titles: Sequence[str], width: float = 4.0, height: float = 3.8) -> tuple[Figure, list]:
-  """A figure with a panel for each title, at most two side by side."""
+def panels(
+  titles: Sequence[str], width: float = 4.0, height: float = 3.8, grid: str = "y"
+) -> tuple[Figure, list]:
+  """A figure with a panel for each title, at most two side by side, with a grid along one axis."""
   columns = min(2, len(titles))
   rows = math.ceil(len(titles) / columns)
   figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -42,7 +44,8 @@ def panels(titles: Sequence[str], width: float = 4.0, height: float = 3.8) -> tu
   places = places[: len(titles)]
   for axes, title in zip(places, titles, strict=True):
     axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(axis="y", color="#E5E5E5")
+    axes.grid(axis=grid, color="#E5E5E5")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
   return figure, places
 

@@ -38,6 +38,7 @@ STATISTICS = 40
 
 AT_CUT, GOES_ON, COOL_DOWN = "at the cut", "SGD goes on", "cool-down"
 FULL, MINDSPORE, OURS = "the whole schedule", "DimReduce, MindSpore's settings", "DimReduce, tuned"
+COLOURS = {"average": report.BLUE, "DimReduce": report.ORANGE}
 
 
 class Second(NamedTuple):
@@ -244,18 +245,36 @@ def units_of(name):
 
 
 def picture(scores):
-  """Test accuracies, with lines at the cut and at the end of the schedule."""
-  names = sorted((name for name in scores if "running" not in name), key=units_of)
-  figure, (axes,) = report.panels(["test accuracy, %"], 7.5, 4.6)
-  colours = {CUT: "tab:blue", CUT + MORE: "tab:orange", WHOLE: "black"}
-  for place, name in enumerate(names):
-    values, colour = [score["test accuracy"] for score in scores[name]], colours[units_of(name)]
-    deviation = np.std(values, ddof=1)
-    axes.errorbar(np.mean(values), -place, xerr=deviation, fmt="o", color=colour, capsize=3)
-    if name in (AT_CUT, FULL):
-      axes.axvline(np.mean(values), color=colour, linewidth=0.8, linestyle=":")
-  labels = [name if "units" in name else f"{name}, {units_of(name)} units" for name in names]
-  axes.set_yticks([-i for i in range(len(names))], labels)
+  """Test accuracies, in groups of as much training; a line for the training that was cut."""
+  groups = {
+    CUT: f"cut at {CUT} of {WHOLE} units",
+    CUT + MORE: f"{CUT + MORE} units",
+    WHOLE: f"all {WHOLE} units",
+  }
+  names = {units: [name for name in scores if units_of(name) == units] for units in groups}
+  title = f"Test accuracy after {CUT} to {WHOLE} units of training, %"
+  figure, (axes,) = report.panels([title], 7.5, 5.4, grid="x")
+  labels = []
+  for units, heading in groups.items():
+    labels.append(heading)
+    for name in sorted(names[units], key=lambda name: (name != AT_CUT, "average" not in name)):
+      if "running" in name:
+        continue
+      values = [score["test accuracy"] for score in scores[name]]
+      mean, deviation = np.mean(values), np.std(values, ddof=1)
+      colour = next((c for word, c in COLOURS.items() if word in name), report.GREY)
+      style = {"fmt": "o", "color": colour, "capsize": 3}
+      axes.errorbar(mean, len(labels), xerr=deviation, **style)
+      place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+      axes.annotate(f"{mean:.2f}", (mean + deviation, len(labels)), color=colour, **place)
+      if name == AT_CUT:
+        axes.axvline(mean, color=colour, linewidth=0.8, linestyle=":")
+      labels.append(name.partition(f", {units} units")[0])
+  axes.set_yticks(range(len(labels)), labels)
+  for tick, label in zip(axes.get_yticklabels(), labels, strict=True):
+    tick.set_fontweight("bold" if label in groups.values() else "normal")
+  axes.tick_params(axis="y", length=0)
+  axes.set_ylim(len(labels) - 0.4, -0.6)
   axes.set_xlabel("mean and standard deviation of three seeds")
   return figure
 

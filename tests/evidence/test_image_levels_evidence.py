@@ -52,7 +52,6 @@ O0, LEVELS = "O0", ("O1", "O2")
 # Shares of O0's steps that a contender trains for: fewer, while its mean score is O0's or above, or
 # else more, in O0's time.
 FEWER, MORE = (0.85, 0.7, 0.55), (1.2, 1.4)
-NEVER = 0.85  # place in the picture of a level that doesn't reach O0's score
 COLOURS = {O0: report.GREY, "O1": report.BLUE, "O2": report.ORANGE}
 # The rate falls to 0, or, where an average is evaluated, to this share of its peak: better on
 # validation images than 0.
@@ -242,21 +241,28 @@ def section(task, result):
 
 
 def picture(found):
-  figure, (axes,) = report.panels(["O0's time / the level's time, to O0's score"], 7.5, 4.2)
-  for name, offset in zip(LEVELS, (-0.13, 0.13), strict=True):
-    style, rows = {"color": COLOURS[name]}, np.arange(len(found)) + offset
-    levels = [result["levels"][name] for result in found.values()]
-    speeds = [max(1 / level["to score"], NEVER) for level in levels]
-    axes.plot(speeds, rows, "o" if name == "O1" else "s", label=name, **style)
-    for row, level in zip(rows, levels, strict=True):
-      seeds = np.maximum(np.divide(1, level["by seed"]), NEVER)
-      axes.plot(seeds, [row] * len(seeds), "-|", alpha=0.6, **style)
-  axes.set_yticks(range(len(found)), [TASKS[task].title.replace(": ", ":\n") for task in found])
-  axes.set_xticks([NEVER, 1, 1.2, 1.4, 1.6, 1.8], ["not\nreached", 1, 1.2, 1.4, 1.6, 1.8])
+  """Bars from O0's time; a level that doesn't reach O0's score has words in the place of a bar."""
+  title = "How many times as fast as plain training (O0) to its accuracy"
+  figure, (axes,) = report.panels([title], 7.5, 4.4, grid="x")
+  for name, offset in zip(LEVELS, (-0.19, 0.19), strict=True):
+    for row, result in enumerate(found.values()):
+      level, at = result["levels"][name], row + offset
+      style = {"color": COLOURS[name], "va": "center"}
+      if np.isinf(level["to score"]):
+        words = f"{name} stays {level['lacks']:.1f} points below O0's accuracy"
+        axes.text(1.02, at, words, **style)
+        continue
+      speed, seeds = 1 / level["to score"], [1 / t for t in level["by seed"] if np.isfinite(t)]
+      axes.barh(at, speed - 1, 0.34, left=1, color=COLOURS[name])
+      axes.plot(seeds, [at] * len(seeds), "k|", markersize=11)
+      some = f", {len(seeds)} of {len(SEEDS)} seeds" if len(seeds) < len(SEEDS) else ""
+      words = f"{name}: {speed:.2f}{some}"
+      axes.text(1.02, at, words, transform=axes.get_yaxis_transform(), **style)
   axes.axvline(1, color=COLOURS[O0])
+  axes.set_yticks(range(len(found)), [TASKS[task].title.partition(":")[0] for task in found])
+  axes.tick_params(axis="y", length=0)
   axes.invert_yaxis()
-  axes.set_xlabel("bars: three seeds")
-  report.legend_below(figure, 2)
+  axes.set_xlabel("1 is O0's time; black marks are single seeds")
   return figure
 
 
