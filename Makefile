@@ -5,16 +5,22 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-auto demo-finetune devices test test-cpus orders xla test-oldest house lint type pins bench evidence docs browser dist release-check clean
+.PHONY: demo demo-large-batch demo-auto demo-finetune devices test test-cpus orders xla test-oldest house lint type pins bench evidence docs browser dist release-check clean
 
+# Two minutes on two cores.
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+demo-large-batch: $(READY)
+	$(BIN)/python examples/large_batch.py
 
 demo-auto: $(READY)
 	$(BIN)/python examples/auto_boost_resnet.py
 
+# Three minutes; with FULL=1 it chooses the learning rates first, in six.
+FULL ?=
 demo-finetune: $(READY)
-	$(BIN)/python examples/finetune.py
+	$(BIN)/python examples/finetune.py $(if $(FULL),--tune)
 
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth

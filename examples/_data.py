@@ -1,4 +1,4 @@
-"""The images that the demo trains on: scikit-learn's digits, or an npz file of one's own."""
+"""The images that large_batch.py trains on: scikit-learn's digits, or an npz file of one's own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 # Digits: 1,797 images, shuffled with this seed, then cut. The first 1,024 train. The validation
-# part is for the choice of learning rates (tune.py) alone, the test part for the demo alone.
+# part is for the choice of learning rates (tune.py) alone, the test part for the examples alone.
 SPLIT_SEED = 0
 TRAIN_IMAGES, VALIDATION_IMAGES = 1024, 373
 

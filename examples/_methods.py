@@ -1,4 +1,4 @@
-"""The methods that the demo compares. A new one joins by one entry in METHODS."""
+"""The methods that large_batch.py compares. A new one joins by one entry in METHODS."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def rate(steps: int, peak: float) -> optax.Schedule:
 
 
 # `python examples/tune.py` chose the values: 24 points for sgd and centralize and 5 for the others,
-# trained on digits with the demo's batch size and number of steps, five seeds that the demo does
+# trained on digits with large_batch.py's batch size and number of steps, five seeds that it does
 # not use, measured on the validation part; of these the point with the highest mean accuracy. It
 # was 91.4% for sgd, 95.9% for centralize, 96.6% for lars and 96.5% for centralize+lars; each lies
 # inside its grid.

@@ -1,4 +1,4 @@
-"""The network that the demo trains, and its loss."""
+"""The network that large_batch.py trains, and its loss."""
 
 from flax import nnx
 import jax

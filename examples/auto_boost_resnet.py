@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from _data import batches
 from _data import digits
-from _report import check_writable
-from _report import save
+from _pictures import check_writable
+from _pictures import save
 from flax import nnx
 import jax
 import jax.numpy as jnp

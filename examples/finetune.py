@@ -1,77 +1,56 @@
-"""Fine-tunes a small transformer in four ways, each tuned, and shows what each costs and brings.
+"""Fine-tunes a small transformer in four ways, and shows what each costs and brings.
 
 It learns characters from Python's language reference, then is fine-tuned to the docstrings of the
-standard library. Each way has its learning rate chosen on validation text; then it is trained with
-every seed. Prints a table and saves a picture of the loss against time.
+standard library with every way and seed. Prints a table and saves a picture of the loss against
+time. `--tune` first chooses each way's learning rate on validation text.
 """
 
 import argparse
-import ast
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-import pydoc_data.topics
-import sysconfig
-import time
+import sys
 from typing import Any
 from typing import NamedTuple
 
-import _transformer
-import jax
-from matplotlib.figure import Figure
-import numpy as np
-import optax
-from tqdm import tqdm
+import _command
+import _memory
 
-import optax_boost
+NAME, OUT = "finetune", "out/finetune.png"
+
+try:  # JAX takes seconds to import: long enough for a Ctrl-C.
+  _memory.keep_freed_memory()
+  from _pictures import check_writable
+  import _texts
+  import _transformer
+  import _transformer_training as training
+  import jax
+  from matplotlib.figure import Figure
+  import numpy as np
+  import optax
+  from tqdm import tqdm
+
+  import optax_boost
+except KeyboardInterrupt:
+  sys.exit(_command.interrupted(NAME))
 
 BATCH_SIZE = 8
+STEPS, BASE_STEPS, SEEDS = 200, 1000, 3
 RATES = (1.5e-3, 5e-3, 1.5e-2)
-EVALUATIONS = 8
-
-
-class Text(NamedTuple):
-  """Characters as integers below 128.
-
-  Attributes:
-    base: the text that the model learns first.
-    train: the text for fine-tuning.
-    validation: held out, for learning rates.
-    test: held out, for the table.
-  """
-
-  base: np.ndarray
-  train: np.ndarray
-  validation: np.ndarray
-  test: np.ndarray
-
-
-def read_corpus() -> Text:
-  """Python's language reference and the docstrings of its standard library."""
-  found = []
-  for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-    for node in ast.walk(ast.parse(path.read_bytes())):
-      if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-        found.append(ast.get_docstring(node) or "")
-  # In an order of their own, so that the parts are similar.
-  found = [text for text in found if text]
-  order = np.random.default_rng(0).permutation(len(found))
-  own = _encode("\n\n".join(found[i] for i in order))
-  ends = [len(own) * 8 // 10, len(own) * 9 // 10]
-  return Text(_encode("\n".join(pydoc_data.topics.topics.values())), *np.split(own, ends))
-
-
-def _encode(text: str) -> np.ndarray:
-  return np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)
+HELD_OUT, EVALUATIONS = 64, 8
 
 
 def batches(text: np.ndarray, steps: int, seed: int) -> Iterator[np.ndarray]:
-  """Random stretches of a text."""
+  """Random windows of a text, for each step."""
   rng = np.random.default_rng(seed)
-  columns = np.arange(_transformer.LENGTH + 1)
   for _ in range(steps):
-    starts = rng.integers(0, len(text) - len(columns), BATCH_SIZE)
-    yield text[starts[:, None] + columns]
+    yield _texts.windows(text, BATCH_SIZE, _transformer.LENGTH, rng)
+
+
+def held_out(text: np.ndarray) -> np.ndarray:
+  """The windows on which losses are measured."""
+  return _texts.windows(text, HELD_OUT, _transformer.LENGTH, np.random.default_rng(1))
 
 
 class Way(NamedTuple):
@@ -79,10 +58,12 @@ class Way(NamedTuple):
 
   Attributes:
     make: from the directions of Adam, params, a batch and the number of steps to a transformation.
+    rate: the peak of the learning rate. `--tune` chose it among `RATES`, on validation text.
     after: what follows the learning rate, made from params and a batch.
   """
 
   make: Callable[..., optax.GradientTransformation]
+  rate: float
   after: Callable[..., optax.GradientTransformation] = lambda params, batch: optax.identity()
 
 
@@ -108,90 +89,62 @@ def layerwise(params: Any, batch: Any) -> optax.GradientTransformation:
 
 
 WAYS = {
-  "full": Way(lambda adam, *_: adam),
-  "last half": Way(last_half),
-  "gradual unfreezing": Way(gradual),
-  "layer-wise decay": Way(lambda adam, *_: adam, layerwise),
+  "full": Way(lambda adam, *_: adam, rate=5e-3),
+  "last half": Way(last_half, rate=5e-3),
+  "gradual unfreezing": Way(gradual, rate=5e-3),
+  "layer-wise decay": Way(lambda adam, *_: adam, rate=5e-3, after=layerwise),
 }
 
 
-class Run(NamedTuple):
-  """A training.
+class Plan(NamedTuple):
+  """What is to be done; everything in it has been checked."""
 
-  Attributes:
-    seconds: of processor time since its start, at each evaluation, without compiling and
-      evaluating; other work on the machine counts little.
-    losses: on held-out text, at these.
-  """
-
-  seconds: list[float]
-  losses: list[float]
-
-
-def evaluate(params: Any, text: np.ndarray) -> float:
-  """The loss on held-out text, in nats per character."""
-  return float(np.mean([_loss(params, batch) for batch in batches(text, 8, seed=1)]))
-
-
-_loss = jax.jit(_transformer.loss_fn)
-
-
-def train(
-  start: Any,
-  tx: optax.GradientTransformation,
-  text: np.ndarray,
-  held_out: np.ndarray,
-  steps: int,
-  seed: int,
-) -> tuple[Any, Run]:
-  """Trains from given params and evaluates along the way.
-
-  Args:
-    start: the params.
-    tx: the transformation.
-    text: to train on.
-    held_out: to evaluate on.
-    steps: how many.
-    seed: of the batches.
-  """
-  step = optax_boost.make_train_step(_transformer.loss_fn, tx)
-  state, spent = step.init(start), 0.0
-  run, compiled = Run([], []), set[int]()
-  points = set(np.linspace(steps // EVALUATIONS, steps, EVALUATIONS, dtype=int).tolist())
-  for i, batch in enumerate(batches(text, steps, seed), 1):
-    begin = time.process_time()
-    state, metrics = step(state, batch)
-    jax.block_until_ready((state, metrics))
-    depth = int(metrics.get("frozen_groups", 0))
-    if depth in compiled:  # the first step of a depth compiles its program
-      spent += time.process_time() - begin
-    compiled.add(depth)
-    if i in points:
-      run.seconds.append(spent)
-      run.losses.append(evaluate(state.params, held_out))
-  return state.params, run
+  steps: int
+  base_steps: int
+  seeds: int
+  tune: bool
+  out: Path
 
 
 def pretrain(text: np.ndarray, steps: int) -> Any:
   """Learns the base text."""
   start = _transformer.init(jax.random.key(0))
   rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, steps // 20, steps)
-  return train(start, optax.adam(rate), text, text, steps, seed=0)[0]
+  step = optax_boost.make_train_step(_transformer.loss_fn, optax.adam(rate))
+  feed = tqdm(batches(text, steps, seed=0), "language reference", steps, unit="step")
+  return training.train(step, start, feed, held_out(text), points=[steps])[0]
 
 
-def fine_tune(
-  name: str, rate: float, start: Any, text: Text, held_out: np.ndarray, steps: int, seed: int
-) -> Run:
-  """Fine-tunes in one way, with a rate that falls to zero."""
-  batch = next(batches(text.train, 1, 0))
+def make_step(name: str, rate: float, start: Any, text: np.ndarray, steps: int) -> Any:
+  """The train step of a way, with a rate that falls to zero."""
+  batch = next(batches(text, 1, 0))
   inner = WAYS[name].make(optax.scale_by_adam(), start, batch, steps)
   schedule = optax.cosine_decay_schedule(rate, steps)
   after = WAYS[name].after(start, batch)
   tx = optax.chain(inner, optax.scale_by_learning_rate(schedule), after)
-  return train(start, tx, text.train, held_out, steps, seed)[1]
+  return optax_boost.make_train_step(_transformer.loss_fn, tx)
 
 
-def table(runs: dict[str, list[Run]], rates: dict[str, float], base: float) -> str:
+def fine_tune(
+  step: Any, start: Any, text: np.ndarray, windows: np.ndarray, steps: int, seed: int
+) -> training.Run:
+  """Fine-tunes with a train step of :func:`make_step`; the loss is measured on windows."""
+  points = training.evaluation_points(steps, EVALUATIONS)
+  return training.train(step, start, batches(text, steps, seed), windows, points)[1]
+
+
+def choose_rate(name: str, start: Any, text: _texts.Text, steps: int, bar: tqdm) -> float:
+  """The rate of the least loss on validation text."""
+  found = {}
+  for rate in RATES:
+    step = make_step(name, rate, start, text.train, steps)
+    run = fine_tune(step, start, text.train, held_out(text.validation), steps, seed=1000)
+    found[rate] = run.losses[-1] if np.isfinite(run.losses[-1]) else np.inf
+    bar.update()
+  return min(found, key=lambda rate: found[rate])
+
+
+def table(runs: dict[str, list[training.Run]], rates: dict[str, float], base: float) -> str:
   """The table in Markdown."""
   full = np.mean([run.seconds[-1] for run in runs["full"]])
   lines = [
@@ -209,9 +162,9 @@ def table(runs: dict[str, list[Run]], rates: dict[str, float], base: float) -> s
   return "\n".join(lines)
 
 
-def draw(runs: dict[str, list[Run]], path: Path) -> None:
-  """Saves the loss against time."""
-  figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+def draw(runs: dict[str, list[training.Run]]) -> Figure:
+  """The loss against time."""
+  figure = Figure(figsize=(4.8, 3.6), dpi=120, layout="constrained")
   axes = figure.subplots()
   for name, own in runs.items():
     seconds = np.mean([run.seconds for run in own], 0)
@@ -219,42 +172,76 @@ def draw(runs: dict[str, list[Run]], path: Path) -> None:
   axes.set(xlabel="seconds of processor time", ylabel="loss, nats per character")
   axes.legend(frameon=False)
   axes.spines[["top", "right"]].set_visible(False)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=120)
+  return figure
 
 
-def main() -> None:
-  """Trains with every way and seed, prints the table and saves the picture."""
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--steps", type=int, default=200, help="of fine-tuning")
-  parser.add_argument("--base-steps", type=int, default=1000, help="of learning the base text")
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--out", type=Path, default=Path("out/finetune.png"))
-  options = parser.parse_args()
-  if options.steps < EVALUATIONS or options.base_steps < EVALUATIONS or options.seeds < 1:
-    parser.error(f"--steps and --base-steps must be at least {EVALUATIONS}, --seeds at least 1")
-  text = read_corpus()
-  print("Learning the language reference ...")
-  start = pretrain(text.base, options.base_steps)
-  rates, runs = {}, {}
-  with tqdm(total=len(WAYS) * (len(RATES) + options.seeds), unit="run") as bar:
+def prepare(argv: Sequence[str] | None) -> Plan:
+  """Reads the command line and checks all of it.
+
+  Args:
+    argv: the arguments; None: the process's.
+
+  Raises:
+    ValueError: an argument is wrong.
+    OSError: the picture can't be written.
+  """
+  parser = _command.Parser(
+    prog=NAME,
+    description=__doc__.partition("\n")[0],
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    allow_abbrev=False,
+  )
+  add = parser.add_argument
+  add("--steps", type=int, default=STEPS, help="of fine-tuning")
+  add("--base-steps", type=int, default=BASE_STEPS, help="of learning the base text")
+  add("--seeds", type=int, default=SEEDS, help="how many")
+  add("--tune", action="store_true", help="choose the learning rates again, on validation text")
+  add("--out", metavar="FILE", default=OUT, help="the picture")
+  options = parser.parse_args(argv)
+  _command.check_range(options, steps=EVALUATIONS, base_steps=EVALUATIONS, seeds=1)
+  out = Path(options.out)
+  check_writable(out)
+  return Plan(options.steps, options.base_steps, options.seeds, options.tune, out)
+
+
+def work(plan: Plan) -> tuple[Figure, Path]:
+  """Trains with every way and seed and prints the table; returns the picture and its path."""
+  rates = {name: way.rate for name, way in WAYS.items()}
+  rates_are, minutes = ("chosen first", "six") if plan.tune else ("as chosen before", "three")
+  print(
+    "A small transformer learns Python's language reference, then is fine-tuned to the docstrings"
+    f"\nof the standard library in {len(WAYS)} ways, with learning rates {rates_are}. About"
+    f" {minutes} minutes\non two CPU cores; nothing is downloaded.",
+    flush=True,
+  )
+  base = _texts.encode(_texts.language_reference())
+  text = _texts.split("\n\n".join(_texts.docstrings()))
+  start = pretrain(base, plan.base_steps)
+  runs: dict[str, list[training.Run]] = {}
+  number = len(WAYS) * (plan.seeds + plan.tune * len(RATES))
+  with tqdm(total=number, unit="run") as bar:
     for name in WAYS:
       bar.set_description(name)
-      found = {}
-      for rate in RATES:
-        run = fine_tune(name, rate, start, text, text.validation, options.steps, seed=1000)
-        found[rate] = run.losses[-1]
-        bar.update()
-      rates[name] = min(found, key=lambda rate: found[rate] if np.isfinite(found[rate]) else np.inf)
+      if plan.tune:
+        rates[name] = choose_rate(name, start, text, plan.steps, bar)
+      step = make_step(name, rates[name], start, text.train, plan.steps)
       runs[name] = []
-      for seed in range(options.seeds):
-        run = fine_tune(name, rates[name], start, text, text.test, options.steps, seed)
+      for seed in range(plan.seeds):
+        run = fine_tune(step, start, text.train, held_out(text.test), plan.steps, seed)
         runs[name].append(run)
         bar.update()
-  print(table(runs, rates, evaluate(start, text.test)))
-  draw(runs, options.out)
-  print(f"The picture is {options.out}.")
+  print(f"\n{table(runs, rates, float(training.evaluate(start, held_out(text.test))))}")
+  return draw(runs), plan.out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Compares the ways; returns the exit status.
+
+  Args:
+    argv: the arguments; None: the process's.
+  """
+  return _command.run(NAME, prepare, work, argv)
 
 
 if __name__ == "__main__":
-  main()
+  _command.end(main())

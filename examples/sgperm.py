@@ -22,8 +22,8 @@ from _data import Data
 from _data import Part
 from _data import digits
 from _data import from_npz
-from _report import check_writable
-from _report import save
+from _pictures import check_writable
+from _pictures import save
 import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure

@@ -31,6 +31,7 @@ UNTOUCHED = (
   "test_adding_a_method",
   "test_command_lines",
   "test_demo",
+  "test_demo_large_batch",
   "test_evidence_runs",
   "test_files",
   "test_finetune_example",

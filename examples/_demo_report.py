@@ -1,0 +1,215 @@
+"""What the demo shows: a table of ratios, sentences and a picture, all from one run."""
+
+from typing import Any
+from typing import NamedTuple
+
+from _transformer_training import Run
+from matplotlib.figure import Figure
+import numpy as np
+
+O0, O1 = "O0", "O1"
+ALL, HALF, DECAY = "all layers", "last half", "layer-wise decay"
+AT_ONCE, MICRO_BATCHES = "at once", 8
+
+# Okabe and Ito's colours, told apart by colour-blind eyes too.
+_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#5A5A5A"
+_COLOURS = {O0: _GREY, O1: _BLUE, ALL: _GREY, HALF: _BLUE, DECAY: _ORANGE}
+
+
+class Results(NamedTuple):
+  """Of one run of the demo.
+
+  Attributes:
+    training: from scratch, by level.
+    before: the loss on the other text before fine-tuning.
+    tuning: fine-tuning, by way.
+    memory: bytes of a step on a large batch, at once and in micro-batches.
+  """
+
+  training: dict[str, Run]
+  before: float
+  tuning: dict[str, Run]
+  memory: dict[str, int]
+
+
+def time_to(loss: float, run: Run) -> float | None:
+  """Seconds until a run first has a loss, on a line between its evaluations; None: never."""
+  reached = np.flatnonzero(run.losses <= loss)
+  if not len(reached):
+    return None
+  last = reached[0]
+  if last == 0:
+    return float(run.seconds[0])
+  losses, seconds = run.losses[[last, last - 1]], run.seconds[[last, last - 1]]
+  return float(np.interp(loss, losses, seconds))
+
+
+def speedup(results: Results) -> float | None:
+  """The share of O0's time in which O1 gets to O0's last loss; None if it never does."""
+  plain = results.training[O0]
+  seconds = time_to(plain.losses[-1], results.training[O1])
+  return None if seconds is None else seconds / plain.seconds[-1]
+
+
+def report(results: Results) -> str:
+  """The table, what it says, and the lines of code that did it."""
+  return "\n\n".join([_table(results), "\n".join(_sentences(results)), _CODE])
+
+
+_CODE = f"""In your code:
+  O1                boost = optax_boost.auto_boost("O1", total_steps=...)
+                    tx = boost.optimizer(adamw, loss_fn, params, batch)
+                    step(state, boost.batch(batch, number))
+  last half         optax_boost.freeze_layers(adamw, groups, optax_boost.fixed_freezing(2, 1))
+  layer-wise decay  optax.chain(adamw, optax_boost.layerwise_decay(groups, 0.75))
+  micro-batches     optax_boost.accumulate(adamw, every={MICRO_BATCHES})"""
+
+
+def _table(results: Results) -> str:
+  rows = [("", "", "time", "loss", "memory of a step")]
+  for part, runs in (("from scratch", results.training), ("fine-tuning", results.tuning)):
+    first = next(iter(runs.values()))
+    for name, run in runs.items():
+      time = _ratio(run.seconds[-1], first.seconds[-1], "s", run is first)
+      memory = _ratio(run.memory / 1e6, first.memory / 1e6, "MB", run is first)
+      rows.append((part if run is first else "", name, time, f"{run.losses[-1]:.3f}", memory))
+  whole = results.memory[AT_ONCE] / 1e6
+  for name, size in results.memory.items():
+    memory = _ratio(size / 1e6, whole, "MB", name == AT_ONCE)
+    rows.append(("large batch" if name == AT_ONCE else "", name, "", "", memory))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = [
+    "  ".join(
+      cell.ljust(width) if i < 2 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  ]
+  lines.insert(1, "-" * max(map(len, lines)))
+  notes = [
+    "Time: processor seconds of all steps, without compiling and evaluating. Loss: nats per",
+    "character of test text, in whole sequences; O1 trains on shorter ones for 75 % of its steps.",
+    "Memory: by XLA's account of the step, with params and optimizer.",
+  ]
+  return "\n".join([*lines, "", *notes])
+
+
+def _ratio(value: float, base: float, unit: str, is_base: bool) -> str:
+  return f"{base:.1f} {unit} = 1.00" if is_base else f"{value / base:.2f}"
+
+
+def _sentences(results: Results) -> list[str]:
+  plain, boosted = results.training[O0], results.training[O1]
+  share, loss = speedup(results), plain.losses[-1]
+  if share is None:
+    lines = [
+      f"O1 did not get to O0's loss of {loss:.3f}: it ended at {boosted.losses[-1]:.3f}, after"
+      f" {boosted.seconds[-1] / plain.seconds[-1]:.2f} of O0's time."
+    ]
+  else:
+    compiled = share * plain.seconds[-1] + boosted.compiling
+    compiled /= plain.seconds[-1] + plain.compiling
+    lines = [
+      f"O1 got to O0's loss of {loss:.3f} in {share:.2f} of O0's time.",
+      f"With compiling (O0: {plain.compiling:.0f} s, O1: {boosted.compiling:.0f} s for"
+      f" {boosted.programs} programs) in {compiled:.2f}; a longer training compiles no longer.",
+    ]
+  every, half, decay = (results.tuning[name] for name in (ALL, HALF, DECAY))
+  (_, whole), (name, parts) = results.memory.items()
+  return [
+    *lines,
+    f"Fine-tuned from a loss of {results.before:.3f}: with the first half of the layers frozen in"
+    f" {half.seconds[-1] / every.seconds[-1]:.2f} of the time and\n{half.memory / every.memory:.2f}"
+    f" of the memory of all layers, to a loss {_difference(half, every)};"
+    f" with layer-wise decay to one\n{_difference(decay, every)}.",
+    f"A large batch in {name} takes {parts / whole:.2f} of the memory, for the same step.",
+    "This is one seed, which says little. benchmarks/results/levels_evidence.md has three seeds of"
+    "\neach of several trainings, of which some gained little.",
+  ]
+
+
+def _difference(run: Run, base: Run) -> str:
+  difference = run.losses[-1] - base.losses[-1]
+  return f"{abs(difference):.3f} {'higher' if difference > 0 else 'lower'}"
+
+
+def picture(results: Results) -> Figure:
+  """Draws the losses against time, and the memory."""
+  figure = Figure(figsize=(15, 5.6), dpi=100, layout="constrained")
+  left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 1.25, 0.8))
+  figure.get_layout_engine().set(wspace=0.05)
+  _draw_training(left, results)
+  _draw_tuning(middle, results)
+  _draw_memory(right, results)
+  for axes in (left, middle, right):
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=13)
+  for axes in (left, middle):
+    axes.set_xlabel("seconds of processor time", fontsize=14)
+    axes.set_ylabel("test loss, nats per character", fontsize=14)
+    axes.set_xlim(left=0)
+  return figure
+
+
+def _title(axes: Any, what: str, finding: str) -> None:
+  axes.set_title(what + "\n" * 3, loc="left", fontsize=14, color=_GREY)
+  axes.text(0, 1.03, finding, transform=axes.transAxes, fontsize=19, fontweight="bold")
+
+
+def _draw_training(axes: Any, results: Results) -> None:
+  share, plain = speedup(results), results.training[O0]
+  finding = "O1 never gets\nto O0's loss"
+  if share is not None:
+    finding = f"O1 gets to O0's loss\nin {share:.2f} of the time"
+  _title(axes, "Training from scratch", finding)
+  for name, run in results.training.items():
+    axes.plot(run.seconds, run.losses, color=_COLOURS[name], linewidth=3)
+    _end(axes, name, run, above=name == O0)
+  loss, end = plain.losses[-1], plain.seconds[-1]
+  axes.axhline(loss, color=_GREY, linewidth=1.5, linestyle=":", zorder=0)
+  if share is not None:
+    axes.plot(share * end, loss, "o", color="white", markeredgecolor=_BLUE, markersize=11, zorder=4)
+  # The first evaluations would press the rest together.
+  losses = np.concatenate([run.losses[len(run.losses) // 8 :] for run in results.training.values()])
+  spread = losses.max() - losses.min()
+  axes.set_ylim(losses.min() - 0.15 * spread, losses.max())
+
+
+def _draw_tuning(axes: Any, results: Results) -> None:
+  runs = results.tuning
+  share = runs[HALF].seconds[-1] / runs[ALL].seconds[-1]
+  _title(axes, "Fine-tuning", f"Half of the layers frozen:\n{share:.2f} of the time")
+  for name, run in runs.items():
+    seconds, losses = np.append(0.0, run.seconds), np.append(results.before, run.losses)
+    axes.plot(seconds, losses, color=_COLOURS[name], linewidth=3)
+  worse = max(ALL, DECAY, key=lambda name: runs[name].losses[-1])
+  for name in runs:
+    _end(axes, name, runs[name], above=name == worse)
+  axes.margins(y=0.15)
+
+
+def _end(axes: Any, name: str, run: Run, *, above: bool) -> None:
+  """Marks the end of a curve and names it."""
+  point = run.seconds[-1], run.losses[-1]
+  axes.plot(*point, "o", color=_COLOURS[name], markersize=11)
+  axes.annotate(
+    name,
+    point,
+    (0, 14 if above else -12),
+    textcoords="offset points",
+    ha="right",
+    va="bottom" if above else "top",
+    fontsize=17,
+    fontweight="bold",
+    color=_COLOURS[name],
+  )
+
+
+def _draw_memory(axes: Any, results: Results) -> None:
+  (_, whole), (name, parts) = results.memory.items()
+  _title(axes, "Step on a large batch", f"{name}:\n{parts / whole:.2f} of the memory")
+  bars = axes.bar([AT_ONCE, name], [whole / 1e6, parts / 1e6], color=[_GREY, _BLUE], width=0.6)
+  axes.bar_label(bars, fmt="%.0f MB", fontsize=17, fontweight="bold", padding=4)
+  axes.set_yticks([])
+  axes.spines["left"].set_visible(False)
+  axes.margins(y=0.15)

@@ -1,0 +1,56 @@
+"""Finds the batch size and the rates that demo.py holds: `python examples/tune_demo.py`.
+
+Each is trained with a seed of its own and measured on validation text; the test text is never
+looked at. O0 sees as many characters in small batches as in large ones.
+"""
+
+import argparse
+import itertools
+
+from _demo_report import O0
+from _demo_report import O1
+import _texts
+import _transformer
+import _transformer_training as training
+import demo
+
+import optax_boost
+
+SEED = 100
+SIZES, RATES = (1, 2, 4), (0.006, 0.012, 0.024)
+TUNING_RATES = (0.001, 0.003, 0.01)
+
+
+def main(arguments: list[str] | None = None) -> None:
+  """Prints the validation loss of each."""
+  parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+  parser.parse_args(arguments)
+  start = demo.initial_params(SEED)
+  text = _texts.split("\n".join(_texts.sources()))
+  windows = demo.held_out(text.validation)
+  for size, rate in itertools.product(SIZES, RATES):
+    steps = demo.STEPS * demo.BATCH_SIZE // size
+    feed = demo.batches(text.train, steps, SEED, size)
+    tx, feed = demo.at_level(O0, start, feed, rate)
+    step = optax_boost.make_train_step(_transformer.loss_fn, tx)
+    _, run = training.train(step, start, feed, windows, [steps])
+    loss, seconds = run.losses[-1], run.seconds[-1]
+    print(f"O0, batch {size}, rate {rate:g}: {loss:.3f} after {seconds:.1f} s", flush=True)
+
+  tx, feed = demo.at_level(O1, start, demo.batches(text.train, demo.STEPS, SEED), demo.RATE)
+  step = optax_boost.make_train_step(_transformer.loss_fn, tx)
+  params, run = training.train(step, start, feed, windows, [demo.STEPS])
+  print(f"O1: {run.losses[-1]:.3f} after {run.seconds[-1]:.1f} s", flush=True)
+
+  text = _texts.split(_texts.language_reference())
+  windows = demo.held_out(text.validation)
+  feed = demo.batches(text.train, demo.TUNING_STEPS, SEED)
+  for name, rate in itertools.product(demo.WAYS, TUNING_RATES):
+    tx = demo.WAYS[name](demo.optimizer(rate, demo.TUNING_STEPS), params, feed[0])
+    step = optax_boost.make_train_step(_transformer.loss_fn, tx)
+    _, run = training.train(step, params, feed, windows, [demo.TUNING_STEPS])
+    print(f"{name}, rate {rate:g}: {run.losses[-1]:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+  main()
