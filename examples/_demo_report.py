@@ -123,8 +123,8 @@ def _sentences(results: Results) -> list[str]:
     f" of the memory of all layers, to a loss {_difference(half, every)};"
     f" with layer-wise decay to one\n{_difference(decay, every)}.",
     f"A large batch in {name} takes {parts / whole:.2f} of the memory, for the same step.",
-    "This is one seed, which says little. benchmarks/results/levels_evidence.md has three seeds of"
-    "\neach of several trainings, of which some gained little.",
+    "One seed of a short training says little, and longer ones gain less:"
+    " benchmarks/results/levels_evidence.md\nhas three seeds of each of several.",
   ]
 
 

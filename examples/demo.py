@@ -53,7 +53,7 @@ STEPS, TUNING_STEPS = 600, 100
 RATE = 0.012
 TUNING_RATES = {ALL: 0.003, HALF: 0.003, DECAY: 0.003}
 # Windows of held-out text, and how often the loss on them is measured.
-HELD_OUT, EVALUATIONS = 64, 16
+HELD_OUT, EVALUATIONS, TUNING_EVALUATIONS = 32, 16, 8
 LAYER_DECAY = 0.75
 
 Batches = list[np.ndarray]
@@ -150,22 +150,23 @@ def compare(plan: Plan) -> Results:
   with tqdm(total=2 * plan.steps + len(WAYS) * plan.tuning_steps, unit="step") as bar:
 
     def train(
-      name: str, start: Any, tx: Any, feed: Any, steps: int, text: _texts.Text
+      name: str, start: Any, tx: Any, feed: Any, test: np.ndarray, points: list[int]
     ) -> tuple[Any, training.Run]:
       bar.set_description(name)
       step = optax_boost.make_train_step(_transformer.loss_fn, tx)
-      points = training.evaluation_points(steps, EVALUATIONS)
-      return training.train(step, start, feed, held_out(text.test), points, bar.update)
+      return training.train(step, start, feed, held_out(test), points, bar.update)
 
     feed = batches(sources.train, plan.steps, plan.seed)
+    points = training.evaluation_points(plan.steps, EVALUATIONS)
     for level in (O0, O1):
       tx, cut = at_level(level, start, feed, RATE)
-      params, runs[level] = train(level, start, tx, cut, plan.steps, sources)
+      params, runs[level] = train(level, start, tx, cut, sources.test, points)
     feed = batches(reference.train, plan.tuning_steps, plan.seed)
+    points = training.evaluation_points(plan.tuning_steps, TUNING_EVALUATIONS)
     before = float(training.evaluate(params, held_out(reference.test)))
     for name, make in WAYS.items():
       tx = make(optimizer(TUNING_RATES[name], plan.tuning_steps), params, feed[0])
-      _, tuned[name] = train(name, params, tx, feed, plan.tuning_steps, reference)
+      _, tuned[name] = train(name, params, tx, feed, reference.test, points)
     bar.set_description("memory of a large batch")
     return Results(runs, before, tuned, memory(params, sources.train))
 
@@ -192,7 +193,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
   add("--seed", type=int, default=0, help="of initial params and batches")
   add("--out", metavar="FILE", default=OUT, help="the picture")
   options = parser.parse_args(argv)
-  _command.check_range(options, steps=EVALUATIONS, tuning_steps=EVALUATIONS, seed=0)
+  _command.check_range(options, steps=EVALUATIONS, tuning_steps=TUNING_EVALUATIONS, seed=0)
   out = Path(options.out)
   check_writable(out)
   return Plan(options.steps, options.tuning_steps, options.seed, out)

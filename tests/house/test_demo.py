@@ -29,7 +29,7 @@ def demo(examples, monkeypatch):
 
 @pytest.fixture
 def tiny(tmp_path):
-  return [f"--out={tmp_path / 'pictures' / 'demo.png'}", "--steps=16", "--tuning-steps=16"]
+  return [f"--out={tmp_path / 'pictures' / 'demo.png'}", "--steps=16", "--tuning-steps=8"]
 
 
 def files(folder):
@@ -74,7 +74,7 @@ def test_ctrl_c_in_training_leaves_nothing_and_says_so_in_one_line(
   ("argument", "cause"),
   [
     ("--steps=15", "--steps must be at least 16 and below 2**31; got 15"),
-    ("--tuning-steps=0", "--tuning-steps must be at least 16"),
+    ("--tuning-steps=0", "--tuning-steps must be at least 8"),
     ("--seed=-1", "--seed must be at least 0"),
     ("--seed=one", "argument --seed: invalid int value: 'one'"),
     ("--step=16", "unrecognized arguments: --step=16"),

@@ -46,7 +46,7 @@ def test_tuning_takes_the_rate_of_the_least_validation_loss(example, monkeypatch
   monkeypatch.setattr(example, "make_step", lambda name, rate, *_: rate)
 
   class Run:
-    def __init__(self, rate, *_):
+    def __init__(self, rate, *_, seed):
       self.losses = [losses[rate]]
 
   monkeypatch.setattr(example, "fine_tune", Run)
