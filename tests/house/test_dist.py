@@ -178,7 +178,10 @@ FILES = {
   "examples": ((ROOT / "examples").glob("*.py"), set()),
   "devices": ((ROOT / "benchmarks" / "devices").glob("*.py"), set()),
   # IPython comes with the kernel that runs notebooks.
-  "docs": ([*(ROOT / "docs").glob("*.py"), *(ROOT / "docs").rglob("*.ipynb")], {"ipython"}),
+  "docs": (
+    [*(ROOT / "docs").glob("*.py"), *(ROOT / "docs" / "notebooks").glob("*.ipynb")],
+    {"ipython"},
+  ),
   # For the tests of one extra more.
   "test": ([*BENCHMARKS, *(ROOT / "tests").rglob("*.py")], {"playwright"}),
 }
