@@ -66,6 +66,7 @@ toc_object_entries_show_parents = "hide"
 
 SMALLEST_TEXT = 9  # pixels of a screen, in a picture as it is shown
 PHONE = 56  # characters side by side in a table that fits a phone of 390 pixels
+LONG = 24  # characters of code in a table that stay in one line
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 INCLUDE = """
 (results-{0})=
@@ -125,7 +126,7 @@ def show_picture(translator, node):
     translator.body[start:] = [f'<a class="picture" href="{node["uri"]}">{shown}</a>']
 
 
-def label_cells(app, doctree, docname):
+def arrange_tables(app, doctree, docname):
   """Gives cells their column's heading, with which a phone shows wide tables as lists of rows."""
   for table in doctree.findall(nodes.table):
     heads, rows = (
@@ -146,6 +147,19 @@ def label_cells(app, doctree, docname):
         cell["label"] = label if label.endswith("?") or not label else f"{label}:"
         if not cell.astext():
           cell["classes"].append("empty")
+    for code in table.findall(nodes.literal):
+      wrap_long(code)
+
+
+def wrap_long(code):
+  """Lets long code in a table go on in the next line after a space or an opening parenthesis."""
+  text = code.astext()
+  if len(text) > LONG:
+    code["classes"].append("long")
+    parts = re.split(r"(?<=\()(?=\w)", text)
+    code.children = []
+    for part in parts:
+      code += [nodes.raw("", "<wbr>", format="html")] * bool(code.children) + [nodes.Text(part)]
 
 
 ROLES = {
@@ -173,7 +187,7 @@ def setup(app):
   app.connect("autodoc-process-signature", name_unions)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
-  app.connect("doctree-resolved", label_cells)
+  app.connect("doctree-resolved", arrange_tables)
   for kind in ROLES:
     depart = getattr(HTML5Translator, f"depart_{kind.__name__}")
     app.add_node(kind, override=True, html=(show_part, depart))

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import io
 import os
 import pathlib
 import shutil
@@ -30,6 +31,13 @@ BROKEN_NAMES = """() => [...document.querySelectorAll(
 PICTURES = """() => [...document.querySelectorAll("article img")].filter(image => image.offsetWidth)
   .map(image => [image.getAttribute("src"), image.offsetWidth, image.parentElement.href || "",
                  image.parentElement.clientWidth])"""
+
+# Of a table, what lies outside of its box, and what a phone squeezes into a column.
+CUT_TABLES = """() => [...document.querySelectorAll("article .table-wrapper, article table")]
+  .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1)
+  .map(box => `${box.innerText.slice(0, 40)}: ${box.scrollWidth} > ${box.clientWidth}`)"""
+NARROW_CELLS = """() => [...document.querySelectorAll("article table.rows td")]
+  .filter(cell => cell.offsetWidth && cell.offsetWidth < 250).map(cell => cell.innerText)"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -63,6 +71,9 @@ def test_pages_fit_the_screen_with_whole_names_and_legible_pictures(site, browse
     tab.goto(f"{site}/{page}", wait_until="load")
     wrong += [(page, "wider than the screen", box) for box in tab.evaluate(OVERFLOW)]
     wrong += [(page, "broken name", name) for name in tab.evaluate(BROKEN_NAMES)]
+    wrong += [(page, "cut table", table) for table in tab.evaluate(CUT_TABLES)]
+    if width == 390:
+      wrong += [(page, "narrow cell", cell) for cell in tab.evaluate(NARROW_CELLS)]
     for source, shown, link, box in tab.evaluate(PICTURES):
       with Image.open((BUILD / page).parent / source) as image:
         points = 10 * image.info.get("dpi", (72, 72))[0] / 72  # in a notebook's picture
@@ -73,6 +84,52 @@ def test_pages_fit_the_screen_with_whole_names_and_legible_pictures(site, browse
         wrong.append((page, source, f"{shown} pixels in {box}"))
   tab.close()
   assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_wide_table_is_a_list_on_a_phone_with_the_headings_as_labels_and_the_roles_of_a_table(
+  site, browser
+):
+  tab = browser.new_page(viewport={"width": 390, "height": 900})
+  tab.goto(f"{site}/metrics.html")
+  table = tab.get_by_role("table").first
+  assert table.get_by_role("columnheader").count() == 4
+  assert table.get_by_role("row").count() > 20
+  cell = table.get_by_role("cell").nth(1)
+  label, display = "getComputedStyle(cell, '::before').content", "getComputedStyle(cell).display"
+  assert cell.evaluate(f"cell => {label}") == '"of: " / ""'
+  assert cell.evaluate(f"cell => {display}") == "block"
+  tab.emulate_media(media="print")
+  assert cell.evaluate(f"cell => {display}") == "table-cell"
+  tab.close()
+
+
+@pytest.mark.parametrize("page", ["index.html", "how-it-works.html", "notebooks/race.html"])
+def test_pictures_have_a_dark_ground_in_the_dark_alone_and_never_on_paper(site, browser, page):
+  from PIL import Image
+
+  def ground(scheme, media):
+    tab.emulate_media(color_scheme=scheme, media=media)
+    corner = Image.open(io.BytesIO(tab.locator("article img").first.screenshot())).getpixel((2, 2))
+    return max(corner[:3])
+
+  tab = browser.new_page()
+  tab.goto(f"{site}/{page}")
+  assert ground("dark", "screen") < 40
+  assert ground("light", "screen") > 240
+  assert ground("dark", "print") > 240
+  tab.close()
+
+
+def test_the_sidebar_begins_with_fine_tuning(site, browser):
+  tab = browser.new_page(viewport={"width": 1280, "height": 900})
+  tab.goto(f"{site}/index.html")
+  wishes = tab.locator(".sidebar-tree .caption").all_inner_texts()
+  assert [wish.lower() for wish in wishes[:3]] == [
+    "first steps",
+    "fine-tune a part of a model",
+    "larger batches than fit",
+  ]
+  tab.close()
 
 
 ANSWERS = {
