@@ -50,8 +50,8 @@ STEPS, TUNING_STEPS = 600, 100
 # `python examples/tune_demo.py` chose the batch size and the rates, on validation text, with a seed
 # that the demo does not use: for O0 those with the least loss, which O1 takes over; for fine-tuning
 # the best rate of each way.
-RATE = 0.012
-TUNING_RATES = {ALL: 0.003, HALF: 0.003, DECAY: 0.003}
+RATE = 0.003
+TUNING_RATES = {ALL: 0.01, HALF: 0.01, DECAY: 0.01}
 # Windows of held-out text, and how often the loss on them is measured.
 HELD_OUT, EVALUATIONS, TUNING_EVALUATIONS = 32, 16, 8
 LAYER_DECAY = 0.75

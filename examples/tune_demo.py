@@ -17,8 +17,8 @@ import demo
 import optax_boost
 
 SEED = 100
-SIZES, RATES = (1, 2, 4), (0.006, 0.012, 0.024)
-TUNING_RATES = (0.001, 0.003, 0.01)
+SIZES, RATES = (2, 4), (0.0015, 0.003, 0.006)
+TUNING_RATES = (0.003, 0.01, 0.03)
 
 
 def main(arguments: list[str] | None = None) -> None:

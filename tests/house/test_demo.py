@@ -91,6 +91,23 @@ def test_bad_input_is_one_line_and_writes_nothing(demo, tiny, tmp_path, capsys, 
   assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--misspelt", 2)])
+def test_the_search_for_rates_starts_nothing_for_help_or_a_wrong_argument(
+  import_example, argument, status
+):
+  with pytest.raises(SystemExit) as ended:
+    import_example("tune_demo").main([argument])
+  assert ended.value.code == status
+
+
+def test_the_rates_are_of_the_grids_in_which_they_were_searched(import_example, examples):
+  demo, tune = examples["demo"], import_example("tune_demo")
+  assert demo.RATE in tune.RATES
+  assert demo.BATCH_SIZE in tune.SIZES
+  assert demo.TUNING_RATES.keys() == demo.WAYS.keys()
+  assert set(demo.TUNING_RATES.values()) <= set(tune.TUNING_RATES)
+
+
 def results(examples, boosted):
   """Made-up results; `boosted` are the losses of O1."""
   report = examples["_demo_report"]
