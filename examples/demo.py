@@ -47,9 +47,10 @@ except KeyboardInterrupt:
 
 LAYERS, LENGTH, BATCH_SIZE = 4, 256, 2
 STEPS, TUNING_STEPS = 600, 100
-# `python examples/tune_demo.py` chose the batch size and the rates, on validation text, with a seed
-# that the demo does not use: for O0 those with the least loss, which O1 takes over; for fine-tuning
-# the best rate of each way.
+# The batch size and the rates were chosen on validation text, with a seed that the demo does not
+# use, as `python examples/tune_demo.py` does: for O0 those with the least loss, which O1 takes
+# over; for fine-tuning the best rate of each way. O0 had 2.198 nats, but 2.307 and 2.225 at half
+# and twice the rate, and 2.369 in batches of 4.
 RATE = 0.003
 TUNING_RATES = {ALL: 0.01, HALF: 0.01, DECAY: 0.01}
 # Windows of held-out text, and how often the loss on them is measured.

@@ -195,9 +195,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
   add("--steps", type=int, default=STEPS, help="of fine-tuning")
   add("--base-steps", type=int, default=BASE_STEPS, help="of learning the base text")
   add("--seeds", type=int, default=SEEDS, help="how many")
-  add(
-    "--tune", action="store_true", help="choose each way's learning rate first"
-  )
+  add("--tune", action="store_true", help="choose each way's learning rate first")
   add("--out", metavar="FILE", default=OUT, help="the picture")
   options = parser.parse_args(argv)
   _command.check_range(options, steps=EVALUATIONS, base_steps=EVALUATIONS, seeds=1)
