@@ -182,7 +182,8 @@ CHECKS: dict[str, tuple[Program | Command, ...]] = {
     ),
   ),
   "examples": (
-    example("demo.py", "--methods=sgd,lars", "--epochs=1", "--seeds=1"),
+    example("demo.py", "--steps=16", "--tuning-steps=8"),
+    example("large_batch.py", "--methods=sgd,lars", "--epochs=1", "--seeds=1"),
     example("auto_boost_resnet.py", "--levels=O1", "--epochs=1", "--seeds=1"),
     example("half_precision.py", "--epochs=1", "--seeds=1"),
     example("sgperm.py", "--methods=rank", "--epochs=1", "--seeds=1"),
@@ -190,6 +191,7 @@ CHECKS: dict[str, tuple[Program | Command, ...]] = {
     # These train for minutes at least; imports are what they need the extra for.
     example("finetune.py", "--help"),
     example("tune.py", "--help"),
+    example("tune_demo.py", "--help"),
   ),
   "devices": (module("benchmarks.devices", "--chip=h100", "--chip=v5e-8", "lars"),),
   "docs": (BUILD_PAGES,),
