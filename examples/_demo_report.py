@@ -124,7 +124,7 @@ def _sentences(results: Results) -> list[str]:
     f" with layer-wise decay to one\n{_difference(decay, every)}.",
     f"A large batch in {name} takes {parts / whole:.2f} of the memory, for the same step.",
     "One seed of a short training says little, and longer ones gain less:"
-    " benchmarks/results/levels_evidence.md\nhas three seeds of each of several.",
+    "\nbenchmarks/results/levels_evidence.md has three seeds of each of several.",
   ]
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-SIZES = {"LAYERS": 2, "LENGTH": 16, "HELD_OUT": 2}
+# A rate at which so few steps show.
+SIZES = {"LAYERS": 2, "LENGTH": 16, "HELD_OUT": 2, "RATE": 0.012}
 
 
 @pytest.fixture(scope="module")
