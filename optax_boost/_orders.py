@@ -93,6 +93,15 @@ def _check_undone(states: list[Any], names_of_states: list[dict[str, list[str]]]
   freezing: list[str] = []
   for state, names_of_kind in zip(states, names_of_states, strict=True):
     normalizing = names_of_kind["normalizes"]
+    # A method that chooses the new params themselves: a factor on its updates would spoil them.
+    choosing = any(
+      _protocol.declared(node, "normalizes") for node in _protocol.declaring_states(state, "exact")
+    )
+    if scaling and choosing:
+      raise ValueError(
+        f"`{scaling[0]}` must not stand before an optimizer that chooses the new params themselves;"
+        f" got it before one with a {normalizing[0]}, which divides the factors away. Leave it out."
+      )
     if scaling and normalizing:
       raise ValueError(
         f"`{scaling[0]}` must come after an optimizer that normalizes its gradients, which divides"
