@@ -21,8 +21,9 @@ CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
 # What brought a tuned transformer nothing, or less than nothing.
 NOT_OF_SEQUENCES = (CENTRALIZE, FREEZE, AVERAGE)
 GAINS_NOTHING = "where sequences warm up, it gains nothing"
-# To grow over 90 % of the steps trained learned positions too little to reach O0's score.
-_WARMUP = {"warmup_fraction": 0.75, "growth": "linear"}
+# The share of the steps before sequences are full. A larger one takes less time, and trains learned
+# positions of the last half in few steps: O2 gains less with them.
+_WARMUP_FRACTION = {"O1": 0.5, "O2": 0.75}
 _ONE_REPLICA = "one replica: axis_name is None"
 # The settings of methods that are on, the reason for each method, and keys without effect.
 Decision: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, str], str]
@@ -40,7 +41,12 @@ def decide_level(
       " be its number of optimizer steps; got None."
     )
   start = round(_AVERAGES_FROM * total_steps)
-  warmup = {"full_length": sequence_length, "total_steps": total_steps, **_WARMUP}
+  warmup = {
+    "full_length": sequence_length,
+    "total_steps": total_steps,
+    "warmup_fraction": _WARMUP_FRACTION[level],
+    "growth": "linear",
+  }
   on: dict[str, dict[str, Any]] = {
     SEQUENCES: warmup,
     "less_bn": {"fn_flag": False},

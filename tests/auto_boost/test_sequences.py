@@ -44,6 +44,14 @@ def test_a_level_finds_the_tokens_that_the_loss_looks_up(level, form):
   assert jax.tree.structure(tx.init(params)) == jax.tree.structure(optax.adamw(1e-3).init(params))
 
 
+def test_sequences_are_full_from_the_middle_on_at_o1_and_later_at_o2():
+  boosts = [
+    optax_boost.auto_boost(level, total_steps=1000, sequence_length=128) for level in ("O1", "O2")
+  ]
+  assert [boost.length_schedule.starts[-1] for boost in boosts] == [500, 750]
+  assert boosts[0].length_schedule == optax_boost.sequence_length_warmup(128, 1000)
+
+
 def test_it_explains_lengths_steps_and_why():
   boost = optax_boost.auto_boost("O1", total_steps=STEPS)
   boost.optimizer(optax.adamw(1e-3), models.loss, models.init(), BATCH)
