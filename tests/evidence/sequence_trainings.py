@@ -47,13 +47,13 @@ TASKS = {
   "rotary": Task("rotary positions", SHAKESPEARE),
   "sources": Task("Python's library, rotary", "sources"),
   "rotary 256": Task("rotary, length 256", SHAKESPEARE, length=256),
+  "learned 256": Task("learned, length 256", SHAKESPEARE, rotary=False, length=256),
   "masked": Task("masked characters, rotary", SHAKESPEARE, masked=True),
   "rotary x 4": Task("rotary, four times as long", SHAKESPEARE, budget=4),
   "learned x 4": Task("learned, four times as long", SHAKESPEARE, rotary=False, budget=4),
 }
-O0 = "O0"
+O0, O1, O2 = "O0", "O1", "O2"
 SHORT, DROPPED, SMALL = "a quarter, then full", "the ladder, rest dropped", "small batch first"
-BOLDER = "full from 90 %"
 
 
 class Setting(NamedTuple):
@@ -61,7 +61,7 @@ class Setting(NamedTuple):
 
   Attributes:
     task: of `TASKS`.
-    form: O0, O1, a bolder ladder or a control.
+    form: a level or a control.
     batch: whole sequences in a step of O0.
     rate: the peak of the learning rate.
     time: in steps of O0.
@@ -98,13 +98,9 @@ def plan(setting):
     if setting.form == SHORT:
       early = steps * 9 // 10
       return [(4 * batch, full // 4)] * early + [(batch, full)] * (steps - early)
-    if setting.form == BOLDER:
-      schedule = optax_boost.sequence_length_warmup(full, steps, warmup_fraction=0.9)
-    else:
-      schedule = optax_boost.auto_boost(
-        "O1", total_steps=steps, sequence_length=full
-      ).length_schedule
-    lengths = map(schedule, range(steps))
+    level = O2 if setting.form == O2 else O1
+    boost = optax_boost.auto_boost(level, total_steps=steps, sequence_length=full)
+    lengths = map(boost.length_schedule, range(steps))
     if setting.form == DROPPED:
       return [(batch, length) for length in lengths]
     return [(batch * full // length, length) for length in lengths]

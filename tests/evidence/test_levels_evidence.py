@@ -14,18 +14,17 @@ from tests.evidence import report
 from tests.evidence import runs
 from tests.evidence import sequence_trainings
 from tests.evidence import times
-from tests.evidence.sequence_trainings import BOLDER
 from tests.evidence.sequence_trainings import DROPPED
 from tests.evidence.sequence_trainings import O0
+from tests.evidence.sequence_trainings import O1
+from tests.evidence.sequence_trainings import O2
 from tests.evidence.sequence_trainings import SHORT
 from tests.evidence.sequence_trainings import SMALL
 from tests.evidence.sequence_trainings import TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-O1 = "O1"
-# The trainings that also try a ladder of longer growth, and those with more controls than `SHORT`.
-BOLD, CONTROLLED = ("rotary", "learned", "sources"), ("rotary",)
+CONTROLLED = "rotary"  # the training with more controls than `SHORT`
 # Shares of O0's time; the search for O0's score begins at the second.
 SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
@@ -122,8 +121,8 @@ def outcome(name):
   """O0's setting, and the results of each form by share of O0's time."""
   setting, tried, measured = tuned(name)
   forms = {O0: {1.0: o0(name)}}
-  forms |= {form: curve(name, form) for form in (O1, *[BOLDER] * (name in BOLD))}
-  controls = [SHORT] * (TASKS[name].budget == 1) + [DROPPED, SMALL] * (name in CONTROLLED)
+  forms |= {form: curve(name, form) for form in (O1, O2)}
+  controls = [SHORT] * (TASKS[name].budget == 1) + [DROPPED, SMALL] * (name == CONTROLLED)
   forms |= {form: control(name, form) for form in controls}
   return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
 
@@ -140,14 +139,14 @@ def to_score(found, form):
 def summary(everything):
   lines = []
   for name, found in everything.items():
-    share, *seeds = to_score(found, O1)
-    # The first share that was tried is enough, so the time is shorter than it.
-    over = "over " * (share == min(found["forms"][O1]))
-    bolder = times.speed(to_score(found, BOLDER)[0]) if BOLDER in found["forms"] else ""
-    loss = report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")
-    cells = (over + times.speed(share), ", ".join(map(times.speed, seeds)), bolder)
-    lines.append((TASKS[name].title, loss, *cells))
-  header = ("", "O0's test loss", O1, "by seed", BOLDER)
+    cells = [report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")]
+    for level in (O1, O2):
+      share, *seeds = to_score(found, level)
+      # The first share that was tried is enough, so the time is shorter than it.
+      over = "over " * (share == min(found["forms"][level]))
+      cells += [over + times.speed(share), ", ".join(map(times.speed, seeds))]
+    lines.append((TASKS[name].title, *cells))
+  header = ("", "O0's test loss", O1, "by seed", O2, "by seed")
   return report.table(header, lines)
 
 
@@ -179,19 +178,25 @@ def section(name, found):
 
 
 def picture(everything):
-  """Loss against time, a panel for each training: O1's curve, and O0's loss as a line."""
-  figure, panels = report.panels([TASKS[name].title for name in everything], 4.0, 2.4)
-  for axes, found in zip(panels, everything.values(), strict=True):
-    loss, ladder = -mean_test(found["forms"][O0][1.0]), found["forms"][O1]
-    axes.axhline(loss, color=report.GREY, linestyle=":", zorder=0)
-    axes.plot([1.0], [loss], "*", color=report.GREY, markersize=12, label="O0, tuned")
-    curve = [-mean_test(results) for results in ladder.values()]
-    axes.plot(list(ladder), curve, "o-", color=report.BLUE, label=O1)
-    axes.set_xlim(0.4, 1.05)
-  for axes in panels[-2:]:
-    axes.set_xlabel("time, in O0's")
-  for axes in panels[::2]:
-    axes.set_ylabel("test loss, nats")
+  """How many times as fast each level is, a row for each training: the mean, and each seed."""
+  figure, (axes,) = report.panels([""], 7.0, 0.55 * len(everything) + 1.0)
+  axes.axvline(1, color=report.GREY, linestyle=":", zorder=0)
+  for row, found in enumerate(everything.values()):
+    for level, color, below in ((O1, report.BLUE, -0.15), (O2, report.ORANGE, 0.15)):
+      mean, *seeds = 1 / np.array(to_score(found, level))
+      seeds = [speed for speed in seeds if speed]
+      place = {"color": color, "va": "center", "fontsize": 9}
+      axes.plot(seeds, [row + below] * len(seeds), ".", color=color, markersize=4)
+      if mean:
+        label = level if row == 0 else None
+        axes.plot(mean, row + below, "o", color=color, markersize=8, label=label)
+      axes.text(
+        max([1, mean, *seeds]) + 0.02, row + below, f"{mean:.2f}" if mean else "never", **place
+      )
+  axes.set_yticks(range(len(everything)), [TASKS[name].title for name in everything])
+  axes.invert_yaxis()
+  axes.set_xlabel("times as fast to O0's loss; small: each seed")
+  axes.grid(axis="y", visible=False)
   report.legend_below(figure, 2)
   return figure
 
