@@ -43,14 +43,14 @@ _BFLOAT = jnp.dtype("bfloat16")
 
 
 def large_batches() -> RaceResult:
-  """LARS and centralization against SGD: the demo's network, batches of 512."""
+  """LARS and centralization against SGD: make demo-large-batch's network, batches of 512."""
   steps = _training.STEPS
   methods = {name: method.make(steps, **method.chosen) for name, method in METHODS.items()}
   return _training.race(digits(), methods, batch_size=512, epochs=steps // 2, seeds=range(5))
 
 
 def freezing() -> RaceResult:
-  """Freezing schedules against none: the demo's network, batches of 64, 10 epochs."""
+  """Freezing schedules against none: make demo-large-batch's network, batches of 64, 10 epochs."""
   data, epochs, batch_size = digits(), 10, 64
   steps = epochs * _training.steps_per_epoch(data, batch_size)
   # The layers in the order of the forward pass.
@@ -312,7 +312,7 @@ def accumulation_picture(results: Mapping[str, RaceResult]) -> Figure:
 
 
 def switching() -> RaceResult:
-  """Adam, then SGD: the demo's network, batches of 64, 6 epochs."""
+  """Adam, then SGD: make demo-large-batch's network, batches of 64, 6 epochs."""
   steps = 6 * _training.steps_per_epoch(digits(), 64)
   adam, sgd = functools.partial(optax.adam, 2e-3), functools.partial(optax.sgd, 0.02, 0.9)
   methods = {

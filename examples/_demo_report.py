@@ -4,6 +4,7 @@ from typing import Any
 from typing import NamedTuple
 
 from _transformer_training import Run
+from matplotlib import patheffects
 from matplotlib.figure import Figure
 import numpy as np
 
@@ -202,6 +203,7 @@ def _end(axes: Any, name: str, run: Run, *, above: bool) -> None:
     fontsize=17,
     fontweight="bold",
     color=_COLOURS[name],
+    path_effects=[patheffects.withStroke(linewidth=4, foreground="white")],
   )
 
 
