@@ -282,9 +282,9 @@ def auto_boost(
       params over the last quarter of the training, to evaluate (:func:`averaged_params`), and, with
       `groups` or where most kernels are convolutions, the first half of the layers frozen in the
       last 30 %; ``"O2"``: frozen in the last 45 %, and adaptive summation of gradients over
-      `axis_name`. Let the learning rate decay. For a model of tokens, sequences that grow over
-      three quarters of the steps (:meth:`AutoBoost.batch`) instead of centralized gradients, the
-      average and frozen layers. With a `config`: MindSpore's level.
+      `axis_name`. Let the learning rate decay. For a model of tokens, sequences that grow over half
+      of the steps (``"O2"``: three quarters; :meth:`AutoBoost.batch`) instead of centralized
+      gradients, the average and frozen layers. With a `config`: MindSpore's level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
     sequence_length: the full length of the sequences of a batch in tokens, as for
       :func:`cut_sequences`; then ``"O1"`` and ``"O2"`` warm up sequences in any case. None: they do

@@ -24,7 +24,7 @@ from tests.evidence.sequence_trainings import TASKS
 
 pytestmark = pytest.mark.slow
 SEEDS = (0, 1, 2)
-CONTROLLED = "rotary"  # the training with more controls than `SHORT`
+CONTROLLED = "rotary"  # the training with controls
 # Shares of O0's time; the search for O0's score begins at the second.
 SHARES = (1.0, 0.77, 0.65, 0.55, 0.45)
 
@@ -121,9 +121,10 @@ def outcome(name):
   """O0's setting, and the results of each form by share of O0's time."""
   setting, tried, measured = tuned(name)
   forms = {O0: {1.0: o0(name)}}
-  forms |= {form: curve(name, form) for form in (O1, O2)}
-  controls = [SHORT] * (TASKS[name].budget == 1) + [DROPPED, SMALL] * (name == CONTROLLED)
-  forms |= {form: control(name, form) for form in controls}
+  levels = (O1, O2) if TASKS[name].budget == 1 else (O1,)
+  forms |= {level: curve(name, level) for level in levels}
+  if name == CONTROLLED:
+    forms |= {form: control(name, form) for form in (SHORT, DROPPED, SMALL)}
   return {"setting": setting, "tried": tried, "measured": measured, "forms": forms}
 
 
@@ -136,15 +137,23 @@ def to_score(found, form):
   return [times.time_to(target, list(ladder), reached) for target, reached in pairs]
 
 
+def speed(share, tried):
+  """How many times as fast, or a bound, if the shares that were tried don't tell more."""
+  if share == min(tried):
+    return f"over {times.speed(share)}"
+  if np.isinf(share) and max(tried) < 1:
+    return f"under {times.speed(max(tried))}"
+  return times.speed(share)
+
+
 def summary(everything):
   lines = []
   for name, found in everything.items():
     cells = [report.spread([-result["test"] for result in found["forms"][O0][1.0]], "{:.3f}")]
     for level in (O1, O2):
-      share, *seeds = to_score(found, level)
-      # The first share that was tried is enough, so the time is shorter than it.
-      over = "over " * (share == min(found["forms"][level]))
-      cells += [over + times.speed(share), ", ".join(map(times.speed, seeds))]
+      tried = list(found["forms"].get(level, []))
+      speeds = [speed(share, tried) for share in to_score(found, level)] if tried else [""]
+      cells += [speeds[0], ", ".join(speeds[1:])]
     lines.append((TASKS[name].title, *cells))
   header = ("", "O0's test loss", O1, "by seed", O2, "by seed")
   return report.table(header, lines)
@@ -183,16 +192,17 @@ def picture(everything):
   axes.axvline(1, color=report.GREY, linestyle=":", zorder=0)
   for row, found in enumerate(everything.values()):
     for level, color, below in ((O1, report.BLUE, -0.15), (O2, report.ORANGE, 0.15)):
-      mean, *seeds = 1 / np.array(to_score(found, level))
-      seeds = [speed for speed in seeds if speed]
+      if level not in found["forms"]:
+        continue
+      shares = to_score(found, level)
+      label = speed(shares[0], list(found["forms"][level]))
+      mean, *seeds = 1 / np.array(shares)
+      seeds = list(filter(None, seeds))
       place = {"color": color, "va": "center", "fontsize": 9}
       axes.plot(seeds, [row + below] * len(seeds), ".", color=color, markersize=4)
       if mean:
-        label = level if row == 0 else None
-        axes.plot(mean, row + below, "o", color=color, markersize=8, label=label)
-      axes.text(
-        max([1, mean, *seeds]) + 0.02, row + below, f"{mean:.2f}" if mean else "never", **place
-      )
+        axes.plot(mean, row + below, "o", color=color, markersize=8, label=level * (row == 0))
+      axes.text(max([1, mean, *seeds]) + 0.02, row + below, label, **place)
   axes.set_yticks(range(len(everything)), [TASKS[name].title for name in everything])
   axes.invert_yaxis()
   axes.set_xlabel("times as fast to O0's loss; small: each seed")
