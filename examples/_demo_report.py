@@ -89,7 +89,7 @@ def _table(results: Results) -> str:
   lines.insert(1, "-" * max(map(len, lines)))
   notes = [
     "Time: processor seconds of all steps, without compiling and evaluating. Loss: nats per",
-    "character of test text, in whole sequences; O1 trains on shorter ones for 75 % of its steps.",
+    "character of test text, in whole sequences; O1 trains on shorter ones for half of its steps.",
     "Memory: by XLA's account of the step, with params and optimizer.",
   ]
   return "\n".join([*lines, "", *notes])
@@ -144,7 +144,7 @@ def picture(results: Results) -> Figure:
   _draw_memory(right, results)
   for axes in (left, middle, right):
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=13)
+    axes.tick_params(labelsize=13.5)
   for axes in (left, middle):
     axes.set_xlabel("seconds of processor time", fontsize=14)
     axes.set_ylabel("test loss, nats per character", fontsize=14)
