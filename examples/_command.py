@@ -20,12 +20,35 @@ INTERRUPTED = 130
 Plan = TypeVar("Plan")
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
   """Raises ValueError for a wrong argument."""
 
   def error(self, message: str) -> NoReturn:
     """Raises the message."""
     raise ValueError(message)
+
+
+def parser(
+  name: str,
+  doc: str | None,
+  formatter: type[argparse.HelpFormatter] = argparse.ArgumentDefaultsHelpFormatter,
+  epilog: str | None = None,
+) -> argparse.ArgumentParser:
+  """A parser that raises ValueError for a wrong argument, and takes whole names alone.
+
+  Args:
+    name: of the example.
+    doc: of its module; the first line describes it.
+    formatter: of the help.
+    epilog: the last part of the help.
+  """
+  return _Parser(
+    prog=name,
+    description=(doc or "").partition("\n")[0],
+    epilog=epilog,
+    formatter_class=formatter,
+    allow_abbrev=False,
+  )
 
 
 def check_range(options: argparse.Namespace, **least: int) -> None:
@@ -63,7 +86,7 @@ def run(
     name: of the example.
     prepare: reads the command line and checks all of it, so that nothing fails after the work;
       raises ValueError or OSError.
-    work: does what was planned; returns a picture and where it goes.
+    work: carries out the plan; returns the picture and its path.
     argv: the arguments; None: the process's.
 
   Returns:

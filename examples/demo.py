@@ -5,7 +5,6 @@ Python brings: a level of `auto_boost`, frozen layers, layer-wise decay, accumul
 prints a table of times, losses and memory, and saves a picture.
 """
 
-import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -182,12 +181,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
     ValueError: an argument is wrong.
     OSError: the picture can't be written.
   """
-  parser = _command.Parser(
-    prog=NAME,
-    description=__doc__.partition("\n")[0],
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = _command.parser(NAME, __doc__)
   add = parser.add_argument
   add("--steps", type=int, default=STEPS, help="of a training from scratch")
   add("--tuning-steps", type=int, default=TUNING_STEPS, help="of fine-tuning")

@@ -5,7 +5,6 @@ standard library with every way and seed. Prints a table and saves a picture of 
 time. `--tune` first chooses each way's learning rate on validation text; else all have one rate.
 """
 
-import argparse
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -185,12 +184,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
     ValueError: an argument is wrong.
     OSError: the picture can't be written.
   """
-  parser = _command.Parser(
-    prog=NAME,
-    description=__doc__.partition("\n")[0],
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = _command.parser(NAME, __doc__)
   add = parser.add_argument
   add("--steps", type=int, default=STEPS, help="of fine-tuning")
   add("--base-steps", type=int, default=BASE_STEPS, help="of learning the base text")

@@ -54,12 +54,8 @@ def _parser() -> argparse.ArgumentParser:
   methods = "\n".join(
     f"  {name.ljust(16)} {method.description}" for name, method in METHODS.items()
   )
-  parser = _command.Parser(
-    prog=NAME,
-    description=__doc__.partition("\n")[0],
-    epilog=f"methods:\n{methods}",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
+  parser = _command.parser(
+    NAME, __doc__, argparse.RawDescriptionHelpFormatter, epilog=f"methods:\n{methods}"
   )
   add = parser.add_argument
   add(
