@@ -188,7 +188,7 @@ def section(name, found):
 
 def picture(everything):
   """How many times as fast each level is, a row for each training: the mean, and each seed."""
-  figure, (axes,) = report.panels([""], 7.0, 0.55 * len(everything) + 1.0)
+  figure, (axes,) = report.panels([""], 7.0, 0.55 * len(everything) + 1.0, grid="x")
   axes.axvline(1, color=report.GREY, linestyle=":", zorder=0)
   for row, found in enumerate(everything.values()):
     for level, color, below in ((O1, report.BLUE, -0.15), (O2, report.ORANGE, 0.15)):
@@ -206,7 +206,6 @@ def picture(everything):
   axes.set_yticks(range(len(everything)), [TASKS[name].title for name in everything])
   axes.invert_yaxis()
   axes.set_xlabel("times as fast to O0's loss; small: each seed")
-  axes.grid(axis="y", visible=False)
   report.legend_below(figure, 2)
   return figure
 
