@@ -66,7 +66,7 @@ toc_object_entries_show_parents = "hide"
 
 SMALLEST_TEXT = 9  # pixels of a screen, in a picture as it is shown
 PHONE = 60  # characters side by side in a table that fits a phone of 390 pixels
-FIRST = 22  # at most so many of them in the first column, whose text goes on in the next line
+FIRST = 22  # characters of the first column, whose text goes on in the next line
 LONG = 24  # characters of code in a table that stay in one line
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 INCLUDE = """

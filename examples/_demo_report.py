@@ -1,4 +1,4 @@
-"""What the demo shows: a table of ratios, sentences and a picture, all from one run."""
+"""The results of a run of the demo: a table of ratios, sentences and a picture."""
 
 from typing import Any
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def speedup(results: Results) -> float | None:
 
 
 def report(results: Results) -> str:
-  """The table, what it says, and the lines of code that did it."""
+  """The table, its conclusions, and the lines of code behind them."""
   return "\n\n".join([_table(results), "\n".join(_sentences(results)), _CODE])
 
 

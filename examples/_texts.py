@@ -15,7 +15,7 @@ class Text(NamedTuple):
   Attributes:
     train: to train on.
     validation: held out, for learning rates.
-    test: held out, for what is shown.
+    test: held out, for tables and pictures.
   """
 
   train: np.ndarray

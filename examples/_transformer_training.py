@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def step_memory(program: jax.stages.Compiled) -> int:
-  """The bytes of a step by XLA's account: params, state and batch, and what it keeps meanwhile."""
+  """The bytes of a step by XLA's account: params, state, batch and temporary memory."""
   sizes = program.memory_analysis()
   donated = sizes.alias_size_in_bytes  # results in the place of arguments
   kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - donated
@@ -47,7 +47,7 @@ def evaluation_points(steps: int, number: int) -> list[int]:
   return sorted({max(1, steps * i // number) for i in range(1, number + 1)})
 
 
-# All windows in one program, one after the other, so that the memory is that of one.
+# All windows in one program, one after the other, in the memory of a single window.
 @jax.jit
 def evaluate(params: Any, held_out: np.ndarray) -> jax.Array:
   """The loss on held-out windows ``(count, length + 1)``, in nats per character."""

@@ -70,7 +70,7 @@ def tuned(schedule, kind):
 
 @functools.cache
 def results(setting):
-  """Those of all seeds."""
+  """The results of all seeds."""
   return runs.train_all(average_trainings.train, [(setting, seed) for seed in SEEDS])
 
 

@@ -135,7 +135,7 @@ def test_a_wrong_argument_is_named(capsys, arguments, message):
 
 
 def declared(extra):
-  """The packages that pyproject.toml itself names for an extra, those of other extras included."""
+  """The packages of an extra in pyproject.toml, and of the extras that it includes."""
   names = set()
   for requirement in EXTRAS[extra] if extra else PROJECT["dependencies"]:
     name, extras = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
