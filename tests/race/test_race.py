@@ -1,5 +1,6 @@
 """The race: fair to every method, counted rightly, and honest about what went wrong."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -289,6 +290,24 @@ def test_the_picture_has_a_panel_for_each_quantity_and_budget(raced):
   both = raced.plot(quantities=raced.quantities, against=["steps"])
   titles = [axes.get_title(loc="left") for axes in both.axes]
   assert titles == ["error", "training loss (logarithmic)"]
+
+
+@pytest.mark.parametrize("last", [1e-8, 0.01, 0.4])
+def test_the_labels_of_a_logarithmic_loss_are_not_crowded(raced, last):
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+  loss = np.geomspace(0.5, last, 8)[None]
+  curves = {name: {"loss": loss, "training loss": loss} for name in raced.curves}
+  spent = {of: np.linspace(1, 40_000, 8) for of in ("steps", "gradient_evaluations", "seconds")}
+  figure = dataclasses.replace(raced, curves=curves, spent=dict.fromkeys(curves, spent)).plot()
+  FigureCanvasAgg(figure).draw()
+  for axes in figure.axes:
+    low, high = axes.get_ylim()
+    labels = [label for label in axes.get_yticklabels(which="both") if label.get_text()]
+    labels = [label for label in labels if low <= label.get_position()[1] <= high]
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert len(boxes) >= 2
+    assert all(box.y1 + box.height / 2 < above.y0 for box, above in itertools.pairwise(boxes))
 
 
 def test_an_error_without_matplotlib_names_the_package_to_install(raced, monkeypatch):
