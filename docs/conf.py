@@ -7,9 +7,12 @@ import pathlib
 import re
 
 from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math import latex2mathml
 import jax
 import optax
 from PIL import Image
+from sphinx.util import logging
 from sphinx.util.typing import stringify_annotation
 from sphinx.writers.html5 import HTML5Translator
 
@@ -22,7 +25,6 @@ extensions = [
   "myst_nb",
   "sphinx.ext.autodoc",
   "sphinx.ext.intersphinx",
-  "sphinx.ext.mathjax",
   "sphinx.ext.napoleon",
   "sphinx.ext.viewcode",
   "sphinx_copybutton",
@@ -42,6 +44,7 @@ intersphinx_mapping = (
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 html_theme = "furo"
+html_math_renderer = "mathml"  # browsers show it without a script from elsewhere
 pygments_dark_style = "github-dark"  # the theme's own underlines modules and classes, like links
 html_title = f"optax_boost {release}"
 html_static_path = ["_static"]
@@ -163,6 +166,20 @@ def wrap_long(code):
       code += [nodes.raw("", "<wbr>", format="html")] * bool(code.children) + [nodes.Text(part)]
 
 
+def show_math(translator, node):
+  """Writes a formula as MathML, with the commands of TeX that docutils knows."""
+  block = isinstance(node, nodes.math_block)
+  # On a phone the parts of a block go on in the next line.
+  parts = node.astext().split(r"\qquad") if block else [node.astext()]
+  try:
+    parts = [latex2mathml.tex2mathml(part, as_block=block) for part in parts]
+  except MathError as error:
+    logging.getLogger(__name__).warning("formula: %s", error, location=node)
+  shown = "</span> <span>".join(parts)
+  translator.body.append(f'<div class="formula"><span>{shown}</span></div>' if block else shown)
+  raise nodes.SkipNode
+
+
 ROLES = {
   nodes.table: "table",
   nodes.thead: "rowgroup",
@@ -189,6 +206,7 @@ def setup(app):
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
   app.connect("doctree-resolved", arrange_tables)
+  app.add_html_math_renderer("mathml", (show_math, None), (show_math, None))
   for kind in ROLES:
     depart = getattr(HTML5Translator, f"depart_{kind.__name__}")
     app.add_node(kind, override=True, html=(show_part, depart))

@@ -79,9 +79,9 @@ def average_params(
 
   .. math::
     \frac{1}{k} \sum_{i=1}^k x_i, \qquad
-    \sum_{i=1}^k d^{k-i} x_i \Big/ \sum_{i=1}^k d^{k-i}
+    \frac{\sum_{i=1}^k d^{k-i} x_i}{\sum_{i=1}^k d^{k-i}}
 
-  of snapshots :math:`x_1, \dots, x_k`: of all after step `start` (SWA), or with weights that fall
+  of snapshots :math:`x_1, \ldots, x_k`: of all after step `start` (SWA), or with weights that fall
   by `decay` d from each snapshot to the one before (EMA). Name exactly one of the two.
   Evaluate the model at :func:`averaged_params`. A model with BatchNorm needs new statistics there:
   ``optax_boost.nnx.estimate_batch_stats``, ``optax_boost.linen.estimate_batch_stats``.

@@ -33,7 +33,7 @@ def full_gradient(
   r"""The mean gradient over all of the data.
 
   .. math::
-    \mu = \sum_b n_b \, \nabla f_b(s) \Big/ \sum_b n_b
+    \mu = \frac{\sum_b n_b \, \nabla f_b(s)}{\sum_b n_b}
 
   for batches :math:`b` with :math:`n_b` examples each; a smaller last batch counts less. A *padded*
   one needs a loss that is the mean over the real examples, and `weight_fn`, which counts them.

@@ -235,7 +235,7 @@ def progressive_freezing(
   Group i is frozen from step :math:`t_i` on, and before that its updates are multiplied by
 
   .. math::
-    \tfrac12 (1 + \cos(\pi t / t_i)), \qquad
+    \frac{1}{2} (1 + \cos(\pi t / t_i)), \qquad
     t_i / T = t_0 + (1 - t_0) \left(\frac{i}{G - 1}\right)^p
 
   The last group is annealed over the whole run and never frozen, so the inner optimizer's learning

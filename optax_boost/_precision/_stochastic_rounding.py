@@ -53,7 +53,7 @@ def stochastic_rounding(
 
   .. math::
     w \leftarrow R(w + \Delta), \qquad R(x) = \begin{cases}
-      x_+ & \text{with probability } (x - x_-) / (x_+ - x_-) \\
+      x_+ & \text{with probability } \frac{x - x_-}{x_+ - x_-} \\
       x_- & \text{otherwise} \end{cases}
 
   for the update :math:`\Delta` of the inner optimizer and the neighbours :math:`x_- \le x \le x_+`

@@ -1,6 +1,7 @@
 """Every Python block of the docs runs, in order, page by page; every page is linked; all builds."""
 
 import ast
+import inspect
 import json
 import operator
 import pathlib
@@ -116,6 +117,36 @@ def test_a_card_without_a_header_is_refused_with_the_form_it_needs(tmp_path):
 def test_a_picture_has_a_description_for_readers_who_cannot_see_it(page):
   for text in re.findall(r"!\[(.*?)\]\(", page.read_text(encoding="utf-8"), re.DOTALL):
     assert len(text) > 20
+
+
+def documented_objects():
+  """The public objects, and the methods and properties of the classes among them."""
+  for module in (optax_boost, optax_boost.nnx, optax_boost.linen):
+    for name in module.__all__:
+      yield name, getattr(module, name)
+      if inspect.isclass(getattr(module, name)):
+        own = vars(getattr(module, name)).items()
+        yield from ((f"{name}.{member}", value) for member, value in own if member[0] != "_")
+
+
+MATH = re.compile(r":math:`([^`]*)`|^( *)\.\. math::\n((?:\2  .*\n)+)", re.MULTILINE)
+
+
+def test_docutils_knows_the_tex_of_every_formula():
+  latex2mathml = pytest.importorskip("docutils.utils.math.latex2mathml")
+  formulas = [
+    (name, inline or block)
+    for name, value in documented_objects()
+    for inline, _, block in MATH.findall(getattr(value, "__doc__", None) or "")
+  ]
+  assert len(formulas) > 30
+  for name, formula in formulas:
+    try:
+      latex2mathml.tex2mathml(formula)
+    except Exception as error:
+      raise AssertionError(f"{name}: {formula}") from error
+    # It reads `12` and `(` as the parts of `\frac12 (`.
+    assert not re.search(r"frac[^{]|[_^]\d\w", formula), f"{name}: {formula}: write braces"
 
 
 def test_every_transformation_has_a_card():
