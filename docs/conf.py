@@ -90,17 +90,25 @@ def hide_tuple_fields(app, what, name, obj, skip, options):
 UNIONS = {
   stringify_annotation(union, "smart"): name
   for union, name in (
+    (optax.Params, "ArrayTree"),
     (optax.ScalarOrSchedule, "optax.ScalarOrSchedule"),
     (jax.typing.ArrayLike, "jax.typing.ArrayLike"),
+    (jax.typing.DTypeLike, "jax.typing.DTypeLike"),
   )
 }
+# `<class 'jax.numpy.float32'>`, `<function zeros at 0x7f>`, `<factory>`
+DEFAULT = re.compile(
+  r"<(?:class|function) '?([\w.]+?)(?:\.<locals>\.\w+)?'?(?: at \w+)?>"
+  r"|<(?:factory|[\w.]+ object[^>]*)>"
+)
 
 
-def name_unions(app, what, name, obj, options, signature, result):
-  """Writes a union of types in a signature by the name that JAX or optax gives it."""
+def shorten(app, what, name, obj, options, signature, result):
+  """Writes unions of types by the name that JAX or optax gives them, and defaults as in code."""
   for union, short in UNIONS.items():
-    signature = signature and signature.replace(union, short)
-  return signature, result
+    signature, result = (text and text.replace(union, short) for text in (signature, result))
+  # A signature that isn't Python would be shown as it is, with the marks of Sphinx.
+  return signature and DEFAULT.sub(lambda default: default[1] or "...", signature), result
 
 
 def link(app, docname, source):
@@ -202,7 +210,7 @@ def show_part(translator, node):
 
 def setup(app):
   """Connects the functions above."""
-  app.connect("autodoc-process-signature", name_unions)
+  app.connect("autodoc-process-signature", shorten)
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
   app.connect("doctree-resolved", arrange_tables)

@@ -52,12 +52,12 @@ class RaceResult:
 
   @property
   def baseline(self) -> str:
-    """The method that the others are compared with: the first."""
+    """The first method, with which the others are compared."""
     return next(iter(self.curves))
 
   @property
   def quantities(self) -> list[str]:
-    """The quantities to compare: the metrics, and the training loss."""
+    """The quantities to compare, which are the metrics and the training loss."""
     return list(self.curves[self.baseline])
 
   def diverged(self, name: str) -> np.ndarray:

@@ -149,6 +149,12 @@ def test_docutils_knows_the_tex_of_every_formula():
     assert not re.search(r"frac[^{]|[_^]\d\w", formula), f"{name}: {formula}: write braces"
 
 
+def test_the_description_of_a_property_has_no_colon_before_which_sphinx_reads_a_type():
+  properties = [(name, value) for name, value in documented_objects() if type(value) is property]
+  assert properties
+  assert not [name for name, value in properties if ":" in value.__doc__.partition("\n")[0]]
+
+
 def test_every_transformation_has_a_card():
   from tests.contract import registry
 
