@@ -69,8 +69,10 @@ toc_object_entries_show_parents = "hide"
 
 SMALLEST_TEXT = 9  # pixels of a screen, in a picture as it is shown
 PHONE = 60  # characters side by side in a table that fits a phone of 390 pixels
+SCREEN = 350  # pixels of a phone for a picture
 FIRST = 22  # characters of the first column, whose text goes on in the next line
 LONG = 24  # characters of code in a table that stay in one line
+FIGURE = re.compile(r"[-+]?[\d.,e-]+( ± [\d.e-]+)?( %)?")  # in a table; stays in one line
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 INCLUDE = """
 (results-{0})=
@@ -135,7 +137,8 @@ def show_picture(translator, node):
       width = math.ceil(image.width * min(1, SMALLEST_TEXT / text))
     style = f'<img style="min-width: {width}px"'
     shown = "".join(translator.body[start:]).strip().replace("<img", style)
-    translator.body[start:] = [f'<a class="picture" href="{node["uri"]}">{shown}</a>']
+    kind = "picture wide" if width > SCREEN else "picture"
+    translator.body[start:] = [f'<a class="{kind}" href="{node["uri"]}">{shown}</a>']
 
 
 def arrange_tables(app, doctree, docname):
@@ -159,19 +162,32 @@ def arrange_tables(app, doctree, docname):
         cell["label"] = label if label.endswith("?") or not label else f"{label}:"
         if not cell.astext():
           cell["classes"].append("empty")
+        elif FIGURE.fullmatch(cell.astext()):
+          cell["classes"].append("figure")
     for code in table.findall(nodes.literal):
       wrap_long(code)
 
 
 def wrap_long(code):
-  """Lets long code in a table go on in the next line after a space or an opening parenthesis."""
+  """Lets long code in a table go on in the next line after a space, a slash or a parenthesis."""
   text = code.astext()
   if len(text) > LONG:
     code["classes"].append("long")
-    parts = re.split(r"(?<=\()(?=\w)", text)
+    parts = re.split(r"(?<=[(/])(?=\w)", text)
     code.children = []
     for part in parts:
       code += [nodes.raw("", "<wbr>", format="html")] * bool(code.children) + [nodes.Text(part)]
+
+
+# In `0.5 ± 0.1 %` and in `[0.4, 0.6]`.
+INSIDE_FIGURE = re.compile(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)|(?<=\d,) (?=[-\d.]+\])")
+
+
+def keep_figures_whole(app, doctree, docname):
+  """Keeps a figure with its spread, interval and sign of percent in one line."""
+  for text in list(doctree.findall(nodes.Text)):
+    if not isinstance(text.parent, (nodes.literal, nodes.math, nodes.FixedTextElement, nodes.raw)):
+      text.parent.replace(text, nodes.Text(INSIDE_FIGURE.sub("\N{NO-BREAK SPACE}", text)))
 
 
 def show_math(translator, node):
@@ -214,6 +230,7 @@ def setup(app):
   app.connect("autodoc-skip-member", hide_tuple_fields)
   app.connect("source-read", link)
   app.connect("doctree-resolved", arrange_tables)
+  app.connect("doctree-resolved", keep_figures_whole)
   app.add_html_math_renderer("mathml", (show_math, None), (show_math, None))
   for kind in ROLES:
     depart = getattr(HTML5Translator, f"depart_{kind.__name__}")
