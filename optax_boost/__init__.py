@@ -4,7 +4,6 @@ Flax is imported with ``optax_boost.nnx`` and ``optax_boost.linen`` alone, when 
 """
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -121,8 +120,4 @@ if not TYPE_CHECKING:
     """Imports the subpackages for Flax when they are first used."""
     if name not in ("linen", "nnx"):
       raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if importlib.util.find_spec("flax") is None:
-      raise ImportError(
-        f"`optax_boost.{name}` needs Flax, which is not installed: pip install 'optax-boost[flax]'."
-      )
     return importlib.import_module(f"{__name__}.{name}")

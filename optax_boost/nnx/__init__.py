@@ -3,6 +3,11 @@
 Needs the extra ``flax``.
 """
 
+# ruff: noqa: E402 (an error without Flax comes before the imports that need it)
+from optax_boost import _extras
+
+_extras.require_flax(__name__)
+
 from optax_boost.nnx._adapter import split_loss
 from optax_boost.nnx._batch_stats import averaged_model
 from optax_boost.nnx._batch_stats import estimate_batch_stats

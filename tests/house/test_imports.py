@@ -26,12 +26,14 @@ def test_flax_forms_are_imported_at_their_first_use():
   assert result.stdout.split() == ["optax_boost.nnx._train_step", "optax_boost.linen._adapter"]
 
 
+@pytest.mark.parametrize("statement", ["optax_boost.{}", "import optax_boost.{}"])
 @pytest.mark.parametrize("name", ["nnx", "linen"])
-def test_an_error_without_flax_names_the_package_to_install(name):
+def test_an_error_without_flax_names_the_package_to_install(name, statement):
   code = (
     "import importlib.util, optax_boost\n"
-    "importlib.util.find_spec = lambda name: None\n"
-    f"optax_boost.{name}"
+    "find = importlib.util.find_spec\n"
+    "importlib.util.find_spec = lambda name: None if name == 'flax' else find(name)\n"
+    f"{statement.format(name)}"
   )
   error = run(code).stderr
   assert f"ImportError: `optax_boost.{name}` needs Flax" in error
