@@ -12,7 +12,7 @@ import pytest
 import optax_boost
 from optax_boost import _finiteness
 
-PACKAGE = pathlib.Path(__file__).parents[2] / "optax_boost"
+PACKAGE = pathlib.Path(optax_boost.__file__).parent
 # The functions in which `jnp.isfinite` decides about something else than entries of gradients,
 # params or states, which are `_finiteness.finite_entries`'s.
 ALLOWED = {
