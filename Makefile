@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo demo-large-batch demo-auto demo-finetune devices test test-cpus orders xla test-oldest house lint type pins bench evidence docs browser dist release-check clean
+.PHONY: demo demo-large-batch demo-auto demo-finetune devices test test-optimized test-cpus orders xla test-oldest house lint type pins bench evidence docs browser dist release-check clean
 
 # Two minutes on two cores.
 demo: $(READY)
@@ -25,12 +25,16 @@ demo-finetune: $(READY)
 # Tests of the last bits run on programs as users get them, the others on programs that compile
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
 # less to compute. The few of the last bits come first, in one process, which compiles the packages'
-# Python for the workers.
+# Python for the workers; the linter, the type checker and the set-up of both environments, of one
+# process each, run beside it.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
-test: $(READY) lint type
-	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
+test:
+	@$(MAKE) --no-print-directory --jobs=$(WORKERS) test-optimized type lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
+
+test-optimized: $(READY)
+	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)
 
 # The tests that compare numbers, compiled for the instructions of several processors.
 test-cpus: $(READY)
