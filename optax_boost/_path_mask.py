@@ -18,7 +18,7 @@ def path_mask(*patterns: str) -> Callable[[Any], Any]:
       not ``blocks/10/kernel``, which ``"blocks/1.*"`` selects, too.
 
   Returns:
-    A function from params to a tree of bools: True for the leaves whose path a pattern matches.
+    A function from params to a tree of bools, True for the leaves whose path a pattern matches.
     A pattern that matches nothing raises :class:`NoEffectWarning`.
 
   Raises:

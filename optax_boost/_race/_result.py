@@ -144,8 +144,8 @@ class RaceResult:
     """The curves as columns, for ``pandas.DataFrame(result.to_dict())`` or JSON.
 
     Returns:
-      Lists of one length, with an entry for each method, seed and point: ``method``, ``seed``,
-      ``steps``, ``gradient_evaluations``, ``seconds`` and the quantities.
+      Lists of one length, with an entry for each method, seed and point. Their names are
+      ``method``, ``seed``, ``steps``, ``gradient_evaluations``, ``seconds`` and the quantities.
     """
     names = ("method", "seed", *BUDGETS, *self.quantities)
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -216,7 +216,7 @@ class RaceResult:
         single column is laid on its side.
 
     Returns:
-      A matplotlib figure: ``result.plot().savefig("race.png")``.
+      A matplotlib figure, which ``result.plot().savefig("race.png")`` saves.
     """
     quantities = self.quantities[:1] if quantities is None else quantities
     for quantity in quantities:

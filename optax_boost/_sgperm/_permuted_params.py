@@ -148,7 +148,7 @@ def permuted_params(
     params: the params to take leaves from that were masked out or excluded.
 
   Returns:
-    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained: under
+    The :class:`PermutedParams`. Permuted leaves have the dtype that the method trained, under
     ``master_weights`` the masters'.
 
   Raises:

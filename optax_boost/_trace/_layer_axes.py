@@ -188,7 +188,7 @@ def layer_axes(loss_fn: Callable[..., Any], params: optax.Params, *args: Any) ->
       ``linen.split_loss`` takes its model state first.
 
   Returns:
-    A description of all leaves: hashable, a pytree without leaves. The axes of a leaf are unknown
+    A hashable description of all leaves, a pytree without leaves. The axes of a leaf are unknown
     if the loss does not use it, or passes it to a primitive that the analysis does not know;
     ``print`` shows the primitive's name.
 

@@ -76,9 +76,9 @@ class TrainStep:
         every step, and a resumed run draws the same numbers.
 
     Returns:
-      The new state, and the metrics: ``loss``, ``aux`` if the loss has any, and those that the
-      methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A name that
-      occurs again is numbered: ``trust_ratio_1``.
+      The new state, and the metrics. These are ``loss``, ``aux`` if the loss has any, and those
+      that the methods declare (``trust_ratio``, ``loss_scale``, ``lars/notfinite_count``, ...). A
+      name that occurs again is numbered, as in ``trust_ratio_1``.
     """
     _check_call(state, rng)
     return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
@@ -193,7 +193,7 @@ def make_train_step(
       the name of an entry of the loss's aux, or a function of the batch. None: all count equally.
 
   Returns:
-    A :class:`TrainStep`: ``state = step.init(params)``, ``state, metrics = step(state, batch)``.
+    A :class:`TrainStep`, whose ``init(params)`` gives the state for ``step(state, batch)``.
 
   Raises:
     TypeError: when traced: the loss returns something other than the options say.

@@ -155,6 +155,14 @@ def test_the_description_of_a_property_has_no_colon_before_which_sphinx_reads_a_
   assert not [name for name, value in properties if ":" in value.__doc__.partition("\n")[0]]
 
 
+def test_the_first_line_about_a_result_has_no_colon_before_which_sphinx_reads_a_type():
+  for name, value in documented_objects():
+    found = re.search(r"\n *Returns:\n(.*)", getattr(value, "__doc__", None) or "")
+    # A role of Sphinx is no type, and has colons.
+    text = re.sub(r":\w+:`[^`]*`|``[^`]*``", "", found[1]) if found else ""
+    assert ":" not in text, f"{name}: {text}"
+
+
 def test_every_transformation_has_a_card():
   from tests.contract import registry
 
