@@ -63,7 +63,12 @@ def race(
     batch_size: examples in a batch; None: all of them. Not with a function as `data`.
     seeds: the number of seeds, from 0, or the seeds. More make the intervals narrower; 3 is few.
     evaluate: ``evaluate(params)``, with `has_model_state` ``evaluate(params, model_state)``, on
-      held-out data: a scalar, or a dictionary of scalars. Called as it is, so jit it yourself.
+      held-out data: a scalar, or a dictionary of scalars. Called as it is, so jit it yourself. If
+      the optimizer keeps an average (:func:`average_params`, ``optax.contrib.schedule_free``),
+      `params` is the average, also inside wrappers; the training loss is of the params that train.
+      `model_state` is the training's: BatchNorm's running statistics in it belong to other params
+      than the average, so let `evaluate` estimate them again (``nnx.estimate_batch_stats``,
+      ``linen.estimate_batch_stats``).
     points: the most points of a curve. More cost more evaluations.
     has_model_state: whether the loss carries mutable statistics.
     full_grad_fn: as for :func:`make_train_step`, for :func:`svrg`.
@@ -96,7 +101,8 @@ def race(
   finished = [seed for seed in chosen if all(seed in m.points for m in methods.values())]
   curves = {name: method.curves(finished) for name, method in methods.items()}
   spent = {name: method.spent for name, method in methods.items()}
-  return _result.RaceResult(tuple(finished), curves, spent, complete)
+  averaged = tuple(name for name, method in methods.items() if method.is_averaged)
+  return _result.RaceResult(tuple(finished), curves, spent, complete, averaged)
 
 
 def _methods(problem: _run.Problem, transformations: _types.Unchecked) -> dict[str, _run.Method]:

@@ -43,12 +43,14 @@ class RaceResult:
       ``gradient_evaluations`` of the first seed; the ``seconds`` that the steps took, for one seed,
       nan if the race was interrupted before they were measured.
     complete: False after an interruption: seeds are missing.
+    averaged: the methods that `evaluate` measured at an average of the params.
   """
 
   seeds: tuple[int, ...]
   curves: Mapping[str, Mapping[str, np.ndarray]]
   spent: Mapping[str, Mapping[str, np.ndarray]]
   complete: bool = True
+  averaged: tuple[str, ...] = ()
 
   @property
   def baseline(self) -> str:
@@ -106,7 +108,8 @@ class RaceResult:
     """Sentences that say of each method whether it is better than the baseline, and by how much.
 
     Of the first of `quantities`, at each of the equal budgets. A method is better or worse if the
-    95 % interval of :meth:`difference` has no 0 in it; else these seeds can't tell.
+    95 % interval of :meth:`difference` has no 0 in it; else these seeds can't tell. Curves with the
+    same bits in every seed are called identical.
 
     Returns:
       A line for each method; no line for the baseline.
@@ -133,6 +136,10 @@ class RaceResult:
     seeds = int(np.isfinite(paired).sum())
     if not seeds:
       return ""
+    # The same curve may still take another time.
+    ours, theirs = self.curves[name][quantity], self.curves[self.baseline][quantity]
+    if np.array_equal(ours, theirs, equal_nan=True) and not paired[np.isfinite(paired)].any():
+      return f"identical in {'the one seed' if seeds == 1 else f'all {seeds} seeds'}"
     if half is None:
       return f"one seed can't tell (difference {mean:+.3g})"
     interval = f"95 % interval {mean - half:+.3g} to {mean + half:+.3g}"
@@ -165,7 +172,7 @@ class RaceResult:
       The tables with a heading each. ± after a mean is the standard deviation over seeds; in
       parentheses is the paired difference to the baseline ± half of its 95 % interval. With
       another method than the baseline, an explanation of the parentheses and :meth:`conclusion`
-      follow.
+      follow. A sentence names the methods in `averaged`.
     """
     sections = [] if self.complete else [f"Interrupted: of the seeds only {self.seeds} are there."]
     budgets = [f"{self.budget(of):,.4g} {text}" for of, text in BUDGETS.items()]
@@ -183,6 +190,9 @@ class RaceResult:
       milliseconds = 1e3 * total["seconds"] / total["steps"]
       costs.append([name, f"{gradients:.3g}", f"{milliseconds:.3g}"])
     sections.append(f"Costs:\n\n{_markdown(costs)}")
+    if self.averaged:
+      names = ", ".join(f"`{name}`" for name in self.averaged)
+      sections.append(f"Evaluated at the average of its params, not at the last ones: {names}.")
     if len(self.curves) > 1:
       sections += [
         "± after a mean: the standard deviation over the seeds. In parentheses: the difference to"

@@ -20,6 +20,7 @@ import optax
 from optax_boost import _base
 from optax_boost import _train_step
 from optax_boost import _types
+from optax_boost._race import _evaluated
 from optax_boost._race import _result
 
 # All methods are timed again until the clock has run this long, at most this many times.
@@ -166,6 +167,8 @@ class Method:
     # The host chooses the program by the number of frozen groups: it can't be vmapped, and the
     # first pass on the clock compiles programs.
     self.freezes = False
+    # Whether `evaluate` gets an average of the params.
+    self.is_averaged = False
     # By seed, the metrics at each point.
     self.points: dict[int, list[dict[str, float]]] = {}
     self._evaluations = np.full(len(problem.blocks), math.nan)
@@ -219,7 +222,7 @@ class Method:
     for length in self._problem.blocks:
       losses = training.advance(length)[0].reshape(length, -1)
       totals.append(self._counter.total())
-      trained = training.state.params, training.state.model_state
+      trained = self._evaluated_params(training.state, len(seeds)), training.state.model_state
       for i, seed in enumerate(seeds):
         of_seed = trained if len(seeds) == 1 else jax.tree.map(lambda leaf, i=i: leaf[i], trained)
         with np.errstate(all="ignore"):
@@ -233,6 +236,14 @@ class Method:
           )
     self.points |= points
     return totals
+
+  def _evaluated_params(self, state: _train_step.TrainState, seeds: int) -> _types.Tree:
+    """The params, or the average that the optimizer keeps; several seeds are stacked."""
+    average = _evaluated.find_average(state.opt_state, state.params)
+    self.is_averaged = average is not None and self._problem.evaluate is not None
+    if average is None or not self.is_averaged:
+      return state.params
+    return (average if seeds == 1 else jax.vmap(average))(state.opt_state, state.params)
 
 
 def _stack_trees(trees: Sequence[_types.Tree]) -> Any:

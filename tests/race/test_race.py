@@ -232,6 +232,22 @@ def test_the_conclusion_says_where_the_seeds_can_not_tell():
   assert not result_of(sgd=(HIGH,)).conclusion()
 
 
+def test_the_conclusion_says_that_curves_are_identical():
+  slower = ((1, 2, 3), (2, 4, 6))
+  result = result_of(sgd=(HIGH,), same=(HIGH,), slow=(HIGH, *slower))
+  same, slow = result.conclusion().splitlines()
+  assert same == (
+    "`same` against `sgd`, training loss: identical in all 3 seeds at equal steps and gradient"
+    " evaluations and time."
+  )
+  assert "identical in all 3 seeds at equal steps and gradient evaluations; worse by" in slow
+  one = result_of(sgd=(HIGH[:1],), same=(HIGH[:1],)).conclusion()
+  assert "identical in the one seed at equal steps" in one
+  # The same value at the end of other curves is not the same training.
+  late = [[4, row[1], row[2]] for row in HIGH]
+  assert "can't tell (difference +0," in result_of(sgd=(HIGH,), late=(late,)).conclusion()
+
+
 def test_the_conclusion_compares_nothing_with_a_method_that_diverged(raced):
   lines = raced.conclusion().splitlines()
   assert len(lines) == 2
@@ -314,6 +330,48 @@ def test_an_error_without_matplotlib_names_the_package_to_install(raced, monkeyp
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
   with pytest.raises(ImportError, match=r'needs matplotlib. .*`pip install "\.\[race\]"` in a'):
     raced.plot()
+
+
+AVERAGING = {
+  "start": optax_boost.average_params(optax.sgd(0.1), start=2),
+  "inside": optax_boost.accumulate(optax_boost.average_params(optax.sgd(0.1), decay=0.5), 2),
+  "schedule-free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.5),
+}
+
+
+def trained(tx, seed):
+  """A state after six steps on all of the data."""
+  step = optax_boost.make_train_step(loss_fn, tx)
+  state = step.init(init_fn(jax.random.key(seed)))
+  for _ in range(6):
+    state, _ = step(state, DATA)
+  return state
+
+
+@pytest.mark.parametrize("vmap", [False, True])
+def test_a_method_that_keeps_an_average_is_evaluated_at_it(vmap):
+  methods = {"sgd": optax.sgd(0.1), **AVERAGING}
+  result = small(methods, batch_size=None, seeds=3, evaluate=error, vmap_seeds=vmap)
+  assert result.averaged == tuple(AVERAGING)
+  assert "not at the last ones: `start`, `inside`, `schedule-free`." in result.table()
+  for name, tx in methods.items():
+    for seed in range(3):
+      state = trained(tx, seed)
+      expected = state.params
+      if name == "schedule-free":
+        expected = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
+      elif name != "sgd":
+        expected = optax_boost.averaged_params(state.opt_state, state.params)
+        assert not np.allclose(error(expected)["error"], error(state.params)["error"], rtol=1e-2)
+      np.testing.assert_allclose(
+        result.curves[name]["error"][seed, -1], error(expected)["error"], rtol=1e-4
+      )
+  # The training loss is of the params that train.
+  losses = {name: curves[LOSS] for name, curves in result.curves.items()}
+  np.testing.assert_allclose(losses["start"], losses["sgd"], rtol=1e-5)
+  unmeasured = small({"sgd": optax.sgd(0.1), "start": AVERAGING["start"]}, seeds=1)
+  assert not unmeasured.averaged
+  assert "identical in the one seed at equal steps" in unmeasured.conclusion()
 
 
 METHODS = {"sgd": optax.sgd(0.05), "fast": optax.sgd(0.1)}
@@ -423,6 +481,38 @@ def test_the_pure_loss_of_a_model_trains_as_its_train_step():
   np.testing.assert_allclose(result.curves["sgd"][LOSS][1], losses, rtol=1e-5)
   expected = held_out(model, DATA)
   np.testing.assert_allclose(result.curves["sgd"]["evaluation"][1, -1], expected, rtol=1e-5)
+
+
+def test_an_evaluation_may_estimate_the_statistics_of_an_average():
+  def make(key):
+    return Network(nnx.Rngs(key))
+
+  def estimated(model, batch):
+    model = optax_boost.nnx.estimate_batch_stats(model, [DATA["x"]])
+    return held_out(model, batch)
+
+  loss, *_ = optax_boost.nnx.split_loss(model_loss, make(0))
+  measure, *_ = optax_boost.nnx.split_loss(estimated, make(0))
+  tx = optax_boost.average_params(optax.sgd(0.1), start=1)
+  result = optax_boost.race(
+    loss,
+    lambda key: optax_boost.nnx.split_loss(model_loss, make(key))[1:],
+    DATA,
+    {"average": tx},
+    **{"steps": 4, "seeds": [4], "has_model_state": True, "progress": False},
+    evaluate=lambda params, state: measure(params, state, DATA)[0],
+  )
+  model = make(jax.random.key(4))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = optax_boost.nnx.make_train_step(model_loss)
+  rng = np.random.default_rng(4)
+  for _ in range(4):
+    order = rng.permutation(24)
+    step(model, optimizer, jax.tree.map(lambda leaf, order=order: leaf[order], DATA))
+  average = optax_boost.nnx.averaged_model(optimizer, model)
+  expected, stale = estimated(average, DATA), held_out(average, DATA)
+  assert not np.allclose(expected, stale, rtol=1e-2)
+  np.testing.assert_allclose(result.curves["average"]["evaluation"][0, -1], expected, rtol=1e-4)
 
 
 def test_the_pure_loss_of_an_nnx_model_keeps_its_variables():

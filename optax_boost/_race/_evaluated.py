@@ -1,0 +1,36 @@
+"""The params that a method would be evaluated at: an average, if its optimizer keeps one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optax_boost import _average_params
+from optax_boost import _tree
+
+_ReadAverage = Callable[[optax.OptState, optax.Params], optax.Params]
+
+
+def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverage | None:
+  """From the state and the params of a training to the average; None if the state keeps none.
+
+  Several trainings with a leading axis each are mapped over by ``jax.vmap``.
+  """
+  if _tree.find_states(opt_state, _average_params.AverageParamsState):
+    return _average_params.averaged_params
+  # Schedule-free methods train at other params than they are evaluated at. In a mask, optax has
+  # no function that reads them.
+  if len(_schedule_free(opt_state)) == 1:
+    trees = _schedule_free(opt_state)[0].z, params
+    structures: list[Any] = [jax.tree.structure(tree) for tree in trees]
+    return _read_schedule_free if structures[0] == structures[1] else None
+  return None
+
+
+def _schedule_free(opt_state: optax.OptState) -> list[optax.contrib.ScheduleFreeState]:
+  return _tree.find_states(opt_state, optax.contrib.ScheduleFreeState)
+
+
+def _read_schedule_free(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+  return optax.contrib.schedule_free_eval_params(_schedule_free(opt_state)[0], params)
