@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_boost import _arrays
@@ -95,7 +96,8 @@ def freeze_layers(
 
   Raises:
     ValueError: `schedule` is for another number of groups; in ``init``: the groups are of other
-      params, or `inner` holds an :func:`average_params`, which goes around the whole.
+      params, no leaf is in the last group, or `inner` holds an :func:`average_params`, which goes
+      around the whole.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_boost
@@ -132,6 +134,7 @@ def freeze_layers(
   def init(params: optax.Params) -> FreezeLayersState:
     _tree.refuse_pair(params, "freeze_layers")
     numbers = number(params)
+    _check_last_group(numbers, params, num_groups)
     # A copy: the state is donated, the key stays with this function.
     key_data = jnp.array(jax.random.key_data(key))
     count = jnp.zeros([], jnp.int32)
@@ -191,3 +194,16 @@ def freeze_layers(
     allows_complex=True,
     frozen_groups=_protocol.GroupAssignment(number, num_groups),
   )
+
+
+def _check_last_group(numbers: Any, params: optax.Params, num_groups: int) -> None:
+  """Raises ValueError if no leaf is in the last group, the only one that is never frozen."""
+  last = [int(np.max(number)) for number in jax.tree.leaves(numbers)]
+  # Leaves that a mask hides may train elsewhere.
+  if last and max(last) < num_groups - 1 and not _tree.masked_paths(params):
+    raise ValueError(
+      "`groups` must leave a leaf in the last group, which is never frozen; got none in group"
+      f" {num_groups - 1} of {num_groups}: a step with {max(last) + 1} frozen groups trains"
+      " nothing. Take the leaves that train out of the groups before; a leaf that no pattern"
+      " matches is in the last group."
+    )

@@ -448,8 +448,24 @@ def test_refuses_groups_of_other_params():
   tx = optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule())
   with pytest.raises(ValueError, match=r"no group with the leaf 'x' .* with `layer_groups`"):
     tx.init({"x": jnp.ones(2)})
-  with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['b'\]"):
-    optax_boost.freeze_layers(**GOOD).init({"a": jnp.ones(2)})
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"`groups` has patterns .*\['a'\]"):
+    optax_boost.freeze_layers(**GOOD).init({"b": jnp.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore::optax_boost.NoEffectWarning")
+@pytest.mark.parametrize("patterns", [[".*", "nothing"], ["a", "b", "hed"]])
+def test_refuses_groups_without_a_leaf_that_is_never_frozen(patterns):
+  schedule = optax_boost.fixed_freezing(len(patterns), len(patterns) - 1)
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), patterns, schedule)
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  last = len(patterns) - 1
+  match = f"got none in group {last} of {last + 1}: a step with {last} frozen groups trains nothing"
+  with pytest.raises(ValueError, match=match):
+    tx.init(params)
+  # Leaves that a mask hides train elsewhere.
+  state = optax.masked(tx, {"a": True, "b": False}).init(params)
+  assert state.inner_state.frozen_groups == last
+  assert tx.init({}).frozen_groups == last
 
 
 def chain_groups(params=None, loss=chain_loss, batch=BATCH, **options):
