@@ -118,15 +118,17 @@ def assign_groups(
   advice: str = "",
   *,
   tree: _types.Tree = None,
+  hint: Callable[[str, Sequence[str]], str] | None = None,
 ) -> list[int | None]:
   """For each path, the group whose pattern matches it, or None; warns of idle patterns.
 
   Patterns of leaves that are masked in `tree` are not idle. ValueError for a path that patterns of
-  two groups match; `advice` ends its message.
+  two groups match; `advice` ends its message. ``hint(pattern, paths)`` ends the warning of an
+  idle pattern.
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
-  for path, matches in zip(paths, _matches(argument, patterns, paths, tree), strict=True):
+  for path, matches in zip(paths, _matches(argument, patterns, paths, tree, hint), strict=True):
     first = matches[0] if matches else None
     groups.append(None if first is None else group_of_pattern[first][1])
     for other in matches:
@@ -141,7 +143,11 @@ def assign_groups(
 
 
 def _matches(
-  argument: str, patterns: Sequence[str], paths: Sequence[str], tree: _types.Tree = None
+  argument: str,
+  patterns: Sequence[str],
+  paths: Sequence[str],
+  tree: _types.Tree = None,
+  hint: Callable[[str, Sequence[str]], str] | None = None,
 ) -> list[list[int]]:
   """For each path, the indices of the patterns that match whole segments of it.
 
@@ -155,7 +161,10 @@ def _matches(
   hidden = masked_paths(tree) if unmatched else []
   idle = [patterns[i] for i in unmatched if not any(map(compiled[i].search, hidden))]
   if idle and paths:
-    hints = "".join(_whole_segments_hint(argument, pattern, paths) for pattern in idle)
+    hints = "".join(
+      _whole_segments_hint(argument, pattern, paths) or (hint(pattern, paths) if hint else "")
+      for pattern in idle
+    )
     warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.{hints}", paths)
   return matches
 

@@ -220,6 +220,25 @@ _NO_CATCH_ALL = (
   " A leaf that no pattern matches is in the last group already, so the last pattern need not be a"
   " catch-all like '.*': one leaf's path will do."
 )
+# What follows the path of a stacked leaf, or of its module, in the name of a layer.
+_LAYER = re.compile(r"\\?\[[^/]*\]$|/(\[[^/]*\]|\d+|\\d[+*]?)(/.*)?$")
+
+
+def _layers_hint(pattern: str, paths: Sequence[str]) -> str:
+  """What to do instead of a pattern that names layers of a stacked leaf; else empty."""
+  try:
+    stacked = _base.compile_pattern("groups", _LAYER.sub("", pattern))
+  except ValueError:
+    return ""
+  path = next(filter(stacked.search, paths), None)
+  if path is None or not _LAYER.search(pattern):
+    return ""
+  return (
+    f" Patterns select whole leaves: if '{path}' holds the layers of a scan, as {pattern!r} says,"
+    " pass `groups=layer_groups(loss_fn, params, batch)`, which groups layers."
+  )
+
+
 # A leaf's group; for layers in several groups an array that broadcasts against the leaf.
 GroupNumber: TypeAlias = int | np.ndarray
 
@@ -237,7 +256,9 @@ def group_numbers(tree: Any, groups: Groups, method: str) -> list[GroupNumber]:
   if not isinstance(groups, LayerGroups):
     group_of_pattern = [(pattern, number) for number, pattern in enumerate(groups)]
     paths = [leaf.path for leaf in leaves]
-    of_leaves = _tree.assign_groups("groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree)
+    of_leaves = _tree.assign_groups(
+      "groups", group_of_pattern, paths, _NO_CATCH_ALL, tree=tree, hint=_layers_hint
+    )
     return [len(groups) - 1 if number is None else number for number in of_leaves]
   whole: dict[str, int] = {}
   sliced: dict[str, _SlicedLeaf] = {}

@@ -468,6 +468,25 @@ def test_refuses_groups_without_a_leaf_that_is_never_frozen(patterns):
   assert tx.init({}).frozen_groups == last
 
 
+STACKED = {"embed": jnp.ones(2), "blocks": {"k": jnp.ones((6, 2))}, "head": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+  "pattern", ["blocks/k[0:4]", r"blocks/k\[0:4\]", "blocks/[0-3]", "blocks/0", "blocks/0/k"]
+)
+def test_a_pattern_for_layers_of_a_stacked_leaf_is_answered_by_layer_groups(pattern):
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["embed", pattern, "head"], fixed_schedule([0], 3))
+  text = r"Patterns select whole leaves: if 'blocks/k' holds .* pass `groups=layer_groups\(loss_fn"
+  with pytest.warns(optax_boost.NoEffectWarning, match=text):
+    tx.init(STACKED)
+
+
+def test_other_idle_patterns_get_no_advice_on_layers():
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["body/0", "head"], fixed_schedule([0], 2))
+  with pytest.warns(optax_boost.NoEffectWarning, match=r"match no leaf: \['body/0'\]\. The leaves"):
+    tx.init(STACKED)
+
+
 def chain_groups(params=None, loss=chain_loss, batch=BATCH, **options):
   return optax_boost.layer_groups(loss, params or chain_params(), batch, **options)
 
