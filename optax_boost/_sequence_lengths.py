@@ -188,8 +188,9 @@ def cut_sequences(
     axes: what to do with leaves whose shape doesn't tell, by regular expressions that match whole
       segments of their paths: the sequence axis; two axes of a mask of pairs of tokens, of which
       the windows' own blocks are kept; ``"repeat"`` for a value of each sequence, which all of its
-      windows get; ``"keep"`` for an array that isn't of sequences. A label of a whole sequence is
-      seldom one of its windows.
+      windows get; ``"keep"`` for an array that isn't of sequences. An id of a sequence is right for
+      its windows; a label seldom is, and a length isn't: pass a mask of tokens instead. A leaf that
+      all sequences share, of shape (L,) or (L, L), must be broadcast to each of them.
     batch_axis: the axis of the sequences, which grows.
 
   Returns:
@@ -198,7 +199,8 @@ def cut_sequences(
   Raises:
     TypeError: `length` is traced, or a leaf is an array of another library.
     ValueError: `length` doesn't divide L; a leaf has no axis of L or L + 1 tokens or two of them,
-      or another number of sequences than the other leaves.
+      or another number of sequences than the other leaves; `axes` has a pattern that matches no
+      leaf, or would leave a leaf with an axis of L or L + 1 tokens whole.
 
   Examples:
     >>> import numpy as np, optax_boost
@@ -215,11 +217,12 @@ def cut_sequences(
   _base.check_whole_number("batch_axis", batch_axis, minimum=0, static=True)
   leaves, structure = jax.tree.flatten(batch)
   paths = _tree.leaf_paths(batch)
+  shapes = _Shapes(full_length, batch_axis, _count_sequences(leaves, full_length, batch_axis))
   leaf_axes = [
-    _leaf_axes(path, leaf, asked, full_length, batch_axis)
-    for path, leaf, asked in zip(paths, leaves, _asked_axes(axes, paths), strict=True)
+    _leaf_axes(path, leaf, asked, shapes)
+    for path, leaf, asked in zip(paths, leaves, asked_axes(axes, paths), strict=True)
   ]
-  _check_sequences(paths, leaves, leaf_axes, full_length, batch_axis)
+  _check_sequences(paths, leaves, leaf_axes, shapes)
   if length == full_length:
     return batch
   windows = [
@@ -238,8 +241,8 @@ def _check_length(name: str, length: Any, full_length: int) -> None:
     )
 
 
-def _asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """What the argument `axes` says of each leaf; None if nothing."""
+def asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
+  """What the argument `axes` says of each leaf, None if nothing; checks the argument."""
   if axes is None:
     return [None] * len(paths)
   _base.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
@@ -251,15 +254,78 @@ def _asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[L
         f" {_base.shorten(how)} for {pattern!r}."
       )
   treatments = list(axes.values())
-  matches = _tree.first_match("axes", list(axes), paths)
+  matches = _tree.first_match("axes", list(axes), paths, required=True)
   return [None if index is None else treatments[index] for index in matches]
 
 
-def _leaf_axes(
-  path: str, leaf: Any, asked: LeafAxes | None, full_length: int, batch_axis: int
-) -> LeafAxes:
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+  """What the shapes of a batch's leaves are compared with.
+
+  Attributes:
+    full_length: the sequence length L in tokens.
+    batch_axis: the axis of the sequences.
+    sequences: their number B as far as the leaves agree on it, for messages; else None.
+  """
+
+  full_length: int
+  batch_axis: int
+  sequences: int | None
+
+  def token_axes(self, shape: tuple[int, ...]) -> list[int]:
+    """The axes of L or L + 1 entries other than the axis of the sequences."""
+    lengths = (self.full_length, self.full_length + 1)
+    return [i for i, n in enumerate(shape) if n in lengths and i != self.batch_axis]
+
+  def is_shared(self, shape: tuple[int, ...]) -> bool:
+    """Whether a leaf has tokens along the axis of the sequences, or tokens and no such axis."""
+    tokens = bool(self.token_axes(shape))
+    if len(shape) <= self.batch_axis:
+      return tokens
+    if shape[self.batch_axis] - self.full_length not in (0, 1):
+      return False
+    # Unless the other leaves agree on the number of sequences, this may be it.
+    return shape[self.batch_axis] != self.sequences and not (tokens and self.sequences is None)
+
+  def broadcast(self, path: str, shape: tuple[int, ...]) -> str:
+    """The advice for a leaf that all sequences share."""
+    at = self.batch_axis
+    leaf = "leaf" if at == 0 else f"np.expand_dims(leaf, {at})"
+    full = (*shape[:at], self.sequences or "B", *shape[at:])
+    tokens = self.token_axes(tuple(n if isinstance(n, int) else -1 for n in full))
+    pair = f" with axes={{{_pattern(path)}: {tuple(tokens)}}}" if len(tokens) == 2 else ""
+    words = ", ".join(map(str, full))
+    return (
+      f"np.broadcast_to({leaf}, ({words})){pair}, or keep it out of the batch and compute it in the"
+      " loss from the tokens' shape"
+    )
+
+
+def leaf_label(path: str) -> str:
+  """A leaf of a batch in messages; the only leaf of a bare array has no path."""
+  return f"the leaf '{path}'" if path else "the array"
+
+
+def _pattern(path: str) -> str:
+  """What `axes` calls a leaf by."""
+  return repr(path or ".*")
+
+
+def _count_sequences(leaves: list[Any], full_length: int, batch_axis: int) -> int | None:
+  """The number of sequences, if leaves with an axis of tokens agree on it.
+
+  Leaves of 1, L or L + 1 sequences may be shared by all, and count if there are no others.
+  """
+  shapes = [jnp.shape(leaf) for leaf in leaves if _base.is_any_array(leaf)]
+  of_tokens = _Shapes(full_length, batch_axis, None).token_axes
+  counts = {shape[batch_axis] for shape in shapes if len(shape) > batch_axis and of_tokens(shape)}
+  counts = counts - {1, full_length, full_length + 1} or counts
+  return counts.pop() if len(counts) == 1 else None
+
+
+def _leaf_axes(path: str, leaf: Any, asked: LeafAxes | None, shapes: _Shapes) -> LeafAxes:
   """The sequence axis of a leaf, or its pair of them, not negative; or how it is treated."""
-  name = f"the leaf '{_tree.leaf_name(path)}'"
+  name, pattern = leaf_label(path), _pattern(path)
   if not _base.is_any_array(leaf):
     if hasattr(leaf, "shape") and not isinstance(leaf, np.generic):
       raise TypeError(
@@ -268,25 +334,49 @@ def _leaf_axes(
       )
     return "keep"
   shape = jnp.shape(leaf)
-  if not shape or asked == "keep":
+  if not shape:
     return "keep"
-  fits = [i for i, n in enumerate(shape) if n in (full_length, full_length + 1) and i != batch_axis]
-  if asked is None:
-    if len(fits) == 1:
-      return fits[0]
-    problem = f"no axis of {full_length} or {full_length + 1} tokens"
-    advice = "its sequence axis, 'repeat' (a value of each sequence) or 'keep'"
-    if fits:
-      problem = f"the axes {', '.join(map(str, fits))}, which could all be of the tokens"
-      advice = f"the axis, or {tuple(fits[:2])} for a mask of pairs of tokens"
+  batch_axis, fits = shapes.batch_axis, shapes.token_axes(shape)
+  lengths = f"{shapes.full_length} or {shapes.full_length + 1} tokens"
+  of_tokens = bool(fits) and len(shape) > batch_axis
+  if asked == "keep" and not of_tokens:
+    return asked
+  if shapes.is_shared(shape):
+    raise _shared(path, shape, shapes)
+  if isinstance(asked, str) and of_tokens:
     raise ValueError(
-      f"`batch` must have one sequence axis in each leaf; {name} of shape {shape} has {problem}."
-      f" Say axes={{'{_tree.leaf_name(path)}': ...}} with {advice}."
+      f"`axes` must cut each leaf that has an axis of {lengths}, for whole sequences don't belong"
+      f" to the windows of other leaves; got {asked!r} for {name} of shape {shape}. Say its"
+      " sequence axis, or cut the batch without it."
     )
   if len(shape) <= batch_axis:
     raise ValueError(
       f"`batch_axis` {batch_axis} must be an axis of each leaf that is cut or repeated; got {name}"
-      f" of shape {shape}."
+      f" of shape {shape}. A value of each sequence needs that axis, by np.expand_dims; say"
+      f" axes={{{pattern}: 'keep'}} for an array that isn't of sequences."
+    )
+  if asked is None:
+    if len(fits) == 1:
+      return fits[0]
+    problem = f"no axis of {lengths}"
+    advice = (
+      f"Say axes={{{pattern}: 'repeat'}} for a value that holds for each window of its sequence, as"
+      " an id does. A length doesn't: pass a mask of tokens. Say 'keep' for an array that isn't of"
+      " sequences."
+    )
+    if any(n > 1 for i, n in enumerate(shape) if i != batch_axis):
+      advice += " If it is of tokens, `full_length` must be their number."
+    if shape[batch_axis] - shapes.full_length in (0, 1):
+      advice += f" If all sequences share it, pass {shapes.broadcast(path, shape)}."
+    if fits:
+      problem = f"the axes {', '.join(map(str, fits))}, which could all be of the tokens"
+      advice = (
+        f"Say axes={{{pattern}: {tuple(fits[:2])}}} if it is a mask of pairs of tokens, else the"
+        f" one axis, as in axes={{{pattern}: {fits[0]}}}."
+      )
+    raise ValueError(
+      f"`batch` must have one sequence axis in each leaf; {name} of shape {shape} has {problem}."
+      f" {advice}"
     )
   if isinstance(asked, str):
     return asked
@@ -294,36 +384,53 @@ def _leaf_axes(
   chosen = tuple(axis % len(shape) if -len(shape) <= axis < len(shape) else axis for axis in wanted)
   if len(set(chosen)) < len(chosen) or not set(chosen) <= set(fits):
     raise ValueError(
-      f"`axes` must name axes of {full_length} or {full_length + 1} tokens other than `batch_axis`"
-      f" {batch_axis}; got {asked} for {name} of shape {shape}."
+      f"`axes` must name axes of {lengths} other than `batch_axis` {batch_axis}; got {asked} for"
+      f" {name} of shape {shape}."
     )
   return chosen if len(chosen) == 2 else chosen[0]
 
 
+def _shared(path: str, shape: tuple[int, ...], shapes: _Shapes) -> ValueError:
+  """The error for a leaf that all sequences share, whose windows need different parts of it."""
+  return ValueError(
+    f"`batch` must have an axis of sequences in each leaf, axis {shapes.batch_axis};"
+    f" {leaf_label(path)} of shape {shape} has axes of tokens alone, so all sequences share it."
+    f" Give each sequence its own by {shapes.broadcast(path, shape)}."
+  )
+
+
 def _check_sequences(
-  paths: list[str], leaves: list[Any], leaf_axes: list[LeafAxes], full_length: int, batch_axis: int
+  paths: list[str], leaves: list[Any], leaf_axes: list[LeafAxes], shapes: _Shapes
 ) -> None:
   """Checks that some leaf has a sequence axis, and all have equally many sequences."""
-  cut = [i for i, how in enumerate(leaf_axes) if not isinstance(how, str)]
-  if not cut:
+  if all(isinstance(how, str) for how in leaf_axes):
     raise ValueError(
-      f"`batch` must have a leaf with an axis of {full_length} or {full_length + 1} tokens; got"
-      f" shapes {_base.shorten([jnp.shape(leaf) for leaf in leaves])}."
+      f"`batch` must have a leaf with an axis of {shapes.full_length} or {shapes.full_length + 1}"
+      f" tokens; got shapes {_base.shorten([jnp.shape(leaf) for leaf in leaves])}."
     )
   counts = {
-    i: jnp.shape(leaf)[batch_axis]
-    for i, (leaf, how) in enumerate(zip(leaves, leaf_axes, strict=True))
+    path: jnp.shape(leaf)[shapes.batch_axis]
+    for path, leaf, how in zip(paths, leaves, leaf_axes, strict=True)
     if how != "keep"
   }
-  most = max(counts, key=lambda i: counts[i])
-  least = min(counts, key=lambda i: counts[i])
-  if counts[most] != counts[least]:
-    few, many = (_tree.leaf_name(paths[i]) for i in (least, most))
-    raise ValueError(
-      f"`batch` must have equally many sequences in all leaves; axis {batch_axis} of '{many}' has"
-      f" {counts[most]}, of '{few}' {counts[least]}. Repeat '{few}' for each sequence, say with"
-      f" np.broadcast_to, or say axes={{'{few}': 'keep'}}."
-    )
+  if len(set(counts.values())) == 1:
+    return
+  for path, leaf in zip(paths, leaves, strict=True):
+    # Unless the other leaves agree on the number of sequences, one may be it.
+    if counts.get(path) == 1 and shapes.sequences is not None:
+      shape = list(jnp.shape(leaf))
+      shape[shapes.batch_axis] = shapes.sequences
+      raise ValueError(
+        f"`batch` must have {shapes.sequences} sequences in each leaf; {leaf_label(path)} of shape"
+        f" {jnp.shape(leaf)} has one, which all share. Give each sequence its own by"
+        f" np.broadcast_to(leaf, {tuple(shape)})."
+      )
+  found = ", ".join(f"{count} in '{path}'" for path, count in list(counts.items())[:8])
+  raise ValueError(
+    f"`batch` must have equally many sequences in all leaves, along axis {shapes.batch_axis}; got"
+    f" {found}. A leaf that all sequences share must be broadcast to them, as by"
+    " np.broadcast_to(leaf, shape)."
+  )
 
 
 def _windows(leaf: Any, how: LeafAxes, length: int, full_length: int, batch_axis: int) -> Any:

@@ -102,13 +102,20 @@ def is_bias_or_norm(path: str) -> bool:
 
 
 def first_match(
-  argument: str, patterns: Sequence[str], paths: Sequence[str], *, tree: _types.Tree = None
+  argument: str,
+  patterns: Sequence[str],
+  paths: Sequence[str],
+  *,
+  tree: _types.Tree = None,
+  required: bool = False,
 ) -> list[int | None]:
   """For each path, the index of the first pattern that matches it; warns of idle patterns.
 
-  Patterns of leaves that are masked in `tree` are not idle.
+  Patterns of leaves that are masked in `tree` are not idle. If `required`, ValueError for them
+  instead of a warning.
   """
-  return [matches[0] if matches else None for matches in _matches(argument, patterns, paths, tree)]
+  found = _matches(argument, patterns, paths, tree, required=required)
+  return [matches[0] if matches else None for matches in found]
 
 
 def assign_groups(
@@ -147,12 +154,14 @@ def _matches(
   patterns: Sequence[str],
   paths: Sequence[str],
   tree: _types.Tree = None,
+  *,
   hint: Callable[[str, Sequence[str]], str] | None = None,
+  required: bool = False,
 ) -> list[list[int]]:
   """For each path, the indices of the patterns that match whole segments of it.
 
-  Warns of patterns that match neither a path nor a leaf that is masked in `tree`. The rule of
-  segments is :func:`optax_boost._base.compile_pattern`'s.
+  Warns of patterns that match neither a path nor a leaf that is masked in `tree`; if `required`,
+  raises ValueError. The rule of segments is :func:`optax_boost._base.compile_pattern`'s.
   """
   compiled = [_base.compile_pattern(argument, pattern) for pattern in patterns]
   matches = [[i for i, p in enumerate(compiled) if p.search(path)] for path in paths]
@@ -165,7 +174,10 @@ def _matches(
       _whole_segments_hint(argument, pattern, paths) or (hint(pattern, paths) if hint else "")
       for pattern in idle
     )
-    warn_no_effect(f"`{argument}` has patterns that match no leaf: {idle}.{hints}", paths)
+    message = f"`{argument}` has patterns that match no leaf: {idle}.{hints}"
+    if required:
+      raise ValueError(_with_leaves(message, paths))
+    warn_no_effect(message, paths)
   return matches
 
 
@@ -288,8 +300,12 @@ def find_states(opt_state: _types.Tree, state_type: type[_State]) -> list[_State
 
 def warn_no_effect(message: str, paths: Sequence[str]) -> None:
   """Issues a :class:`NoEffectWarning` that lists the leaves."""
+  _base.warn(_with_leaves(message, paths), _base.NoEffectWarning)
+
+
+def _with_leaves(message: str, paths: Sequence[str]) -> str:
   shown = ", ".join(map(leaf_name, paths[:6])) + (", ..." if len(paths) > 6 else "")
-  _base.warn(f"{message} The leaves are: {shown}.", _base.NoEffectWarning)
+  return f"{message} The leaves are: {shown}."
 
 
 def refuse_pair(params: _types.Tree, method: str) -> None:

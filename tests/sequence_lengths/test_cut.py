@@ -1,6 +1,7 @@
 """Cutting a batch into windows, beside loops over sequences and windows in NumPy."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -133,23 +134,117 @@ REFUSED = [
   (
     ({"t": TOKENS, "label": np.ones(B)}, 4, FULL),
     {},
-    r"'label' of shape \(3,\) has no axis of 12 or 13 tokens. Say axes=\{'label': ...\} with",
+    r"'label' of shape \(3,\) has no axis of 12 or 13 tokens. Say axes=\{'label': 'repeat'\} for",
   ),
   (
     ({"t": TOKENS, "m": np.ones((B, FULL, FULL))}, 4, FULL),
     {},
-    r"has the axes 1, 2, which could all be .*axes=\{'m': ...\} with the axis, or \(1, 2\)",
+    r"has the axes 1, 2, which could all be .*axes=\{'m': \(1, 2\)\} if it is a mask of pairs",
   ),
   (
     ({"t": TOKENS, "p": np.ones((1, FULL))}, 4, FULL),
     {},
-    "axis 0 of 't' has 3, of 'p' 1. Repeat 'p'",
+    r"3 sequences in each leaf; the leaf 'p' .* has one, .* np.broadcast_to\(leaf, \(3, 12\)\)",
+  ),
+  (
+    ({"t": TOKENS, "u": TOKENS[:2]}, 4, FULL),
+    {},
+    "equally many sequences in all leaves, along axis 0; got 3 in 't', 2 in 'u'",
+  ),
+  (
+    ({"t": np.ones((B, 2 * FULL)), "u": TOKENS}, 4, FULL),
+    {},
+    "the leaf 't' .* has no axis of 12 or 13 .* `full_length` must be their number",
   ),
   (({"y": np.ones(3)}, 4, FULL), {"axes": {"y": "keep"}}, "must have a leaf with an axis of 12"),
+  (({"t": TOKENS, "u": TOKENS}, 4, FULL), {"axes": {"t": "keep"}}, "got 'keep' for the leaf 't'"),
   (({"t": TOKENS}, 4, FULL), {"axes": {"t": 0}}, r"other than `batch_axis` 0; got 0"),
   (({"t": TOKENS}, 4, FULL), {"axes": {"t": 7}}, r"`axes` must name axes of 12 or 13"),
   (({"t": TOKENS}, 4, FULL), {"axes": {"t": (1, 1)}}, r"got \(1, 1\) for the leaf 't'"),
 ]
+
+
+# A leaf that all sequences share, beside tokens of `B` sequences; what `axes` may say of it.
+SHARED = {
+  "positions": (np.arange(FULL), (None, 0, "repeat")),
+  "positions of L + 1": (np.arange(FULL + 1), (None, 0, "repeat")),
+  "a causal mask": (np.tri(FULL), (None, 1, (0, 1), "repeat")),
+  "a mask that differs along the diagonal": (RNG.random((FULL, FULL)) < 0.5, (None, 1, (0, 1))),
+}
+
+
+@pytest.mark.parametrize("batch_axis", [0, 1])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_leaf_that_all_sequences_share_is_named_with_advice_that_works(name, batch_axis):
+  shared, treatments = SHARED[name]
+  other = np.moveaxis(TOKENS, 0, batch_axis)
+  # Whichever leaf comes first, the shared one is named.
+  for batch in ({"a": shared, "tokens": other}, {"z": shared, "tokens": other}):
+    leaf = min(batch, key=lambda name: name == "tokens")
+    for how in treatments if batch_axis == 0 else (None,):
+      axes = None if how is None else {leaf: how}
+      with pytest.raises(ValueError, match=f"the leaf '{leaf}' .* all sequences share it") as error:
+        cut_sequences(batch, 4, FULL, axes=axes, batch_axis=batch_axis)
+    advice = re.search(r"own by (np\.broadcast_to.*\))(?: with axes=(\{.*\}))?,", str(error.value))
+    followed = batch | {leaf: eval(advice[1], {"np": np, "leaf": shared})}
+    axes = eval(advice[2] or "None")
+    cut = cut_sequences(followed, 4, FULL, axes=axes, batch_axis=batch_axis)
+    extra = len(shared) - FULL
+    starts = range(0, FULL, 4)
+    blocks = [shared[(slice(i, i + 4 + extra),) * shared.ndim] for i in starts] * B
+    np.testing.assert_array_equal(np.moveaxis(cut[leaf], batch_axis, 0), np.stack(blocks))
+    np.testing.assert_array_equal(np.moveaxis(cut["tokens"], batch_axis, 0), by_loops(TOKENS, 4))
+
+
+def test_no_leaf_of_tokens_stays_whole_beside_windows():
+  """Whatever `axes` says, of batches in which leaves have tokens in all places."""
+  tokens = RNG.integers(0, 99, (B, FULL))
+  others = [
+    tokens,
+    tokens[:1],
+    np.ones((FULL, FULL)),
+    np.ones((2, FULL, FULL)),
+    np.ones((1, 1, FULL, FULL)),
+    np.ones((B, 1, FULL, FULL)),
+  ]
+  treatments = [0, 1, 2, (0, 1), (1, 2), (2, 3), "keep", "repeat"]
+  accepted = 0
+  for other, first, second in itertools.product(others, treatments, [None, *treatments]):
+    axes = {"other": first} | ({} if second is None else {"tokens": second})
+    batch = {"other": other, "tokens": tokens}
+    try:
+      cut = cut_sequences(batch, 4, FULL, axes=axes)
+    except ValueError:
+      continue
+    accepted += 1
+    np.testing.assert_array_equal(cut["tokens"], by_loops(tokens, 4))
+    assert cut["other"].shape[0] == 3 * B
+  assert accepted
+
+
+def test_a_value_of_each_sequence_is_repeated_as_the_error_says():
+  for values in (np.arange(B), np.arange(B)[:, None]):
+    batch = {"tokens": TOKENS, "document": values}
+    with pytest.raises(ValueError, match="A length doesn't: pass a mask of tokens") as error:
+      cut_sequences(batch, 4, FULL)
+    axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
+    cut = cut_sequences(batch, 4, FULL, axes=axes)
+    np.testing.assert_array_equal(cut["document"], np.repeat(values, 3, 0))
+
+
+def test_the_only_leaf_of_an_array_is_cut_as_the_error_says():
+  pairs = RNG.random((B, FULL, FULL))
+  with pytest.raises(ValueError, match=r"the array of shape \(3, 12, 12\) has the axes") as error:
+    cut_sequences(pairs, 4, FULL)
+  axes = eval(re.search(r"axes=(\{.*?\})", str(error.value))[1])
+  blocks = [x[i : i + 4, i : i + 4] for x in pairs for i in range(0, FULL, 4)]
+  np.testing.assert_array_equal(cut_sequences(pairs, 4, FULL, axes=axes), np.stack(blocks))
+
+
+@pytest.mark.parametrize(("pattern", "hint"), [("mask", ""), ("token", "write 'token.*'")])
+def test_a_pattern_that_matches_no_leaf_is_an_error_that_lists_the_leaves(pattern, hint):
+  with pytest.raises(ValueError, match=f"{pattern}.*{hint}.* leaves are: tokens, weights"):
+    cut_sequences({"tokens": TOKENS, "weights": TOKENS}, 4, FULL, axes={pattern: 1})
 
 
 @pytest.mark.parametrize(("arguments", "keywords", "message"), REFUSED)
