@@ -39,6 +39,8 @@ class AutoBoost:
     effects: of methods by name, what :meth:`model` and :meth:`optimizer` changed when they were
       last called, and whether that was anything.
     length_schedule: the sequence lengths that :meth:`batch` cuts to; None: batches stay whole.
+    of_tokens: whether the model is known to be one of tokens.
+    axes: what :meth:`batch` does with leaves whose shape doesn't tell, of :meth:`optimizer`.
   """
 
   title: str
@@ -50,6 +52,10 @@ class AutoBoost:
     default_factory=dict, compare=False, repr=False
   )
   length_schedule: _sequence_lengths.LengthSchedule | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
+  of_tokens: bool = dataclasses.field(default=False, compare=False, repr=False)
+  axes: Mapping[str, _sequence_lengths.LeafAxes] | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
 
@@ -119,12 +125,13 @@ class AutoBoost:
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
       step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
-      axes: as for :func:`cut_sequences`.
+      axes: as for :func:`cut_sequences`. None: those of :meth:`optimizer`.
       batch_axis: the axis of the sequences.
 
     Raises:
       ValueError: the level warms up sequences, and neither was :meth:`optimizer` called with a loss
-        nor `sequence_length` given.
+        nor `sequence_length` given; `axes` is given, and :meth:`optimizer` found that batches stay
+        whole.
     """
     if self.length_schedule is None:
       if _levels.SEQUENCES in self.on and _levels.SEQUENCES not in self.effects:
@@ -132,22 +139,29 @@ class AutoBoost:
           "The length of the sequences is not known: call `boost.optimizer(tx, loss_fn, params,"
           " ...)` with the loss and a batch first, or pass `sequence_length` to `auto_boost`."
         )
+      if axes is not None and _levels.SEQUENCES in self.on:
+        raise _no_effect_of_axes(self.effects[_levels.SEQUENCES][0])
       return batch
     length, full = self.length_schedule(step), self.length_schedule.full_length
+    axes = self.axes if axes is None else axes
     return _sequence_lengths.cut_sequences(batch, length, full, axes=axes, batch_axis=batch_axis)
 
-  def _find_sequences(self, tokens: _tokens.TokenBatch | str) -> None:
-    """Warms up the sequences of a batch of tokens; a reason instead leaves batches whole."""
+  def _find_sequences(self, tokens: _tokens.TokenBatch) -> None:
+    """Warms up the sequences of a batch of tokens if it can be cut."""
+    self.of_tokens = bool(tokens.names)
     self.length_schedule = None
-    if isinstance(tokens, str):
-      self.effects[_levels.SEQUENCES] = f"whole batches: {tokens}", False
+    if tokens.full_length is None:
+      effect = f"whole batches: {tokens.reason}"
+      if self.axes is not None:
+        raise _no_effect_of_axes(effect)
+      self.effects[_levels.SEQUENCES] = effect, False
       return
     warmup = self.on[_levels.SEQUENCES] | {"full_length": tokens.full_length}
-    self._warm_up(source=f"the loss looks '{tokens.leaf}' up; ", **warmup)
+    self._warm_up(source=f"the loss looks {tokens.names[0]} up; ", **warmup)
 
   def _warm_up(self, *, source: str = "", **warmup: Any) -> None:
     schedule = _sequence_lengths.sequence_length_warmup(**warmup)
-    self.length_schedule = schedule
+    self.length_schedule, self.of_tokens = schedule, True
     begins = ", ".join(
       f"{n} from step {step}" for n, step in zip(schedule.lengths, schedule.starts, strict=True)
     )
@@ -160,6 +174,7 @@ class AutoBoost:
     params: optax.Params | None = None,
     *args: Any,
     groups: Any = None,
+    axes: Mapping[str, _sequence_lengths.LeafAxes] | None = None,
   ) -> optax.GradientTransformationExtraArgs:
     """Puts the methods that are on around an optimizer.
 
@@ -173,12 +188,16 @@ class AutoBoost:
       params: the params.
       *args: the loss's other arguments; of a Flax model its model state, then a batch.
       groups: groups of :func:`layer_groups`, or regular expressions, instead of a trace.
+      axes: of a model of tokens, what :meth:`batch` does with leaves of a batch whose shape doesn't
+        tell, as for :func:`cut_sequences`.
 
     Raises:
       ValueError: freezing is on without groups or a loss, or with too few layers; `dim_reduce` is
-        on without params or a subspace.
+        on without params or a subspace; `axes` is given, and batches can't be cut.
     """
     tx = _base.check_transformation("tx", tx)
+    _sequence_lengths.asked_axes(axes, [])
+    self.axes = axes
     if params is not None:
       _tree.check_inexact(params, "auto_boost", _tree.KEEP_OUT)
     if "dim_reduce" in self.on:
@@ -193,17 +212,21 @@ class AutoBoost:
 
     warmup = self.on.get(_levels.SEQUENCES)
     if has_loss and warmup is not None and warmup["full_length"] is None:
-      self._find_sequences(_tokens.find_tokens(program(), loss, params, args))
+      self._find_sequences(_tokens.find_tokens(program(), loss, params, args, axes))
     on = dict(self.on)
-    if self.length_schedule is not None:
-      for name in _levels.NOT_OF_SEQUENCES:
+    if self.of_tokens:
+      for name in _levels.NOT_OF_TOKENS:
         if name in on and not (name == _levels.FREEZE and groups is not None):
           del on[name]
           self.effects[name] = _levels.GAINS_NOTHING, False
+      if self.length_schedule is None and not set(on) - {_levels.SEQUENCES, "less_bn"}:
+        effect, _ = self.effects[_levels.SEQUENCES]
+        _base.warn(
+          f"{self.title} turns nothing on for this model of tokens; {effect}", _base.NoEffectWarning
+        )
     if "less_bn" in on and "gc_flag" not in on["less_bn"]:  # a level's
-      self.effects.setdefault(
-        "less_bn", ("`boost.model` was not called: all BatchNorms stay", False)
-      )
+      effect = "" if self.of_tokens else "`boost.model` was not called"
+      self.effects.setdefault("less_bn", (effect, False))
     ours = _levels.FREEZE in on  # a level's, of convolutions only
     freeze = _levels.FREEZE if ours else "grad_freeze"
     freezing = on.get(freeze, {})
@@ -249,6 +272,10 @@ class AutoBoost:
     return tx
 
 
+def _no_effect_of_axes(effect: str) -> ValueError:
+  return ValueError(f"`axes` must be of batches that are cut; got {effect}")
+
+
 def _centralized(layers: _layer_axes.LayerAxes | None) -> tuple[str, bool]:
   """The effect of centralization in words, and whether it acts."""
   if layers is None:
@@ -284,7 +311,8 @@ def auto_boost(
       last 30 %; ``"O2"``: frozen in the last 45 %, and adaptive summation of gradients over
       `axis_name`. Let the learning rate decay. For a model of tokens, sequences that grow over half
       of the steps (``"O2"``: three quarters; :meth:`AutoBoost.batch`) instead of centralized
-      gradients, the average and frozen layers. With a `config`: MindSpore's level.
+      gradients, the average and frozen layers, which are off even if its batches can't be cut.
+      With a `config`: MindSpore's level.
     total_steps: the number of optimizer steps of the training; ``"O1"`` and ``"O2"`` need it.
     sequence_length: the full length of the sequences of a batch in tokens, as for
       :func:`cut_sequences`; then ``"O1"`` and ``"O2"`` warm up sequences in any case. None: they do

@@ -18,9 +18,9 @@ _AVERAGES_FROM, _SNAPSHOTS = 0.75, 20
 # The methods of our levels have their public names, those of a configuration MindSpore's.
 SEQUENCES = "sequence_length_warmup"
 CENTRALIZE, FREEZE, AVERAGE = "centralize", "freeze_layers", "average_params"
-# What brought a tuned transformer nothing, or less than nothing.
-NOT_OF_SEQUENCES = (CENTRALIZE, FREEZE, AVERAGE)
-GAINS_NOTHING = "where sequences warm up, it gains nothing"
+# What brought a tuned transformer nothing, or less than nothing, with whole batches, too.
+NOT_OF_TOKENS = (CENTRALIZE, FREEZE, AVERAGE)
+GAINS_NOTHING = "a model of tokens gains nothing by it"
 # The share of the steps before sequences are full. A larger one takes less time, and trains learned
 # positions of the last half in few steps: O2 gains less with them.
 _WARMUP_FRACTION = {"O1": 0.5, "O2": 0.75}
