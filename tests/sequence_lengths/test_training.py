@@ -113,6 +113,37 @@ def test_windows_of_micro_batches_count_as_their_tokens():
     )
 
 
+@pytest.mark.parametrize("by", ["micro-batch", "window"])
+def test_a_window_that_a_skipped_micro_batch_lengthens_is_the_mean_over_its_tokens(by):
+  loss = lambda params, batch: models.loss(params, batch) * batch["scale"]  # noqa: E731
+  batches = [
+    batch | {"real": np.ones((4, 16), np.float32), "scale": np.float32(np.inf if i == 1 else 1)}
+    for i, batch in enumerate(models.batches(9))
+  ]
+  lengths = optax_boost.LengthSchedule((4, 16), (0, 2))
+  tx = optax_boost.dynamic_loss_scale(optax_boost.accumulate(optax.sgd(0.1), 2))
+  step = optax_boost.make_train_step(loss, tx, donate=False)
+  state = step.init(models.init())
+  start, parts, windows = state.params, [], []
+  for i, batch in enumerate(batches):
+    made = int(optax.tree.get(state.opt_state, "inner_count"))
+    length = lengths(i // 2 if by == "micro-batch" else made)
+    short = optax_boost.cut_sequences(batch, length, 16)
+    state, _ = step(state, short)
+    parts.append((length, short))
+    if int(optax.tree.get(state.opt_state, "inner_count")) > made:
+      # Of all tokens of the window, those of the skipped micro-batch left out.
+      gradients = [jax.grad(loss)(start, part) for _, part in parts if np.isfinite(part["scale"])]
+      expected = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / len(g), start, *gradients)
+      jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), state.params, expected
+      )
+      windows.append([n for n, _ in parts])
+      start, parts = state.params, []
+  mixed = {"micro-batch": [4, 16], "window": [4, 4]}[by]
+  assert windows == [[4, 4, 4], mixed, [16, 16], [16, 16]]
+
+
 def test_a_resumed_training_goes_on_at_the_length_of_its_step():
   def train(state, steps):
     made = optax_boost.make_train_step(models.loss, optax.adam(1e-2), donate=False)
