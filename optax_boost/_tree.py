@@ -135,7 +135,9 @@ def assign_groups(
   """
   groups: list[int | None] = []
   patterns = [pattern for pattern, _ in group_of_pattern]
-  for path, matches in zip(paths, _matches(argument, patterns, paths, tree, hint), strict=True):
+  for path, matches in zip(
+    paths, _matches(argument, patterns, paths, tree, hint=hint), strict=True
+  ):
     first = matches[0] if matches else None
     groups.append(None if first is None else group_of_pattern[first][1])
     for other in matches:
