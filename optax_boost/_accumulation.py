@@ -149,7 +149,7 @@ class _Accumulate:
     self, call: _skippable.Call, state: AccumulateState
   ) -> tuple[_skippable.Call, AccumulateState, _Window]:
     grads, extra_args = call.gradients()
-    weight = _checked_weight(grads, state, extra_args.pop("weight", 1.0))
+    weight = _checked_weight(extra_args.pop("weight", 1.0))
     addend = jax.tree.map(lambda t, g: _weighted(weight, t, g), state.accumulator, grads)
     used, good = self._is_used(call, state, weight, addend)
     weight_sum = jnp.where(used, state.weight_sum + weight, state.weight_sum)
@@ -224,9 +224,8 @@ def _keeps(state: AccumulateState, not_finite: str | None) -> bool:
   return not_finite != "drop" or _protocol.scales_loss(state.inner_state)
 
 
-def _checked_weight(updates: optax.Updates, state: AccumulateState, weight: Any) -> jax.Array:
-  """The weight of a micro-batch in float32; checks the gradients, and a weight if not traced."""
-  _tree.check_same_tree(updates, state.accumulator, _METHOD)
+def _checked_weight(weight: Any) -> jax.Array:
+  """The weight of a micro-batch in float32; checked if it is not traced."""
   largest = float(jnp.finfo(jnp.float32).max)
   _base.check_number("weight", weight, minimum=0.0, maximum=largest)
   return jnp.asarray(weight, jnp.float32)

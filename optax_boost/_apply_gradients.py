@@ -7,6 +7,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _orders
+from optax_boost import _own_state
 from optax_boost import _skippable
 from optax_boost import _tree
 
@@ -79,5 +80,10 @@ def step_in_place(
     return grads, dict(extra_args)
 
   call = _skippable.Call(gradients, params, True, _skippable.PARAMS)
-  outcome = _skippable.run(tx, call, opt_state)
-  return outcome.result, outcome.state
+
+  def make() -> tuple[optax.Params, optax.OptState]:
+    outcome = _skippable.run(tx, call, opt_state)
+    return outcome.result, outcome.state
+
+  trees = (grads, opt_state, params)
+  return _own_state.step_with("apply_gradients", tx.init, trees, make, in_params=True)

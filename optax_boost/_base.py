@@ -324,8 +324,10 @@ def require_params(params: _types.Tree, method: str) -> None:
     )
 
 
+# In all errors about the state of another transformation or of other params.
+NEEDS_STATE = "needs the state that"
 _OWN_STATE = (
-  "`{method}` needs the state that its own `init` made, {required}; got {got}. Pass the state of"
+  f"`{{method}}` {NEEDS_STATE} its own `init` made, {{required}}; got {{got}}. Pass the state of"
   " this transformation; a checkpoint must be restored into the structure of `tx.init(params)`."
 )
 

@@ -19,6 +19,7 @@ import optax
 from optax_boost import _arrays
 from optax_boost import _base
 from optax_boost import _orders
+from optax_boost import _own_state
 from optax_boost import _protocol
 from optax_boost import _skippable
 from optax_boost import _tree
@@ -104,7 +105,11 @@ def transformation(
     extra_args = _arrays.as_jax_gradients(extra_args)
     form.check(updates, state, params)
     accepted = extra_args if takes_all else {k: v for k, v in extra_args.items() if k in named}
-    return step(updates, state, params, **accepted)
+
+    def make() -> tuple[optax.Updates, Any]:
+      return step(updates, state, params, **accepted)
+
+    return _own_state.step_with(method, init, (updates, state, params), make)
 
   return _with_form(form, init, update)
 
@@ -149,8 +154,12 @@ def wrapper(
       return updates, dict(extra_args)
 
     call = _skippable.Call(gradients, params, True, _skippable.UPDATES)
-    outcome = _skippable.run(tx, call, state)
-    return outcome.result, outcome.state
+
+    def make() -> tuple[optax.Updates, Any]:
+      outcome = _skippable.run(tx, call, state)
+      return outcome.result, outcome.state
+
+    return _own_state.step_with(method, init, (updates, state, params), make)
 
   tx = _with_form(form, init, update)
   return tx

@@ -134,8 +134,14 @@ def record_trajectory(
   def step(updates: optax.Updates, state: Any, params: Any) -> tuple[Any, TrajectoryState]:
     if lengths := {len(ring) for ring in jax.tree.leaves(state.snapshots)} - {capacity}:
       raise ValueError(
-        f"`{_METHOD}` needs a state with room for `capacity` snapshots, {capacity}; got one for"
-        f" {lengths.pop()}. Pass the `capacity` of the run that made it."
+        f"`{_METHOD}` needs the state that has room for `capacity` snapshots, {capacity}; got one"
+        f" for {lengths.pop()}. Pass the `capacity` of the run that made it."
+      )
+
+    shapes = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
+    if shapes != list(map(jnp.shape, jax.tree.leaves(params))):
+      raise ValueError(
+        f"`{_METHOD}` needs a state of these params; got one of the shapes {shapes}."
       )
 
     def taken() -> TrajectoryState:

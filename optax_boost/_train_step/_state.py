@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 from typing import NamedTuple
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import optax
 
 from optax_boost import _arrays
 from optax_boost import _base
+from optax_boost import _own_state
 from optax_boost import _tree
 from optax_boost import _types
 
@@ -210,13 +210,13 @@ def check_opt_state(
   tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
 ) -> None:
   """Refuses arrays of an optimizer state that would broadcast against those of these params."""
-  expected = _expected_state(tx, params)
+  expected = _own_state.expected_state(tx.init, params)
   if expected is None or _shapes_and_dtypes(expected) == _shapes_and_dtypes(opt_state):
     return
-  if differences := _other_arrays(expected, opt_state):
+  if difference := _own_state.array_difference(expected, opt_state):
     raise ValueError(
       "`state.opt_state` must be the state of this optimizer for these params;"
-      f" {differences[0]}. {_MAKE_OR_RESTORE}"
+      f" {difference}. {_MAKE_OR_RESTORE}"
     )
 
 
@@ -246,51 +246,5 @@ def other_opt_state(
   tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
 ) -> str:
   """What tells an optimizer state from that of this optimizer for these params; "": nothing."""
-  expected = _expected_state(tx, params)
-  if expected is None or _tree.same_shapes(expected, opt_state):
-    return ""
-  required, present = set(_tree.leaf_paths(expected)), set(_tree.leaf_paths(opt_state))
-  differences = [f"it lacks the leaf '{path}'" for path in sorted(required - present)]
-  differences += [f"it has a leaf '{path}' too many" for path in sorted(present - required)]
-  differences += _other_arrays(expected, opt_state)
-  if differences:
-    return differences[0]
-  return f"it must be {_base.shorten(expected, 400)}; got {_base.shorten(opt_state, 400)}"
-
-
-def _expected_state(tx: optax.GradientTransformation, params: optax.Params) -> Any:
-  """The types of a new optimizer state; None if `init` can't tell them for traced params."""
-  try:
-    with warnings.catch_warnings():
-      # They were given when the state was made.
-      warnings.simplefilter("ignore")
-      return jax.eval_shape(tx.init, params)
-  except Exception:
-    return None
-
-
-_NUMBER_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer)
-
-
-def _other_arrays(expected: _types.Tree, opt_state: _types.Tree) -> list[str]:
-  """Arrays of a state that differ from the expected ones of the same path.
-
-  An `init` of another author may make scalars that grow in the first update, and an update may
-  change the precision, so only shapes of arrays and kinds of numbers must agree.
-  """
-  leaves = dict(zip(_tree.leaf_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
-  differences = []
-  for path, array in zip(_tree.leaf_paths(expected), jax.tree.leaves(expected), strict=True):
-    if path not in leaves or not array.shape:
-      continue
-    got = leaves[path]
-    dtype = jnp.result_type(got)
-    same_kind = any(
-      jnp.issubdtype(dtype, k) and jnp.issubdtype(array.dtype, k) for k in _NUMBER_KINDS
-    )
-    if jnp.shape(got) != array.shape or not (dtype == array.dtype or same_kind):
-      differences.append(
-        f"its leaf '{path}' must have the shape {array.shape} and the dtype {array.dtype}; got"
-        f" {jnp.shape(got)} and {dtype}"
-      )
-  return differences
+  expected = _own_state.expected_state(tx.init, params)
+  return "" if expected is None else _own_state.difference(expected, opt_state)

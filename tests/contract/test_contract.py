@@ -1,5 +1,6 @@
 """What every transformation keeps to: each test is a column, run for every row of the registry."""
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -508,6 +509,56 @@ def test_refuses_gradients_of_another_tree(row):
   got = re.escape(f"got {kernel.shape} for the leaf 'dense/kernel' of shape")
   with pytest.raises(ValueError, match=got):
     tx.update(grads, state, params)
+
+
+def _with_another_block(params):
+  return {**params, "block_10": {"kernel": jnp.ones((16, 8)), "bias": jnp.zeros(8)}}
+
+
+def _with_another_shape(params):
+  return {**params, "dense": {**params["dense"], "bias": jnp.zeros(1)}}
+
+
+OTHER_TREES = {
+  "one more block": _with_another_block,
+  "a shape that broadcasts": _with_another_shape,
+}
+
+
+@functools.cache
+def _with_moments(row: registry.Row, door: str) -> optax.GradientTransformationExtraArgs:
+  """The row with moments in it if it wraps anything, else before some if the door shows them."""
+  moments = optax.trace(0.9)
+  inside = {name: moments for name in ("inner", "first", "second") if name in row.kwargs}
+  tx = dataclasses.replace(row, kwargs=row.kwargs | inside).make()
+  if inside or row.descends is None or door == "update":
+    return tx
+  return optax.chain(tx, moments)
+
+
+DOORS = {
+  "update": lambda tx, grads, state, params: tx.update(grads, state, params),
+  "apply_gradients": optax_boost.apply_gradients,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("change", OTHER_TREES)
+@every_row
+def test_refuses_the_state_of_another_tree(row, change, door):
+  tx, params = _with_moments(row, door), row.params()
+  trees = params, OTHER_TREES[change](params)
+  states = [jax.eval_shape(tx.init, tree) for tree in trees]
+  for state, of_step in zip(states, reversed(trees), strict=True):
+    call = functools.partial(DOORS[door], tx)
+    arguments = problems.grads(of_step), state, of_step
+    if problems.spec(states[0]) == problems.spec(states[1]):
+      # Nothing in it is of the params: it is as good as their own.
+      assert jax.eval_shape(call, *arguments)
+    else:
+      leaf = r"'([\w/]*(block_10/(kernel|bias)|dense/bias)|trust_ratio)'"
+      with pytest.raises(ValueError, match=f"needs the state that .*{leaf}"):
+        jax.eval_shape(call, *arguments)
 
 
 @every_row

@@ -22,6 +22,7 @@ FOUNDATION = [
   "_arrays",
   "_files",
   "_tree",
+  "_own_state",
   "_trace",
   "_masking",
   "_protocol",
