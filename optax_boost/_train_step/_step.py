@@ -81,7 +81,11 @@ class TrainStep:
       name that occurs again is numbered, as in ``trust_ratio_1``.
     """
     _check_call(state, rng)
-    return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
+    try:
+      return self._step(*self._arguments(_state.commit_like(state, (batch, rng)), batch, rng))
+    except (RuntimeError, ValueError) as error:
+      _explain_deleted(error, state=state, batch=batch, rng=rng)
+      raise
 
   def refresh(
     self,
@@ -110,13 +114,17 @@ class TrainStep:
       ValueError: the optimizer has no ``svrg``, there is no batch, or a tree does not fit.
     """
     _check_call(state, rng)
-    if rng is not None:
-      _base.check_key("rng", rng)
-      rng = jax.random.fold_in(rng, state.step)
     gradient = jax.tree_util.Partial(self.program.gradient, state.model_state)
-    full = _full_gradient.full_gradient(
-      gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
-    )
+    try:
+      if rng is not None:
+        _base.check_key("rng", rng)
+        rng = jax.random.fold_in(rng, state.step)
+      full = _full_gradient.full_gradient(
+        gradient, state.params, batches, rng=rng, weight_fn=weight_fn, progress=progress
+      )
+    except (RuntimeError, ValueError) as error:
+      _explain_deleted(error, state=state)
+      raise
     return _state.canonicalize_state(
       state._replace(opt_state=_protocol.renew_full_gradients(state.opt_state, state.params, full))
     )
@@ -151,6 +159,24 @@ def _check_call(state: _types.Unchecked, rng: _types.Unchecked) -> None:
   # The array of a key is checked while tracing.
   if rng is not None and not isinstance(rng, jax.Array):
     _base.check_key("rng", rng)
+
+
+def _explain_deleted(error: Exception, **arguments: _types.Tree) -> None:
+  """Raises an error that names the argument whose arrays are deleted, if that made a step fail."""
+  for name, tree in arguments.items():
+    for path, leaf in zip(_tree.leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+      if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_deleted", bool)():
+        continue
+      advice = " Don't donate it to a program before the step."
+      if name == "state":
+        advice = (
+          " A step donates its state: go on with the state that it returned, or make the step with"
+          " `donate=False` to use one twice."
+        )
+      raise ValueError(
+        f"`{name}` must hold arrays that exist; the leaf '{path or name}' was donated or"
+        f" deleted.{advice}"
+      ) from error
 
 
 def make_train_step(

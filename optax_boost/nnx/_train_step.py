@@ -256,11 +256,18 @@ def _explain(
 
 
 def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Function], _Function]:
-  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``."""
+  """Shows, in a function's signature, the keywords of `core` in place of its ``**options``.
+
+  Its ``*args`` are not shown: it takes them to refuse them.
+  """
 
   def decorate(function: _Function) -> _Function:
     signature = inspect.signature(function)
-    shown = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    shown = {
+      name: parameter
+      for name, parameter in signature.parameters.items()
+      if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
     for name, parameter in inspect.signature(core).parameters.items():
       if parameter.kind is parameter.KEYWORD_ONLY and name not in {*shown, *without}:
         shown[name] = parameter
@@ -271,7 +278,7 @@ def _with_keywords_of(core: Callable[..., Any], *without: str) -> Callable[[_Fun
 
 
 @_with_keywords_of(_train_step.make_train_step, "has_model_state")
-def make_train_step(loss_fn: _types.LossFn, **options: Any) -> TrainStep:
+def make_train_step(loss_fn: _types.LossFn, *_optimizers: Any, **options: Any) -> TrainStep:
   """Makes a jitted train step for NNX: :func:`optax_boost.make_train_step` for models.
 
   Statistics and rng counts come from the one forward pass at the current params; trial points of a
@@ -335,6 +342,13 @@ def make_train_step(loss_fn: _types.LossFn, **options: Any) -> TrainStep:
     1
   """
   _base.check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+  if _optimizers or "tx" in options:
+    raise TypeError(
+      "`optax_boost.nnx.make_train_step` takes the loss alone, and options as keywords; got"
+      f" {_base.shorten(_optimizers[0] if _optimizers else options['tx'])}, too. A transformation"
+      " belongs to the optimizer, which each step is called with: `optimizer = nnx.Optimizer(model,"
+      " tx, wrt=nnx.Param)`, `step(model, optimizer, batch)`."
+    )
   if callable(weight := options.get("weight")):
     options["weight"] = _adapter.of_plain_batch(weight)
   # The transformation is known with the model only.

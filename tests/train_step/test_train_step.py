@@ -379,6 +379,31 @@ def test_the_old_state_is_donated_and_the_callers_arrays_are_not():
   assert not any(x.is_deleted() for x in jax.tree.leaves((params, stats)))
 
 
+def test_a_donated_state_is_named_if_it_is_used_again():
+  step = normed_step(optax.adam(1e-3))
+  state = step.init(*initial())
+  step(state, BATCH, KEY)
+  message = r"`state` must hold .*; the leaf 'params/.*' was donated or deleted. .*`donate=False`"
+  for use in (step, lambda state, batch, rng: step.refresh(state, [batch], rng)):
+    with pytest.raises(ValueError, match=message):
+      use(state, BATCH, KEY)
+  batch = jax.tree.map(jnp.array, BATCH)
+  jax.tree.leaves(batch)[0].delete()
+  with pytest.raises(
+    ValueError, match=r"`batch` must hold .*; the leaf '.+' was donated or deleted"
+  ):
+    step(step.init(*initial()), batch, KEY)
+
+
+def test_a_donated_state_with_a_number_that_is_read_before_the_program_is_named():
+  tx = optax_boost.freeze_layers(optax.sgd(0.1), ["a", "b"], optax_boost.fixed_freezing(2, 1))
+  step = optax_boost.make_train_step(lambda params, batch: optax.tree.norm(params), tx)
+  state = step.init({"a": jnp.ones(2), "b": jnp.ones(2)})
+  step(state, None)
+  with pytest.raises(ValueError, match=r"`state` must hold .* was donated or deleted. .*`donate"):
+    step(state, None)
+
+
 @pytest.mark.parametrize(
   "tx",
   [optax.contrib.schedule_free_sgd(0.1), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))],
