@@ -51,6 +51,10 @@ TASKS = {
   "masked": Task("masked characters, rotary", SHAKESPEARE, masked=True),
   "rotary x 4": Task("rotary, four times as long", SHAKESPEARE, budget=4),
   "learned x 4": Task("learned, four times as long", SHAKESPEARE, rotary=False, budget=4),
+  "rotary 256 x 4": Task("rotary, 256, four times as long", SHAKESPEARE, length=256, budget=4),
+  "learned 256 x 4": Task(
+    "learned, 256, four times as long", SHAKESPEARE, rotary=False, length=256, budget=4
+  ),
 }
 O0, O1, O2 = "O0", "O1", "O2"
 SHORT, DROPPED, SMALL = "a quarter, then full", "the ladder, rest dropped", "small batch first"

@@ -202,7 +202,7 @@ def picture(everything):
       axes.plot(seeds, [row + below] * len(seeds), ".", color=color, markersize=4)
       if mean:
         axes.plot(mean, row + below, "o", color=color, markersize=8, label=level * (row == 0))
-      axes.text(max([1, mean, *seeds]) + 0.02, row + below, label, **place)
+      axes.text(max([1, mean, *seeds]) + 0.04, row + below, label, **place)
   axes.set_yticks(range(len(everything)), [TASKS[name].title for name in everything])
   axes.invert_yaxis()
   axes.set_xlabel("times as fast to O0's loss; small: each seed")
