@@ -51,6 +51,28 @@ def parser(
   )
 
 
+def read(
+  options: argparse.ArgumentParser, argv: Sequence[str] | None, out: str, **least: int
+) -> argparse.Namespace:
+  """Reads the options, and one more for the picture's path; checks path and whole numbers.
+
+  Args:
+    options: the parser of the example's own options.
+    argv: the arguments; None: the process's.
+    out: where the picture goes unless ``--out`` says it.
+    **least: the least values by name, as for :func:`check_range`.
+
+  Raises:
+    ValueError: an argument is wrong.
+    OSError: the picture can't be written.
+  """
+  options.add_argument("--out", type=Path, metavar="FILE", default=out, help="the picture")
+  found = options.parse_args(argv)
+  check_range(found, **least)
+  _pictures.check_writable(found.out)
+  return found
+
+
 def check_range(options: argparse.Namespace, **least: int) -> None:
   """Checks whole numbers among the options: None, or from their least value to 2**31 - 1.
 

@@ -30,7 +30,6 @@ try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   from _demo_report import Results
   from _demo_report import picture
   from _demo_report import report
-  from _pictures import check_writable
   import _texts
   import _transformer
   import _transformer_training as training
@@ -60,7 +59,7 @@ Batches = list[np.ndarray]
 
 
 class Plan(NamedTuple):
-  """What is to be done; everything in it has been checked."""
+  """The arguments of a run, all checked."""
 
   steps: int
   tuning_steps: int
@@ -186,12 +185,9 @@ def prepare(argv: Sequence[str] | None) -> Plan:
   add("--steps", type=int, default=STEPS, help="of a training from scratch")
   add("--tuning-steps", type=int, default=TUNING_STEPS, help="of fine-tuning")
   add("--seed", type=int, default=0, help="of initial params and batches")
-  add("--out", metavar="FILE", default=OUT, help="the picture")
-  options = parser.parse_args(argv)
-  _command.check_range(options, steps=EVALUATIONS, tuning_steps=TUNING_EVALUATIONS, seed=0)
-  out = Path(options.out)
-  check_writable(out)
-  return Plan(options.steps, options.tuning_steps, options.seed, out)
+  least = {"steps": EVALUATIONS, "tuning_steps": TUNING_EVALUATIONS, "seed": 0}
+  options = _command.read(parser, argv, OUT, **least)
+  return Plan(options.steps, options.tuning_steps, options.seed, options.out)
 
 
 def work(plan: Plan) -> tuple[Figure, Path]:

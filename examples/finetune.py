@@ -20,7 +20,6 @@ NAME, OUT = "finetune", "out/finetune.png"
 
 try:  # JAX takes seconds to import: long enough for a Ctrl-C.
   _memory.keep_freed_memory()
-  from _pictures import check_writable
   import _texts
   import _transformer
   import _transformer_training as training
@@ -96,7 +95,7 @@ WAYS = {
 
 
 class Plan(NamedTuple):
-  """What is to be done; everything in it has been checked."""
+  """The arguments of a run, all checked."""
 
   steps: int
   base_steps: int
@@ -190,12 +189,9 @@ def prepare(argv: Sequence[str] | None) -> Plan:
   add("--base-steps", type=int, default=BASE_STEPS, help="of learning the base text")
   add("--seeds", type=int, default=SEEDS, help="how many")
   add("--tune", action="store_true", help="choose each way's learning rate first")
-  add("--out", metavar="FILE", default=OUT, help="the picture")
-  options = parser.parse_args(argv)
-  _command.check_range(options, steps=EVALUATIONS, base_steps=EVALUATIONS, seeds=1)
-  out = Path(options.out)
-  check_writable(out)
-  return Plan(options.steps, options.base_steps, options.seeds, options.tune, out)
+  least = {"steps": EVALUATIONS, "base_steps": EVALUATIONS, "seeds": 1}
+  options = _command.read(parser, argv, OUT, **least)
+  return Plan(options.steps, options.base_steps, options.seeds, options.tune, options.out)
 
 
 def work(plan: Plan) -> tuple[Figure, Path]:
