@@ -339,6 +339,17 @@ def require_state(state: _types.Tree, state_type: type, method: str) -> None:
     raise TypeError(_OWN_STATE.format(method=method, required=required, got=got))
 
 
+def check_shapes_of_state(
+  method: str, of_state: list[tuple[int, ...]], of_params: list[tuple[int, ...]]
+) -> None:
+  """Raises ValueError if the leaves that a state keeps have other shapes than the params'."""
+  if of_state != of_params:
+    raise ValueError(
+      f"`{method}` needs the params that its state was made for, of shapes {shorten(of_state)}; got"
+      f" {shorten(of_params)}. Start from `tx.init(params)`."
+    )
+
+
 def require_chain_state(
   state: Sequence[_types.Tree], state_types: Sequence[type], method: str
 ) -> None:

@@ -137,12 +137,9 @@ def record_trajectory(
         f"`{_METHOD}` needs the state that has room for `capacity` snapshots, {capacity}; got one"
         f" for {lengths.pop()}. Pass the `capacity` of the run that made it."
       )
-
-    shapes = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
-    if shapes != list(map(jnp.shape, jax.tree.leaves(params))):
-      raise ValueError(
-        f"`{_METHOD}` needs a state of these params; got one of the shapes {shapes}."
-      )
+    # A leaf of another shape could broadcast into the ring.
+    kept = [ring.shape[1:] for ring in jax.tree.leaves(state.snapshots)]
+    _base.check_shapes_of_state(_METHOD, kept, list(map(jnp.shape, jax.tree.leaves(params))))
 
     def taken() -> TrajectoryState:
       good = _conditional.agree(_finiteness.all_finite(params), axis_name, _METHOD)

@@ -108,12 +108,7 @@ class Cutter:
     layouts: list[Layout] = self._layouts(params, self._layers or _method.check_layers(layers))
     shapes = [lay.shape for lay in layouts if not lay.excluded]
     state_shapes = [jnp.shape(x) for x in jax.tree.leaves(state.permuted_params)]
-    if shapes != state_shapes:
-      raise ValueError(
-        f"`{self._method}` needs the params that its state was made for, of shapes"
-        f" {_base.shorten(state_shapes)}; got {_base.shorten(shapes)}. Start from"
-        " `tx.init(params)`."
-      )
+    _base.check_shapes_of_state(self._method, state_shapes, shapes)
     return layouts
 
 
