@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -143,22 +144,19 @@ def _try_lengths(
   """The first full length at which the argument number `where` can be cut, or why there is none."""
   reason = ""
   for full_length in lengths:
-
-    def cut(batch: Any, full_length: int = full_length) -> Any:
-      shortest = _sequence_lengths.sequence_length_warmup(full_length, 1000).lengths[0]
-      return _sequence_lengths.cut_sequences(batch, shortest, full_length, axes=axes)
-
-    def loss_of_windows(params: Any, *args: Any, cut: Callable[..., Any] = cut) -> Any:
-      return loss_fn(params, *args[:where], cut(args[where]), *args[where + 1 :])
-
     try:
-      jax.eval_shape(cut, args[where])
+      shortest = _sequence_lengths.sequence_length_warmup(full_length, 1000).lengths[0]
+      cut = functools.partial(
+        _sequence_lengths.cut_sequences, length=shortest, full_length=full_length, axes=axes
+      )
+      windows = jax.eval_shape(cut, args[where])
     except ValueError as error:
       advice = " Pass `axes` to `boost.optimizer`." if "axes=" in str(error) else ""
       reason = reason or f"{error}{advice}"
       continue
     try:
-      loss = jax.tree.leaves(jax.eval_shape(loss_of_windows, params, *args))[0]
+      shorter = [*args[:where], windows, *args[where + 1 :]]
+      loss = jax.tree.leaves(jax.eval_shape(loss_fn, params, *shorter))[0]
       if (loss.shape, loss.dtype) != (program.out_avals[0].shape, program.out_avals[0].dtype):
         raise ValueError("it has another shape")
     except Exception as error:  # the user's loss may raise anything
