@@ -1,9 +1,7 @@
 """The params that a method would be evaluated at: an average, if its optimizer keeps one."""
 
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import optax
 
 from optax_boost import _average_params
@@ -21,10 +19,9 @@ def find_average(opt_state: optax.OptState, params: optax.Params) -> _ReadAverag
     return _average_params.averaged_params
   # Schedule-free methods train at other params than they are evaluated at. In a mask, optax has
   # no function that reads them.
-  if len(_schedule_free(opt_state)) == 1:
-    trees = _schedule_free(opt_state)[0].z, params
-    structures: list[Any] = [jax.tree.structure(tree) for tree in trees]
-    return _read_schedule_free if structures[0] == structures[1] else None
+  states = _schedule_free(opt_state)
+  if len(states) == 1 and _tree.same_shapes(states[0].z, params):
+    return _read_schedule_free
   return None
 
 
