@@ -35,7 +35,7 @@ except KeyboardInterrupt:
 
 
 class Plan(NamedTuple):
-  """What is to be done; everything in it has been checked."""
+  """The arguments of a run, all checked."""
 
   data: Data
   methods: list[str]
@@ -80,7 +80,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
     argv: the arguments; None: the process's.
 
   Returns:
-    What is to be done.
+    The plan of the run.
 
   Raises:
     ValueError: an argument or the data is wrong.

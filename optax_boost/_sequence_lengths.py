@@ -242,7 +242,7 @@ def _check_length(name: str, length: Any, full_length: int) -> None:
 
 
 def asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[LeafAxes | None]:
-  """What the argument `axes` says of each leaf, None if nothing; checks the argument."""
+  """The treatment of each leaf by the argument `axes`, or None; checks the argument."""
   if axes is None:
     return [None] * len(paths)
   _base.check_type("axes", axes, Mapping, "a dict from regular expressions to axes")
@@ -260,7 +260,7 @@ def asked_axes(axes: Mapping[str, LeafAxes] | None, paths: list[str]) -> list[Le
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-  """What the shapes of a batch's leaves are compared with.
+  """The numbers with which shapes of a batch's leaves are compared.
 
   Attributes:
     full_length: the sequence length L in tokens.

@@ -188,7 +188,7 @@ CHECKS: dict[str, tuple[Program | Command, ...]] = {
     example("half_precision.py", "--epochs=1", "--seeds=1"),
     example("sgperm.py", "--methods=rank", "--epochs=1", "--seeds=1"),
     example("adasum_processes.py", "--devices=2", "--steps=2", "--every=1"),
-    # These train for minutes at least; imports are what they need the extra for.
+    # These programs train for minutes at least; they need the extra for their imports.
     example("finetune.py", "--help"),
     example("tune.py", "--help"),
     example("tune_demo.py", "--help"),

@@ -125,7 +125,7 @@ class AutoBoost:
     Args:
       batch: a tree of arrays, as for :func:`cut_sequences`.
       step: the number of the optimizer step, from 0; with :func:`accumulate`, not of a micro-step.
-      axes: as for :func:`cut_sequences`. None: those of :meth:`optimizer`.
+      axes: as for :func:`cut_sequences`. None: the argument of :meth:`optimizer`.
       batch_axis: the axis of the sequences.
 
     Raises:

@@ -1,6 +1,6 @@
 """Trainings of a small transformer of characters that keep several averages of the params at once.
 
-The transformer is that of ``examples/_transformer.py``, the text the sources of Python's standard
+They train the transformer of ``examples/_transformer.py`` on the sources of Python's standard
 library. An average doesn't change the training, so one training measures them all.
 """
 

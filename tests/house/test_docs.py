@@ -158,7 +158,7 @@ def test_the_description_of_a_property_has_no_colon_before_which_sphinx_reads_a_
 def test_the_first_line_about_a_result_has_no_colon_before_which_sphinx_reads_a_type():
   for name, value in documented_objects():
     found = re.search(r"\n *Returns:\n(.*)", getattr(value, "__doc__", None) or "")
-    # A role of Sphinx is no type, and has colons.
+    # Sphinx reads the colons of a role as its own.
     text = re.sub(r":\w+:`[^`]*`|``[^`]*``", "", found[1]) if found else ""
     assert ":" not in text, f"{name}: {text}"
 

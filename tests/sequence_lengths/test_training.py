@@ -132,7 +132,7 @@ def test_a_window_that_a_skipped_micro_batch_lengthens_is_the_mean_over_its_toke
     state, _ = step(state, short)
     parts.append((length, short))
     if int(optax.tree.get(state.opt_state, "inner_count")) > made:
-      # Of all tokens of the window, those of the skipped micro-batch left out.
+      # The mean over the window's tokens without those of the skipped micro-batch.
       gradients = [jax.grad(loss)(start, part) for _, part in parts if np.isfinite(part["scale"])]
       expected = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / len(g), start, *gradients)
       jax.tree.map(
