@@ -17,7 +17,7 @@ demo-large-batch: $(READY)
 demo-auto: $(READY)
 	$(BIN)/python examples/auto_boost_resnet.py
 
-# Three minutes; with FULL=1 it chooses the learning rates first, in six.
+# Three minutes; with FULL=1 it chooses the learning rates first, in five.
 FULL ?=
 demo-finetune: $(READY)
 	$(BIN)/python examples/finetune.py $(if $(FULL),--tune)

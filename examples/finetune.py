@@ -197,7 +197,7 @@ def prepare(argv: Sequence[str] | None) -> Plan:
 def work(plan: Plan) -> tuple[Figure, Path]:
   """Trains with every way and seed and prints the table; returns the picture and its path."""
   rates = dict.fromkeys(WAYS, RATE)
-  chosen, minutes = "at the rate of each that is best", "six"
+  chosen, minutes = "at the rate of each that is best", "five"
   if not plan.tune:
     chosen, minutes = f"at a rate of {RATE:g} for all", "three"
   print(
