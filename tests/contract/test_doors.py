@@ -117,6 +117,12 @@ DOORS = {
 }
 
 
+def in_numpy(x):
+  """A copy of an array, or of a key's data."""
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.array(jax.random.key_data(x) if is_key else x)
+
+
 def through(door, tx, params, batches, loss=dot):
   """Params and optimizer state after each step, stacked."""
   name, how = door
@@ -126,10 +132,11 @@ def through(door, tx, params, batches, loss=dot):
     return (nnx.jit if name == "nnx" else jax.jit)(scan)(carry, batches)[1]
   # A column of the contract compares eager steps with jitted ones.
   step, after = jax.jit(step) if how == "jit" else step, []
+  batches = jax.tree.map(np.asarray, batches)
   for t in range(len(jax.tree.leaves(batches)[0])):
     carry, found = step(carry, jax.tree.map(lambda x, t=t: x[t], batches))
-    after.append(jax.tree.map(jnp.copy, found))  # the next step donates it
-  return jax.tree.map(lambda *steps: jnp.stack(steps), *after)
+    after.append(jax.tree.map(in_numpy, found))  # the next step donates it
+  return jax.tree.map(lambda *steps: np.stack(steps), *after)
 
 
 every_door = pytest.mark.parametrize(
@@ -146,7 +153,8 @@ def test_lars_of_mxnet(door):
   arrays, hyper = test_lars.load("lars_mxnet200beta1_fp32")
   tx = test_lars.mxnet_lars(arrays, hyper["cases"][22])
   params = test_lars.unflatten(arrays, arrays["init"])
-  grads = jax.vmap(functools.partial(test_lars.unflatten, arrays))(arrays["grads_r1"])
+  of_steps = [test_lars.unflatten(arrays, vector) for vector in arrays["grads_r1"]]
+  grads = jax.tree.map(lambda *gradients: np.stack(gradients), *of_steps)
   found, _ = through(door, tx, params, grads)
   found = [test_lars.flatten(arrays, {n: p[t] for n, p in found.items()}) for t in range(10)]
   test_lars.assert_weights_agree(np.stack(found), arrays["init"], arrays["c22_w"])
@@ -156,7 +164,7 @@ def test_lars_of_mxnet(door):
 def test_centralize_of_mindspore_in_its_order(door):
   arrays, names = test_centralization.recorded()
   hyper = json.loads(str(arrays["meta_json"]))["hyper"]
-  init, grads = ({n: jnp.asarray(arrays[kind + n]) for n in names} for kind in ("init_", "grad_"))
+  init, grads = ({n: arrays[kind + n] for n in names} for kind in ("init_", "grad_"))
   closed = [n for n, p in init.items() if p.ndim < 2 or p.shape[1] % 16]
   tx = optax.chain(
     optax.add_decayed_weights(hyper["weight_decay"]),
@@ -171,8 +179,9 @@ def test_centralize_of_mindspore_in_its_order(door):
     return dot(used, {n: g.reshape(used[n].shape) for n, g in gradients.items()})
 
   eyes = {n: np.eye(p[0].size).reshape(*p.shape[1:], -1) for n, p in init.items()}
-  eyes = {n: jnp.asarray([eye] * hyper["steps"], jnp.float32) for n, eye in eyes.items()}
-  found, _ = through(door, tx, init, (grads, eyes), loss)
+  eyes = {n: np.asarray([eye] * hyper["steps"], np.float32) for n, eye in eyes.items()}
+  params = jax.tree.map(jnp.asarray, init)
+  found, _ = through(door, tx, params, (grads, eyes), loss)
   for name in names:
     # The same steps with the magnitudes of all terms.
     weight, velocity = np.abs(np.float64(init[name])), 0.0
