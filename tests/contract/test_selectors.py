@@ -12,8 +12,9 @@ import pytest
 import optax_boost
 from optax_boost import _tree
 
-BLOCKS = 12
-NAMES = ["embed", *(f"blocks/{i}" for i in range(BLOCKS)), "head"]
+# Of twelve blocks those that a pattern might confuse, and one after the chosen one.
+BLOCKS = ("0", "1", "2", "10", "11")
+NAMES = ["embed", *(f"blocks/{i}" for i in BLOCKS), "head"]
 
 
 def make_params():
@@ -22,7 +23,7 @@ def make_params():
   def kernel():
     return {"kernel": jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)}
 
-  blocks = {str(i): kernel() for i in range(BLOCKS)}
+  blocks = {i: kernel() for i in BLOCKS}
   return {"embed": kernel(), "blocks": blocks, "head": kernel()}
 
 
@@ -113,8 +114,8 @@ def decayed_by_layer(pattern):
 def moved_by_overrides(pattern):
   def loss_fn(params, x):
     x = x @ params["embed"]["kernel"]
-    for i in range(BLOCKS):
-      x = jnp.tanh(x @ params["blocks"][str(i)]["kernel"])
+    for i in BLOCKS:
+      x = jnp.tanh(x @ params["blocks"][i]["kernel"])
     return jnp.mean(x @ params["head"]["kernel"])
 
   plan = optax_boost.layer_groups(loss_fn, PARAMS, jnp.ones((1, 3)), overrides={pattern: 0})
@@ -252,7 +253,7 @@ def test_an_error_for_a_pattern_of_a_partial_segment_names_the_right_pattern(pat
   assert any(jax.tree.leaves(optax_boost.path_mask(better)(params)))
 
 
-def test_groups_of_twelve_blocks_have_rates_of_their_own():
+def test_groups_of_one_block_each_have_rates_of_their_own():
   decay = optax_boost.layerwise_decay(NAMES, 0.75)
   for inner in (optax.sgd(1.0), optax.adam(1.0)):
     alone, ours = updates_of(inner), updates_of(optax.chain(inner, decay))
