@@ -17,6 +17,7 @@ import pytest
 import optax_boost
 from tests import problems
 from tests.contract import registry
+from tests.contract import test_contract
 from tests.contract import test_hostile
 
 every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
@@ -67,7 +68,7 @@ def test_float64_numpy_params_become_float32_without_x64(row):
   assert_same(found, (updates, state))
 
 
-@every_row
+@test_contract.every_factory
 def test_steps_in_place_take_float64_params_of_numpy(row):
   tx = row.feed(getattr(optax_boost, row.factory)(**row.kwargs))
   params, grads, *_ = on_device(row)
@@ -76,7 +77,7 @@ def test_steps_in_place_take_float64_params_of_numpy(row):
   assert_same(step(in_numpy(grads), tx.init(in_numpy(params)), in_numpy(params)), expected)
 
 
-@every_row
+@test_contract.every_factory
 def test_the_train_step_takes_float64_params_of_numpy(row):
   step = test_hostile.train_step(row.optimizer())
   params = on_device(row)[0]
