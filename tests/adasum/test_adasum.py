@@ -19,6 +19,9 @@ ULPS = 4
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 P = jax.sharding.PartitionSpec
 SHAPES = {"bias": (5,), "conv": (3, 2, 4), "dense": (33, 7), "scalar": ()}
+# Entries of a leaf in the tests of the rule itself, which thus share a program for each number of
+# replicas.
+LENGTH = 147
 
 
 def pair(a, b):
@@ -76,13 +79,18 @@ def compiled_update(tx, mesh, axes, in_specs, out_specs):
 
 
 def on_devices(tx, stacked, mesh=None, axes="replicas", in_specs=None, out_specs=None):
-  """Runs one update; returns what each replica got, stacked, and the state."""
+  """Runs one update; returns what each replica got, stacked, and the state, as NumPy arrays."""
   mesh = mesh or mesh_of(len(jax.tree.leaves(stacked)[0]))
-  return compiled_update(tx, mesh, axes, in_specs, out_specs)(stacked)
+  return jax.device_get(compiled_update(tx, mesh, axes, in_specs, out_specs)(stacked))
 
 
 def replica(tree, index=0):
   return jax.tree.map(lambda x: np.asarray(x)[index], tree)
+
+
+def reduced(rows):
+  """The adaptive sum of rows on one device, as a NumPy array."""
+  return np.asarray(optax_boost.adasum_reduce(rows))
 
 
 def terms_of(stacked):
@@ -95,10 +103,10 @@ def test_agrees_with_horovod_leaf_by_leaf(ranks):
   with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace:
     stacked, expected = {}, {}
     for dtype in ("float16", "float32"):
-      stacked[dtype] = [jnp.asarray(trace[f"in{i}"], dtype) for i in range(5)]
+      stacked[dtype] = [trace[f"in{i}"].astype(dtype) for i in range(5)]
       expected[dtype] = [trace[f"{dtype}_out{i}"] for i in range(5)]
     for case in ("orthogonal", "identical", "parallel", "some_zero", "all_zero", "opposite"):
-      stacked["float32"].append(jnp.asarray(trace[f"{case}_in"], jnp.float32))
+      stacked["float32"].append(np.float32(trace[f"{case}_in"]))
       expected["float32"].append(trace[f"float32_{case}_out"])
   updates, _ = on_devices(TX, stacked)
   for dtype, leaves in replica(updates).items():
@@ -110,7 +118,7 @@ def test_agrees_with_horovod_leaf_by_leaf(ranks):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_agrees_with_horovod_in_float64_and_as_one_vector(ranks):
   with np.load(GOLDEN / f"adasum_{ranks}ranks.npz") as trace, jax.enable_x64(True):
-    stacked = [jnp.asarray(trace[f"in{i}"]) for i in range(5)]
+    stacked = [trace[f"in{i}"] for i in range(5)]
     twice = {"alone": stacked, "together": stacked}
     found = optax_boost.adasum_reduce(twice, groups="^together/")
     for i, leaf in enumerate(found["alone"]):
@@ -122,7 +130,7 @@ def test_agrees_with_horovod_in_float64_and_as_one_vector(ranks):
     closeness.assert_within_ulps(joined, trace["float64_flat_out"], terms, ULPS)
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 7, 8])
+@pytest.mark.parametrize("replicas", [1, 3, 5, 8])
 def test_any_number_of_replicas_is_the_tree_of_pairs_and_all_get_the_same_bits(replicas):
   stacked = gradients(replicas)
   stacked["same"] = np.repeat(gradients(1)["dense"], replicas, axis=0)
@@ -155,48 +163,51 @@ def test_one_device_and_vmap_agree_with_many_devices():
 
 
 def test_a_pair_is_the_rule_of_the_paper_and_zero_is_neutral():
-  a, b = gradients(2)["dense"]
+  a, b = gradients(2, {"w": (LENGTH,)})["w"]
   zero = np.zeros_like(a)
-  found = optax_boost.adasum_reduce(np.stack([a, b]))
+  found = reduced(np.stack([a, b]))
   np.testing.assert_allclose(found, pair(*np.float64([a, b])), rtol=0, atol=1e-6 * norm(a, b))
   for rows, expected in (([a, zero], a), ([zero, a], a), ([zero, zero], zero)):
-    np.testing.assert_array_equal(optax_boost.adasum_reduce(np.stack(rows)), expected)
-  half = optax_boost.adasum_reduce(jnp.ones((2, 3), jnp.bfloat16))
+    np.testing.assert_array_equal(reduced(np.stack(rows)), expected)
+  rows = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+  half = jax.eval_shape(optax_boost.adasum_reduce, rows)
   assert half.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
 def test_the_error_is_below_1e_4_if_gradients_cancel_tenfold(replicas):
   rng = np.random.default_rng(replicas)
-  for size in (3, 700) * 20:
+  for size in (3, LENGTH) * 20:
     magnitude = 10.0 ** rng.uniform(-28, 28)
-    common, *own = rng.normal(size=(replicas + 1, size))
+    common, *own = rng.normal(size=(replicas + 1, LENGTH)) * (np.arange(LENGTH) < size)
     # Parallel parts that cancel to a tenth of their norms, beside parts that stay.
     signs = np.array([1.0, -0.9, *rng.choice([0.05, -0.05], size=replicas - 2)])
     rows = (magnitude * (signs[:, None] * common + 0.05 * np.array(own))).astype(np.float32)
     want = tree_of_pairs(rows / magnitude)
-    found = np.float64(optax_boost.adasum_reduce(rows)) / magnitude
+    found = np.float64(reduced(rows)) / magnitude
     tenth = sum(map(np.linalg.norm, rows / magnitude)) / 10
     assert norm(found - want) <= 1e-4 * max(norm(want), tenth)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_identical_gradients_come_back_from_1e_minus_30_to_1e30(replicas):
-  row = np.random.default_rng(0).uniform(1, 2, size=7)
+@pytest.mark.parametrize(
+  ("replicas", "dtype"),
+  [(2, jnp.float32), (3, jnp.float32), (8, jnp.float32), (3, jnp.bfloat16)],
+)
+def test_identical_gradients_come_back_from_1e_minus_30_to_1e30(replicas, dtype):
+  row = np.random.default_rng(0).uniform(1, 2, size=LENGTH)
   for exponent in range(-30, 31, 6):
-    for dtype in (jnp.float32, jnp.bfloat16):
-      rows = jnp.asarray(np.tile(row * 10.0**exponent, (replicas, 1)), dtype)
-      found, want = np.float64(optax_boost.adasum_reduce(rows)), np.float64(rows[0])
-      np.testing.assert_allclose(found, want, rtol=8 * float(jnp.finfo(dtype).eps))
+    rows = np.tile(row * 10.0**exponent, (replicas, 1)).astype(dtype)
+    found, want = np.float64(reduced(rows)), np.float64(rows[0])
+    np.testing.assert_allclose(found, want, rtol=8 * float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize(
   "factors", [[1e-9, 3e8, -1e7, 1e-9], [1.0, -2.0, 0.5, 4.0], [1.0, -0.9, 0.5, -0.4]]
 )
 def test_parallel_gradients_are_averaged_whatever_their_norms(factors):
-  direction = np.random.default_rng(0).normal(size=50).astype(np.float32)
+  direction = np.random.default_rng(0).normal(size=LENGTH).astype(np.float32)
   rows = np.float32(factors)[:, None] * direction
-  error = np.abs(optax_boost.adasum_reduce(rows) - np.mean(factors) * np.float64(direction)).max()
+  error = np.abs(reduced(rows) - np.mean(factors) * np.float64(direction)).max()
   assert error <= 1e-4 * np.abs(rows).sum(axis=0).max() / len(factors)
 
 
@@ -204,7 +215,7 @@ def test_parallel_gradients_are_averaged_whatever_their_norms(factors):
 def test_parallel_gradients_that_cancel_at_most_tenfold_are_averaged(where):
   """The draws of Horovod's `test_parallel`, whose tree may cancel far more on its way."""
   draws = []
-  for seed in range(200):
+  for seed in range(40):
     factors = np.random.RandomState(seed).normal(0, 1, (8, 1))
     if np.abs(factors.sum()) >= np.abs(factors).sum() / 10:
       draws.append((factors @ np.ones((1, 147))).astype(np.float32))
@@ -214,7 +225,7 @@ def test_parallel_gradients_that_cancel_at_most_tenfold_are_averaged(where):
     found = optax_boost.adasum_reduce(stacked)
   else:
     found = replica(on_devices(TX, stacked)[0])
-  assert len(draws) > 100
+  assert len(draws) > 30
   for i, rows in stacked.items():
     mean = rows.mean(axis=0, dtype=np.float64)
     np.testing.assert_allclose(found[i], mean, rtol=2e-5, atol=0)
@@ -228,7 +239,7 @@ def test_parallel_gradients_that_cancel_at_most_tenfold_are_averaged(where):
     [1e-30, 1e30],
     [1e30, 1e-30, 1e30],
     [1, 1e-35, 1e-33, 1e-36],
-    [1e-36] * 5,
+    [1e-36] * 3,
     [3e36, 1e-36, 3e36],
   ],
 )
@@ -236,44 +247,40 @@ def test_parallel_gradients_that_cancel_at_most_tenfold_are_averaged(where):
 def test_replicas_of_any_magnitude_have_the_inner_products_of_float64(magnitudes, kind):
   """A gradient 1e-19 of the largest is not zero, nor are its coefficients those of zero."""
   rng = np.random.default_rng(0)
-  common = rng.uniform(0.5, 1, size=60)
-  own = rng.normal(size=(len(magnitudes), 60)) if kind == "of their own" else 0
+  common = rng.uniform(0.5, 1, size=LENGTH)
+  own = rng.normal(size=(len(magnitudes), LENGTH)) if kind == "of their own" else 0
   rows = (np.array(magnitudes)[:, None] * (common + 0.3 * own)).astype(np.float32)
   want = tree_of_pairs(rows)
-  found = np.float64(optax_boost.adasum_reduce(rows))
-  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
-  devices, _ = on_devices(TX, rows)
-  np.testing.assert_allclose(
-    np.float64(devices[0]), want, rtol=1e-5, atol=1e-6 * np.abs(want).max()
-  )
+  for found in (reduced(rows), on_devices(TX, rows)[0][0]):
+    np.testing.assert_allclose(np.float64(found), want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
 def test_a_node_that_cancels_exactly_counts_as_zero_and_no_other():
-  a, b = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
-  np.testing.assert_array_equal(optax_boost.adasum_reduce(np.stack([a, -a])), 0 * a)
-  exact = optax_boost.adasum_reduce(np.stack([a, -a, b, b]))
+  a, b = np.random.default_rng(0).normal(size=(2, LENGTH)).astype(np.float32)
+  np.testing.assert_array_equal(reduced(np.stack([a, -a])), 0 * a)
+  exact = reduced(np.stack([a, -a, b, b]))
   np.testing.assert_allclose(exact, b, rtol=1e-6)
   # What is left of the large entries' sum is small, and has a direction all the same.
-  large, small = np.eye(2, 50, dtype=np.float32) * np.array([[1], [1e-20]], np.float32)
+  large, small = np.eye(2, LENGTH, dtype=np.float32) * np.array([[1], [1e-20]], np.float32)
   rows = np.stack([large + small, small - large, small, small])
-  np.testing.assert_allclose(optax_boost.adasum_reduce(rows), tree_of_pairs(rows), rtol=1e-5)
+  np.testing.assert_allclose(reduced(rows), tree_of_pairs(rows), rtol=1e-5)
   # A node that cancels to a part c of its summands costs 1 / c of the rounding errors.
   for part in (2.0**-6, 2.0**-12):
     rows = np.stack([a, -a * np.float32(1 - part), a + b, a + b])
-    error = norm(optax_boost.adasum_reduce(rows) - tree_of_pairs(rows))
+    error = norm(reduced(rows) - tree_of_pairs(rows))
     assert error <= 2.0**-22 / part * norm(a)
 
 
 def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes():
-  same = {"big": np.full((8, 9), 1e30), "small": np.full((8, 5), 1e-30), "zero": np.zeros((8, 3))}
-  same = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), same)
-  same["bfloat16"] = jnp.full((8, 4), 1e30, jnp.bfloat16)
-  same["float16"] = jnp.full((8, 4), 3e4, jnp.float16)
+  same = {"big": np.full((4, 9), 1e30), "small": np.full((4, 5), 1e-30), "zero": np.zeros((4, 3))}
+  same = jax.tree.map(np.float32, same)
+  same["bfloat16"] = np.full((4, 4), 1e30, jnp.bfloat16)
+  same["float16"] = np.full((4, 4), 3e4, np.float16)
   for kwargs, mesh, axes in (
-    ({}, mesh_of(8), "replicas"),
+    ({}, mesh_of(4), "replicas"),
     (
       {"groups": "^(big|bfloat16|zero)", "local_axis_name": "near"},
-      mesh_of(4, 2),
+      mesh_of(2, 2),
       ("replicas", "near"),
     ),
   ):
@@ -288,9 +295,9 @@ def test_large_and_small_leaves_keep_their_range_on_devices_in_groups_and_nodes(
 def test_the_mean_of_a_node_does_not_overflow_and_keeps_small_float16_numbers():
   """Sums of two would overflow in float32 and bfloat16; the least float16 has no half."""
   same = {
-    "bfloat16": jnp.full((4, 3), 3e38, jnp.bfloat16),
-    "float16": jnp.full((4, 3), 2.0**-24, jnp.float16),
-    "float32": jnp.full((4, 3), 3e38, jnp.float32),
+    "bfloat16": np.full((4, 3), 3e38, jnp.bfloat16),
+    "float16": np.full((4, 3), 2.0**-24, np.float16),
+    "float32": np.full((4, 3), 3e38, np.float32),
   }
   tx = optax_boost.adasum("replicas", local_axis_name="near")
   found, _ = on_devices(tx, same, mesh_of(2, 2), ("replicas", "near"))
@@ -312,7 +319,7 @@ def test_leaves_of_several_dtypes_keep_them_in_one_tree():
   with jax.enable_x64(True):
     stacked = gradients(3, dtype=np.float64)
     mixed = {
-      name: jnp.asarray(rows, dtype)
+      name: rows.astype(dtype)
       for (name, rows), dtype in zip(
         stacked.items(), ("float64", "bfloat16", "float32", "bfloat16"), strict=True
       )
@@ -377,9 +384,9 @@ def test_two_axes_together_count_as_one():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_leaf_that_is_not_finite_somewhere_is_nan_everywhere_and_the_others_are_good(bad):
-  stacked = gradients(4)
+  stacked = gradients(3)
   good = optax_boost.adasum_reduce(stacked)
-  stacked["dense"][2, 3, 1] = bad
+  stacked["dense"][1, 3, 1] = bad
   found, state = on_devices(TX, stacked)
   assert np.all(np.isnan(found.pop("dense")))
   good.pop("dense")
@@ -407,8 +414,8 @@ def collectives(program):
 
 @pytest.mark.parametrize(
   ("replicas", "shapes"),
-  [(2, [(31, 7)]), (7, [(100, 100)] * 30), (8, [(1_000_000,)]), (8, [(1000, 50)] * 20)],
-  ids=["one small leaf", "30 leaves", "one large leaf", "20 large leaves"],
+  [(2, [(31, 7)]), (7, [(100, 100)] * 30), (8, [(1_000_000,)])],
+  ids=["one small leaf", "30 leaves", "one large leaf"],
 )
 def test_a_small_all_reduce_per_level_and_two_copies_for_any_number_of_leaves(replicas, shapes):
   program = compiled(shapes, replicas)
@@ -441,15 +448,15 @@ def test_gradients_that_shard_map_has_summed_already_are_refused():
 
 
 def test_a_sum_replaces_a_gather_whose_result_cannot_be_declared_equal_on_all_devices(monkeypatch):
-  tx, stacked = optax_boost.adasum("replicas"), gradients(3)
-  expected, _ = on_devices(tx, stacked)
+  stacked = gradients(3)
+  expected, _ = on_devices(TX, stacked)
   gather = jax.lax.all_gather
 
   def of_older_jax(x, axis_name, *, tiled):
     return gather(x, axis_name, tiled=tiled)
 
   def one(grads):
-    return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(grads))[0]
+    return TX.update(jax.tree.map(lambda g: g[0], grads), TX.init(grads))[0]
 
   monkeypatch.setattr(jax.lax, "all_gather", of_older_jax)
   # The check is on, and takes `P()` only of what it knows to be the same.
@@ -505,18 +512,17 @@ def test_groups_without_effect_warn():
 
 
 def test_gradients_that_vmap_does_not_map_are_averaged_as_identical_ones():
-  tx = optax_boost.adasum("replicas")
-  grads = {"w": jnp.arange(3.0), "half": jnp.ones(4, jnp.float16)}
+  grads = {"w": np.arange(3, dtype=np.float32), "half": np.ones(4, np.float16)}
   for tree in (grads, {"half": grads["half"]}):
 
     def update(x, tree=tree):
-      updates, state = tx.update(tree, tx.init(tree))
+      updates, state = TX.update(tree, TX.init(tree))
       return updates, state, x
 
-    updates, state, _ = jax.jit(jax.vmap(update, axis_name="replicas"))(jnp.zeros(4))
-    for r in range(4):
-      chex.assert_trees_all_equal(replica(updates, r), jax.tree.map(np.asarray, tree))
-    np.testing.assert_allclose(state.orthogonality, 0.25)
+    updates, state, _ = jax.jit(jax.vmap(update, axis_name="replicas"))(np.zeros(2, np.float32))
+    for r in range(2):
+      chex.assert_trees_all_equal(replica(updates, r), tree)
+    np.testing.assert_allclose(state.orthogonality, 0.5)
 
 
 def test_it_runs_on_a_mesh_with_explicit_axes_eager_and_jitted():
