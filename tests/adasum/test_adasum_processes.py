@@ -88,14 +88,14 @@ def test_all_processes_stop_when_one_dies_and_a_restart_reaches_the_weights_of_o
     check(value, expected[name], **tolerance)
 
 
-def test_a_checkpoint_of_other_replicas_is_refused_and_kept(tmp_path):
-  steps = ("--steps", 2, "--every", 2)
-  assert run(tmp_path, "--devices", 4, *steps)[0] == 0
+def test_a_checkpoint_of_other_replicas_is_refused_and_kept(tmp_path, example):
+  example.save(tmp_path, step=2, replicas=4, leaves=[np.ones(3)])
   before = (tmp_path / "checkpoint.npz").read_bytes()
-  for devices in (2, 8):
-    code, _, errors = run(tmp_path, "--devices", devices, "--steps", 4)
-    assert code == 1
-    assert f"each of 4 replicas; there are {devices} now. Start with 4 replicas" in errors
+  code, _, errors = run(tmp_path, "--devices", 2, "--steps", 4)
+  assert code == 1
+  assert "each of 4 replicas; there are 2 now. Start with 4 replicas" in errors
+  with pytest.raises(SystemExit, match=r"each of 4 replicas; there are 8 now\. Start with 4"):
+    example.load(tmp_path / "checkpoint.npz", 8)
   assert (tmp_path / "checkpoint.npz").read_bytes() == before
 
 

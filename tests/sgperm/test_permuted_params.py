@@ -35,7 +35,7 @@ def initial(seed):
 
 def trained(tx, params, steps=3):
   """Params after some steps, and the state."""
-  state = tx.init(params)
+  state = jax.jit(tx.init)(params)
   step = jax.jit(lambda *args: optax_boost.apply_gradients(tx, *args))
   for t in range(steps):
     grads = {

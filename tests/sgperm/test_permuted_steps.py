@@ -1,5 +1,7 @@
 """Steps of SGPerm and LaPerm leave params exactly a permutation, whatever the form of the step."""
 
+import functools
+
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -62,15 +64,16 @@ def params():
   rng = np.random.default_rng(0)
 
   def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape) * 10.0 ** rng.integers(-3, 1, shape), jnp.float32)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 1, shape)).astype(np.float32)
 
   return {"first": draw(24, 5), "second": draw(5, 3)}
 
 
 def batches():
-  x = jax.random.normal(jax.random.key(1), (7, 16, 24))
+  x = np.random.default_rng(1).normal(size=(7, 16, 24)).astype(np.float32)
   # An overflow: its step is skipped, or does no harm.
-  return x.at[4, 0, 0].set(jnp.inf)
+  x[4, 0, 0] = np.inf
+  return x
 
 
 def loss_fn(params, x):
@@ -88,7 +91,7 @@ def check(trained, start, opt_state, free=()):
 
 
 def has_moved(trained, start):
-  return bool(np.any(np.asarray(trained["first"] != start["first"])))
+  return bool(np.any(np.asarray(trained["first"]) != np.asarray(start["first"])))
 
 
 @pytest.mark.parametrize(("method", "form"), PAIRS)
@@ -96,7 +99,7 @@ def test_each_train_step_ends_in_a_permutation(method, form):
   start = params()
   tx = FORMS[form](METHODS[method]())
   step = optax_boost.make_train_step(loss_fn, tx)
-  state = step.init(jax.tree.map(jnp.copy, start))
+  state = step.init(start)
   free = {"second"} if "MaskedNode" in str(state.opt_state) else set()
   for x in batches():
     state, _ = step(state, x)
@@ -115,10 +118,10 @@ def test_each_train_step_ends_in_a_permutation(method, form):
   ],
 )
 def test_each_step_in_half_precision_ends_in_a_permutation(method, form, dtype):
-  start = jax.tree.map(lambda x: x.astype(dtype), params())
+  start = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params())
   step = optax_boost.make_train_step(loss_fn, FORMS[form](METHODS[method]()))
-  state = step.init(jax.tree.map(jnp.copy, start))
-  for x in batches()[:4].astype(dtype):
+  state = step.init(start)
+  for x in batches()[:4].astype(jnp.dtype(dtype)):
     state, _ = step(state, x)
     check(state.params, start, state.opt_state)
   assert has_moved(state.params, start)
@@ -174,18 +177,20 @@ def test_each_step_of_a_linen_module_ends_in_a_permutation(method):
   assert has_moved({"first": trained}, start)
 
 
-@pytest.mark.parametrize("rate", [0.1, 1e-6])
+# Powers of two: `p - rate * g` is rounded once, fused or not.
+@pytest.mark.parametrize("rate", [2.0**-3, 2.0**-20])
 def test_updates_that_do_not_permute_are_added(rate):
   start = params()
-  grads = jax.grad(loss_fn)(start, batches()[0])
+  grads = jax.jit(jax.grad(loss_fn))(start, batches()[0])
 
+  @functools.partial(jax.jit, static_argnums=0)
   def stepped(tx, state, trained):
     return optax_boost.apply_gradients(tx, grads, state, trained)
 
   halved = optax.chain(METHODS["rank"](), optax.scale(0.5))
-  updates, _ = halved.update(grads, halved.init(start), start)
+  updates, _ = jax.jit(halved.update)(grads, halved.init(start), start)
   found, _ = stepped(halved, halved.init(start), start)
-  jax.tree.map(np.testing.assert_array_equal, found, optax.apply_updates(start, updates))
+  jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.add, start, updates))
   # After a switch, steps as small as a few roundings; between two synchronizations, free ones.
   free = optax.sgd(rate)
   for tx in (
@@ -195,7 +200,7 @@ def test_updates_that_do_not_permute_are_added(rate):
     trained, state = stepped(tx, tx.init(start), start)
     check(trained, start, state)
     moved, _ = stepped(tx, state, trained)
-    expected = optax.apply_updates(trained, free.update(grads, free.init(start))[0])
+    expected = jax.tree.map(lambda p, g: p + np.float32(-rate) * g, trained, grads)
     jax.tree.map(np.testing.assert_array_equal, moved, expected)
 
 
@@ -204,8 +209,8 @@ def test_updates_that_do_not_permute_are_added(rate):
 def test_a_sharded_step_ends_in_a_permutation_and_gathers_no_param(method, spec):
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-  start = {"first": jax.random.normal(jax.random.key(0), (24, 8))}
-  sharded, grads = jax.device_put((start, jax.tree.map(jnp.sin, start)), sharding)
+  start = {"first": np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)}
+  sharded, grads = jax.device_put((start, jax.tree.map(np.sin, start)), sharding)
   tx = method()
   state = tx.init(sharded)
 
