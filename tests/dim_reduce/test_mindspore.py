@@ -37,7 +37,7 @@ class Trace:
       # Ranks and their batches side by side, as a sharded batch holds them.
       self.arrays |= {key: np.concatenate([*self.arrays[key].swapaxes(0, 1)], 1) for key in "xy"}
     self.names = [key.removeprefix("init_") for key in self.arrays if key.startswith("init_")]
-    self.init = [jnp.asarray(self.arrays[f"init_{name}"]) for name in self.names]
+    self.init = [self.arrays[f"init_{name}"] for name in self.names]
     self.steps = self.hyper["steps"]
     h = self.hyper
     self.tx = optax_boost.dim_reduce(self.subspace, h["rho"], h["sigma"], h["gamma"], h["alpha"], 2)
@@ -54,7 +54,7 @@ class Trace:
     return self.arrays[key]
 
   def tree(self, prefix, step):
-    return [jnp.asarray(self.arrays[f"{prefix}_{name}"][step]) for name in self.names]
+    return [self.arrays[f"{prefix}_{name}"][step] for name in self.names]
 
   def loss(self, params, x, y):
     if len(params) < 4:
@@ -79,9 +79,9 @@ class Trace:
     if t:
       before = before._replace(
         momentum=self.tree("grm", t - 1),  # all of the residual momentum
-        inverse_hessian=jnp.asarray(self["bk"][t - 1])[None],
-        projected_gradient=jnp.asarray(self["gk_last"][t - 1])[None],
-        last_step=jnp.asarray(self["sk"][t - 1])[None],
+        inverse_hessian=self["bk"][t - 1][None],
+        projected_gradient=self["gk_last"][t - 1][None],
+        last_step=self["sk"][t - 1][None],
       )
     params = self.tree("weight", t - 1) if t else self.init
     return *self.step(params, before, t), before
@@ -155,7 +155,8 @@ def trace_of(name):
 def residual(state):
   """The residual momentum, out of its two parts."""
   (q,) = state.projected_momentum
-  return jax.tree.map(lambda m, rows: m - jnp.tensordot(q, rows, 1), state.momentum, state.basis)
+  q, momentum, basis = jax.device_get((q, state.momentum, state.basis))
+  return jax.tree.map(lambda m, rows: m - np.tensordot(q, rows, 1), momentum, basis)
 
 
 def results(params, state):
@@ -190,7 +191,7 @@ def assert_same_decisions(trace, t, before, state):
   assert int(state.rejected_count - before.rejected_count) == (not trace["found"][t])
   if t:
     # Before any accepted step there is nothing to update with.
-    updated = bool(jnp.any(state.inverse_hessian != before.inverse_hessian))
+    updated = bool(np.any(np.asarray(state.inverse_hessian) != before.inverse_hessian))
     assert updated == (trace["bfgs_updated"][t] and trace["found"][t])
 
 
@@ -202,8 +203,8 @@ def test_every_step_agrees_with_mindspore(name):
     params, state, before = trace.step_from(t)
     assert_same_decisions(trace, t, before, state)
     assert_close(results(params, state), recorded(trace, t), trace.terms[t])
-    if squares := float(jnp.sum(before.last_step**2)):
-      found, terms = squares * state.curvature, trace.terms[t]["curvature"]
+    if squares := np.sum(np.square(before.last_step)):
+      found, terms = squares * np.asarray(state.curvature), trace.terms[t]["curvature"]
       closeness.assert_within_ulps(found, trace["ys"][t], terms, ULPS)
 
 

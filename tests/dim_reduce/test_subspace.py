@@ -21,12 +21,12 @@ SHAPES = {"conv": (3, 2, 8), "dense": (4, 8), "bias": (8,), "scale": ()}
 ENTRIES = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-def tree(matrix, dtype=jnp.float32):
+def tree(matrix, dtype=np.float32):
   """Cuts the columns of a matrix into leaves, one snapshot to each first index."""
   leaves, start = {}, 0
   for name, shape in SHAPES.items():
     size = int(np.prod(shape))
-    leaves[name] = jnp.asarray(matrix[:, start : start + size].reshape(-1, *shape), dtype)
+    leaves[name] = matrix[:, start : start + size].reshape(-1, *shape).astype(dtype)
     start += size
   return leaves
 
@@ -169,7 +169,11 @@ def test_randomized_components_hold_the_variance_that_decays():
   chex.assert_trees_all_equal(again, found)
 
 
-@pytest.mark.parametrize("make", [list, tuple, iter, jax.device_get])
+def on_device(snapshots):
+  return jax.tree.map(jnp.asarray, snapshots)
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter, on_device])
 def test_any_iterable_of_trees_is_fitted_as_one_stacked_tree(make):
   found = optax_boost.fit_subspace(make(listed(walk())), 3)
   chex.assert_trees_all_equal(found, optax_boost.fit_subspace(walk(), 3))
@@ -196,7 +200,8 @@ def jitted(rows):
 
 def test_inside_jit_snapshots_that_are_not_finite_are_left_out():
   rows = walk()
-  bad = rows | {"bias": rows["bias"].at[0].set(jnp.nan).at[5, 2].set(jnp.inf)}
+  bad = rows | {"bias": rows["bias"].copy()}
+  bad["bias"][0], bad["bias"][5, 2] = np.nan, np.inf
   keep = np.array([i for i in range(14) if i not in (0, 5)])
   assert_fits(jitted(bad), jax.tree.map(lambda x: x[keep], rows))
 
@@ -217,7 +222,7 @@ def test_inside_jit_directions_that_are_not_there_are_zero():
 
 def test_a_population_is_fitted_under_vmap():
   members = [walk(seed=seed) for seed in range(2)]
-  population = jax.tree.map(lambda *x: jnp.stack(x), *members)
+  population = jax.tree.map(lambda *x: np.stack(x), *members)
   found = jax.vmap(lambda rows: optax_boost.fit_subspace(rows, 3))(population)
   assert found.components == 3
   for i, rows in enumerate(members):
@@ -242,12 +247,14 @@ def test_none_and_masked_leaves_are_unchanged():
     assert len(jax.tree.leaves(part)) == len(SHAPES)
 
 
-def place(rows, mesh):
+def place(tree, mesh):
+  """Shards the last axes whose lengths eight devices can share."""
+
   def sharding(x):
-    axes = [None] * (x.ndim - 1) + ["x"] if x.ndim > 1 else []
+    axes = [None] * (x.ndim - 1) + ["x"] if x.ndim and x.shape[-1] % 8 == 0 else []
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
-  return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), rows)
+  return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
 
 
 def mesh_of(kind):
@@ -287,7 +294,7 @@ def test_fitting_sharded_snapshots_moves_small_matrices_only(kind, method):
 @pytest.mark.parametrize(("kind", "streamed"), [("Auto", False), ("Explicit", True)])
 def test_sharded_snapshots_are_fitted_outside_of_jit(kind, streamed):
   rows = walk()
-  snapshots = listed(place(rows, mesh_of(kind)))
+  snapshots = [place(snapshot, mesh_of(kind)) for snapshot in listed(rows)]
   # JAX takes this class of sequences for a leaf.
   found = optax_boost.fit_subspace(collections.UserList(snapshots) if streamed else snapshots, 3)
   assert not found.basis["conv"].sharding.is_fully_replicated
@@ -312,7 +319,7 @@ class Disk:
     return jax.tree.map(lambda x: x[index], self.rows)
 
 
-@pytest.mark.parametrize("count", [12, 13, 30])
+@pytest.mark.parametrize("count", [12, 30])
 def test_snapshots_that_are_read_again_are_streamed_to_the_exact_fit(count):
   rows = walk(count)
   disk = Disk(rows)
@@ -372,7 +379,7 @@ def test_more_components_than_entries_are_refused(fit):
 @pytest.mark.parametrize(("bad", "shown"), [([0], "0"), ([3], "3"), ([2, 7], "2, 7")])
 def test_snapshots_that_are_not_finite_are_refused(fit, bad, shown):
   rows = walk()
-  rows["bias"] = rows["bias"].at[jnp.array(bad), 1].set(jnp.nan)
+  rows["bias"][bad, 1] = np.nan
   with pytest.raises(ValueError, match=rf"those with index {shown} are not. Leave them out"):
     fit(rows, 3)
 
@@ -382,7 +389,7 @@ def test_snapshots_that_differ_in_too_few_directions_are_refused(fit):
   with pytest.raises(ValueError, match=r"3 components .* differ in 2, .* Ask for at most 2"):
     fit(repeated(0, 4, 9), 3)
   with pytest.raises(ValueError, match=r"differ in 0, .* rounding. Take snapshots further apart"):
-    fit(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), walk()), 3)
+    fit(repeated(0), 3)
 
 
 def test_snapshots_of_different_trees_are_refused():
@@ -439,8 +446,7 @@ def test_a_loaded_subspace_is_sharded_like_the_params(tmp_path):
   path = tmp_path / "a"
   saved.save(path)
   assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
-  like = place(jax.tree.map(lambda x: x[None], saved.mean), mesh_of("Auto"))
-  like = jax.tree.map(lambda x: x[0], like)
+  like = place(jax.device_get(saved.mean), mesh_of("Auto"))
   loaded = optax_boost.Subspace.load(path, like)
   chex.assert_trees_all_equal(jax.device_get(loaded), jax.device_get(saved))
   for name, leaf in like.items():
