@@ -30,11 +30,12 @@ def load(name):
 
 
 def unflatten(arrays, vector):
-  """Cuts a trace's concatenated vector into its named tensors."""
+  """Cuts a trace's concatenated vectors, along their last axis, into its named tensors."""
   tree, start = {}, 0
   for name, text in zip(arrays["param_names"], arrays["param_shapes"], strict=True):
     shape = tuple(int(n) for n in text.split(","))
-    tree[str(name)] = jnp.asarray(vector[start : start + np.prod(shape)].reshape(shape))
+    part = vector[..., start : start + np.prod(shape)]
+    tree[str(name)] = part.reshape(*vector.shape[:-1], *shape)
     start += int(np.prod(shape))
   return tree
 
@@ -82,13 +83,11 @@ def trace_of(name, weight_decay_mask=None):
 def replay(arrays, case, lars):
   """Weights and momenta after every step of a trace."""
   grads = arrays["grads_r1" if case["rescale_grad"] == 1 else "grads_r128"]
-  grads = jax.vmap(functools.partial(unflatten, arrays))(
-    grads.astype(np.float32) * np.float32(case["rescale_grad"])
-  )
+  grads = unflatten(arrays, grads.astype(np.float32) * np.float32(case["rescale_grad"]))
   # A bound that is infinite clips nothing.
   numbers = {key: np.float32(np.inf if x is None else x) for key, x in case.items()}
   found, state = run(lars, numbers, unflatten(arrays, arrays["init"].astype(np.float32)), grads)
-  trees = (found, optax.tree.get(state, "trace"))
+  trees = jax.device_get((found, optax.tree.get(state, "trace")))
   return [
     np.stack([flatten(arrays, {n: x[t] for n, x in tree.items()}) for t in range(10)])
     for tree in trees
@@ -149,28 +148,40 @@ def test_agrees_with_mxnet_1_9_in_float16_up_to_its_float16_squares(number):
   assert_close(weights, expected, 5e-4)
 
 
+@functools.cache
+def mindspore_lars(use_clip, rate):
+  """MindSpore's LARS for a case, at a constant rate or, if that is None, at the case's rates."""
+  _, hyper = load("lars_mindspore")
+
+  def lars(case):
+    rate_of_step = (lambda count: case["rates"][count]) if rate is None else rate
+    return optax.chain(
+      optax.scale(1 / case["loss_scale"]),
+      optax_boost.scale_by_lars_trust_ratio(
+        hyper["coefficient"],
+        case["weight_decay"],
+        hyper["epsilon"],
+        clip_ratio=rate_of_step if use_clip else None,
+        exclude=("LayerNorm", "bias"),
+        # As in docs/migrating/mindspore.md.
+        weight_decay_mask="^(?!.*(LayerNorm|bias|beta|gamma))",
+      ),
+      optax.trace(case["momentum"]),  # MindSpore's SGD keeps the rate outside of the momentum.
+      optax.scale_by_learning_rate(rate_of_step),
+    )
+
+  return lars
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_agrees_with_mindspore_if_norms_are_not_zero(number):
   arrays, hyper = load("lars_mindspore")
-  case = hyper["cases"][number]
-  rates = jnp.asarray(arrays["learning_rates"], jnp.float32)
-  rate = (lambda count: rates[count]) if case["schedule"] else float(rates[0])
-  tx = optax.chain(
-    optax.scale(1 / case["loss_scale"]),
-    optax_boost.scale_by_lars_trust_ratio(
-      hyper["coefficient"],
-      case["weight_decay"],
-      hyper["epsilon"],
-      clip_ratio=rate if case["use_clip"] else None,
-      exclude=("LayerNorm", "bias"),
-      weight_decay_mask="^(?!.*(LayerNorm|bias|beta|gamma))",  # as in docs/migrating/mindspore.md
-    ),
-    optax.trace(case["momentum"]),  # MindSpore's SGD keeps the rate outside of the momentum.
-    optax.scale_by_learning_rate(rate),
-  )
+  case, rates = hyper["cases"][number], arrays["learning_rates"].astype(np.float32)
+  lars = mindspore_lars(case["use_clip"], None if case["schedule"] else float(rates[0]))
+  numbers = {key: np.float32(case[key]) for key in ("loss_scale", "momentum", "weight_decay")}
   params = unflatten(arrays, arrays["init"])
-  grads = jax.vmap(functools.partial(unflatten, arrays))(arrays["grads"] * case["loss_scale"])
-  found, _ = run(lambda _: tx, 0, params, grads)
+  grads = unflatten(arrays, arrays["grads"] * np.float32(case["loss_scale"]))
+  found, _ = run(lars, numbers | {"rates": rates}, params, grads)
   expected = [unflatten(arrays, weights) for weights in arrays[f"c{number:02}_w"]]
   for name in ("fc1.weight", "conv.weight", "bn.gamma", "bn.beta", "fc1.bias"):
     weights = np.stack([tree[name] for tree in expected])
@@ -201,7 +212,7 @@ def small_model():
 
 def after_ten_steps(tx, params, grads):
   """Params after each of ten steps in float32."""
-  params, grads = (jax.tree.map(jnp.float32, tree) for tree in (params, grads))
+  params, grads = (jax.tree.map(np.float32, tree) for tree in (params, grads))
   return run(lambda _: tx, 0, params, grads)[0]
 
 
@@ -350,8 +361,8 @@ def test_nesterov_looks_one_step_ahead():
 def test_inside_shard_map_norms_run_over_all_shards(axis):
   mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
   rng = np.random.default_rng(0)
-  params = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
-  grads = {"kernel": jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)}
+  params = {"kernel": rng.normal(size=(16, 4)).astype(np.float32)}
+  grads = {"kernel": rng.normal(size=(16, 4)).astype(np.float32)}
   whole = optax_boost.lars(0.1, 1e-2)
   expected, state = whole.update(grads, whole.init(params), params)
   tx = optax_boost.lars(0.1, 1e-2, axis_name=axis)
@@ -379,7 +390,7 @@ def test_mesh_axes_by_pattern_keep_the_norms_of_sharded_layers_separate(monkeypa
   rng = np.random.default_rng(0)
   shapes = {"layers": (4, 3, 2), "head": (8, 3), "tail": (8, 3)}
   params, grads = (
-    {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     for _ in range(2)
   )
   options = {"weight_decay": 0.01, "layers": layer_losses.described(params, {"layers": (0,)})}
@@ -481,10 +492,10 @@ def small_and_large_leaves():
     "a/bias": (8,),
   }
   rng = np.random.default_rng(0)
-  params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
-  grads = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
-  params["w0/kernel"] = jnp.zeros((3, 8))
-  grads["small_2/kernel"] = grads["small_2/kernel"].at[0, 0].set(jnp.inf)
+  params = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+  grads = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+  params["w0/kernel"] = np.zeros((3, 8), np.float32)
+  grads["small_2/kernel"][0, 0] = np.inf
   return params, grads
 
 
