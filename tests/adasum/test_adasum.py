@@ -326,7 +326,7 @@ def test_leaves_of_several_dtypes_keep_them_in_one_tree():
   with jax.enable_x64(True):
     stacked = gradients(3, dtype=np.float64)
     mixed = {
-      name: rows.astype(dtype)
+      name: rows.astype(jnp.dtype(dtype))
       for (name, rows), dtype in zip(
         stacked.items(), ("float64", "bfloat16", "float32", "bfloat16"), strict=True
       )
