@@ -49,6 +49,7 @@ EXTRAS = (
   ("masked", "layerwise_decay", "average_params_decay"),
   ("multi_steps", "clip_after", "master_weights"),
   ("layerwise_decay", "partition", "stochastic_rounding"),
+  ("laperm", "average_params"),
 )
 
 

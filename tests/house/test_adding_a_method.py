@@ -148,7 +148,9 @@ def test_every_test_that_can_see_the_new_method_passes(copy):
   )
   # All columns of the contract, and the doctest.
   columns = set(re.findall(rf"test_contract.py::(test_\w+)\[.*{METHOD}", printed))
-  every = re.findall(r"@every_row\n(?:@.*\n)*def (test_\w+)", inspect.getsource(test_contract))
+  every = re.findall(
+    r"@every_(?:row|factory)\n(?:@.*\n)*def (test_\w+)", inspect.getsource(test_contract)
+  )
   assert columns >= set(every)
   assert f"optax_boost/_{METHOD}.py" in printed
 
