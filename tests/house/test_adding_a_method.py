@@ -33,8 +33,10 @@ UNTOUCHED = (
   "test_demo",
   "test_demo_large_batch",
   "test_evidence_runs",
+  "test_extras_name_every_package_that_their_files_import[test]",
   "test_files",
   "test_finetune_example",
+  "follows_the_definition",  # of finite entries: one test for each of the other methods
   "test_gpu_benchmark",
   "test_imports",
   "test_its_blocks_run_from_top_to_bottom",
@@ -42,6 +44,7 @@ UNTOUCHED = (
   "test_readme_block_runs",
   "test_the_built_wheel_trains_and_does_not_import_flax",
   "test_the_code_of_a_page_runs",
+  "test_the_momentum_of_sgperm_leaves_out_what_is_counted",
   "test_the_pages_build_without_a_warning",
   "test_tree",
   "test_warnings",

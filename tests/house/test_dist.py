@@ -1,6 +1,7 @@
 """`make dist`: every extra is installed and run, and what a user would meet is told."""
 
 import ast
+import functools
 from importlib import metadata
 import json
 import pathlib
@@ -187,10 +188,14 @@ FILES = {
 }
 
 
+# It reads the files of every installed package.
+packages_distributions = functools.cache(metadata.packages_distributions)
+
+
 @pytest.mark.parametrize("extras", FILES)
 def test_extras_name_every_package_that_their_files_import(extras):
   files, elsewhere = FILES[extras]
-  distributions = metadata.packages_distributions()
+  distributions = packages_distributions()
   named = elsewhere.union(*map(declared, extras.split(",")))
   ours = {path.stem for path in (ROOT / "examples").glob("*.py")}
   ours |= {"optax_boost", "benchmarks", "tests", *sys.stdlib_module_names}

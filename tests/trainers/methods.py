@@ -47,6 +47,18 @@ def host(tree: Any) -> Any:
   return jax.tree.map(np.array, tree)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def init(module: Any, *args: Any) -> Any:
+  """A Linen module's variables: one program, traced once for all modules that are equal."""
+  return module.init(*args)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def entry(tree: Any, index: int) -> Any:
+  """One replica's or model's tree, of leaves with an axis of them."""
+  return jax.tree.map(lambda x: x[index], tree)
+
+
 def mesh() -> jax.sharding.Mesh:
   """Four devices, two for data and two for params, as most trainers still use them: Auto."""
   auto = (jax.sharding.AxisType.Auto,) * 2

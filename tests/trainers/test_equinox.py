@@ -3,18 +3,20 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tests.trainers import methods
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 6))
-Y = jnp.sin(X[:, :2])
-TOKENS = jax.random.randint(KEY, (4, 9), 0, 11)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 6)).astype(np.float32)
+Y = np.sin(X[:, :2])
+TOKENS = RNG.integers(0, 11, (4, 9), np.int32)
 
 
 def filter_jit(tx):
-  model = eqx.nn.MLP(6, 2, 8, 2, key=KEY)
+  model = eqx.filter_jit(lambda key: eqx.nn.MLP(6, 2, 8, 2, key=key))(KEY)
   initial = methods.host(eqx.filter(model, eqx.is_inexact_array))
 
   @eqx.filter_jit
@@ -78,7 +80,7 @@ class Stacked(eqx.Module):
 
 def levanter(tx):
   """Replaces hidden leaves by None, injects the rate, and sums micro-batches in a scan."""
-  model = Stacked(KEY)
+  model = eqx.filter_jit(Stacked)(KEY)
   trained = jax.tree.map(eqx.is_inexact_array, model)
   trained = eqx.tree_at(lambda tree: tree.positions, trained, replace=False)
   initial = methods.host(eqx.filter(model, trained))
