@@ -1,5 +1,6 @@
 """Freezing: schedules, the transformation and the cut step."""
 
+import functools
 import gc
 import itertools
 import pathlib
@@ -29,6 +30,8 @@ from tests.layer_groups.models import chain_params
 from tests.layer_groups.models import image_loss
 from tests.layer_groups.models import image_plan
 
+# More than the longest turn. JAX compiles for each number of steps.
+MANY_STEPS = np.arange(4_000)
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "freeze_sequences.npz")
 
 
@@ -44,8 +47,8 @@ def recorded(strategy):
 @pytest.mark.parametrize(("name", "groups", "share"), list(recorded(0)))
 def test_continuous_freezing_equals_mindspores_recorded_depths(name, groups, share):
   schedule = optax_boost.continuous_freezing(groups, share)
-  steps = jnp.arange(len(GOLDEN[name]))
-  np.testing.assert_array_equal(schedule.frozen_groups(steps, None), GOLDEN[name])
+  depths = np.asarray(schedule.frozen_groups(MANY_STEPS, None))
+  np.testing.assert_array_equal(depths[: len(GOLDEN[name])], GOLDEN[name])
 
 
 def interval_freezes(share, steps):
@@ -60,22 +63,32 @@ def test_interval_freezing_equals_mindspores_given_its_draws(name, groups, share
   if groups == 1:
     assert not sequence.any()
     return
-  freezes = interval_freezes(share, jnp.arange(len(sequence)))
+  freezes = interval_freezes(share, MANY_STEPS)[: len(sequence)]
   np.testing.assert_array_equal(freezes, sequence > 0)
   draws = GOLDEN[name.replace("seq", "uniform")]
-  np.testing.assert_array_equal(_schedules.interval_depth(draws, groups), sequence[freezes])
+  depths = np.asarray(_schedules.interval_depth(np.resize(draws, 200), groups))
+  np.testing.assert_array_equal(depths[: len(draws)], sequence[freezes])
 
 
 # MindSpore's `freeze_p`, as Python reads the literals.
 FREEZE_P = [float(f"0.{hundredths:02d}") for hundredths in range(1, 100)]
-# More than the longest turn.
-MANY_STEPS = np.arange(4_000)
+
+
+def mindspore_full(freeze_p, groups):
+  """How many steps of a turn freeze nothing, before MindSpore takes the floor."""
+  return freeze_p * (groups - 1) / (1 - freeze_p)
 
 
 def mindspore_continuous(freeze_p, groups, steps):
   """MindSpore's continuous strategy, with its quirks of floating point."""
-  turn = [0] * int(np.floor(freeze_p * (groups - 1) / (1 - freeze_p))) + list(range(1, groups))
+  turn = [0] * int(np.floor(mindspore_full(freeze_p, groups))) + list(range(1, groups))
   return np.resize(turn, steps)
+
+
+def rounding_decides(freeze_p, groups):
+  """Whether the floor is of a whole number up to rounding, which may be one less."""
+  full = mindspore_full(freeze_p, groups)
+  return abs(full - round(full)) < 1e-9
 
 
 def mindspore_interval(freeze_p, steps):
@@ -91,6 +104,8 @@ def mindspore_interval(freeze_p, steps):
 @pytest.mark.filterwarnings("ignore:.*the first group is never trained")
 def test_continuous_freezing_equals_mindspores_for_every_freeze_p():
   for freeze_p, groups in itertools.product(FREEZE_P, range(2, 41)):
+    if groups not in (2, 5, 10, 40) and not rounding_decides(freeze_p, groups):
+      continue
     share = 1 - freeze_p
     schedule = optax_boost.continuous_freezing(groups, share, max_depths=groups)
     depths = np.asarray(schedule.frozen_groups(MANY_STEPS, None))
@@ -173,7 +188,8 @@ SCHEDULES = {
 
 
 def depths_of(schedule):
-  depth = jax.jit(jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0))))
+  """The depths of many steps, without jit: the schedules share JAX's programs of an operation."""
+  depth = jax.vmap(lambda t: schedule.frozen_groups(t, jax.random.key(0)))
   return np.asarray(depth(np.arange(20_000)))
 
 
@@ -217,7 +233,7 @@ def test_groups_that_are_frozen_together_are_annealed_together():
 
 def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
   schedule = optax_boost.progressive_freezing(4, 100, first=0.4, power=3)
-  depths = [int(schedule.frozen_groups(jnp.int32(t), None)) for t in range(110)]
+  depths = depths_of(schedule)[:110].tolist()
   assert depths == sorted(depths)
   ends = [round(100 * (0.4 + 0.6 * (i / 3) ** 3)) for i in range(3)]
   assert [depths.index(i) for i in (1, 2, 3)] == ends
@@ -226,7 +242,7 @@ def test_progressive_freezing_anneals_each_group_and_never_thaws_it():
     np.testing.assert_allclose(schedule.learning_rate_scale(jnp.int32(t)), expected, rtol=1e-4)
   plain = optax_boost.progressive_freezing(4, 100, first=0.4, power=3, anneal=False)
   assert plain.learning_rate_scale is None
-  assert [int(plain.frozen_groups(jnp.int32(t), None)) for t in range(110)] == depths
+  assert depths_of(plain)[:110].tolist() == depths
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +259,7 @@ def fixed_schedule(depths=DEPTHS, num_groups=LAYERS):
   return optax_boost.FreezeSchedule(num_groups, lambda t, key: table[t % len(depths)])
 
 
+@functools.cache
 def plan_of_chain():
   return optax_boost.layer_groups(chain_loss, chain_params(), BATCH, num_groups=LAYERS)
 
@@ -281,14 +298,18 @@ def test_frozen_leaves_and_their_state_stay_bit_for_bit(make):
   params = chain_params()
   tx = optax_boost.freeze_layers(make(), plan_of_chain(), fixed_schedule())
   state = tx.init(params)
-  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+
+  @jax.jit
+  def step(params, state):
+    updates, state = tx.update(jax.grad(chain_loss)(params, BATCH), state, params)
+    return optax.apply_updates(params, updates), state
+
   for depth in DEPTHS:
     assert frozen(state) == depth
-    updates, after = step(params, state)
-    moved = optax.apply_updates(params, updates)
+    moved, after = step(params, state)
     for group, name in enumerate("dcba"):
       same = [
-        bool(jnp.all(a == b))
+        np.array_equal(a, b)
         for a, b in zip(
           of_group((params, state.inner_state), name),
           of_group((moved, after.inner_state), name),
@@ -338,10 +359,10 @@ def test_progressive_freezing_scales_the_updates_of_each_group():
   tx = optax_boost.freeze_layers(optax.sgd(1.0), plan_of_chain(), schedule)
   params = chain_params()
   state = tx.init(params)
-  ones = jax.tree.map(jnp.ones_like, params)
+  ones, update = jax.tree.map(jnp.ones_like, params), jax.jit(tx.update)
   for t in range(8):
-    updates, state = tx.update(ones, state, params)
-    scale = schedule.learning_rate_scale(jnp.int32(t))
+    updates, state = update(ones, state, params)
+    scale = np.asarray(schedule.learning_rate_scale(jnp.int32(t)))
     depth = int(schedule.frozen_groups(jnp.int32(t), None))
     for group, name in enumerate("dcba"):
       expected = 0 if group < depth else -scale[group]
@@ -373,7 +394,7 @@ def test_freezing_inside_masked_or_partition_freezes_its_leaves_only(within, by_
   for depth in (0, 1, 0):
     after, metrics = step(state, BATCH)
     assert metrics["frozen_groups"] == depth
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), after.params, state.params)
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), after.params, state.params)
     trained = {name: jax.tree.leaves(moved[name]) for name in moved}
     expected = {name: [name != "d" or depth == 0] * 2 for name in "abcd"}
     assert trained == expected
@@ -400,10 +421,11 @@ def test_a_window_of_accumulation_has_one_depth(wrap):
   tx = wrap(optax_boost.freeze_layers(optax.sgd(0.1), plan_of_chain(), fixed_schedule()))
   params = chain_params()
   state = tx.init(params)
+  update = jax.jit(tx.update)
   seen = []
   for _ in range(8):
     seen.append(frozen(state))
-    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    _, state = update(params, state, params)
   assert seen == [d for d in DEPTHS[:4] for _ in range(2)]
 
 
@@ -532,13 +554,23 @@ def chain_step(inner=None, schedule=None, wrap=lambda tx: tx, **options):
   return optax_boost.make_train_step(chain_loss, wrap(tx), **options)
 
 
+@functools.cache
+def kept_step():
+  """A step that donates nothing: several tests share its programs."""
+  return chain_step(donate=False)
+
+
 def masked_by_hand(tx, params):
   """The whole gradient at every step: what freezing means, without saving anything."""
   state = tx.init(params)
-  step = jax.jit(lambda p, s: tx.update(jax.grad(chain_loss)(p, BATCH), s, p))
+
+  @jax.jit
+  def step(params, state):
+    updates, state = tx.update(jax.grad(chain_loss)(params, BATCH), state, params)
+    return optax.apply_updates(params, updates), state
+
   for _ in DEPTHS:
-    updates, state = step(params, state)
-    params = optax.apply_updates(params, updates)
+    params, state = step(params, state)
   return params, state
 
 
@@ -572,7 +604,7 @@ def test_inside_a_users_scan_frozen_layers_are_not_updated_and_save_nothing(wrap
 
 @pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 def test_a_population_at_several_depths_takes_the_depth_of_each():
-  step = chain_step(donate=False)
+  step = kept_step()
   states = [train(step, step.init(chain_params()), t)[0] for t in range(3)]
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
   together, metrics = jax.vmap(lambda state: step(state, BATCH))(stacked)
@@ -595,7 +627,7 @@ def test_a_key_that_is_put_into_the_state_counts_from_the_next_step_on():
 
 
 def test_the_depth_is_read_from_the_state():
-  step = chain_step(donate=False)
+  step = kept_step()
   start = step.init(chain_params())
   state, _ = train(step, start, 5)
   restored = jax.tree.map(np.asarray, state)
@@ -609,7 +641,7 @@ def test_the_depth_is_read_from_the_state():
 
 @pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 def test_a_program_compiled_ahead_of_time_serves_all_depths():
-  step = chain_step(donate=False)
+  step = kept_step()
   state = step.init(chain_params())
   compiled = jax.jit(step).lower(state, BATCH).compile()
   depths = []
@@ -620,7 +652,7 @@ def test_a_program_compiled_ahead_of_time_serves_all_depths():
 
 
 def test_steps_without_jit_take_the_depths_of_jitted_ones():
-  step = chain_step(donate=False)
+  step = kept_step()
   state, _ = train(step, step.init(chain_params()), 3)
   # A state with known values inside a trace has a known depth, too.
   depth = jax.jit(lambda batch: step(state, batch)[1]["frozen_groups"])(BATCH)
@@ -843,7 +875,11 @@ def test_an_nnx_model_freezes_its_first_layer():
     wrt=nnx.Param,
   )
   step = ob_nnx.make_train_step(image_loss)
-  pure = lambda: jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model)))  # noqa: E731
+
+  def pure():
+    variables = nnx.state(model, (nnx.Param, nnx.BatchStat))
+    return jax.tree.map(np.array, nnx.to_pure_dict(variables))
+
   history = [pure()]
   for depth in (0, 1, 0):
     assert step(model, optimizer, BATCH)["frozen_groups"] == depth
@@ -851,7 +887,7 @@ def test_an_nnx_model_freezes_its_first_layer():
   assert model.dropout.rngs.count[...] == 3
   for name, frozen_in in (("first", {1}), ("norm", {1}), ("last", set())):
     for t, (before, after) in enumerate(itertools.pairwise(history)):
-      same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), before[name], after[name])
+      same = jax.tree.map(np.array_equal, before[name], after[name])
       assert set(jax.tree.leaves(same)) == {t in frozen_in}
 
 

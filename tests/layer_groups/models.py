@@ -13,11 +13,11 @@ LAYERS = 4
 
 # Named so that the order of names is the reverse of the forward pass.
 def chain_params(layers=LAYERS, width=8):
-  keys = jax.random.split(jax.random.key(0), layers)
+  rng = np.random.default_rng(0)
   return {
     chr(ord("a") + layers - 1 - i): {
-      "bias": jnp.full(width, 0.1, jnp.float32),
-      "kernel": jax.random.normal(keys[i], (width, width)) / np.sqrt(width),
+      "bias": jnp.asarray(np.full(width, 0.1), jnp.float32),
+      "kernel": jnp.asarray(rng.normal(0, width**-0.5, (width, width)), jnp.float32),
     }
     for i in range(layers)
   }
