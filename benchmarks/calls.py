@@ -70,14 +70,18 @@ def optimizers(layers: int) -> dict[str, optax.GradientTransformation]:
   }
 
 
-def step_calls(tx: optax.GradientTransformation, layers: int = 2) -> dict[str, Calls]:
+_STEPS = ("first call", "warm call", "third call")
+
+
+def step_calls(
+  tx: optax.GradientTransformation, layers: int = 2, steps: tuple[str, ...] = _STEPS
+) -> dict[str, Calls]:
   """The calls of a first step, of a warm one, and of one at another depth of frozen layers."""
   model = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(layers)))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   step = optax_boost.nnx.make_train_step(lambda model, x: jnp.mean(model(x) ** 2))
   batch = jnp.ones((2, 3))
-  names = ("first call", "warm call", "third call")
-  return {name: count(lambda: step(model, optimizer, batch)) for name in names}
+  return {name: count(lambda: step(model, optimizer, batch)) for name in steps}
 
 
 def main() -> None:
