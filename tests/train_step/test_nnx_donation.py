@@ -24,6 +24,7 @@ def pure(model):
   return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat))))
 
 
+@nnx.jit
 def flax_step(model, optimizer, batch):
   """The step of Flax's guides, which donates nothing."""
   (loss, _), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)

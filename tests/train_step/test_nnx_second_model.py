@@ -116,7 +116,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.05), optax.lbfgs()])
+@pytest.mark.parametrize("tx", [optax.adam(0.05), optax.lbfgs()], ids=["adam", "lbfgs"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_present_values_of_a_second_model_are_read_without_another_compilation(form, tx):
   critic = make_critic()
