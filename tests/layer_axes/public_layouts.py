@@ -147,7 +147,7 @@ class TransformerLM(nn.Module):
 def filled(tree):
   """Abstract params with numbers."""
   rng = np.random.default_rng(0)
-  return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), tree)
+  return jax.tree.map(lambda x: jnp.asarray((0.3 * rng.normal(size=x.shape)).astype(x.dtype)), tree)
 
 
 class RMSNorm(nnx.Module):

@@ -5,7 +5,6 @@ import functools
 import chex
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -120,8 +119,9 @@ def trained_parts(name):
   """What of each leaf is trained while the first half is frozen."""
   layout = traced(name)
   tx = optax_boost.freeze_layers(optax.sgd(1.0), half(name), optax_boost.fixed_freezing(2, 1))
-  ones = jax.tree.map(jnp.ones_like, layout.params)
-  return jax.tree.map(lambda u: np.asarray(u != 0), tx.update(ones, tx.init(ones))[0])
+  ones = jax.tree.map(np.ones_like, layout.params)
+  updates = jax.device_get(jax.jit(lambda p: tx.update(p, tx.init(p))[0])(ones))
+  return jax.tree.map(lambda u: u != 0, updates)
 
 
 @pytest.mark.parametrize("name", ["lm1b scan"])
@@ -149,7 +149,8 @@ def matmul_flops(program):
   return total
 
 
-@pytest.mark.parametrize("name", ["lm1b", "lm1b remat_scan", "gemma", "gemma scan"])
+# The layers of "lm1b" are written out as those of "gemma" are, to JAX.
+@pytest.mark.parametrize("name", ["lm1b remat_scan", "gemma", "gemma scan"])
 def test_the_backward_pass_of_the_first_half_is_cut(name):
   layout = traced(name)
   trained = trained_parts(name)
