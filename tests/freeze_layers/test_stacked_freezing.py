@@ -158,8 +158,9 @@ def fixed(depth, num_groups=LAYERS + 2):
 def frozen_masks(plan, params, depth):
   """For each leaf, which of its entries are frozen."""
   tx = optax_boost.freeze_layers(optax.sgd(1.0), plan, fixed(depth, len(plan.groups)))
-  updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params))
-  return jax.tree.map(lambda u: np.asarray(u == 0), updates)
+  ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params)
+  updates = jax.device_get(jax.jit(lambda p: tx.update(p, tx.init(p))[0])(ones))
+  return jax.tree.map(lambda u: u == 0, updates)
 
 
 def held_by(loss, params, plan, depth, x=X, rtol=0.0):
@@ -433,19 +434,23 @@ def one_step_of(inner, depth):
   x = jnp.ones((4, 128))
   plan = groups_of(params=params, x=x)
   tx = optax_boost.freeze_layers(inner, plan, fixed(depth))
-  grads = jax.grad(loss_fn)(params, x)
-  return jax.jit(tx.update)(grads, tx.init(params), params)
+
+  @jax.jit
+  def step(params):
+    return tx.update(jax.grad(loss_fn)(params, x), tx.init(params), params)
+
+  return jax.device_get(step(params))
 
 
 def test_a_factored_moment_is_frozen_layer_by_layer():
   updates, state = one_step_of(optax.adafactor(1e-2), 3)
   for u in jax.tree.leaves(updates["blocks"]):
-    assert not jnp.any(u[:2])
-    assert jnp.any(u[2:])
+    assert not np.any(u[:2])
+    assert np.any(u[2:])
   for moment in (optax.tree.get(state, "v_row"), optax.tree.get(state, "v_col")):
     assert moment["blocks"]["up"].shape == (LAYERS, 128)
-    assert not jnp.any(moment["blocks"]["up"][:2])
-    assert jnp.all(jnp.any(moment["blocks"]["up"][2:], axis=1))
+    assert not np.any(moment["blocks"]["up"][:2])
+    assert np.all(np.any(moment["blocks"]["up"][2:], axis=1))
 
 
 def test_a_moment_without_the_axis_of_layers_moves_while_one_of_them_is_trained():
@@ -453,7 +458,7 @@ def test_a_moment_without_the_axis_of_layers_moves_while_one_of_them_is_trained(
     updates, state = one_step_of(optax.novograd(1e-2), depth)
     nu = optax.tree.get(state, "nu")["blocks"]["up"]
     assert nu.shape == ()
-    assert bool(nu > 0) == bool(jnp.any(updates["blocks"]["up"])) == (depth == LAYERS)
+    assert bool(nu > 0) == bool(np.any(updates["blocks"]["up"])) == (depth == LAYERS)
 
 
 def flops(loss, params, plan, depth, x):
@@ -540,7 +545,7 @@ class Model(nn.Module):
 def test_frozen_linen_layers_and_their_statistics_are_not_updated(axis, remat):
   module = Model(axis, remat)
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-  variables = module.init(keys, X)
+  variables = jax.jit(module.init)(keys, X)
 
   def loss(model, x):
     return jnp.mean(model(x) ** 2)
@@ -554,8 +559,8 @@ def test_frozen_linen_layers_and_their_statistics_are_not_updated(axis, remat):
   state = step.init(*arrays)
   after, _ = step(state, X, jax.random.key(2))
   trees = [
-    jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), (s.params["blocks"], mu["blocks"]))
-    for s, mu in ((s, s.opt_state.inner_state[0].mu) for s in (state, after))
+    jax.tree.map(lambda w: np.moveaxis(w, axis, 0), (s.params["blocks"], mu["blocks"]))
+    for s, mu in ((s, s.opt_state.inner_state[0].mu) for s in jax.device_get((state, after)))
   ]
   trees = [{"blocks": tree} for tree in trees]
   assert stands_still(*trees, 3)
