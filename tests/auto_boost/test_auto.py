@@ -411,15 +411,21 @@ def test_adasum_of_weight_deltas_over_servers_equals_mindspores():
   params, state = on_servers(boost.optimizer(optax.adam(0.05)))
   # MindSpore: mean gradient per server, its own optimizer, adaptive sum of the deltas.
   inner, expected = optax.adam(0.05), SMALL
+
+  @jax.jit
+  def of_server(params, batches, state):
+    grads = [jax.grad(small_loss)(params, x) for x in batches]
+    return inner.update(optax.tree.scale(0.5, optax.tree.add(*grads)), state)
+
   states = [inner.init(SMALL) for _ in range(2)]
   for t in range(2):
     deltas = []
     for s in range(2):
-      grads = [jax.grad(small_loss)(expected, x) for x in BATCHES[s, :, t]]
-      updates, states[s] = inner.update(optax.tree.scale(0.5, optax.tree.add(*grads)), states[s])
+      updates, states[s] = of_server(expected, BATCHES[s, :, t], states[s])
       deltas.append(updates)
     stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *deltas)
-    expected = optax.apply_updates(expected, optax_boost.adasum_reduce(stacked))
+    delta = jax.jit(optax_boost.adasum_reduce)(stacked)
+    expected = optax.apply_updates(expected, delta)
   chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-5)
   mu = optax.tree.get(state, "mu")["z_body"]
   assert np.abs(mu[0] - mu[1]).max() > 1e-3
