@@ -41,12 +41,13 @@ def _xla_knows(flag: str) -> bool:
 # Sharding is tested on eight virtual devices.
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 # The suite spends most of its time on compiling small programs. These flags halve that time: no
-# optimization by LLVM, XLA's older CPU emitters, one thread for each program. They are left out if
-# XLA_FLAGS names a level of optimization.
+# optimization by LLVM, XLA's older CPU emitters, one thread for each program, constants that are
+# computed by the program. They are left out if XLA_FLAGS names a level of optimization.
 _FASTER_TO_COMPILE = {
   "xla_backend_optimization_level": "0",
   "xla_cpu_use_fusion_emitters": "false",
   "xla_cpu_parallel_codegen_split_count": "1",
+  "xla_disable_hlo_passes": "constant_folding",
 }
 if "xla_backend_optimization_level" not in _flags[0]:
   _flags += [f"--{flag}={value}" for flag, value in _FASTER_TO_COMPILE.items() if _xla_knows(flag)]
