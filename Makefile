@@ -42,8 +42,7 @@ test-cpus: $(READY)
 
 # The oldest versions that are supported, in an environment of their own. AdaSum's tests and
 # examples need JAX 0.10, for `jax.lax.pcast` and for the collectives that they count.
-# Equinox warns with the oldest JAX; Flax 0.11's `nnx.Optimizer` refuses `optax.partition`, with which
-# layer-wise decay of gemma is compared.
+# Equinox warns with the oldest JAX.
 NEWER := tests/adasum tests/trainers/test_equinox.py optax_boost/_adasum
 # Of the pages, the programs with AdaSum, with Equinox, and with `nnx.List` or `nnx.as_pure`, which
 # came with Flax 0.12.
@@ -54,7 +53,7 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet -c tests/oldest.txt -e ".[test]"
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not optimized" \
-	  -k "not gemma-layerwise_decay" $(NEWER:%=--ignore=%) \
+	  $(NEWER:%=--ignore=%) \
 	  "--deselect=tests/house/test_readme.py::test_readme_block_runs[0]" \
 	  $(NEWER_PAGES:%="--deselect=tests/house/test_docs.py::test_the_code_of_a_page_runs[%")
 	$(OPTIMIZED) .venv-oldest/bin/python -m pytest -n $(WORKERS) -m optimized \
