@@ -26,12 +26,13 @@ demo-finetune: $(READY)
 # faster (tests/conftest.py). A file's tests stay in one process and share what it traced: a tenth
 # less to compute. The few of the last bits come first, in one process, which compiles the packages'
 # Python for the workers; the linter, the type checker and the set-up of both environments, of one
-# process each, run beside it.
+# process each, run beside it. All tests of tests/evidence are slow, and so are its imports.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 WITH_OPTIMIZED = $(shell grep -rl --include='test_*.py' pytest.mark.optimized tests)
 test:
 	@$(MAKE) --no-print-directory --jobs=$(WORKERS) test-optimized type lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not optimized" \
+	  --ignore=tests/evidence
 
 test-optimized: $(READY)
 	$(OPTIMIZED) $(BIN)/python -m pytest -m optimized $(WITH_OPTIMIZED)

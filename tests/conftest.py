@@ -71,7 +71,7 @@ def pytest_collection_finish():
   """
   gc.collect()
   gc.freeze()
-  gc.set_threshold(20_000, 20, 50)
+  gc.set_threshold(200_000, 10, 20)
 
 
 @pytest.hookimpl(wrapper=True)
