@@ -153,8 +153,7 @@ def test_lars_of_mxnet(door):
   arrays, hyper = test_lars.load("lars_mxnet200beta1_fp32")
   tx = test_lars.mxnet_lars(arrays, hyper["cases"][22])
   params = test_lars.unflatten(arrays, arrays["init"])
-  of_steps = [test_lars.unflatten(arrays, vector) for vector in arrays["grads_r1"]]
-  grads = jax.tree.map(lambda *gradients: np.stack(gradients), *of_steps)
+  grads = test_lars.unflatten(arrays, arrays["grads_r1"])
   found, _ = through(door, tx, params, grads)
   found = [test_lars.flatten(arrays, {n: p[t] for n, p in found.items()}) for t in range(10)]
   test_lars.assert_weights_agree(np.stack(found), arrays["init"], arrays["c22_w"])

@@ -20,7 +20,7 @@ from tests.contract import registry
 from tests.contract import test_contract
 from tests.contract import test_hostile
 
-every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
+every_row, every_factory = test_contract.every_row, test_contract.every_factory
 # These train in scans and loops of their own, where the depth of freezing is traced.
 pytestmark = pytest.mark.filterwarnings("ignore:`freeze_layers` saves no time")
 
@@ -68,7 +68,7 @@ def test_float64_numpy_params_become_float32_without_x64(row):
   assert_same(found, (updates, state))
 
 
-@test_contract.every_factory
+@every_factory
 def test_steps_in_place_take_float64_params_of_numpy(row):
   tx = row.feed(getattr(optax_boost, row.factory)(**row.kwargs))
   params, grads, *_ = on_device(row)
@@ -77,7 +77,7 @@ def test_steps_in_place_take_float64_params_of_numpy(row):
   assert_same(step(in_numpy(grads), tx.init(in_numpy(params)), in_numpy(params)), expected)
 
 
-@test_contract.every_factory
+@every_factory
 def test_the_train_step_takes_float64_params_of_numpy(row):
   step = test_hostile.train_step(row.optimizer())
   params = on_device(row)[0]

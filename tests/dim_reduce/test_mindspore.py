@@ -12,6 +12,7 @@ import pytest
 
 import optax_boost
 from tests import closeness
+from tests.dim_reduce import test_dim_reduce
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # Of "rawproj", whose rows MindSpore takes as they are.
@@ -152,18 +153,11 @@ def trace_of(name):
   return Trace(name)
 
 
-def residual(state):
-  """The residual momentum, out of its two parts."""
-  (q,) = state.projected_momentum
-  q, momentum, basis = jax.device_get((q, state.momentum, state.basis))
-  return jax.tree.map(lambda m, rows: m - np.tensordot(q, rows, 1), momentum, basis)
-
-
 def results(params, state):
   """Our results by their symbols."""
   return {
     "w": flat(params),
-    "r": flat(residual(state)),
+    "r": flat(test_dim_reduce.residual(state)),
     "b": state.inverse_hessian[0],
     "g_k": state.projected_gradient[0],
     "s": state.last_step[0],
