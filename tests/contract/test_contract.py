@@ -30,7 +30,8 @@ from tests import problems
 from tests.contract import registry
 
 every_row = pytest.mark.parametrize("row", registry.ROWS, ids=str)
-# To wrappers of optax a factory's rows are alike, states of one class; but not calls of the host.
+# Wrappers of optax treat states of one class alike, so one row of each factory is enough, and one
+# that calls the host.
 OF_FACTORIES = list({(row.factory, row.calls_host): row for row in registry.ROWS}.values())
 every_factory = pytest.mark.parametrize("row", OF_FACTORIES, ids=str)
 DTYPES = ("float16", "bfloat16", "float32", "float64")

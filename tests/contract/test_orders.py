@@ -92,7 +92,7 @@ def check(order, runs, known=()):
 
 
 def in_sampled_doors(order, number):
-  """In the sample, one door and optimizer of the three for what was never wrong."""
+  """In the sample, one of the three doors and optimizers for an order that was never wrong."""
   runs = in_three_doors(order, number)
   once_wrong = set(itertools.combinations(programs.kinds(order), 2)) & set(programs.ONCE_WRONG)
   if ALL or once_wrong or order in (*SINGLES, *EXTRAS, *known_wrong.IN_FLOAT32):

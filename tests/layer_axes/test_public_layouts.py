@@ -149,7 +149,7 @@ def matmul_flops(program):
   return total
 
 
-# The layers of "lm1b" are written out as those of "gemma" are, to JAX.
+# JAX sees the layers of "lm1b" written out, like the layers of "gemma".
 @pytest.mark.parametrize("name", ["lm1b remat_scan", "gemma", "gemma scan"])
 def test_the_backward_pass_of_the_first_half_is_cut(name):
   layout = traced(name)

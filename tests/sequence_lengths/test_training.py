@@ -138,7 +138,7 @@ def test_a_window_that_a_skipped_micro_batch_lengthens_is_the_mean_over_its_toke
     state, _ = step(state, short)
     parts.append((length, short))
     if int(optax.tree.get(state.opt_state, "inner_count")) > made:
-      # The mean over the window's tokens without those of the skipped micro-batch.
+      # The mean over the window's tokens without the tokens of the skipped micro-batch.
       finite = [part for _, part in parts if np.isfinite(part["scale"])]
       start, *gradients = jax.device_get(
         [start, *(scaled_gradient(start, part) for part in finite)]
